@@ -55,10 +55,12 @@ soak: $(STAMP)  ## random epochs, left and broken in every way: `make soak ARGS=
 kills: $(STAMP)  ## processes killed at random moments: `make kills ARGS="--times 200 --seed 7"`
 	$(BIN)/python -m tests.soak.kills $(ARGS)
 
-lint: $(STAMP)  ## ruff, mypy --strict, import contracts, unique class names, import cycles
+lint: $(STAMP)  ## ruff, mypy --strict, pyright for users, import contracts, unique class names, import cycles
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/python .ci/check_types.py
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/check_tree.py
 

@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
         results.append(run(name, settings))
         print("\n" + report.plain(results[-1]), flush=True)
         print_progress(f"{name}: {time.perf_counter() - started:.0f} s\n")
-    print("\n" + report.tally(results))
+    print("\n" + report.tally(map(report.section, results)))
     warn_if_quick(options)
     if options.write:
         for path in report.write(results, conditions, PROJECT, some=bool(options.names)):

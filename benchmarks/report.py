@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -106,8 +106,7 @@ def section(result: Result, note: str = "") -> str:
 
 def markdown(sections: Sequence[str], conditions: str) -> str:
     """The results in docs/benchmarks.md."""
-    text = "\n\n".join(sections)
-    return "\n\n".join([conditions, "![The ratios that have a target](benchmarks.png)", tally_of_page(text), text])
+    return "\n\n".join([conditions, "![The ratios that have a target](benchmarks.png)", tally(sections), *sections])
 
 
 def updated(old: str, results: Sequence[Result], conditions: str) -> str:
@@ -160,18 +159,10 @@ def summary_table(page: str) -> str:
     return "\n\n".join([markdown_table(SUMMARY_HEADER, rows), machine])
 
 
-def tally(results: Sequence[Result]) -> str:
-    """The number of targets that are met, and the names of those that are not."""
-    judged = [(result, figure) for result in results for figure in result.figures if figure.target is not None]
-    short = [f"{result.name}: {figure.what}" for result, figure in judged if figure.verdict != "met"]
-    line = f"{len(judged) - len(short)} of {len(judged)} targets met"
-    return line + ("." if not short else "; short: " + "; ".join(short) + ".")
-
-
-def tally_of_page(text: str) -> str:
-    """The same as a list, of sections of docs/benchmarks.md."""
+def tally(sections: Iterable[str]) -> str:
+    """The number of targets that are met, and a list of those that are not."""
     met, title, short = 0, "", []
-    for line in text.splitlines():
+    for line in "\n".join(sections).splitlines():
         if line.startswith("### "):
             title = line.removeprefix("### ")
         met += line.endswith("| met |")

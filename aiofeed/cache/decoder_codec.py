@@ -73,7 +73,7 @@ class RowCodec(SampleCodec):
         self._row: Row = decoder.row
         cached: Row = getattr(decoder, "cached_row", decoder.row)
         self.layout: Layout = Layout(cached.shape, cached.dtype)
-        self.random = bool(decoder.takes_seed)
+        self.random: bool = bool(decoder.takes_seed)
         self._decode_into: Callable[[Any, Any], None] = getattr(decoder, "decode_cached_into", decoder.decode_into)
 
     def encode(self, value: Any, layout: Layout | None, out: Parts | None = None) -> tuple[Parts, Layout]:
@@ -122,7 +122,7 @@ class ValueCodec(SampleCodec):
         self._decode = decode
         self._augment = augment
         self._takes_target = takes_target
-        self.random = augment is not None
+        self.random: bool = augment is not None
 
     def encode(self, value: Any, layout: Layout | None, out: Parts | None = None) -> tuple[Parts, Layout]:
         """The memory of what the decoder returns."""

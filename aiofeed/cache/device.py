@@ -142,7 +142,7 @@ class BatchSamples:
     ) -> None:
         self.indices = indices
         self.store = store
-        self.cached = np.flatnonzero(cached)
+        self.cached: NDArray[np.intp] = np.flatnonzero(cached)
         self._pinned = pinned
         self._copies: dict[str, torch.Tensor] = {}
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from aiofeed.cache.disk_format import CacheFile, Description
 
-log = logging.getLogger("aiofeed.cache")
+log: logging.Logger = logging.getLogger("aiofeed.cache")
 # The decoder's identity in a file of a Dataset's items.
 NO_DECODER = "none, the items of a Dataset"
 
@@ -112,7 +112,7 @@ class DiskStore(SampleStore):
         self._source = source
         self._decoder = decoder
         # Only for items, which may be slow or random: a claim takes two system calls.
-        self.claims = decoder == NO_DECODER
+        self.claims: bool = decoder == NO_DECODER
         self._compare = compare
         super().__init__(samples)
 
@@ -153,7 +153,8 @@ class DiskStore(SampleStore):
             if file is not None and described is not None:
                 self._use(file, described, file.layout)
                 # Unknown until an item was encoded, if the form is not enough to restore the layout.
-                self.layout = deserialized(file.layout) if isinstance(file.layout, ItemLayout) else file.layout
+                layout = deserialized(file.layout) if isinstance(file.layout, ItemLayout) else file.layout
+                self.layout: Layout | None = layout
 
     def set_layout(self, layout: Layout) -> bool:
         """As ``SampleStore.set_layout``; raises ``CacheError`` also if the file has items of another layout."""

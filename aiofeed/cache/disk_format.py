@@ -91,7 +91,7 @@ class CacheFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.writable = True
+        self.writable: bool = True
         flags = os.O_CLOEXEC | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_NONBLOCK", 0)
         try:
             self._fd = os.open(path, os.O_RDWR | flags)
@@ -206,8 +206,9 @@ class CacheFile:
         return described
 
     def _set_offsets(self, described: Description, length: int) -> None:
-        self.samples, self.capacity = described["samples"], described["capacity"]
-        self.layout = _described_layout(described)
+        self.samples: int = described["samples"]
+        self.capacity: int = described["capacity"]
+        self.layout: Layout = _described_layout(described)
         self._table_at = _next_page(_DESCRIPTION_AT + length)
         self._rows_at = _next_page(self._table_at + self.samples * _ENTRY.size)
         self._end = self._rows_at + self.capacity * self.layout.nbytes

@@ -15,7 +15,7 @@ from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_positive_int, explain_arguments
 
-log = logging.getLogger("aiofeed.cache")
+log: logging.Logger = logging.getLogger("aiofeed.cache")
 
 
 @public

@@ -64,9 +64,9 @@ class ItemPart:
     __slots__ = ("index", "kind", "layout")
 
     def __init__(self, index: int, kind: type | None, layout: Layout) -> None:
-        self.index = index
-        self.kind = kind
-        self.layout = layout
+        self.index: int = index
+        self.kind: type | None = kind
+        self.layout: Layout = layout
 
     def __repr__(self) -> str:
         return str(self.layout) if self.kind is None else self.kind.__name__

@@ -29,7 +29,7 @@ class SampleError(FeedError):
     def __init__(self, message: str, *, key: str, index: int, stage: str) -> None:
         super().__init__(message)
         self.key = key
-        self.index = int(index)  # the index of a stream's item refers to the item
+        self.index: int = int(index)  # the index of a stream's item refers to the item
         self.stage = stage
 
     def __reduce__(self) -> tuple[Any, ...]:

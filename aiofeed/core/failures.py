@@ -14,7 +14,7 @@ from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import public
 
-log = logging.getLogger("aiofeed.core")
+log: logging.Logger = logging.getLogger("aiofeed.core")
 
 # Bounds for a dataset in which everything fails.
 KEPT_MOST = 10_000

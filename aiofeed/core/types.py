@@ -198,10 +198,10 @@ class HostTensor:
         torch_dtype: str | None = None,
         pinned: bool = False,
     ) -> None:
-        self.memory = memory
-        self.axes = axes
-        self.torch_dtype = torch_dtype
-        self.pinned = pinned
+        self.memory: NDArray[Any] = memory
+        self.axes: tuple[int, ...] | None = axes
+        self.torch_dtype: str | None = torch_dtype
+        self.pinned: bool = pinned
 
 
 class DeferredTensor(ABC):

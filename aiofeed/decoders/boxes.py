@@ -37,7 +37,7 @@ class Objects:
     def __init__(self, target: Mapping[str, Any], width: int, height: int) -> None:
         self.boxes = _boxes(target["boxes"], width, height) if "boxes" in target else None
         self.keypoints = _keypoints(target["keypoints"]) if "keypoints" in target else None
-        self.kept = np.arange(0 if self.boxes is None else len(self.boxes))
+        self.kept: NDArray[np.int64] = np.arange(0 if self.boxes is None else len(self.boxes))
         if self.boxes is not None and self.keypoints is not None and len(self.boxes) != len(self.keypoints):
             raise ValueError(
                 f'"keypoints" of the target has {len(self.keypoints)} items, and "boxes" has {len(self.boxes)}'

@@ -59,7 +59,7 @@ class NativeDecoder:
         if library.aiofeed_picture_bytes() != _PICTURE.size:
             raise OSError("it was built for another version of aiofeed; install aiofeed again")
         library.aiofeed_arithmetic.restype = ctypes.c_char_p
-        self.version = f"{libjpeg.decode()}, {library.aiofeed_arithmetic().decode()}"
+        self.version: str = f"{libjpeg.decode()}, {library.aiofeed_arithmetic().decode()}"
         """Version of libjpeg-turbo, and the instruction set that computes the pixels."""
         self._headers, self._decode = library.aiofeed_headers, library.aiofeed_decode
         self._headers.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-log = logging.getLogger("aiofeed.devices")
+log: logging.Logger = logging.getLogger("aiofeed.devices")
 
 Stream: TypeAlias = Any
 """A first-in first-out queue of work on a device. Its type is private to the backend."""
@@ -146,8 +146,8 @@ class DeviceBackend(Protocol):
         """Return an event after all work queued on a stream so far."""
         ...
 
-    def wait(self, stream: Stream, event: Event, /) -> None:
-        """Make later work on a stream wait for an event. Does not block the host."""
+    def wait(self, stream: Stream, event: Any, /) -> None:
+        """Make later work on a stream wait for an event of ``record``. Does not block the host."""
         ...
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream, /) -> None:
@@ -175,7 +175,7 @@ class TorchBackend:
         import torch
 
         self.device = device
-        self.name = str(device)
+        self.name: str = str(device)
         self._new_stream: Callable[[], Any] = lambda: torch.Stream(device)
         self._new_event: Callable[[], Any] = lambda: torch.Event(device)
         self._current: Callable[[], Any] = lambda: torch.accelerator.current_stream(device)
@@ -340,7 +340,7 @@ class CpuBackend:
     def __init__(self) -> None:
         import torch
 
-        self.device = torch.device("cpu")
+        self.device: torch.device = torch.device("cpu")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from aiofeed.devices.backend import DeviceBackend, Event, Stream
 
-log = logging.getLogger("aiofeed.devices")
+log: logging.Logger = logging.getLogger("aiofeed.devices")
 
 # Tensors that work on the side stream reads, each list with an event after that work.
 _Sources = deque[tuple["Event", list["torch.Tensor"]]]
@@ -183,8 +183,8 @@ class Copier:
         """Block until the copies queued so far are complete, so that their host memory may be reused."""
         try:
             self.backend.record(self._side).synchronize()
-        except Exception:  # noqa: BLE001 - the device is broken; the caller raises the error that reports it
-            pass
+        except Exception as error:  # noqa: BLE001 - the device is broken; the caller raises the error that reports it
+            log.debug("%s failed while its copies were awaited: %s", self.backend.name, error)
 
     def _copy_leaf(self, leaf: HostTensor, sources: list[torch.Tensor]) -> torch.Tensor:
         # Copy the contiguous memory: torch copies a permuted or converted tensor synchronously, through a temporary.

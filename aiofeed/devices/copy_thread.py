@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from aiofeed.devices.backend import Event
     from aiofeed.devices.copier import AnyCopier
 
-log = logging.getLogger("aiofeed.devices")
+log: logging.Logger = logging.getLogger("aiofeed.devices")
 
 T = TypeVar("T")
 
@@ -133,8 +133,8 @@ class CopyThread(BoundedThread):
             while self._copying:
                 self._give_back_oldest()
             self._copier.release()
-        except Exception:  # noqa: BLE001 - the next use of the device raises it
-            pass
+        except Exception as error:  # noqa: BLE001 - the next use of the device raises it
+            log.debug("%s failed while its last copies were awaited: %s", self._copier.backend.name, error)
 
     def _keep_memory_of_failed_device(self) -> None:
         """Keep pinned and device memory for good if every call fails, as after an illegal memory access of a kernel.

@@ -23,8 +23,8 @@ class DeviceGroup:
     """Several devices that share each batch, in the order of its parts."""
 
     def __init__(self, backends: Sequence[DeviceBackend]) -> None:
-        self.backends = tuple(backends)
-        self.name = ", ".join(backend.name for backend in self.backends)
+        self.backends: tuple[DeviceBackend, ...] = tuple(backends)
+        self.name: str = ", ".join(backend.name for backend in self.backends)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name})"

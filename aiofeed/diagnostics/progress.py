@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 BatchT = TypeVar("BatchT")
 BarKind: TypeAlias = Literal["tqdm", "rich"]
 
-log = logging.getLogger("aiofeed.diagnostics")
+log: logging.Logger = logging.getLogger("aiofeed.diagnostics")
 
 # Drawing takes at most this share of the time, also in a slow notebook.
 DRAWING_SHARE = 0.02

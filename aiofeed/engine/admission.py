@@ -28,16 +28,16 @@ class Admission:
         self._batch_size = batch_size
         self._budget = budget
         self._buffer = buffer
-        self.limits = limits
+        self.limits: ResolvedLimits = limits
         self._max_batches = limits.batches_in_flight(batch_size)
         # Samples that are being read.
-        self.reading = 0
+        self.reading: int = 0
         # Whether the planner's last wait was for `read_concurrency`, not for batches or bytes.
         self.waited_for_reads = False
         # Nothing more will be delivered: nobody has to wait.
         self.closed = False
         # Set whenever there may be more room.
-        self.room = asyncio.Event()
+        self.room: asyncio.Event = asyncio.Event()
 
     def change(self, limits: ResolvedLimits) -> None:
         """Replace the limits."""
@@ -96,7 +96,7 @@ class MemoryBudget:
 
     def __init__(self, limit_bytes: int, bytes_per_sample: float = 0.0) -> None:
         self.limit_bytes = limit_bytes
-        self.reserved_bytes = 0
+        self.reserved_bytes: int = 0
         self._per_sample = bytes_per_sample
         self._batches = 0
 

@@ -135,11 +135,14 @@ class ReorderBuffer:
     """
 
     def __init__(self, *, in_order: bool, prefetch_batches: int) -> None:
-        self.in_order = self.first_alone = in_order
+        self.in_order = in_order
+        self.first_alone: bool = in_order
         self.prefetch_batches = prefetch_batches
         self.entries: deque[Batch | EpochEnds] = deque()
         # Number of batches in `entries`, of those with a decode permit, and of those in the queue to the consumer.
-        self.assembling = self.permitted = self.waiting = 0
+        self.assembling: int = 0
+        self.permitted: int = 0
+        self.waiting: int = 0
 
     def grant_permits(self) -> None:
         """Permit decoding for as many batches as may be finished and wait.

@@ -14,7 +14,7 @@ from aiofeed.engine.tuning.score import JobTiming
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.runtime.thread_pool import ThreadPool
 
-log = logging.getLogger("aiofeed.engine")
+log: logging.Logger = logging.getLogger("aiofeed.engine")
 
 
 class Concurrency:

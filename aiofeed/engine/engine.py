@@ -47,7 +47,7 @@ from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.sampling.epochs import EpochEnds, EpochStart, Step
 
-log = logging.getLogger("aiofeed.engine")
+log: logging.Logger = logging.getLogger("aiofeed.engine")
 
 
 class Engine:
@@ -129,7 +129,7 @@ class Engine:
         self._full_since: float | None = None
         # See ``ReadyBatch``.
         self._note: Callable[[ReadyBatch], bool] | None = None
-        self.chunk_size = 0
+        self.chunk_size: int = 0
 
     async def run(self) -> None:
         """Deliver the batch of every plan; ends early after a failure or when the task is cancelled."""

@@ -85,7 +85,7 @@ class SampleEngine(Engine):
         options: other arguments of ``Engine``.
     """
 
-    stage = ChunkStage
+    stage: type[DecodeStage] = ChunkStage
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from aiofeed.processes.serving.subscription import Subscription
 
 
-log = logging.getLogger("aiofeed.feeder")
+log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
 _NO_STATE = "the server's feeder has the state: save and load it in the server's process"
 

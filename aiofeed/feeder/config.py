@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from aiofeed.devices.copier import StaticOutput
     from aiofeed.processes.actors.options import RayEngine
 
-log = logging.getLogger("aiofeed.feeder")
+log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
 # Batches from this size on are compared with the free memory.
 _CHECKED_BYTES = 8 << 20

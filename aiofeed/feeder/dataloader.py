@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 import torch.utils.data
@@ -35,6 +35,8 @@ from aiofeed.runtime.threads import JOIN_S
 from aiofeed.sources.dataset import FromDataset
 
 if TYPE_CHECKING:
+    from aiofeed.cache.disk import DiskCache
+    from aiofeed.cache.host import HostCache
     from aiofeed.devices.resolve import Device
 
 T_co = TypeVar("T_co", covariant=True)
@@ -85,7 +87,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         device: Device | Sequence[Device] = None,
         transform: Transform | None = None,
         on_error: Action | FailurePolicy = "raise",
-        cache: Any = None,
+        cache: Literal["host", "device"] | HostCache | DiskCache | None = None,
         engine: str | None = None,
         threads: int | None = None,
         limits: Limits | None = None,
@@ -444,8 +446,8 @@ class _FeederEpochs:
             collate_fn=None if loader.collate_fn is default_collate else loader.collate_fn,
             device=loader.device,
             transform=loader.transform,
-            on_error=cast("Any", loader.on_error),
-            cache=cast("Any", loader.cache),
+            on_error=loader.on_error,
+            cache=loader.cache,
             limits=loader.limits,
             shard=None,
             in_order=loader.in_order,

@@ -79,6 +79,11 @@ if TYPE_CHECKING:
     from aiofeed.sources.image_folder import ImageFolder
 
     EncodedT = TypeVar("EncodedT")
+    Encoded: TypeAlias = Source[EncodedT] | IterableDataset[EncodedT] | Mixture
+    Decode: TypeAlias = Decoder[EncodedT, Any] | RandomDecoder[EncodedT, Any]
+    Decoded: TypeAlias = (
+        MapDataset[Any] | FromDataset | Tensors | Tokens | Table | Clips | Stream | IterableDataset[Any] | Mixture
+    )
     # A literal, so that a typing error such as "processes" is a type error.
     # fmt: off
     Engine: TypeAlias = Literal[
@@ -94,6 +99,7 @@ if TYPE_CHECKING:
     class _Options(TypedDict, total=False):
         """Arguments of ``Feeder`` that do not change the type of its batches."""
 
+        batch_size: int | LengthPlan | None
         shuffle: Shuffle
         sampler: Iterable[int] | None
         weights: Sequence[float] | torch.Tensor | NDArray[Any] | None
@@ -189,7 +195,8 @@ class Feeder(Generic[BatchT]):
     """
 
     if TYPE_CHECKING:
-        # The types of batches that are known: of image files, of ``Tensors``, and of a ``collate_fn``.
+        # The types of batches that are known: of image files, of ``Tensors``, of a ``transform``, of a ``collate_fn``,
+        # and of several devices.
 
         @overload
         def __init__(
@@ -197,7 +204,6 @@ class Feeder(Generic[BatchT]):
             source: ImageFolder,
             *,
             decode: DecodeImage,
-            batch_size: int | LengthPlan | None = None,
             collate_fn: None = None,
             transform: None = None,
             device: Device = None,
@@ -209,7 +215,6 @@ class Feeder(Generic[BatchT]):
             self: Feeder[list[torch.Tensor]],
             source: Tensors,
             *,
-            batch_size: int | LengthPlan | None = None,
             transform: None = None,
             device: Device = None,
             **options: Unpack[_Options],
@@ -218,13 +223,36 @@ class Feeder(Generic[BatchT]):
         @overload
         def __init__(
             self,
-            source: Source[EncodedT] | IterableDataset[EncodedT] | Mixture,
+            source: Encoded[EncodedT],
             *,
-            decode: Decoder[EncodedT, Any] | RandomDecoder[EncodedT, Any],
-            batch_size: int | LengthPlan | None = None,
+            decode: Decode[EncodedT],
             collate_fn: Callable[[list[Any]], BatchT] | None = None,
+            transform: None = None,
+            device: Device = None,
+            **options: Unpack[_Options],
+        ) -> None: ...
+
+        @overload
+        def __init__(
+            self,
+            source: Encoded[EncodedT],
+            *,
+            decode: Decode[EncodedT],
+            collate_fn: Callable[[list[Any]], Any] | None = None,
+            transform: Callable[[Any], BatchT],
+            device: Device = None,
+            **options: Unpack[_Options],
+        ) -> None: ...
+
+        @overload
+        def __init__(
+            self: Feeder[tuple[Any, ...]],
+            source: Encoded[EncodedT],
+            *,
+            decode: Decode[EncodedT],
+            collate_fn: Callable[[list[Any]], Any] | None = None,
             transform: Callable[[Any], Any] | None = None,
-            device: Device | Sequence[Device] = None,
+            device: Sequence[Device],
             **options: Unpack[_Options],
         ) -> None: ...
 
@@ -232,21 +260,36 @@ class Feeder(Generic[BatchT]):
         @overload
         def __init__(
             self,
-            source: MapDataset[Any]
-            | FromDataset
-            | Tensors
-            | Tokens
-            | Table
-            | Clips
-            | Stream
-            | IterableDataset[Any]
-            | Mixture,
+            source: Decoded,
             *,
             decode: None = None,
-            batch_size: int | LengthPlan | None = None,
             collate_fn: Callable[[list[Any]], BatchT] | None = None,
+            transform: None = None,
+            device: Device = None,
+            **options: Unpack[_Options],
+        ) -> None: ...
+
+        @overload
+        def __init__(
+            self,
+            source: Decoded,
+            *,
+            decode: None = None,
+            collate_fn: Callable[[list[Any]], Any] | None = None,
+            transform: Callable[[Any], BatchT],
+            device: Device = None,
+            **options: Unpack[_Options],
+        ) -> None: ...
+
+        @overload
+        def __init__(
+            self: Feeder[tuple[Any, ...]],
+            source: Decoded,
+            *,
+            decode: None = None,
+            collate_fn: Callable[[list[Any]], Any] | None = None,
             transform: Callable[[Any], Any] | None = None,
-            device: Device | Sequence[Device] = None,
+            device: Sequence[Device],
             **options: Unpack[_Options],
         ) -> None: ...
 

@@ -25,7 +25,7 @@ from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem
 if TYPE_CHECKING:
     from aiofeed.devices.copier import AnyCopier
 
-log = logging.getLogger("aiofeed.feeder")
+log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
 # Time limit for the end of an epoch to arrive after its last batch. It arrives as soon as its thread is scheduled.
 END_S = 1.0
@@ -124,7 +124,7 @@ class Delivery:
         transform: Transform | None = None,
         device_batches: int = DEVICE_BATCHES,
     ) -> None:
-        self.queue = producer.queue
+        self.queue: BatchQueue[QueueItem] = producer.queue
         self._producer = producer
         self._copier = copier
         self._transform = transform
@@ -232,7 +232,7 @@ class FeedIterator(Generic[BatchT_co]):
         self._delivery = delivery
         self._stats = stats
         self._queue = delivery.queue
-        self.observer = observer or EpochObserver(delivery)
+        self.observer: EpochObserver = observer or EpochObserver(delivery)
         self._pid = os.getpid()
         self._started = stats.asked_at = time.perf_counter()
         stats.cpu_started_s = time.process_time()

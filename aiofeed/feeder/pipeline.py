@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from aiofeed.processes.workers.pool import WorkerPool
     from aiofeed.reports.bottleneck import FeedMeasurements
 
-log = logging.getLogger("aiofeed.feeder")
+log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
 
 class StreamingPipeline(LoopProducer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence, Sized
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from aiofeed.core.errors import as_exception
 from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES
@@ -21,23 +21,59 @@ from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem
 from aiofeed.runtime.tensors import stage
 from aiofeed.runtime.threads import JOIN_S, BoundedThread
 
+BatchT = TypeVar("BatchT")
+ChangedT = TypeVar("ChangedT")
+
 if TYPE_CHECKING:
+    from typing import TypeAlias, TypedDict, Unpack
+
     from aiofeed.devices.copier import AnyCopier
     from aiofeed.devices.resolve import Device
 
-BatchT = TypeVar("BatchT")
+    Batches: TypeAlias = Iterable[BatchT] | AsyncIterable[BatchT]
+
+    class _Lookahead(TypedDict, total=False):
+        """Arguments of ``prefetch`` that do not change the type of batches."""
+
+        prefetch_batches: int
+        device_batches: int
 
 
+# A str is a Sequence[str], too; type checkers take the first overload that fits.
+@overload
+def prefetch(  # type: ignore[overload-overlap]
+    batches: Batches[BatchT], device: Device = None, *, transform: None = None, **lookahead: Unpack[_Lookahead]
+) -> Prefetch[BatchT]: ...
+@overload
+def prefetch(  # type: ignore[overload-overlap]
+    batches: Batches[BatchT],
+    device: Device = None,
+    *,
+    transform: Callable[[BatchT], ChangedT],
+    **lookahead: Unpack[_Lookahead],
+) -> Prefetch[ChangedT]: ...
+@overload
+def prefetch(
+    batches: Batches[BatchT], device: Sequence[Device], *, transform: None = None, **lookahead: Unpack[_Lookahead]
+) -> Prefetch[tuple[BatchT, ...]]: ...
+@overload
+def prefetch(
+    batches: Batches[BatchT],
+    device: Sequence[Device],
+    *,
+    transform: Callable[[BatchT], ChangedT],
+    **lookahead: Unpack[_Lookahead],
+) -> Prefetch[tuple[ChangedT, ...]]: ...
 @public
 @explain_arguments()
 def prefetch(
-    batches: Iterable[BatchT] | AsyncIterable[BatchT],
+    batches: Iterable[Any] | AsyncIterable[Any],
     device: Device | Sequence[Device] = None,
     *,
     transform: Transform | None = None,
     prefetch_batches: int = PREFETCH_BATCHES,
     device_batches: int = DEVICE_BATCHES,
-) -> Prefetch[BatchT]:
+) -> Prefetch[Any]:
     """Load batches of any iterable ahead, e.g. of a ``DataLoader``, and copy them to a device on a side stream.
 
     Args:

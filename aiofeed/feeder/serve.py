@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from aiofeed.processes.serving.device_ring import DeviceRing
     from aiofeed.processes.serving.hub import Hub, Mode, ServeOptions, Slow, When
 
-log = logging.getLogger("aiofeed.feeder")
+log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
 # An upper limit that is never reached.
 _ENDLESS = 1 << 30

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 BatchT = TypeVar("BatchT")
 
-log = logging.getLogger("aiofeed.feeder")
+log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
 # An epoch this long of which the training waited for this share is worth a hint.
 HINT_AFTER_S = 10.0
@@ -94,7 +94,7 @@ class FeederSession(Generic[BatchT]):
         self._checkpoint = checkpoint
         self._failures = failures
         self._earlier_stats = earlier_stats
-        self.stats = EpochStats()
+        self.stats: EpochStats = EpochStats()
         self.pipeline: BatchPipeline | None = None
         self.delivery: Delivery | None = None
         # The latest streaming pipeline and its delivery. They may still be ending after resident data replaced them.

@@ -127,20 +127,22 @@ class Bottleneck:
 
     def __init__(self, measured: FeedMeasurements) -> None:
         self.measured = measured
-        stats = self.stats = measured.stats
+        self.stats: EpochStats = (stats := measured.stats)
         # The first batch is awaited while threads start and caches are empty.
-        self.wall_s = max(stats.wall_s - stats.first_batch_s, 1e-9)
+        self.wall_s: float = max(stats.wall_s - stats.first_batch_s, 1e-9)
         samples = stats.samples * (stats.batches - 1) / stats.batches
         stall_s = min(max(stats.stall_s - stats.first_batch_s, 0.0), self.wall_s)
-        self.rate = samples / self.wall_s
-        self.waiting = stall_s / self.wall_s
-        self.step_rate = samples / max(self.wall_s - stall_s, 1e-9)
-        self.decoded = stats.samples_decoded or stats.samples
-        self.pool_s = (stats.decode_s + stats.collate_s + self._inline_read_s) / self.decoded
-        self.stages = tuple(self._stages())
-        self.possible = {stage.name: stage.samples_per_s or inf for stage in self.stages}
+        self.rate: float = samples / self.wall_s
+        self.waiting: float = stall_s / self.wall_s
+        self.step_rate: float = samples / max(self.wall_s - stall_s, 1e-9)
+        self.decoded: int = stats.samples_decoded or stats.samples
+        self.pool_s: float = (stats.decode_s + stats.collate_s + self._inline_read_s) / self.decoded
+        self.stages: tuple[StageTimes, ...] = tuple(self._stages())
+        self.possible: dict[str, float] = {stage.name: stage.samples_per_s or inf for stage in self.stages}
+        self.stage: str
+        self.resource: str
         self.stage, self.resource = self._limit(stall_s)
-        self.busy = self.rate >= BUSY * self.possible.get(self.stage, 0.0)
+        self.busy: bool = self.rate >= BUSY * self.possible.get(self.stage, 0.0)
 
     @property
     def _inline_read_s(self) -> float:

@@ -69,7 +69,8 @@ class Headroom(Generic[BatchT]):
         self._kept: list[Any] = []
         self._began = self._repeats_s = 0.0
         self._timed = 0
-        self.loaded_s = self.floor_s = 0.0
+        self.loaded_s: float = 0.0
+        self.floor_s: float = 0.0
 
     @property
     def gain(self) -> float:

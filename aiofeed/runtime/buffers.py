@@ -30,7 +30,7 @@ Bytes: TypeAlias = "NDArray[np.uint8]"
 BlockT = TypeVar("BlockT", mmap.mmap, "NDArray[np.uint8]")
 T = TypeVar("T")
 
-log = logging.getLogger("aiofeed.runtime")
+log: logging.Logger = logging.getLogger("aiofeed.runtime")
 
 # Below this, malloc is faster than the pool, and labels that the user keeps do not keep a large block alive.
 SMALL_BYTES = 64 * 1024

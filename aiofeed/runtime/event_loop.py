@@ -30,7 +30,7 @@ from aiofeed.runtime import threads
 from aiofeed.runtime.thread_pool import ReadPoolSizer, ThreadPool
 from aiofeed.runtime.threads import DaemonThread
 
-log = logging.getLogger("aiofeed.runtime")
+log: logging.Logger = logging.getLogger("aiofeed.runtime")
 
 # The time limit of a source's aclose(), and of coroutines after they were cancelled.
 CLEANUP_S = 5.0
@@ -74,10 +74,10 @@ class EventLoopThread:
     """
 
     def __init__(self, *, read_threads: int, decode_threads: int, after: EventLoopThread | None = None) -> None:
-        self.pid = os.getpid()
+        self.pid: int = os.getpid()
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.read_pool = ThreadPool("read", read_threads, max_running=1)
-        self.decode_pool = ThreadPool("decode", decode_threads)
+        self.read_pool: ThreadPool = ThreadPool("read", read_threads, max_running=1)
+        self.decode_pool: ThreadPool = ThreadPool("decode", decode_threads)
         self.finished: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._read_pool_sizer = ReadPoolSizer(self.read_pool, self.decode_pool)
         self._after = after

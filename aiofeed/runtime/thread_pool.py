@@ -130,12 +130,12 @@ class ThreadPool(ThreadPoolExecutor):
     def __init__(self, name: str, max_threads: int, max_running: int | None = None) -> None:
         self.name = name
         self.max_threads = max_threads
-        self.max_running = max_threads if max_running is None else max_running
+        self.max_running: int = max_threads if max_running is None else max_running
         self._ready: SimpleQueue[_Work | Callable[[], None] | None] = SimpleQueue()
         self._backlog: deque[_Work] = deque()
         self._own_threads: list[DaemonThread | HostedRun] = []
         self._lock = threading.Lock()
-        self.running = 0
+        self.running: int = 0
         self._active: set[_Job] = set()
         self._abandoned: set[_Job] = set()
         self._stopped = False
@@ -144,7 +144,8 @@ class ThreadPool(ThreadPoolExecutor):
         self._wall_s = self._cpu_s = 0.0
         # Seconds of all jobs, and of all threads that have ended in which they waited for a core. For each thread that
         # runs, by its native identifier, the seconds for which it had waited when it began.
-        self.busy_s = self._core_wait_s = 0.0
+        self.busy_s: float = 0.0
+        self._core_wait_s = 0.0
         self._core_waits: dict[int, float] = {}
 
     @property

@@ -68,11 +68,11 @@ class DaemonThread:
 
     def __init__(self, target: Callable[[], object], name: str) -> None:
         self._target: Callable[[], object] | None = target
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread: threading.Thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._begun = _Flag()
         self._ended = _Flag()
         self._interrupted = False
-        self.started = False
+        self.started: bool = False
 
     def start(self) -> None:
         """Start the thread. If an exception interrupts this call, the thread may run nevertheless."""
@@ -153,7 +153,7 @@ class BoundedThread:
     """
 
     def __init__(self, name: str, room: int) -> None:
-        self.pid = os.getpid()
+        self.pid: int = os.getpid()
         self._stopped = False
         self._owner: weakref.ref[object] | None = None
         # One True per batch that may be handled. Any other item ends the thread.

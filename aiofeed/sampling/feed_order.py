@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from aiofeed.core.statistics import EpochStats, new_events
+from aiofeed.core.statistics import EpochStats, Event, new_events
 from aiofeed.sampling.epochs import EpochStart, EpochStream
 from aiofeed.sampling.listers.computed import ComputedOrder
 from aiofeed.sampling.listers.length_plans import PlanLister
@@ -22,7 +22,7 @@ from aiofeed.sampling.schedule import Position, Schedule
 Lister: TypeAlias = BatchSamplerAdapter | PlanLister | MixtureOrder | ComputedOrder
 """Lists the epochs of a feeder in place of its schedule."""
 
-log = logging.getLogger("aiofeed.sampling")
+log: logging.Logger = logging.getLogger("aiofeed.sampling")
 
 # The index list of a shuffled epoch of this length takes 80 MB and 0.1 s to make.
 LARGE_EPOCH = 10_000_000
@@ -66,7 +66,7 @@ class FeedOrder:
             self._shard = check_shard(shard)
         # Whether the epoch planned last has handed out a batch.
         self._epoch_used = True
-        self.events = new_events(keep=False)
+        self.events: deque[Event] = new_events(keep=False)
         self._suggested = False
         self._warned = False
         self._warned_of_scheduler = False

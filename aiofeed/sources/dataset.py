@@ -66,7 +66,7 @@ class FromDataset:
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise TypeError(f"a Dataset needs __getitem__ and __len__, got {type(dataset).__name__}")
         self.dataset = dataset
-        self.threads = check_positive_int("FromDataset(threads=...)", threads)
+        self.threads: int = check_positive_int("FromDataset(threads=...)", threads)
         if fingerprint is not None and (not isinstance(fingerprint, str) or not fingerprint):
             raise TypeError(f"FromDataset(fingerprint=...) must be a non-empty str, got {fingerprint!r}")
         self._fingerprint = fingerprint

@@ -29,7 +29,7 @@ from aiofeed.runtime.threads import DECODE_THREAD_NAME, DaemonThread
 from aiofeed.runtime.time_limits import AbandonedError, JobControl, JobDeadline
 from aiofeed.sources.dataset import FromDataset
 
-log = logging.getLogger("aiofeed.sources")
+log: logging.Logger = logging.getLogger("aiofeed.sources")
 
 # A wait that is longer than this is logged.
 LOG_AFTER_S = 5.0
@@ -104,7 +104,7 @@ class DatasetCalls:
         if source.threads == 1:
             self.thread = _thread_of(self._objects, source)
             self._objects.append(self.thread)  # different bases may have the same thread
-        self.bases = frozenset(map(id, self._objects))
+        self.bases: frozenset[int] = frozenset(map(id, self._objects))
 
     def slot(self, index: int, control: JobControl) -> DatasetSlot:
         """The slot for a call whose first sample is ``index``."""
@@ -133,9 +133,9 @@ class DatasetSlot:
         self._calls = calls
         self._source = calls.source
         self._control = control
-        self.index = index
+        self.index: int = index
         # The thread that is inside the dataset.
-        self.thread = 0
+        self.thread: int = 0
 
     def __enter__(self) -> DatasetSlot:
         with _changed:
@@ -241,7 +241,7 @@ class DatasetThread:
     """
 
     def __init__(self) -> None:
-        self.pid = os.getpid()
+        self.pid: int = os.getpid()
         # Runs of thread pools; functions to call; a reference to a dataset that was collected; ``None`` to end.
         self._jobs: SimpleQueue[HostedRun | Callable[[], None] | weakref.ref[Any] | None] = SimpleQueue()
         self._owners: list[weakref.ref[Any]] = []

@@ -99,6 +99,7 @@ class Files:
         if len(paths) and isinstance(paths[0], tuple | list):
             self._width, paths = len(paths[0]), _flattened(paths)
         first = scheme_of(paths[0]) if len(paths) else None
+        self.paths: Sequence[str]
         located: Any = paths
         if hasattr(located, "is_local"):  # an ObjectList, as the paths of other sources may be
             self.paths, self._objects = located, None if located.is_local else located
@@ -108,7 +109,8 @@ class Files:
             self.paths = self._objects = objects_of(paths, self.root, store, options)
         else:
             self.paths = self._local_paths(paths, follow_symlinks, options)
-        self.targets = targets = None if targets is None else _as_sequence(targets)
+        targets = None if targets is None else _as_sequence(targets)
+        self.targets: Sequence[Any] | None = targets
         if targets is not None:
             if len(targets) != len(self):
                 raise ValueError(

@@ -93,11 +93,11 @@ class ImageFolder(Files):
                 raise NotADirectoryError(f"ImageFolder: {root!r} is not a folder")
             raise FileNotFoundError(f"ImageFolder: the folder {root!r} does not exist{_missing_part(root)}")
         with os.scandir(root) as entries:
-            self.classes = sorted(entry.name for entry in entries if _is_class(entry, follow_symlinks))
+            self.classes: list[str] = sorted(entry.name for entry in entries if _is_class(entry, follow_symlinks))
         if not self.classes:
             loose = sum(1 for path in Path(root).iterdir() if path.suffix.lower() in EXTENSIONS)
             raise FileNotFoundError(_no_classes(root, loose))
-        self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
+        self.class_to_idx: dict[str, int] = {name: number for number, name in enumerate(self.classes)}
         paths: list[str] = []
         targets: list[int] = []
         for name, number in self.class_to_idx.items():
@@ -114,7 +114,8 @@ class ImageFolder(Files):
     def _list_url(self, root: str, store: Any, options: Mapping[str, Any] | None, refresh: bool) -> None:
         from aiofeed.sources.objects.samples import list_classes
 
-        self.paths, counts, loose = list_classes(root, EXTENSIONS, store=store, options=options, refresh=refresh)
+        paths, counts, loose = list_classes(root, EXTENSIONS, store=store, options=options, refresh=refresh)
+        self.paths: Sequence[str] = paths
         root = redacted(root)
         if not counts:
             raise FileNotFoundError(_no_classes(root, loose))
@@ -190,7 +191,7 @@ class FolderPairs(Files):
                     f"{_listed(problem, names)}; a pair has the same name in both folders. For other names pass "
                     f"Files([(image, mask), ...])"
                 )
-        self.names = sorted(found)
+        self.names: list[str] = sorted(found)
         targets: list[Any] | None = None
         if boxes is not None:
             paths = {name: name + os.path.splitext(found[name])[1] for name in self.names}

@@ -17,7 +17,7 @@ from aiofeed.core.types import Source, public
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.sampling.listers.mixture import Blocks, ChangingShares, ConstantShares, Interleaving, MixtureOrder, Shares
 from aiofeed.sources.arrays.tokens import Tokens
-from aiofeed.sources.dataset import FromDataset, fingerprint_of, is_iterable_dataset, is_map_dataset
+from aiofeed.sources.dataset import FromDataset, MapDataset, fingerprint_of, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.tensors import Tensors
 
 Weights: TypeAlias = "Mapping[str, float] | Sequence[float]"
@@ -55,7 +55,7 @@ class Mixture:
 
     def __init__(
         self,
-        sources: Mapping[str, Any],
+        sources: Mapping[str, Source[Any] | MapDataset[Any] | FromDataset],
         weights: Weights | Callable[[int], Weights] | None = None,
         *,
         until: Until = "all",
@@ -64,10 +64,12 @@ class Mixture:
     ) -> None:
         if not isinstance(sources, Mapping) or not sources:
             raise TypeError(f"Mixture takes a dict of sources by name, got {sources!r}")
-        self.names = [_checked_name(name) for name in sources]
+        self.names: list[str] = [_checked_name(name) for name in sources]
         self._random = check_bool("Mixture(random=)", random)
-        self.combined = _combined(dict(zip(self.names, sources.values(), strict=True)), check_bool("names", names))
-        self.lengths = {name: len(source) for name, source in sources.items()}
+        self.combined: CombinedSource | CombinedDatasets | Tokens = _combined(
+            dict(zip(self.names, sources.values(), strict=True)), check_bool("names", names)
+        )
+        self.lengths: dict[str, int] = {name: len(source) for name, source in sources.items()}
         for name, length in self.lengths.items():
             if not length:
                 raise ValueError(f"Mixture: the source {name!r} is empty")
@@ -207,7 +209,7 @@ class CombinedSource:
     """Sources of bytes as one."""
 
     def __init__(self, sources: Mapping[str, Any], names: bool) -> None:
-        self.sources = dict(sources)
+        self.sources: dict[str, Any] = dict(sources)
         self._names, self._sources = list(sources), list(sources.values())
         self._parts = _Parts(self._sources)
         self._adds_names = names
@@ -216,11 +218,11 @@ class CombinedSource:
             raise ValueError(f"Mixture: the sources {without} have no targets, and the others have: give all of them")
         self._has_targets = not without
         if self._has_targets or names:
-            self.target = self._target
+            self.target: Callable[[int], Any] = self._target
         if all(hasattr(source, "read_now") for source in self._sources):
-            self.read_now = self._read_now
+            self.read_now: Callable[[Sequence[int]], list[Any]] = self._read_now
         if all(hasattr(source, "version") for source in self._sources):
-            self.version = self._version
+            self.version: Callable[[int], str] = self._version
 
     def __len__(self) -> int:
         """The number of samples of all sources."""
@@ -325,12 +327,12 @@ class CombinedDataset:
     """The items of several datasets."""
 
     def __init__(self, datasets: Mapping[str, FromDataset], names: bool) -> None:
-        self.datasets = {name: source.dataset for name, source in datasets.items()}
+        self.datasets: dict[str, MapDataset[Any]] = {name: source.dataset for name, source in datasets.items()}
         self._sources, self._names = list(datasets.values()), list(datasets)
         self._parts = _Parts(self._sources)
         self._adds_names = names
         if any(hasattr(source.dataset, "__getitems__") for source in self._sources):
-            self.__getitems__ = self._items
+            self.__getitems__: Callable[[Sequence[int]], list[Any]] = self._items
 
     def __len__(self) -> int:
         """The number of samples of all datasets."""

@@ -19,7 +19,7 @@ from aiofeed.runtime.cancellation import clear_cancellation
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.sampling.schedule import Position
 
-log = logging.getLogger("aiofeed.sources")
+log: logging.Logger = logging.getLogger("aiofeed.sources")
 
 # Most seconds that a closed reader waits for the iterable: less than an event loop waits for its tasks.
 CLOSE_S = 4.0
@@ -73,8 +73,8 @@ class Stream:
     ) -> None:
         self._make = make_iterable
         self._length = None if length is None else check_int_from(0, "length", length)
-        self.shuffle_buffer = check_int_from(0, "shuffle_buffer", shuffle_buffer)
-        self.sharded = check_bool("sharded", sharded)
+        self.shuffle_buffer: int = check_int_from(0, "shuffle_buffer", shuffle_buffer)
+        self.sharded: bool = check_bool("sharded", sharded)
         # functools.partial has no name, but a function.
         function = getattr(make_iterable, "func", make_iterable)
         self.name: str = getattr(function, "__name__", type(function).__name__)

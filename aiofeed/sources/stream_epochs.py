@@ -132,7 +132,7 @@ class StreamEpochs(EpochStream):
         self._order = order
         self._stream = order.stream
         # Replaced and not changed, because the consumer's thread reads it.
-        self.snapshots = order.snapshots
+        self.snapshots: Sequence[Snapshot] = order.snapshots
         self._lengths: dict[int, int] = {}
         self._progress: EpochProgress | None = None
 
@@ -230,9 +230,10 @@ class ItemWindow:
         self._start = start
         self._group = stream.shuffle_buffer
         self._batch = schedule.batch_size * schedule.world_size
-        self.block = -(-self._batch // max(self._group, 1)) * max(self._group, 1)
+        self.block: int = -(-self._batch // max(self._group, 1)) * max(self._group, 1)
         # The positions up to `_ordered` have their items. Those of this rank are in `_own`.
-        self.read = self._ordered = stream.first_item(start)
+        self.read: int = stream.first_item(start)
+        self._ordered = self.read
         self._unordered: list[Any] = []
         self._own: dict[int, ItemNumber] = {}
         self._last: ItemNumber | None = None

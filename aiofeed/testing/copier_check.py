@@ -34,7 +34,7 @@ class WrongBytesError(AssertionError):
 
     def __init__(self, wrong: Sequence[int], batches: int) -> None:
         super().__init__(f"{len(wrong)} of {batches} batches have wrong contents, the first is batch {wrong[0]}")
-        self.wrong = list(wrong)
+        self.wrong: list[int] = list(wrong)
         self.batches = batches
 
 

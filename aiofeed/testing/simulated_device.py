@@ -58,8 +58,8 @@ class SimulatedDevice:
         allocation_fails_at: int | None = None,
         index: int = 0,
     ) -> None:
-        self.name = f"simulated:{index}"
-        self.device = torch.device("cpu")
+        self.name: str = f"simulated:{index}"
+        self.device: torch.device = torch.device("cpu")
         self._schedule = StreamSchedule(seed, latency)
         self._memory = Allocator(memory_bytes, self._schedule)
         self._local = threading.local()
@@ -69,7 +69,7 @@ class SimulatedDevice:
         self._allocations = 0
         self._pinned: dict[int, PinnedRange] = {}
         self._pinned_at_failure: set[int] = set()
-        self.copies = 0
+        self.copies: int = 0
         """Copies queued so far."""
         self.threads: set[int] = set()
         """Identifiers of the threads that called ``enter_thread``."""

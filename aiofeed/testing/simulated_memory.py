@@ -20,9 +20,9 @@ class PinnedRange:
     __slots__ = ("nbytes", "reads", "registered")
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.reads = 0  # queued copies that read from it
-        self.registered = True
+        self.nbytes: int = nbytes
+        self.reads: int = 0  # queued copies that read from it
+        self.registered: bool = True
 
 
 class MemoryBlock:
@@ -31,10 +31,10 @@ class MemoryBlock:
     __slots__ = ("bytes", "recorded", "stream", "users")
 
     def __init__(self, nbytes: int, stream: SimulatedStream) -> None:
-        self.stream = stream
-        self.bytes = torch.full((nbytes,), POISON, dtype=torch.uint8, device="cpu")
+        self.stream: SimulatedStream = stream
+        self.bytes: torch.Tensor = torch.full((nbytes,), POISON, dtype=torch.uint8, device="cpu")
         self.recorded: set[SimulatedStream] = set()  # by record_stream
-        self.users = 0  # recorded streams that have not finished with the block
+        self.users: int = 0  # recorded streams that have not finished with the block
 
     def poison(self) -> None:
         """Overwrite the contents."""
@@ -47,7 +47,7 @@ class BlockHandle:
     __slots__ = ("_returned", "block")
 
     def __init__(self, block: MemoryBlock, returned: deque[MemoryBlock]) -> None:
-        self.block = block
+        self.block: MemoryBlock = block
         self._returned = returned
 
     def __del__(self) -> None:
@@ -64,8 +64,8 @@ class Allocator:
         self._free: dict[tuple[SimulatedStream, int], list[MemoryBlock]] = {}
         self._waiting: dict[SimulatedStream, deque[tuple[SimulatedEvent, MemoryBlock]]] = {}
         self._returned: deque[MemoryBlock] = deque()
-        self.allocated_bytes = 0
-        self.reserved_bytes = 0
+        self.allocated_bytes: int = 0
+        self.reserved_bytes: int = 0
 
     def allocate(self, nbytes: int, stream: SimulatedStream) -> BlockHandle:
         """Memory for work on ``stream``; it contains poison, or the previous owner's data."""

@@ -29,8 +29,8 @@ class SimulatedEvent:
     def __init__(self, schedule: StreamSchedule, stream: SimulatedStream) -> None:
         self._schedule = schedule
         self.stream = stream
-        self.done = False
-        self.queries = 0
+        self.done: bool = False
+        self.queries: int = 0
 
     def query(self) -> bool:
         """Whether the event is complete. Each call runs a few operations before it, sometimes none.
@@ -90,12 +90,12 @@ class StreamSchedule:
     def __init__(self, seed: int, latency: Latency) -> None:
         if latency not in get_args(Latency):
             raise ValueError(f"latency={latency!r}: expected 'random', 'late' or 'early'")
-        self.lock = threading.RLock()
-        self.default = SimulatedStream("default")
+        self.lock: threading.RLock = threading.RLock()
+        self.default: SimulatedStream = SimulatedStream("default")
         self.side: SimulatedStream | None = None
-        self.streams = [self.default]
+        self.streams: list[SimulatedStream] = [self.default]
         self._latency = latency
-        self.random = random.Random(seed)
+        self.random: random.Random = random.Random(seed)
         self._running = False
         self._active: list[SimulatedStream] = []
         self._calls_left = 0

@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
         finished.append((name, run(name, settings, participants)))
         print(f"\n{results.plain(*finished[-1])}\n  {time.perf_counter() - started:.0f} s", flush=True)
         print_progress("")
-    print("\n" + report.tally([results.result(*each) for each in finished]))
+    print("\n" + report.tally(report.section(results.result(*each)) for each in finished))
     warn_if_quick(options)
     if options.write:
         for path in results.write(finished, conditions, PROJECT):

@@ -54,7 +54,7 @@ def plain(name: str, case: CaseResult) -> str:
 def markdown(results: Sequence[tuple[str, CaseResult]], conditions: str) -> str:
     """All cases, for docs/benchmarks.md."""
     parts = [conditions, f"![What each loader does]({Path(PICTURE).name})"]
-    parts.append(report.tally([result(name, case) for name, case in results]))
+    parts.append(report.tally(report.section(result(name, case)) for name, case in results))
     for _, case in results:
         parts += [f"### {case.title}", report.markdown_table(header(case), list(rows(case)))]
         parts.append(report.markdown_table(report.HEADER, [report.row(figure) for figure in case.targets]))

@@ -124,7 +124,7 @@ class TestResults:
         assert results.markdown(parts).endswith("| met |\n\nA note.\n\n### Images\n\nFailed: OutOfMemoryError: 20 GiB")
         assert "FAILED: OutOfMemoryError: 20 GiB" in results.plain(parts[1])
         assert results.plain(parts[0]).endswith("  A note.")
-        assert results.tally(parts) == "1 of 1 targets met. Failed: images."
+        assert results.tally(parts) == "1 of 1 targets met.\n\nFailed: images."
 
     def test_a_part_that_does_not_apply_is_only_on_the_terminal(self) -> None:
         """A part without figures and error is left out of the page, and marked on the terminal."""

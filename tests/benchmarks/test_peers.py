@@ -190,7 +190,7 @@ def test_the_plain_table_has_all_participants_and_the_absent_ones() -> None:
 
 def test_the_markdown_has_missed_targets_and_absent_participants() -> None:
     text = results.markdown([("race", RESULT)], "A machine.")
-    assert "0 of 1 targets met; short: race: speed: aiofeed, thread / Other." in text
+    assert "0 of 1 targets met; short:\n\n- A race: speed: aiofeed, thread / Other\n" in text
     assert "| Other | 80/s | 80/s to 80/s | 1 us | 33 dB |" in text
     assert "| two bare threads | 90/s | 90/s to 90/s | 800 us |  |" in text
     assert "Third (needs &lt;x> \\| y)" in text

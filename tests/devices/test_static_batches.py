@@ -13,6 +13,7 @@ from aiofeed.core.pytree import leaves
 from aiofeed.devices.copier import Copier, StaticOutput
 from aiofeed.runtime.tensors import is_tensor
 from aiofeed.testing import SimulatedDevice, WrongBytesError, check_copier, check_feeder
+from tests.support.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -202,8 +203,7 @@ class TestAddresses:
         with feeder_of(torch.arange(40.0), device=device) as feeder:
             iterator = iter(feeder)
             next(iterator)
-            while device.copies < 3:  # two batches are copied ahead
-                pass
+            until(lambda: device.copies == 3)  # two batches are copied ahead
             next(iterator)
 
 

@@ -11,7 +11,7 @@ import psutil
 
 
 def until(condition: Callable[[], object], limit_s: float = 30.0) -> float:
-    """Wait for a condition of another process, which gives no event to wait for; returns the seconds that took."""
+    """Wait for a condition of another process or thread that gives no event; returns the seconds that took."""
     started = time.monotonic()
     while not condition():
         assert time.monotonic() - started < limit_s, f"the condition did not hold within {limit_s:g} s"

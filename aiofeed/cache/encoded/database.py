@@ -23,7 +23,7 @@ from aiofeed.core.validation import check_positive_int, explain_arguments
 
 APPLICATION = 0x61466563  # "aFec"
 FORMAT = 1
-log = logging.getLogger("aiofeed.cache")
+log: logging.Logger = logging.getLogger("aiofeed.cache")
 
 # An entry of 100 KB is stored in 0.63 ms and read in 60 us; with SQLite's 4 KiB in 1.8 ms and 175 us.
 PAGE_BYTES = 16 << 10

@@ -24,7 +24,7 @@ from aiofeed.sources.dataset import fingerprint_of
 
 ResultT = TypeVar("ResultT")
 
-log = logging.getLogger("aiofeed.cache")
+log: logging.Logger = logging.getLogger("aiofeed.cache")
 
 # Changes are written together: a transaction takes as long as some hundred updates.
 WRITE_EVERY_S = 0.25
@@ -83,9 +83,11 @@ class CachedSource:
         self._run = int.from_bytes(digest, "little", signed=True)
         if (target := getattr(source, "target", None)) is not None:
             self.target = target
-        self.looks_ahead = bool(getattr(source, "looks_ahead", False))
+        self.looks_ahead: bool = bool(getattr(source, "looks_ahead", False))
         if self.looks_ahead:
-            self.shard_starts, self.nbytes = source.shard_starts, source.nbytes  # type: ignore[attr-defined]
+            given: Any = source
+            self.shard_starts: Sequence[int] = given.shard_starts
+            self.nbytes: Callable[[int], int] = given.nbytes
         self._reset()
 
     def _reset(self) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from aiofeed.core.random_numbers import SplitMix64, seed_from
-from aiofeed.core.types import Row, public
+from aiofeed.core.types import Row, Source, public
 from aiofeed.core.validation import check_positive_int, explain_arguments
 from aiofeed.decoders.media.container import Media, import_av, open_media, packets_of
 
@@ -72,7 +72,7 @@ class Clips:
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
 
-    source: Any
+    source: Source[Any]
     frames: int
     stride: int = 1
     per_video: Literal["random"] | int = "random"
@@ -96,7 +96,7 @@ class ClipDecoder:
     ) -> None:
         import_av()
         self._arguments = frames, stride, per_video, size
-        self.takes_seed = per_video == "random"
+        self.takes_seed: bool = per_video == "random"
         if isinstance(per_video, str):
             if not self.takes_seed:
                 raise ValueError(f'Clips(per_video=...) must be "random" or a number of clips, got {per_video!r}')
@@ -111,7 +111,7 @@ class ClipDecoder:
         height, width = (check_positive_int("Clips(size=...)", side) for side in pair)
         self._crops = pair is not size
         clips = () if self.takes_seed else (self._clips,)
-        self.row = Row((*clips, count, 3, height, width), "uint8")
+        self.row: Row = Row((*clips, count, 3, height, width), "uint8")
         self._indexes: dict[object, VideoIndex] = {}
         self._known: set[object] = set()  # MP4 files with an index: their headers say all about their streams
         self._room = MOST_INDEXED

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -40,13 +40,13 @@ from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, Fetcher, Place
 from aiofeed.engine.fetch.source import SourceFetcher, generator_of, seed_of
 from aiofeed.engine.fetch.user_errors import without_our_frames
 from aiofeed.runtime.buffers import BufferLease, HostBufferPool, array
-from aiofeed.runtime.thread_pool import ThreadPool
+from aiofeed.runtime.thread_pool import ThreadHost, ThreadPool
 from aiofeed.runtime.time_limits import JobControl, JobDeadline, JobStuckError, run_with_sample_timeout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-log = logging.getLogger("aiofeed.engine")
+log: logging.Logger = logging.getLogger("aiofeed.engine")
 
 # Samples of fewer bytes take more time in the interpreter than in memory: a second thread would wait for the first.
 SMALL_BYTES = 16 * 1024
@@ -77,9 +77,9 @@ class CachedFetcher(Fetcher):
         self._inner = inner
         self._codec = codec
         self._store = store
-        self.limit_s = inner.limit_s
-        self.thread = inner.thread
-        self.target = inner.target
+        self.limit_s: float | None = inner.limit_s
+        self.thread: ThreadHost | None = inner.thread
+        self.target: Callable[[int], Any] | None = inner.target
         # Whether the last chunk was all cached.
         self._warm = False
         # Items requested to learn the layout, until they are on the device.

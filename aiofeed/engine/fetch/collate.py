@@ -389,7 +389,7 @@ class RowBatchBuilder(BatchBuilder):
 class SampleList(BatchBuilder):
     """Collects samples in a list. ``copies``: copy arrays, because the decoder may use their memory again."""
 
-    nbytes = 0
+    nbytes: int = 0
 
     def __init__(self, samples: int, *, copies: bool = False) -> None:
         self.samples: list[Any] = [None] * samples
@@ -427,17 +427,16 @@ class CollateBatchBuilder(SampleList):
         self._lease = lease
 
     def _build(self, keys: Sequence[str], positions: Positions) -> Any:
-        samples, self.samples = pick(self.samples, positions), []
+        samples = pick(self.samples, positions)
+        self.samples: list[Any] = []
         try:
             batch = self._collate_fn(samples)
         except BaseException as error:  # the user's function may raise anything; it is chained and named
             named = pick(keys, positions)
             span = repr(named[0]) if len(named) == 1 else f"{named[0]!r} to {named[-1]!r}"
             raise CollateError(f"collate_fn raised {format_error(error)} (samples {span})") from error
-        if self._lease is not None:
-            batch, self.nbytes = stage(batch, self._lease)
-        else:
-            self.nbytes = total_nbytes(batch)
+        batch, nbytes = (batch, total_nbytes(batch)) if self._lease is None else stage(batch, self._lease)
+        self.nbytes: int = nbytes
         return batch
 
 

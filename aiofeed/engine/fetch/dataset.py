@@ -19,6 +19,7 @@ from aiofeed.engine.fetch.source import seed_of
 from aiofeed.engine.fetch.user_errors import sample_error
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.retry import retry_blocking
+from aiofeed.runtime.thread_pool import ThreadHost
 from aiofeed.runtime.time_limits import AbandonedError
 from aiofeed.sources.dataset import FromDataset, takes_groups
 from aiofeed.sources.dataset_slots import DatasetCalls, DatasetSlot
@@ -40,13 +41,13 @@ class DatasetFetcher(Fetcher):
         super().__init__(policy or FailurePolicy())
         self._source = source
         self._calls = DatasetCalls(source)
-        self.thread = self._calls.thread
-        self.takes_groups = takes_groups(source.dataset)
+        self.thread: ThreadHost | None = self._calls.thread
+        self.takes_groups: bool = takes_groups(source.dataset)
         # Threads that call it at the same time would share the generators.
         self._seeds = own_process and source.threads == 1
         self._detector = DrawDetector(source.dataset)
         limits = (self.policy.read_timeout_s, self.policy.decode_timeout_s)
-        self.limit_s = sum(limit or 0.0 for limit in limits) or None
+        self.limit_s: float | None = sum(limit or 0.0 for limit in limits) or None
 
     def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
         """A builder that may keep items until the batch is complete, as a ``DataLoader`` does."""

@@ -157,7 +157,7 @@ class Fetcher(ABC):
 
     def __init__(self, policy: FailurePolicy) -> None:
         self.policy = policy
-        self.stop_at_error = policy.action == "raise"
+        self.stop_at_error: bool = policy.action == "raise"
         self._sizer = ChunkSizer()
 
     async def prepare(self, decode_pool: ThreadPool) -> None:
@@ -225,7 +225,7 @@ class ChunkSizer:
     """Chooses the size of a chunk from moving averages of decode time and encoded bytes per sample."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds: float = 0.0
         self._bytes = 0.0
 
     def observe_bytes(self, nbytes: int, samples: int) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 ItemT = TypeVar("ItemT")
 
-log = logging.getLogger("aiofeed.engine")
+log: logging.Logger = logging.getLogger("aiofeed.engine")
 
 # A dataset is reported if it draws in each of its first calls. The training may draw at the same time, rarely in all.
 CALLS = 3
@@ -51,7 +51,7 @@ class DrawDetector:
         self._type = type(dataset)
         self._calls = 0
         self._drawn: set[str] | None = None
-        self.done = self._type in _reported
+        self.done: bool = self._type in _reported
 
     def watch(self, call: Callable[[], ItemT]) -> ItemT:
         """Return the result of a call of the dataset."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,7 +37,7 @@ class LookAhead:
     def __init__(self, source: Source[Any], limit_bytes: int) -> None:
         self._source: Any = source
         self._limit_bytes = limit_bytes
-        self.read = source.read
+        self.read: Callable[[int], Coroutine[Any, Any, Any]] = source.read
         self._window = _Window(source)
 
     @contextmanager

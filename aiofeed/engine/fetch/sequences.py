@@ -156,7 +156,7 @@ class PackBatchBuilder(BatchBuilder):
     A document that is skipped leaves padding.
     """
 
-    nbytes = 0
+    nbytes: int = 0
 
     def __init__(self, pack: PackCollate, plan: BatchPlan, lease: BufferLease) -> None:
         assert plan.pieces is not None

@@ -77,8 +77,8 @@ class SourceFetcher(Fetcher):
         self._decoder: Callable[..., Any] = unchanged if decoder is None else decoder
         self._in_place = in_place
         self._length = len(source) if length is None else length
-        self.limit_s = self.policy.decode_timeout_s
-        self.target = getattr(source, "target", None)
+        self.limit_s: float | None = self.policy.decode_timeout_s
+        self.target: Callable[[int], Any] | None = getattr(source, "target", None)
         self._announce: Callable[[BatchPlan], object] | None = getattr(source, "announce", None)
         self._look_ahead: LookAhead | None = None
         if lookahead_bytes and getattr(source, "looks_ahead", False):

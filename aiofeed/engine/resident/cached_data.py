@@ -32,12 +32,12 @@ class CachedData:
     rows = None
 
     def __init__(self, store: ResidentStore, axes: tuple[int, ...] | None, *, targets: bool) -> None:
-        self.samples = store.cached_samples
+        self.samples: int = store.cached_samples
         self._name = f"{len(store):,} samples, each a {store.layout}"
         self._axes = None if axes is None else (0, *[axis + 1 for axis in axes])
         self.tensors: tuple[torch.Tensor, ...] = tuple(store.data())
         # The first `on_device` tensors are on the device.
-        self.on_device = len(self.tensors) if isinstance(store, DeviceStore) else 0
+        self.on_device: int = len(self.tensors) if isinstance(store, DeviceStore) else 0
         self._items = store.layout if isinstance(store.layout, ItemLayout) else None
         self._structure: Any = None
         if targets:

@@ -30,7 +30,7 @@ class DeviceTokenWindows(DeviceWindows):
         self._count = sum(map(len, arrays))
         super().__init__(backend, source, batch_size, memory_bytes)
         # While it is made, a window takes as much memory again: the position of each token.
-        self.max_batches = max(self.max_batches // 2, 1)
+        self.max_batches: int = max(self.max_batches // 2, 1)
 
     def _rows(self, batch_range: BatchRange) -> NDArray[np.int64]:
         first: NDArray[np.int64] = self._source.first_tokens(batch_range.indices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
     from aiofeed.devices.backend import DeviceBackend, Event, Stream
     from aiofeed.devices.copier import Copier, PendingCopy
+
+log: logging.Logger = logging.getLogger("aiofeed.engine")
 
 # A device permutes that much in a fraction of a millisecond, which is longer than the host takes to queue it.
 DEVICE_WINDOW_BYTES = 64 << 20
@@ -110,7 +113,7 @@ class DeviceWindows:
         bounds = [DEVICE_WINDOW_BYTES, memory_bytes // DEVICE_WINDOWS]
         if (memory := free_and_total(backend)) is not None:
             bounds.append(memory[0] // FREE_SHARE)
-        self.max_batches = window_batches(self._batch_bytes + batch_size * _INDEX_BYTES, *bounds)
+        self.max_batches: int = window_batches(self._batch_bytes + batch_size * _INDEX_BYTES, *bounds)
 
     def wait_for_caller(self) -> None:
         """Make the side stream wait for the calling thread's queued work, e.g. data computed on the device."""
@@ -163,8 +166,8 @@ class DeviceWindows:
                 poll(lambda: made.query() or time.monotonic() >= deadline)
             self._give_back_copied()
             self._copier.release()
-        except Exception:  # noqa: BLE001 - the device has failed; its next use raises the error
-            pass
+        except Exception as error:  # noqa: BLE001 - the device has failed; its next use raises the error
+            log.debug("%s failed while its last windows were awaited: %s", self._backend.name, error)
         self._indices.close()
 
     def _at_most_queued(self, windows: int) -> bool:

@@ -145,7 +145,7 @@ class HostWindows:
         self._rows = source.rows
         self._memory = HostBufferPool(keep=HOST_WINDOWS * len(self._data))
         batch_bytes = batch_size * row_bytes(source)
-        self.max_batches = window_batches(batch_bytes, HOST_WINDOW_BYTES, memory_bytes // HOST_WINDOWS)
+        self.max_batches: int = window_batches(batch_bytes, HOST_WINDOW_BYTES, memory_bytes // HOST_WINDOWS)
 
     def device_ready(self) -> bool:
         """Return True: nothing is queued on the host."""
@@ -195,7 +195,7 @@ class GatheredWindows(HostWindows):
         self._source = source
         self._memory = HostBufferPool(keep=HOST_WINDOWS)
         batch_bytes = batch_size * source.sample_bytes
-        self.max_batches = window_batches(batch_bytes, GATHERED_WINDOW_BYTES, memory_bytes // HOST_WINDOWS)
+        self.max_batches: int = window_batches(batch_bytes, GATHERED_WINDOW_BYTES, memory_bytes // HOST_WINDOWS)
 
     def make(self, batch_range: BatchRange) -> tuple[BatchRange, Window]:
         """Make a window of a batch range."""

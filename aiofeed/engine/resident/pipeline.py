@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from aiofeed.core.types import Transform
     from aiofeed.devices.backend import DeviceBackend
 
-log = logging.getLogger("aiofeed.engine")
+log: logging.Logger = logging.getLogger("aiofeed.engine")
 
 
 class ResidentData:
@@ -234,7 +234,7 @@ class ResidentPipeline:
 
     def __init__(self, data: ResidentData, form_batch: Callable[[list[torch.Tensor]], Any] | None = None) -> None:
         self.data = data
-        self.queue = WindowQueue(data)
+        self.queue: WindowQueue = WindowQueue(data)
         self._form_batch = form_batch
         self._pid = os.getpid()
         self._stopped = False

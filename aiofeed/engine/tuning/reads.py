@@ -38,7 +38,7 @@ class ReadTuner:
     """
 
     def __init__(self, start: int, *, given: bool = False, most: int = READS_MOST) -> None:
-        self.concurrency = start
+        self.concurrency: int = start
         self.given = given
         self._most = max(start, most)
         self._start = self._base = start

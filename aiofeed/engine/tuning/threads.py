@@ -46,11 +46,11 @@ class ThreadTuner:
 
     def __init__(self, most: int, *, given: bool = False) -> None:
         self.most = most
-        self.threads = most
+        self.threads: int = most
         self.given = given
         self.gil: GilLimit | None = None
         # Seconds of processor time that the consumer waited for, over all threads; estimated outside a search.
-        self.worked_s = 0.0
+        self.worked_s: float = 0.0
         # True once the first batch is finished. Jobs before it import modules and fill caches.
         self.warm = False
         self._jobs = FIRST_JOBS

@@ -32,8 +32,8 @@ class Tuner:
         reads_given: bool,
         reads_most: int = READS_MOST,
     ) -> None:
-        self.decoding = ThreadTuner(decode_threads, given=threads_given)
-        self.reading = ReadTuner(read_concurrency, given=reads_given, most=reads_most)
+        self.decoding: ThreadTuner = ThreadTuner(decode_threads, given=threads_given)
+        self.reading: ReadTuner = ReadTuner(read_concurrency, given=reads_given, most=reads_most)
         self.max_running = decode_threads
         self._reported = False
 

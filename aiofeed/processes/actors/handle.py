@@ -51,9 +51,9 @@ class ActorHandle:
         lost: Callable[[ActorHandle, Exception], None],
     ) -> None:
         self.number = number
-        self.lane = f"actor {number + 1}"
-        self.name = f'actor {number + 1} of {count} (engine="ray", not placed on a node yet)'
-        self.ring = Ring()
+        self.lane: str = f"actor {number + 1}"
+        self.name: str = f'actor {number + 1} of {count} (engine="ray", not placed on a node yet)'
+        self.ring: Ring | ObjectRing = Ring()
         self.ready = False
         self.assigned: dict[int, AssignedBatch] = {}
         self.decoding = 0

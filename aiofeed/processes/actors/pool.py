@@ -25,7 +25,7 @@ from aiofeed.processes.workers.protocol import BatchFinished, FromWorker
 from aiofeed.processes.workers.spawn import WorkerConfig
 from aiofeed.processes.workers.zero_copy import free_dropped_slots
 
-log = logging.getLogger("aiofeed.processes")
+log: logging.Logger = logging.getLogger("aiofeed.processes")
 
 # Interval of the checks for late batches, dropped batches and actors that do not start.
 CHECK_S = 0.2
@@ -72,7 +72,7 @@ class ActorPool(WorkerPool[ActorHandle]):
         engine: The options.
     """
 
-    most_borrowed = _MOST_BORROWED
+    most_borrowed: float = _MOST_BORROWED
 
     def __init__(self, worker_config: WorkerConfig, engine: RayEngine) -> None:
         super().__init__(worker_config)

@@ -26,7 +26,7 @@ from aiofeed.processes.ipc.peers import Peer, is_alive, peer_of
 from aiofeed.runtime import machine
 from aiofeed.runtime.event_loop import reserve_standard_descriptors
 
-log = logging.getLogger("aiofeed.processes")
+log: logging.Logger = logging.getLogger("aiofeed.processes")
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 # The size of sun_path in sockaddr_un, without the terminating zero.
@@ -153,7 +153,7 @@ class Listener:
     def __init__(self, path: Path, kind: AddressKind) -> None:
         self.path = path
         self._retry: asyncio.TimerHandle | None = None
-        self.sock = _new_socket()
+        self.sock: socket.socket = _new_socket()
         try:
             self._bind(kind)
             self.sock.setblocking(False)

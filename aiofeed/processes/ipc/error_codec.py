@@ -70,7 +70,10 @@ def _instance(message: ErrorMessage) -> Exception:
             try:
                 error: Exception = kind(*(message.arguments if message.arguments is not None else [text]))
                 return error
-            except Exception:  # noqa: BLE001 - its constructor wants other arguments (UnicodeDecodeError, ExceptionGroup)
+            except (
+                TypeError,
+                ValueError,
+            ):  # its constructor wants other arguments (UnicodeDecodeError, ExceptionGroup)
                 pass
     return FeedError(f"{message.kind}: {text}" if text else message.kind)
 

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-log = logging.getLogger("aiofeed.processes")
+log: logging.Logger = logging.getLogger("aiofeed.processes")
 
 # A plan takes 16 bytes per sample, the description of a batch a few hundred bytes: room for four million samples.
 MAX_MESSAGE_BYTES = 64 << 20

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from aiofeed.devices.backend import DeviceBackend
 
-log = logging.getLogger("aiofeed.processes")
+log: logging.Logger = logging.getLogger("aiofeed.processes")
 
 # Batches up to this size are copied on the loop: a millisecond or two, less than a thread takes to start on it while a
 # training step holds the GIL. Larger ones are copied in a thread, so that the loop can process other messages.
@@ -56,7 +56,7 @@ class Ring:
     def __init__(self, backend: DeviceBackend | None = None) -> None:
         self._segments: dict[int, Segment] = {}
         self._backend: Any = backend if hasattr(backend, "register") else None
-        self.pinned = self._backend is not None
+        self.pinned: bool = self._backend is not None
 
     def map_segments(self, segments: Sequence[NewSegment], descriptors: list[int], retired: Iterable[int] = ()) -> None:
         """Map new segments, whose descriptors are removed from the list and closed, and forget retired ones.
@@ -244,13 +244,13 @@ class Slot:
     pinned = False
 
     def __init__(self, pool: SlotPool) -> None:
-        self.advice = pool.advice
-        self.dump = pool.dump
+        self.advice: str = pool.advice
+        self.dump: Dump | None = pool.dump
         self._pool = pool
         self._lock = threading.Lock()
         self.segments: list[Segment] = []
         self._next = 0
-        self.used = 0
+        self.used: int = 0
 
     def take(self, nbytes: int) -> Bytes:
         """``nbytes`` of the slot."""

@@ -19,7 +19,7 @@ from aiofeed.processes.ipc.framing import ProtocolError
 Scalar: TypeAlias = bool | int | float | str | None
 """A Python value that MessagePack carries unchanged."""
 
-encode = msgspec.msgpack.Encoder().encode
+encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 
 
 def decoder(messages: Any) -> Callable[[bytes], Any]:

@@ -36,7 +36,7 @@ class Channel:
         self._sending = threading.Lock()
         self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
         self.messages: deque[tuple[bytes, list[int]]] = deque()
-        self.ended = False
+        self.ended: bool = False
 
     def send(self, payload: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send a message, or the part of it that the peer has room for; ``wait`` sends the rest. Closes descriptors."""

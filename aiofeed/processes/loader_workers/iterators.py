@@ -68,11 +68,11 @@ class Progress:
         dataset: Callable[[], Any] | None = None,
         iterable: bool = False,
     ) -> None:
-        self.batches = start.batches
-        self.returned = start.returned
+        self.batches: int = start.batches
+        self.returned: int = start.returned
         self.finished = False
-        self.restarted = start.restarted
-        self.ended = list(start.ended) or [-1] * workers
+        self.restarted: bool = start.restarted
+        self.ended: list[int] = list(start.ended) or [-1] * workers
         self._later = set(start.later)
         self._states = list(states)
         for number, state in enumerate(start.workers):
@@ -140,7 +140,7 @@ class InProcessIterator(torch_loader._SingleProcessDataLoaderIter):
 
     def __init__(self, loader: Any, position: LoaderPosition) -> None:
         super().__init__(loader)
-        self.progress = Progress(LoaderPosition())
+        self.progress: Progress = Progress(LoaderPosition())
         self._batch = 0
         replay = _is_iterable(self) and position.dataset is None
         for _ in range(position.batches):
@@ -212,7 +212,7 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
         context = loader.multiprocessing_context or torch.multiprocessing
         self._spare: list[LoaderWorkers] = loader._spare_workers
         if self._spare and self._spare[0].renew(context, start):
-            self.workers = self._spare.pop()
+            self.workers: LoaderWorkers = self._spare.pop()
             self._wait_for_resumed()
         else:
             self._spare.clear()
@@ -249,7 +249,7 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
         self._num_yielded = start.returned
         # Persistent workers go on from where they were.
         self._states = self._states if position.restarted else [None] * self._num_workers
-        self.progress = Progress(start, self._num_workers, states=self._states, iterable=_is_iterable(self))
+        self.progress: Progress = Progress(start, self._num_workers, states=self._states, iterable=_is_iterable(self))
         self._exhausted = False
         self._requested_after = -1
         self._more = threading.Event()

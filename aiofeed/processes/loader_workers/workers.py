@@ -82,7 +82,7 @@ class LoaderWorkers:
         self._workers: list[_LoaderProcess] = []
         self._pid = os.getpid()
         self._context = context
-        self.forked = context.get_start_method() == "fork"
+        self.forked: bool = context.get_start_method() == "fork"
         self._opened: tuple[int, Answer] | None = None
         for number in range(start.num_workers):
             try:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.processes.serving.device_reader import DeviceReader
 
-log = logging.getLogger("aiofeed.processes")
+log: logging.Logger = logging.getLogger("aiofeed.processes")
 
 AnswerT = TypeVar("AnswerT", Welcome, Probe)
 

@@ -31,7 +31,7 @@ from aiofeed.processes.serving.protocol import (
     decode_from_consumer,
 )
 
-log = logging.getLogger("aiofeed.processes")
+log: logging.Logger = logging.getLogger("aiofeed.processes")
 
 # A process that connects sends Hello within this time.
 HANDSHAKE_S = 5.0
@@ -84,8 +84,9 @@ class Consumer:
     """
 
     def __init__(self, sock: socket.socket, peer: Peer, hub: ConsumerOwner) -> None:
-        self.pid = peer.pid
-        self.greeted = self.on_device = False
+        self.pid: int = peer.pid
+        self.greeted: bool = False
+        self.on_device: bool = False
         self.ticket: int | None = None
         self.fed_ticket = -1
         self.known: set[int] = set()

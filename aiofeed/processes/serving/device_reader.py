@@ -26,11 +26,13 @@ from aiofeed.processes.serving.device_ring import TensorInBlock, is_complete
 from aiofeed.processes.serving.protocol import MAX_REASON_LETTERS, BatchAvailable, DeviceBlockHandle, Probe
 
 if TYPE_CHECKING:
-    from aiofeed.devices.backend import DeviceBackend, Event
+    import torch
+
+    from aiofeed.devices.backend import DeviceBackend, Event, Stream
     from aiofeed.processes.ipc.cuda_ipc import SharedDevice, SharedEvent
     from aiofeed.runtime.buffers import BufferLease
 
-log = logging.getLogger("aiofeed.processes")
+log: logging.Logger = logging.getLogger("aiofeed.processes")
 
 # The first use of a GPU by a process takes seconds.
 PROBE_S = 10.0
@@ -48,7 +50,7 @@ class _OpenBlock:
     """A block of the server, opened in this process."""
 
     def __init__(self, shared: SharedDevice, block: DeviceBlockHandle) -> None:
-        self.memory = shared.open(block.handle)
+        self.memory: torch.Tensor = shared.open(block.handle)
         self.filled: SharedEvent = shared.open_event(block.filled)
         self.read: SharedEvent = shared.open_event(block.read)
         self.copied: Event | None = None
@@ -72,7 +74,7 @@ class DeviceReader:
     ) -> None:
         self.backend = backend
         self.shared = shared
-        self.side = backend.side_stream()
+        self.side: Stream = backend.side_stream()
         self._server = server
         self._died = died
         # Whether all copies are known to be valid, and none will follow, so that the server may end.
@@ -275,9 +277,9 @@ class UncopiedBatch:
     __slots__ = ("batch", "lease", "tree")
 
     def __init__(self, batch: BatchInBlock, tree: Any, lease: BufferLease) -> None:
-        self.batch = batch
-        self.tree = tree
-        self.lease = lease
+        self.batch: BatchInBlock = batch
+        self.tree: Any = tree
+        self.lease: BufferLease = lease
 
 
 class BlockCopier(Copier):

@@ -101,7 +101,7 @@ class DeviceRing:
         self._retired: dict[Hashable, list[int]] = {}
         self._kept_events: list[SharedEvent] = []
         self._probe: tuple[DeviceBlock, torch.Tensor, bytes] | None = None
-        self.identity = shared.identity()[:MAX_DEVICE_LETTERS]
+        self.identity: str = shared.identity()[:MAX_DEVICE_LETTERS]
 
     @contextmanager
     def entered(self) -> Iterator[None]:

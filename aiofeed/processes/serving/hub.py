@@ -33,7 +33,7 @@ from aiofeed.runtime.thread_pool import ThreadPool
 if TYPE_CHECKING:
     from aiofeed.processes.serving.device_ring import DeviceRing
 
-log = logging.getLogger("aiofeed.processes")
+log: logging.Logger = logging.getLogger("aiofeed.processes")
 
 Mode = Literal["broadcast", "shard"]
 Slow = Literal["wait", "drop"]
@@ -95,8 +95,8 @@ class Hub:
         self._listener = listener
         self._options = options
         self._executor = executor
-        self.publisher = BatchPublisher(options.lag + 1, ring, executor)
-        self.changed = asyncio.Event()
+        self.publisher: BatchPublisher = BatchPublisher(options.lag + 1, ring, executor)
+        self.changed: asyncio.Event = asyncio.Event()
         self._connections: list[Consumer] = []
         # Those that take part in the current epoch, in the order of their turns; and those named in the log.
         self._members: list[Consumer] = []

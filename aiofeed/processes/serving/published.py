@@ -29,7 +29,7 @@ from aiofeed.runtime.thread_pool import ThreadPool
 if TYPE_CHECKING:
     from aiofeed.processes.serving.device_ring import DeviceBlock, DeviceRing
 
-log = logging.getLogger("aiofeed.processes")
+log: logging.Logger = logging.getLogger("aiofeed.processes")
 
 _ADVICE = "in the server's script, make collate_fn (or the decoder) return those"
 # Interval of the checks for a block of device memory whose readers have queued their copies.
@@ -72,7 +72,7 @@ class BatchPublisher:
     def __init__(self, keep: int, ring: DeviceRing | None, executor: ThreadPool) -> None:
         self._slots = SlotPool(keep, _ADVICE, single_reader=False)
         self._ring = ring
-        self.device = "" if ring is None else ring.identity
+        self.device: str = "" if ring is None else ring.identity
         self._executor = executor
         self._serials = itertools.count()
         self._published: dict[int, PublishedBatch] = {}

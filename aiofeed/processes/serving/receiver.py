@@ -44,7 +44,7 @@ class EpochFeed:
 
     def __init__(self, room: int) -> None:
         self.queue: BatchQueue[QueueItem] = BatchQueue()
-        self.counters = EpochStats()
+        self.counters: EpochStats = EpochStats()
         self.epoch = -1
         self.room = room
         self.superseded = self.started = self.complete = self.passed_on = False
@@ -84,7 +84,7 @@ class BatchReceiver:
         wrap: Callable[[Any], Any],
         executor: ThreadPool,
     ) -> None:
-        self.busy = False
+        self.busy: bool = False
         self._ring = Ring(backend)
         self._has_device = backend is not None
         self._device_reader = device_reader

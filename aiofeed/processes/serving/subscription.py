@@ -39,7 +39,7 @@ from aiofeed.processes.serving.receiver import BatchReceiver, EpochFeed
 from aiofeed.runtime.buffers import DropTracker
 from aiofeed.runtime.queue import EndOfEpoch, FeedFailure, Stopped, drop_batches
 
-log = logging.getLogger("aiofeed.processes")
+log: logging.Logger = logging.getLogger("aiofeed.processes")
 
 # Interval of the checks for iterators that were dropped and slots that were read.
 HEARTBEAT_S = 0.05
@@ -87,7 +87,7 @@ class Subscription:
         receiver.on_read, receiver.on_taken = self._confirm, self.taken
         receiver.on_error, receiver.on_idle = self._fail, self._pump
         self._on_epoch = on_epoch
-        self.host_only = False
+        self.host_only: bool = False
         self._connection: Connection | None = None
         self._early: list[FromConsumer] = []
         self._tickets = itertools.count()

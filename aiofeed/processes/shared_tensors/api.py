@@ -34,7 +34,7 @@ class SharedTensors:
     """
 
     def __init__(self, tensors: Any, nbytes: int, server: TensorServer) -> None:
-        self.address = str(server.path)
+        self.address: str = str(server.path)
         self.nbytes = nbytes
         self._tensors = tensors
         self._closed = False

@@ -28,7 +28,7 @@ from aiofeed.processes.shared_tensors.protocol import (
 from aiofeed.processes.shared_tensors.store import join_parts, map_memory, tensor_in
 from aiofeed.runtime.buffers import Bytes
 
-log = logging.getLogger("aiofeed.processes")
+log: logging.Logger = logging.getLogger("aiofeed.processes")
 
 # For the sharing process to copy tensors from a device to host memory; a gigabyte takes less than a second.
 _COPYING_S = 600.0

@@ -19,7 +19,7 @@ from aiofeed.processes.shared_tensors.protocol import Attach, AttachRefused, dec
 from aiofeed.processes.shared_tensors.store import TensorStore
 from aiofeed.runtime.event_loop import EventLoopThread
 
-log = logging.getLogger("aiofeed.processes")
+log: logging.Logger = logging.getLogger("aiofeed.processes")
 
 # A request has a dozen bytes.
 _MAX_REQUEST_BYTES = 1024

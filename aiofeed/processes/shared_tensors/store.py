@@ -23,7 +23,7 @@ from aiofeed.processes.shared_tensors.protocol import VERSION, Attach, AttachRef
 from aiofeed.runtime import machine
 from aiofeed.runtime.buffers import Bytes
 
-log = logging.getLogger("aiofeed.processes")
+log: logging.Logger = logging.getLogger("aiofeed.processes")
 
 # Vector loads; a multiple of every dtype's own alignment.
 ALIGNMENT = 64
@@ -42,6 +42,8 @@ class TensorStore:
     """
 
     def __init__(self, tensors: Any, handles: CudaHandles) -> None:
+        self.keys: list[str | int]
+        self.tensors: list[torch.Tensor]
         self.kind, self.keys, parts = split_parts(tensors)
         self._handles = handles
         self._descriptors: list[int] = []

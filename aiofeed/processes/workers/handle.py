@@ -114,8 +114,8 @@ class WorkerHandle:
         lost: Callable[[WorkerHandle, Exception | None], None],
     ) -> None:
         self.number = number
-        self.lane = f"worker {number + 1}"
-        self.ring = Ring(backend)
+        self.lane: str = f"worker {number + 1}"
+        self.ring: Ring = Ring(backend)
         self.ready = False
         self.assigned: dict[int, AssignedBatch] = {}
         self.decoding = 0
@@ -135,8 +135,8 @@ class WorkerHandle:
             except BaseException:
                 ours.close()
                 raise
-        self.pid = self._process.pid
-        self.name = f'worker process {number + 1} of {count} (engine="process", pid {self.pid})'
+        self.pid: int = self._process.pid
+        self.name: str = f'worker process {number + 1} of {count} (engine="process", pid {self.pid})'
         self._connection = Connection(ours, received=self._received, lost=lambda error: lost(self, error))
 
     def send(self, message: ToWorker) -> None:

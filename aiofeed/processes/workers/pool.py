@@ -45,7 +45,7 @@ from aiofeed.runtime.buffers import DropTracker, release_unused
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
 
-log = logging.getLogger("aiofeed.processes")
+log: logging.Logger = logging.getLogger("aiofeed.processes")
 
 HandleT = TypeVar("HandleT", bound=Handle)
 

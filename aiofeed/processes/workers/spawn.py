@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _OR_THREADS = 'or use engine="thread"'
 
 # Whether this process is a worker that is loading its configuration, which may import the script.
-starting = False
+starting: bool = False
 
 
 @dataclass(frozen=True, eq=False)

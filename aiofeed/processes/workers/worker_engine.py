@@ -72,6 +72,8 @@ class PermittedBuffer(ReorderBuffer):
         send: Reports batches whose samples have been read; ``None`` if the trainer does not need that.
     """
 
+    permitted: int
+
     def __init__(self, send: Send | None) -> None:
         super().__init__(in_order=False, prefetch_batches=_UNBOUNDED)
         self._send = send
@@ -117,7 +119,7 @@ class WorkerEngine(Engine):
         )
         executor.host = fetcher.thread
         slots = SlotPool(worker_config.keep, _ADVICE, single_reader=True, dump=_dump)
-        self.permits = PermittedBuffer(None if worker_config.in_order else send)
+        self.permits: PermittedBuffer = PermittedBuffer(None if worker_config.in_order else send)
         limits = ResolvedLimits(
             read_concurrency=worker_config.share(worker_config.read_concurrency, number),
             decode_threads=worker_config.share(worker_config.decode_threads, number),

@@ -116,8 +116,12 @@ class Buckets(LengthPlan):
 
     def __init__(self, lengths: Lengths, boundaries: Sequence[int], batch_sizes: Sequence[int]) -> None:
         super().__init__(lengths)
-        self.boundaries = [check_positive_int(f"boundaries[{at}]", each) for at, each in enumerate(boundaries)]
-        self.batch_sizes = [check_positive_int(f"batch_sizes[{at}]", each) for at, each in enumerate(batch_sizes)]
+        self.boundaries: list[int] = [
+            check_positive_int(f"boundaries[{at}]", each) for at, each in enumerate(boundaries)
+        ]
+        self.batch_sizes: list[int] = [
+            check_positive_int(f"batch_sizes[{at}]", each) for at, each in enumerate(batch_sizes)
+        ]
         if sorted(set(self.boundaries)) != self.boundaries:
             raise ValueError(f"Buckets(boundaries=) must be ascending, got {list(boundaries)}")
         if len(self.batch_sizes) != len(self.boundaries) + 1:
@@ -190,9 +194,11 @@ class TokenBudget(LengthPlan):
         on_oversize: OnOversize = "error",
     ) -> None:
         super().__init__(lengths)
-        self.max_tokens = check_positive_int("TokenBudget(max_tokens=)", max_tokens)
-        self.max_samples = None if max_samples is None else check_positive_int("TokenBudget(max_samples=)", max_samples)
-        self.window = check_positive_int("TokenBudget(window=)", window)
+        self.max_tokens: int = check_positive_int("TokenBudget(max_tokens=)", max_tokens)
+        self.max_samples: int | None = (
+            None if max_samples is None else check_positive_int("TokenBudget(max_samples=)", max_samples)
+        )
+        self.window: int = check_positive_int("TokenBudget(window=)", window)
         self.on_oversize = check_on_oversize("TokenBudget", on_oversize)
 
     def __repr__(self) -> str:

@@ -93,8 +93,8 @@ class ConstantShares(Shares):
     def __init__(self, weights: Sequence[Fraction]) -> None:
         total = sum(weights)
         fractions = [weight / total for weight in weights]
-        self.unit = math.lcm(*[fraction.denominator for fraction in fractions])
-        self.parts = [int(fraction * self.unit) for fraction in fractions]
+        self.unit: int = math.lcm(*[fraction.denominator for fraction in fractions])
+        self.parts: list[int] = [int(fraction * self.unit) for fraction in fractions]
 
     def place(self, source: int, amount: int, block: int) -> int:
         """The first place before which ``amount`` parts have been drawn."""

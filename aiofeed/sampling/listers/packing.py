@@ -76,14 +76,14 @@ class Pack(LengthPlan):
         on_oversize: OnOversize = "error",
     ) -> None:
         super().__init__(lengths)
-        self.context = check_positive_int("Pack(context=)", context)
-        self.rows = check_positive_int("Pack(rows=)", rows)
+        self.context: int = check_positive_int("Pack(context=)", context)
+        self.rows: int = check_positive_int("Pack(rows=)", rows)
         if self.context * self.rows > MOST_TOKENS:
             raise ValueError(f"a batch of Pack has at most {MOST_TOKENS} tokens, got rows={rows} of context={context}")
-        self.separator = None if separator is None else _check_fill("separator", separator)
-        self.split = check_bool("Pack(split=)", split)
-        self.window = check_positive_int("Pack(window=)", window)
-        self.pad = _check_fill("pad", pad)
+        self.separator: Fill | None = None if separator is None else _check_fill("separator", separator)
+        self.split: bool = check_bool("Pack(split=)", split)
+        self.window: int = check_positive_int("Pack(window=)", window)
+        self.pad: Fill = _check_fill("pad", pad)
         self.on_oversize = check_on_oversize("Pack", on_oversize)
         if self.split and on_oversize != "error":
             raise ValueError(f"Pack(split=True) splits long documents, so leave out on_oversize={on_oversize!r}")

@@ -177,7 +177,7 @@ class BatchSamplerAdapter(SamplerAdapter):
 
     def __init__(self, sampler: Iterable[Sequence[int]], length: int) -> None:
         super().__init__(sampler, length)  # type: ignore[arg-type]
-        self.distributed = hasattr(self._owner, "num_replicas")
+        self.distributed: bool = hasattr(self._owner, "num_replicas")
 
     @property
     def typical_samples(self) -> int:

@@ -61,8 +61,8 @@ class Tokens:
         stride: int | None = None,
         targets: bool = False,
     ) -> None:
-        self.block = check_positive_int("Tokens(block=...)", block)
-        self.targets = check_bool("Tokens(targets=...)", targets)
+        self.block: int = check_positive_int("Tokens(block=...)", block)
+        self.targets: bool = check_bool("Tokens(targets=...)", targets)
         step = self.block if stride is None else check_positive_int("Tokens(stride=...)", stride)
         name = _dtype_name(dtype)
         self._open([(path, name, step) for path in _checked_paths(paths)])
@@ -83,7 +83,7 @@ class Tokens:
             self._windows.append(np.lib.stride_tricks.sliding_window_view(tokens, needed)[::stride])
             self.arrays.append(tokens)
         self._starts = np.cumsum([0, *map(len, self._windows)])
-        self.in_memory = sum(tokens.nbytes for tokens in self.arrays) * MEMORY_SHARE <= free_memory()
+        self.in_memory: bool = sum(tokens.nbytes for tokens in self.arrays) * MEMORY_SHARE <= free_memory()
         """Whether the operating system can keep the files in memory."""
 
     def joined(self, others: Sequence[Tokens]) -> Tokens:
@@ -193,7 +193,7 @@ class TokenDecoder:
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
-        self.row = Row((2, tokens.block), "int64", parts=True) if tokens.targets else Row((tokens.block,), "int64")
+        self.row: Row = Row((2, tokens.block), "int64", parts=True) if tokens.targets else Row((tokens.block,), "int64")
 
     def __repr__(self) -> str:
         return "TokenDecoder()"

@@ -38,7 +38,7 @@ class StoreClient:
 
     def __init__(self, root: str, options: Mapping[str, Any], store: Any = None) -> None:
         self.root = root
-        self.options = dict(options)
+        self.options: dict[str, Any] = dict(options)
         self._given = store
         self._made: Any = None
         # Counts the stores that were made, so that many expired reads make one new store.
@@ -233,4 +233,4 @@ class _Runtime:
 
 
 _runtime = _Runtime()
-open_requests = _runtime.open
+open_requests: set[Any] = _runtime.open

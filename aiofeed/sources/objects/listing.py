@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 ResultT = TypeVar("ResultT")
 
-log = logging.getLogger("aiofeed.sources")
+log: logging.Logger = logging.getLogger("aiofeed.sources")
 
 # Folders that are listed at the same time. A page of 1,000 keys takes a store some 100 ms.
 FOLDERS = 16

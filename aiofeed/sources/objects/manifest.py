@@ -65,16 +65,17 @@ class TableFile:
 
     def __init__(self, path: str, format: str | None, store: Any, options: Mapping[str, Any] | None) -> None:
         base, key = split_url(path)
-        self.is_local = not base and (store is None or scheme_of(path) == "file")
+        self.is_local: bool = not base and (store is None or scheme_of(path) == "file")
         self._arrow = _pyarrow("")
         by_suffix, self._compression = format_of(key)
         self._format = by_suffix if format is None else format
-        self.has_empty_cells = self._format in ("csv", "tsv")
+        self.has_empty_cells: bool = self._format in ("csv", "tsv")
         if self._format not in _FORMATS.values():
             given = f"format={format!r}" if format is not None else f"the suffix of {redacted(path)!r}"
             raise ValueError(f"{given} is none of csv, tsv, jsonl and parquet: pass format= as one of these")
         if self.is_local:
-            self.name, self.folder = key, os.path.dirname(key)
+            self.name: str = key
+            self.folder: str = os.path.dirname(key)
         else:
             reader = ObjectReader(base, store=store, options=options)
             self.name, self.folder = reader.url(key), _parent(path)
@@ -241,7 +242,7 @@ class Manifest(Files):
         if targets:
             labels = self._columns[0] if plain and to_target is None else Targets(self._columns, plain, to_target)
         super().__init__(paths, labels, max_bytes=max_bytes)
-        self.root = None if root is None else redacted(os.fspath(root))
+        self.root: str | None = None if root is None else redacted(os.fspath(root))
 
     def key(self, index: int, /) -> str:
         """The path of the file, or its URL without credentials; with the range, if there is one."""

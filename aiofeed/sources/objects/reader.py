@@ -27,7 +27,7 @@ ResultT = TypeVar("ResultT")
 
 Page: TypeAlias = list[tuple[str, ObjectInfo]]
 
-log = logging.getLogger("aiofeed.sources")
+log: logging.Logger = logging.getLogger("aiofeed.sources")
 
 # Ranges of one object with at most so many bytes between them are one request: a request takes as long on the processor
 # as the copy of some 200 KB. Shuffled samples of 100 KB come a quarter faster than with half of it.

@@ -33,9 +33,9 @@ class LatencyWindow:
 
     def __init__(self) -> None:
         self.latencies: deque[float] = deque(maxlen=KEPT)
-        self.late_s = float("inf")
+        self.late_s: float = float("inf")
         # When the latest of the requests that were answered in time was sent.
-        self.in_time_to = 0.0
+        self.in_time_to: float = 0.0
         # In the order in which they were sent.
         self.open: dict[_Request, None] = {}
         self._unseen = LEAST_KNOWN
@@ -56,7 +56,9 @@ class RequestMonitor:
     """Sends requests on one loop at a time and keeps their figures."""
 
     def __init__(self) -> None:
-        self.requests = self.nbytes = self.retries = self.hedges = 0
+        self.requests = self.retries = 0
+        self.nbytes: int = 0
+        self.hedges: int = 0
         # Whether any server has answered; a wrong host name or port never does.
         self.answered = False
         self.windows: dict[int, LatencyWindow] = {}

@@ -17,7 +17,7 @@ from aiofeed.sources.objects.listing import SET_FOLDER, cache_folder, write_whol
 from aiofeed.sources.shards.index import SUFFIX, ShardIndex
 from aiofeed.sources.shards.urls import Shard
 
-log = logging.getLogger("aiofeed.sources")
+log: logging.Logger = logging.getLogger("aiofeed.sources")
 
 Scan: TypeAlias = Generator[tuple[int, int], bytes, ShardIndex]
 """A pass over a shard: yields the ranges that it needs, in order, is sent their bytes, and returns the index."""

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -100,7 +100,7 @@ class MDSShards(FieldShards):
         OSError: A shard cannot be read.
     """
 
-    rules = IndexRules("mds", scan_mds, streams=False)
+    rules: ClassVar[IndexRules] = IndexRules("mds", scan_mds, streams=False)
 
     def _check_names(self) -> None:
         super()._check_names()

@@ -40,13 +40,14 @@ class NumberColumn:
 
     def __init__(self, pieces: Sequence[NDArray[Any]]) -> None:
         pieces = [piece for piece in pieces if len(piece)] or list(pieces[:1])
-        self.shape, self.dtype = pieces[0].shape[1:], pieces[0].dtype
+        self.shape: tuple[int, ...] = pieces[0].shape[1:]
+        self.dtype: np.dtype[Any] = pieces[0].dtype
         for piece in pieces:
             if piece.shape[1:] != self.shape:
                 raise NoTensorsError(f"has arrays of different shapes, {list(self.shape)} and {list(piece.shape[1:])}")
         self._pieces = pieces  # the owners of the memory
         self._width = int(np.prod(self.shape, dtype=np.int64))
-        self.row_bytes = self._width * self.dtype.itemsize
+        self.row_bytes: int = self._width * self.dtype.itemsize
         self._starts: NDArray[np.int64] | None = None
         if len(pieces) == 1:
             self._data = pieces[0]
@@ -146,7 +147,9 @@ class Columns:
     """
 
     def __init__(self, columns: Mapping[str, Any]) -> None:
-        self.columns = {name: _column(column) for name, column in columns.items()}
+        self.columns: dict[str, NumberColumn | ValueColumn] = {
+            name: _column(column) for name, column in columns.items()
+        }
 
     @classmethod
     def of(cls, table: Any) -> Columns:

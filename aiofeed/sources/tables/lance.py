@@ -21,7 +21,8 @@ class LanceTable(Table):
                 table = importlib.import_module("lance").dataset(os.fspath(table), **(storage["options"] or {}))
             except ImportError:
                 raise ImportError(f"{table}: Lance datasets are read by pylance: pip install pylance") from None
-        self._dataset, self.name, names = table, table.uri, table.schema.names
+        self._dataset, names = table, table.schema.names
+        self.name: str = table.uri
         self._chosen = columns or (names if self.data is None else [self.data])
         check_columns(self.name, names, [*self._chosen, *as_list(target)])
         self._length = int(table.count_rows())

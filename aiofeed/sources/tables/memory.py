@@ -41,7 +41,7 @@ class MemoryTable(Table):
 
     def _load(self) -> None:
         is_path = isinstance(self._table, str | os.PathLike)
-        self.name = os.fspath(self._table) if is_path else "Table"
+        self.name: str = os.fspath(self._table) if is_path else "Table"
         columns, self._rows = _columns_of(_mapped(self.name) if is_path else self._table)
         known, targets = [name for name, _ in columns], as_list(self._target_columns)
         chosen = self._chosen or (known if self.data is None else [self.data])
@@ -54,7 +54,7 @@ class MemoryTable(Table):
         self._set_targets(Columns({name: found[name] for name in targets}), self._target_columns)
         pieces = [len(piece) for piece in getattr(found[chosen[0]], "chunks", ()) if len(piece)]
         if self._rows is None and len(pieces) > 1:
-            self.shard_starts = list(accumulate(pieces, initial=0))
+            self.shard_starts: list[int] = list(accumulate(pieces, initial=0))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out views of the table; a file is mapped again."""

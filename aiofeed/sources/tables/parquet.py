@@ -19,7 +19,7 @@ class ParquetTable(ParquetRows, Table):
 
     def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
         ParquetRows.__init__(self, table, columns, data=self.data, target=target, **storage)
-        self.name = self._shards[0].url
+        self.name: str = self._shards[0].url
         if self.data is not None:
             self._data = [self.data]  # a dot in the name of a column parts no fields
 

@@ -56,7 +56,7 @@ class Table:
 
     _whole = False
     """Whether samples are rows for ``collate_rows``."""
-    name = "Table"
+    name: str = "Table"
     """The table in keys and messages."""
     _length: int
     target: Callable[[int], Any]
