@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from aiofeed import (
     ImageFolder,
     RayEngine,
     ReadError,
+    Stream,
     WorkerDiedError,
     prefetch,
 )
@@ -242,6 +244,66 @@ def test_batches_of_ray_data_are_prefetched() -> None:
     feed = prefetch(data.iter_torch_batches(batch_size=8, device="cpu"), device=device)
     for _ in range(2):
         assert [batch["x"].cpu().tolist() for batch in feed] == [list(range(at, at + 16, 2)) for at in range(0, 64, 16)]
+
+
+@pytest.fixture
+def ordered_rows(cluster: Any) -> Iterator[Any]:
+    """A Ray dataset of 44 rows in blocks of 11, of which the first takes the longest; it keeps their order."""
+    options = ray.data.DataContext.get_current().execution_options
+    options.preserve_order = True
+    yield ray.data.range(44, override_num_blocks=4).map_batches(ray_parts.slow_first_block)
+    options.preserve_order = False
+
+
+def test_rows_of_ray_data_are_a_source(ordered_rows: Any) -> None:
+    """In order, in each epoch, with the random numbers of their positions; resumed exactly from every position."""
+    options: dict[str, Any] = {"decode": ray_parts.with_random_number, "batch_size": 8}
+    with Feeder(Stream(ordered_rows.iter_rows), **options) as feeder:
+        whole = [[batch.tolist() for batch in feeder] for _ in feeder.epochs(2)]
+        assert [[int(row[0]) for batch in epoch for row in batch] for epoch in whole] == [list(range(0, 88, 2))] * 2
+        assert whole[0] != whole[1]
+        for position in range(1, 6):
+            feeder.set_epoch(0)
+            iterator = iter(feeder)
+            taken = [next(iterator).tolist() for _ in range(position)]
+            feeder.load_state_dict(json.loads(json.dumps(feeder.state_dict())))
+            assert taken + [batch.tolist() for batch in feeder] == whole[0]
+
+
+def test_parts_of_ray_data_are_sources_of_ranks(ordered_rows: Any) -> None:
+    """Each rank gets its part, the same one in each epoch, and resumes it; together the parts are the dataset."""
+    parts_of_ranks = ordered_rows.streaming_split(2, equal=True)
+
+    def feed(rank: int) -> list[list[list[int]]]:
+        stream = Stream(parts_of_ranks[rank].iter_rows, sharded=True)
+        with Feeder(stream, decode=ray_parts.number_of, batch_size=4, shard=(rank, 2)) as feeder:
+            epochs = [numbers(feeder)]
+            iterator = iter(feeder)
+            taken = [next(iterator).tolist() for _ in range(2)]
+            feeder.load_state_dict(feeder.state_dict())
+            return [*epochs, taken + numbers(feeder)]
+
+    with ThreadPoolExecutor() as threads:
+        ranks = list(threads.map(feed, range(2)))
+    for whole, resumed in ranks:
+        assert whole == resumed
+        assert len(whole) == 6
+    assert sorted(number for whole, _ in ranks for batch in whole for number in batch) == list(range(0, 88, 2))
+
+
+def test_an_error_of_ray_data_is_a_read_error(ordered_rows: Any) -> None:
+    """Ray's error is its cause; the batches before it are the first of the dataset."""
+    seen: list[int] = []
+    failing = ordered_rows.map_batches(ray_parts.fails_at_sixty)
+    with (
+        Feeder(Stream(failing.iter_rows), batch_size=4) as feeder,
+        pytest.raises(ReadError, match=r"cannot read 'iter_rows\[\d+\]'") as caught,
+    ):
+        for batch in feeder:
+            seen += batch["x"].tolist()
+    assert seen == list(range(0, 2 * len(seen), 2))
+    assert len(seen) <= 20  # Ray stops when a task has failed, and may not give all rows before it
+    assert "sixty" in str(caught.value.__cause__)
 
 
 # --- refused ---
