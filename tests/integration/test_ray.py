@@ -218,6 +218,28 @@ def test_a_late_batch_is_given_to_a_second_actor(tmp_path: Path) -> None:
     assert seen == [[at, at + 1] for at in range(0, 40, 2)]
 
 
+def test_actors_are_added_while_the_training_waits(cluster: Any) -> None:
+    """Up to ``max_actors``; that for which the cluster has no room is pending, and is used on a node that joins. The
+    batches are those of any number of actors."""
+    nodes: list[Any] = []
+    source, engine = parts.Numbers(100_000), RayEngine(1, max_actors=3)
+    with Feeder(source, decode=ray_parts.in_ten_ms, batch_size=4, shuffle=True, engine=engine) as feeder:
+        wanted = (plan.indices for plan in feeder._order.schedule().plans(feeder._checkpoint.next_position()))
+        iterator, used, seen = iter(feeder), set(), []
+        while "actor 3" not in used:
+            assert next(iterator).tolist() == next(wanted)
+            handles = feeder._session.pipeline._processes._workers
+            if len(handles) > len(seen):
+                seen.append(len(handles))
+            if len(handles) == 3 and not nodes:
+                until(lambda: [each["State"] for each in alive()].count("PENDING_CREATION") == 1)
+                nodes.append(cluster.add_node(num_cpus=1, **STORE))
+            used |= {lane.partition(":")[0] for _, lane, *_ in feeder._session.stats.events}
+        assert seen == [1, 2, 3]
+        assert len({handle.name.partition("node ")[2].partition(",")[0] for handle in handles}) == 3
+    cluster.remove_node(nodes[0])
+
+
 def test_copies_to_a_device_are_correct(jpeg_folder: Path) -> None:
     """Batches are copied to pinned memory, and from there to the device."""
     source, decode = ImageFolder(jpeg_folder), DecodeImage(16)

@@ -63,6 +63,12 @@ def kills_at_nine(data: bytes) -> Any:
     return np.array(int(data))
 
 
+def in_ten_ms(data: bytes) -> Any:
+    """Decode a number in 10 ms."""
+    time.sleep(0.01)
+    return np.array(int(data))
+
+
 def slow_first_block(batch: dict[str, Any]) -> dict[str, Any]:
     """Double the numbers of a block of Ray Data; the first block takes longer than the others."""
     if batch["id"][0] == 0:
