@@ -223,21 +223,23 @@ def test_actors_are_added_while_the_training_waits(cluster: Any) -> None:
     batches are those of any number of actors."""
     nodes: list[Any] = []
     source, engine = parts.Numbers(100_000), RayEngine(1, max_actors=3)
-    with Feeder(source, decode=ray_parts.in_ten_ms, batch_size=4, shuffle=True, engine=engine) as feeder:
-        wanted = (plan.indices for plan in feeder._order.schedule().plans(feeder._checkpoint.next_position()))
-        iterator, used, seen = iter(feeder), set(), []
-        while "actor 3" not in used:
-            assert next(iterator).tolist() == next(wanted)
-            handles = feeder._session.pipeline._processes._workers
-            if len(handles) > len(seen):
-                seen.append(len(handles))
-            if len(handles) == 3 and not nodes:
-                until(lambda: [each["State"] for each in alive()].count("PENDING_CREATION") == 1)
-                nodes.append(cluster.add_node(num_cpus=1, **STORE))
-            used |= {lane.partition(":")[0] for _, lane, *_ in feeder._session.stats.events}
-        assert seen == [1, 2, 3]
-        assert len({handle.name.partition("node ")[2].partition(",")[0] for handle in handles}) == 3
-    cluster.remove_node(nodes[0])
+    try:
+        with Feeder(source, decode=ray_parts.in_ten_ms, batch_size=4, shuffle=True, engine=engine) as feeder:
+            wanted = (plan.indices for plan in feeder._order.schedule().plans(feeder._checkpoint.next_position()))
+            iterator, used, counts = iter(feeder), set(), {1}
+            while "actor 3" not in used:
+                assert next(iterator).tolist() == next(wanted)
+                handles = feeder._session.pipeline._processes._workers
+                counts.add(len(handles))
+                if len(handles) == 3 and not nodes:
+                    until(lambda: [each["State"] for each in alive()].count("PENDING_CREATION") == 1)
+                    nodes.append(cluster.add_node(num_cpus=1, **STORE))
+                used |= {lane.partition(":")[0] for _, lane, *_ in feeder._session.stats.events.copy()}
+            assert counts == {1, 2, 3}
+            assert len({handle.name.partition("node ")[2].partition(",")[0] for handle in handles}) == 3
+    finally:
+        for node in nodes:
+            cluster.remove_node(node)
 
 
 def test_copies_to_a_device_are_correct(jpeg_folder: Path) -> None:
@@ -259,15 +261,6 @@ async def test_async_for_of_a_lambda_and_a_dropped_feeder() -> None:
     del feeder, iterator
 
 
-def test_batches_of_ray_data_are_prefetched() -> None:
-    """The batches of ``iter_torch_batches``, in order, on the device, for each of two epochs."""
-    data = ray.data.range(32, override_num_blocks=2).map_batches(lambda batch: {"x": batch["id"] * 2})
-    device = SimulatedDevice(3, latency="late")
-    feed = prefetch(data.iter_torch_batches(batch_size=8, device="cpu"), device=device)
-    for _ in range(2):
-        assert [batch["x"].cpu().tolist() for batch in feed] == [list(range(at, at + 16, 2)) for at in range(0, 64, 16)]
-
-
 @pytest.fixture
 def ordered_rows(cluster: Any) -> Iterator[Any]:
     """A Ray dataset of 44 rows in blocks of 11, of which the first takes the longest; it keeps their order."""
@@ -275,6 +268,14 @@ def ordered_rows(cluster: Any) -> Iterator[Any]:
     options.preserve_order = True
     yield ray.data.range(44, override_num_blocks=4).map_batches(ray_parts.slow_first_block)
     options.preserve_order = False
+
+
+def test_batches_of_ray_data_are_prefetched(ordered_rows: Any) -> None:
+    """The batches of ``iter_torch_batches``, in order, on the device, for each of two epochs."""
+    device = SimulatedDevice(3, latency="late")
+    feed = prefetch(ordered_rows.iter_torch_batches(batch_size=11, device="cpu"), device=device)
+    for _ in range(2):
+        assert [batch["x"].cpu().tolist() for batch in feed] == [list(range(at, at + 22, 2)) for at in range(0, 88, 22)]
 
 
 def test_rows_of_ray_data_are_a_source(ordered_rows: Any) -> None:
