@@ -6,10 +6,8 @@ import math
 
 from aiofeed.core.statistics import EpochStats
 
-# A measurement takes at least so many batches and seconds.
-_BATCHES, _SECONDS = 16, 1.0
-# Less waiting than this share of the time is not worth another actor.
-_WORTH = 0.1
+# Batches and seconds of a measurement, at least; and the share of waiting from which on actors are added.
+_BATCHES, _SECONDS, _WORTH = 16, 1.0, 0.1
 
 
 class Shortage:
