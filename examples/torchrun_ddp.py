@@ -4,11 +4,19 @@
     python examples/torchrun_ddp.py --self-test
 
 ``--self-test`` launches torchrun for five steps with two processes, then resumes with three.
+
+On one to three nodes that may leave and join while it runs, start this on each node, with the checkpoint on a file
+system that all nodes mount. After each change torchrun starts the script again on all nodes:
+
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    torchrun --nnodes=1:3 --nproc-per-node=2 --max-restarts=100 --rdzv-backend=c10d --rdzv-endpoint=node1:29400 \\
+        examples/torchrun_ddp.py --epochs 100 --checkpoint /shared/last.pt
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import subprocess
@@ -26,7 +34,7 @@ import aiofeed
 SAMPLES = 300
 
 
-def train(checkpoint: Path, steps: int | None) -> None:
+def train(checkpoint: Path, epochs: int, steps: int | None) -> None:
     torch.distributed.init_process_group("gloo")
     rank, processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
     x = torch.arange(float(SAMPLES)).unsqueeze(1)
@@ -42,20 +50,19 @@ def train(checkpoint: Path, steps: int | None) -> None:
         linear.load_state_dict(saved["model"])
         feeder.load_state_dict(saved["feeder"])
 
-    seen, step = 0, 0
+    seen = 0
     with feeder:
-        for inputs, targets in feeder:
+        # `epochs` yields the remaining epochs: none if the checkpoint is that of the end.
+        batches = (batch for _ in feeder.epochs(epochs) for batch in feeder)
+        for inputs, targets in itertools.islice(batches, steps):
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(inputs / SAMPLES), targets / SAMPLES).backward()
             optimizer.step()
             seen += len(inputs)
-            step += 1
             if rank == 0:  # the feeder's state is the same on every rank
                 temporary = checkpoint.with_suffix(".part")
                 torch.save({"model": linear.state_dict(), "feeder": feeder.state_dict()}, temporary)
                 os.replace(temporary, checkpoint)
-            if step == steps:
-                break
     # One write, so that lines of several processes do not mix.
     sys.stdout.write(f"process {rank} of {processes}: {seen} samples\n")
     sys.stdout.flush()
@@ -79,7 +86,8 @@ def self_test() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, default=Path("torchrun_ddp.pt"), help="(%(default)s)")
-    parser.add_argument("--steps", type=int, help="stop after this number of steps (at the end of the epoch)")
+    parser.add_argument("--epochs", type=int, default=1, help="(%(default)s)")
+    parser.add_argument("--steps", type=int, help="stop after this number of steps (at the end of the last epoch)")
     parser.add_argument(
         "--self-test", action="store_true", help="launch torchrun, stop, and resume with more processes"
     )
@@ -89,7 +97,7 @@ def main() -> None:
     elif "RANK" not in os.environ:
         parser.error("run it with torchrun --nproc-per-node=2, or with --self-test")
     else:
-        train(options.checkpoint, options.steps)
+        train(options.checkpoint, options.epochs, options.steps)
 
 
 if __name__ == "__main__":

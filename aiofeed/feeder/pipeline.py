@@ -114,10 +114,7 @@ class StreamingPipeline(LoopProducer):
             from aiofeed.processes.workers.parent_engine import MultiprocessEngine
 
             make = partial(MultiprocessEngine, processes=self._processes, tuner=self.tuner)
-            # One more batch per process beyond the first, so that each can decode one; and one more per actor, to
-            # decode while the batch before it is on its way.
-            more = config.engines - 1 + (config.engines if config.ray else 0)
-            limits = replace(limits, prefetch_batches=limits.prefetch_batches + more)
+            limits = replace(limits, prefetch_batches=limits.prefetch_batches + self._processes.more_batches)
         self._engine = make(
             stream,
             batch_size=config.batch_size,

@@ -481,6 +481,16 @@ def test_ray_train_resumes_with_more_workers() -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.slow
+def test_ray_data_is_resumed_with_its_next_batches() -> None:
+    """Ray's batches and the feeder's rows are all images, and the resumed feeder gets the batches after its state."""
+    pytest.importorskip("ray")
+    output = run("ray_data.py")
+    assert re.findall(r"^(\d+) images, loss", output, re.MULTILINE) == ["120", "120", "48", "72"]
+    assert "one uninterrupted epoch: True" in output
+
+
+@pytest.mark.integration
 def test_checkpoint_dcp_sees_each_sample_once() -> None:
     """A distributed checkpoint restores the feeder's position and the weights."""
     output = run("checkpoint_dcp.py")

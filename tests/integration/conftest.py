@@ -16,7 +16,7 @@ import torch.distributed
 from aiofeed import Feeder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 SAMPLES = 26
@@ -71,18 +71,25 @@ def make_feeder() -> Iterator[Callable[..., Feeder[torch.Tensor]]]:
 
 @pytest.fixture(scope="module")
 def torchrun() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`torchrun(workers, script, *arguments)` starts processes with a readable output; they end with the module."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    """`torchrun(workers, script, *arguments)` starts processes with a readable output; they end with the module.
+
+    `launch` has the options of torchrun: default, one node.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1"]
     environment = {
         # Workers that each use all cores slow each other down.
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        # Torch 2.13 gives the ranks the address of a store whose node has ended, if that node had rank 0.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     started = []
 
-    def start(workers: int, script: Path, *arguments: object) -> subprocess.Popen[str]:
+    def start(
+        workers: int, script: Path, *arguments: object, launch: Sequence[str] = ("--standalone",)
+    ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [*launch, f"--nproc-per-node={workers}", str(script), *map(str, arguments)],
+            [*command, *launch, f"--nproc-per-node={workers}", str(script), *map(str, arguments)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

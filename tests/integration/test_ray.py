@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from aiofeed import (
     ImageFolder,
     RayEngine,
     ReadError,
+    Stream,
     WorkerDiedError,
     prefetch,
 )
@@ -216,6 +218,30 @@ def test_a_late_batch_is_given_to_a_second_actor(tmp_path: Path) -> None:
     assert seen == [[at, at + 1] for at in range(0, 40, 2)]
 
 
+def test_actors_are_added_while_the_training_waits(cluster: Any) -> None:
+    """Up to ``max_actors``; that for which the cluster has no room is pending, and is used on a node that joins. The
+    batches are those of any number of actors."""
+    nodes: list[Any] = []
+    source, engine = parts.Numbers(100_000), RayEngine(1, max_actors=3)
+    try:
+        with Feeder(source, decode=ray_parts.in_ten_ms, batch_size=4, shuffle=True, engine=engine) as feeder:
+            wanted = (plan.indices for plan in feeder._order.schedule().plans(feeder._checkpoint.next_position()))
+            iterator, used, counts = iter(feeder), set(), {1}
+            while "actor 3" not in used:
+                assert next(iterator).tolist() == next(wanted)
+                handles = feeder._session.pipeline._processes._workers
+                counts.add(len(handles))
+                if len(handles) == 3 and not nodes:
+                    until(lambda: [each["State"] for each in alive()].count("PENDING_CREATION") == 1)
+                    nodes.append(cluster.add_node(num_cpus=1, **STORE))
+                used |= {lane.partition(":")[0] for _, lane, *_ in feeder._session.stats.events.copy()}
+            assert counts == {1, 2, 3}
+            assert len({handle.name.partition("node ")[2].partition(",")[0] for handle in handles}) == 3
+    finally:
+        for node in nodes:
+            cluster.remove_node(node)
+
+
 def test_copies_to_a_device_are_correct(jpeg_folder: Path) -> None:
     """Batches are copied to pinned memory, and from there to the device."""
     source, decode = ImageFolder(jpeg_folder), DecodeImage(16)
@@ -235,13 +261,72 @@ async def test_async_for_of_a_lambda_and_a_dropped_feeder() -> None:
     del feeder, iterator
 
 
-def test_batches_of_ray_data_are_prefetched() -> None:
+@pytest.fixture
+def ordered_rows(cluster: Any) -> Iterator[Any]:
+    """A Ray dataset of 44 rows in blocks of 11, of which the first takes the longest; it keeps their order."""
+    options = ray.data.DataContext.get_current().execution_options
+    options.preserve_order = True
+    yield ray.data.range(44, override_num_blocks=4).map_batches(ray_parts.slow_first_block)
+    options.preserve_order = False
+
+
+def test_batches_of_ray_data_are_prefetched(ordered_rows: Any) -> None:
     """The batches of ``iter_torch_batches``, in order, on the device, for each of two epochs."""
-    data = ray.data.range(32, override_num_blocks=2).map_batches(lambda batch: {"x": batch["id"] * 2})
     device = SimulatedDevice(3, latency="late")
-    feed = prefetch(data.iter_torch_batches(batch_size=8, device="cpu"), device=device)
+    feed = prefetch(ordered_rows.iter_torch_batches(batch_size=11, device="cpu"), device=device)
     for _ in range(2):
-        assert [batch["x"].cpu().tolist() for batch in feed] == [list(range(at, at + 16, 2)) for at in range(0, 64, 16)]
+        assert [batch["x"].cpu().tolist() for batch in feed] == [list(range(at, at + 22, 2)) for at in range(0, 88, 22)]
+
+
+def test_rows_of_ray_data_are_a_source(ordered_rows: Any) -> None:
+    """In order, in each epoch, with the random numbers of their positions; resumed exactly from every position."""
+    options: dict[str, Any] = {"decode": ray_parts.with_random_number, "batch_size": 8}
+    with Feeder(Stream(ordered_rows.iter_rows), **options) as feeder:
+        whole = [[batch.tolist() for batch in feeder] for _ in feeder.epochs(2)]
+        assert [[int(row[0]) for batch in epoch for row in batch] for epoch in whole] == [list(range(0, 88, 2))] * 2
+        assert whole[0] != whole[1]
+        for position in range(1, 6):
+            feeder.set_epoch(0)
+            iterator = iter(feeder)
+            taken = [next(iterator).tolist() for _ in range(position)]
+            feeder.load_state_dict(json.loads(json.dumps(feeder.state_dict())))
+            assert taken + [batch.tolist() for batch in feeder] == whole[0]
+
+
+def test_parts_of_ray_data_are_sources_of_ranks(ordered_rows: Any) -> None:
+    """Each rank gets its part, the same one in each epoch, and resumes it; together the parts are the dataset."""
+    parts_of_ranks = ordered_rows.streaming_split(2, equal=True)
+
+    def feed(rank: int) -> list[list[list[int]]]:
+        stream = Stream(parts_of_ranks[rank].iter_rows, sharded=True)
+        with Feeder(stream, decode=ray_parts.number_of, batch_size=4, shard=(rank, 2)) as feeder:
+            epochs = [numbers(feeder)]
+            iterator = iter(feeder)
+            taken = [next(iterator).tolist() for _ in range(2)]
+            feeder.load_state_dict(feeder.state_dict())
+            return [*epochs, taken + numbers(feeder)]
+
+    with ThreadPoolExecutor() as threads:
+        ranks = list(threads.map(feed, range(2)))
+    for whole, resumed in ranks:
+        assert whole == resumed
+        assert len(whole) == 6
+    assert sorted(number for whole, _ in ranks for batch in whole for number in batch) == list(range(0, 88, 2))
+
+
+def test_an_error_of_ray_data_is_a_read_error(ordered_rows: Any) -> None:
+    """Ray's error is its cause; the batches before it are the first of the dataset."""
+    seen: list[int] = []
+    failing = ordered_rows.map_batches(ray_parts.fails_at_sixty)
+    with (
+        Feeder(Stream(failing.iter_rows), batch_size=4) as feeder,
+        pytest.raises(ReadError, match=r"cannot read 'iter_rows\[\d+\]'") as caught,
+    ):
+        for batch in feeder:
+            seen += batch["x"].tolist()
+    assert seen == list(range(0, 2 * len(seen), 2))
+    assert len(seen) <= 20  # Ray stops when a task has failed, and may not give all rows before it
+    assert "sixty" in str(caught.value.__cause__)
 
 
 # --- refused ---

@@ -1,4 +1,7 @@
-"""DDP training under torchrun, killed inside an epoch and resumed with the same number of processes, fewer or more."""
+"""DDP training under torchrun, killed inside an epoch and resumed with the same number of processes, fewer or more.
+
+Also elastic: nodes are killed and join while the training runs.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import psutil
 import pytest
 import torch
+import torch.distributed
 from torch.utils.data import DistributedSampler
+
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     import subprocess
@@ -33,13 +40,15 @@ Sample: TypeAlias = tuple[float, float]
 
 @dataclass(frozen=True)
 class Run:
-    """The records of a training.
+    """The records of a training from its start, or from a checkpoint.
 
     Args:
+        first_step: the first step, from 1.
         ranks: for each rank and each of its steps, the epoch and the batch.
         checkpoint: the last checkpoint.
     """
 
+    first_step: int
     ranks: list[list[tuple[int, list[Sample]]]]
     checkpoint: dict[str, Any]
 
@@ -48,12 +57,32 @@ class Run:
         return Counter(sample for rank in self.ranks for of, batch in rank[:steps] if of == epoch for sample in batch)
 
 
-def read_run(folder: Path) -> Run:
-    ranks = []
+def read_runs(folder: Path) -> list[Run]:
+    """Read the records of a training: a run for each launch, in order."""
+    launches: dict[str, list[list[Any]]] = {}
     for path in sorted(folder.glob("*.jsonl")):
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        ranks.append([(epoch, [tuple(sample) for sample in batch]) for _, epoch, batch in lines])
-    return Run(ranks, torch.load(folder / "last.pt", weights_only=True))
+        if lines := path.read_text(encoding="utf-8").splitlines():
+            launches.setdefault(path.name.partition("-")[0], []).append([json.loads(line) for line in lines])
+    runs = []
+    for ranks in launches.values():
+        batches = [[(epoch, [tuple(sample) for sample in batch]) for _, epoch, batch in rank] for rank in ranks]
+        runs.append(Run(ranks[0][0][0], batches, load_checkpoint(folder)))
+    return runs
+
+
+def load_checkpoint(folder: Path) -> dict[str, Any]:
+    return torch.load(folder / "last.pt", weights_only=True)
+
+
+def wait_for_hold(folder: Path, step: int, processes: int) -> Path:
+    """Wait until each of ``processes`` ranks has a batch of ``step``, which the last checkpoint does not count.
+
+    Returns the file that has the process id of rank 0, which goes on when the file is removed.
+    """
+    held = folder / f"held-{step}-{processes}"
+    until(held.exists, limit_s=100)
+    assert load_checkpoint(folder)["step"] == step - 1
+    return held
 
 
 def train(torchrun: TorchRun, folder: Path, workers: int) -> Run:
@@ -62,7 +91,8 @@ def train(torchrun: TorchRun, folder: Path, workers: int) -> Run:
     process = torchrun(workers, SCRIPT, folder / "last.pt", folder)
     output, _ = process.communicate(timeout=150)
     assert process.returncode == 0, output
-    return read_run(folder)
+    [run] = read_runs(folder)
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -70,17 +100,9 @@ def killed(torchrun: TorchRun, kill: Callable[..., None], tmp_path_factory: pyte
     """A training of two ranks, killed after both received a batch that the last checkpoint does not count."""
     folder = tmp_path_factory.mktemp("killed")
     process = torchrun(2, SCRIPT, folder / "last.pt", folder, "--hold-at", SAVED_STEP + 1)
-    assert process.stdout is not None
-    printed = []
-    for line in process.stdout:
-        printed.append(line)
-        if line.strip() == "held":
-            break
-    else:
-        pytest.fail("the training ended before it was killed:\n" + "".join(printed))
+    wait_for_hold(folder, SAVED_STEP + 1, processes=2)
     kill(process)
-    run = read_run(folder)
-    assert run.checkpoint["step"] == SAVED_STEP
+    [run] = read_runs(folder)
     assert all(len(rank) > SAVED_STEP for rank in run.ranks)
     return folder, run
 
@@ -138,3 +160,65 @@ def test_resume_with_other_processes(
     assert not whole.samples(epoch=0) - Counter([whole.ranks[1][12][1][-1]]) - seen
     for rank, steps in enumerate(resumed.ranks):
         assert [int(index) for of, batch in steps if of == 1 for index, _ in batch] == sharded(rank, workers, 1)
+
+
+@pytest.fixture(scope="module")
+def rendezvous() -> torch.distributed.TCPStore:
+    """The place where nodes meet; it stays when any of them leaves."""
+    return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_nodes_leave_and_join(
+    torchrun: TorchRun,
+    kill: Callable[..., None],
+    rendezvous: torch.distributed.TCPStore,
+    whole: Run,
+    tmp_path: Path,
+) -> None:
+    """Of three nodes, that of rank 0 is killed with its worker, another one joins, and one more is killed. Each launch
+    goes on after the last checkpoint, and each sample of an epoch is delivered once, with its random numbers."""
+    elastic = ["--nnodes=1:3", "--max-restarts=9", "--rdzv-backend=c10d", "--rdzv-conf=is_host=0,last_call_timeout=8"]
+    elastic += [f"--rdzv-endpoint=127.0.0.1:{rendezvous.port}"]
+
+    def start_node() -> subprocess.Popen[str]:
+        arguments = (SCRIPT, tmp_path / "last.pt", tmp_path, "--hold-at", 6, 9, 14, 15)
+        return torchrun(1, *arguments, launch=elastic)
+
+    def node_of_rank_0(held: Path) -> subprocess.Popen[str]:
+        parent = psutil.Process(int(held.read_text())).ppid()
+        [node] = [node for node in nodes if node.pid == parent]
+        return node
+
+    nodes = [start_node() for _ in range(3)]
+    leaving = node_of_rank_0(wait_for_hold(tmp_path, 6, processes=3))
+    nodes.remove(leaving)
+    kill(leaving)
+    wait_for_hold(tmp_path, 6, processes=2).unlink()
+
+    wait_for_hold(tmp_path, 9, processes=2)
+    nodes.append(start_node())
+    wait_for_hold(tmp_path, 9, processes=3).unlink()
+
+    held = wait_for_hold(tmp_path, 14, processes=3)
+    leaving = next(node for node in nodes if node is not node_of_rank_0(held))
+    nodes.remove(leaving)
+    kill(leaving)
+    held.unlink()  # rank 0 saves step 14, and finds in step 15 that a rank is missing
+    wait_for_hold(tmp_path, 15, processes=2).unlink()
+    for node in nodes:
+        output, _ = node.communicate(timeout=100)
+        assert node.returncode == 0, output
+
+    runs = read_runs(tmp_path)
+    assert [(run.first_step, len(run.ranks)) for run in runs] == [(1, 3), (6, 2), (9, 3), (15, 2)]
+    ends = [*(run.first_step for run in runs[1:]), load_checkpoint(tmp_path)["step"] + 1]
+    for epoch in range(2):
+        seen: Counter[Sample] = Counter()
+        for run, end in zip(runs, ends, strict=True):
+            seen += run.samples(epoch, end - run.first_step)
+        padding = seen - Counter(dict.fromkeys(whole.samples(epoch), 1))
+        assert seen - padding == Counter(dict.fromkeys(whole.samples(epoch), 1))
+        assert [int(index) for index, _ in padding.elements()] == sharded(0, 1, epoch)[: padding.total()]
+        assert padding.total() < 3

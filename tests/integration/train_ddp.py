@@ -1,6 +1,6 @@
 """One rank of test_torchrun.py: trains under DDP, records its batches, and resumes from an existing checkpoint.
 
-python -m torch.distributed.run --standalone --nproc-per-node=2 train_ddp.py CHECKPOINT RECORDS [--hold-at STEP]
+python -m torch.distributed.run --standalone --nproc-per-node=2 train_ddp.py CHECKPOINT RECORDS [--hold-at STEP ...]
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,27 @@ def write_atomically(path: Path, state: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
+def hold(held: Path) -> None:
+    """Write the process id into a file and wait until the file is removed."""
+    held.with_suffix(".part").write_text(str(os.getpid()), encoding="utf-8")
+    held.with_suffix(".part").replace(held)
+    while held.exists():
+        time.sleep(0.01)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoint", type=Path, help="file that rank 0 writes after every step; resumed if it exists")
-    parser.add_argument("records", type=Path, help="folder for the ranks' records: step, epoch and batch per line")
-    parser.add_argument("--hold-at", type=int, help="step at which rank 0 waits before its checkpoint")
+    parser.add_argument(
+        "records", type=Path, help="folder for the records of each launch and rank: step, epoch and batch per line"
+    )
+    parser.add_argument(
+        "--hold-at",
+        type=int,
+        nargs="*",
+        default=[],
+        help="steps at which rank 0 waits before its checkpoint",
+    )
     options = parser.parse_args()
 
     torch.distributed.init_process_group("gloo")
@@ -51,7 +67,9 @@ def main() -> None:
         feeder.load_state_dict(state["feeder"])
         step = state["step"]
 
-    with feeder, open(options.records / f"{rank}.jsonl", "w", encoding="utf-8") as records:
+    launch = torch.tensor(time.time_ns())
+    torch.distributed.broadcast(launch, src=0)  # the ranks of a launch have its time, and agree on it
+    with feeder, open(options.records / f"{launch}-{rank}.jsonl", "w", encoding="utf-8") as records:
         for epoch in feeder.epochs(EPOCHS):
             for batch in feeder:
                 step += 1
@@ -60,9 +78,8 @@ def main() -> None:
                 model(batch / SAMPLES).square().mean().backward()
                 optimizer.step()
                 if rank == 0:
-                    if step == options.hold_at:
-                        print("held", flush=True)
-                        threading.Event().wait()
+                    if step in options.hold_at:
+                        hold(options.records / f"held-{step}-{torch.distributed.get_world_size()}")
                     state = {"model": linear.state_dict(), "feeder": feeder.state_dict(), "step": step}
                     write_atomically(options.checkpoint, state)
     leave_group()

@@ -1,4 +1,4 @@
-"""`engine="ray"`: what is refused before a cluster is looked for."""
+"""`engine="ray"`: what is refused before a cluster is looked for, and how many actors are wanted."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from aiofeed import Feeder, Limits, RayEngine
+from aiofeed.core.statistics import EpochStats
+from aiofeed.processes.actors.shortage import Shortage
 from tests.support import process_parts as parts
 
 pytest.importorskip("ray")
@@ -29,6 +31,8 @@ def test_an_unknown_engine_is_refused(engine: Any) -> None:
 
 def test_options_are_checked() -> None:
     """Each error names the option and the value."""
+    with pytest.raises(ValueError, match=r"RayEngine\(max_actors=...\).*4.*got 3"):
+        RayEngine(4, max_actors=3)
     for options in ({"actors": 0}, {"cpus_per_actor": 0}, {"retries": -1}, {"start_timeout_s": 0}):
         with pytest.raises(
             ValueError, match=f"RayEngine\\({next(iter(options))}=...\\).*got {next(iter(options.values()))}"
@@ -48,3 +52,41 @@ def test_what_cannot_be_sent_is_refused_by_the_constructor() -> None:
         Feeder(parts.Numbers(4), decode=parts.number, batch_size=2, engine="ray", cache="host")
     with pytest.raises(ValueError, match=r"decode_threads=1.*ray:2.*at least 2"):
         Feeder(parts.Numbers(4), decode=parts.number, batch_size=2, engine="ray:2", limits=Limits(decode_threads=1))
+
+
+def take(
+    shortage: Shortage, batches: int, *, waits_s: float, step_s: float, busy: bool = True, first_s: float = 9
+) -> int:
+    """Take the batches of an epoch of four actors; returns how many are wanted after the last."""
+    stats, wanted = EpochStats(), 4
+    for number in range(batches):
+        stats.stall_s += waits_s if number else 9.0
+        stats.wall_s += waits_s + step_s if number else 9.0
+        assert wanted == 4
+        wanted = shortage.wanted(4, stats, busy=busy)
+    return wanted
+
+
+@pytest.mark.parametrize(
+    ("waits_s", "step_s", "wanted"),
+    [(0.09, 0.91, 4), (0.3, 0.7, 6), (0.5, 0.5, 8), (1, 0, 8), (0, 1, 4)],
+)
+def test_as_many_actors_are_wanted_as_the_training_needs(waits_s: float, step_s: float, wanted: int) -> None:
+    """With n actors and a training that waits a share of the time, n / (1 - share), and at most twice as many."""
+    assert take(Shortage(), 17, waits_s=waits_s, step_s=step_s) == wanted
+
+
+def test_no_actor_is_wanted_before_the_shortage_is_measured() -> None:
+    """A measurement takes 16 batches and a second, over several epochs without their first batches; then the next one
+    begins."""
+    shortage = Shortage()
+    assert take(shortage, 16, waits_s=0.5, step_s=0.5) == 4
+    assert take(shortage, 2, waits_s=0.5, step_s=0.5) == 8
+    assert take(shortage, 16, waits_s=0.5, step_s=0.5) == 4
+    assert take(Shortage(), 20, waits_s=0.02, step_s=0.02) == 4
+    assert take(Shortage(), 26, waits_s=0.02, step_s=0.0201) == 8
+
+
+def test_idle_actors_are_no_shortage() -> None:
+    """If the training waits while an actor has no work, more actors would not help."""
+    assert take(Shortage(), 17, waits_s=1, step_s=0, busy=False) == 4

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.support.process_parts import Numbers, append_line
 
@@ -60,6 +61,36 @@ def kills_at_nine(data: bytes) -> Any:
     if int(data) == 9:
         os.kill(os.getpid(), signal.SIGKILL)
     return np.array(int(data))
+
+
+def in_ten_ms(data: bytes) -> Any:
+    """Decode a number in 10 ms."""
+    time.sleep(0.01)
+    return np.array(int(data))
+
+
+def slow_first_block(batch: dict[str, Any]) -> dict[str, Any]:
+    """Double the numbers of a block of Ray Data; the first block takes longer than the others."""
+    if batch["id"][0] == 0:
+        time.sleep(0.3)
+    return {"x": batch["id"] * 2}
+
+
+def fails_at_sixty(batch: dict[str, Any]) -> dict[str, Any]:
+    """Fails for the block of Ray Data that has 60."""
+    if 60 in batch["x"]:
+        raise ValueError("sixty")
+    return batch
+
+
+def number_of(row: dict[str, Any]) -> int:
+    """The number of a row of Ray Data."""
+    return int(row["x"])
+
+
+def with_random_number(row: dict[str, Any], *, rng: torch.Generator) -> torch.Tensor:
+    """The number of a row of Ray Data, and a random number of its sample's generator: float32 [2]."""
+    return torch.cat([torch.tensor([float(row["x"])]), torch.rand(1, generator=rng)])
 
 
 def actors(feeder: Any) -> list[Any]:

@@ -20,6 +20,8 @@ class RayEngine:
         actors: Actors, each with an event loop and decode threads of its own. The feeder starts when the first one is
             ready; the others join as the cluster has room for them. They share ``Limits(read_concurrency=)`` and
             ``Limits(decode_threads=)``.
+        max_actors: More actors are started, up to this number, while the training waits for batches and all actors are
+            busy. Each has the share of the limits of one of ``actors``. Default: ``actors``.
         cpus_per_actor: CPUs that each one reserves, and its decode threads unless ``Limits(decode_threads=)`` is given.
         address: The address of the cluster, as ``ray.init`` takes it. Default: the cluster that this process is
             connected to; else that of the environment variable RAY_ADDRESS; else one that runs on this machine; else a
@@ -38,6 +40,7 @@ class RayEngine:
     actors: int = 4
     cpus_per_actor: int = 1
     _: KW_ONLY
+    max_actors: int | None = None
     address: str | None = None
     retries: int = 3
     straggler_factor: float = 4.0
@@ -47,6 +50,8 @@ class RayEngine:
     def __post_init__(self) -> None:
         check_positive_int("RayEngine(actors=...)", self.actors)
         check_positive_int("RayEngine(cpus_per_actor=...)", self.cpus_per_actor)
+        if self.max_actors is not None:
+            check_int_from(self.actors, "RayEngine(max_actors=...)", self.max_actors)
         check_int_from(0, "RayEngine(retries=...)", self.retries)
         if not self.straggler_factor > 1:
             raise ValueError(f"RayEngine(straggler_factor=...) must be more than 1, got {self.straggler_factor!r}")

@@ -3,6 +3,9 @@
 A batch whose actor has died is given to another one, up to ``RayEngine.retries`` times. A new actor then takes the
 place of the dead one, on any node with room: Ray starts pending actors as nodes join, and its autoscaler counts them as
 demand. Samples are the same wherever they are decoded, so a batch may be decoded twice, and the first result counts.
+
+Up to ``RayEngine.max_actors`` are added by the measured shortage. Those that are pending are the only request: Ray's
+``request_resources`` is one setting for the whole cluster, which each call of any program replaces.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from aiofeed.core.errors import FeedError, WorkerDiedError
+from aiofeed.core.statistics import EpochStats
 from aiofeed.processes.actors.handle import ActorHandle
 from aiofeed.processes.actors.options import RayEngine
+from aiofeed.processes.actors.shortage import Shortage
 from aiofeed.processes.actors.worker import FeedActor
 from aiofeed.processes.workers.handle import AssignedBatch
 from aiofeed.processes.workers.pool import GRACE_S, WorkerPool
@@ -81,6 +86,8 @@ class ActorPool(WorkerPool[ActorHandle]):
 
         check_cluster(engine)
         self._engine = engine
+        self._most = engine.max_actors or engine.actors
+        self._shortage = Shortage()
         self._connection = ray.get_runtime_context().get_worker_id()
         self._config = ray.put(cloudpickle.dumps(worker_config))
         options = {"num_cpus": engine.cpus_per_actor, "scheduling_strategy": "SPREAD", **engine.options}
@@ -114,6 +121,26 @@ class ActorPool(WorkerPool[ActorHandle]):
         self._workers.append(
             ActorHandle(number, self._count, actor, self._config, received=self.received, lost=self._lost)
         )
+
+    @property
+    def more_batches(self) -> int:
+        """One more per actor than for processes, to decode while the batch before it is on its way."""
+        return 2 * self._count - 1
+
+    def taken(self, stats: EpochStats) -> int:
+        """Start more actors if the training waits for batches while all are busy, and none is pending."""
+        if self._count == self._most or not all(worker.ready for worker in self._workers):
+            self._shortage = Shortage()
+            return 0
+        first, wanted = self._count, self._shortage.wanted(self._count, stats, busy=self.busy)
+        if wanted == first or self._stopping or self._error is not None or not self._connected():
+            return 0
+        self._count = min(wanted, self._most)
+        log.info("the training waits although all actors are busy: %d actors in place of %d", self._count, first)
+        for number in range(first, self._count):
+            self._reads.append(self._reads[-1])
+            self._add(number)
+        return 2 * (self._count - first)
 
     def _dispatch(self, batch: AssignedBatch, workers: Sequence[ActorHandle]) -> None:
         """Give a batch to that of some actors that has the fewest; keep it until one is ready."""

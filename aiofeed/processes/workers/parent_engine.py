@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -90,6 +91,10 @@ class MultiprocessEngine(Engine):
         """A batch has left the queue; on the loop."""
         self._release_taken()
         free_dropped_slots(self._pool.borrowed)
+        if more := self._pool.taken(item.counters):
+            self._buffer.prefetch_batches += more
+            limits = replace(self._admission.limits, prefetch_batches=self._buffer.prefetch_batches)
+            self._admission.change(limits)
         super().taken(item)
 
     def _fail(self, error: FeedError) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from aiofeed.core.errors import FeedError, WorkerDiedError
+from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import BatchPlan
 from aiofeed.engine.tuning.reads import READS_MOST
 from aiofeed.processes.ipc.error_codec import rebuild
@@ -92,6 +93,15 @@ class WorkerPool(ABC, Generic[HandleT]):
         """Whether every worker has a batch to decode and one of them has two. For any thread."""
         decoding = [worker.decoding for worker in self._workers]
         return min(decoding, default=0) > 0 and sum(decoding) > len(decoding)
+
+    @property
+    def more_batches(self) -> int:
+        """Batches beyond ``prefetch_batches``: one per worker after the first, so that each can decode one."""
+        return self._count - 1
+
+    def taken(self, stats: EpochStats) -> int:
+        """The training has taken a batch of an epoch; return how many more may now be in flight."""
+        return 0
 
     def set_reads(self, number: int, reads: int) -> int:
         """Note how many samples a worker reads at a time; returns how many all of them read."""
