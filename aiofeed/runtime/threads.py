@@ -12,6 +12,7 @@ import _thread
 import asyncio
 import atexit
 import contextlib
+import contextvars
 import os
 import sys
 import threading
@@ -19,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 # The time that interpreter exit waits for the threads of all feeders together.
 EXIT_S = 1.0
@@ -68,7 +69,10 @@ class DaemonThread:
 
     def __init__(self, target: Callable[[], object], name: str) -> None:
         self._target: Callable[[], object] | None = target
-        self.thread: threading.Thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # By default a free-threaded Python 3.14 would give it the context of its creator, and so keep the objects of an
+        # engine's task for the life of the thread.
+        options: dict[str, Any] = {"context": contextvars.Context()} if sys.version_info >= (3, 14) else {}
+        self.thread: threading.Thread = threading.Thread(target=self._run, name=name, daemon=True, **options)
         self._begun = _Flag()
         self._ended = _Flag()
         self._interrupted = False

@@ -11,12 +11,14 @@ import textwrap
 import threading
 import time
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
 import torch
 
 from aiofeed import Feeder, IteratorClosedError, Limits, WorkerDiedError, prefetch
+from aiofeed.runtime.threads import DaemonThread
 from aiofeed.testing import SimulatedDevice
 
 # The target is 0.2 s; this allows for a busy machine.
@@ -444,3 +446,17 @@ def test_a_forked_child_gets_a_feeder_of_its_own() -> None:
         """
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "250\n", "")
+
+
+def test_a_thread_does_not_inherit_context_variables() -> None:
+    """Otherwise a thread that outlives its creator's task would keep what the task's context refers to."""
+    variable: ContextVar[str] = ContextVar("variable", default="unset")
+    seen: list[str] = []
+    token = variable.set("of the creator")
+    try:
+        thread = DaemonThread(lambda: seen.append(variable.get()), "test")
+        thread.start()
+        assert thread.join(10)
+    finally:
+        variable.reset(token)
+    assert seen == ["unset"]
