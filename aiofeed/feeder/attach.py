@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import StateError
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.processes.serving.subscription import Subscription
+    from aiofeed.processes.serving.transport import ServerAddress
 
 
 log = logging.getLogger("aiofeed.feeder")
@@ -62,11 +62,11 @@ def attach(
         FeedError: There is no server, it belongs to another user, or it refuses the connection.
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
-    from aiofeed.processes.ipc.address import SERVER, resolve
+    from aiofeed.processes.actors.serving import server_address
 
     if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or wait_s < 0:
         raise ValueError(f"wait_s must be 0 or more seconds, got {wait_s!r}")
-    attached = AttachedFeed(resolve(address, SERVER), resolve_device(device), check_callable("transform", transform))
+    attached = AttachedFeed(server_address(address), resolve_device(device), check_callable("transform", transform))
     attached._connect(float(wait_s))
     return attached
 
@@ -78,8 +78,8 @@ class AttachedFeed:
     ``iter()``. Errors of the feeder are raised with their types and messages; if the server dies, ``WorkerDiedError``.
     """
 
-    def __init__(self, path: Path, backend: DeviceBackend | None, transform: Transform | None) -> None:
-        self._path = path
+    def __init__(self, address: ServerAddress, backend: DeviceBackend | None, transform: Transform | None) -> None:
+        self._address = address
         self._backend = backend
         self._transform = transform
         self._pid = os.getpid()
@@ -101,7 +101,7 @@ class AttachedFeed:
         loop_thread = EventLoopThread(read_threads=1, decode_threads=1)
         host_only = self._subscription is not None and self._subscription.host_only
         subscription, server["batches"] = subscribe(
-            self._path,
+            self._address,
             wait_s,
             backend,
             memory=memory,
@@ -236,7 +236,7 @@ class AttachedFeed:
         ended = loop_thread.join(JOIN_S) and (delivery is None or delivery.join(JOIN_S))
         release_unused()
         if not ended:
-            log.warning("the threads of attach(%r) did not end within %.0f s", str(self._path), JOIN_S)
+            log.warning("the threads of attach(%r) did not end within %.0f s", str(self._address), JOIN_S)
 
     async def aclose(self) -> None:
         """Like ``close``, without blocking the caller's event loop."""
@@ -268,7 +268,7 @@ class AttachedFeed:
         await self.aclose()
 
     def __repr__(self) -> str:
-        return f"Attached({str(self._path)!r})"
+        return f"Attached({str(self._address)!r})"
 
 
 class _ServedEpoch(LoopProducer):

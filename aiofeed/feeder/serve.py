@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import WorkerDiedError, as_exception
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from aiofeed.processes.ipc.cuda_ipc import SharedDevice
     from aiofeed.processes.serving.device_ring import DeviceRing
     from aiofeed.processes.serving.hub import Hub, Mode, ServeOptions, Slow, When
+    from aiofeed.processes.serving.transport import ServerAddress
 
 log = logging.getLogger("aiofeed.feeder")
 
@@ -103,21 +103,21 @@ def serve(
     ):
         if value not in allowed:
             raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
-    from aiofeed.processes.ipc.address import SERVER, resolve
+    from aiofeed.processes.actors.serving import server_address
     from aiofeed.processes.serving.hub import ServeOptions
 
     options = ServeOptions(
         mode, check_positive_int("lag", lag), slow, join, check_positive_int("min_consumers", min_consumers)
     )
-    return Server(feeder, resolve(address, SERVER), options)
+    return Server(feeder, server_address(address), options)
 
 
 class Server:
     """The result of ``serve``. After ``close`` it can be started again."""
 
-    def __init__(self, feeder: Feeder[Any], path: Path, options: ServeOptions) -> None:
+    def __init__(self, feeder: Feeder[Any], address: ServerAddress, options: ServeOptions) -> None:
         self._feeder = feeder
-        self._path = path
+        self._address = address
         self._options = options
         self._loop_thread: EventLoopThread | None = None
         self._hub: Hub | None = None
@@ -125,8 +125,8 @@ class Server:
 
     @property
     def address(self) -> str:
-        """The path of the socket."""
-        return str(self._path)
+        """The path of the socket; "ray:NAME" in a Ray cluster."""
+        return str(self._address)
 
     @property
     def consumers(self) -> tuple[ServedConsumer, ...]:
@@ -173,19 +173,18 @@ class Server:
 
     def _start(self, epochs: int | None, *, go_on: bool) -> None:
         if self._loop_thread is not None and not self._loop_thread.stopping and not self._done.done():
-            raise RuntimeError(f"the server at {self._path} is running already")
+            raise RuntimeError(f"the server at {self._address} is running already")
         number = _ENDLESS if epochs is None else check_positive_int("epochs", epochs)
         with contextlib.suppress(TypeError):  # a stream has no len()
             if not len(self._feeder):
                 raise ValueError("the feeder has no batches to serve")
         self.close()
-        from aiofeed.processes.ipc.address import SERVER, Listener, check_free
         from aiofeed.processes.serving.hub import Hub
 
-        check_free(self._path, SERVER)
+        self._address.check_free()
         # Before the socket exists: the first use of a GPU takes seconds, and a connecting consumer would time out.
         ring = self._ring()
-        listener = Listener(self._path, SERVER)
+        listener = self._address.listen()
         loop_thread = EventLoopThread(read_threads=1, decode_threads=1)
         try:
             hub = Hub(self._feeder, listener, self._options, loop_thread.decode_pool, ring)
@@ -222,7 +221,9 @@ class Server:
             return
         loop_thread.stop()
         if not loop_thread.join(JOIN_S):
-            log.warning("the server at %s did not end within %.0f s of close() and is left behind", self._path, JOIN_S)
+            log.warning(
+                "the server at %s did not end within %.0f s of close() and is left behind", self._address, JOIN_S
+            )
         self._hub = None
 
     def __enter__(self) -> Server:
@@ -232,7 +233,7 @@ class Server:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Server({self._feeder!r}, {str(self._path)!r}, mode={self._options.mode!r})"
+        return f"Server({self._feeder!r}, {str(self._address)!r}, mode={self._options.mode!r})"
 
 
 def _shared(backend: DeviceBackend | DeviceGroup) -> tuple[DeviceBackend, SharedDevice]:
