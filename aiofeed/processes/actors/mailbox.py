@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
@@ -170,9 +170,12 @@ class MailboxLink:
                 messages = await self._connection.result(coming)
                 # One call waits for further messages while the batches of these are on their way.
                 coming = self._call("take", self._here)
-                fetches = [[_fetch(each) for each in memory] for _, memory in messages]
-                for (payload, _), memory in zip(messages, fetches, strict=True):
-                    self._process(payload, [ObjectRing(await self._arrays(each)) for each in memory])
+                fetches = deque((payload, [_fetch(each) for each in memory]) for payload, memory in messages)
+                del messages  # it would keep the batches in the object store
+                while fetches:
+                    payload, memory = fetches.popleft()
+                    memory = [ObjectRing(await self._arrays(memory.pop())) for _ in range(len(memory))]
+                    self._process(payload, memory)
         except Exception as error:  # noqa: BLE001 - Ray raises many kinds of errors if an actor or its node is lost
             self._fail(error)
 
@@ -212,6 +215,7 @@ class MailboxLink:
 
     def _fail(self, error: Exception) -> None:
         """The mailbox cannot be reached: its consumer has ended, or the connection to the cluster."""
+        error.__traceback__ = None  # its frames refer to the error and to batches: they would wait for the collector
         if self._here == CONSUMER and not isinstance(error, ConnectionError):
             error = ConnectionError(f"its mailbox, an actor on this node, has died: {_one_line(error)}")
         self._end(None if self._here == SERVER else error)

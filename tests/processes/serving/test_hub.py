@@ -327,9 +327,9 @@ def test_a_killed_server_is_a_worker_died_error_within_a_second(address: str) ->
     assert not os.path.exists(address)
 
 
-def test_killed_consumers_do_not_hold_up_the_others(tmp_path: Path) -> None:
+def test_killed_consumers_do_not_hold_up_the_others(address: str) -> None:
     """They are killed at random moments; another consumer gets every batch."""
-    serve_parts.kill_consumers_at_random_moments(5, 0, tmp_path)
+    serve_parts.kill_consumers_at_random_moments(5, 0, address)
 
 
 def test_a_slow_consumer_holds_up_the_others_after_lag_batches(address: str) -> None:
