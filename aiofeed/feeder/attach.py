@@ -43,14 +43,15 @@ def attach(
     transform: Transform | None = None,
     wait_s: float = 10.0,
 ) -> AttachedFeed:
-    """Connect to a feeder that another process of this host serves with ``aiofeed.serve``.
+    """Connect to a feeder that another process of this host or Ray cluster serves with ``aiofeed.serve``.
 
-    If the server's feeder is on the same GPU, batches are copied within device memory; otherwise they come through host
-    memory. The call blocks while it connects, usually for milliseconds; in async code use
+    If the server's feeder is on the same GPU, batches are copied within device memory; otherwise, and always in a Ray
+    cluster, they come through host memory. The call blocks while it connects, usually for milliseconds, in a Ray cluster
+    for a second; in async code use
     ``await asyncio.to_thread(attach, address)``.
 
     Args:
-        address: The server's address.
+        address: The server's address; "ray:NAME" for a name in the Ray cluster of this process.
         device: The device for batches, as for ``Feeder``; ``None`` for host tensors in this process's memory.
         transform: Called with each batch on the device, on the side stream; without a device in the consumer's thread.
         wait_s: Maximum time to wait for a server that has not started yet.
@@ -59,7 +60,8 @@ def attach(
         An object to iterate like a ``Feeder``. Each ``iter()`` is one epoch of the server's feeder.
 
     Raises:
-        FeedError: There is no server, it belongs to another user, or it refuses the connection.
+        FeedError: There is no server or no Ray cluster, it belongs to another user, or it refuses the connection.
+        ImportError: The address needs Ray, which is not installed.
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
     from aiofeed.processes.actors.serving import server_address

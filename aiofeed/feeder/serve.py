@@ -1,4 +1,4 @@
-"""``serve``: one feeder for several training processes of a host. The protocol is in ``processes/serving``."""
+"""``serve``: one feeder for several training processes. The protocol is in ``processes/serving``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ServedConsumer:
     """A process that is attached to a server.
 
     Args:
-        pid: Its process id.
+        pid: Its process id, on its node.
         fed: Whether it takes part in the current epoch; otherwise it waits for the next one.
         batches: Number of batches sent to it so far.
     """
@@ -60,7 +60,7 @@ def serve(
     slow: Slow = "wait",
     join: When = "epoch",
 ) -> Server:
-    """Feed several training processes of this host from one feeder; each sample is read and decoded once.
+    """Feed several training processes of this host or a Ray cluster from one feeder; each sample is read and decoded once.
 
     Training processes call ``aiofeed.attach(address)`` and iterate the result. The server starts with ``with``,
     ``start`` or ``run``:
@@ -73,10 +73,11 @@ def serve(
             CUDA device; consumers on the same GPU then read the transformed batches from device memory, others get
             them through host memory.
         address: A name, for a socket in this user's private folder, or the path of a Unix socket. Processes of other
-            users are refused.
+            users are refused. "ray:NAME" is a name in the Ray cluster of this process, for consumers on all its nodes;
+            needs ``aiofeed[ray]``.
         mode: "broadcast": each consumer gets every batch. "shard": each batch goes to one consumer, in turns.
         min_consumers: Number of consumers that the first epoch waits for.
-        lag: Number of batches in shared memory, that is, how far one consumer may be behind another. On a GPU they use
+        lag: Number of batches in shared memory or Ray's object store, that is, how far one consumer may be behind another. On a GPU they use
             memory for one batch more.
         slow: What happens if a consumer is ``lag`` batches behind. "wait": the others wait for it. "drop": it is
             disconnected with an error when another consumer has no batch left to read.
@@ -141,7 +142,7 @@ class Server:
         An error of the feeder is raised in the consumers and ends the epoch.
 
         Raises:
-            FeedError: Another server uses the address, or it cannot be opened.
+            FeedError: Another server uses the address, it cannot be opened, or there is no Ray cluster.
             RuntimeError: The server is running already.
         """
         self._start(epochs, go_on=True)
@@ -153,7 +154,7 @@ class Server:
         Epochs count as in ``Feeder.epochs``: a resumed feeder does not feed completed epochs again.
 
         Raises:
-            FeedError: Another server uses the address, or it cannot be opened.
+            FeedError: Another server uses the address, it cannot be opened, or there is no Ray cluster.
             Exception: The error of the feeder, which is raised in the consumers, too.
             RuntimeError: The server is running already.
         """

@@ -112,12 +112,9 @@ class Trainer:
     def epochs(self, count: int) -> list[list[list[int]]]:
         return [[batch.flatten().tolist() for batch in self.feed] for _ in range(count)]
 
-    def begin(self) -> list[int]:
+    def begin(self) -> int:
         self.iterator = iter(self.feed)
-        return next(self.iterator).flatten().tolist()
-
-    def rest(self) -> list[list[int]]:
-        return [batch.flatten().tolist() for batch in self.iterator]
+        return len(next(self.iterator))
 
     def sums(self, batches: int) -> list[float]:
         """Sums of so many batches, over as many epochs as it takes."""

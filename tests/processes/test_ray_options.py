@@ -1,4 +1,4 @@
-"""`engine="ray"`: what is refused before a cluster is looked for."""
+"""`engine="ray"`, and addresses of served feeders in a cluster: what is refused before a cluster is looked for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import aiofeed
 from aiofeed import Feeder, Limits, RayEngine
 from tests.support import process_parts as parts
 
@@ -48,3 +49,27 @@ def test_what_cannot_be_sent_is_refused_by_the_constructor() -> None:
         Feeder(parts.Numbers(4), decode=parts.number, batch_size=2, engine="ray", cache="host")
     with pytest.raises(ValueError, match=r"decode_threads=1.*ray:2.*at least 2"):
         Feeder(parts.Numbers(4), decode=parts.number, batch_size=2, engine="ray:2", limits=Limits(decode_threads=1))
+
+
+@pytest.mark.parametrize("address", ["ray:", "ray://host:10001", "ray:a/b", "ray:a b", "ray:" + "a" * 65])
+def test_an_address_in_a_cluster_is_a_name(address: str) -> None:
+    """Addresses of Ray Client and paths are refused; the message has the address and the form."""
+    with Feeder(parts.Numbers(4), decode=parts.number, batch_size=2) as feeder:
+        for refused in (lambda: aiofeed.attach(address), lambda: aiofeed.serve(feeder, address)):
+            with pytest.raises(ValueError, match=rf"address={address!r}: expected 'ray:NAME'"):
+                refused()
+
+
+def test_an_address_in_a_cluster_needs_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the command."""
+    monkeypatch.setattr("aiofeed.processes.actors.serving.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"address='ray:x' needs Ray: pip install 'aiofeed\[ray\]'"):
+        aiofeed.attach("ray:x")
+
+
+def test_a_path_may_begin_like_an_address_in_a_cluster(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a folder before it, it is a socket."""
+    monkeypatch.chdir(tmp_path)
+    with Feeder(parts.Numbers(4), decode=parts.number, batch_size=2) as feeder, aiofeed.serve(feeder, "./ray:x"):
+        with aiofeed.attach("./ray:x") as feed:
+            assert len(list(feed)) == 2

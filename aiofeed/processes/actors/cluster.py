@@ -35,6 +35,11 @@ def join_cluster(address: str | None, problem: str, advice: str) -> None:
     log.info("connected to the Ray cluster at %s", found.address_info["gcs_address"])
 
 
+def one_line(error: BaseException) -> str:
+    """The message of one of Ray's errors, which have many lines."""
+    return " ".join(str(error).split())[:500]
+
+
 class ClusterConnection:
     """The connection that this process has when the object is created."""
 
@@ -56,6 +61,13 @@ class ClusterConnection:
         """Call a method of an actor. Without a connection Ray would start or join a cluster for the call."""
         self._check()
         return getattr(actor, method).remote(*arguments)
+
+    def kill(self, actor: Any) -> None:
+        """End an actor. Without a connection it ends by itself."""
+        if self.alive():
+            import ray
+
+            ray.kill(actor)
 
     def put(self, value: Any) -> Any:
         """Put a value into the object store."""

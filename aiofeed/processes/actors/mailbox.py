@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from aiofeed.processes.actors.cluster import ClusterConnection
+from aiofeed.processes.actors.cluster import ClusterConnection, one_line
 from aiofeed.processes.actors.handle import ObjectRing
 from aiofeed.processes.ipc.framing import MAX_MESSAGE_BYTES, ProtocolError
 from aiofeed.processes.ipc.peers import ProcessMonitor
@@ -63,7 +63,7 @@ class Mailbox:
 
 
 class MailboxLink:
-    """One end of a connection, a ``Link`` and a ``OpenLink``.
+    """One end of a connection: a ``Link`` and an ``OpenLink``.
 
     One call puts all messages that have been queued since the call before, so that they stay in order.
 
@@ -80,7 +80,7 @@ class MailboxLink:
         self._connection = connection
         self._mailbox = mailbox
         self._here, self._there = (SERVER, CONSUMER) if registry is None else (CONSUMER, SERVER)
-        # A call that fails when the server has died, and returns never.
+        # A call that fails when the server has died, and never returns.
         self._server_end = [] if registry is None else [connection.call(registry, "take", "nobody").future()]
         self._unsent: list[tuple[bytes, list[Any]]] = []
         self._sender: asyncio.Task[None] | None = None
@@ -99,7 +99,7 @@ class MailboxLink:
         try:
             reply: bytes = answer.result()[0][0]
         except Exception as error:
-            raise ConnectionError(_one_line(error)) from error
+            raise ConnectionError(one_line(error)) from error
         if len(reply) > limit_bytes:
             raise ProtocolError(f"a message of {len(reply)} bytes; at most {limit_bytes} are accepted")
         return reply
@@ -144,10 +144,8 @@ class MailboxLink:
         self._closed = True
         for task in self._tasks:
             task.cancel()
-        if self._here == CONSUMER and self._connection.alive():
-            import ray
-
-            ray.kill(self._mailbox)
+        if self._here == CONSUMER:
+            self._connection.kill(self._mailbox)
 
     def _call(self, method: str, *arguments: Any) -> Future[Any]:
         future: Future[Any] = self._connection.call(self._mailbox, method, *arguments).future()
@@ -202,7 +200,7 @@ class MailboxLink:
             raise
         except Exception as error:
             await asyncio.wait(self._tasks[:1], timeout=_END_S)
-            raise ConnectionError(f"a batch is lost: {_one_line(error)}") from error
+            raise ConnectionError(f"a batch is lost: {one_line(error)}") from error
 
     async def _watch(self, server_end: Future[Any]) -> None:
         """Wait for the end of the server's process."""
@@ -217,7 +215,7 @@ class MailboxLink:
         """The mailbox cannot be reached: its consumer has ended, or the connection to the cluster."""
         error.__traceback__ = None  # its frames refer to the error and to batches: they would wait for the collector
         if self._here == CONSUMER and not isinstance(error, ConnectionError):
-            error = ConnectionError(f"its mailbox, an actor on this node, has died: {_one_line(error)}")
+            error = ConnectionError(f"its mailbox, an actor on this node, has died: {one_line(error)}")
         self._end(None if self._here == SERVER else error)
 
     def _end(self, error: Exception | None) -> None:
@@ -231,7 +229,3 @@ def _fetch(memory: Any) -> Any:
     if isinstance(memory, dict):
         return {number: np.frombuffer(data, np.uint8) for number, data in memory.items()}
     return memory.future()
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from aiofeed.core.errors import FeedError, WorkerDiedError
-from aiofeed.processes.actors.cluster import ClusterConnection, join_cluster
+from aiofeed.processes.actors.cluster import ClusterConnection, join_cluster, one_line
 from aiofeed.processes.actors.handle import ActorHandle
 from aiofeed.processes.actors.options import RayEngine
 from aiofeed.processes.actors.worker import FeedActor
@@ -152,7 +152,7 @@ class ActorPool(WorkerPool[ActorHandle]):
         self._workers.remove(worker)
         worker.close()
         self._deaths += 1
-        self._last_death = f"{worker.name} died: {' '.join(str(error).split())}"
+        self._last_death = f"{worker.name} died: {one_line(error)}"
         batches = [batch for batch in worker.assigned.values() if not batch.reply.done()]
         log.warning("%s; %d batches are given to other actors", self._last_death, len(batches))
         if "ModuleNotFoundError" in self._last_death:

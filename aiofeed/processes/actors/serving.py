@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.core.errors import FeedError
-from aiofeed.processes.actors.cluster import ClusterConnection, join_cluster
+from aiofeed.processes.actors.cluster import ClusterConnection, join_cluster, one_line
 from aiofeed.processes.actors.mailbox import SERVER, Mailbox, MailboxLink
 from aiofeed.processes.actors.worker import versions
 from aiofeed.processes.ipc import address as addresses
 from aiofeed.processes.ipc.ring import Slot, SlotPool
-from aiofeed.processes.serving.transport import Link, ServerAddress, ServerListener, SocketAddress
+from aiofeed.processes.serving.transport import Link, ServerAddress, ServerListener, socket_address
 from aiofeed.runtime.buffers import Bytes
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ _POLL_S = 0.05
 _FREE_S = 2.0
 # How long an actor without CPUs may take to start, or to answer.
 _START_S = 60.0
-# Ray puts arguments of more than 100 kB into the object store, one by one for each consumer.
-_MESSAGE_BYTES = 64 * 1024
+# A batch of 100 kB takes 9 ms in a message, and 14 ms by way of the object store (one consumer, two busy cores).
+_MESSAGE_BYTES = 128 * 1024
 
 
 def server_address(address: str | os.PathLike[str]) -> ServerAddress:
@@ -45,7 +45,7 @@ def server_address(address: str | os.PathLike[str]) -> ServerAddress:
         ImportError: Ray is not installed.
     """
     if not isinstance(address, str) or not address.startswith(_PREFIX):
-        return SocketAddress(addresses.resolve(address, addresses.SERVER))
+        return socket_address(addresses.resolve(address, addresses.SERVER))
     if not addresses.NAME.fullmatch(name := address.removeprefix(_PREFIX)):
         raise ValueError(
             f"address={address!r}: expected 'ray:NAME' with a name of letters, digits, '_', '-' and '.', at most 64; "
@@ -53,39 +53,44 @@ def server_address(address: str | os.PathLike[str]) -> ServerAddress:
         )
     if find_spec("ray") is None:
         raise ImportError(f"address={address!r} needs Ray: pip install 'aiofeed[ray]'")
-    return RayAddress(name)
+    return _RayAddress(name)
 
 
-class RayAddress:
+def _start_mailbox(about: dict[str, str], **options: Any) -> Any:
+    """Start a mailbox on this node. It ends with this process."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(Mailbox).options(num_cpus=0, scheduling_strategy=here, **options).remote(about)
+
+
+class _RayAddress:
     """A name in the Ray cluster of this process."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.registry = {"name": f"serve:{name}", "namespace": "aiofeed"}
+        self._text = f"{_PREFIX}{name}"
         self._pid = os.getpid()
 
     def __str__(self) -> str:
-        return f"{_PREFIX}{self.name}"
+        return self._text
 
     def check_free(self) -> None:
-        """Check that no server listens there."""
         self._join()
         deadline = time.monotonic() + _FREE_S
         while (found := self._find()) is not None:
             if time.monotonic() > deadline:
-                raise self.taken(found[1])
+                raise self.taken(f" ({found[1]['where']})")
             time.sleep(_POLL_S)
 
-    def taken(self, about: dict[str, str]) -> FeedError:
-        """The error for a name that a server has."""
-        who = f" ({about['where']})" if about else ""
+    def taken(self, who: str = "") -> FeedError:
         return FeedError(f"a server listens at {self} already{who}: attach to it, close it, or choose another address")
 
     def listen(self) -> ServerListener:
-        """Listen there."""
-        return RayListener(self)
+        return _RayListener(self)
 
     def connect(self, wait_s: float) -> Link:
-        """Connect to its server."""
         import ray
 
         self._join()
@@ -105,14 +110,14 @@ class RayAddress:
                     f"the server at {self} ({about['where']}) has {what} {about[what]}, and this process has {what} "
                     f"{ours}: install the same version on every node"
                 )
-        connection, mailbox = ClusterConnection(), start_mailbox({})
+        connection, mailbox = ClusterConnection(), _start_mailbox({})
         try:
             announced = registry.put.remote(SERVER, [(mailbox, os.getpid())])
             ray.get([mailbox.about.remote(), announced], timeout=_START_S)
         except BaseException as error:
             ray.kill(mailbox)
             if isinstance(error, ray.exceptions.RayError):
-                raise FeedError(f"cannot connect to the server at {self}: {' '.join(str(error).split())}") from error
+                raise FeedError(f"cannot connect to the server at {self}: {one_line(error)}") from error
             raise
         return MailboxLink(connection, mailbox, registry=registry)
 
@@ -136,29 +141,11 @@ class RayAddress:
         except (ValueError, ray.exceptions.RayActorError):
             return None  # it does not exist, or has just died
 
-    @property
-    def registry(self) -> dict[str, str]:
-        """Name and namespace of the registry."""
-        return {"name": f"serve:{self.name}", "namespace": "aiofeed"}
 
+class _RayListener:
+    """The registry of a server; ``FeedError`` if another one has the name."""
 
-def start_mailbox(about: dict[str, str], **options: Any) -> Any:
-    """Start a mailbox on this node. It ends with this process."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(Mailbox).options(num_cpus=0, scheduling_strategy=here, **options).remote(about)
-
-
-class RayListener:
-    """The registry of a server.
-
-    Raises:
-        FeedError: Another server has the name.
-    """
-
-    def __init__(self, address: RayAddress) -> None:
+    def __init__(self, address: _RayAddress) -> None:
         import ray
 
         self.failure: FeedError | None = None
@@ -167,16 +154,14 @@ class RayListener:
         self._task: asyncio.Task[None] | None = None
         where = f"node {ray.util.get_node_ip_address()}, pid {os.getpid()}"
         try:
-            self._registry = start_mailbox({**versions(), "where": where}, **address.registry)
+            self._registry = _start_mailbox({**versions(), "where": where}, **address.registry)
         except ValueError:
-            raise address.taken({}) from None
+            raise address.taken() from None
 
     def slots(self, keep: int, advice: str) -> SlotPool:
-        """Memory that consumers can read."""
-        return ObjectPool(self._connection, advice)
+        return _ObjectPool(advice, self._connection)
 
     def start_accepting(self, accepted: Callable[[Link], object], connections: Sized) -> None:
-        """Accept consumers on the running loop."""
         server = asyncio.current_task()
         assert server is not None
         self._task = asyncio.get_running_loop().create_task(self._accept(accepted, connections, server))
@@ -193,46 +178,34 @@ class RayListener:
                     else:
                         accepted(MailboxLink(self._connection, mailbox, pid=pid))
         except Exception as error:  # noqa: BLE001 - Ray raises many kinds of errors if an actor or its node is lost
-            reason = " ".join(str(error).split())
-            self.failure = FeedError(f"the server at {self._address} can serve no more: {reason}")
+            self.failure = FeedError(f"the server at {self._address} can serve no more: {one_line(error)}")
             server.cancel()
 
     def stop_accepting(self) -> None:
-        """Accept no more consumers."""
         if self._task is not None:
             self._task.cancel()
 
     def close(self) -> None:
-        """End the registry."""
-        if self._connection.alive():
-            import ray
-
-            ray.kill(self._registry)
+        self._connection.kill(self._registry)
 
 
-class ObjectPool(SlotPool):
-    """Slots for batches that go through Ray's object store.
+class _ObjectPool(SlotPool):
+    """Slots for batches that go through Ray's object store."""
 
-    Args:
-        connection: To the cluster.
-        advice: What to do about a batch that cannot be described.
-    """
-
-    def __init__(self, connection: ClusterConnection, advice: str) -> None:
+    def __init__(self, advice: str, connection: ClusterConnection) -> None:
         super().__init__(0, advice, single_reader=False)
         self.connection = connection
 
     def lease(self) -> Slot:
-        """The slot of one batch."""
-        return ObjectSlot(self)
+        return _ObjectSlot(self)
 
 
-class ObjectSlot(Slot):
+class _ObjectSlot(Slot):
     """The arrays of one batch. They stay where they are until ``seal`` copies them."""
 
     inline_bytes = _MESSAGE_BYTES
 
-    def __init__(self, pool: ObjectPool) -> None:
+    def __init__(self, pool: _ObjectPool) -> None:
         super().__init__(pool)
         self._connection = pool.connection
         self._arrays: list[Bytes] = []
@@ -243,21 +216,19 @@ class ObjectSlot(Slot):
         return np.empty(nbytes, np.uint8)
 
     def locate(self, memory: NDArray[Any]) -> tuple[int, int]:
-        """Number of an array, and its offset."""
         self._arrays.append(memory.reshape(-1).view(np.uint8))
         return len(self._arrays) - 1, 0
 
     def seal(self) -> None:
-        """Copy the arrays of a small batch, and put those of a large one into the object store."""
+        """Copy the arrays of a small batch; put those of a large one into the object store."""
         arrays = dict(enumerate(self._arrays))
-        if sum(array.nbytes for array in self._arrays) <= _MESSAGE_BYTES:
-            self._memory = [{number: array.tobytes() for number, array in arrays.items()}] if arrays else []
-        else:
+        if sum(array.nbytes for array in self._arrays) > _MESSAGE_BYTES:
             self._memory = [self._connection.put(arrays)]
+        elif arrays:
+            self._memory = [{number: array.tobytes() for number, array in arrays.items()}]
         self._arrays.clear()
 
     def introduce(self, known: set[int]) -> tuple[list[Any], list[Any], list[int]]:
-        """The memory that a message carries."""
         return [], self._memory, []
 
     def give_back(self, reusable: bool = True) -> None:

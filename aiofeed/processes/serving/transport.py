@@ -1,7 +1,4 @@
-"""How a server and its consumers reach each other: interfaces, and those of one host, by Unix sockets.
-
-``actors/mailbox.py`` has those of a Ray cluster.
-"""
+"""How a server and its consumers reach each other: interfaces, and Unix sockets. ``actors/serving.py`` has Ray."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ class OpenLink(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the connection, after the messages in the queue. Idempotent."""
+        """Close the connection. Idempotent."""
         ...
 
 
@@ -46,7 +43,7 @@ class Link(Protocol):
     process: ProcessMonitor
 
     def ask(self, payload: bytes, timeout_s: float, limit_bytes: int) -> bytes:
-        """Send a message and wait for the answer; see ``request``. Blocks."""
+        """Send a message and wait for the answer; errors of ``request``. Blocks."""
         ...
 
     def tell(self, payload: bytes) -> None:
@@ -110,9 +107,12 @@ class ServerAddress(Protocol):
         ...
 
 
-class SocketAddress:
-    """The path of a Unix socket."""
+def socket_address(path: Path) -> ServerAddress:
+    """The address of a server that listens at a path."""
+    return _SocketAddress(path)
 
+
+class _SocketAddress:
     def __init__(self, path: Path) -> None:
         self._path = path
 
@@ -120,51 +120,14 @@ class SocketAddress:
         return str(self._path)
 
     def check_free(self) -> None:
-        """Check that no server listens there."""
         check_free(self._path, SERVER)
 
     def listen(self) -> ServerListener:
-        """Listen there."""
         return _SocketListener(self._path)
 
     def connect(self, wait_s: float) -> Link:
-        """Connect to its server."""
         sock = connect(self._path, SERVER, wait_s)
-        return SocketLink(sock, peer_of(sock))
-
-
-class SocketLink:
-    """A connected Unix socket."""
-
-    def __init__(self, sock: socket.socket, peer: Peer) -> None:
-        self.pid = peer.pid
-        self.process = ProcessMonitor(peer.pid)
-        self._sock = sock
-
-    def ask(self, payload: bytes, timeout_s: float, limit_bytes: int) -> bytes:
-        """Send a message and wait for the answer."""
-        return request(self._sock, payload, timeout_s=timeout_s, limit_bytes=limit_bytes, limit_descriptors=0)[0]
-
-    def tell(self, payload: bytes) -> None:
-        """Send a message."""
-        send_message(self._sock, payload)
-
-    def open(
-        self,
-        received: Callable[[bytes, list[Any]], None],
-        lost: Callable[[Exception | None], None],
-        limit_bytes: int = MAX_MESSAGE_BYTES,
-        limit_memory: int = 2 * MAX_DESCRIPTORS,
-    ) -> Connection:
-        """Send and receive on the running loop from now on."""
-        return Connection(
-            self._sock, received=received, lost=lost, limit_bytes=limit_bytes, limit_descriptors=limit_memory
-        )
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._sock.close()
-        self.process.close()
+        return _SocketLink(sock, peer_of(sock))
 
 
 class _SocketListener:
@@ -178,8 +141,32 @@ class _SocketListener:
         return SlotPool(keep, advice, single_reader=False)
 
     def start_accepting(self, accepted: Callable[[Link], object], connections: Sized) -> None:
-        self._listener.start_accepting(lambda sock, peer: accepted(SocketLink(sock, peer)), connections)
+        self._listener.start_accepting(lambda sock, peer: accepted(_SocketLink(sock, peer)), connections)
 
     def stop_accepting(self) -> None:
         self._listener.stop_accepting()
         self._listener.close()
+
+
+class _SocketLink:
+    def __init__(self, sock: socket.socket, peer: Peer) -> None:
+        self.pid = peer.pid
+        self.process = ProcessMonitor(peer.pid)
+        self._sock = sock
+
+    def ask(self, payload: bytes, timeout_s: float, limit_bytes: int) -> bytes:
+        return request(self._sock, payload, timeout_s=timeout_s, limit_bytes=limit_bytes, limit_descriptors=0)[0]
+
+    def tell(self, payload: bytes) -> None:
+        send_message(self._sock, payload)
+
+    def open(
+        self, received: Any, lost: Any, limit_bytes: int = MAX_MESSAGE_BYTES, limit_memory: int = 2 * MAX_DESCRIPTORS
+    ) -> OpenLink:
+        return Connection(
+            self._sock, received=received, lost=lost, limit_bytes=limit_bytes, limit_descriptors=limit_memory
+        )
+
+    def close(self) -> None:
+        self._sock.close()
+        self.process.close()
