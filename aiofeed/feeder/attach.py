@@ -46,9 +46,8 @@ def attach(
     """Connect to a feeder that another process of this host or Ray cluster serves with ``aiofeed.serve``.
 
     If the server's feeder is on the same GPU, batches are copied within device memory; otherwise, and always in a Ray
-    cluster, they come through host memory. The call blocks while it connects, usually for milliseconds, in a Ray cluster
-    for a second; in async code use
-    ``await asyncio.to_thread(attach, address)``.
+    cluster, they come through host memory. The call blocks while it connects, usually for milliseconds, in a cluster
+    for a second; in async code use ``await asyncio.to_thread(attach, address)``.
 
     Args:
         address: The server's address; "ray:NAME" for a name in the Ray cluster of this process.

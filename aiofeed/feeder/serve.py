@@ -60,7 +60,7 @@ def serve(
     slow: Slow = "wait",
     join: When = "epoch",
 ) -> Server:
-    """Feed several training processes of this host or a Ray cluster from one feeder; each sample is read and decoded once.
+    """Feed several training processes of this host or Ray cluster from one feeder; each sample is decoded once.
 
     Training processes call ``aiofeed.attach(address)`` and iterate the result. The server starts with ``with``,
     ``start`` or ``run``:
@@ -77,8 +77,8 @@ def serve(
             needs ``aiofeed[ray]``.
         mode: "broadcast": each consumer gets every batch. "shard": each batch goes to one consumer, in turns.
         min_consumers: Number of consumers that the first epoch waits for.
-        lag: Number of batches in shared memory or Ray's object store, that is, how far one consumer may be behind another. On a GPU they use
-            memory for one batch more.
+        lag: Number of batches in shared memory or Ray's object store, that is, how far one consumer may be behind
+            another. On a GPU they use memory for one batch more.
         slow: What happens if a consumer is ``lag`` batches behind. "wait": the others wait for it. "drop": it is
             disconnected with an error when another consumer has no batch left to read.
         join: A consumer that connects in mid-epoch takes part from the next "epoch" or the next "batch".

@@ -208,7 +208,6 @@ def test_break_frees_the_batches_of_a_consumer(address: str) -> None:
 
 def test_a_served_feeder_may_use_a_device(address: str) -> None:
     """Its batches come through host memory."""
-    pytest.importorskip("tests.processes.serving.test_device_ring")
     device = SimulatedDevice()
     with numbers() as feeder, aiofeed.serve(feeder, address), aiofeed.attach(address, device=device) as feed:
         assert [[batch.cpu().tolist() for batch in feed] for _ in range(2)] == expected(2)
@@ -238,8 +237,9 @@ def test_memory_of_all_dtypes_is_the_same(address: str) -> None:
 # --- ends -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_server_is_a_worker_died_error(address: str) -> None:
+def test_a_killed_server_is_a_worker_died_error(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next server gets the name, and the same feed attaches to it."""
+    monkeypatch.setattr("aiofeed.processes.actors.mailbox._WATCH_S", 0.01)
     with Started(serve_parts.serves, address) as server:
         assert server.receive() == "serving"
         with aiofeed.attach(address) as feed:
@@ -426,3 +426,7 @@ def test_no_cluster_is_an_error(address: str, monkeypatch: pytest.MonkeyPatch) -
         aiofeed.attach(address)
     with pytest.raises(FeedError, match="in no Ray cluster"):
         aiofeed.serve(numbers(), address).start()
+    monkeypatch.undo()
+    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
+    with pytest.raises(FeedError, match=f"address='{address}' needs a process on a node of the cluster"):
+        aiofeed.attach(address)

@@ -70,6 +70,6 @@ def test_an_address_in_a_cluster_needs_ray(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_path_may_begin_like_an_address_in_a_cluster(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a folder before it, it is a socket."""
     monkeypatch.chdir(tmp_path)
-    with Feeder(parts.Numbers(4), decode=parts.number, batch_size=2) as feeder, aiofeed.serve(feeder, "./ray:x"):
-        with aiofeed.attach("./ray:x") as feed:
-            assert len(list(feed)) == 2
+    feeder = Feeder(parts.Numbers(4), decode=parts.number, batch_size=2)
+    with feeder, aiofeed.serve(feeder, "./ray:x"), aiofeed.attach("./ray:x") as feed:
+        assert len(list(feed)) == 2

@@ -29,6 +29,9 @@ log = logging.getLogger("aiofeed.processes")
 SERVER, CONSUMER = "server", "consumer"
 # The payload with which the server closes a connection.
 _END = b""
+# A call that waits for the end of a server returns after this time: an actor runs at most 1000 calls at once, and Ray
+# does not end those of a consumer that has died.
+_WATCH_S = 60.0
 # How long the end of a server is waited for, after a batch of it was lost.
 _END_S = 5.0
 
@@ -47,6 +50,10 @@ class Mailbox:
     async def about(self) -> dict[str, str]:
         """The description of the owner."""
         return self._about
+
+    async def watch(self, seconds: float) -> None:
+        """Return after some seconds; the call fails when the owner dies."""
+        await asyncio.sleep(seconds)
 
     async def put(self, to: str, messages: list[Any]) -> None:
         """Queue messages."""
@@ -79,9 +86,8 @@ class MailboxLink:
         self.process = ProcessMonitor(0)
         self._connection = connection
         self._mailbox = mailbox
+        self._registry = registry
         self._here, self._there = (SERVER, CONSUMER) if registry is None else (CONSUMER, SERVER)
-        # A call that fails when the server has died, and never returns.
-        self._server_end = [] if registry is None else [connection.call(registry, "take", "nobody").future()]
         self._unsent: list[tuple[bytes, list[Any]]] = []
         self._sender: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -89,20 +95,21 @@ class MailboxLink:
 
     def ask(self, payload: bytes, timeout_s: float, limit_bytes: int) -> bytes:
         """Send a message and wait for the answer."""
+        import ray
+
         self.tell(payload)
         answer = self._call("take", self._here)
-        done, _ = wait([answer, *self._server_end], timeout_s, FIRST_COMPLETED)
-        if not done:
-            raise TimeoutError
-        if answer not in done:
-            raise ConnectionError("it has ended")
+        server_end: Future[Any] = self._connection.call(self._registry, "watch", timeout_s).future()
+        wait([answer, server_end], timeout_s, FIRST_COMPLETED)
         try:
-            reply: bytes = answer.result()[0][0]
-        except Exception as error:
+            if answer.done():
+                reply: bytes = answer.result()[0][0]
+                return reply
+            if server_end.done():
+                server_end.result()
+        except ray.exceptions.RayError as error:
             raise ConnectionError(one_line(error)) from error
-        if len(reply) > limit_bytes:
-            raise ProtocolError(f"a message of {len(reply)} bytes; at most {limit_bytes} are accepted")
-        return reply
+        raise TimeoutError
 
     def tell(self, payload: bytes) -> None:
         """Send a message."""
@@ -118,9 +125,8 @@ class MailboxLink:
         """Send and receive on the running loop from now on."""
         self._received, self._lost = received, lost
         self._limit_bytes, self._limit_memory = limit_bytes, limit_memory
-        loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._watch(end)) for end in self._server_end]
-        self._tasks.append(loop.create_task(self._receive()))
+        jobs = [self._receive()] if self._registry is None else [self._watch(), self._receive()]
+        self._tasks = [asyncio.get_running_loop().create_task(job) for job in jobs]
         return self
 
     def send(self, payload: bytes, memory: Sequence[Any] = ()) -> None:
@@ -202,10 +208,12 @@ class MailboxLink:
             await asyncio.wait(self._tasks[:1], timeout=_END_S)
             raise ConnectionError(f"a batch is lost: {one_line(error)}") from error
 
-    async def _watch(self, server_end: Future[Any]) -> None:
+    async def _watch(self) -> None:
         """Wait for the end of the server's process."""
         try:
-            await self._connection.result(server_end)
+            while True:
+                call = self._connection.call(self._registry, "watch", _WATCH_S)
+                await self._connection.result(call.future())
         except ConnectionError as error:
             self._end(error)
         except Exception:  # noqa: BLE001 - as in `_receive`
