@@ -223,7 +223,7 @@ class MailboxLink:
         """The mailbox cannot be reached: its consumer has ended, or the connection to the cluster."""
         error.__traceback__ = None  # its frames refer to the error and to batches: they would wait for the collector
         if self._here == CONSUMER and not isinstance(error, ConnectionError):
-            error = ConnectionError(f"its mailbox, an actor on this node, has died: {one_line(error)}")
+            error = ConnectionError(f"its actor on this node has died, or ray.shutdown() was called: {one_line(error)}")
         self._end(None if self._here == SERVER else error)
 
     def _end(self, error: Exception | None) -> None:

@@ -178,7 +178,8 @@ class _RayListener:
                     else:
                         accepted(MailboxLink(self._connection, mailbox, pid=pid))
         except Exception as error:  # noqa: BLE001 - Ray raises many kinds of errors if an actor or its node is lost
-            self.failure = FeedError(f"the server at {self._address} can serve no more: {one_line(error)}")
+            what = f"the server at {self._address} can serve no more"
+            self.failure = FeedError(f"{what}: its actor has died, or ray.shutdown() was called: {one_line(error)}")
             server.cancel()
 
     def stop_accepting(self) -> None:
