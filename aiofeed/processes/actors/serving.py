@@ -112,10 +112,11 @@ class _RayAddress:
                 )
         connection, mailbox = ClusterConnection(), _start_mailbox({})
         try:
-            announced = registry.put.remote(SERVER, [(mailbox, os.getpid())])
-            ray.get([mailbox.about.remote(), announced], timeout=_START_S)
+            ray.get(mailbox.about.remote(), timeout=_START_S)
+            # Not before the mailbox runs: the server waits a few seconds for the handshake.
+            ray.get(registry.put.remote(SERVER, [(mailbox, os.getpid())]), timeout=_START_S)
         except BaseException as error:
-            ray.kill(mailbox)
+            connection.kill(mailbox)
             if isinstance(error, ray.exceptions.RayError):
                 raise FeedError(f"cannot connect to the server at {self}: {one_line(error)}") from error
             raise
@@ -140,6 +141,8 @@ class _RayAddress:
             return registry, ray.get(registry.about.remote(), timeout=_START_S)
         except (ValueError, ray.exceptions.RayActorError):
             return None  # it does not exist, or has just died
+        except ray.exceptions.GetTimeoutError as error:
+            raise FeedError(f"the server at {self} did not answer within {_START_S:.0f} s") from error
 
 
 class _RayListener:
