@@ -1,4 +1,4 @@
-"""``serve``: one feeder for several training processes of a host. The protocol is in ``processes/serving``."""
+"""``serve``: one feeder for several training processes. The protocol is in ``processes/serving``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import WorkerDiedError, as_exception
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from aiofeed.processes.ipc.cuda_ipc import SharedDevice
     from aiofeed.processes.serving.device_ring import DeviceRing
     from aiofeed.processes.serving.hub import Hub, Mode, ServeOptions, Slow, When
+    from aiofeed.processes.serving.transport import ServerAddress
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
@@ -38,7 +38,7 @@ class ServedConsumer:
     """A process that is attached to a server.
 
     Args:
-        pid: Its process id.
+        pid: Its process id, on its node.
         fed: Whether it takes part in the current epoch; otherwise it waits for the next one.
         batches: Number of batches sent to it so far.
     """
@@ -60,7 +60,7 @@ def serve(
     slow: Slow = "wait",
     join: When = "epoch",
 ) -> Server:
-    """Feed several training processes of this host from one feeder; each sample is read and decoded once.
+    """Feed several training processes of this host or Ray cluster from one feeder; each sample is decoded once.
 
     Training processes call ``aiofeed.attach(address)`` and iterate the result. The server starts with ``with``,
     ``start`` or ``run``:
@@ -73,11 +73,12 @@ def serve(
             CUDA device; consumers on the same GPU then read the transformed batches from device memory, others get
             them through host memory.
         address: A name, for a socket in this user's private folder, or the path of a Unix socket. Processes of other
-            users are refused.
+            users are refused. "ray:NAME" is a name in the Ray cluster of this process, for consumers on all its nodes;
+            needs ``aiofeed[ray]``.
         mode: "broadcast": each consumer gets every batch. "shard": each batch goes to one consumer, in turns.
         min_consumers: Number of consumers that the first epoch waits for.
-        lag: Number of batches in shared memory, that is, how far one consumer may be behind another. On a GPU they use
-            memory for one batch more.
+        lag: Number of batches in shared memory or Ray's object store, that is, how far one consumer may be behind
+            another. On a GPU they use memory for one batch more.
         slow: What happens if a consumer is ``lag`` batches behind. "wait": the others wait for it. "drop": it is
             disconnected with an error when another consumer has no batch left to read.
         join: A consumer that connects in mid-epoch takes part from the next "epoch" or the next "batch".
@@ -103,21 +104,21 @@ def serve(
     ):
         if value not in allowed:
             raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
-    from aiofeed.processes.ipc.address import SERVER, resolve
+    from aiofeed.processes.actors.serving import server_address
     from aiofeed.processes.serving.hub import ServeOptions
 
     options = ServeOptions(
         mode, check_positive_int("lag", lag), slow, join, check_positive_int("min_consumers", min_consumers)
     )
-    return Server(feeder, resolve(address, SERVER), options)
+    return Server(feeder, server_address(address), options)
 
 
 class Server:
     """The result of ``serve``. After ``close`` it can be started again."""
 
-    def __init__(self, feeder: Feeder[Any], path: Path, options: ServeOptions) -> None:
+    def __init__(self, feeder: Feeder[Any], address: ServerAddress, options: ServeOptions) -> None:
         self._feeder = feeder
-        self._path = path
+        self._address = address
         self._options = options
         self._loop_thread: EventLoopThread | None = None
         self._hub: Hub | None = None
@@ -125,8 +126,8 @@ class Server:
 
     @property
     def address(self) -> str:
-        """The path of the socket."""
-        return str(self._path)
+        """The path of the socket; "ray:NAME" in a Ray cluster."""
+        return str(self._address)
 
     @property
     def consumers(self) -> tuple[ServedConsumer, ...]:
@@ -141,7 +142,7 @@ class Server:
         An error of the feeder is raised in the consumers and ends the epoch.
 
         Raises:
-            FeedError: Another server uses the address, or it cannot be opened.
+            FeedError: Another server uses the address, it cannot be opened, or there is no Ray cluster.
             RuntimeError: The server is running already.
         """
         self._start(epochs, go_on=True)
@@ -153,7 +154,7 @@ class Server:
         Epochs count as in ``Feeder.epochs``: a resumed feeder does not feed completed epochs again.
 
         Raises:
-            FeedError: Another server uses the address, or it cannot be opened.
+            FeedError: Another server uses the address, it cannot be opened, or there is no Ray cluster.
             Exception: The error of the feeder, which is raised in the consumers, too.
             RuntimeError: The server is running already.
         """
@@ -173,19 +174,18 @@ class Server:
 
     def _start(self, epochs: int | None, *, go_on: bool) -> None:
         if self._loop_thread is not None and not self._loop_thread.stopping and not self._done.done():
-            raise RuntimeError(f"the server at {self._path} is running already")
+            raise RuntimeError(f"the server at {self._address} is running already")
         number = _ENDLESS if epochs is None else check_positive_int("epochs", epochs)
         with contextlib.suppress(TypeError):  # a stream has no len()
             if not len(self._feeder):
                 raise ValueError("the feeder has no batches to serve")
         self.close()
-        from aiofeed.processes.ipc.address import SERVER, Listener, check_free
         from aiofeed.processes.serving.hub import Hub
 
-        check_free(self._path, SERVER)
+        self._address.check_free()
         # Before the socket exists: the first use of a GPU takes seconds, and a connecting consumer would time out.
         ring = self._ring()
-        listener = Listener(self._path, SERVER)
+        listener = self._address.listen()
         loop_thread = EventLoopThread(read_threads=1, decode_threads=1)
         try:
             hub = Hub(self._feeder, listener, self._options, loop_thread.decode_pool, ring)
@@ -222,7 +222,9 @@ class Server:
             return
         loop_thread.stop()
         if not loop_thread.join(JOIN_S):
-            log.warning("the server at %s did not end within %.0f s of close() and is left behind", self._path, JOIN_S)
+            log.warning(
+                "the server at %s did not end within %.0f s of close() and is left behind", self._address, JOIN_S
+            )
         self._hub = None
 
     def __enter__(self) -> Server:
@@ -232,7 +234,7 @@ class Server:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Server({self._feeder!r}, {str(self._path)!r}, mode={self._options.mode!r})"
+        return f"Server({self._feeder!r}, {str(self._address)!r}, mode={self._options.mode!r})"
 
 
 def _shared(backend: DeviceBackend | DeviceGroup) -> tuple[DeviceBackend, SharedDevice]:

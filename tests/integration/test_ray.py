@@ -50,27 +50,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
 
-ROOT = Path(__file__).parents[2]
-STORE = {"object_store_memory": 100_000_000}
+STORE = ray_parts.STORE
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A Ray cluster of two nodes on this machine, with a CPU each; this process is on the first."""
-    from ray.cluster_utils import Cluster
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        head = {"num_cpus": 1, "include_dashboard": False, **STORE}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-        try:
-            cluster.add_node(num_cpus=1, **STORE)
-            ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-            yield cluster
-        finally:
-            ray.shutdown()
-            cluster.shutdown()
+    with ray_parts.local_cluster(2) as cluster:
+        yield cluster
 
 
 def alive() -> list[Any]:

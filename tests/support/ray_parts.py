@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import signal
 import time
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import torch
 
 from tests.support.process_parts import Numbers, append_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+STORE = {"object_store_memory": 100_000_000}
+
+
+@contextlib.contextmanager
+def local_cluster(nodes: int) -> Iterator[Any]:
+    """A Ray cluster on this machine; each node has a CPU, and a resource "node 0", "node 1", ...
+
+    This process is on the first node, and processes that it starts find the cluster.
+    """
+    import ray
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        head = {"num_cpus": 1, "include_dashboard": False, "resources": {"node 0": 9}, **STORE}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        try:
+            for number in range(1, nodes):
+                cluster.add_node(num_cpus=1, resources={f"node {number}": 9}, **STORE)
+            ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
 
 
 class Unloadable(Numbers):

@@ -17,7 +17,6 @@ from tests.support import process_parts as parts
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from multiprocessing.connection import Connection
-    from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -140,22 +139,22 @@ class Started:
         self.pipe.close()
 
 
-def kill_consumers_at_random_moments(count: int, seed: int, folder: Path) -> None:
+def kill_consumers_at_random_moments(count: int, seed: int, address: str, within_s: float = 0.5) -> None:
     """Kill consumers at random moments, while another one must get every batch in order.
 
     Args:
         count: How many to kill.
         seed: Of the random moments.
-        folder: For the socket.
+        address: Of the server.
+        within_s: Of their start.
     """
     moments = random.Random(seed)
-    address = str(folder / "killed.sock")
     feeder = aiofeed.Feeder(parts.Numbers(4000), decode=parts.number, batch_size=4)
     with feeder, aiofeed.serve(feeder, address, join="batch") as server, Started(endlessly, address, 0.001) as witness:
         seen = [witness.receive()]
         for _ in range(count):
             with Started(endlessly, address, 0.0005) as victim:
-                deadline = time.monotonic() + moments.random() ** 2 * 0.5
+                deadline = time.monotonic() + moments.random() ** 2 * within_s
                 while time.monotonic() < deadline:
                     while witness.pipe.poll():
                         seen.append(witness.receive())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import structs
 
+from aiofeed.processes.actors.cluster import ClusterConnection
 from aiofeed.processes.actors.worker import Parcel, Place, versions
 from aiofeed.processes.ipc.ring import Ring
 from aiofeed.processes.ipc.schema import encode
@@ -36,6 +37,7 @@ class ActorHandle:
         number, count: Number of the actor, from 0, of how many.
         actor: Ray's handle.
         config: Ray's reference to the pickled configuration.
+        connection: In which the actor was made.
         received: Called with each message.
         lost: Called once when the actor has died.
     """
@@ -47,6 +49,7 @@ class ActorHandle:
         actor: Any,
         config: Any,
         *,
+        connection: ClusterConnection,
         received: Callable[[ActorHandle, FromWorker], None],
         lost: Callable[[ActorHandle, Exception], None],
     ) -> None:
@@ -59,6 +62,7 @@ class ActorHandle:
         self.decoding = 0
         self._title = f'actor {number + 1} of {count} (engine="ray"'
         self._actor = actor
+        self._connection = connection
         self._on_message = received
         self._on_loss: Callable[[ActorHandle, Exception], None] | None = lost
         self._clock_ahead_s = 0.0
@@ -95,12 +99,7 @@ class ActorHandle:
         self.kill()
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the actor. Without a connection Ray would start or join a cluster for the call."""
-        import ray
-
-        if not ray.is_initialized():
-            raise ConnectionError("the connection to the Ray cluster has ended")
-        return getattr(self._actor, method).remote(*arguments)
+        return self._connection.call(self._actor, method, *arguments)
 
     async def _serve(self, config: Any) -> None:
         try:

@@ -20,6 +20,7 @@ from typing import Any
 
 from aiofeed.core.errors import FeedError, WorkerDiedError
 from aiofeed.core.statistics import EpochStats
+from aiofeed.processes.actors.cluster import ClusterConnection, join_cluster, one_line
 from aiofeed.processes.actors.handle import ActorHandle
 from aiofeed.processes.actors.options import RayEngine
 from aiofeed.processes.actors.shortage import Shortage
@@ -51,16 +52,9 @@ def check_cluster(engine: RayEngine) -> None:
     """
     import ray
 
-    if not ray.is_initialized():
-        try:
-            found = ray.init(address=engine.address, ignore_reinit_error=True)
-        except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
-            where = "" if engine.address is None else f" at {engine.address!r}"
-            raise FeedError(
-                f"RayEngine found no cluster{where}: {error}; start one with `ray start --head`, pass its address as "
-                f'RayEngine(address="host:6379"), or leave address= out to use one on this machine'
-            ) from error
-        log.info("connected to the Ray cluster at %s", found.address_info["gcs_address"])
+    where = "" if engine.address is None else f" at {engine.address!r}"
+    advice = 'pass its address as RayEngine(address="host:6379"), or leave address= out to use one on this machine'
+    join_cluster(engine.address, f"RayEngine found no cluster{where}", advice)
     most = max((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
     if most < engine.cpus_per_actor:
         raise FeedError(
@@ -88,7 +82,7 @@ class ActorPool(WorkerPool[ActorHandle]):
         self._engine = engine
         self._most = engine.max_actors or engine.actors
         self._shortage = Shortage()
-        self._connection = ray.get_runtime_context().get_worker_id()
+        self._connection = ClusterConnection()
         self._config = ray.put(cloudpickle.dumps(worker_config))
         options = {"num_cpus": engine.cpus_per_actor, "scheduling_strategy": "SPREAD", **engine.options}
         self._actors: Any = ray.remote(FeedActor).options(**options)
@@ -119,7 +113,15 @@ class ActorPool(WorkerPool[ActorHandle]):
     def _add(self, number: int) -> None:
         actor = self._actors.remote(number)
         self._workers.append(
-            ActorHandle(number, self._count, actor, self._config, received=self.received, lost=self._lost)
+            ActorHandle(
+                number,
+                self._count,
+                actor,
+                self._config,
+                connection=self._connection,
+                received=self.received,
+                lost=self._lost,
+            )
         )
 
     @property
@@ -133,7 +135,7 @@ class ActorPool(WorkerPool[ActorHandle]):
             self._shortage = Shortage()
             return 0
         first, wanted = self._count, self._shortage.wanted(self._count, stats, busy=self.busy)
-        if wanted == first or self._stopping or self._error is not None or not self._connected():
+        if wanted == first or self._stopping or self._error is not None or not self._connection.alive():
             return 0
         self._count = min(wanted, self._most)
         log.info("the training waits although all actors are busy: %d actors in place of %d", self._count, first)
@@ -171,13 +173,13 @@ class ActorPool(WorkerPool[ActorHandle]):
         """An actor has died, or cannot be reached: replace it, and give its batches to others."""
         if self._stopping or self._error is not None:
             return
-        if not self._connected():
+        if not self._connection.alive():
             self._fail_disconnected()
             return
         self._workers.remove(worker)
         worker.close()
         self._deaths += 1
-        self._last_death = f"{worker.name} died: {' '.join(str(error).split())}"
+        self._last_death = f"{worker.name} died: {one_line(error)}"
         batches = [batch for batch in worker.assigned.values() if not batch.reply.done()]
         log.warning("%s; %d batches are given to other actors", self._last_death, len(batches))
         if "ModuleNotFoundError" in self._last_death:
@@ -216,7 +218,7 @@ class ActorPool(WorkerPool[ActorHandle]):
         """Check every ``CHECK_S`` for late batches, and for actors that do not start."""
         if self._stopping or self._error is not None:
             return
-        if not self._connected():
+        if not self._connection.alive():
             self._fail_disconnected()
             return
         free_dropped_slots(self.borrowed)
@@ -228,12 +230,6 @@ class ActorPool(WorkerPool[ActorHandle]):
         elif now - self._none_ready_since > min(SLOW_START_S, self._engine.start_timeout_s):
             self._report_none_ready(now - self._none_ready_since)
         asyncio.get_running_loop().call_later(CHECK_S, self._check)
-
-    def _connected(self) -> bool:
-        """Whether this process has the connection that the actors were made in; Ray would start a new cluster."""
-        import ray
-
-        return bool(ray.is_initialized() and ray.get_runtime_context().get_worker_id() == self._connection)
 
     def _fail_disconnected(self) -> None:
         self._fail(FeedError('ray.shutdown() was called while engine="ray" was in use: close the feeder before'))
@@ -274,7 +270,7 @@ class ActorPool(WorkerPool[ActorHandle]):
     async def aclose(self) -> None:
         """Have the actors close their sources, within ``GRACE_S``, and end them."""
         self._stopping = True
-        if self._connected():
+        if self._connection.alive():
             stops = [asyncio.ensure_future(worker.stop()) for worker in self._workers if worker.ready]
             if stops:
                 _, running = await asyncio.wait(stops, timeout=GRACE_S)

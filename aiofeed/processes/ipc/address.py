@@ -28,7 +28,7 @@ from aiofeed.runtime.event_loop import reserve_standard_descriptors
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 # The size of sun_path in sockaddr_un, without the terminating zero.
 _MAX_PATH_BYTES = 107 if sys.platform == "linux" else 103
 _BACKLOG = 64
@@ -95,7 +95,7 @@ def resolve(address: str | os.PathLike[str], kind: AddressKind) -> Path:
         )
     if not machine.passes_descriptors():
         raise FeedError(f"{kind.what} need Unix sockets that pass descriptors, which Windows lacks: {kind.instead}")
-    if "\0" in text or (isinstance(address, str) and os.sep not in text and not _NAME.fullmatch(text)):
+    if "\0" in text or (isinstance(address, str) and os.sep not in text and not NAME.fullmatch(text)):
         raise ValueError(
             f"address={address!r}: a name has letters, digits, '_', '-' and '.', at most 64; a path has a {os.sep!r}"
         )

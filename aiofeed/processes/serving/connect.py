@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiofeed.core.errors import FeedError
-from aiofeed.processes.ipc.address import SERVER, connect
-from aiofeed.processes.ipc.framing import ProtocolError, request, send_message
-from aiofeed.processes.ipc.peers import ProcessMonitor, peer_of
+from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.serving.protocol import (
     MAX_HANDSHAKE_BYTES,
@@ -27,6 +23,7 @@ from aiofeed.processes.serving.protocol import (
 )
 from aiofeed.processes.serving.receiver import BatchReceiver
 from aiofeed.processes.serving.subscription import Subscription, server_died
+from aiofeed.processes.serving.transport import Link, ServerAddress
 from aiofeed.runtime.buffers import BufferPool
 from aiofeed.runtime.thread_pool import ThreadPool
 
@@ -43,7 +40,7 @@ ANSWER_S = 5.0
 
 
 def subscribe(
-    path: Path,
+    address: ServerAddress,
     wait_s: float,
     backend: DeviceBackend | None,
     *,
@@ -53,7 +50,7 @@ def subscribe(
     on_epoch: Callable[[int, int | None], object],
     host_only: bool = False,
 ) -> tuple[Subscription, int | None]:
-    """Connect to the server at a path; blocks. Returns the subscription and the number of batches of an epoch.
+    """Connect to the server at an address; blocks. Returns the subscription and the number of batches of an epoch.
 
     Args:
         wait_s: How long to wait for a server that is not there yet.
@@ -67,70 +64,64 @@ def subscribe(
     Raises:
         FeedError: There is no server, it refuses this process, or it does not answer.
     """
-    sock = connect(path, SERVER, wait_s)
+    link = address.connect(wait_s)
     try:
-        welcome = _ask(sock, path, Hello(VERSION), Welcome)
-        server = ProcessMonitor(peer_of(sock).pid)
-        try:
-            reader = None if host_only else _open_device_memory(sock, path, welcome, backend, server)
-            receiver = BatchReceiver(backend, reader, memory, wrap, executor)
-            return Subscription(sock, path, receiver=receiver, server=server, on_epoch=on_epoch), welcome.batches
-        except BaseException:
-            server.close()
-            raise
+        welcome = _ask(link, address, Hello(VERSION), Welcome)
+        reader = None if host_only else _open_device_memory(link, address, welcome, backend)
+        receiver = BatchReceiver(backend, reader, memory, wrap, executor)
+        return Subscription(link, address, receiver=receiver, on_epoch=on_epoch), welcome.batches
     except BaseException:
-        sock.close()
+        link.close()
         raise
 
 
 def _open_device_memory(
-    sock: socket.socket, path: Path, welcome: Welcome, backend: DeviceBackend | None, server: ProcessMonitor
+    link: Link, address: ServerAddress, welcome: Welcome, backend: DeviceBackend | None
 ) -> DeviceReader | None:
     """The server's device memory if this process can read it; else ``None``, and a log line with the reason."""
     if not welcome.device:
         return None
     if backend is None:
-        log.info("batches of the server at %s come through host memory: this process has no device", path)
+        log.info("batches of the server at %s come through host memory: this process has no device", address)
         return None
     from aiofeed.processes.ipc.cuda_ipc import shared_device
     from aiofeed.processes.serving.device_reader import DeviceReader
 
     shared = shared_device(backend)
-    pid = peer_of(sock).pid
+    pid = link.pid
     if not pid:
-        reason = "the server's process cannot be seen from here: one of the two is in a container"
+        reason = (
+            "the server's process cannot be seen from here: it is on another host or in a container, or this one is"
+        )
     elif shared is None:
         reason = f"memory of {backend.name} cannot be shared between processes"
     elif (identity := shared.identity()) != welcome.device:
         reason = f"the server is on device {welcome.device}, and this process on {identity}"
     else:
-        probe = _ask(sock, path, ProbeRequest(), Probe)
+        probe = _ask(link, address, ProbeRequest(), Probe)
         reason = probe.refusal
         if probe.block is not None:
-            reader = DeviceReader(backend, shared, server, died=lambda: server_died(path, pid))
+            reader = DeviceReader(backend, shared, link.process, died=lambda: server_died(address, pid))
             reason = reader.try_probe(probe)
             try:
-                send_message(sock, encode(ProbeResult(reason)))
+                link.tell(encode(ProbeResult(reason)))
             except OSError as error:
-                raise FeedError(f"the server at {path} ended while this process connected: {error}") from error
+                raise FeedError(f"the server at {address} ended while this process connected: {error}") from error
             if not reason:
                 return reader
-    log.warning("batches of the server at %s come through host memory: %s", path, reason)
+    log.warning("batches of the server at %s come through host memory: %s", address, reason)
     return None
 
 
-def _ask(sock: socket.socket, path: Path, message: FromConsumer, expected: type[AnswerT]) -> AnswerT:
+def _ask(link: Link, address: ServerAddress, message: FromConsumer, expected: type[AnswerT]) -> AnswerT:
     try:
-        payload, _ = request(
-            sock, encode(message), timeout_s=ANSWER_S, limit_bytes=MAX_HANDSHAKE_BYTES, limit_descriptors=0
-        )
-        answer = decode_from_server(payload)
+        answer = decode_from_server(link.ask(encode(message), ANSWER_S, MAX_HANDSHAKE_BYTES))
     except TimeoutError:
-        raise FeedError(f"the server at {path} did not answer within {ANSWER_S:.0f} s") from None
+        raise FeedError(f"the server at {address} did not answer within {ANSWER_S:.0f} s") from None
     except (OSError, ProtocolError) as error:
-        raise FeedError(f"the process that listens at {path} did not answer as a server does: {error}") from error
+        raise FeedError(f"the process that listens at {address} did not answer as a server does: {error}") from error
     if isinstance(answer, Disconnected):
-        raise FeedError(f"the server at {path} refuses this process: {answer.reason}")
+        raise FeedError(f"the server at {address} refuses this process: {answer.reason}")
     if not isinstance(answer, expected):
-        raise FeedError(f"the server at {path} sent {type(answer).__name__} in answer to {type(message).__name__}")
+        raise FeedError(f"the server at {address} sent {type(answer).__name__} in answer to {type(message).__name__}")
     return answer

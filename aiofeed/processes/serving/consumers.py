@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from aiofeed.processes.ipc.framing import Connection, ProtocolError
-from aiofeed.processes.ipc.peers import Peer, ProcessMonitor
+from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.serving.protocol import (
     MAX_CONSUMER_BYTES,
@@ -30,6 +28,7 @@ from aiofeed.processes.serving.protocol import (
     Welcome,
     decode_from_consumer,
 )
+from aiofeed.processes.serving.transport import Link
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
@@ -70,8 +69,7 @@ class Consumer:
     """One connection. Created on the running loop.
 
     Args:
-        sock: A connected socket.
-        peer: Its process.
+        link: Its end of the connection.
         hub: The server.
 
     Attributes:
@@ -83,8 +81,8 @@ class Consumer:
         on_device: Whether it reads batches in the server's device memory.
     """
 
-    def __init__(self, sock: socket.socket, peer: Peer, hub: ConsumerOwner) -> None:
-        self.pid: int = peer.pid
+    def __init__(self, link: Link, hub: ConsumerOwner) -> None:
+        self.pid: int = link.pid
         self.greeted: bool = False
         self.on_device: bool = False
         self.ticket: int | None = None
@@ -93,10 +91,8 @@ class Consumer:
         self.batches = 0
         self._hub = hub
         self._probe: Probe | None = None
-        self._connection = Connection(
-            sock, received=self._received, lost=self._lost, limit_bytes=MAX_CONSUMER_BYTES, limit_descriptors=0
-        )
-        self._process = ProcessMonitor(peer.pid)
+        self._connection = link.open(self._received, self._lost, MAX_CONSUMER_BYTES, limit_memory=0)
+        self._process = link.process
         self._process.call_at_end(self.close)
         self._handshake_timer = asyncio.get_running_loop().call_later(HANDSHAKE_S, self._handshake_timed_out)
 
@@ -110,9 +106,9 @@ class Consumer:
         """Whether its process runs; a killed one that has not ended yet does not."""
         return self._process.alive()
 
-    def send(self, message: FromServer, descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: FromServer, memory: Sequence[Any] = ()) -> None:
         """Send a message; does nothing once the consumer is gone."""
-        self._connection.send(encode(message), descriptors)
+        self._connection.send(encode(message), memory)
         if self._connection.unsent > _MAX_UNSENT:
             log.warning("dropping consumer %d: it does not read its messages", self.pid)
             self.close(reading=True)
@@ -142,7 +138,7 @@ class Consumer:
         # If its process runs, it may still hand out batches that it has received.
         self.close(reading=error is not None or self.alive)
 
-    def _received(self, payload: bytes, descriptors: list[int]) -> None:
+    def _received(self, payload: bytes, memory: list[Any]) -> None:
         message = decode_from_consumer(payload)
         if not self.greeted:
             self._greet(message)

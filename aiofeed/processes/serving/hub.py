@@ -9,16 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from aiofeed.core.errors import as_exception
 from aiofeed.core.formatting import format_error
-from aiofeed.processes.ipc.address import Listener
 from aiofeed.processes.ipc.error_codec import describe
-from aiofeed.processes.ipc.peers import Peer
 from aiofeed.processes.serving.consumers import Consumer
 from aiofeed.processes.serving.protocol import (
     Disconnected,
@@ -27,7 +24,8 @@ from aiofeed.processes.serving.protocol import (
     Probe,
     Welcome,
 )
-from aiofeed.processes.serving.published import BatchPublisher
+from aiofeed.processes.serving.published import ADVICE, BatchPublisher
+from aiofeed.processes.serving.transport import Link, ServerListener
 from aiofeed.runtime.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
@@ -86,7 +84,7 @@ class Hub:
     def __init__(
         self,
         feeder: Epochs,
-        listener: Listener,
+        listener: ServerListener,
         options: ServeOptions,
         executor: ThreadPool,
         ring: DeviceRing | None = None,
@@ -95,7 +93,8 @@ class Hub:
         self._listener = listener
         self._options = options
         self._executor = executor
-        self.publisher: BatchPublisher = BatchPublisher(options.lag + 1, ring, executor)
+        slots = listener.slots(options.lag + 1, ADVICE)
+        self.publisher: BatchPublisher = BatchPublisher(slots, ring, executor)
         self.changed: asyncio.Event = asyncio.Event()
         self._connections: list[Consumer] = []
         # Those that take part in the current epoch, in the order of their turns; and those named in the log.
@@ -119,7 +118,7 @@ class Hub:
             go_on: Whether to continue with the next epoch after a failure, which every consumer gets.
 
         Raises:
-            Exception: The error of the feeder.
+            Exception: The error of the feeder, or of the listener.
         """
         with self.publisher.entered():
             reason = "the server was closed"
@@ -137,6 +136,10 @@ class Hub:
                             raise
                         log.error("epoch %d failed for all its consumers: %s", epoch, format_error(error))
                 reason = "it has served all its epochs"
+            except asyncio.CancelledError:
+                if self._listener.failure is None:
+                    raise
+                raise self._listener.failure from None
             finally:
                 await self._close(reason)
 
@@ -202,7 +205,6 @@ class Hub:
 
     async def _close(self, reason: str) -> None:
         self._listener.stop_accepting()
-        self._listener.close()
         for consumer in list(self._connections):
             if consumer.greeted:
                 consumer.send(Disconnected(reason))
@@ -216,6 +218,7 @@ class Hub:
                 await asyncio.wait_for(self.changed.wait(), deadline - loop.time())
         for consumer in list(self._connections):
             consumer.close(reading=consumer.alive)
+        self._listener.close()
         self.publisher.close()
 
     # --- batches ---
@@ -270,11 +273,11 @@ class Hub:
         self.publisher.publish(batch, readers)
         for consumer in readers:
             try:
-                message, descriptors = self.publisher.message(batch, consumer, number)
+                message, memory = self.publisher.message(batch, consumer, number)
             except OSError as error:
                 consumer.dismiss(f"the server can send no more memory: {error.strerror} (raise `ulimit -n` there)")
                 continue
-            consumer.send(message, descriptors)
+            consumer.send(message, memory)
             consumer.batches += 1
 
     def _next_readers(self) -> list[Consumer]:
@@ -284,8 +287,8 @@ class Hub:
 
     # --- called by consumers, on the loop ---
 
-    def _connected(self, sock: socket.socket, peer: Peer) -> None:
-        self._connections.append(Consumer(sock, peer, self))
+    def _connected(self, link: Link) -> None:
+        self._connections.append(Consumer(link, self))
 
     def welcome(self) -> Welcome:
         """The answer to a consumer's ``Hello``."""

@@ -20,7 +20,7 @@ from aiofeed.core.pytree import total_nbytes
 from aiofeed.processes.ipc.batch_codec import encode_batch
 from aiofeed.processes.ipc.cuda_ipc import HandleError
 from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS, ProtocolError
-from aiofeed.processes.ipc.ring import INLINE_BYTES, Slot, SlotPool
+from aiofeed.processes.ipc.ring import Slot, SlotPool
 from aiofeed.processes.ipc.schema import Node
 from aiofeed.processes.serving.consumers import Consumer
 from aiofeed.processes.serving.protocol import MAX_REASON_LETTERS, BatchAvailable, Probe
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
-_ADVICE = "in the server's script, make collate_fn (or the decoder) return those"
+ADVICE = "in the server's script, make collate_fn (or the decoder) return those"
 # Interval of the checks for a block of device memory whose readers have queued their copies.
 _POLL_S = 5e-4
 
@@ -61,7 +61,7 @@ class BatchPublisher:
     """Puts batches into slots, describes them to consumers, and frees them.
 
     Args:
-        keep: Free segments of shared memory that are kept.
+        slots: Memory that consumers can read.
         ring: Blocks on the device of the feeder's batches; ``None`` for a feeder of host batches.
         executor: Copies large batches.
 
@@ -69,8 +69,8 @@ class BatchPublisher:
         device: Name of the device of the batches; "" for host memory.
     """
 
-    def __init__(self, keep: int, ring: DeviceRing | None, executor: ThreadPool) -> None:
-        self._slots = SlotPool(keep, _ADVICE, single_reader=False)
+    def __init__(self, slots: SlotPool, ring: DeviceRing | None, executor: ThreadPool) -> None:
+        self._slots = slots
         self._ring = ring
         self.device: str = "" if ring is None else ring.identity
         self._executor = executor
@@ -206,7 +206,7 @@ class BatchPublisher:
         while not self._ring.has_room():  # noqa: ASYNC110 - a device signals nothing to the loop
             await asyncio.sleep(_POLL_S)
         try:
-            placed = self._ring.place(value, _ADVICE)
+            placed = self._ring.place(value, ADVICE)
         except HandleError as error:
             self._give_up_device(str(error))
             return False
@@ -236,10 +236,10 @@ class BatchPublisher:
         slot = self._slots.lease()
         job: Future[Node] | None = None
         try:
-            if nbytes <= INLINE_BYTES:
-                node = encode_batch(value, slot)
+            if nbytes <= slot.inline_bytes:
+                node = _write(value, slot)
             else:
-                job = self._executor.submit(encode_batch, value, slot)
+                job = self._executor.submit(_write, value, slot)
                 node = await asyncio.wrap_future(job)
             if (count := len(slot.segments)) > MAX_DESCRIPTORS:
                 raise FeedError(f"a batch in {count} segments; at most {MAX_DESCRIPTORS} can be sent")
@@ -251,8 +251,8 @@ class BatchPublisher:
             raise
         return node, slot
 
-    def message(self, batch: PublishedBatch, consumer: Consumer, number: int) -> tuple[BatchAvailable, list[int]]:
-        """The message that gives a batch to a consumer, and its descriptors.
+    def message(self, batch: PublishedBatch, consumer: Consumer, number: int) -> tuple[BatchAvailable, list[Any]]:
+        """The message that gives a batch to a consumer, and its memory.
 
         Args:
             batch: Published to the consumer.
@@ -266,11 +266,17 @@ class BatchPublisher:
         placed = batch.device if on_device else batch.host
         assert placed is not None
         node, slot = placed[:2]
-        segments, descriptors, retired = self._slots.introduce(slot.segments, consumer.known)
+        segments, memory, retired = slot.introduce(consumer.known)
         message = BatchAvailable(consumer.fed_ticket, batch.serial, number, node, batch.nbytes, segments, retired)
         if on_device:
             assert self._ring is not None
             assert batch.device is not None
             block, new_block, retired_blocks = self._ring.introduce(batch.device[2], consumer)
             message = msgspec.structs.replace(message, block=block, new_block=new_block, retired_blocks=retired_blocks)
-        return message, descriptors
+        return message, memory
+
+
+def _write(value: Any, slot: Slot) -> Node:
+    node = encode_batch(value, slot)
+    slot.seal()
+    return node

@@ -91,6 +91,8 @@ class BatchReceiver:
         self._memory = memory
         self._wrap = wrap
         self._executor = executor
+        # The memory of each batch for which `Read` has not been sent, by serial number.
+        self._rings: dict[int, Ring] = {}
         self._in_blocks: dict[int, BatchInBlock] = {}
         self._leases: DropTracker[tuple[EpochFeed, int]] = DropTracker()
 
@@ -103,14 +105,19 @@ class BatchReceiver:
         """The copier of batches to the device."""
         return Copier(backend, transform) if self._device_reader is None else self._device_reader.copier(transform)
 
-    def open_memory(self, message: BatchAvailable, descriptors: list[int]) -> None:
+    def open_memory(self, message: BatchAvailable, memory: list[Any]) -> None:
         """Map or open the memory that a message introduces, and forget the memory that it retires.
 
         Raises:
             ProtocolError: The memory is not as announced.
             HandleError: Device memory cannot be opened.
         """
-        self._ring.map_segments(message.segments, descriptors, message.retired)
+        ring = self._ring
+        if memory and isinstance(memory[0], Ring):
+            ring = memory.pop()  # the batch has memory of its own, which is freed when it is read
+        else:
+            ring.map_segments(message.segments, memory, message.retired)
+        self._rings[message.serial] = ring
         if self._device_reader is not None:
             self._device_reader.open_blocks(message)
             if message.block >= 0:
@@ -121,6 +128,7 @@ class BatchReceiver:
 
     def forget(self, serial: int) -> None:
         """``Read`` is sent for a batch."""
+        self._rings.pop(serial, None)
         self._in_blocks.pop(serial, None)
 
     def save_waiting(self) -> None:
@@ -142,6 +150,7 @@ class BatchReceiver:
     def close(self) -> None:
         """Unmap the ring and close device memory."""
         self._ring = Ring()
+        self._rings.clear()
         self._in_blocks.clear()
         if self._device_reader is not None:
             self._device_reader.close()
@@ -153,11 +162,11 @@ class BatchReceiver:
             if message.block >= 0:
                 self._receive_from_device(feed, message)
                 return
-            if self._ring.pinned:
-                self._put(feed, message, batch_in_ring(self._ring, message.batch), self._lease(feed, message))
+            ring = self._rings[message.serial]
+            if ring.pinned:
+                self._put(feed, message, batch_in_ring(ring, message.batch), self._lease(feed, message))
                 return
             lease = self._memory.lease()
-            ring = self._ring
             copy = partial(
                 decode_and_wrap, message.batch, lambda node: copied_leaf(ring.view(node), node, lease), self._wrap
             )
@@ -176,7 +185,8 @@ class BatchReceiver:
         from aiofeed.processes.serving.device_reader import UncopiedBatch
 
         batch, lease = self._in_blocks[message.serial], self._lease(feed, message)
-        tree = batch.tree(message.batch, lambda node: copied_leaf(self._ring.view(node), node, None))
+        ring = self._rings[message.serial]
+        tree = batch.tree(message.batch, lambda node: copied_leaf(ring.view(node), node, None))
         self._put(feed, message, UncopiedBatch(batch, tree, lease), lease)
 
     def _lease(self, feed: EpochFeed, message: BatchAvailable) -> RingLease:

@@ -12,17 +12,15 @@ import asyncio
 import itertools
 import logging
 import math
-import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 from aiofeed.core.errors import FeedError, WorkerDiedError
 from aiofeed.processes.ipc.cuda_ipc import HandleError
 from aiofeed.processes.ipc.error_codec import rebuild
-from aiofeed.processes.ipc.framing import Connection, ProtocolError
-from aiofeed.processes.ipc.peers import ProcessMonitor, peer_of
+from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.serving.protocol import (
     BatchAvailable,
@@ -36,6 +34,7 @@ from aiofeed.processes.serving.protocol import (
     decode_from_server,
 )
 from aiofeed.processes.serving.receiver import BatchReceiver, EpochFeed
+from aiofeed.processes.serving.transport import Link, OpenLink, ServerAddress
 from aiofeed.runtime.buffers import DropTracker
 from aiofeed.runtime.queue import EndOfEpoch, FeedFailure, Stopped, drop_batches
 
@@ -49,20 +48,19 @@ LAST_MESSAGES_S = 0.2
 IDLE_S = 10.0
 
 
-def server_died(path: object, pid: int) -> WorkerDiedError:
+def server_died(address: object, pid: int) -> WorkerDiedError:
     """The error for a server that ended without ``Disconnected``."""
     who = f" (pid {pid})" if pid else ""
-    return WorkerDiedError(f"the server at {path}{who} has died: start it again, and attach again")
+    return WorkerDiedError(f"the server at {address}{who} has died: start it again, and attach again")
 
 
 class Subscription:
     """A connection to a server.
 
     Args:
-        sock: Connected, with the handshake complete; closed with the subscription, like receiver and server.
-        path: Path of the server's socket, for messages.
+        link: Connected, with the handshake complete; closed with the subscription, like the receiver.
+        address: The server's address, for messages.
         receiver: Takes batches out of their slots.
-        server: Monitors the server's process.
         on_epoch: Called with (epoch, batches) when a feed starts an epoch.
 
     Attributes:
@@ -72,23 +70,20 @@ class Subscription:
 
     def __init__(
         self,
-        sock: socket.socket,
-        path: Path,
+        link: Link,
+        address: ServerAddress,
         *,
         receiver: BatchReceiver,
-        server: ProcessMonitor,
         on_epoch: Callable[[int, int | None], object],
     ) -> None:
-        self._sock: socket.socket | None = sock
-        self._path = path
-        self._pid = peer_of(sock).pid
+        self._link = link
+        self._address = address
         self.receiver = receiver
-        self._server = server
         receiver.on_read, receiver.on_taken = self._confirm, self.taken
         receiver.on_error, receiver.on_idle = self._fail, self._pump
         self._on_epoch = on_epoch
         self.host_only: bool = False
-        self._connection: Connection | None = None
+        self._connection: OpenLink | None = None
         self._early: list[FromConsumer] = []
         self._tickets = itertools.count()
         self._ticket: int | None = None
@@ -100,14 +95,12 @@ class Subscription:
 
     async def run(self) -> None:
         """Process the server's messages until cancelled."""
-        sock, self._sock = self._sock, None
-        assert sock is not None
-        self._connection = Connection(sock, received=self._received, lost=self._lost)
+        self._connection = self._link.open(self._received, self._lost)
         loop = asyncio.get_running_loop()
         for message in self._early:
             self._send(message)
         # Messages that it sent before it died may still be on their way.
-        self._server.call_at_end(lambda: loop.call_later(LAST_MESSAGES_S, self._lost, None))
+        self._link.process.call_at_end(lambda: loop.call_later(LAST_MESSAGES_S, self._lost, None))
         try:
             self.receiver.enter_thread()
             while True:
@@ -122,14 +115,13 @@ class Subscription:
                 self._feed.queue.put(Stopped())
             self._messages.clear()
             self.receiver.close()
-            self._server.close()
+            self._link.process.close()
 
     def close_unused(self) -> None:
         """Close a subscription that has never run; from any thread."""
-        if self._sock is not None:
-            self._sock.close()
+        if self._connection is None:
+            self._link.close()
             self.receiver.close()
-            self._server.close()
 
     def _warn_if_idle(self) -> None:
         """Log once if batches wait for an epoch that no iterator has begun, and other consumers wait for this one."""
@@ -145,7 +137,7 @@ class Subscription:
             log.warning(
                 "this process has ended an epoch of the server at %s and has not begun another for %.0f s: %d batches "
                 "wait for it, and so do other consumers. Iterate the result of attach(), or close() it",
-                self._path,
+                self._address,
                 IDLE_S,
                 waiting,
             )
@@ -234,18 +226,18 @@ class Subscription:
 
     # --- messages of the server ---
 
-    def _received(self, payload: bytes, descriptors: list[int]) -> None:
+    def _received(self, payload: bytes, memory: list[Any]) -> None:
         message = decode_from_server(payload)
         if isinstance(message, BatchAvailable):
             try:
-                self.receiver.open_memory(message, descriptors)
+                self.receiver.open_memory(message, memory)
             except HandleError as error:
                 self.host_only = True
                 raise ProtocolError(
                     f"its device memory cannot be opened ({error}): after close(), iterate again without it"
                 ) from None
-        elif descriptors:
-            raise ProtocolError(f"{type(message).__name__} with descriptors")
+        elif memory:
+            raise ProtocolError(f"{type(message).__name__} with memory")
         if isinstance(message, EpochMessage):
             if message.ticket != self._ticket:
                 if isinstance(message, BatchAvailable):
@@ -264,20 +256,22 @@ class Subscription:
             self.receiver.save_waiting()
         except (FeedError, TimeoutError, RuntimeError) as error:  # RuntimeError: no device memory left, for example
             # An iterator whose batch was lost gets an error when it copies that.
-            log.warning("the last batches of the server at %s may be lost: %s", self._path, error)
-        self._disconnect(lambda: FeedError(f"the server at {self._path} has closed the connection: {reason}"))
+            log.warning("the last batches of the server at %s may be lost: %s", self._address, error)
+        self._disconnect(lambda: FeedError(f"the server at {self._address} has closed the connection: {reason}"))
 
     def _lost(self, error: Exception | None) -> None:
         if error is None:
-            self._disconnect(lambda: server_died(self._path, self._pid))
+            self._disconnect(lambda: server_died(self._address, self._link.pid))
+        elif isinstance(error, ConnectionError):
+            self._disconnect(lambda: FeedError(f"lost the connection to the server at {self._address}: {error}"))
         else:
             # This process has closed the connection, so the server may reuse the slots of the waiting batches.
             self._messages.clear()
-            self._disconnect(lambda: FeedError(f"refused a message of the server at {self._path}: {error}"))
+            self._disconnect(lambda: FeedError(f"refused a message of the server at {self._address}: {error}"))
 
     def _fail(self, error: BaseException) -> None:
         self._messages.clear()
-        self._disconnect(lambda: FeedError(f"a batch of the server at {self._path} cannot be received: {error}"))
+        self._disconnect(lambda: FeedError(f"a batch of the server at {self._address} cannot be received: {error}"))
 
     def _disconnect(self, make_error: Callable[[], FeedError]) -> None:
         """Close the connection. The feed gets the first error given here, after the messages that wait."""

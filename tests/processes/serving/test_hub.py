@@ -132,8 +132,8 @@ def test_batches_in_the_ring_outlive_the_worker_that_made_them(address: str) -> 
 
 def test_large_batches_are_copied_in_a_thread(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Above INLINE_BYTES, by the server and by the consumer."""
-    for module in ("published", "receiver"):
-        monkeypatch.setattr(f"aiofeed.processes.serving.{module}.INLINE_BYTES", 0)
+    monkeypatch.setattr("aiofeed.processes.ipc.ring.Slot.inline_bytes", 0)
+    monkeypatch.setattr("aiofeed.processes.serving.receiver.INLINE_BYTES", 0)
     with numbers() as feeder, aiofeed.serve(feeder, address), aiofeed.attach(address) as feed:
         assert [[batch.tolist() for batch in feed] for _ in range(2)] == expected(2)
 
@@ -327,9 +327,9 @@ def test_a_killed_server_is_a_worker_died_error_within_a_second(address: str) ->
     assert not os.path.exists(address)
 
 
-def test_killed_consumers_do_not_hold_up_the_others(tmp_path: Path) -> None:
+def test_killed_consumers_do_not_hold_up_the_others(address: str) -> None:
     """They are killed at random moments; another consumer gets every batch."""
-    serve_parts.kill_consumers_at_random_moments(5, 0, tmp_path)
+    serve_parts.kill_consumers_at_random_moments(5, 0, address)
 
 
 def test_a_slow_consumer_holds_up_the_others_after_lag_batches(address: str) -> None:
