@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.engine.fetch import source as fetch_source
 from aiofeed.engine.fetch.fetcher import ChunkOutcome
 from aiofeed.engine.fetch.source import BlockingReader
+from aiofeed.runtime import machine
 
 if TYPE_CHECKING:
     import pytest
@@ -44,6 +46,7 @@ def read(reader: BlockingReader, indices: Sequence[int]) -> list[int]:
 
 def test_threads_read_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread reads at a time, and each gets what it requested."""
+    monkeypatch.setattr(machine, "has_gil", lambda: True)
     monkeypatch.setattr(fetch_source, "TURN_S", 60.0)
     storage = Storage()
     reader = BlockingReader(storage.read_now, FailurePolicy())
@@ -73,6 +76,21 @@ def test_a_read_that_hangs_blocks_no_other_thread() -> None:
     storage.open.set()
     stuck.join(60)
     assert not stuck.is_alive()
+
+
+def test_without_a_gil_threads_read_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that wait for each other inside their reads both get what they requested."""
+    monkeypatch.setattr(machine, "has_gil", lambda: False)
+    monkeypatch.setattr(fetch_source, "TURN_S", 60.0)
+    both = threading.Barrier(2)
+
+    def read_now(indices: Sequence[int]) -> list[int]:
+        both.wait(30)
+        return list(indices)
+
+    reader = BlockingReader(read_now, FailurePolicy())
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(lambda number: read(reader, [number]), (1, 2))) == [[1], [2]]
 
 
 def test_the_turn_ends_after_an_error() -> None:
