@@ -281,3 +281,21 @@ def test_samples_are_never_wrong(tmp_path_factory: pytest.TempPathFactory, data:
         asyncio.run(run())
     finally:
         logging.getLogger("aiofeed.cache").disabled = False
+
+
+def test_a_cache_that_another_process_creates_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is empty when it is opened, and a cache after the first look at it: it is opened as a cache."""
+    path = str(tmp_path / "cache")
+    number, looks = CacheDatabase._number, []
+
+    def look(database: CacheDatabase, statement: str) -> int:
+        found = number(database, statement)
+        looks.append(statement)
+        if len(looks) == 1:
+            CacheDatabase(path, 1000).close()
+        return found
+
+    monkeypatch.setattr(CacheDatabase, "_number", look)
+    database = CacheDatabase(path, 1000)
+    assert database.budget() == (0, 1000)
+    database.close()

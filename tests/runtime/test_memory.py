@@ -26,7 +26,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.now = self.peak = self.added = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may run inside
 
     def array(self, nbytes: int) -> NDArray[np.uint8]:
         """An array that is counted until nothing refers to it."""

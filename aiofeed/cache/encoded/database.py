@@ -195,6 +195,8 @@ class CacheDatabase:
 
     def _is_cache(self, path: str) -> bool:
         """Whether the file is a cache; False if it is empty. Raises ``CacheError`` for another file."""
+        # First, because another process may be creating the cache: it sets all of these at once.
+        tables = self._number("SELECT count(*) FROM sqlite_master")
         application, version = self._number("PRAGMA application_id"), self._number("PRAGMA user_version")
         if application == APPLICATION:
             if version != FORMAT:
@@ -203,7 +205,7 @@ class CacheDatabase:
                     f"delete the file, or give EncodedCache another path"
                 )
             return True
-        if application or version or self._number("SELECT count(*) FROM sqlite_master"):
+        if application or version or tables:
             raise CacheError(f"{path!r} is a database, but not a cache of aiofeed: give EncodedCache another path")
         return False
 

@@ -111,9 +111,9 @@ class TestBound:
                         steps.launch()
         assert steps.launched == 120
         assert QUEUED_BATCHES <= steps.most <= BOUND
-        # The memory of one more dropped batch may not be free yet, two on a free-threaded build; static batches have
+        # The memory of one more dropped batch may not be free yet, three on a free-threaded build; static batches have
         # their own.
-        assert blocks(device) <= BOUND + 1 + static + machine.FREE_THREADED
+        assert blocks(device) <= BOUND + 1 + static + 2 * machine.FREE_THREADED
 
     @pytest.mark.parametrize("latency", LATENCIES)
     @pytest.mark.parametrize("static", [False, True])
@@ -137,7 +137,7 @@ class TestBound:
         assert [steps.issued for steps in both] == [60, 60]
         assert QUEUED_BATCHES <= both[0].most <= BOUND
         assert both[1].most <= BOUND
-        assert max(map(blocks, devices)) <= BOUND + 1 + static + machine.FREE_THREADED
+        assert max(map(blocks, devices)) <= BOUND + 1 + static + 2 * machine.FREE_THREADED
 
     @pytest.mark.parametrize("latency", LATENCIES)
     def test_repeated_prefetch(self, latency):
