@@ -30,7 +30,7 @@ JOIN_S = 5.0
 POLL_INTERVAL_S = 0.1
 # After an interrupted start(), a thread that has not begun within this time does not exist.
 BEGIN_S = 0.2
-# The time that interpreter exit waits for one event loop to halt: it is busy with a callback that blocks.
+# The time that interpreter exit waits for an event loop to halt. A loop that takes longer is in a callback that blocks.
 HALT_S = 0.1
 # The names of decode threads begin with this.
 DECODE_THREAD_NAME = "aiofeed-decode"
@@ -250,7 +250,7 @@ def unregister(threads: Stoppable) -> None:
 
 @contextlib.contextmanager
 def halted_at_exit(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """In this context an event loop runs, which the interpreter's exit halts if it cannot be stopped in time."""
+    """Halt an event loop that runs in this context at interpreter exit, if it cannot be stopped in time."""
     _loops.add(loop)
     try:
         yield

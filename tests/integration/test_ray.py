@@ -42,13 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ray = pytest.importorskip("ray")
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.slow,  # a cluster takes 10 to 20 s to start
-    # Ray leaves files and sockets to the garbage collector.
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
-]
+pytestmark = ray_parts.MARKS
 
 STORE = ray_parts.STORE
 

@@ -55,13 +55,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 ray = pytest.importorskip("ray")
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.slow,  # a cluster takes 10 to 20 s to start
-    # Ray leaves files and sockets to the garbage collector.
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
-]
+pytestmark = ray_parts.MARKS
 
 NAMES = (f"ray:test-{number}" for number in itertools.count())
 
@@ -285,7 +279,7 @@ def test_a_killed_node_ends_its_consumers_and_its_servers(cluster: Any, address:
             with pytest.raises(WorkerDiedError, match=rf"the server at {other} has died"):
                 list(orphaned)
     # Copies of the dead server's batches are removed when the store is full.
-    until(lambda: (gc.collect(), stored_bytes("object_store_bytes_primary_copy") == 0)[-1], limit_s=90.0)
+    until(lambda: (gc.collect(), stored_bytes("object_store_bytes_primary_copy") == 0)[-1])
 
 
 def test_a_mailbox_that_dies_is_an_error_of_its_consumer(address: str) -> None:

@@ -7,19 +7,25 @@ import logging
 import os
 import signal
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support.paths import ROOT
 from tests.support.process_parts import Numbers, append_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).parents[2]
+MARKS = [
+    pytest.mark.integration,
+    pytest.mark.slow,  # a cluster takes 10 to 20 s to start
+    # Ray leaves files and sockets to the garbage collector.
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
 STORE = {"object_store_memory": 100_000_000}
 
 
