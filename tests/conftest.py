@@ -9,6 +9,7 @@ import gc
 import inspect
 import io
 import logging
+import multiprocessing
 import os
 import signal
 import threading
@@ -116,10 +117,14 @@ def open_descriptors() -> dict[int, str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def opened_once() -> None:
-    """Create an event loop, for which libuv opens a pipe for signals and keeps it."""
+    """Start what keeps descriptors: libuv has a pipe for signals, and the fork server of Python 3.14 has pipes."""
     from aiofeed.runtime.event_loop import new_event_loop
 
     new_event_loop().close()
+    if multiprocessing.get_all_start_methods()[0] == "forkserver":  # the default; workers start in milliseconds
+        from tests.support.serve_parts import start_fork_server
+
+        start_fork_server()
 
 
 @pytest.fixture(scope="session")

@@ -21,26 +21,26 @@ from aiofeed.core.validation import (
     explain_arguments,
 )
 from aiofeed.devices.resolve import resolve_devices
-from aiofeed.feeder.config import (
+from aiofeed.feeder.arguments import (
     DATALOADER_ARGUMENTS,
     DATALOADER_HINT,
     DATALOADER_POSITIONS,
-    FeederConfig,
     a_batch_size,
     a_collate_fn,
+    a_shuffle,
     adopt_decoder,
     adopt_source,
     an_engine,
     check_stream,
-    complete_config,
     length_of,
     limits_for,
+    new_batches,
+    new_lister,
+    new_order,
     unpack_clips,
-    with_resident_tensors,
-    with_static_outputs,
 )
+from aiofeed.feeder.config import FeederConfig, complete_config, with_resident_tensors, with_static_outputs
 from aiofeed.feeder.iterator import FeedIterator
-from aiofeed.feeder.ordering import a_shuffle, new_batches, new_lister, new_order
 from aiofeed.feeder.session import FeederSession, OpenEpoch, Steps
 from aiofeed.runtime import threads
 from aiofeed.runtime.threads import JOIN_S

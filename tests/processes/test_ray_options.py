@@ -18,7 +18,7 @@ pytest.importorskip("ray")
 
 def test_ray_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has the command."""
-    monkeypatch.setattr("aiofeed.feeder.config.find_spec", lambda name: None)
+    monkeypatch.setattr("aiofeed.feeder.arguments.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'aiofeed\[ray\]'"):
         Feeder(parts.Numbers(4), decode=parts.number, batch_size=2, engine="ray")
 

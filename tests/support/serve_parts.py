@@ -22,7 +22,14 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def forking() -> Iterator[None]:
-    """Run a fork server that has imported torch, from which consumers are forked, until the tests end."""
+    """Run the fork server, from which consumers are forked, until the tests end."""
+    start_fork_server()
+    yield
+    forkserver._forkserver._stop()
+
+
+def start_fork_server() -> None:
+    """Start multiprocessing's fork server, and wait until it has imported what the processes of tests need."""
     modules = (
         "feeder.attach",
         "feeder.attached_passes",
@@ -36,8 +43,6 @@ def forking() -> Iterator[None]:
     started = CONTEXT.Process(target=nothing)  # waits until the fork server has imported torch
     started.start()
     started.join()
-    yield
-    forkserver._forkserver._stop()
 
 
 def nothing() -> None:
