@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -70,7 +71,13 @@ def within(limit_s: float, test: Callable[..., Awaitable[None]]) -> Callable[...
 
 
 def pytest_configure() -> None:
-    """Handle SIGINT in this process and its children, although a shell ignores it for background commands."""
+    """Handle SIGINT in this process and its children, although a shell ignores it for background commands.
+
+    Workers of a ``DataLoader`` are forked, also where Python 3.14 has another default: the datasets of many tests are
+    local classes. Tests of the other start methods pass ``multiprocessing_context=``.
+    """
+    if sys.platform == "linux":
+        multiprocessing.set_start_method("fork", force=True)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -117,14 +124,10 @@ def open_descriptors() -> dict[int, str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def opened_once() -> None:
-    """Start what keeps descriptors: libuv has a pipe for signals, and the fork server of Python 3.14 has pipes."""
+    """Create an event loop, for which libuv opens a pipe for signals and keeps it."""
     from aiofeed.runtime.event_loop import new_event_loop
 
     new_event_loop().close()
-    if multiprocessing.get_all_start_methods()[0] == "forkserver":  # the default; workers start in milliseconds
-        from tests.support.serve_parts import start_fork_server
-
-        start_fork_server()
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.reduction
 import multiprocessing.resource_tracker
 import os
 import threading
@@ -195,9 +196,10 @@ def test_multiprocessing_contexts(context: str) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def processes_of_multiprocessing_started() -> None:
-    """Start multiprocessing's processes that spawned and forked workers need, which keep pipes."""
+    """Start multiprocessing's processes and the thread that workers need, which keep pipes and a socket."""
     multiprocessing.resource_tracker.ensure_running()
     multiprocessing.forkserver.ensure_running()
+    multiprocessing.reduction.ForkingPickler.dumps(torch.zeros(1))
 
 
 def test_a_spawned_worker_does_the_same() -> None:
@@ -209,6 +211,15 @@ def test_a_spawned_worker_does_the_same() -> None:
         return list(DataLoader(Random(5), None, num_workers=1, multiprocessing_context=context))
 
     assert same(epoch("spawn"), epoch("fork"))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_of_a_fork_server_get_tensors_in_every_epoch(persistent: bool) -> None:
+    """Each worker gets the dataset by pickle in each epoch; a tensor in it has shared memory, and is sent once."""
+    data = TensorDataset(torch.arange(8))
+    loader = DataLoader(data, 2, num_workers=2, persistent_workers=persistent, multiprocessing_context="forkserver")
+    for _ in range(3):
+        assert [batch.tolist() for [batch] in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 @pytest.mark.slow

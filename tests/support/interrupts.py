@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dis
 import sys
-from types import FrameType
+import threading
+from types import CodeType, FrameType
 from typing import Any
+
+_CALLS = ("CALL", "CALL_KW", "CALL_FUNCTION_EX")
+_TOOL = 4  # a number that no profiler or debugger uses
 
 
 class Interrupt:
@@ -18,37 +22,71 @@ class Interrupt:
         self.left = n
         self._before: dict[FrameType, str] = {}
         self._into_python: set[FrameType] = set()
+        self._thread = threading.get_ident()
 
     def __enter__(self) -> Interrupt:
-        # Python 3.12 and 3.13 trace no opcodes if no frame has asked for them before.
-        sys._getframe().f_trace_opcodes = True
-        sys.settrace(self._call)
+        if sys.version_info < (3, 12):
+            sys.settrace(self._call)
+            return self
+        # Since Python 3.13 a trace function gets no opcodes of the first call of a function.
+        monitoring, events = sys.monitoring, sys.monitoring.events
+        monitoring.use_tool_id(_TOOL, "tests")
+        for event in (events.PY_START, events.PY_RESUME):
+            monitoring.register_callback(_TOOL, event, self._entered)
+        monitoring.register_callback(_TOOL, events.INSTRUCTION, self._instruction)
+        monitoring.set_events(_TOOL, events.PY_START | events.PY_RESUME | events.INSTRUCTION)
         return self
 
     def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
+        if sys.version_info < (3, 12):
+            sys.settrace(None)
+        else:
+            sys.monitoring.set_events(_TOOL, 0)
+            sys.monitoring.free_tool_id(_TOOL)
         self._before.clear()
         self._into_python.clear()
 
+    def _entered(self, code: CodeType, offset: int) -> None:
+        self._enter(sys._getframe(1))
+
+    def _instruction(self, code: CodeType, offset: int) -> Any:
+        if not _counts(code):
+            return sys.monitoring.DISABLE  # type: ignore[attr-defined]
+        if threading.get_ident() == self._thread:
+            self._opcode(sys._getframe(1), offset)
+        return None
+
     def _call(self, frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_back is not None:
-            self._into_python.add(frame.f_back)
-        # The simulated device stands for C code, which is not interrupted.
-        if "/aiofeed/" not in frame.f_code.co_filename or "/testing/" in frame.f_code.co_filename:
+        self._enter(frame)
+        if not _counts(frame.f_code):
             return None
         frame.f_trace_opcodes = True
-        return self._opcode
+        return self._traced
 
-    def _opcode(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event != "opcode":
-            return self._opcode
-        before = self._before.get(frame, "")
-        now = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    def _traced(self, frame: FrameType, event: str, argument: object) -> Any:
+        if event == "opcode":
+            self._opcode(frame, frame.f_lasti)
+        return self._traced
+
+    def _enter(self, frame: FrameType) -> None:
+        self._before.setdefault(frame, "")
+        if frame.f_back is not None:
+            self._into_python.add(frame.f_back)
+
+    def _opcode(self, frame: FrameType, offset: int) -> None:
+        if (before := self._before.get(frame)) is None:
+            return  # an older generator is closed
+        now = dis.opname[frame.f_code.co_code[offset]]
         self._before[frame] = now
         called_python = frame in self._into_python
         self._into_python.discard(frame)
-        if before in ("", "RESUME") or now == "JUMP_BACKWARD" or (before.startswith("CALL") and not called_python):
+        if before in ("", "RESUME") or now == "JUMP_BACKWARD" or (before in _CALLS and not called_python):
             if self.left == 0:
+                self._thread = 0  # once
                 raise KeyboardInterrupt
             self.left -= 1
-        return self._opcode
+
+
+def _counts(code: CodeType) -> bool:
+    # The simulated device stands for C code, which is not interrupted.
+    return "/aiofeed/" in code.co_filename and "/testing/" not in code.co_filename

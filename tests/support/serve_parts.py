@@ -22,14 +22,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def forking() -> Iterator[None]:
-    """Run the fork server, from which consumers are forked, until the tests end."""
-    start_fork_server()
-    yield
-    forkserver._forkserver._stop()
-
-
-def start_fork_server() -> None:
-    """Start multiprocessing's fork server, and wait until it has imported what the processes of tests need."""
+    """Run a fork server that has imported torch, from which consumers are forked, until the tests end."""
     modules = (
         "feeder.attach",
         "feeder.attached_passes",
@@ -43,6 +36,8 @@ def start_fork_server() -> None:
     started = CONTEXT.Process(target=nothing)  # waits until the fork server has imported torch
     started.start()
     started.join()
+    yield
+    forkserver._forkserver._stop()
 
 
 def nothing() -> None:

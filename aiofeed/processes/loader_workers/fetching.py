@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -43,20 +44,29 @@ def _failed_sample(error: Exception, fetcher: Any) -> tuple[Any, Any] | None:
                 if "idx" in variables:
                     return fetcher.dataset, variables["idx"]
                 return fetcher.dataset, _failed_index(called, variables.get("possibly_batched_index"))
-            if frame.f_code.co_filename == _SUBSET_FILE and "idx" in variables:
-                return variables.get("self"), variables["idx"]
+            if frame.f_code.co_filename == _SUBSET_FILE:
+                subset = variables.get("self")
+                if "idx" in variables:
+                    return subset, variables["idx"]
+                if isinstance(subset, Subset):
+                    return subset, _failed_index(called, variables.get("indices"), subset.indices)
         trace = trace.tb_next
     return None
 
 
-def _failed_index(called: FrameType, indices: Any) -> Any:
-    """The index with which ``__getitem__`` was called, from its frame, because torch's frame has it up to Python 3.11.
+def _failed_index(called: FrameType, indices: Any, passed: Sequence[Any] | None = None) -> Any:
+    """The index of the sample that failed, from the frame of ``__getitem__``: torch's has it up to Python 3.11.
 
     All indices of the batch if it is none of them, because the method has changed the variable.
+
+    Args:
+        passed: What is passed to ``__getitem__`` for each index. Default: the index.
     """
     names = called.f_code.co_varnames[: called.f_code.co_argcount]
     index = called.f_locals.get(names[1]) if len(names) > 1 else None
-    return index if isinstance(indices, list) and any(index is each for each in indices) else indices
+    if not isinstance(indices, list):
+        return indices
+    return next((each for each in indices if (each if passed is None else passed[each]) is index), indices)
 
 
 def _name(dataset: Any, index: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import pickle
 import threading
 from collections import deque
@@ -30,6 +31,9 @@ from aiofeed.processes.loader_workers.workers import LoaderWorkers
 _WAIT_S = 5.0
 # Interval of the checks whether the consumer of a thread has gone.
 _OWNER_POLL_S = 0.1
+# The most for `WorkerStart.most_kept`. A mapping costs a descriptor, of which a process may have 1024 on many systems;
+# if fewer, a quarter of them are used.
+_MOST_KEPT = 256
 
 
 @dataclass(frozen=True)
@@ -208,6 +212,7 @@ class WorkerIterator(torch_loader._BaseDataLoaderIter):
             self._num_workers,
             self._shared_seed,
             self._most_batches,
+            min(_MOST_KEPT, os.sysconf("SC_OPEN_MAX") // 4),
         )
         context = loader.multiprocessing_context or torch.multiprocessing
         self._spare: list[LoaderWorkers] = loader._spare_workers

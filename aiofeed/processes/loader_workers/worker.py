@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 import pickle
 import random
 import signal
@@ -38,16 +37,18 @@ from aiofeed.processes.loader_workers.random_state import (
 )
 from aiofeed.processes.pickling import SlotStorage, dump_batch, move_batch
 
-# Batches of all workers in shared memory that the user keeps; later ones are sent through the channel. A mapping costs
-# a descriptor, of which a process may have 1024 on many systems; if fewer, a quarter of them are used.
-_MOST_KEPT = 256
 # Interval of the checks whether the parent lives, if another process holds its end of the channel open.
 _PARENT_POLL_S = 5.0
 
 
 @dataclass(frozen=True, eq=False)
 class WorkerStart:
-    """What a worker starts with; the arguments of torch's ``_worker_loop``."""
+    """What a worker starts with; the arguments of torch's ``_worker_loop``.
+
+    Attributes:
+        most_batches: Batches of all workers in flight.
+        most_kept: Batches of all workers in shared memory that the user keeps; later ones are sent through the channel.
+    """
 
     dataset_kind: int
     dataset: Any
@@ -59,6 +60,7 @@ class WorkerStart:
     num_workers: int
     shared_seed: int | None
     most_batches: int
+    most_kept: int
 
 
 def main(sock: socket.socket, inherited: list[socket.socket], start: WorkerStart, number: int) -> None:
@@ -86,8 +88,7 @@ class _LoaderWorker:
         self._init_error: ExceptionWrapper | None = None
         self._ended = False
         self._pool = SlotPool(start.most_batches + 2, single_reader=True)
-        kept = min(_MOST_KEPT, os.sysconf("SC_OPEN_MAX") // 4)
-        self._most_slots = (kept + start.most_batches) // start.num_workers
+        self._most_slots = (start.most_kept + start.most_batches) // start.num_workers
         self._storage = SlotStorage()
         self._mapped: set[int] = set()
         self._serials = itertools.count()

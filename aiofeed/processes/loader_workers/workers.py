@@ -109,10 +109,11 @@ class LoaderWorkers:
         if context is not self._context or start.num_workers != len(self._workers) or self.forked or self.ended:
             return False
         try:
-            data = bytes(ForkingPickler.dumps(start))
+            # One for each: torch's shared tensors can be loaded once.
+            pickled = [bytes(ForkingPickler.dumps(start)) for _ in self._workers]
         except Exception:  # noqa: BLE001 - some objects can be sent to starting processes only, such as locks
             return False
-        for number in range(start.num_workers):
+        for number, data in enumerate(pickled):
             self.send(number, Resume(start.shared_seed, data))
         return True
 
