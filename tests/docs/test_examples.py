@@ -322,6 +322,7 @@ def test_packed_text_is_resumed_with_another_number_of_processes() -> None:
 
 def test_segmentation_learns_the_masks() -> None:
     """The loss falls, objects are found, and the boxes are on their objects."""
+    pytest.importorskip("skimage")
     output = run("segmentation.py", "--steps", "60", "--samples", "96")
     lines = re.findall(
         r"^step +\d+, .*: loss ([0-9.]+), mean IoU ([0-9.]+), ([0-9.]+) of the boxes", output, re.MULTILINE

@@ -354,10 +354,12 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
-def test_the_end_of_the_script_ends_the_workers(number: signal.Signals) -> None:
+def test_the_end_of_the_script_ends_the_workers(number: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C, SIGTERM and SIGKILL of the script end its workers; Ctrl-C prints one traceback."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, script],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -176,7 +176,8 @@ def test_a_break_cancels_requests(files, object_server):
     """``close`` cancels requests that wait for an answer, at once."""
     object_server.schedule = lambda request: Fault(stall=True) if request.number >= 40 else None
     feeder = new_feeder(files)
-    next(iter(feeder))
+    iterator = iter(feeder)
+    next(iterator)
     until(lambda: object_server.count > 41)
     feeder.close()
     assert not open_requests

@@ -143,6 +143,7 @@ class TestPrometheus:
 
     def test_several_feeders(self) -> None:
         """Several feeders are in one family per metric, as the format requires."""
+        pytest.importorskip("prometheus_client")
         from prometheus_client import generate_latest
         from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
         from prometheus_client.openmetrics.parser import text_string_to_metric_families
@@ -284,6 +285,11 @@ class TestTensorBoard:
 class TestLightning:
     pytestmark = integration
 
+    @pytest.fixture(autouse=True)
+    def installed(self) -> None:
+        """Skip the tests if Lightning is not installed."""
+        pytest.importorskip("lightning")
+
     def fit(self, folder: Path, feeder: Any, monitor: Any, **options: Any) -> dict[int, dict[str, float]]:
         """Train two epochs; returns what was logged by step."""
         with warnings.catch_warnings():
@@ -326,7 +332,6 @@ class TestLightning:
 
     def test_logged(self, feeder: Feeder[Any], tmp_path: Path) -> None:
         """The callback logs the feeder's scalars every n batches and at the end of each epoch."""
-        pytest.importorskip("lightning")
         from aiofeed.lightning import FeederMonitor
 
         logged = self.fit(tmp_path, feeder, FeederMonitor())

@@ -150,12 +150,12 @@ class CacheDatabase:
     """
 
     def __init__(self, path: str, max_bytes: int | None = None) -> None:
+        self._connection: sqlite3.Connection | None = None
         if max_bytes is None and not os.path.exists(path):
             raise CacheError(f"there is no cache at {path!r}")
         if os.path.isfile(path) and 0 < os.path.getsize(path) < 512:  # SQLite would write over it
             raise CacheError(f"the cache {path!r} {_OTHER}")
         uri = f"{Path(path).absolute().as_uri()}?mode={'rw' if max_bytes is None else 'rwc'}"
-        self._connection: sqlite3.Connection | None = None
         try:
             self._connection = sqlite3.connect(
                 uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False
@@ -172,6 +172,9 @@ class CacheDatabase:
         """Close the connection."""
         if self._connection is not None:
             self._connection.close()
+
+    def __del__(self) -> None:
+        self.close()
 
     def _execute(self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> sqlite3.Cursor:
         assert self._connection is not None

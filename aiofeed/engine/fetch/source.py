@@ -264,7 +264,7 @@ class SourceFetcher(Fetcher):
         if not reading:
             return sample_error(DecodeError, error, key, index, traced=self.stop_at_error)
         hint = ""
-        if isinstance(error, TypeError) and "'await' expression" in format_error(error):
+        if isinstance(error, TypeError) and "await" in format_error(error):
             hint = f" ({type(self._source).__name__}.read is not an `async def`; a source needs one)"
         if isinstance(error, IndexError):
             with contextlib.suppress(BaseException):  # the user's __len__; this is only a hint
