@@ -26,7 +26,7 @@ def tests(session: nox.Session) -> None:
 @nox.session(python="3.11")
 def lowest(session: nox.Session) -> None:
     """The tests, with the lowest version of each dependency that pyproject.toml allows."""
-    extras = ".[pillow,turbo,objects,parquet,safetensors,test]"
+    extras = ".[pillow,turbo,objects,parquet,media,safetensors,prometheus,otel,test]"
     session.install("--constraint", "tests/install/lowest.txt", "--editable", extras)
     run_tests(session)
 

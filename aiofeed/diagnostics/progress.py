@@ -54,7 +54,8 @@ class ProgressFeed(Generic[BatchT]):
         """Start an epoch, with a bar."""
         session = self._session
         iterator = session.begin()
-        if not shows_progress() or session.rank:
+        # With a bar of rich before version 15, standard error is no terminal.
+        if session.rank or not (session.bar or shows_progress()):
             return iterator
         epoch, before, last = session.place()
         try:

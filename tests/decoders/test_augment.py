@@ -34,7 +34,7 @@ def rng(seed: int) -> torch.Generator:
 def noise(image: torch.Tensor) -> torch.Tensor:
     """A transform that draws from torch's global generator, in several ways."""
     order, sign = torch.randperm(3), torch.rand(1) < 0.5
-    shift = torch.empty(1).uniform_(0, 40) + torch.randint(0, 9, (1,)) + 9 * torch.randn_like(torch.zeros(1)).abs()
+    shift = torch.empty(1).uniform_(0, 40) + torch.randint(0, 9, (1,)) + 9 * torch.randn(1).abs()
     return (image[order] // 2 + shift.to(torch.uint8)) if sign else image
 
 

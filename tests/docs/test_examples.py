@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import re
@@ -494,6 +495,10 @@ def test_ray_data_is_resumed_with_its_next_batches() -> None:
 @pytest.mark.integration
 def test_checkpoint_dcp_sees_each_sample_once() -> None:
     """A distributed checkpoint restores the feeder's position and the weights."""
+    from torch.distributed.checkpoint import save
+
+    if "no_dist" not in inspect.signature(save).parameters:
+        pytest.skip("torch 2.6 finds out by itself that there is one process, and warns")
     output = run("checkpoint_dcp.py")
     assert "loaded: 60 samples are left, each sample once: True" in output
     assert "the weights equal the saved ones: True" in output

@@ -19,6 +19,7 @@ SCRIPT = Path(__file__).with_name("train_dcp.py")
 
 pytestmark = [
     pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled, )?unavailable:UserWarning"),
 ]
 
@@ -45,10 +46,10 @@ def test_saved_feeder_resumes(
     whole = list(two_epochs(make_feeder(**options)))
     feeder = make_feeder(**options)
     before = list(islice(two_epochs(feeder), steps))
-    dcp.save({"model": {"weight": torch.ones(3)}, "feeder": feeder}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"model": {"weight": torch.ones(3)}, "feeder": feeder}, checkpoint_id=tmp_path)
 
     again, model = make_feeder(**options), {"weight": torch.zeros(3)}
-    dcp.load({"model": model, "feeder": again}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load({"model": model, "feeder": again}, checkpoint_id=tmp_path)
     assert torch.equal(model["weight"], torch.ones(3))
     assert again.state_dict() == feeder.state_dict()
     assert sorted([*before, *two_epochs(again)]) == sorted(whole)
@@ -73,6 +74,6 @@ def test_other_data_are_refused(make_feeder: Callable[..., Feeder[Any]], tmp_pat
     """Loading into a feeder over other data raises a `StateError` that names the difference."""
     import torch.distributed.checkpoint as dcp
 
-    dcp.save({"feeder": make_feeder()}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"feeder": make_feeder()}, checkpoint_id=tmp_path)
     with pytest.raises(StateError, match="length: 26 in the state, 27 here"):
-        dcp.load({"feeder": make_feeder(27)}, checkpoint_id=tmp_path, no_dist=True)
+        dcp.load({"feeder": make_feeder(27)}, checkpoint_id=tmp_path)
