@@ -296,6 +296,7 @@ def test_without_photographs_there_are_pictures_of_noise(tmp_path: Path, monkeyp
     assert len(images.endless(setup.Setup("cpu", 1, True, tmp_path), 30)) == 30
 
 
+@pytest.mark.filterwarnings("ignore:The global interpreter lock:RuntimeWarning")  # of triton on Python 3.14t
 def test_the_network_is_of_resnet_50_s_size() -> None:
     """25.6 million parameters, 1,000 classes."""
     with torch.device("meta"):

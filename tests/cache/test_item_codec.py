@@ -22,6 +22,7 @@ from aiofeed.engine.resident.pipeline import ResidentPipeline
 from aiofeed.feeder.pipeline import StreamingPipeline
 from aiofeed.testing import SimulatedDevice
 from tests.support.epochs_beside import same_after
+from tests.support.waiting import until
 
 LATENCIES = ("random", "late", "early")
 DEVICES = pytest.mark.parametrize("kind", [None, *LATENCIES])
@@ -654,7 +655,7 @@ def test_memory_is_freed_with_the_feeder(kind: str | None) -> None:
     del feeder
     if backend is not None:
         backend.synchronize()
-        assert backend.allocated_bytes == 0
+        until(lambda: backend.allocated_bytes == 0)  # on a free-threaded build a thread that ends may drop the last
 
 
 @CACHES
