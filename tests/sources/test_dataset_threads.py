@@ -145,9 +145,15 @@ class Rows(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         if self.connection is None:
-            self.connection = sqlite3.connect(":memory:")
+            self.connection = sqlite3.connect(":memory:", check_same_thread=False)  # for `__del__` only
+            self.thread = threading.get_ident()
+        assert self.thread == threading.get_ident()
         [number] = self.connection.execute("select ?", (index,)).fetchone()
         return int(number)
+
+    def __del__(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
 
 
 def test_a_connection_of_one_thread_works_in_all_epochs() -> None:
