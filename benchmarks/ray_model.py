@@ -143,8 +143,8 @@ def simulate(model: Model, seed: int = 0) -> tuple[float, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--loop-ms", type=float, default=5.7, help="per batch, as measured (%(default)s)")
-    parser.add_argument("--loop-ms-per-mb", type=float, default=0.75, help="as measured (%(default)s)")
+    parser.add_argument("--loop-ms", type=float, default=4.4, help="per batch, as measured (%(default)s)")
+    parser.add_argument("--loop-ms-per-mb", type=float, default=0.31, help="as measured (%(default)s)")
     parser.add_argument("--picture", type=Path, help="write the rates as a picture")
     options = parser.parse_args()
     loop = {"loop_s": options.loop_ms / 1e3, "loop_s_per_mb": options.loop_ms_per_mb / 1e3}
