@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +79,33 @@ class Source(Protocol[EncodedT_co]):
     async def read(self, index: int, /) -> EncodedT_co:
         """Read an encoded sample: ``bytes``, or a tuple or dict of bytes for a sample of several files."""
         ...
+
+
+@dataclass(frozen=True)
+class Traits:
+    """The kind of a source, its attribute ``traits``. A source of encoded samples needs none.
+
+    Args:
+        decode: Whether samples are decoded by ``decode=``: it is needed, optional, or makes no sense.
+        items: Whether samples are objects of Python, made by a ``Dataset``.
+        rows: Whether a batch is gathered from columns or files, not collated from samples.
+        in_memory: Whether batches are views of tensors in memory.
+        indexed: Whether samples have indices; those of a stream have none.
+        ordered: Whether the source decides which samples come.
+    """
+
+    decode: Literal["needed", "optional", "none"] = "needed"
+    items: bool = False
+    rows: bool = False
+    in_memory: bool = False
+    indexed: bool = True
+    ordered: bool = False
+
+
+def traits_of(source: Any) -> Traits:
+    """Return the traits of a source."""
+    traits = getattr(source, "traits", None)
+    return traits if isinstance(traits, Traits) else Traits()
 
 
 @public

@@ -1,24 +1,33 @@
-"""The arguments of a feeder, each checked and converted by itself; those about the order become a ``FeedOrder``.
+"""The arguments of a feeder: each checked by itself, then against each other by ``rules.py``, then a configuration.
 
 Each error says what was given and what to write instead.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.core.failure_policy import as_policy
+from aiofeed.core.errors import CacheError
+from aiofeed.core.failure_policy import FailurePolicy, as_policy
+from aiofeed.core.formatting import format_bytes
 from aiofeed.core.limits import Limits, ResolvedLimits, resolve_limits
-from aiofeed.core.types import Collate, Source, decodes_in_place
-from aiofeed.core.validation import check_callable, check_positive_int, is_async_function
+from aiofeed.core.statistics import new_events
+from aiofeed.core.types import Collate, Row, Source, Traits, Transform, decodes_in_place, traits_of
+from aiofeed.core.validation import check_bool, check_callable, check_positive_int, check_seed, is_async_function
 from aiofeed.decoders.media.clips import Clips
+from aiofeed.devices.backend import CpuBackend
+from aiofeed.devices.resolve import DeviceGroup, resolve_devices
 from aiofeed.engine.fetch.sequences import PackCollate
+from aiofeed.feeder.rules import check, facts_of
 from aiofeed.runtime import machine
 from aiofeed.sampling.feed_order import FeedOrder, Lister
 from aiofeed.sampling.listers.computed import ComputedOrder
@@ -28,17 +37,28 @@ from aiofeed.sampling.listers.packing import Pack
 from aiofeed.sampling.listers.sampler import BatchSamplerAdapter
 from aiofeed.sampling.listers.weighted import WeightedOrder
 from aiofeed.sampling.listers.window import WindowOrder
+from aiofeed.sampling.samples import SampleSchedule
 from aiofeed.sampling.schedule import Schedule, Shuffle, is_shuffle, window_shards
+from aiofeed.sampling.state import InOrder, check_in_order
 from aiofeed.sources.arrays.tokens import Tokens
-from aiofeed.sources.dataset import FromDataset, check_parts, is_iterable_dataset, is_map_dataset
+from aiofeed.sources.dataset import FromDataset, check_parts, fingerprint_of, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
 from aiofeed.sources.stream_epochs import StreamOrder
-from aiofeed.sources.tables.table import Table
-from aiofeed.sources.tensors import Tensors
+from aiofeed.sources.tables.columns import collate_rows
+from aiofeed.sources.tensors import Tensors, tensors_of
 
 if TYPE_CHECKING:
+    from aiofeed.cache.encoded.database import EncodedCache
+    from aiofeed.cache.store import SampleStore
+    from aiofeed.devices.backend import DeviceBackend
+    from aiofeed.devices.copier import StaticOutput
     from aiofeed.processes.actors.options import RayEngine
+
+log: logging.Logger = logging.getLogger("aiofeed.feeder")
+
+# Batches from this size on are compared with the free memory.
+_CHECKED_BYTES = 8 << 20
 
 
 # --- names of torch's DataLoader ---
@@ -165,32 +185,12 @@ def unpack_clips(source: Any, decode: Any) -> tuple[Any, Any]:
     return source.source, source.decoder
 
 
-def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> Callable[..., Any] | None:
-    """Return the decoder, or ``None`` if the source returns decoded samples."""
-    if isinstance(source, Tensors):
-        if decode is not None:
-            raise TypeError("Tensors are decoded already, so decode= makes no sense; transform= gets each batch")
-        return None
-    if isinstance(source, Tokens):
-        if decode is not None:
-            raise TypeError("Tokens are decoded already, so decode= makes no sense; transform= gets each batch")
-        return source.decoder
-    if isinstance(source, Table) and decode is None:
-        return None
-    if isinstance(source, FromDataset):
-        if decode is None:
-            return None
-        items, instead = source.dataset, "decode in the dataset"
-        if isinstance(items, list | tuple) and items and isinstance(items[0], str | os.PathLike):
-            instead = f"a {type(items).__name__} is used as a Dataset; for files pass aiofeed.Files(paths)"
-        raise TypeError(f"a Dataset's items are decoded, so decode= makes no sense: {instead}")
+def check_decoder(decode: Any, items: object) -> Callable[..., Any] | None:
+    """Return ``decode`` if it is ``None`` or a decoder. ``items`` are those of a list or Dataset, for advice."""
     if decode is None:
-        if isinstance(source, Stream):
-            return None
-        raise TypeError(
-            f"{type(source).__name__} returns bytes, so decode= is needed: aiofeed.DecodeImage(size=224) for images, "
-            f"or any callable bytes -> tensor (decode=lambda data: data keeps the result of read())"
-        )
+        return None
+    if isinstance(items, list | tuple) and items and isinstance(items[0], str | os.PathLike):
+        raise TypeError(f"a {type(items).__name__} is used as a Dataset; for files pass aiofeed.Files(paths)")
     if not callable(decode):
         raise TypeError(f"decode must be callable, got {decode!r}")
     if isinstance(decode, type):
@@ -246,54 +246,9 @@ def a_batch_size(value: object) -> int:
     return check_positive_int("batch_size", value)
 
 
-def a_collate_fn(value: object, batch_size: object) -> Collate | PackCollate | None:
-    """Return ``value`` if it is a valid ``collate_fn``; for ``Pack``, its own.
-
-    Raises:
-        TypeError, ValueError: It is no such function, or ``Pack`` excludes it.
-    """
-    collate_fn: Collate | None = check_callable("collate_fn", value)
-    if not isinstance(batch_size, Pack):
-        return collate_fn
-    if collate_fn is not None:
-        raise ValueError("Pack puts the batches together, so leave out collate_fn=; transform= gets each batch")
-    return PackCollate(batch_size.rows, batch_size.context, batch_size.separator, batch_size.pad)
-
-
 def length_of(source: Source[Any] | FromDataset | Tensors) -> int:
     """Return the number of samples of a source; 0 for a stream, whose end is not known before it is read."""
     return 0 if isinstance(source, Stream) else len(source)
-
-
-def check_stream(source: object, **arguments: Any) -> None:
-    """Raise ``ValueError`` if ``source`` is a ``Stream`` and one of some arguments of ``Feeder`` excludes it."""
-    if not isinstance(source, Stream):
-        return
-    policy = as_policy(arguments["on_error"])
-    unbounded = policy.action != "raise" and isinstance(policy.max_failures, float)
-    number = f"FailurePolicy({policy.action!r}, max_failures=100)"
-    for name, excluded, why in (
-        ("shuffle", a_shuffle(arguments["shuffle"]), "has an order of its own: pass Stream(..., shuffle_buffer=N)"),
-        ("sampler", arguments["sampler"] is not None, "has no indices: choose items in the iterable"),
-        ("weights", arguments["weights"] is not None, "has no indices: choose items in the iterable"),
-        ("batch_sampler", arguments["batch_sampler"] is not None, "has no indices: pass batch_size="),
-        ("batch_size", isinstance(arguments["batch_size"], LengthPlan), "has no list of lengths: pass a number"),
-        ("cache", arguments["cache"] is not None, "has no indices, by which a cache finds samples: leave it out"),
-        ("in_order", arguments["in_order"] == "samples", "gives the items of a batch together: pass in_order=False"),
-        ("engine", an_engine(arguments["engine"])[0], 'is read in this process: pass engine="thread"'),
-        (
-            "on_error",
-            policy.retries or policy.read_timeout_s is not None,
-            "gives each item once, so that a read cannot be timed or repeated: do that in the iterable",
-        ),
-        (
-            "on_error",
-            unbounded,
-            f"has no length of which max_failures={policy.max_failures} is a fraction: pass on_error={number}",
-        ),
-    ):
-        if excluded:
-            raise ValueError(f"{name}={arguments[name]!r} is not possible with {source!r}: a stream {why}")
 
 
 def limits_for(
@@ -326,6 +281,48 @@ def limits_for(
     )
 
 
+class Arguments:
+    """The arguments of ``Feeder``, each valid by itself.
+
+    Attributes:
+        adopted: The source as the feeder reads it: ``FromDataset`` of a ``Dataset``, the combined source of a
+            ``Mixture``.
+        traits: What kind of source it is.
+        length: The number of samples of the source; 0 for a stream, whose end is not known before it is read.
+        samples: Samples per batch; with a plan or a batch sampler, of a typical batch.
+        engines: Number of worker processes or actors; 0: threads of this process.
+        ray: The options of ``engine="ray"``.
+    """
+
+    def __init__(self, source: Any, given: Mapping[str, Any]) -> None:
+        self.source, decode = unpack_clips(source, given["decode"])
+        self.adopted: Any = adopt_source(self.source)
+        self.traits: Traits = replace(traits_of(self.adopted), ordered=isinstance(self.source, Mixture))
+        self.length: int = len(self.adopted) if self.traits.indexed else 0
+        self.decode = check_decoder(decode, getattr(self.adopted, "dataset", None))
+        self.shuffle = a_shuffle(given["shuffle"])
+        self.seed = check_seed(given["seed"])
+        self.drop_last = check_bool("drop_last", given["drop_last"])
+        self.pad = check_bool("pad", given["pad"])
+        self.sampler, self.weights = given["sampler"], given["weights"]
+        self.batch_sampler, self.batch_size = given["batch_sampler"], given["batch_size"]
+        self.samples = 1
+        if self.batch_sampler is None and not isinstance(self.batch_size, LengthPlan):
+            self.samples = self.batch_size = a_batch_size(self.batch_size)
+        self.collate_fn: Collate | None = check_callable("collate_fn", given["collate_fn"])
+        self.transform: Transform | None = check_callable("transform", given["transform"])
+        self.backend = resolve_devices(given["device"])
+        self.on_error = as_policy(given["on_error"])
+        self.cache = given["cache"]
+        self.limits = given["limits"]
+        self.shard = given["shard"]
+        self.in_order = check_in_order("in_order", given["in_order"])
+        self.engine = given["engine"]
+        self.engines, self.ray = an_engine(self.engine)
+        self.static_batches = check_bool("static_batches", given["static_batches"])
+        self.timeline = check_bool("timeline", given["timeline"])
+
+
 # --- the order ---
 
 
@@ -337,83 +334,250 @@ def a_shuffle(value: object) -> Shuffle:
     raise TypeError(f"shuffle must be True, False, 'keyed', 'replacement' or 'window', got {value!r}{hint}")
 
 
-def new_lister(
-    source: object, weights: Any, order: Schedule, *, sampled: bool, listed: bool
-) -> MixtureOrder | ComputedOrder | None:
+def new_lister(source: object, weights: Any, order: Schedule) -> MixtureOrder | ComputedOrder | None:
     """Return the order of a mixture, of weights or of shards; ``None`` for the schedule's own order.
 
     Raises:
-        TypeError, ValueError: The arguments exclude each other, or the weights do not fit the source.
+        TypeError, ValueError: The weights do not fit the source.
     """
     if isinstance(source, Mixture):
-        given = {
-            "weights=": weights is not None,
-            "sampler=": sampled,
-            "batch_sampler=": listed,
-            f"shuffle={order.shuffle!r}": order.shuffle not in (True, False, "keyed"),
-        }
-        if excluded := [name for name, is_given in given.items() if is_given]:
-            raise ValueError(f"a Mixture decides which samples come, so leave out {', '.join(excluded)}")
         return source.order(order.seed, shuffle=bool(order.shuffle))
+    if weights is not None:
+        return WeightedOrder(weights, order.length, order.seed)
     shards = window_shards(order.shuffle)
-    if weights is None and (shards is None or sampled or listed):  # those exclude shuffle=
-        return None
-    if weights is None and shards is not None:
-        starts = getattr(source, "shard_starts", None)
-        if starts is None:
-            raise ValueError(
-                f"shuffle={order.shuffle!r} mixes the samples of shards, and {source!r} has none: pass shuffle=True"
-            )
-        return WindowOrder(starts, shards, order.seed)
-    if sampled or listed or order.shuffle not in (False, "replacement"):
-        other = "sampler=" if sampled else "batch_sampler=" if listed else f"shuffle={order.shuffle!r}"
-        raise ValueError(f"weights= draws samples with replacement, so leave out {other}")
-    return WeightedOrder(weights, order.length, order.seed)
+    return None if shards is None else WindowOrder(source.shard_starts, shards, order.seed)  # type: ignore[attr-defined]
 
 
 def new_batches(
-    batch_size: object,
-    batch_sampler: Any,
-    order: Schedule,
-    lister: MixtureOrder | ComputedOrder | None,
-    *,
-    sampled: bool,
+    batch_size: object, batch_sampler: Any, order: Schedule, lister: MixtureOrder | ComputedOrder | None
 ) -> BatchSamplerAdapter | PlanLister | None:
     """Return the lister of a plan or of a batch sampler; ``None`` for a ``batch_size`` that is a number.
 
     Raises:
-        TypeError, ValueError: The arguments exclude each other, or the plan does not fit the source.
+        TypeError, ValueError: The plan does not fit the source.
     """
     if batch_sampler is not None:
-        given = {
-            "batch_size": batch_size is not None,
-            "sampler": sampled,
-            "shuffle": bool(order.shuffle),
-            "drop_last": order.drop_last,
-        }
-        if excluded := [f"{name}=" for name, is_given in given.items() if is_given]:
-            raise ValueError(f"batch_sampler= makes the batches, so leave out {', '.join(excluded)}")
         return BatchSamplerAdapter(batch_sampler, order.length)
     if not isinstance(batch_size, LengthPlan):
         return None
-    if sampled:
-        raise ValueError(f"{type(batch_size).__name__} decides the order, so leave out sampler=")
-    if order.shuffle not in (True, False) and (lister is None or isinstance(lister, WindowOrder)):
-        name = type(batch_size).__name__
-        raise ValueError(f"{name} shuffles a list: pass shuffle=True instead of {order.shuffle!r}")
     batch_size.bind(order.length)
     shuffle = bool(order.shuffle) or isinstance(lister, WeightedOrder)
     return PlanLister(batch_size, order.seed, shuffle=shuffle, drop_last=order.drop_last, order=lister)
 
 
-def new_order(
-    source: object,
-    base: Schedule,
-    sampler: Iterable[int] | None,
-    shard: tuple[int, int] | Literal["auto"] | None,
-    lister: Lister | None,
-) -> FeedOrder:
-    """Return the order of a feeder; see ``FeedOrder``."""
-    if isinstance(source, Stream):
-        return StreamOrder(base, shard, source)
-    return FeedOrder(base, sampler, shard, lister)
+def new_order(a: Arguments) -> FeedOrder:
+    """Return the order of a feeder; sets ``a.samples`` to the size of a typical batch.
+
+    Raises:
+        TypeError, ValueError: The weights, the plan, the sampler or the shard do not fit.
+    """
+    kind = SampleSchedule if a.in_order == "samples" else Schedule
+    order = kind(length=a.length, batch_size=1, shuffle=a.shuffle, seed=a.seed, drop_last=a.drop_last, pad=a.pad)
+    drawn = new_lister(a.source, a.weights, order)
+    batches = new_batches(a.batch_size, a.batch_sampler, order, drawn)
+    lister: Lister | None = drawn
+    if batches is None:
+        order = replace(order, batch_size=a.samples)
+    else:
+        lister, a.samples = batches, batches.typical_samples
+    if a.traits.indexed:
+        feed_order = FeedOrder(order, a.sampler, a.shard, lister)
+    else:
+        feed_order = StreamOrder(order, a.shard, a.adopted)
+    feed_order.events = new_events(a.timeline)
+    return feed_order
+
+
+# --- the configuration ---
+
+
+@dataclass(frozen=True, eq=False)
+class FeederConfig:
+    """The checked arguments of a feeder.
+
+    Args:
+        engines: Number of worker processes or actors; 0: threads of this process.
+        ray: The options of ``engine="ray"``.
+        static_outputs: One per device if ``static_batches=True``; otherwise empty.
+        tokens_resident: Whether ``Tokens`` are kept where batches are wanted.
+        facts: What holds for the arguments, see ``rules.py``.
+    """
+
+    source: Source[Any] | FromDataset | Tensors
+    length: int
+    decode: Callable[..., Any] | None
+    batch_size: int
+    collate_fn: Collate | PackCollate | None
+    backend: DeviceBackend | DeviceGroup | None
+    transform: Transform | None
+    policy: FailurePolicy
+    limits: ResolvedLimits
+    user_limits: Limits
+    in_order: InOrder
+    engines: int
+    static_outputs: tuple[StaticOutput, ...] = ()
+    cache: SampleStore | None = None
+    tokens_resident: bool = False
+    ray: RayEngine | None = None
+    facts: frozenset[str] = frozenset()
+
+    @property
+    def engine(self) -> str | RayEngine:
+        """The engine, as ``Feeder(engine=)`` takes it."""
+        return self.ray or (f"process:{self.engines}" if self.engines else "thread")
+
+    @property
+    def engine_kind(self) -> str:
+        """ "thread", "process" or "ray"."""
+        return "ray" if self.ray else "process" if self.engines else "thread"
+
+
+def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
+    """Check the arguments of a feeder against each other; return its order and its configuration.
+
+    Raises:
+        TypeError, ValueError: Two arguments exclude each other, one does not fit the source, or cannot be pickled for a
+            worker.
+        CacheError: The file of a cache cannot be used.
+    """
+    facts = facts_of(a)
+    check(facts, a)
+    order = new_order(a)
+    source, cache, tokens_resident = a.adopted, a.cache, "Tokens on the device" in facts
+    collate_fn: Collate | PackCollate | None = a.collate_fn
+    if isinstance(a.batch_size, Pack):
+        plan = a.batch_size
+        collate_fn = PackCollate(plan.rows, plan.context, plan.separator, plan.pad)
+    elif collate_fn is None and "rows of a Table" in facts and source.data is None:
+        source, collate_fn = source.in_batches(), collate_rows
+    if tokens_resident:
+        _check_room_for_tokens(a)
+        cache = None
+    elif "EncodedCache" in facts:
+        source, cache = _cached_source(source, cache), None
+    config = FeederConfig(
+        source=source,
+        length=a.length,
+        decode=getattr(source, "decoder", None) if a.traits.decode == "none" else a.decode,
+        batch_size=a.samples,
+        collate_fn=collate_fn,
+        backend=a.backend,
+        transform=a.transform,
+        policy=a.on_error,
+        limits=limits_for(a.limits, a.samples, a.adopted, a.engines, a.ray),
+        user_limits=a.limits or Limits(),
+        in_order=a.in_order,
+        engines=a.engines,
+        ray=a.ray,
+        tokens_resident=tokens_resident,
+        facts=frozenset(facts),
+    )
+    _warn_of_large_batches(config)
+    if config.engines:
+        from aiofeed.processes.workers import spawn
+
+        spawn.check_picklable(
+            config.engine_kind, source=config.source, decode=config.decode, collate_fn=config.collate_fn
+        )
+    if cache is not None:
+        config = replace(config, cache=_new_store(cache, config))
+    if a.static_batches:
+        config = with_static_outputs(config)
+    if "a plan" not in facts and "batch_sampler=" not in facts and not isinstance(a.source, FromDataset):
+        config = _with_resident_tensors(config)
+    return order, config
+
+
+def _warn_of_large_batches(config: FeederConfig) -> None:
+    """Log a warning if two batches take more than the free memory, if their size is known."""
+    row: Row | None = getattr(config.decode, "row", None) if decodes_in_place(config.decode) else None
+    if row is None or row.parts:
+        return
+    nbytes = 2 * config.batch_size * math.prod(row.shape) * np.dtype(row.dtype).itemsize
+    # Reading the free memory takes 0.4 ms.
+    if nbytes >= _CHECKED_BYTES and nbytes > (free := machine.free_memory()):
+        log.warning(
+            "two batches of %d samples, one in use and the next one, take %s, and this machine or container has %s "
+            "left: make batch_size= smaller, or raise the container's memory limit",
+            config.batch_size,
+            format_bytes(nbytes),
+            format_bytes(free),
+        )
+
+
+def _with_resident_tensors(config: FeederConfig) -> FeederConfig:
+    """Return a configuration that permutes the tensors of a ``TensorDataset`` in host memory, as for ``Tensors``.
+
+    For a device they are streamed, because they may not fit there.
+    """
+    excluded = (config.collate_fn, config.backend, config.cache, config.engines or None)
+    if not isinstance(config.source, FromDataset) or any(option is not None for option in excluded):
+        return config
+    tensors = tensors_of(config.source.dataset)
+    return config if tensors is None else replace(config, source=tensors)
+
+
+def with_static_outputs(config: FeederConfig) -> FeederConfig:
+    """Return the configuration with new static outputs; their tensors are created with the first batch."""
+    from aiofeed.devices.copier import StaticOutput
+
+    backend = config.backend or CpuBackend()
+    backends = backend.backends if isinstance(backend, DeviceGroup) else (backend,)
+    return replace(config, backend=backend, static_outputs=tuple(map(StaticOutput, backends)))
+
+
+def _check_room_for_tokens(a: Arguments) -> None:
+    """Raise ``CacheError`` if ``Tokens`` are to be kept in host memory, and do not fit there."""
+    if a.backend is None and not a.adopted.in_memory:
+        raise CacheError(
+            f'cache="device" with device=None keeps {a.source!r} in host memory, and its '
+            f"{format_bytes(sum(tokens.nbytes for tokens in a.adopted.arrays))} are more than half of the free "
+            f"{format_bytes(machine.free_memory())}: leave out cache=, and threads gather batches ahead"
+        )
+
+
+def _cached_source(source: Any, cache: EncodedCache) -> Source[Any]:
+    """Return the source with a cache of its encoded samples; ``CacheError`` if its file is none."""
+    from aiofeed.cache.encoded.database import check_file
+    from aiofeed.cache.encoded.source import CachedSource
+
+    check_file(cache)
+    return CachedSource(source, cache)
+
+
+def _new_store(cache: object, config: FeederConfig) -> SampleStore:
+    """Return an empty store for decoded samples.
+
+    Raises:
+        TypeError: ``cache`` is not a cache, or the decoder is random.
+    """
+    from aiofeed.cache.device import DeviceStore
+    from aiofeed.cache.disk import DiskCache, DiskStore
+    from aiofeed.cache.fingerprint import dataset_identity, identity
+    from aiofeed.cache.host import HostCache, HostStore
+    from aiofeed.cache.item_codec import new_codec
+    from aiofeed.cache.resident import HostRows
+
+    if cache == "host":
+        cache = HostCache()
+    if cache != "device" and not isinstance(cache, HostCache | DiskCache):
+        is_path = isinstance(cache, str) and (os.sep in cache or "." in cache)
+        raise TypeError(
+            f'cache must be "host", "device", aiofeed.HostCache(...), aiofeed.DiskCache(path) or '
+            f"aiofeed.EncodedCache(path, max_bytes), got {cache!r}"
+            + (f"; did you mean aiofeed.DiskCache({cache!r})?" if is_path else "")
+        )
+    source, length, decode = config.source, config.length, config.decode
+    new_codec(decode)
+    if cache == "device":
+        if config.backend is None:
+            return HostRows(length, config.batch_size, machine.free_memory)
+        return DeviceStore(length, config.batch_size)
+    if isinstance(cache, DiskCache):
+        if decode is None:
+            assert isinstance(source, FromDataset)
+            named = source.fingerprint()
+            return DiskStore(length, cache, named or dataset_identity(source.dataset), compare=named is None)
+        return DiskStore(length, cache, fingerprint_of(source, length), identity(decode))
+    assert isinstance(cache, HostCache)
+    return HostStore(length, cache, machine.free_memory)

@@ -7,17 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from aiofeed.core.failure_policy import Action, FailurePolicy, as_policy
+from aiofeed.core.failure_policy import Action, FailurePolicy
 from aiofeed.core.failures import Failure, FailureLog
 from aiofeed.core.limits import Limits
-from aiofeed.core.statistics import EpochStats, FeedStatistics, new_events
+from aiofeed.core.statistics import EpochStats, FeedStatistics
 from aiofeed.core.types import Source, public
 from aiofeed.core.validation import (
     check_bool,
-    check_callable,
     check_int_from,
     check_positive_int,
-    check_seed,
     explain_arguments,
 )
 from aiofeed.devices.resolve import resolve_devices
@@ -25,30 +23,18 @@ from aiofeed.feeder.arguments import (
     DATALOADER_ARGUMENTS,
     DATALOADER_HINT,
     DATALOADER_POSITIONS,
-    a_batch_size,
-    a_collate_fn,
-    a_shuffle,
-    adopt_decoder,
-    adopt_source,
-    an_engine,
-    check_stream,
-    length_of,
-    limits_for,
-    new_batches,
-    new_lister,
-    new_order,
-    unpack_clips,
+    Arguments,
+    FeederConfig,
+    new_config,
+    with_static_outputs,
 )
-from aiofeed.feeder.config import FeederConfig, complete_config, with_resident_tensors, with_static_outputs
 from aiofeed.feeder.iterator import FeedIterator
 from aiofeed.feeder.session import FeederSession, OpenEpoch, Steps
 from aiofeed.runtime import threads
 from aiofeed.runtime.threads import JOIN_S
 from aiofeed.sampling.listers.length_plans import LengthPlan
-from aiofeed.sampling.listers.mixture import MixtureOrder
-from aiofeed.sampling.samples import SampleSchedule
-from aiofeed.sampling.schedule import Schedule, Shuffle
-from aiofeed.sampling.state import Checkpoint, SavedState, check_in_order
+from aiofeed.sampling.schedule import Shuffle
+from aiofeed.sampling.state import Checkpoint, SavedState
 from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset, fingerprint_of
 from aiofeed.sources.mixture import Mixture
@@ -326,64 +312,9 @@ class Feeder(Generic[BatchT]):
         static_batches: bool = False,
         timeline: bool = True,
     ) -> None:
-        source, decode = unpack_clips(source, decode)
-        self._source = adopt_source(source)
-        check_stream(
-            self._source,
-            batch_size=batch_size,
-            batch_sampler=batch_sampler,
-            shuffle=shuffle,
-            sampler=sampler,
-            weights=weights,
-            on_error=on_error,
-            cache=cache,
-            engine=engine,
-            in_order=in_order,
-        )
-        self._length = length_of(self._source)
-        in_order = check_in_order("in_order", in_order)
-        order = (SampleSchedule if in_order == "samples" else Schedule)(
-            length=self._length,
-            batch_size=1,
-            shuffle=a_shuffle(shuffle),
-            seed=check_seed(seed),
-            drop_last=check_bool("drop_last", drop_last),
-            pad=check_bool("pad", pad),
-        )
-        sampled = sampler is not None
-        lister = new_lister(source, weights, order, sampled=sampled, listed=batch_sampler is not None)
-        batches = new_batches(batch_size, batch_sampler, order, lister, sampled=sampled)
-        typical = a_batch_size(batch_size) if batches is None else batches.typical_samples
-        if batches is None:
-            order = replace(order, batch_size=typical)
-        self._order = new_order(self._source, order, sampler, shard, lister if batches is None else batches)
-        self._order.events = new_events(check_bool("timeline", timeline))
-        engines, ray = an_engine(engine)
-        config = FeederConfig(
-            source=self._source,
-            length=self._length,
-            decode=adopt_decoder(self._source, decode),
-            batch_size=typical,
-            collate_fn=a_collate_fn(collate_fn, batch_size),
-            backend=resolve_devices(device),
-            transform=check_callable("transform", transform),
-            policy=as_policy(on_error),
-            limits=limits_for(limits, typical, self._source, engines, ray),
-            user_limits=limits or Limits(),
-            in_order=in_order,
-            engines=engines,
-            ray=ray,
-        )
-        config = complete_config(
-            config,
-            cache=cache,
-            static_batches=static_batches,
-            drop_last=drop_last,
-            sampled=sampled or isinstance(lister, MixtureOrder),
-            listed=batches is not None,
-        )
-        if batches is None and not isinstance(source, FromDataset):
-            config = with_resident_tensors(config)
+        arguments = Arguments(source, locals())  # all parameters, by name
+        self._source, self._length = arguments.adopted, arguments.length
+        self._order, config = new_config(arguments)
         self._device = device
         self._checkpoint = Checkpoint()
         self._failures = FailureLog(config.policy)

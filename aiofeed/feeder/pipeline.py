@@ -26,7 +26,7 @@ from aiofeed.engine.samples import SampleEngine
 from aiofeed.engine.tuning.gil import GilLimit, gil_message
 from aiofeed.engine.tuning.reads import READS_MOST
 from aiofeed.engine.tuning.tuner import Tuner
-from aiofeed.feeder.config import FeederConfig
+from aiofeed.feeder.arguments import FeederConfig
 from aiofeed.feeder.iterator import LoopProducer
 from aiofeed.runtime import machine
 from aiofeed.runtime.buffers import HostBufferPool, PinnedBufferPool

@@ -16,7 +16,7 @@ from aiofeed.core.failures import FailureLog
 from aiofeed.core.statistics import EpochStats, FeedStatistics
 from aiofeed.core.types import decodes_in_place
 from aiofeed.devices.resolve import DeviceGroup
-from aiofeed.feeder.config import FeederConfig
+from aiofeed.feeder.arguments import FeederConfig
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, take_end
 from aiofeed.feeder.pipeline import StreamingPipeline, measurements
 from aiofeed.runtime import machine

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from aiofeed.core.errors import add_note
-from aiofeed.core.types import Source, public
+from aiofeed.core.types import Source, Traits, public
 from aiofeed.core.validation import check_callable, check_positive_int, explain_arguments
 from aiofeed.sampling.schedule import fingerprint
 
@@ -49,6 +49,8 @@ class FromDataset:
         TypeError: An ``IterableDataset``, an object without the two methods, a setup that cannot be called, or a
             fingerprint that is no str.
     """
+
+    traits: Traits = Traits(decode="none", items=True)
 
     def __init__(
         self,

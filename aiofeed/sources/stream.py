@@ -13,7 +13,7 @@ from typing import Any
 
 from aiofeed.core.errors import FeedError, ReadError, StateError, as_exception
 from aiofeed.core.formatting import format_error
-from aiofeed.core.types import public, takes_keyword
+from aiofeed.core.types import Traits, public, takes_keyword
 from aiofeed.core.validation import check_bool, check_int_from, explain_arguments, is_async_function
 from aiofeed.runtime.cancellation import clear_cancellation
 from aiofeed.runtime.thread_pool import ThreadPool
@@ -62,6 +62,8 @@ class Stream:
         TypeError: ``make_iterable`` is not iterable or callable, or is an iterator, which can be iterated only once.
         ValueError: ``shuffle_buffer`` or ``length`` is negative.
     """
+
+    traits: Traits = Traits(decode="optional", indexed=False)
 
     def __init__(
         self,

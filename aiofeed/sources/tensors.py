@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.core.types import public
+from aiofeed.core.types import Traits, public
 from aiofeed.core.validation import check_bool
 from aiofeed.runtime.tensors import tensor_row_bytes
 
@@ -41,6 +41,7 @@ class Tensors:
             or not contiguous.
     """
 
+    traits: Traits = Traits(decode="none", in_memory=True)
     rows: NDArray[np.int64] | None = None
     """The rows that are samples; ``None``: all."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.core.types import Row, public
+from aiofeed.core.types import Row, Traits, public
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.runtime.buffers import HostBufferPool, array
 from aiofeed.runtime.machine import free_memory
@@ -51,6 +51,7 @@ class Tokens:
             or shorter than a window.
     """
 
+    traits: Traits = Traits(decode="none", rows=True)
     answers_at_once = True
 
     def __init__(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from aiofeed.core.types import public
+from aiofeed.core.types import Traits, public
 from aiofeed.core.validation import explain_arguments
 from aiofeed.sources.tables.columns import Columns, no_tensors
 
@@ -69,6 +69,8 @@ class Table:
         module = importlib.import_module(f"aiofeed.sources.tables.{name}")
         kind: type[Self] = getattr(module, f"{name.capitalize()}Table")
         return super().__new__(kind)
+
+    traits: Traits = Traits(decode="optional", rows=True)
 
     def __init__(
         self,

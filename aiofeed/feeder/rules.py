@@ -1,0 +1,200 @@
+"""Which options of a feeder exclude each other, or a kind of source: one table, and what reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+from aiofeed.devices.resolve import DeviceGroup
+from aiofeed.sampling.listers.length_plans import LengthPlan
+from aiofeed.sampling.listers.packing import Pack
+from aiofeed.sampling.schedule import window_shards
+
+_ONE = "leave out one of the two"
+_DECODED = "its samples are decoded already; transform= gets each batch"
+_IN_MEMORY = "batches are views of the data in memory, and not collated from samples"
+_THREAD = 'it is memory of this process: pass engine="thread", or cache=DiskCache(path), which processes share'
+_DEVICES = "create one feeder for each device, with shard=(rank, world_size)"
+_FIXED = "it needs batches of one size"
+
+# Each row: options, what excludes them ("a|b": each of these), the type of the error, why and what to do instead. The
+# first row that applies makes the message. docs/options.md is printed from this table.
+# fmt: off
+EXCLUDED: tuple[tuple[str, str, type[Exception], str], ...] = (
+    # a stream
+    ("shuffle=", "Stream", ValueError, "a stream has an order of its own: pass Stream(..., shuffle_buffer=N)"),
+    ("sampler=|weights=", "Stream", ValueError, "a stream has no indices: choose items in the iterable"),
+    ("batch_sampler=", "Stream", ValueError, "a stream has no indices: pass batch_size="),
+    ("a plan", "Stream", ValueError, "a stream has no list of lengths: pass a number"),
+    ("cache=", "Stream", ValueError, "a stream has no indices, by which a cache finds samples: leave it out"),
+    ('in_order="samples"', "Stream", ValueError, "a stream gives the items of a batch together: pass in_order=False"),
+    ('engine="process"', "Stream", ValueError, 'a stream is read in this process: pass engine="thread"'),
+    ("retries", "Stream", ValueError,
+     "a stream gives each item once, so that a read cannot be timed or repeated: do that in the iterable"),
+    ("max_failures as a share", "Stream", ValueError,
+     "a stream has no length of which it is a fraction: pass on_error=FailurePolicy(..., max_failures=100)"),
+    # decoding
+    ("decode=", "decoded samples", TypeError, _DECODED),
+    ("no decode=", "encoded samples", TypeError,
+     "pass aiofeed.DecodeImage(size=224) for images, or any callable bytes -> tensor (decode=lambda data: data keeps "
+     "the result of read())"),
+    # which samples come, and in which batches
+    ('weights=|sampler=|batch_sampler=|shuffle="replacement" or "window"', "Mixture", ValueError,
+     f"a Mixture decides which samples come: {_ONE}"),
+    ("sampler=|batch_sampler=|an order by shuffle=", "weights=", ValueError,
+     f"weights= draws samples with replacement: {_ONE}"),
+    ("batch_size=|sampler=|shuffle=|drop_last=", "batch_sampler=", ValueError,
+     f"batch_sampler= makes the batches: {_ONE}"),
+    ("shuffle=", "sampler=", ValueError, f"sampler= decides the order: {_ONE}"),
+    ('shuffle="window"', "a source without shards", ValueError, "it mixes the samples of shards: pass shuffle=True"),
+    ("sampler=", "a plan", ValueError, "a plan decides the order: leave out sampler="),
+    ("shuffle= other than True", "a plan", ValueError, "a plan shuffles a list: pass shuffle=True"),
+    # collate functions
+    ("collate_fn=", "Pack", ValueError, "Pack puts the batches together; transform= gets each batch"),
+    # batches that are filled with any samples
+    ('in_order="samples"', "batch_sampler=|a plan", ValueError,
+     "it moves samples to other batches: pass in_order=False, which hands out whole batches as they are finished"),
+    ('in_order="samples"', 'engine="process"', ValueError,
+     'workers send whole batches: pass engine="thread", or in_order=False'),
+    # data in memory
+    ("batch_sampler=|a plan", "Tensors", ValueError,
+     f"{_IN_MEMORY}: pass torch.utils.data.TensorDataset(...) as the source"),
+    ("collate_fn=", "Tensors", TypeError,
+     f"{_IN_MEMORY}: pass transform=, which gets each batch, or torch.utils.data.TensorDataset(...) as the source"),
+    ("cache=", "Tensors", TypeError, "the data are in memory already: leave it out"),
+    ("a list of devices", "Tensors", ValueError, f"the data are on one device: {_DEVICES}"),
+    ("static_batches=True", "Tensors", ValueError,
+     "batches are views, which need no copy: use copy_ to copy them into tensors of your own if addresses must not "
+     "change"),
+    ('engine="process"', "Tensors", ValueError, "the data are decoded already: leave it out"),
+    # caches
+    ("cache= on the host", "rows", TypeError,
+     'it keeps decoded samples, and rows are decoded already: leave it out, or pass cache="device" for Tokens'),
+    ('cache="device"', "rows of a Table", TypeError,
+     "it keeps decoded samples, and rows are decoded already: leave it out"),
+    ('batch_sampler=|a plan|collate_fn=|engine="process"|static_batches=True|a list of devices', "Tokens on the device",
+     ValueError, f"batches are gathered on one device, in its own memory and in one size: {_ONE}"),
+    ("cache=", "rows with parts", TypeError, "a cache cannot keep rows with parts: leave it out"),
+    ("EncodedCache", "a Dataset", TypeError,
+     "it keeps the bytes that a source reads, and the items of a Dataset are decoded: pass cache=DiskCache(path), or a "
+     "source of bytes such as aiofeed.Files(paths) with decode="),
+    # documents that are packed
+    ('on_error="replace"', "Pack", ValueError,
+     "it plans the place of every token, and a replacement has another length and comes twice: pass on_error='skip', "
+     "which leaves padding, or 'raise'"),
+    ("a list of devices", "Pack", ValueError, f"cu_seqlens is one for all rows of a batch: {_DEVICES}"),
+    ("static_batches=True", "Pack", ValueError, f"{_FIXED}, and cu_seqlens of Pack varies: leave it out"),
+    ('cache="device"', "Pack", ValueError, "it hands out views of permuted rows, and Pack copies tokens: leave it out"),
+    # decoded samples on the device
+    ('cache="device"', "a random decoder", ValueError,
+     'its augmentation runs on the CPU, sample by sample: use cache="host", or augment batches in transform='),
+    ("collate_fn=", 'cache="device"', ValueError,
+     'batches are views of permuted rows: pass transform=, which gets each batch, or use cache="host"'),
+    ('engine="process"', 'cache="device"|cache in host memory', ValueError, _THREAD),
+    ("a list of devices", 'cache="device"', ValueError,
+     f'it keeps samples on one device: {_DEVICES}, or use cache="host"'),
+    ("static_batches=True", 'cache="device"', ValueError,
+     'batches are views, which need no copy: use copy_ to copy them into tensors of your own if addresses must not '
+     'change, or use cache="host"'),
+    # batches at fixed addresses
+    ("static_batches=True", "batches of different sizes", ValueError,
+     f"{_FIXED}, and the last one may be smaller: pass drop_last=True"),
+    ("static_batches=True", 'on_error="skip"', ValueError,
+     f"{_FIXED}, and skipped samples make them smaller: pass on_error='replace', or 'raise'"),
+)
+# fmt: on
+
+
+# The argument that a message shows for a fact; a message about another fact has its name.
+_SHOWN = {
+    **dict.fromkeys(
+        ("Stream", "Mixture", "a source without shards", "decoded samples", "encoded samples", "a Dataset", "Tensors"),
+        "source",
+    ),
+    **dict.fromkeys(("rows", "rows of a Table"), "source"),
+    **dict.fromkeys(("shuffle=", 'shuffle="window"', 'shuffle="replacement" or "window"'), "shuffle"),
+    **dict.fromkeys(("an order by shuffle=", "shuffle= other than True"), "shuffle"),
+    **dict.fromkeys(("rows with parts", "a random decoder", "no decode="), "decode"),
+    **dict.fromkeys(("cache=", "cache= on the host", "cache in host memory", "EncodedCache"), "cache"),
+    **dict.fromkeys(("retries", "max_failures as a share"), "on_error"),
+    **{"a plan": "batch_size", 'engine="process"': "engine", "Tokens on the device": "cache"},
+}
+
+
+def facts_of(a: Any) -> set[str]:
+    """Return what holds for the ``Arguments`` of a feeder, by the names of the table."""
+    from aiofeed.cache.disk import DiskCache
+    from aiofeed.cache.encoded.database import EncodedCache
+    from aiofeed.cache.item_codec import new_codec
+
+    traits, policy, cached = a.traits, a.on_error, a.cache is not None
+    plan, on_device = isinstance(a.batch_size, LengthPlan), a.cache == "device"
+    listed, tokens = plan or a.batch_sampler is not None, traits.rows and traits.decode == "none"
+    unknown = a.sampler is not None or traits.ordered or listed or not traits.indexed
+    found = {
+        "Stream": not traits.indexed,
+        "Mixture": traits.ordered,
+        "a source without shards": getattr(a.adopted, "shard_starts", None) is None,
+        "decoded samples": traits.decode == "none",
+        "encoded samples": traits.decode == "needed",
+        "a Dataset": traits.items,
+        "Tensors": traits.in_memory,
+        "rows": traits.rows and a.decode is None,
+        "rows of a Table": traits.rows and a.decode is None and not tokens,
+        "Tokens on the device": tokens and on_device,
+        "shuffle=": bool(a.shuffle),
+        'shuffle="window"': window_shards(a.shuffle) is not None,
+        'shuffle="replacement" or "window"': a.shuffle not in (True, False, "keyed"),
+        "an order by shuffle=": a.shuffle not in (False, "replacement"),
+        "shuffle= other than True": a.shuffle not in (True, False) and a.weights is None and not traits.ordered,
+        "sampler=": a.sampler is not None,
+        "weights=": a.weights is not None,
+        "batch_sampler=": a.batch_sampler is not None,
+        "batch_size=": a.batch_size is not None,
+        "a plan": plan,
+        "Pack": isinstance(a.batch_size, Pack),
+        "drop_last=": a.drop_last,
+        'in_order="samples"': a.in_order == "samples",
+        "decode=": a.decode is not None,
+        "no decode=": a.decode is None,
+        "rows with parts": bool(getattr(getattr(a.decode, "row", None), "parts", False)),
+        "a random decoder": on_device and a.decode is not None and new_codec(a.decode).random,
+        "collate_fn=": a.collate_fn is not None,
+        'engine="process"': a.engines > 0,
+        "a list of devices": isinstance(a.backend, DeviceGroup),
+        "retries": policy.retries > 0 or policy.read_timeout_s is not None,
+        "max_failures as a share": policy.action != "raise" and isinstance(policy.max_failures, float),
+        'on_error="skip"': policy.action == "skip",
+        'on_error="replace"': policy.action == "replace",
+        "cache=": cached,
+        'cache="device"': on_device and not tokens,
+        "cache= on the host": cached and not on_device,
+        "cache in host memory": cached and not on_device and not isinstance(a.cache, DiskCache | EncodedCache),
+        "EncodedCache": isinstance(a.cache, EncodedCache),
+        "static_batches=True": a.static_batches,
+        "batches of different sizes": not (a.drop_last and not listed) and (unknown or a.length % a.samples > 0),
+    }
+    return {fact for fact, holds in found.items() if holds}
+
+
+def check(facts: Container[str], a: Any) -> None:
+    """Raise the error of the first row of the table of which an option and what excludes it both hold."""
+    for options, others, error, why in EXCLUDED:
+        for option in options.split("|"):
+            for other in others.split("|"):
+                if option in facts and other in facts:
+                    raise error(f"{_words(option, a)} is not possible with {_words(other, a)}: {why}")
+
+
+def _words(fact: str, a: Any) -> str:
+    shown = _SHOWN.get(fact)
+    return fact if shown is None else repr(a.source) if shown == "source" else f"{shown}={getattr(a, shown)!r}"
+
+
+def allows(facts: Container[str], option: str) -> bool:
+    """Return whether nothing in the table excludes an option, given the facts of a feeder."""
+    for options, others, _, _ in EXCLUDED:
+        for ours, theirs in ((options, others), (others, options)):
+            if option in ours.split("|") and any(each in facts for each in theirs.split("|")):
+                return False
+    return True
