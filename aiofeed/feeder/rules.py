@@ -10,7 +10,7 @@ from aiofeed.sampling.listers.length_plans import LengthPlan
 from aiofeed.sampling.listers.packing import Pack
 from aiofeed.sampling.schedule import window_shards
 
-_ONE = "leave out one of the two"
+_ONE = "leave out {option}"
 _DECODED = "its samples are decoded already; transform= gets each batch"
 _IN_MEMORY = "batches are views of the data in memory, and not collated from samples"
 _THREAD = 'it is memory of this process: pass engine="thread", or cache=DiskCache(path), which processes share'
@@ -18,7 +18,7 @@ _DEVICES = "create one feeder for each device, with shard=(rank, world_size)"
 _FIXED = "it needs batches of one size"
 
 # Each row: options, what excludes them ("a|b": each of these), the type of the error, why and what to do instead. The
-# first row that applies makes the message. docs/options.md is printed from this table.
+# first row that applies makes the message, in which {option} is the option. docs/options.md is printed from this table.
 # fmt: off
 EXCLUDED: tuple[tuple[str, str, type[Exception], str], ...] = (
     # a stream
@@ -183,7 +183,8 @@ def check(facts: Container[str], a: Any) -> None:
         for option in options.split("|"):
             for other in others.split("|"):
                 if option in facts and other in facts:
-                    raise error(f"{_words(option, a)} is not possible with {_words(other, a)}: {why}")
+                    given = _words(option, a)
+                    raise error(f"{given} is not possible with {_words(other, a)}: {why.replace('{option}', given)}")
 
 
 def _words(fact: str, a: Any) -> str:

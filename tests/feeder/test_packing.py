@@ -238,14 +238,14 @@ def test_another_length_than_planned_is_an_error(on_error: Any, engine: Any) -> 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"collate_fn": list}, ValueError, "Pack puts the batches together, so leave out collate_fn="),
+        ({"collate_fn": list}, ValueError, "collate_fn= .*Pack puts the batches together"),
         ({"on_error": "replace"}, ValueError, "a replacement has another length.*on_error='skip'"),
         ({"device": [SimulatedDevice(), SimulatedDevice()]}, ValueError, "cu_seqlens.*one feeder for each"),
         ({"static_batches": True}, ValueError, "cu_seqlens of Pack varies"),
         ({"cache": "device"}, ValueError, "leave it out"),
         ({"source": Tensors(torch.zeros(60, 3))}, ValueError, "TensorDataset"),
-        ({"sampler": [1], "shuffle": False}, ValueError, "Pack decides the order"),
-        ({"shuffle": "keyed"}, ValueError, "Pack shuffles a list"),
+        ({"sampler": [1], "shuffle": False}, ValueError, "a plan decides the order"),
+        ({"shuffle": "keyed"}, ValueError, "a plan shuffles a list"),
         ({"source": Documents(LENGTHS[:-1])}, ValueError, "60 lengths for 59 samples"),
         ({"batch_size": Pack}, TypeError, "batch_size"),
     ],

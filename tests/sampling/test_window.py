@@ -136,7 +136,7 @@ def test_what_excludes_it(arguments: dict[str, Any], message: str) -> None:
 
 def test_sources_without_shards_are_refused() -> None:
     """So is a mixture."""
-    with pytest.raises(ValueError, match=r"mixes the samples of shards, and .* has none: pass shuffle=True"):
+    with pytest.raises(ValueError, match=r"is not possible with .*: it mixes the samples of shards: pass shuffle=True"):
         aiofeed.Feeder(list(range(5)), batch_size=2, shuffle="window")
     mixture = aiofeed.Mixture({"a": Sharded()}, {"a": 1.0})
     with pytest.raises(ValueError, match="leave out shuffle='window'"):
