@@ -18,6 +18,7 @@ from aiofeed.core.validation import check_bool, check_positive_int, explain_argu
 from aiofeed.sampling.listers.mixture import Blocks, ChangingShares, ConstantShares, Interleaving, MixtureOrder, Shares
 from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset, MapDataset, fingerprint_of, is_iterable_dataset, is_map_dataset
+from aiofeed.sources.stream import Stream
 from aiofeed.sources.tensors import Tensors
 
 Weights: TypeAlias = "Mapping[str, float] | Sequence[float]"
@@ -82,6 +83,7 @@ class Mixture:
             given = list(self.lengths.values()) if weights is None else self._in_order(weights)
             self._weights = [_checked_weight(name, each) for name, each in zip(self.names, given, strict=True)]
         self._length = self._epoch_length(until)
+        self._restarts = until in ("all", "first")
 
     def __len__(self) -> int:
         """The number of samples of an epoch, on all ranks together."""
@@ -99,7 +101,7 @@ class Mixture:
         else:
             shares = ChangingShares(self._changing_weights, blocks)
         interleaving = Interleaving(shares, blocks, seed if self._random else None)
-        return MixtureOrder(self.lengths, interleaving, seed, shuffle=shuffle)
+        return MixtureOrder(self.lengths, interleaving, seed, shuffle=shuffle, restarts=self._restarts)
 
     def _in_order(self, weights: Any) -> list[Any]:
         if isinstance(weights, Mapping):
@@ -132,7 +134,16 @@ class Mixture:
             raise ValueError(f"Mixture(until={until!r}): with {kind} it is not known when that is; pass a number")
         total = sum(self._weights)
         ends = [length * total / each for length, each in zip(self.lengths.values(), self._weights, strict=True)]
-        return math.ceil(max(ends)) if until == "all" else math.floor(min(ends))
+        if until == "all":
+            return math.ceil(max(ends))
+        length = math.floor(min(ends))
+        rare = [name for name, each in zip(self.names, self._weights, strict=True) if each * length < total]
+        if rare:
+            raise ValueError(
+                f'Mixture(until="first"): an epoch of {length} samples is too short for a sample of {rare}; pass a '
+                f"number of samples"
+            )
+        return length
 
 
 def _checked_name(name: Any) -> str:
@@ -164,7 +175,7 @@ def _combined(sources: Mapping[str, Any], names: bool) -> CombinedSource | Combi
             raise TypeError(f"Mixture: {name!r} is Tensors, which give whole batches: pass a TensorDataset instead")
         if isinstance(source, FromDataset) or is_map_dataset(source):
             datasets[name] = source if isinstance(source, FromDataset) else FromDataset(source)
-        elif is_iterable_dataset(source) or not isinstance(source, Source):
+        elif isinstance(source, Stream) or is_iterable_dataset(source) or not isinstance(source, Source):
             raise TypeError(
                 f"Mixture: {name!r} must be a source with __len__, key and read, or a Dataset with __len__ and "
                 f"__getitem__, got {source!r}"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiofeed import Feeder, Files, FromDataset, Mixture, Source, Tensors
+from aiofeed import Feeder, Files, FromDataset, Mixture, Source, Stream, Tensors
 from aiofeed.sources.mixture import CombinedDatasets
 
 
@@ -215,6 +215,7 @@ SOURCES = {"a": [1, 2, 3], "b": [4, 5]}
         ({"sources": {"a": Tensors(torch.zeros(3))}}, "'a' is Tensors"),
         ({"sources": {"a": [1], "b": Letters("b", 1)}}, r"\['a'\] are Datasets of samples, \['b'\] sources of bytes"),
         ({"sources": {"a": Letters("a", 1), "b": Grouped("b", 1)}}, r"\['a'\] have no targets"),
+        ({"sources": {"a": Stream([b"1"])}}, "'a' must be a source with __len__.*got Stream"),
         ({"sources": {"a": Mixture(SOURCES)}}, "'a' must be a source"),
         ({"weights": {"a": 1}}, r"is for \['a'\], but the sources are \['a', 'b'\]"),
         ({"weights": [1]}, "1 weights for 2 sources"),
@@ -229,6 +230,7 @@ SOURCES = {"a": [1, 2, 3], "b": [4, 5]}
         ({"weights": lambda samples: [0, 0], "until": 5}, r"returned \[0.0, 0.0\] for 0 samples"),
         ({"weights": lambda samples: [1, -1], "until": 5}, "finite numbers from 0"),
         ({"weights": lambda samples: [1], "until": 5}, "1 weights for 2 sources"),
+        ({"weights": [1, 0.1], "until": "first"}, r"3 samples is too short for a sample of \['b'\]"),
         ({"random": True}, "random=True it is not known"),
         ({"random": 1}, "random"),
         ({"until": 0}, "until"),

@@ -33,7 +33,7 @@ class WeightedOrder(ComputedOrder):
         array = _checked_weights(weights, samples)
         super().__init__(samples, hashlib.sha256(array.tobytes()).hexdigest()[:32])
         cumulative = np.cumsum(array)
-        self._cumulative = cumulative / cumulative[-1] if samples else cumulative
+        self._cumulative = cumulative / cumulative[-1:]
         self._seed = seed
 
     def __str__(self) -> str:
