@@ -168,7 +168,8 @@ class FeedStatistics:
         gil_us: If decoding was GIL-bound in the epoch, the microseconds per sample that hold or wait for the GIL: one
             process decodes at most 1e6 / ``gil_us`` samples/s. Otherwise 0.
         by_source: With a ``Mixture`` the samples of each source that all ranks have drawn since the first epoch, up to
-            the position of ``state_dict()``. Otherwise empty.
+            the position of ``state_dict()``, with those that ``drop_last=True`` left out of ended epochs. Otherwise
+            empty.
         storage: The requests for objects at URLs, and the use of an ``EncodedCache``, since the source was made.
             ``None`` for other sources, and with ``engine="process"``, whose processes make the requests.
     """

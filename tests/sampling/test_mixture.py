@@ -125,7 +125,7 @@ def test_random_draws_have_their_proportions() -> None:
 def cases(draw: st.DrawFn, until: st.SearchStrategy[Any]) -> tuple[Callable[[], MixtureOrder], dict[str, int], Any]:
     """A factory of orders, the lengths of the sources and their weights."""
     lengths = {name: draw(st.integers(1, 60)) for name in draw(st.sets(st.sampled_from("abcd"), min_size=1))}
-    weights = {name: draw(st.integers(1, 20) | st.sampled_from([0.1, 0.25, 1.7])) for name in lengths}
+    weights = {name: draw(st.integers(1, 9) | st.sampled_from([1.7, 2.25])) for name in lengths}
     seed, shuffle = draw(st.integers(0, 9)), draw(st.booleans())
     try:
         mixture = Mixture({name: range(n) for name, n in lengths.items()}, weights, until=draw(until))

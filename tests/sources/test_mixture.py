@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +201,16 @@ def test_a_source_that_fails_as_a_whole_fails_the_group() -> None:
         asyncio.run(combined.read_many([0, 4]))
 
 
+class Unindexed(torch.utils.data.IterableDataset[int]):
+    """A dataset with a length and without indices."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1])
+
+
 SOURCES = {"a": [1, 2, 3], "b": [4, 5]}
 
 
@@ -215,7 +225,9 @@ SOURCES = {"a": [1, 2, 3], "b": [4, 5]}
         ({"sources": {"a": Tensors(torch.zeros(3))}}, "'a' is Tensors"),
         ({"sources": {"a": [1], "b": Letters("b", 1)}}, r"\['a'\] are Datasets of samples, \['b'\] sources of bytes"),
         ({"sources": {"a": Letters("a", 1), "b": Grouped("b", 1)}}, r"\['a'\] have no targets"),
-        ({"sources": {"a": Stream([b"1"])}}, "'a' must be a source with __len__.*got Stream"),
+        ({"sources": {"a": Stream([b"1"])}}, r"'a' is Stream\(list.*no indices"),
+        ({"sources": {"a": Stream(lambda: [1])}}, r"'a' is Stream\(<lambda>.*no indices"),
+        ({"sources": {"a": Unindexed()}}, "'a' is .*Unindexed.*no indices"),
         ({"sources": {"a": Mixture(SOURCES)}}, "'a' must be a source"),
         ({"weights": {"a": 1}}, r"is for \['a'\], but the sources are \['a', 'b'\]"),
         ({"weights": [1]}, "1 weights for 2 sources"),
