@@ -43,9 +43,10 @@ class Mixture:
             0 for sources that pause. It is called for the start of each epoch and every 1,024 samples from there, must
             always return the same, and runs in the engine's thread.
         until: The length of an epoch. "all": until every source has been passed through, so that each epoch has every
-            sample. "first": until one source has been passed through, so that no epoch has a sample twice. In both,
-            shares are counted from the start of each epoch. Or a number of samples, on all ranks together: each epoch
-            goes on where the one before has ended, and shares are counted from the first epoch on.
+            sample. "first": until one source has been passed through, except perhaps its last sample, so that no epoch
+            has a sample twice. In both, shares are counted from the start of each epoch. Or a number of samples, on all
+            ranks together: each epoch goes on where the one before has ended, and shares are counted from the first
+            epoch on.
         random: Draw the source of each sample independently, as ``interleave_datasets`` of Hugging Face does.
         names: Add the name of its source to each sample: to a dict as ``"source"``, to a tuple as its last item;
             another sample becomes ``(sample, name)``, a sample of a source of bytes ``(sample, name)`` or
