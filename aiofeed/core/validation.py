@@ -63,6 +63,14 @@ def check_seed(value: object) -> int:
     return seed
 
 
+def check_epoch(name: str, value: object) -> int:
+    """The value as the number of an epoch; below 2**32, so that its samples can be counted in 64 bits."""
+    epoch = check_int_from(0, name, value)
+    if epoch >= 1 << 32:
+        raise ValueError(f"{name} must be below 2**32, got {epoch}")
+    return epoch
+
+
 def explain_arguments(
     ways: Mapping[str, str | Callable[[Any], str]] = MappingProxyType({}),
     *,

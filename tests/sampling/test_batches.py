@@ -186,14 +186,19 @@ def test_wrong_arguments_are_refused(make: Any, error: type[Exception], message:
 
 
 def test_a_state_is_of_one_plan() -> None:
-    """Another budget or other lengths are refused; the message shows both plans."""
+    """Another budget, another plan and other lengths are refused; the message says which of these."""
     plan = TokenBudget([1, 2, 3], 10)
     plan.bind(3)
     state = PlanLister(plan, 0, shuffle=True, drop_last=False).state(0)
     PlanLister(plan, 0, shuffle=True, drop_last=False).load_state(state)
-    for other in (TokenBudget([1, 2, 3], 11), TokenBudget([1, 2, 4], 10), Buckets([1, 2, 3], [2], [1, 1])):
+    both = r"TokenBudget\(max_tokens=10, .*\) in the state, {} here$"
+    for other, message in (
+        (TokenBudget([1, 2, 3], 11), both.format(r"TokenBudget\(max_tokens=11, .*\)")),
+        (Buckets([1, 2, 3], [2], [1, 1]), both.format(r"Buckets\(.*\)")),
+        (TokenBudget([1, 2, 4], 10), r"other lengths= of TokenBudget\(max_tokens=10, .*\)$"),
+    ):
         other.bind(3)
-        with pytest.raises(StateError, match=r"another plan: TokenBudget\(max_tokens=10.* in the state"):
+        with pytest.raises(StateError, match=f"another plan: {message}"):
             PlanLister(other, 0, shuffle=True, drop_last=False).load_state(state)
     with pytest.raises(StateError):
         PlanLister(plan, 0, shuffle=True, drop_last=False).load_state(json.dumps([1]))

@@ -22,6 +22,7 @@ from aiofeed.sampling.listers.computed import ComputedOrder
 from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.order import BatchLists, Int64, epoch_seed
 from aiofeed.sampling.schedule import Position
+from aiofeed.sampling.state import json_dict
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -387,16 +388,17 @@ class PlanLister:
         Raises:
             StateError: It is of another plan or of a sampler.
         """
-        try:
-            state = json.loads(text)
-            saved, order = state.get("plan"), state.get("order")
-        except (ValueError, AttributeError) as error:
-            raise StateError(f"the state is damaged: its plan is {text!r}") from error
-        if saved != self.plan.fingerprint():
-            raise StateError(f"the state is of another plan: {saved} in the state, {self.plan.fingerprint()} here")
+        state = json_dict(text)
+        saved, order = (str(state.get(name)) for name in ("plan", "order"))
+        own = self.plan.fingerprint()
+        if saved != own:
+            (there, _, _), (here, _, _) = saved.partition(", lengths="), own.partition(", lengths=")
+            difference = f"{there}) in the state, {here}) here" if there != here else f"other lengths= of {here})"
+            raise StateError(f"the state is of another plan: {difference}")
         if bool(order) != (self._order is not None):
             raise StateError(
                 "the state is of a plan with another order of samples: with or without a Mixture or weights="
             )
         if self._order is not None:
+            json_dict(order)  # checks it
             self._order.load_state(order)
