@@ -81,7 +81,7 @@ def explain_arguments(
 
     Args:
         ways: What to do instead of passing an argument, by its name; as a function, it gets the value that was passed.
-            For other arguments, the ``TypeError`` names the most similar one that exists.
+            For other arguments, the ``TypeError`` names the most similar one of these and of those that exist.
         positions: Names of the positional arguments of a similar class, for arguments that ``target`` takes by name.
         hint: What else to do about positional arguments.
     """
@@ -100,12 +100,14 @@ def explain_arguments(
                 name = target.__name__
                 raise TypeError(f"{name} takes its arguments after the first by name: {name}({wanted}); {hint}")
             if unknown := next((name for name in arguments if name not in known), None):
-                value, way = arguments[unknown], ways.get(unknown)
-                message = f"{target.__name__} has no argument {unknown!r}"
-                if way is not None:
-                    message += f" ({unknown}={value!r}): {way if isinstance(way, str) else way(value)}"
-                elif near := difflib.get_close_matches(unknown, known, n=1):
-                    message += f"; did you mean {near[0]}=?"
+                value, message = arguments[unknown], f"{target.__name__} has no argument {unknown!r}"
+                near = next(iter(difflib.get_close_matches(unknown, [*known, *ways], n=1)), None)
+                if near in ways:
+                    way = ways[near] if isinstance(ways[near], str) else ways[near](value)
+                    given = f"{near}={reprlib.repr(value)}"
+                    message += f" ({given}): {way}" if near == unknown else f"; did you mean {given}? {way}"
+                elif near is not None:
+                    message += f"; did you mean {near}=?"
                 raise TypeError(message)
             return function(*args, **arguments)
 
