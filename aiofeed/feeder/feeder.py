@@ -151,7 +151,8 @@ class Feeder(Generic[BatchT]):
             from ``WeightedRandomSampler``, but sharded and resumed exactly. Excludes ``sampler`` and ``shuffle=True``.
         seed: Seeds shuffling and each sample's random generator. ``torch.manual_seed`` has no effect on either: pass
             another seed for another order.
-        drop_last: Drop an incomplete last batch, and samples that do not fill a batch on every rank.
+        drop_last: Drop an incomplete last batch, and samples that do not fill a batch on every rank. With a plan, the
+            batches that it calls incomplete, and those that not every rank would get.
         pad: Make all ranks equally long by repeating the head of the epoch's list (with ``drop_last`` by cutting).
             With ``False`` each sample comes once, and ranks may differ by one batch.
         collate_fn: Makes a batch of a list of samples. By default batches are those of torch's ``default_collate``.

@@ -88,6 +88,28 @@ def test_batches_keep_the_limits(plan: LengthPlan, epoch: int, shuffle: bool, dr
             assert full or len(longer) > (plan.max_samples or len(longer))
 
 
+@pytest.mark.parametrize(
+    ("lengths", "options", "batches"),
+    [
+        ([5] * 10, {}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ([5] * 8, {}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ([5] * 3, {}, []),
+        ([5] * 4, {"max_samples": 2}, [[0, 1], [2, 3]]),
+        ([5] * 3, {"max_samples": 2}, [[0, 1]]),
+        ([9, 8, 20], {}, [[1, 0], [2]]),
+        ([9, 8, 30], {"on_oversize": "truncate"}, [[1, 0], [2]]),
+        ([30], {"on_oversize": "skip"}, []),
+    ],
+)
+def test_a_budget_drops_the_last_batch_if_it_has_room(
+    lengths: list[int], options: dict[str, Any], batches: list[list[int]]
+) -> None:
+    """With drop_last, a last batch to which another sample of its longest length could be added is dropped."""
+    plan = TokenBudget(lengths, 20, **options)
+    plan.bind(len(lengths))
+    assert lists_of(listed(plan, 0, 0, shuffle=False, drop_last=True)) == batches
+
+
 @given(plans(), st.integers(1, 4), st.integers(1, 4), st.data(), st.booleans())
 def test_ranks_and_resumes(plan: LengthPlan, ranks: int, later: int, data: st.DataObject, drop_last: bool) -> None:
     """Every rank has as many batches; after a resume with another world size the rest of the list follows."""

@@ -170,7 +170,7 @@ class TokenBudget(LengthPlan):
 
     The cost of a batch is its number of samples times the length of its longest one. With ``shuffle=True`` the samples
     are shuffled, sorted by length within windows, alternately upwards and downwards, and cut into batches; then the
-    batches are shuffled.
+    batches are shuffled. ``drop_last=True`` drops the last batch if another sample as long as its longest would fit.
 
     Args:
         lengths: The length of each sample in tokens, an array or list of ints from 1; or a function of the index,
@@ -226,14 +226,16 @@ class TokenBudget(LengthPlan):
         return max(1, min(int(self.max_tokens / mean), self.max_samples or self.max_tokens))
 
     def batches(self, order: Int64, rng: np.random.Generator, *, shuffle: bool, drop_last: bool) -> BatchLists:
-        """The batches of an epoch. The last one, which may be small, is dropped with ``drop_last``."""
+        """The batches of an epoch. With ``drop_last``, without the last one if it has room."""
         lengths = np.minimum(self.lengths, self.max_tokens)
         if self.on_oversize == "skip":
             order = order[self.lengths[order] <= self.max_tokens]
         order = self._sorted_in_windows(order, lengths)
         offsets = self._cut(lengths[order])
-        if drop_last and len(offsets) > 2:
-            offsets = offsets[:-1]
+        if drop_last and len(order):
+            last = lengths[order[offsets[-2] :]]
+            if len(last) != self.max_samples and (len(last) + 1) * last.max() <= self.max_tokens:
+                offsets = offsets[:-1]
         lists = BatchLists(order[: offsets[-1]], offsets)
         return _permuted(lists, rng.permutation(len(lists))) if shuffle else lists
 
