@@ -101,12 +101,12 @@ def explain_arguments(
                 raise TypeError(f"{name} takes its arguments after the first by name: {name}({wanted}); {hint}")
             if unknown := next((name for name in arguments if name not in known), None):
                 value, message = arguments[unknown], f"{target.__name__} has no argument {unknown!r}"
-                near = next(iter(difflib.get_close_matches(unknown, [*known, *ways], n=1)), None)
+                near = next(iter(difflib.get_close_matches(unknown, [*known, *ways], n=1)), "")
                 if near in ways:
-                    way = ways[near] if isinstance(ways[near], str) else ways[near](value)
-                    given = f"{near}={reprlib.repr(value)}"
-                    message += f" ({given}): {way}" if near == unknown else f"; did you mean {given}? {way}"
-                elif near is not None:
+                    way, given = ways[near], f"{near}={reprlib.repr(value)}"
+                    message += f" ({given}): " if near == unknown else f"; did you mean {given}? "
+                    message += way if isinstance(way, str) else way(value)
+                elif near:
                     message += f"; did you mean {near}=?"
                 raise TypeError(message)
             return function(*args, **arguments)

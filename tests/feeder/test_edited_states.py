@@ -103,7 +103,7 @@ KINDS: dict[str, Callable[[], Feeder[Any]]] = {
 }
 
 MISSING = object()
-ODD = (
+ODD: tuple[Any, ...] = (
     *(0, 1, -1, 1.0, 10**6, 10**30, float("nan"), float("inf"), torch.tensor(1), True, False, None, MISSING),
     torch.tensor([1, 2]),
     *("x", "ab", "[]", "{}", "[" * 5000, [], [1], [-1], [10**30], ["x"], [[0, 1]], {}, {"x": 1}),
