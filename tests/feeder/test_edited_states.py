@@ -44,19 +44,19 @@ class Turns:
 class Counting:
     """An iterable that goes on from its state."""
 
-    first = 0
+    first = loaded = 0
 
     def __iter__(self) -> Iterator[int]:
+        self.first, self.loaded = self.loaded, 0
         while self.first < N:
             self.first += 1
             yield self.first - 1
-        self.first = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"first": self.first}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.first = range(N)[state["first"]]
+        self.loaded = range(N)[state["first"]]
 
 
 def random_sampler() -> RandomSampler:
