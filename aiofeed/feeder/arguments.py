@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from aiofeed.core.failure_policy import as_policy
+from aiofeed.core.failure_policy import FailurePolicy, as_policy
 from aiofeed.core.limits import Limits, ResolvedLimits, resolve_limits
 from aiofeed.core.types import Collate, Source, decodes_in_place
 from aiofeed.core.validation import check_callable, check_positive_int, is_async_function
@@ -28,7 +29,7 @@ from aiofeed.sampling.listers.packing import Pack
 from aiofeed.sampling.listers.sampler import BatchSamplerAdapter
 from aiofeed.sampling.listers.weighted import WeightedOrder
 from aiofeed.sampling.listers.window import WindowOrder
-from aiofeed.sampling.schedule import Schedule, Shuffle, is_shuffle, window_shards
+from aiofeed.sampling.schedule import SHUFFLES, Schedule, Shuffle, is_shuffle, window_shards
 from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset, check_parts, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.mixture import Mixture
@@ -54,6 +55,10 @@ def _threads_instead(workers: object) -> str:
     )
 
 
+def _part_of(argument: str, kind: type[Any], name: str) -> Callable[[Any], str]:
+    return lambda value: f"pass {argument}={kind.__name__}({name}={value!r})"
+
+
 _NO_WORKERS = "there are no worker processes"
 DATALOADER_ARGUMENTS: Mapping[str, str | Callable[[Any], str]] = {
     "num_workers": _threads_instead,
@@ -70,8 +75,12 @@ DATALOADER_ARGUMENTS: Mapping[str, str | Callable[[Any], str]] = {
     "timeout": lambda s: "leave it out" if s == 0 else f"pass on_error=FailurePolicy(read_timeout_s={s})",
     "generator": "aiofeed.DataLoader takes it. For a Feeder, pass seed=",
     "dataset": "it is the first argument",
+    **dict.fromkeys(("rank", "world_size", "num_replicas"), "pass shard=(rank, world_size)"),
+    "num_threads": _part_of("limits", Limits, "decode_threads"),
+    **{each.name: _part_of("limits", Limits, each.name) for each in fields(Limits)},
+    **{each.name: _part_of("on_error", FailurePolicy, each.name) for each in fields(FailurePolicy)},
 }
-"""What to do instead of passing an argument of ``DataLoader`` to ``Feeder``."""
+"""What to do instead of passing an argument of ``DataLoader`` or of a class that ``Feeder`` takes."""
 DATALOADER_POSITIONS = (
     *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
     *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
@@ -188,12 +197,13 @@ def adopt_decoder(source: Source[Any] | FromDataset | Tensors, decode: Any) -> C
         if isinstance(source, Stream):
             return None
         raise TypeError(
-            f"{type(source).__name__} returns bytes, so decode= is needed: aiofeed.DecodeImage(size=224) for images, "
-            f"or any callable bytes -> tensor (decode=lambda data: data keeps the result of read())"
+            f"{type(source).__name__} returns samples as they are stored, so decode= is needed: "
+            f"aiofeed.DecodeImage(size=224) for the bytes of images, or any function of a sample "
+            f"(decode=lambda sample: sample leaves it as it is)"
         )
     if not callable(decode):
         raise TypeError(f"decode must be callable, got {decode!r}")
-    if isinstance(decode, type):
+    if isinstance(decode, type) and "__call__" in dir(decode):  # its instances decode; others are like functions
         raise TypeError(f"decode must be a decoder, got the class {decode.__name__}; pass an instance")
     if is_async_function(decode):
         raise TypeError(
@@ -334,7 +344,8 @@ def a_shuffle(value: object) -> Shuffle:
     if is_shuffle(value):
         return value
     hint = ": pass False; aiofeed.DataLoader takes None, too" if value is None else ""
-    raise TypeError(f"shuffle must be True, False, 'keyed', 'replacement' or 'window', got {value!r}{hint}")
+    kind = ValueError if isinstance(value, str) else TypeError
+    raise kind(f"shuffle must be True, False, {SHUFFLES}, got {value!r}{hint}")
 
 
 def new_lister(

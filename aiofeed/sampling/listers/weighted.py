@@ -28,6 +28,7 @@ class WeightedOrder(ComputedOrder):
     """
 
     argument = "weights"
+    differs = "other weights="
 
     def __init__(self, weights: Sequence[float] | NDArray[Any], samples: int, seed: int) -> None:
         array = _checked_weights(weights, samples)
