@@ -95,6 +95,23 @@ def test_images_as_from_files(object_server, tmp_path):
     assert all(found == epochs[0] for found in epochs)
 
 
+@pytest.mark.parametrize("kind", ["classes", "pairs"])
+def test_an_object_of_another_size_than_in_its_listing(object_server, kind):
+    """An object that was replaced, cut or exchanged by a proxy since it was listed is an error with both sizes."""
+    object_server.objects.update({f"bucket/{folder}/{name}.png": b"1" for folder in "xy" for name in range(9)})
+    if kind == "classes":
+        source = aiofeed.ImageFolder("s3://bucket", options=object_server.options)
+    else:
+        source = aiofeed.FolderPairs("s3://bucket/x", "s3://bucket/y", options=object_server.options)
+    object_server.objects["bucket/y/3.png"] = b"<html>"
+    policy = aiofeed.FailurePolicy("skip", max_failures=1)
+    with aiofeed.Feeder(source, decode=lambda data: len(data), batch_size=3, on_error=policy) as feeder:
+        list(feeder)
+        [failure] = feeder.failures
+    assert "6 bytes, and the listing has 1" in str(failure)
+    assert "bucket/y/3.png" in str(failure)
+
+
 def test_statistics(files, expected):
     """``statistics`` shows the requests; of files in a folder it shows none."""
     with new_feeder(files) as feeder:

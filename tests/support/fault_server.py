@@ -65,12 +65,15 @@ class FaultServer:
     """Serves ``objects``, by "bucket/name", in a thread. A ``with`` block starts and stops it.
 
     ``schedule`` returns the fault of a request; ``requests`` has all requests of the past, unless ``record`` is False.
+    ``has_etags`` and ``modified`` are those of all objects.
     """
 
     objects: dict[str, bytes] = field(default_factory=dict)
     schedule: Schedule | None = None
     page: int = 1000
     record: bool = True
+    has_etags: bool = True
+    modified: str = "Sun, 01 Jan 2023 00:00:00 GMT"
     port: int = 0
     requests: list[Request] = field(default_factory=list)
     count: int = 0
@@ -186,8 +189,10 @@ class _Connection(asyncio.Protocol):
 
     def _object(self, request: Request, fault: Fault) -> None:
         data, etag = self._server.objects[request.key], self._server.etag(request.key)
-        headers = {"ETag": etag, "Last-Modified": "Sun, 01 Jan 2023 00:00:00 GMT", "Accept-Ranges": "bytes"}
-        if request.headers.get("if-match", etag) != etag:
+        headers = {"Last-Modified": self._server.modified, "Accept-Ranges": "bytes"}
+        if self._server.has_etags:
+            headers["ETag"] = etag
+        if self._server.has_etags and request.headers.get("if-match", etag) != etag:
             return self._error(412, "PreconditionFailed")
         wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", request.headers.get("range", ""))
         if wanted is None or fault.ignore_range:

@@ -25,6 +25,11 @@ class ObjectInfo(NamedTuple):
     etag: str | None
     modified: float
 
+    def is_version_of(self, other: ObjectInfo) -> bool:
+        """Whether two answers are about the same version: by their etags, or by the time of change without these."""
+        tags = (self.etag, other.etag) if self.etag and other.etag else (self.modified, other.modified)
+        return self.size == other.size and tags[0] == tags[1]
+
 
 class RangesIgnoredError(OSError):
     """A server sends whole objects only."""
@@ -79,6 +84,14 @@ def fault_of(error: Exception, client: StoreClient, url: str) -> Fault:
 def changed(url: str) -> OSError:
     """The error of an object whose etag is not the expected one."""
     return OSError(f"the object has changed since its index, or an earlier part of it, was read: {url}")
+
+
+def other_size(url: str, size: int, listed: int | None) -> OSError:
+    """The error of an object whose size is not the one in the listing."""
+    return OSError(
+        f"the server sends {size} bytes, and the listing has {listed}: the object was replaced, and refresh=True lists "
+        f"again, or a proxy sent something else: {url}"
+    )
 
 
 def too_short(url: str, start: int, end: int) -> OSError:

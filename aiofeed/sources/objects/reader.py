@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import logging
@@ -18,7 +19,15 @@ from aiofeed.core.failure_policy import backoff_s
 from aiofeed.core.statistics import StorageStatistics
 from aiofeed.sources.file_io import MAX_BYTES, too_large
 from aiofeed.sources.objects.clients import open_requests, shared_client
-from aiofeed.sources.objects.faults import Fault, ObjectInfo, RangesIgnoredError, changed, fault_of, too_short
+from aiofeed.sources.objects.faults import (
+    Fault,
+    ObjectInfo,
+    RangesIgnoredError,
+    changed,
+    fault_of,
+    other_size,
+    too_short,
+)
 from aiofeed.sources.objects.local import LocalObjects
 from aiofeed.sources.objects.requests import RequestMonitor, percentile
 from aiofeed.sources.objects.urls import join_url, split_url
@@ -26,6 +35,8 @@ from aiofeed.sources.objects.urls import join_url, split_url
 ResultT = TypeVar("ResultT")
 
 Page: TypeAlias = list[tuple[str, ObjectInfo]]
+# The version that all parts of an object must have; empty until the first answer.
+Expected: TypeAlias = list[ObjectInfo]
 
 log: logging.Logger = logging.getLogger("aiofeed.sources")
 
@@ -123,33 +134,40 @@ class ObjectReader:
             return await self._local.head(key)
         return _info((await self._get(key, {"head": True}, 0))[0].meta)
 
-    async def read(self, key: str, *, max_bytes: int = MAX_BYTES) -> bytes:
+    async def read(self, key: str, *, max_bytes: int = MAX_BYTES, size: int | None = None) -> bytes:
         """A whole object; a large one in parallel parts.
 
+        Args:
+            key: The key of the object.
+            max_bytes: The maximum size of the object.
+            size: The size of the object in a listing.
+
         Raises:
-            OSError: As in ``head``; or the object has more than ``max_bytes``, of which none are read.
+            OSError: As in ``head``; or the object has more than ``max_bytes``, or another size than in the listing, and
+                is not read; or it was replaced between two parts.
         """
         if self._local is not None:
             return await self._local.read(key, max_bytes)
-        answer, body = await self._get(key, None, None, min(WHOLE_BYTES, max_bytes))
-        start, end = answer.range
-        if body is None:
-            meta = answer.meta
+        for most in (min(WHOLE_BYTES, max_bytes), max_bytes):
+            answer, body = await self._get(key, None, None, most)
+            info, (start, end) = _info(answer.meta), answer.range
+            del answer  # ends its body
             if end > max_bytes:
                 raise too_large(self.url(key), f"{end} bytes are", max_bytes)
-            del answer  # ends its body
-            try:
-                [data] = await self.read_ranges(key, [start], [end], etag=meta["e_tag"])
-                return data
-            except RangesIgnoredError:
-                answer, body = await self._get(key, None, None, max_bytes)
-                start, end = answer.range
+            if size not in (None, end):
+                raise other_size(self.url(key), end, size)
+            if body is None:
+                # A server that ignores ranges is asked for the whole object.
+                with contextlib.suppress(RangesIgnoredError):
+                    [body] = await self.read_ranges(key, [start], [end], info=info)
+            if body is not None:
+                break
         if len(body) != end - start:
             raise too_short(self.url(key), start, end)
         return bytes(body)
 
     async def read_ranges(
-        self, key: str, starts: Sequence[int], ends: Sequence[int], *, etag: str | None = None
+        self, key: str, starts: Sequence[int], ends: Sequence[int], *, info: ObjectInfo | None = None
     ) -> list[bytes]:
         """The bytes from each start up to its end. Ranges that are close together are read by one request.
 
@@ -157,19 +175,20 @@ class ObjectReader:
             key: The key of the object.
             starts: The first byte of each range.
             ends: The byte after the last one of each range.
-            etag: The expected etag, as ``head`` or ``list`` returns it.
+            info: What ``head`` returned for the object.
 
         Raises:
             ValueError: A range ends before it starts.
-            OSError: As in ``head``; or the object ends before a range does, or its etag is another one.
+            OSError: As in ``head``; or the object ends before a range does, or it was replaced since ``head`` or
+                between two parts.
         """
         if self._local is not None:
-            return await self._local.read_ranges(key, starts, ends, etag=etag)
-        joined = join_ranges(starts, ends)
+            return await self._local.read_ranges(key, starts, ends, etag=None if info is None else info.etag)
+        joined, expected = join_ranges(starts, ends), [] if info is None else [info]
         if len(joined) == 1 and joined[0].end - joined[0].start <= PART_BYTES:
-            buffers: Sequence[Any] = [await self._read_part(key, joined[0].start, joined[0].end, etag)]
+            buffers: Sequence[Any] = [await self._read_part(key, joined[0].start, joined[0].end, expected)]
         else:
-            buffers = await self._read_parts(key, joined, etag)
+            buffers = await self._read_parts(key, joined, expected)
         data = [b""] * len(starts)
         for part, buffer in zip(joined, buffers, strict=True):
             if len(part.members) == 1:
@@ -235,25 +254,28 @@ class ObjectReader:
         """The requests of this reader in this process; ``None`` for a folder."""
         return statistics_of([self])
 
-    async def _read_parts(self, key: str, ranges: Sequence[JoinedRange], etag: str | None) -> Sequence[bytes]:
+    async def _read_parts(self, key: str, ranges: Sequence[JoinedRange], expected: Expected) -> Sequence[bytes]:
         """The bytes of each range; long ones in parts, some of them at the same time."""
         turn = asyncio.Semaphore(PARTS)
 
         async def read_part(start: int, end: int) -> Any:
             async with turn:
-                return await self._read_part(key, start, end, etag)
+                return await self._read_part(key, start, end, expected)
 
         bounds = [list(pairwise([*range(each.start, each.end, PART_BYTES), each.end])) for each in ranges]
         parts = iter(await run_all([read_part(start, end) for pairs in bounds for start, end in pairs]))
         return [b"".join(islice(parts, len(pairs))) for pairs in bounds]
 
-    async def _read_part(self, key: str, start: int, end: int, etag: str | None) -> Any:
+    async def _read_part(self, key: str, start: int, end: int, expected: Expected) -> Any:
         options: dict[str, Any] = {"range": (start, end)}
-        weak = etag is not None and etag.startswith("W/")
-        if etag is not None and not weak:  # no server accepts a weak etag as a condition (RFC 9110, 13.1.1)
-            options["if_match"] = etag
+        etag = expected[0].etag if expected else None
+        if etag is not None and not etag.startswith("W/"):
+            options["if_match"] = etag  # no server accepts a weak etag as a condition (RFC 9110, 13.1.1)
         answer, body = await self._get(key, options, end - start)
-        if weak and answer.meta["e_tag"] != etag:
+        info = _info(answer.meta)
+        if not expected:
+            expected.append(info)
+        if not expected[0].is_version_of(info):
             raise changed(self.url(key))
         if answer.range != (start, end) or len(body) != end - start:
             raise too_short(self.url(key), start, end)

@@ -125,6 +125,40 @@ async def test_an_object_that_is_replaced_between_parts(reader, server, monkeypa
         await reader.read("a")
 
 
+READS = {
+    "whole": (2, lambda reader, info: reader.read("a")),
+    "a long range": (2, lambda reader, info: reader.read_ranges("a", [0], [4000])),
+    "ranges": (2, lambda reader, info: reader.read_ranges("a", [0, 2000, 3000], [9, 2009, 3009])),
+    "after head": (0, lambda reader, info: reader.read_ranges("a", [0], [9], info=info)),
+}
+
+
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+@pytest.mark.parametrize("what", ["time", "size"])
+@pytest.mark.parametrize(("replaced_at", "read"), READS.values(), ids=READS)
+async def test_a_server_without_etags(server, monkeypatch, scheme, what, replaced_at, read):
+    """Without etags, parts of an object that differ in the time of change or in the object's size are an error."""
+    monkeypatch.setattr(reader_module, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(reader_module, "PART_BYTES", 1000)
+    monkeypatch.setattr(reader_module, "GAP_BYTES", 0)
+    server.objects["bucket/a"], server.has_etags = DATA, False
+    in_bucket = ObjectReader("s3://bucket", options=server.options)
+    reader = in_bucket if scheme == "s3" else ObjectReader(f"{server.endpoint}/bucket")
+    info = await reader.head("a")
+    assert info.etag is None
+    assert await reader.read("a") == DATA
+    first_request = server.count
+
+    def replace(request):
+        if request.number == first_request + replaced_at:
+            server.objects["bucket/a"] = DATA[::-1] + (b"x" if what == "size" else b"")
+            server.modified = "Mon, 02 Jan 2023 00:00:00 GMT" if what == "time" else server.modified
+
+    server.schedule = replace
+    with pytest.raises(OSError, match=r"has changed.*a$"):
+        await read(reader, info)
+
+
 # --- credentials
 
 
@@ -413,10 +447,10 @@ async def test_weak_etags(server, monkeypatch):
     server.objects["bucket/a"] = DATA
     monkeypatch.setattr(type(server), "etag", lambda self, key: f'W/"{len(self.objects[key])}"')
     reader = ObjectReader(f"{server.endpoint}/bucket")
-    etag = (await reader.head("a")).etag
-    assert etag == f'W/"{len(DATA)}"'
-    assert await reader.read_ranges("a", [0], [9], etag=etag) == [DATA[:9]]
+    info = await reader.head("a")
+    assert info.etag == f'W/"{len(DATA)}"'
+    assert await reader.read_ranges("a", [0], [9], info=info) == [DATA[:9]]
     assert "if-match" not in server.requests[-1].headers
     server.objects["bucket/a"] = DATA[1:]
     with pytest.raises(OSError, match="has changed"):
-        await reader.read_ranges("a", [0], [9], etag=etag)
+        await reader.read_ranges("a", [0], [9], info=info)
