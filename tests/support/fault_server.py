@@ -32,6 +32,7 @@ class Fault:
         status: The status of an error answer; 0 for none.
         code: The code in the body of an error answer, such as "SlowDown".
         cut: The bytes of the body after which the connection is closed.
+        trickle_s: Seconds between two bytes of the body; 0 for all at once.
         close: Whether the connection is closed without an answer.
         stall: Whether no answer comes, ever.
         ignore_range: Whether the whole object is sent, with status 200.
@@ -41,9 +42,13 @@ class Fault:
     status: int = 0
     code: str = "InternalError"
     cut: int | None = None
+    trickle_s: float = 0.0
     close: bool = False
     stall: bool = False
     ignore_range: bool = False
+
+
+_NONE = Fault()
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,7 @@ class _Connection(asyncio.Protocol):
             server.count += 1
             if server.record:
                 server.requests.append(request)
-            fault = (server.schedule(request) if server.schedule is not None else None) or Fault()
+            fault = (server.schedule(request) if server.schedule is not None else None) or _NONE
             if fault.stall:
                 continue
             if fault.delay_s:
@@ -196,14 +201,14 @@ class _Connection(asyncio.Protocol):
             return self._error(412, "PreconditionFailed")
         wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", request.headers.get("range", ""))
         if wanted is None or fault.ignore_range:
-            return self._send(200, data, headers, cut=fault.cut, body=request.method == "GET")
+            return self._send(200, data, headers, fault, body=request.method == "GET")
         first, last = wanted.groups()
         start = int(first) if first else max(len(data) - int(last), 0)
         stop = min(int(last) + 1, len(data)) if first and last else len(data)
         if start >= len(data):
             return self._error(416, "InvalidRange")
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
-        return self._send(206, memoryview(data)[start:stop], headers, cut=fault.cut)
+        return self._send(206, memoryview(data)[start:stop], headers, fault)
 
     def _page(self, bucket: str, query: Mapping[str, list[str]]) -> str:
         prefix, delimiter = query.get("prefix", [""])[0], query.get("delimiter", [""])[0]
@@ -241,16 +246,23 @@ class _Connection(asyncio.Protocol):
         status: int,
         data: bytes | memoryview,
         headers: Mapping[str, str],
+        fault: Fault = _NONE,
         *,
-        cut: int | None = None,
         body: bool = True,
     ) -> None:
         lines = [f"HTTP/1.1 {status} x", f"Content-Length: {len(data)}", *[f"{k}: {v}" for k, v in headers.items()]]
         self._transport.write("\r\n".join([*lines, "\r\n"]).encode())
-        if body:
-            self._transport.write(data if cut is None else data[:cut])
-        if cut is not None:
+        if body and fault.trickle_s:
+            self._trickle(data, fault.trickle_s)
+        elif body:
+            self._transport.write(data[: fault.cut])
+        if fault.cut is not None:
             self._transport.close()
+
+    def _trickle(self, data: bytes | memoryview, pause_s: float) -> None:
+        if data and not self._transport.is_closing():
+            self._transport.write(data[:1])
+            self._loop.call_later(pause_s, self._trickle, data[1:], pause_s)
 
 
 def start_obstore() -> None:

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiofeed.sources.objects import reader as reader_module
+from aiofeed.sources.objects import requests as requests_module
+from aiofeed.sources.objects.clients import open_requests
 from aiofeed.sources.objects.reader import ObjectReader
 from tests.support.fault_server import Fault
 from tests.support.waiting import until
@@ -309,6 +311,40 @@ async def test_second_requests_are_few(server):
     await asyncio.gather(*[read(40) for _ in range(16)])
     found = reader.statistics()
     assert 0 < found.hedges <= 0.05 * found.requests
+
+
+async def test_a_body_that_trickles(reader, server, monkeypatch):
+    """A body that comes too slowly is a transient fault, although some bytes arrive all the time."""
+    monkeypatch.setattr(requests_module, "BODY_S", 0.05)
+    server.schedule = first(Fault(trickle_s=0.01), Fault(trickle_s=0.01))
+    assert await reader.read("a") == DATA
+    assert (reader.statistics().retries, server.count) == (2, 3)
+    monkeypatch.setattr(reader_module, "RETRY_S", 0.1)
+    server.schedule = lambda request: Fault(trickle_s=0.01)
+    with pytest.raises(OSError, match=r"a part of 4096 bytes did not arrive within 0 s: s3://bucket/a"):
+        await reader.read("a")
+    await asyncio.to_thread(until, lambda: not open_requests)
+
+
+async def test_slow_bodies_use_up_no_second_requests(server, monkeypatch):
+    """A late body is requested anew in place of the slow one, even if no second request is allowed."""
+    monkeypatch.setattr(requests_module, "HEDGE_SHARE", 0.0)
+    monkeypatch.setattr(requests_module, "BODY_LEAST_S", 0.05)
+    server.objects["bucket/a"] = DATA
+    reader = ObjectReader("s3://bucket", options=server.options)
+    for _ in range(80):
+        assert await reader.read("a") == DATA
+    server.schedule = lambda request: Fault(trickle_s=0.01) if 80 <= request.number < 90 else None
+    late = [asyncio.create_task(reader.read("a")) for _ in range(10)]
+    await asyncio.to_thread(until, lambda: server.count >= 90)
+    others = 0
+    while not all(task.done() for task in late):
+        assert await reader.read("a") == DATA
+        others += 1
+    assert await asyncio.gather(*late) == [DATA] * 10
+    found = reader.statistics()
+    assert (found.hedges, found.requests) == (0, 90 + others + found.retries)
+    assert found.retries >= 10
 
 
 async def test_no_second_requests_in_an_outage(server):
