@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import aiofeed
 from aiofeed.sources.objects import reader as reader_module
+from aiofeed.sources.objects import samples as samples_module
 from aiofeed.sources.objects.clients import open_requests
 from aiofeed.testing import SimulatedDevice
 from tests.conftest import write_image_folder
@@ -324,6 +325,15 @@ def test_bad_arguments(paths, arguments, error, message):
     """Lists that cannot be read are errors of the constructor, with the entry and its number."""
     with pytest.raises(error, match=message):
         aiofeed.Files(paths, **arguments)
+
+
+def test_a_root_is_redacted_once(monkeypatch):
+    """Keys below a root need no look at the root for each key."""
+    texts = []
+    monkeypatch.setattr(samples_module, "redacted", lambda text: texts.append(text) or text)
+    source = aiofeed.Files([f"{number}/a..b" for number in range(50)], root="s3://bucket/train")
+    assert source.paths[7] == "s3://bucket/train/7/a..b"
+    assert texts == ["s3://bucket/train"]
 
 
 @pytest.mark.parametrize("arguments", [{"options": {}}, {"refresh": True}])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from aiofeed.core.statistics import StorageStatistics
-from aiofeed.sources.file_io import beneath
+from aiofeed.sources.file_io import check_beneath
 from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
 from aiofeed.sources.objects.listing import list_objects
 from aiofeed.sources.objects.reader import ObjectReader, statistics_of
@@ -112,12 +112,12 @@ def objects_of(paths: Iterable[object], root: str | None, store: Any, options: M
     """
     keys, numbers, known = KeyPacker(), array("i"), dict[str, int]()
     readers = [] if root is None else [ObjectReader(root, store=store, options=options)]
-    last = ""
+    last, shown = "", "" if root is None else redacted(root)
     for position, path in enumerate(paths):
         if not isinstance(path, str):
             raise TypeError(f"Files needs URLs as str; number {position} is {path!r}")
         if root is not None:
-            beneath(redacted(root), path)
+            check_beneath(shown, path)
             key, number = path, 0
         elif last and path.startswith(last):
             key = path[len(last) :]
