@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import hashlib
 import re
+import ssl
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ class Fault:
         delay_s: Seconds until the first byte of the answer.
         status: The status of an error answer; 0 for none.
         code: The code in the body of an error answer, such as "SlowDown".
+        location: The URL of a redirect; empty for none.
         cut: The bytes of the body after which the connection is closed.
         trickle_s: Seconds between two bytes of the body; 0 for all at once.
         close: Whether the connection is closed without an answer.
@@ -41,6 +43,7 @@ class Fault:
     delay_s: float = 0.0
     status: int = 0
     code: str = "InternalError"
+    location: str = ""
     cut: int | None = None
     trickle_s: float = 0.0
     close: bool = False
@@ -70,7 +73,7 @@ class FaultServer:
     """Serves ``objects``, by "bucket/name", in a thread. A ``with`` block starts and stops it.
 
     ``schedule`` returns the fault of a request; ``requests`` has all requests of the past, unless ``record`` is False.
-    ``has_etags`` and ``modified`` are those of all objects.
+    ``has_etags`` and ``modified`` are those of all objects. With ``tls``, the endpoint is https.
     """
 
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -79,6 +82,7 @@ class FaultServer:
     record: bool = True
     has_etags: bool = True
     modified: str = "Sun, 01 Jan 2023 00:00:00 GMT"
+    tls: ssl.SSLContext | None = None
     port: int = 0
     requests: list[Request] = field(default_factory=list)
     count: int = 0
@@ -86,7 +90,7 @@ class FaultServer:
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}"
 
     @property
     def options(self) -> dict[str, object]:
@@ -124,7 +128,7 @@ class FaultServer:
     def _main(self, started: threading.Event) -> None:
         self._loop = new_event_loop()
         self._connections: set[asyncio.Transport] = set()
-        serve = self._loop.create_server(lambda: _Connection(self), "127.0.0.1", self.port, backlog=1024)
+        serve = self._loop.create_server(lambda: _Connection(self), "127.0.0.1", self.port, backlog=1024, ssl=self.tls)
         server = self._loop.run_until_complete(serve)
         self.port = server.sockets[0].getsockname()[1]
         started.set()
@@ -183,6 +187,8 @@ class _Connection(asyncio.Protocol):
             return
         if fault.close:
             self._transport.abort()
+        elif fault.location:
+            self._send(302, b"", {"Location": fault.location})
         elif fault.status:
             self._error(fault.status, fault.code)
         elif "list-type" in request.query:

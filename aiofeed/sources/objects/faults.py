@@ -9,8 +9,14 @@ from typing import NamedTuple
 
 from aiofeed.sources.objects.clients import StoreClient
 
+# How obstore begins a message; that of a web server reads "Generic HTTP error", whatever the fault.
+_STORE = re.compile(r"Generic \w+ error: ")
 _STATUS = re.compile(r"status code: (\d{3})")
 _REASON = re.compile(r'(?:message|error): "([^"]+)"')
+# The names of a fault of TLS: "InvalidCertificate", and its innermost reason, such as "UnknownIssuer".
+_TLS = re.compile(r"kind: InvalidData,\s+error: (\w+)\((?:\s*\w+\()*\s*(\w+)")
+# A redirect that cannot be followed, or leads to no URL.
+_REDIRECT = re.compile(r"kind: (?:Redirect|Builder),\s+source: (\w+)")
 # 408 and 429 ask for a later attempt; 409 is sent by S3 while a bucket changes.
 _TRANSIENT = frozenset({408, 409, 425, 429})
 _THROTTLED = re.compile(r"SlowDown|Throttl|rateLimitExceeded|RequestLimitExceeded|ServerBusy", re.I)
@@ -55,7 +61,7 @@ class Fault:
 def fault_of(error: Exception, client: StoreClient, url: str) -> Fault:
     """The fault that an exception of obstore stands for."""
     text = str(error)
-    first, kind = text.partition("\n")[0], type(error).__name__
+    first, kind = _STORE.sub("", text.partition("\n")[0]), type(error).__name__
     found = _STATUS.search(first)
     status = int(found[1]) if found else 0
     if isinstance(error, FileNotFoundError):
@@ -73,11 +79,17 @@ def fault_of(error: Exception, client: StoreClient, url: str) -> Fault:
         hint = "the credentials have expired" if expired and status != 401 else hint
         return Fault(PermissionError(errno.EACCES, client.redact(f"{hint}: {_short(first)}"), url), expired=expired)
     network = isinstance(error, TimeoutError | ConnectionError) or "HTTP error" in first or "error sending" in first
-    reason = _REASON.search(text)
-    if network and reason is not None:
+    reason, tls, redirect = _REASON.search(text), _TLS.search(text), _REDIRECT.search(text)
+    if network and tls is not None:
+        first = f"{first} ({tls[1]}: {tls[2]})"
+    elif network and redirect is not None:
+        first = f"{first} ({redirect[1]})"
+    elif network and reason is not None:
         first = f"{first} ({'host name: ' if 'dns error' in text else ''}{reason[1]})"
     message = client.redact(_short(first))
-    transient = network or throttled or status >= 500 or status in _TRANSIENT
+    # No other attempt changes a redirect or a certificate.
+    lasting = redirect is not None or (tls is not None and tls[1] == "InvalidCertificate")
+    transient = (network and not lasting) or throttled or status >= 500 or status in _TRANSIENT
     return Fault(OSError(f"{message}: {url}"), transient=transient, answered=bool(status) or "Body" in text)
 
 

@@ -312,18 +312,19 @@ class ObjectReader:
                 raise fault.error
             else:
                 started = started or time.monotonic()
-                if time.monotonic() - started > (RETRY_S if monitor.answered else FIRST_RETRY_S):
+                most_s = RETRY_S if monitor.answered else FIRST_RETRY_S
+                if time.monotonic() - started > most_s:
                     raise fault.error
-                self._log(fault)
+                self._log(fault, most_s)
                 failures += 1
                 await asyncio.sleep(backoff_s(failures, self._jitter))
             monitor.retries += 1
 
-    def _log(self, fault: Fault) -> None:
+    def _log(self, fault: Fault, most_s: float) -> None:
         now = time.monotonic()
         if now - self._logged_at > LOG_EVERY_S:
             self._logged_at = now
-            log.warning("sent again for up to %.0f s: %s", RETRY_S, fault.error)
+            log.warning("sent again for up to %.0f s: %s", most_s, fault.error)
 
     def _monitor(self) -> RequestMonitor:
         """The monitor of the running loop; that of a loop that is closed goes on with another one."""

@@ -3,8 +3,12 @@ import logging
 import multiprocessing
 import os
 import pickle
+import shutil
+import ssl
+import subprocess
 import threading
 import traceback
+from urllib.parse import quote
 
 import hypothesis
 import pytest
@@ -15,7 +19,7 @@ from aiofeed.sources.objects import reader as reader_module
 from aiofeed.sources.objects import requests as requests_module
 from aiofeed.sources.objects.clients import open_requests
 from aiofeed.sources.objects.reader import ObjectReader
-from tests.support.fault_server import Fault
+from tests.support.fault_server import Fault, FaultServer
 from tests.support.waiting import until
 
 EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "250")) // 2
@@ -62,12 +66,16 @@ async def test_transient_faults_are_retried(reader, server, fault, caplog):
     assert caplog.text.count("sent again") == 1
 
 
-@pytest.mark.parametrize("status", [400, 404, 412, 416])
-async def test_other_answers_are_not_retried(reader, server, status):
+@pytest.mark.parametrize("status", [300, 400, 404, 410, 412, 416])
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+async def test_other_answers_are_not_retried(reader, server, status, scheme):
     """An answer that another attempt does not change is an error after one request, with the URL."""
+    if scheme == "http":
+        reader = ObjectReader(f"{server.endpoint}/bucket")
     server.schedule = lambda request: Fault(status=status)
-    with pytest.raises(OSError, match="s3://bucket/a"):
+    with pytest.raises(OSError, match=f"{scheme}://.*/a") as raised:
         await reader.read_ranges("a", [0], [1])
+    assert "Generic" not in str(raised.value)
     assert server.count == 1
 
 
@@ -95,12 +103,65 @@ async def test_an_outage_ends_in_an_error(reader, server, monkeypatch):
     assert server.count > 5
 
 
-async def test_a_wrong_host_fails_early(server, monkeypatch):
-    """A host that has never answered is given up after a shorter time; the error says that its name is unknown."""
+async def test_a_wrong_host_fails_early(server, monkeypatch, caplog):
+    """A host that has never answered is given up after a shorter time, which the log line names.
+
+    The error says that the name of the host is unknown.
+    """
     monkeypatch.setattr(reader_module, "FIRST_RETRY_S", 0.1)
     options = {**server.options, "endpoint": f"http://{'x' * 64}.invalid"}
     with pytest.raises(OSError, match=r"host name.*s3://bucket/a"):
         await ObjectReader("s3://bucket", options=options).read("a")
+    assert "sent again for up to 0 s" in caplog.text
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+async def test_a_certificate_that_is_not_accepted(tmp_path, caplog):
+    """A certificate of an unknown issuer is an error after one request, with the reason."""
+    files = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", files[0], "-out", files[1], "-subj", "/CN=localhost", "-addext", "basicConstraints=CA:FALSE"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files[1], files[0])
+    with FaultServer(tls=context) as server:
+        reader = ObjectReader(server.endpoint)
+        with pytest.raises(OSError, match=r"\(InvalidCertificate: UnknownIssuer\): https://127.0.0.1"):
+            await reader.read("a")
+    assert reader.statistics().requests == 1
+
+
+@pytest.mark.parametrize(
+    ("location", "reason"), [("http://127.0.0.1:{port}/bucket/a", "TooManyRedirects"), ("ftp://host/a", "BadScheme")]
+)
+async def test_a_redirect_that_cannot_be_followed(server, location, reason):
+    """A redirect without an end, or to another kind of URL, is an error after one request, whatever came before."""
+    server.objects["bucket/b"] = DATA
+    target = location.format(port=server.port)
+    server.schedule = lambda request: Fault(location=target) if request.key == "bucket/a" else None
+    reader = ObjectReader(f"{server.endpoint}/bucket")
+    assert await reader.read("b") == DATA
+    with pytest.raises(OSError, match=rf"\({reason}\): http.*/a$"):
+        await reader.read("a")
+    assert reader.statistics().requests == 2
+
+
+async def test_odd_keys_behind_a_redirect(server):
+    """A key is read behind a redirect; one with brackets, of which obstore follows no redirect, is an error."""
+    keys = ["a b", "é#?&=", "%41", "+;,@!$'()*", "x:y~{z}"]
+    server.objects.update({f"target/{key}": key.encode() for key in keys})
+
+    def redirect(request):
+        folder, _, key = request.key.partition("/")
+        return Fault(location=f"{server.endpoint}/target/{quote(key)}") if folder == "bucket" else None
+
+    server.schedule = redirect
+    reader = ObjectReader(f"{server.endpoint}/bucket")
+    assert [(await reader.read(key)).decode() for key in keys] == keys
+    with pytest.raises(OSError, match=r"302.*\[z\]$"):
+        await reader.read("x[z]")
+    assert reader.statistics().retries == 0
 
 
 async def test_a_server_that_comes_back(reader, server):
