@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from aiofeed.core.errors import FeedError
 from aiofeed.runtime import threads
-from aiofeed.sources.objects.urls import redacted, secrets_of
+from aiofeed.sources.objects.urls import ENVIRONMENT, redacted, secrets_of
 
 # A server that sends nothing for so long is asked again. obstore's own limit is 30 s for a whole answer, which a slow
 # line may need for one part of a large object.
@@ -41,6 +41,7 @@ class StoreClient:
         self.options: dict[str, Any] = dict(options)
         self._given = store
         self._made: Any = None
+        self._surroundings: object = None
         # Counts the stores that were made, so that many expired reads make one new store.
         self._version = 0
         self._lock = threading.Lock()
@@ -74,6 +75,11 @@ class StoreClient:
                 self._made = self._new_store()
 
     @property
+    def is_outdated(self) -> bool:
+        """Whether the environment, or the AWS configuration files, have changed since the store was made."""
+        return self._given is None and self._surroundings != _surroundings(self.root, self.options)
+
+    @property
     def is_given(self) -> bool:
         """Whether the store was given."""
         return self._given is not None
@@ -99,6 +105,7 @@ class StoreClient:
                 return self._given
             args, kwargs = arguments()
             return type(self._given)(*args, **kwargs)
+        self._surroundings = _surroundings(self.root, self.options)
         stores = importlib.import_module("obstore.store")
         scheme = self.root.partition("://")[0]
         options = {
@@ -122,6 +129,8 @@ class StoreClient:
 def shared_client(root: str, options: Mapping[str, Any], store: Any = None) -> StoreClient:
     """The client of a root and options, the same for all sources of this process; a new one for a given ``store``.
 
+    After a change of the environment or of the AWS configuration files, new sources have another client.
+
     Raises:
         ImportError: obstore is not installed.
     """
@@ -129,7 +138,7 @@ def shared_client(root: str, options: Mapping[str, Any], store: Any = None) -> S
         return StoreClient(root, options, store)
     if root and not _is_installed():
         raise ImportError(_INSTALL)
-    key = root, repr(sorted(options.items()))
+    key = root, repr((sorted(options.items()), _surroundings(root, options)))
     with _clients_lock:
         client = _clients.get(key)
         if client is None:
@@ -193,6 +202,16 @@ def _aws_profile(options: Mapping[str, Any]) -> dict[str, str]:
         for name, option in settings.items()
         if name in found
     }
+
+
+# Environment variables, in capital letters, that obstore or its HTTP client read; the prefixes of the stores first.
+_VARIABLES = (*ENVIRONMENT, "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_")
+
+
+def _surroundings(root: str, options: Mapping[str, Any]) -> object:
+    """What a store is made of beside its options."""
+    variables = sorted(item for item in os.environ.items() if item[0].upper().startswith(_VARIABLES))
+    return variables, _aws_profile(options) if root.startswith("s3:") else None
 
 
 class _Runtime:

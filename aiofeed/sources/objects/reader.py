@@ -305,7 +305,7 @@ class ObjectReader:
             monitor = self._monitor()
             monitor.failed()
             monitor.answered |= fault.answered
-            if fault.expired and not renewed:
+            if not renewed and (fault.expired or self._client.is_outdated):
                 renewed = True
                 self._client.renew(version)
             elif not fault.transient:

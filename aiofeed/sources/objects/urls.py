@@ -17,7 +17,8 @@ _USER_INFO = re.compile(r"(?<=://)[^/?#\s@]+@")
 _QUERY_VALUE = re.compile(r"(?<=[?&])([\w.~%-]+)=[^&#\s\"'<>,)]+")
 # Names of options and of environment variables whose values are secret.
 _SECRET = re.compile(r"secret|password|token|key|sas|signature|credential|authorization|bearer|headers", re.IGNORECASE)
-_ENVIRONMENT = ("AWS_", "AZURE_", "GOOGLE_", "GCP_")
+# The first letters of the environment variables that stores read.
+ENVIRONMENT = ("AWS_", "AZURE_", "GOOGLE_", "GCP_")
 # Shorter values, such as "1" or "true", are no secrets, and would blank ordinary text.
 _SECRET_LEAST = 6
 
@@ -91,7 +92,7 @@ def secrets_of(root: str, options: Mapping[str, Any]) -> list[str]:
     found = {part for part in (parts.username, parts.password) if part is not None}
     found.update(value for _, value in parse_qsl(parts.query))
     for name, value in os.environ.items():
-        if name.startswith(_ENVIRONMENT) and _SECRET.search(name):
+        if name.startswith(ENVIRONMENT) and _SECRET.search(name):
             found.add(value)
     waiting: list[tuple[str, Any, bool]] = [(name, value, False) for name, value in options.items()]
     while waiting:

@@ -265,6 +265,35 @@ async def test_expired_credentials_are_obtained_again(server, tmp_path, monkeypa
     assert server.count - before == 2
 
 
+@pytest.mark.parametrize("wrong", ["endpoint", "credentials", "file"])
+async def test_the_environment_is_changed(server, tmp_path, monkeypatch, wrong):
+    """A change of the environment or of a configuration file has an effect on new readers, and on those that failed."""
+    monkeypatch.setattr(reader_module, "FIRST_RETRY_S", 0.0)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1" if wrong == "endpoint" else server.endpoint)
+    if wrong == "file":
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+        (tmp_path / "config").write_text("[default]\naws_access_key_id = WRONG\naws_secret_access_key = x")
+    else:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "WRONG" if wrong == "credentials" else "RIGHT")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    server.objects["bucket/a"] = DATA
+    server.schedule = lambda request: Fault(status=403 if "=WRONG/" in request.headers["authorization"] else 0)
+    old = ObjectReader("s3://bucket")
+    with pytest.raises(OSError, match="s3://bucket/a"):
+        await old.read("a")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+    if wrong == "file":
+        (tmp_path / "config").write_text("[default]\naws_access_key_id = RIGHT\naws_secret_access_key = x")
+    else:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "RIGHT")
+    new = ObjectReader("s3://bucket")
+    assert await new.read("a") == DATA
+    assert new.statistics().requests == 1
+    assert await old.read("a") == DATA
+    assert ObjectReader("s3://bucket")._client is new._client
+
+
 async def test_credentials_are_not_mixed(server, tmp_path, monkeypatch):
     """With credentials in the options, none is taken from the configuration file, but its region is."""
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
