@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
-
-from aiofeed.sources.objects.clients import StoreClient
 
 # How obstore begins a message; that of a web server reads "Generic HTTP error", whatever the fault.
 _STORE = re.compile(r"Generic \w+ error: ")
@@ -58,7 +57,7 @@ class Fault:
     answered: bool = True
 
 
-def fault_of(error: Exception, client: StoreClient, url: str) -> Fault:
+def fault_of(error: Exception, redact: Callable[[str], str], url: str) -> Fault:
     """The fault that an exception of obstore stands for."""
     text = str(error)
     first, kind = _STORE.sub("", text.partition("\n")[0]), type(error).__name__
@@ -77,7 +76,7 @@ def fault_of(error: Exception, client: StoreClient, url: str) -> Fault:
     if (status in (401, 403) and not throttled) or expired:
         hint = "the credentials are not accepted" if status == 401 else "access is denied"
         hint = "the credentials have expired" if expired and status != 401 else hint
-        return Fault(PermissionError(errno.EACCES, client.redact(f"{hint}: {_short(first)}"), url), expired=expired)
+        return Fault(PermissionError(errno.EACCES, redact(f"{hint}: {_short(first)}"), url), expired=expired)
     network = isinstance(error, TimeoutError | ConnectionError) or "HTTP error" in first or "error sending" in first
     reason, tls, redirect = _REASON.search(text), _TLS.search(text), _REDIRECT.search(text)
     if network and tls is not None:
@@ -86,7 +85,7 @@ def fault_of(error: Exception, client: StoreClient, url: str) -> Fault:
         first = f"{first} ({redirect[1]})"
     elif network and reason is not None:
         first = f"{first} ({'host name: ' if 'dns error' in text else ''}{reason[1]})"
-    message = client.redact(_short(first))
+    message = redact(_short(first))
     # No other attempt changes a redirect or a certificate.
     lasting = redirect is not None or (tls is not None and tls[1] == "InvalidCertificate")
     transient = (network and not lasting) or throttled or status >= 500 or status in _TRANSIENT

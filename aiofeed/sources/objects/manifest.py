@@ -294,7 +294,7 @@ class Manifest(Files):
     def fingerprint(self) -> str:
         """A hash of all rows: of their keys without the root, their ranges and their targets."""
         digest = hashlib.sha256(b"Manifest")
-        for column in [self.paths.keys, *(self._bounds or ()), *self._columns]:
+        for column in [self.paths.stable_keys(), *(self._bounds or ()), *self._columns]:
             for part in _parts(column):
                 digest.update(part)
         return digest.hexdigest()[:32]

@@ -30,7 +30,7 @@ from aiofeed.sources.objects.faults import (
 )
 from aiofeed.sources.objects.local import LocalObjects
 from aiofeed.sources.objects.requests import RequestMonitor, percentile
-from aiofeed.sources.objects.urls import join_url, split_url
+from aiofeed.sources.objects.urls import QUERY, join_url, split_url
 
 ResultT = TypeVar("ResultT")
 
@@ -85,9 +85,9 @@ class ObjectReader:
             raise TypeError(f"options must be a dict of arguments of obstore's from_url, got {type(options).__name__}")
         base, prefix = split_url(root)
         self._local = LocalObjects(prefix) if not base and store is None else None
-        self._base = base
+        self._base, _, self._query = base.partition("?")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-        self._client = shared_client(base, options or {}, store)
+        self._client = shared_client(self._base, options or {}, store)
         self._reset()
 
     def _reset(self) -> None:
@@ -98,7 +98,7 @@ class ObjectReader:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process."""
-        return {name: self.__dict__[name] for name in ("_local", "_base", "_prefix", "_client")}
+        return {name: self.__dict__[name] for name in ("_local", "_base", "_query", "_prefix", "_client")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -120,7 +120,10 @@ class ObjectReader:
 
     def url(self, key: str) -> str:
         """The URL of an object, or the path of a file, without credentials."""
-        return self._local.url(key) if self._local is not None else join_url(self._base, self._prefix + key)
+        if self._local is not None:
+            return self._local.url(key)
+        query = f"{QUERY}{self._query}" if self._query and QUERY not in key else ""
+        return join_url(self._base, f"{self._prefix}{key}{query}")
 
     async def head(self, key: str) -> ObjectInfo:
         """Size, etag and time of change of an object.
@@ -284,7 +287,7 @@ class ObjectReader:
     async def _get(
         self, key: str, options: Mapping[str, Any] | None, nbytes: int | None, most: int = 0
     ) -> tuple[Any, Any]:
-        path, monitor, get = self._prefix + key, self._monitor(), _obstore().get_async
+        path, monitor, get = self._prefix + key.partition(QUERY)[0], self._monitor(), _obstore().get_async
 
         def attempt(store: Any) -> Coroutine[Any, Any, tuple[Any, Any]]:
             return monitor.send(partial(get, store, path, options=options), nbytes, most)
@@ -295,12 +298,13 @@ class ObjectReader:
     async def _retried(self, key: str, attempt: Callable[[Any], Awaitable[Any]]) -> Any:
         """The result of ``attempt(store)``, which is called again after a transient fault."""
         failures, renewed, started = 0, False, 0.0
+        query = key.partition(QUERY)[2] or self._query
         while True:
-            store, version = self._client.store()
+            store, version = self._client.store(query)
             try:
                 return await attempt(store)
             except Exception as error:  # noqa: BLE001 - obstore's errors; raised below without credentials
-                fault = fault_of(error, self._client, self.url(key))
+                fault = fault_of(error, partial(self._client.redact, query=query), self.url(key))
             # Outside of the block above, so that the error has no context, which may contain credentials.
             monitor = self._monitor()
             monitor.failed()

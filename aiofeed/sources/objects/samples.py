@@ -15,7 +15,7 @@ from aiofeed.sources.file_io import check_beneath
 from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
 from aiofeed.sources.objects.listing import list_objects
 from aiofeed.sources.objects.reader import ObjectReader, statistics_of
-from aiofeed.sources.objects.urls import redacted, split_url
+from aiofeed.sources.objects.urls import redacted, split_url, with_query, without_signature
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -93,6 +93,14 @@ class ObjectList(Sequence[str]):
         """Ranges of one object."""
         return await self._reader(index).read_ranges(self.keys[index], starts, ends)
 
+    def stable_keys(self) -> PackedKeys:
+        """The keys, without what changes when their queries are signed again."""
+        if self.keys.data.all():
+            return self.keys
+        packer = KeyPacker()
+        packer.add(map(without_signature, self.keys))
+        return packer.packed()
+
     def store_of(self, index: int) -> str:
         """Identifies the store of an object, which its URL may leave open."""
         if self._stores is None:
@@ -122,7 +130,7 @@ def objects_of(paths: Iterable[object], root: str | None, store: Any, options: M
         elif last and path.startswith(last):
             key = path[len(last) :]
         else:
-            base, key = split_url(path)
+            base, key = with_query(*split_url(path))
             if not base and store is None:
                 raise ValueError(
                     f"{redacted(path)!r}, number {position}, is a file, and number 0 is a URL: Files reads either; "

@@ -16,8 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiofeed.sources.objects import reader as reader_module
-from aiofeed.sources.objects import requests as requests_module
-from aiofeed.sources.objects.clients import open_requests
 from aiofeed.sources.objects.reader import ObjectReader
 from tests.support.fault_server import Fault, FaultServer
 from tests.support.waiting import until
@@ -333,7 +331,7 @@ async def test_a_given_store_obtains_credentials_again(server):
 SECRETS = ["hunter-user", "hunter-pass", "hunter-sig", "hunter-key", "hunter-env", "hunter-token"]
 
 
-@pytest.mark.parametrize("kind", ["s3", "http", "given"])
+@pytest.mark.parametrize("kind", ["s3", "http", "key", "given"])
 @pytest.mark.parametrize("status", [0, 400, 403, 404, 503])
 async def test_no_credential_is_shown(server, kind, status, monkeypatch, caplog):
     """No log line, error or repr has a credential of the URL, of the options or of the environment."""
@@ -341,8 +339,10 @@ async def test_no_credential_is_shown(server, kind, status, monkeypatch, caplog)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter-env")
     monkeypatch.setattr(reader_module, "RETRY_S", 0.01)
     monkeypatch.setattr(reader_module, "FIRST_RETRY_S", 0.01)
-    options = {**server.options, "secret_access_key": "hunter-key", "token": "hunter-token"}
-    if kind == "http":
+    options, key = {**server.options, "secret_access_key": "hunter-key", "token": "hunter-token"}, "a"
+    if kind == "key":
+        reader, key = ObjectReader(f"{server.endpoint}/bucket"), "a\0sig=hunter-sig"
+    elif kind == "http":
         url = server.endpoint.replace("http://", "http://hunter-user:hunter-pass@") + "/bucket?sig=hunter-sig"
         reader = ObjectReader(url)
     elif kind == "given":
@@ -355,101 +355,24 @@ async def test_no_credential_is_shown(server, kind, status, monkeypatch, caplog)
     # Some servers repeat the request in the text of an error.
     server.schedule = lambda request: Fault(status=status, close=not status, code=f"sent: {' '.join(SECRETS)}")
     with pytest.raises(OSError, match="a") as raised:
-        await reader.read("a")
+        await reader.read(key)
     shown = ["".join(traceback.format_exception(raised.value)), repr(raised.value), repr(reader), caplog.text]
     error = raised.value
     while error is not None:
         shown.append(f"{error!r} {error}")
         error = error.__context__
-    known = SECRETS[:3] if kind == "http" else ["hunter-key", "hunter-token", "hunter-env"]
+    known = (
+        SECRETS[:3]
+        if kind == "http"
+        else SECRETS[2:3]
+        if kind == "key"
+        else ["hunter-key", "hunter-token", "hunter-env"]
+    )
     for secret in known:
         assert secret not in " ".join(shown)
 
 
-# --- late requests
-
-
-async def test_a_late_request_is_sent_a_second_time(server):
-    """A request that takes far longer than 95 % of the others is sent again, and the first answer counts."""
-    server.objects["bucket/a"] = DATA
-    reader = ObjectReader("s3://bucket", options=server.options)
-    for _ in range(80):
-        assert await reader.read("a") == DATA
-    server.schedule = lambda request: Fault(stall=True) if request.number == 80 else None
-    late = asyncio.create_task(reader.read("a"))
-    await asyncio.to_thread(until, lambda: server.count > 80)
-    others = 0
-    while not late.done():
-        assert await reader.read("a") == DATA
-        others += 1
-    assert await late == DATA
-    found = reader.statistics()
-    assert found.hedges >= 1
-    assert (found.requests, found.retries) == (81 + others + found.hedges, 0)
-
-
-async def test_second_requests_are_few(server):
-    """At most 5 % of the requests are sent a second time, however many are late."""
-    server.objects["bucket/a"] = DATA
-    reader = ObjectReader("s3://bucket", options=server.options)
-    server.schedule = lambda request: Fault(delay_s=0.1 if request.number > 100 and request.number % 8 == 0 else 0.0)
-
-    async def read(times):
-        for _ in range(times):
-            await reader.read("a")
-
-    await asyncio.gather(*[read(40) for _ in range(16)])
-    found = reader.statistics()
-    assert 0 < found.hedges <= 0.05 * found.requests
-
-
-async def test_a_body_that_trickles(reader, server, monkeypatch):
-    """A body that comes too slowly is a transient fault, although some bytes arrive all the time."""
-    monkeypatch.setattr(requests_module, "BODY_S", 0.05)
-    server.schedule = first(Fault(trickle_s=0.01), Fault(trickle_s=0.01))
-    assert await reader.read("a") == DATA
-    assert (reader.statistics().retries, server.count) == (2, 3)
-    monkeypatch.setattr(reader_module, "RETRY_S", 0.1)
-    server.schedule = lambda request: Fault(trickle_s=0.01)
-    with pytest.raises(OSError, match=r"a part of 4096 bytes did not arrive within 0 s: s3://bucket/a"):
-        await reader.read("a")
-    await asyncio.to_thread(until, lambda: not open_requests)
-
-
-async def test_slow_bodies_use_up_no_second_requests(server, monkeypatch):
-    """A late body is requested anew in place of the slow one, even if no second request is allowed."""
-    monkeypatch.setattr(requests_module, "HEDGE_SHARE", 0.0)
-    monkeypatch.setattr(requests_module, "BODY_LEAST_S", 0.05)
-    server.objects["bucket/a"] = DATA
-    reader = ObjectReader("s3://bucket", options=server.options)
-    for _ in range(80):
-        assert await reader.read("a") == DATA
-    server.schedule = lambda request: Fault(trickle_s=0.01) if 80 <= request.number < 90 else None
-    late = [asyncio.create_task(reader.read("a")) for _ in range(10)]
-    await asyncio.to_thread(until, lambda: server.count >= 90)
-    others = 0
-    while not all(task.done() for task in late):
-        assert await reader.read("a") == DATA
-        others += 1
-    assert await asyncio.gather(*late) == [DATA] * 10
-    found = reader.statistics()
-    assert (found.hedges, found.requests) == (0, 90 + others + found.retries)
-    assert found.retries >= 10
-
-
-async def test_no_second_requests_in_an_outage(server):
-    """If all requests are late, or some have failed, none is sent a second time."""
-    server.objects["bucket/a"] = DATA
-    reader = ObjectReader("s3://bucket", options=server.options)
-    for _ in range(200):
-        await reader.read("a")
-    server.schedule = lambda request: Fault(delay_s=0.2)
-    await asyncio.gather(*[reader.read("a") for _ in range(16)])
-    assert reader.statistics().hedges == 0
-    server.schedule = lambda request: Fault(status=503) if request.number % 2 else Fault(delay_s=0.1)
-    await reader.read("a")
-    await reader.read("a")
-    assert reader.statistics().hedges == 0
+# --- processes and loops
 
 
 async def test_cancelling_ends_the_request(server):
@@ -463,9 +386,6 @@ async def test_cancelling_ends_the_request(server):
     with pytest.raises(asyncio.CancelledError):
         await task
     await asyncio.to_thread(until, lambda: not server.connections)
-
-
-# --- processes and loops
 
 
 def read_in_child(reader, queue):
