@@ -200,7 +200,7 @@ class _Request:
         error = TimeoutError(f"a part of {nbytes} bytes did not arrive within {limit_s:.0f} s")
         self._limit = self.result.get_loop().call_later(limit_s, self._fail, error)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         if not self.result.done():
             self.result.set_exception(error)
 
