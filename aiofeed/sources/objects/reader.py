@@ -62,7 +62,7 @@ class ObjectReader:
 
     Transient faults (5xx, throttling, connections that end, bodies that are cut) are retried for up to 60 s, an expired
     credential once with a new client; a missing object is not. Requests that take unusually long are sent a second
-    time, at most 5 % of all. Cancelling a coroutine cancels its requests.
+    time, at most 5 % of all; those whose body comes slowly are sent anew. Cancelling a coroutine cancels its requests.
 
     May be used by several event loops; the client of a bucket or host is the same for all readers of this process.
 
