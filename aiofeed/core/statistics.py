@@ -95,7 +95,7 @@ class StorageStatistics:
     Args:
         requests: Requests that were sent, retries and hedges included.
         bytes_read: Bytes received, those between joined ranges included.
-        retries: Requests that were sent again after a fault.
+        retries: Requests that were sent again after a fault, or in place of one whose body came too slowly.
         hedges: Further requests because the first took unusually long.
         latency_p50_s: The median time from a request to the end of its answer, of the latest requests.
         latency_p95_s: The 95th percentile.
