@@ -201,8 +201,8 @@ class ClipDecoder:
         stored = shape if turns % 2 == 0 else shape[::-1]
         if (scaler := getattr(_local, "scaler", None)) is None:
             scaler = _local.scaler = import_av().video.reformatter.VideoReformatter()
-        # Planes of green, blue and red take 0.09 ms for 320 x 240 to 149 x 112, pixels of three bytes 0.27 ms. But FFmpeg's
-        # conversion to planes without scaling leaves the last columns of most widths undefined.
+        # Planes of green, blue and red take 0.09 ms for 320 x 240 to 149 x 112, pixels of three bytes 0.27 ms. But
+        # FFmpeg's conversion to planes without scaling leaves the last columns of many widths undefined.
         planar = stored != [frame.height, frame.width]
         scaled = scaler.reformat(
             frame, *stored[::-1], "gbrp" if planar else "rgb24", interpolation="BILINEAR", threads=1
