@@ -53,7 +53,7 @@ class ParquetRows(Shards):
 
     Args:
         urls: URLs or paths: a list, or one with braces such as ``s3://bucket/train-{000..099}.parquet`` or a glob.
-        columns: The columns of the dict. Default: all.
+        columns: The columns of the dict. Default: all, which must be the same in all files.
         data: The column whose value ``decode=`` gets in place of a dict; that of a struct with its field, as in
             ``"image.bytes"``.
         target: The column of the target, or several for a dict of their values; a sample is then ``(decoded, target)``.
@@ -98,8 +98,20 @@ class ParquetRows(Shards):
         self._reset()
         _parquet()
         super().__init__(urls, store=store, options=options)
+        if self._columns is None and self._data is None:
+            self._check_alike()
         if target is not None:
             self.target = self._target
+
+    def _check_alike(self) -> None:
+        """Raise ``ValueError`` unless all files have the same columns."""
+        first, *others = self._shards
+        for shard in others:
+            if different := sorted(set(_names(first)) ^ set(_names(shard))):
+                raise ValueError(
+                    f"{shard.url} and {first.url}: only one of them has the columns {different}; choose columns=[...] "
+                    f"that all files have"
+                )
 
     def _reset(self) -> None:
         self._tables: OrderedDict[tuple[Shard, int], Any] = OrderedDict()
@@ -145,7 +157,7 @@ class ParquetRows(Shards):
         targets = [targets] if isinstance(targets, str) else list(targets)
         for name in [*wanted, *targets]:
             if not _leaves(metadata, [name]):
-                raise ValueError(f"there is no column {name!r}; there are {metadata.schema.to_arrow_schema().names}")
+                raise ValueError(f"there is no column {name!r}; there are {_names(shard)}")
         if targets:
             async with self._scanning:
                 groups = range(metadata.num_row_groups)
@@ -236,9 +248,14 @@ class ParquetRows(Shards):
 def summary_of(source: ParquetRows) -> dict[str, Any]:
     """The number of files, their bytes, the number of rows and the names of the columns."""
     shards = source._shards
-    columns = [name for shard in shards for name in shard.extra.metadata.schema.to_arrow_schema().names]
+    columns = [name for shard in shards for name in _names(shard)]
     size = sum(shard.size for shard in shards)
     return {"files": len(shards), "size": size, "rows": len(source), "columns": list(dict.fromkeys(columns))}
+
+
+def _names(shard: Shard) -> list[str]:
+    names: list[str] = shard.extra.metadata.schema.to_arrow_schema().names
+    return names
 
 
 def _parquet() -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aiofeed import Feeder, ParquetRows
+from aiofeed import Feeder, ParquetRows, Table
 from aiofeed.sources.shards import parquet
 
 pytestmark = pytest.mark.integration
@@ -133,6 +133,18 @@ def test_damaged_files(files: Path, read_all: Any) -> None:
     found = read_all(ParquetRows(files / "*.parquet"))
     assert [at for at, row in enumerate(found) if isinstance(row, Exception)] == list(range(60, 77))
     assert "1.parquet: row group 0" in str(found[60])
+
+
+@pytest.mark.parametrize("source", [ParquetRows, Table])
+@pytest.mark.parametrize("lacking", ["0.parquet", "1.parquet"])
+def test_files_with_other_columns(source: Any, lacking: str, files: Path, read_all: Any) -> None:
+    """A column that only some of the files have is an error that names it, unless columns are chosen."""
+    writer = pytest.importorskip("pyarrow.parquet")
+    writer.write_table(writer.read_table(files / lacking).drop(["rare"]), files / lacking)
+    with pytest.raises(ValueError, match=r"1\.parquet and .*0\.parquet: only one .* columns \['rare'\]"):
+        source(files / "*.parquet")
+    assert read_all(source(files / "*.parquet", ["n"])) == [{"n": row} for row in range(100)]
+    assert read_all(source(files / "*.parquet", data="n")) == list(range(100))
 
 
 def test_wrong_arguments(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
