@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aiofeed import Feeder, ParquetRows, Table
-from aiofeed.sources.shards import parquet
+from aiofeed.sources.shards import base
 
 pytestmark = pytest.mark.integration
 
@@ -87,11 +87,11 @@ def test_a_row_group_is_read_once(server: Any, files: Path, monkeypatch: pytest.
     first, second, third = asyncio.run(read_twice())
     assert [row["n"] for row in [*first, *second, third]] == [0, 16, 3, 5, 18, 2]
     assert server.count == 4
-    monkeypatch.setattr(parquet, "CACHE_BYTES", 1)
+    monkeypatch.setattr(base, "CACHE_BYTES", 1)
     for index in (40, 41, 0):
         asyncio.run(source.read(index))
     assert server.count == 6
-    assert len(source._tables) == 1
+    assert len(source._tables._parts) == 1
 
 
 def test_few_row_groups_are_read_at_the_same_time(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_few_row_groups_are_read_at_the_same_time(files: Path, monkeypatch: pyte
             finally:
                 running -= 1
 
-    monkeypatch.setattr(parquet, "GROUPS", 2)
+    monkeypatch.setattr(base, "PARTS", 2)
     asyncio.run(Counted(files / "*.parquet").read_many(range(100)))
     assert most == 2
 
