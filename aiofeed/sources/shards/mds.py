@@ -81,7 +81,7 @@ def scan_mds(size: int, target: Sequence[str] = ()) -> Scan:
     return ranges_of(offsets[:-1], offsets[1:])
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class CompressedShard(Shard):
     """A shard that is decompressed as a whole, unless it lies decompressed beside the compressed one.
 
@@ -90,33 +90,32 @@ class CompressedShard(Shard):
         codec: Its compression in pyarrow.
         unpacked_bytes: Its size when it is decompressed.
         parts: Keeps decompressed shards.
+        plain: Whether it lies decompressed beside the compressed one.
     """
 
-    packed: Shard | None = None
-    codec: str = ""
-    unpacked_bytes: int = 0
-    parts: RecentParts | None = None
+    packed: Shard
+    codec: str
+    unpacked_bytes: int
+    parts: RecentParts
+    plain: bool = True
 
     async def open(self) -> None:
         """Find out which of both there is, its version and the size."""
-        assert self.packed is not None
         try:
             await super().open()
-            self.packed = None
         except (FileNotFoundError, PermissionError):  # S3 denies access to a key that does not exist
             await self.packed.open()
-            self.local, self.size, self.version = False, self.unpacked_bytes, self.packed.version
+            self.plain, self.local = False, False
+            self.size, self.version = self.unpacked_bytes, self.packed.version
 
     async def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """The bytes of ranges of the decompressed shard."""
-        if self.packed is None:
+        if self.plain:
             return await super().read(ranges)
-        assert self.parts is not None
         data = await self.parts.get(self, self._decompressed)
         return [bytes(data[start:end]) for start, end in ranges]
 
     async def _decompressed(self) -> memoryview:
-        assert self.packed is not None
         [data] = await self.packed.read([(0, self.packed.size)])
         arrow = _arrow()
         try:
@@ -209,8 +208,15 @@ class MDSShards(FieldShards):
                     f"{packed.url} has {nbytes} bytes compressed with {codec}; aiofeed reads less than 4 GiB "
                     f"compressed with {', '.join(_CODECS)}: decompress it with MosaicML Streaming"
                 )
-            options = {"packed": packed, "codec": _CODECS[codec], "unpacked_bytes": nbytes, "parts": self._parts}
-            shard = CompressedShard(shard.reader, shard.key, shard.local, **options)
+            shard = CompressedShard(
+                shard.reader,
+                shard.key,
+                shard.local,
+                packed=packed,
+                codec=_CODECS[codec],
+                unpacked_bytes=nbytes,
+                parts=self._parts,
+            )
         shard.samples = entry["samples"]
         return shard
 
