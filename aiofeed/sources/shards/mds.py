@@ -87,7 +87,7 @@ class CompressedShard(Shard):
 
     Args:
         packed: The compressed shard.
-        codec: Its compression in pyarrow.
+        codec: Its compression.
         unpacked_bytes: Its size when it is decompressed.
         parts: Keeps decompressed shards.
         plain: Whether it lies decompressed beside the compressed one.
@@ -105,8 +105,14 @@ class CompressedShard(Shard):
             await super().open()
         except (FileNotFoundError, PermissionError):  # S3 denies access to a key that does not exist
             await self.packed.open()
-            self.plain, self.local = False, False
-            self.size, self.version = self.unpacked_bytes, self.packed.version
+            if self.codec not in _CODECS or not 0 <= self.unpacked_bytes < _MOST_BYTES:
+                raise ValueError(
+                    f"{self.packed.url} has {self.unpacked_bytes} bytes compressed with {self.codec}; aiofeed reads "
+                    f"less than 4 GiB compressed with {', '.join(_CODECS)}: decompress it with MosaicML Streaming"
+                ) from None
+            self.plain = self.local = False
+            self.size: int = self.unpacked_bytes
+            self.version: str = self.packed.version
 
     async def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """The bytes of ranges of the decompressed shard."""
@@ -119,7 +125,7 @@ class CompressedShard(Shard):
         [data] = await self.packed.read([(0, self.packed.size)])
         arrow = _arrow()
         try:
-            return memoryview(await asyncio.to_thread(arrow.decompress, data, self.unpacked_bytes, self.codec))
+            return memoryview(await asyncio.to_thread(arrow.decompress, data, self.unpacked_bytes, _CODECS[self.codec]))
         except (OSError, arrow.ArrowException) as error:
             raise ValueError(f"{self.packed.url}: its {self.codec} data are truncated or damaged: {error}") from None
 
@@ -201,20 +207,13 @@ class MDSShards(FieldShards):
         self._encodings, self._sizes = columns, dict(zip(names, sizes, strict=True))
         shard = finder.shard(f"{base}/{entry['raw_data']['basename']}")
         if entry.get("zip_data") is not None:
-            packed, codec = finder.shard(f"{base}/{entry['zip_data']['basename']}"), entry["compression"].split(":")[0]
-            nbytes = entry["raw_data"]["bytes"]
-            if codec not in _CODECS or not 0 <= nbytes < _MOST_BYTES:
-                raise ValueError(
-                    f"{packed.url} has {nbytes} bytes compressed with {codec}; aiofeed reads less than 4 GiB "
-                    f"compressed with {', '.join(_CODECS)}: decompress it with MosaicML Streaming"
-                )
             shard = CompressedShard(
                 shard.reader,
                 shard.key,
                 shard.local,
-                packed=packed,
-                codec=_CODECS[codec],
-                unpacked_bytes=nbytes,
+                packed=finder.shard(f"{base}/{entry['zip_data']['basename']}"),
+                codec=entry["compression"].partition(":")[0],
+                unpacked_bytes=int(entry["raw_data"]["bytes"]),
                 parts=self._parts,
             )
         shard.samples = entry["samples"]

@@ -128,7 +128,7 @@ def test_damaged_files(folder: Path, read_all: Any) -> None:
 def test_damaged_indexes(folder: Path) -> None:
     """An index of another format or version, with other columns or numbers, is an error."""
     index = json.loads((folder / "index.json").read_text())
-    zipped = {"compression": "zstd", "zip_data": {"basename": "shard.00001.mds.zstd"}}
+    zipped = {"compression": "bz2", "zip_data": {"basename": "shard.00001.mds.bz2"}}
     cases = [
         ("{", "it is no JSON file"),
         (json.dumps({"version": 1}), "it is no index of MDS shards of version 2"),
@@ -146,7 +146,7 @@ def test_damaged_indexes(folder: Path) -> None:
     (folder / "index.json").write_text(_changed(index, **zipped))
     assert len(MDSShards(folder)) == 20  # the shard lies there decompressed, too
     (folder / "shard.00001.mds").unlink()
-    with pytest.raises(FileNotFoundError, match=r"shard\.00001\.mds\.zstd"):
+    with pytest.raises(FileNotFoundError, match=r"shard\.00001\.mds\.bz2"):
         MDSShards(folder)
 
 
