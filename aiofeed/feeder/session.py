@@ -7,6 +7,7 @@ import itertools
 import logging
 import operator
 import sys
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
@@ -17,7 +18,7 @@ from aiofeed.core.statistics import EpochStats, FeedStatistics
 from aiofeed.core.types import decodes_in_place
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.feeder.config import FeederConfig
-from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, take_end
+from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, clocks, take_end
 from aiofeed.feeder.pipeline import StreamingPipeline, measurements
 from aiofeed.runtime import machine
 from aiofeed.runtime.queue import FeedFailure, ReadyBatch
@@ -213,6 +214,7 @@ class FeederSession(Generic[BatchT]):
             raise
 
     def _begin(self) -> FeedIterator[BatchT]:
+        asked = clocks()
         if isinstance(self.config.source, FromDataset) and not self.config.engines:
             enter_iteration(self.config.source)
         completed = self._finish_complete_epoch()
@@ -224,7 +226,9 @@ class FeederSession(Generic[BatchT]):
                 "training and validation, create two feeders, or an aiofeed.DataLoader without cache=, engine=, "
                 "on_error= and threads="
             )
+        listing = time.perf_counter()
         planned = self._order.plan_epoch(self._checkpoint.next_position())
+        order_s = time.perf_counter() - listing
         schedule, first = planned.schedule, planned.first
         start = first.position
         stats, stream = None, self._stream
@@ -245,7 +249,8 @@ class FeederSession(Generic[BatchT]):
         self._checkpoint.on_iter(start.epoch)
         self._failures.begin()
         self._epoch = epoch
-        iterator: FeedIterator[BatchT] = FeedIterator(delivery, stats, _SessionObserver(self, delivery, epoch))
+        stats.order_s = order_s
+        iterator: FeedIterator[BatchT] = FeedIterator(delivery, stats, _SessionObserver(self, delivery, epoch), asked)
         self._iterator = weakref.ref(iterator)
         delivery.watch(iterator)
         return iterator
@@ -326,7 +331,7 @@ class FeederSession(Generic[BatchT]):
     def _hint_at_threads(self) -> None:
         """Log once, if training mainly waits for a ``Dataset`` that one thread calls, how to use more."""
         config, stats = self.config, self.stats
-        slow = stats.wall_s > HINT_AFTER_S and stats.stall_s > HINT_STALL * stats.wall_s
+        slow = stats.wall_s > HINT_AFTER_S and stats.stall_s - stats.order_s > HINT_STALL * stats.wall_s
         if not slow or self._hinted or not isinstance(config.source, FromDataset) or config.source.threads > 1:
             return
         if config.engines or (cores := machine.cpus()) == 1:
