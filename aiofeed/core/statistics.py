@@ -157,8 +157,8 @@ class FeedStatistics:
         decode_s: Decoding time, summed over threads; at most ``wall_s * decode_threads``.
         collate_s: Time for assembling batches of decoded samples, summed over threads.
         copy_s: Time for queuing copies to the device; the copies run asynchronously.
-        stall_s: Time that the consumer waited for a batch, in ``iter()``, which lists the order, and in ``next``. Near 0:
-            the feed keeps up. Near ``wall_s``: the feed is the bottleneck. Excludes time in which too many earlier
+        stall_s: Time that the consumer waited for a batch: in ``iter()``, which lists the order, and in ``next``. Near
+            0: the feed keeps up. Near ``wall_s``: the feed is the bottleneck. Excludes time in which too many earlier
             batches were queued on the device, even if the next batch was not finished: then the device is the
             bottleneck. In ``async for`` it ends when the batch is ready, even if other tasks block the event loop.
         idle_s: Time that the engine waited for the consumer, or for its device, because ``prefetch_batches`` batches

@@ -23,6 +23,7 @@ from aiofeed.core.validation import check_bool
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.fetch.sequences import PackCollate
+from aiofeed.feeder.arguments import an_engine, check_stream, limits_for
 from aiofeed.runtime import machine
 from aiofeed.sampling.state import InOrder
 from aiofeed.sources.arrays.tokens import Tokens
@@ -54,6 +55,7 @@ class FeederConfig:
         engines: Number of worker processes or actors; 0: threads of this process.
         ray: The options of ``engine="ray"``.
         static_outputs: One per device if ``static_batches=True``; otherwise empty.
+        user_cache: ``cache=`` as the user gave it, if ``cache`` is its store.
         tokens_resident: Whether ``Tokens`` are kept where batches are wanted.
     """
 
@@ -71,6 +73,7 @@ class FeederConfig:
     engines: int
     static_outputs: tuple[StaticOutput, ...] = ()
     cache: SampleStore | None = None
+    user_cache: object = None
     tokens_resident: bool = False
     ray: RayEngine | None = None
 
@@ -93,7 +96,52 @@ def complete_config(
     Raises:
         TypeError, ValueError: An argument has the wrong type or is out of range, or two exclude each other.
     """
-    static_batches = check_bool("static_batches", static_batches)
+    config = _with_options(
+        config,
+        cache=cache,
+        static_batches=check_bool("static_batches", static_batches),
+        drop_last=drop_last,
+        sampled=sampled,
+        listed=listed,
+    )
+    _warn_of_large_batches(config)
+    return config
+
+
+def allows(config: FeederConfig, *, listed: bool, **options: Any) -> bool:
+    """Return whether ``Feeder`` would accept other options beside those of a complete configuration.
+
+    Args:
+        listed: As of ``complete_config``.
+        options: ``in_order``, ``engine`` or ``cache``, as of ``Feeder``. ``cache="disk"`` is a ``DiskCache``.
+    """
+    from aiofeed.cache.disk import DiskCache
+
+    given = {"cache": config.user_cache, "engine": config.engine, "in_order": config.in_order, **options}
+    indexed: dict[str, Any] = dict.fromkeys(("sampler", "weights", "batch_sampler", "batch_size"))
+    try:
+        if given["cache"] == "disk":
+            given["cache"] = DiskCache("cache")
+        check_stream(config.source, shuffle=False, on_error=config.policy, **indexed, **given)
+        engines, ray = an_engine(given["engine"])
+        limits_for(config.user_limits, config.batch_size, config.source, engines, ray)
+        _with_options(
+            replace(config, engines=engines, ray=ray, in_order=given["in_order"], cache=None),
+            cache=given["cache"],
+            static_batches=bool(config.static_outputs),
+            drop_last=True,
+            sampled=False,
+            listed=listed,
+        )
+    except (TypeError, ValueError, ImportError, CacheError):  # what the checks raise
+        return False
+    return True
+
+
+def _with_options(
+    config: FeederConfig, *, cache: object, static_batches: bool, drop_last: bool, sampled: bool, listed: bool
+) -> FeederConfig:
+    """As ``complete_config``, without its warning."""
     if config.in_order == "samples" and listed:
         raise ValueError(
             'in_order="samples" moves samples to other batches, and batch_sampler= or a plan decides which samples are '
@@ -120,7 +168,6 @@ def complete_config(
 
         if isinstance(cache, EncodedCache):
             config, cache = replace(config, source=_cached_source(config.source, cache)), None
-    _warn_of_large_batches(config)
     if config.engines:
         from aiofeed.processes.workers import spawn
 
@@ -128,7 +175,7 @@ def complete_config(
             config.engine_kind, source=config.source, decode=config.decode, collate_fn=config.collate_fn
         )
     if cache is not None:
-        config = replace(config, cache=_new_store(cache, config, static_batches))
+        config = replace(config, cache=_new_store(cache, config, static_batches), user_cache=cache)
     if static_batches:
         sampled = sampled or listed or isinstance(config.source, Stream)
         _check_static(config, drop_last=drop_last and not listed, sampled=sampled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import operator
@@ -17,7 +18,7 @@ from aiofeed.core.failures import FailureLog
 from aiofeed.core.statistics import EpochStats, FeedStatistics
 from aiofeed.core.types import decodes_in_place
 from aiofeed.devices.resolve import DeviceGroup
-from aiofeed.feeder.config import FeederConfig
+from aiofeed.feeder.config import FeederConfig, allows
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, clocks, take_end
 from aiofeed.feeder.pipeline import StreamingPipeline, measurements
 from aiofeed.runtime import machine
@@ -109,6 +110,8 @@ class FeederSession(Generic[BatchT]):
         # The batches that running steps will take from the next iterator on.
         self._steps_left = 0
         self._hinted = False
+        # A progress bar explains again and again, and whether processes are possible is found by pickling.
+        self._allows = functools.cache(functools.partial(allows, config))
         self.bar: ProgressBar | None = None
         if config.cache is not None:
             config.cache.free_with(self)
@@ -144,8 +147,9 @@ class FeederSession(Generic[BatchT]):
 
         stats = self.stats
         first_epoch = not self._earlier_stats.samples
-        planned = self._stream is not None and isinstance(self._stream.first.sampled, BatchLists)
-        measured = measurements(self.config, stats, self.pipeline, first_epoch=first_epoch, planned=planned)
+        listed = self._stream is not None and isinstance(self._stream.first.sampled, BatchLists)
+        allowed = functools.partial(self._allows, listed=listed)
+        measured = measurements(self.config, stats, self.pipeline, first_epoch=first_epoch, allows=allowed)
         explanation = explain(measured)
         if not ranks:
             return explanation
