@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from aiofeed.core.types import Row
     from aiofeed.engine.resident.cached_data import CachedData
     from aiofeed.engine.resident.pipeline import ResidentPipeline
+    from aiofeed.reports.bottleneck import FeedMeasurements
     from aiofeed.reports.explanation import Explanation
 
     BatchPipeline: TypeAlias = StreamingPipeline | ResidentPipeline
@@ -145,15 +146,18 @@ class FeederSession(Generic[BatchT]):
         from aiofeed.reports.ranks import explain_ranks
         from aiofeed.reports.remedies import explain
 
-        stats = self.stats
-        first_epoch = not self._earlier_stats.samples
-        listed = self._stream is not None and isinstance(self._stream.first.sampled, BatchLists)
-        allowed = functools.partial(self._allows, listed=listed)
-        measured = measurements(self.config, stats, self.pipeline, first_epoch=first_epoch, allows=allowed)
+        measured = self.measurements()
         explanation = explain(measured)
         if not ranks:
             return explanation
-        return explain_ranks(explanation, stats.samples / max(stats.batches, 1))
+        return explain_ranks(explanation, measured.stats.samples / max(measured.stats.batches, 1))
+
+    def measurements(self) -> FeedMeasurements:
+        """Return the counters of the current or last epoch."""
+        first_epoch = not self._earlier_stats.samples
+        listed = self._stream is not None and isinstance(self._stream.first.sampled, BatchLists)
+        allowed = functools.partial(self._allows, listed=listed)
+        return measurements(self.config, self.stats, self.pipeline, first_epoch=first_epoch, allows=allowed)
 
     def epochs(self, last: int) -> Iterator[int]:
         """Yield the numbers of the epochs up to ``last``; meanwhile each next epoch is read ahead."""

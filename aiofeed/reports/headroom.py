@@ -80,8 +80,8 @@ class Headroom(Generic[BatchT]):
     def __str__(self) -> str:
         if not self.floor_s:
             return (
-                f"not measured: headroom({self._batches}) needs {self._needed} batches, and the epoch ended, or was left, "
-                f"before"
+                f"not measured: headroom({self._batches}) needs {self._needed} batches, and the epoch ended, or was "
+                f"left, before"
             )
         return (
             f"A step takes {self.loaded_s * 1e3:.2f} ms with loading and {self.floor_s * 1e3:.2f} ms without: training "

@@ -146,7 +146,6 @@ def test_a_short_epoch_is_complete(samples: int, capsys: pytest.CaptureFixture[s
     complete = samples == 2 * REAL + 8
     assert len(seen) == len(real) + (4 if complete else 0)
     assert ("headroom(4) needs 9 batches" in capsys.readouterr().out) == (not complete)
-    assert measured.gain >= 1.0 if complete else measured.gain == 1.0
 
 
 @pytest.mark.usefixtures("capsys")
