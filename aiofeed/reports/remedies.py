@@ -247,12 +247,12 @@ def _on_jobs(found: Bottleneck) -> Iterator[Advice]:
         threads = _threads_wanted(found)
         if threads > 1:
             yield Advice(f"FromDataset(dataset, threads={threads}), if several threads may call it at the same time")
-        if cores > 1 and measured.allows(engine=f"process:{cores}"):
-            gain = None if found.waits else _gain(found, pool=cores / found.pool_s)
-            yield Advice(f'engine="process:{cores}"', gain)
-    elif resource == "GIL" and measured.processes < cores > 1 and measured.allows(engine=f"process:{cores}"):
-        gain = _gain(found, pool=cores * found.rate / max(measured.processes, 1))
-        yield Advice(f'engine="process:{cores}": each process has a GIL of its own', gain)
+        if (processes := _processes(found)) > 1:
+            gain = None if found.waits else _gain(found, pool=processes / found.pool_s)
+            yield Advice(f'engine="process:{processes}"', gain)
+    elif resource == "GIL" and measured.processes < (processes := _processes(found)) > 1:
+        gain = _gain(found, pool=processes * found.rate / max(measured.processes, 1))
+        yield Advice(f'engine="process:{processes}": each process has a GIL of its own', gain)
     elif resource == "other processes":
         cpu_s = (found.stats.decode_cpu_s + found.stats.collate_cpu_s) / found.decoded
         yield Advice(
@@ -288,6 +288,13 @@ def _threads_wanted(found: Bottleneck) -> int:
     measured = found.measured
     wanted = ceil(SPARE * measured.threads * found.with_stages(pool=inf) / found.rate)
     return min(wanted, measured.cores * (WAITING_THREADS if found.waits else 1))
+
+
+def _processes(found: Bottleneck) -> int:
+    """As many worker processes as cores, or as threads if the user fixed fewer; 0 if ``Feeder`` takes neither."""
+    measured = found.measured
+    numbers = (measured.cores, measured.threads)
+    return next((number for number in numbers if measured.allows(engine=f"process:{number}")), 0)
 
 
 def _power_of_two(number: float) -> int:

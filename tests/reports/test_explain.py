@@ -139,6 +139,7 @@ def test_reads_of_a_file_system_are_not_advised_beyond_its_threads() -> None:
         ({}, {"cores": 2, "allows": all_allowed}, "cores", "DiskCache(path)"),
         ({"gil_us": 1000.0}, {}, "GIL", 'engine="process:4"'),
         ({"gil_probe_s": 0.05, "gil_probes": 50}, {}, "GIL", 'engine="process:4"'),
+        ({"gil_us": 1000.0}, {"allows": lambda engine="", **_: engine == "process:2"}, "GIL", 'engine="process:2"'),
         ({}, {"dataset_threads": 1, "threads": 2}, "one thread", "FromDataset(dataset, threads=4)"),
         ({"decode_cpu_s": 5.0}, {"core_wait": 0.7}, "other processes", "Limits(decode_threads=1)"),
         ({"decode_cpu_s": 1.0}, {}, "blocking calls", "Limits(decode_threads="),
