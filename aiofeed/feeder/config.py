@@ -55,7 +55,7 @@ class FeederConfig:
         engines: Number of worker processes or actors; 0: threads of this process.
         ray: The options of ``engine="ray"``.
         static_outputs: One per device if ``static_batches=True``; otherwise empty.
-        user_cache: ``cache=`` as the user gave it, if ``cache`` is its store.
+        user_cache: ``cache=`` as the user gave it, without an ``EncodedCache``, which is part of ``source``.
         tokens_resident: Whether ``Tokens`` are kept where batches are wanted.
     """
 
@@ -105,7 +105,9 @@ def complete_config(
         listed=listed,
     )
     _warn_of_large_batches(config)
-    return config
+    if config.user_cache is None or config.tokens_resident:
+        return config
+    return replace(config, cache=_new_store(config.user_cache, config))
 
 
 def allows(config: FeederConfig, *, listed: bool, **options: Any) -> bool:
@@ -126,7 +128,7 @@ def allows(config: FeederConfig, *, listed: bool, **options: Any) -> bool:
         engines, ray = an_engine(given["engine"])
         limits_for(config.user_limits, config.batch_size, config.source, engines, ray)
         _with_options(
-            replace(config, engines=engines, ray=ray, in_order=given["in_order"], cache=None),
+            replace(config, engines=engines, ray=ray, in_order=given["in_order"]),
             cache=given["cache"],
             static_batches=bool(config.static_outputs),
             drop_last=True,
@@ -141,7 +143,7 @@ def allows(config: FeederConfig, *, listed: bool, **options: Any) -> bool:
 def _with_options(
     config: FeederConfig, *, cache: object, static_batches: bool, drop_last: bool, sampled: bool, listed: bool
 ) -> FeederConfig:
-    """As ``complete_config``, without its warning."""
+    """As ``complete_config``, without its warning and the store of ``cache``."""
     if config.in_order == "samples" and listed:
         raise ValueError(
             'in_order="samples" moves samples to other batches, and batch_sampler= or a plan decides which samples are '
@@ -156,7 +158,7 @@ def _with_options(
         _check_tensors(config, cache, static_batches, listed=listed)
     if isinstance(config.source, Tokens) and cache is not None:
         _check_tokens_on_device(config, config.source, cache, static_batches, listed=listed)
-        config, cache = replace(config, tokens_resident=True), None
+        config, cache = replace(config, tokens_resident=True, user_cache=cache), None
     elif cache is not None and getattr(getattr(config.decode, "row", None), "parts", False):
         raise TypeError(f"the rows of {config.decode!r} have parts, which no cache can keep: leave out cache=")
     if isinstance(config.source, Table):
@@ -175,7 +177,7 @@ def _with_options(
             config.engine_kind, source=config.source, decode=config.decode, collate_fn=config.collate_fn
         )
     if cache is not None:
-        config = replace(config, cache=_new_store(cache, config, static_batches), user_cache=cache)
+        config = replace(config, user_cache=_checked_cache(cache, config, static_batches))
     if static_batches:
         sampled = sampled or listed or isinstance(config.source, Stream)
         _check_static(config, drop_last=drop_last and not listed, sampled=sampled)
@@ -346,18 +348,16 @@ def _cached_source(source: Any, cache: EncodedCache) -> Source[Any]:
     return CachedSource(source, cache)
 
 
-def _new_store(cache: object, config: FeederConfig, static_batches: bool) -> SampleStore:
-    """Return an empty store for decoded samples.
+def _checked_cache(cache: object, config: FeederConfig, static_batches: bool) -> object:
+    """Return "device", or a cache of decoded samples with its settings.
 
     Raises:
         TypeError, ValueError: ``cache`` is not a cache, or the source or another argument excludes it.
     """
-    from aiofeed.cache.device import DeviceStore
-    from aiofeed.cache.disk import DiskCache, DiskStore
-    from aiofeed.cache.fingerprint import dataset_identity, identity
-    from aiofeed.cache.host import HostCache, HostStore
+    from aiofeed.cache.disk import DiskCache
+    from aiofeed.cache.fingerprint import identity
+    from aiofeed.cache.host import HostCache
     from aiofeed.cache.item_codec import new_codec
-    from aiofeed.cache.resident import HostRows
 
     if cache == "host":
         cache = HostCache()
@@ -368,10 +368,30 @@ def _new_store(cache: object, config: FeederConfig, static_batches: bool) -> Sam
             f"aiofeed.EncodedCache(path, max_bytes), got {cache!r}"
             + (f"; did you mean aiofeed.DiskCache({cache!r})?" if is_path else "")
         )
-    source, length, decode = config.source, config.length, config.decode
-    codec = new_codec(decode)
+    codec = new_codec(config.decode)
     if cache == "device":
         _check_cache_on_device(config, codec, static_batches)
+    elif isinstance(cache, DiskCache):
+        if config.decode is not None:
+            identity(config.decode)  # raises if the settings of the decoder are unknown
+    elif config.engines:
+        raise ValueError(
+            f'cache="host" is memory of this process, and engine="{config.engine_kind}" decodes in other processes: '
+            f'pass cache=DiskCache(path), which they share on each machine, or engine="thread"'
+        )
+    return cache
+
+
+def _new_store(cache: object, config: FeederConfig) -> SampleStore:
+    """Return an empty store for decoded samples."""
+    from aiofeed.cache.device import DeviceStore
+    from aiofeed.cache.disk import DiskCache, DiskStore
+    from aiofeed.cache.fingerprint import dataset_identity, identity
+    from aiofeed.cache.host import HostCache, HostStore
+    from aiofeed.cache.resident import HostRows
+
+    source, length, decode = config.source, config.length, config.decode
+    if cache == "device":
         if config.backend is None:
             return HostRows(length, config.batch_size, machine.free_memory)
         return DeviceStore(length, config.batch_size)
@@ -381,11 +401,6 @@ def _new_store(cache: object, config: FeederConfig, static_batches: bool) -> Sam
             named = source.fingerprint()
             return DiskStore(length, cache, named or dataset_identity(source.dataset), compare=named is None)
         return DiskStore(length, cache, fingerprint_of(source, length), identity(decode))
-    if config.engines:
-        raise ValueError(
-            f'cache="host" is memory of this process, and engine="{config.engine_kind}" decodes in other processes: '
-            f'pass cache=DiskCache(path), which they share on each machine, or engine="thread"'
-        )
     assert isinstance(cache, HostCache)
     return HostStore(length, cache, machine.free_memory)
 
