@@ -23,6 +23,7 @@ from aiofeed.core.validation import check_bool
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.fetch.sequences import PackCollate
+from aiofeed.feeder.arguments import an_engine, check_stream, limits_for
 from aiofeed.runtime import machine
 from aiofeed.sampling.state import InOrder
 from aiofeed.sources.arrays.tokens import Tokens
@@ -54,6 +55,7 @@ class FeederConfig:
         engines: Number of worker processes or actors; 0: threads of this process.
         ray: The options of ``engine="ray"``.
         static_outputs: One per device if ``static_batches=True``; otherwise empty.
+        user_cache: ``cache=`` as the user gave it, without an ``EncodedCache``, which is part of ``source``.
         tokens_resident: Whether ``Tokens`` are kept where batches are wanted.
     """
 
@@ -71,6 +73,7 @@ class FeederConfig:
     engines: int
     static_outputs: tuple[StaticOutput, ...] = ()
     cache: SampleStore | None = None
+    user_cache: object = None
     tokens_resident: bool = False
     ray: RayEngine | None = None
 
@@ -93,7 +96,54 @@ def complete_config(
     Raises:
         TypeError, ValueError: An argument has the wrong type or is out of range, or two exclude each other.
     """
-    static_batches = check_bool("static_batches", static_batches)
+    config = _with_options(
+        config,
+        cache=cache,
+        static_batches=check_bool("static_batches", static_batches),
+        drop_last=drop_last,
+        sampled=sampled,
+        listed=listed,
+    )
+    _warn_of_large_batches(config)
+    if config.user_cache is None or config.tokens_resident:
+        return config
+    return replace(config, cache=_new_store(config.user_cache, config))
+
+
+def allows(config: FeederConfig, *, listed: bool, **options: Any) -> bool:
+    """Return whether ``Feeder`` would accept other options beside those of a complete configuration.
+
+    Args:
+        listed: As of ``complete_config``.
+        options: ``in_order``, ``engine`` or ``cache``, as of ``Feeder``. ``cache="disk"`` is a ``DiskCache``.
+    """
+    from aiofeed.cache.disk import DiskCache
+
+    given = {"cache": config.user_cache, "engine": config.engine, "in_order": config.in_order, **options}
+    indexed: dict[str, Any] = dict.fromkeys(("sampler", "weights", "batch_sampler", "batch_size"))
+    try:
+        if given["cache"] == "disk":
+            given["cache"] = DiskCache("cache")
+        check_stream(config.source, shuffle=False, on_error=config.policy, **indexed, **given)
+        engines, ray = an_engine(given["engine"])
+        limits_for(config.user_limits, config.batch_size, config.source, engines, ray)
+        _with_options(
+            replace(config, engines=engines, ray=ray, in_order=given["in_order"]),
+            cache=given["cache"],
+            static_batches=bool(config.static_outputs),
+            drop_last=True,
+            sampled=False,
+            listed=listed,
+        )
+    except (TypeError, ValueError, ImportError, CacheError):  # what the checks raise
+        return False
+    return True
+
+
+def _with_options(
+    config: FeederConfig, *, cache: object, static_batches: bool, drop_last: bool, sampled: bool, listed: bool
+) -> FeederConfig:
+    """As ``complete_config``, without its warning and the store of ``cache``."""
     if config.in_order == "samples" and listed:
         raise ValueError(
             'in_order="samples" moves samples to other batches, and batch_sampler= or a plan decides which samples are '
@@ -108,7 +158,7 @@ def complete_config(
         _check_tensors(config, cache, static_batches, listed=listed)
     if isinstance(config.source, Tokens) and cache is not None:
         _check_tokens_on_device(config, config.source, cache, static_batches, listed=listed)
-        config, cache = replace(config, tokens_resident=True), None
+        config, cache = replace(config, tokens_resident=True, user_cache=cache), None
     elif cache is not None and getattr(getattr(config.decode, "row", None), "parts", False):
         raise TypeError(f"the rows of {config.decode!r} have parts, which no cache can keep: leave out cache=")
     if isinstance(config.source, Table):
@@ -120,7 +170,6 @@ def complete_config(
 
         if isinstance(cache, EncodedCache):
             config, cache = replace(config, source=_cached_source(config.source, cache)), None
-    _warn_of_large_batches(config)
     if config.engines:
         from aiofeed.processes.workers import spawn
 
@@ -128,7 +177,7 @@ def complete_config(
             config.engine_kind, source=config.source, decode=config.decode, collate_fn=config.collate_fn
         )
     if cache is not None:
-        config = replace(config, cache=_new_store(cache, config, static_batches))
+        config = replace(config, user_cache=_checked_cache(cache, config, static_batches))
     if static_batches:
         sampled = sampled or listed or isinstance(config.source, Stream)
         _check_static(config, drop_last=drop_last and not listed, sampled=sampled)
@@ -299,18 +348,16 @@ def _cached_source(source: Any, cache: EncodedCache) -> Source[Any]:
     return CachedSource(source, cache)
 
 
-def _new_store(cache: object, config: FeederConfig, static_batches: bool) -> SampleStore:
-    """Return an empty store for decoded samples.
+def _checked_cache(cache: object, config: FeederConfig, static_batches: bool) -> object:
+    """Return "device", or a cache of decoded samples with its settings.
 
     Raises:
         TypeError, ValueError: ``cache`` is not a cache, or the source or another argument excludes it.
     """
-    from aiofeed.cache.device import DeviceStore
-    from aiofeed.cache.disk import DiskCache, DiskStore
-    from aiofeed.cache.fingerprint import dataset_identity, identity
-    from aiofeed.cache.host import HostCache, HostStore
+    from aiofeed.cache.disk import DiskCache
+    from aiofeed.cache.fingerprint import identity
+    from aiofeed.cache.host import HostCache
     from aiofeed.cache.item_codec import new_codec
-    from aiofeed.cache.resident import HostRows
 
     if cache == "host":
         cache = HostCache()
@@ -321,10 +368,30 @@ def _new_store(cache: object, config: FeederConfig, static_batches: bool) -> Sam
             f"aiofeed.EncodedCache(path, max_bytes), got {cache!r}"
             + (f"; did you mean aiofeed.DiskCache({cache!r})?" if is_path else "")
         )
-    source, length, decode = config.source, config.length, config.decode
-    codec = new_codec(decode)
+    codec = new_codec(config.decode)
     if cache == "device":
         _check_cache_on_device(config, codec, static_batches)
+    elif isinstance(cache, DiskCache):
+        if config.decode is not None:
+            identity(config.decode)  # raises if the settings of the decoder are unknown
+    elif config.engines:
+        raise ValueError(
+            f'cache="host" is memory of this process, and engine="{config.engine_kind}" decodes in other processes: '
+            f'pass cache=DiskCache(path), which they share on each machine, or engine="thread"'
+        )
+    return cache
+
+
+def _new_store(cache: object, config: FeederConfig) -> SampleStore:
+    """Return an empty store for decoded samples."""
+    from aiofeed.cache.device import DeviceStore
+    from aiofeed.cache.disk import DiskCache, DiskStore
+    from aiofeed.cache.fingerprint import dataset_identity, identity
+    from aiofeed.cache.host import HostCache, HostStore
+    from aiofeed.cache.resident import HostRows
+
+    source, length, decode = config.source, config.length, config.decode
+    if cache == "device":
         if config.backend is None:
             return HostRows(length, config.batch_size, machine.free_memory)
         return DeviceStore(length, config.batch_size)
@@ -334,11 +401,6 @@ def _new_store(cache: object, config: FeederConfig, static_batches: bool) -> Sam
             named = source.fingerprint()
             return DiskStore(length, cache, named or dataset_identity(source.dataset), compare=named is None)
         return DiskStore(length, cache, fingerprint_of(source, length), identity(decode))
-    if config.engines:
-        raise ValueError(
-            f'cache="host" is memory of this process, and engine="{config.engine_kind}" decodes in other processes: '
-            f'pass cache=DiskCache(path), which they share on each machine, or engine="thread"'
-        )
     assert isinstance(cache, HostCache)
     return HostStore(length, cache, machine.free_memory)
 
