@@ -15,8 +15,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import hypothesis
 import pytest
@@ -24,7 +25,7 @@ import pytest
 from tests.support.fault_server import FaultServer, start_obstore
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
+    from collections.abc import Awaitable, Generator, Iterator
 
 ASYNC_TIMEOUT_S = 100.0
 """An async test is cancelled after this time, so that it can clean up before pytest-timeout interrupts it."""
@@ -85,16 +86,6 @@ def pytest_configure() -> None:
 # --- leaks ------------------------------------------------------------------------------------------------------------
 
 
-def join_threads(threads: Iterable[threading.Thread], grace_s: float = THREAD_GRACE_S) -> list[threading.Thread]:
-    """Wait for all threads to end, up to `grace_s` in total; returns those that have not ended."""
-    deadline = time.monotonic() + grace_s
-    threads = list(threads)
-    for thread in threads:
-        with contextlib.suppress(RuntimeError):  # a thread that is just starting cannot be joined
-            thread.join(max(0.0, deadline - time.monotonic()))
-    return [thread for thread in threads if thread.is_alive()]
-
-
 def feed_threads() -> set[threading.Thread]:
     """The running threads of aiofeed that end with a feeder; the thread of a dataset ends with that."""
     running = {thread for thread in threading.enumerate() if thread.name.startswith("aiofeed")}
@@ -139,6 +130,30 @@ def arrow_started() -> None:
         csv.read_csv(io.BytesIO(b"a\n1\n"))
 
 
+LeftT = TypeVar("LeftT", bound=Sized)
+
+
+def settled(find: Callable[[], LeftT]) -> LeftT:
+    """Wait until `find()` finds nothing, up to `THREAD_GRACE_S`; returns what it found last.
+
+    A feeder in a reference cycle stops when it is collected. A collection takes up to a second of processor time, so
+    pauses between collections grow.
+    """
+    deadline, pause_s = time.monotonic() + THREAD_GRACE_S, 0.005
+    while (left := find()) and time.monotonic() < deadline:
+        time.sleep(pause_s)
+        if pause_s > 0.02:
+            gc.collect()
+        pause_s = min(2 * pause_s, 1.0)
+    return left
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cheap_collections() -> None:
+    """Leave the objects that live now, such as torch's, out of garbage collections."""
+    gc.freeze()
+
+
 passed_key = pytest.StashKey[bool]()
 
 
@@ -163,18 +178,11 @@ def nothing_left_behind(opened_once: None, request: pytest.FixtureRequest) -> It
     yield
     if not request.node.stash.get(passed_key, False):
         return  # the traceback keeps the test's objects alive
-    deadline = time.monotonic() + THREAD_GRACE_S
-    while (left := feed_threads() - threads_before) and time.monotonic() < deadline:
-        # A feeder in a reference cycle stops when it is collected. Collect repeatedly: a thread that ends may have
-        # referred to another feeder.
-        gc.collect()
-        join_threads(left, 0.2)
+    left = settled(lambda: feed_threads() - threads_before)
     if left:
         pytest.fail("threads still run after the test: " + ", ".join(sorted(thread.name for thread in left)))
-    while len(descriptors := open_descriptors()) > len(descriptors_before) and time.monotonic() < deadline:
-        gc.collect()  # repeatedly, too: a thread that another test keeps may be reading a file
-        time.sleep(0.01)
-    if len(descriptors) > len(descriptors_before):
+    descriptors = settled(lambda: found if len(found := open_descriptors()) > len(descriptors_before) else {})
+    if descriptors:
         opened = {fd: target for fd, target in descriptors.items() if descriptors_before.get(fd) != target}
         pytest.fail(f"file descriptors still open after the test: {opened}")
 

@@ -1,6 +1,7 @@
-"""Public names, signatures and defaults: `tests/public_api.txt` records them, so that a change is deliberate.
+"""Three files follow from the public names in `aiofeed/__init__.py`: the stub, docs/api.md and the record of the API.
 
-`AIOFEED_RECORD_API=1 python -m pytest tests/test_public_api.py` writes the file again.
+`aiofeed/__init__.pyi` tells type checkers what each name is. `tests/public_api.txt` records signatures and defaults, so
+that a change is deliberate. `AIOFEED_RECORD_API=1 python -m pytest tests/test_public_api.py` writes all three again.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ import dataclasses
 import importlib
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-RECORD = Path(__file__).with_name("public_api.txt")
+import aiofeed
+
+ROOT = Path(__file__).parents[1]
 OPERATORS = ("__len__", "__iter__", "__aiter__", "__enter__", "__aenter__", "__call__", "__getitem__")
 
 
@@ -81,13 +84,46 @@ def public_api() -> list[str]:
     return sorted(lines)
 
 
-def test_the_public_api_is_the_recorded_one() -> None:
+def record() -> str:
+    """The content of tests/public_api.txt."""
+    return "".join(f"{line}\n" for line in public_api())
+
+
+def stub() -> str:
+    """The content of `aiofeed/__init__.pyi`."""
+    lines = [f"from {module} import {name} as {name}" for name, module in aiofeed._MODULES.items()]
+    lines = ["from aiofeed import testing as testing", *sorted(lines)]
+    return "\n".join(('"""The public names, for type checkers."""', "", *lines, "", "__version__: str", ""))
+
+
+def api_page() -> str:
+    """The content of docs/api.md."""
+    text = "# API\n\nAll public names. Import them from `aiofeed`. Everything else may change without notice.\n"
+    sections = {title: [f"aiofeed.{name}" for name in names] for title, names in aiofeed._HOMES.items()}
+    sections["Monitoring"].append("aiofeed.lightning.FeederMonitor")
+    sections["Helpers for your tests"] = ["aiofeed.testing"]
+    for title, names in sections.items():
+        text += f"\n## {title}\n"
+        if title == "Errors":
+            text += (
+                "\nWrong arguments raise `TypeError` or `ValueError`. "
+                "Errors while a feeder runs are subclasses of `FeedError`.\n"
+            )
+        text += "".join(f"\n::: {name}\n" for name in names)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [("aiofeed/__init__.pyi", stub), ("docs/api.md", api_page), ("tests/public_api.txt", record)],
+)
+def test_the_file_is_up_to_date(path: str, content: Callable[[], str]) -> None:
     """A name, a parameter or a default that differs is a change for users: see "Versions" in docs/compatibility.md."""
     pytest.importorskip("lightning")
-    found = "\n".join(public_api()) + "\n"
+    found = content()
     if os.environ.get("AIOFEED_RECORD_API") == "1":
-        RECORD.write_text(found)
-    assert found.splitlines() == RECORD.read_text().splitlines()
+        (ROOT / path).write_text(found, encoding="utf-8")
+    assert found.splitlines() == (ROOT / path).read_text(encoding="utf-8").splitlines()
 
 
 def test_the_record_notices_changes() -> None:
