@@ -45,10 +45,15 @@ class EpochStats:
     retries: int = 0
     gil_us: float = 0.0
     asked_at: float = 0.0
-    # For ``explain``. Samples that were read, the sum over them of the seconds that their reads took, and both for
-    # those reads only that began while at most half of the permitted reads were in flight.
+    # The part of `stall_s` until the first batch, and the part of that in which `iter()` listed the order.
+    first_stall_s: float = 0.0
+    order_s: float = 0.0
+    # For ``explain``. Samples that were read, the sum over them of the seconds that their reads took and of the squares
+    # of these, and the first two for those reads only that began while at most half of the permitted reads were in
+    # flight.
     samples_read: int = 0
     reading_s: float = 0.0
+    reading_square_s: float = 0.0
     samples_read_apart: int = 0
     reading_apart_s: float = 0.0
     # Samples that decode jobs have finished, those of them that came from a cache, and processor time.
@@ -95,7 +100,7 @@ class StorageStatistics:
     Args:
         requests: Requests that were sent, retries and hedges included.
         bytes_read: Bytes received, those between joined ranges included.
-        retries: Requests that were sent again after a fault.
+        retries: Requests that were sent again after a fault, or in place of one whose body came too slowly.
         hedges: Further requests because the first took unusually long.
         latency_p50_s: The median time from a request to the end of its answer, of the latest requests.
         latency_p95_s: The 95th percentile.
@@ -152,9 +157,10 @@ class FeedStatistics:
         decode_s: Decoding time, summed over threads; at most ``wall_s * decode_threads``.
         collate_s: Time for assembling batches of decoded samples, summed over threads.
         copy_s: Time for queuing copies to the device; the copies run asynchronously.
-        stall_s: Time that the consumer waited for a batch. Near 0: the feed keeps up. Near ``wall_s``: the feed is the
-            bottleneck. Excludes time in which too many earlier batches were queued on the device, even if the next
-            batch was not finished: then the device is the bottleneck.
+        stall_s: Time that the consumer waited for a batch: in ``iter()``, which lists the order, and in ``next``. Near
+            0: the feed keeps up. Near ``wall_s``: the feed is the bottleneck. Excludes time in which too many earlier
+            batches were queued on the device, even if the next batch was not finished: then the device is the
+            bottleneck. In ``async for`` it ends when the batch is ready, even if other tasks block the event loop.
         idle_s: Time that the engine waited for the consumer, or for its device, because ``prefetch_batches`` batches
             were ready. It may overlap with the time that ``stall_s`` excludes.
         first_batch_s: Time from ``iter()`` to the first batch.
@@ -168,7 +174,8 @@ class FeedStatistics:
         gil_us: If decoding was GIL-bound in the epoch, the microseconds per sample that hold or wait for the GIL: one
             process decodes at most 1e6 / ``gil_us`` samples/s. Otherwise 0.
         by_source: With a ``Mixture`` the samples of each source that all ranks have drawn since the first epoch, up to
-            the position of ``state_dict()``. Otherwise empty.
+            the position of ``state_dict()``, with those that ``drop_last=True`` left out of ended epochs. Otherwise
+            empty.
         storage: The requests for objects at URLs, and the use of an ``EncodedCache``, since the source was made.
             ``None`` for other sources, and with ``engine="process"``, whose processes make the requests.
     """

@@ -63,6 +63,14 @@ def check_seed(value: object) -> int:
     return seed
 
 
+def check_epoch(name: str, value: object) -> int:
+    """The value as the number of an epoch; below 2**32, so that its samples can be counted in 64 bits."""
+    epoch = check_int_from(0, name, value)
+    if epoch >= 1 << 32:
+        raise ValueError(f"{name} must be below 2**32, got {epoch}")
+    return epoch
+
+
 def explain_arguments(
     ways: Mapping[str, str | Callable[[Any], str]] = MappingProxyType({}),
     *,
@@ -73,7 +81,7 @@ def explain_arguments(
 
     Args:
         ways: What to do instead of passing an argument, by its name; as a function, it gets the value that was passed.
-            For other arguments, the ``TypeError`` names the most similar one that exists.
+            For other arguments, the ``TypeError`` names the most similar one of these and of those that exist.
         positions: Names of the positional arguments of a similar class, for arguments that ``target`` takes by name.
         hint: What else to do about positional arguments.
     """
@@ -92,12 +100,14 @@ def explain_arguments(
                 name = target.__name__
                 raise TypeError(f"{name} takes its arguments after the first by name: {name}({wanted}); {hint}")
             if unknown := next((name for name in arguments if name not in known), None):
-                value, way = arguments[unknown], ways.get(unknown)
-                message = f"{target.__name__} has no argument {unknown!r}"
-                if way is not None:
-                    message += f" ({unknown}={value!r}): {way if isinstance(way, str) else way(value)}"
-                elif near := difflib.get_close_matches(unknown, known, n=1):
-                    message += f"; did you mean {near[0]}=?"
+                value, message = arguments[unknown], f"{target.__name__} has no argument {unknown!r}"
+                near = next(iter(difflib.get_close_matches(unknown, [*known, *ways], n=1)), "")
+                if near in ways:
+                    way, given = ways[near], f"{near}={reprlib.repr(value)}"
+                    message += f" ({given}): " if near == unknown else f"; did you mean {given}? "
+                    message += way if isinstance(way, str) else way(value)
+                elif near:
+                    message += f"; did you mean {near}=?"
                 raise TypeError(message)
             return function(*args, **arguments)
 

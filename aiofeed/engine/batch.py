@@ -76,6 +76,7 @@ class Batch:
         counters = self.counters
         counters.samples_read += samples
         counters.reading_s += seconds * samples
+        counters.reading_square_s += seconds**2 * samples
         if apart:
             counters.samples_read_apart += samples
             counters.reading_apart_s += seconds * samples

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from aiofeed.decoders.media.clips import Clips
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
 from aiofeed.engine.fetch.sequences import PackCollate
-from aiofeed.feeder.rules import check, facts_of
+from aiofeed.feeder.rules import check, conflict, facts_of
 from aiofeed.runtime import machine
 from aiofeed.sampling.feed_order import FeedOrder, Lister
 from aiofeed.sampling.listers.computed import ComputedOrder
@@ -38,7 +38,7 @@ from aiofeed.sampling.listers.sampler import BatchSamplerAdapter
 from aiofeed.sampling.listers.weighted import WeightedOrder
 from aiofeed.sampling.listers.window import WindowOrder
 from aiofeed.sampling.samples import SampleSchedule
-from aiofeed.sampling.schedule import Schedule, Shuffle, is_shuffle, window_shards
+from aiofeed.sampling.schedule import SHUFFLES, Schedule, Shuffle, is_shuffle, window_shards
 from aiofeed.sampling.state import InOrder, check_in_order
 from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset, check_parts, fingerprint_of, is_iterable_dataset, is_map_dataset
@@ -74,6 +74,10 @@ def _threads_instead(workers: object) -> str:
     )
 
 
+def _part_of(argument: str, kind: type[Any], name: str) -> Callable[[Any], str]:
+    return lambda value: f"pass {argument}={kind.__name__}({name}={value!r})"
+
+
 _NO_WORKERS = "there are no worker processes"
 DATALOADER_ARGUMENTS: Mapping[str, str | Callable[[Any], str]] = {
     "num_workers": _threads_instead,
@@ -90,8 +94,12 @@ DATALOADER_ARGUMENTS: Mapping[str, str | Callable[[Any], str]] = {
     "timeout": lambda s: "leave it out" if s == 0 else f"pass on_error=FailurePolicy(read_timeout_s={s})",
     "generator": "aiofeed.DataLoader takes it. For a Feeder, pass seed=",
     "dataset": "it is the first argument",
+    **dict.fromkeys(("rank", "world_size", "num_replicas"), "pass shard=(rank, world_size)"),
+    "num_threads": _part_of("limits", Limits, "decode_threads"),
+    **{each.name: _part_of("limits", Limits, each.name) for each in fields(Limits)},
+    **{each.name: _part_of("on_error", FailurePolicy, each.name) for each in fields(FailurePolicy)},
 }
-"""What to do instead of passing an argument of ``DataLoader`` to ``Feeder``."""
+"""What to do instead of passing an argument of ``DataLoader`` or of a class that ``Feeder`` takes."""
 DATALOADER_POSITIONS = (
     *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
     *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
@@ -193,7 +201,7 @@ def check_decoder(decode: Any, items: object) -> Callable[..., Any] | None:
         raise TypeError(f"a {type(items).__name__} is used as a Dataset; for files pass aiofeed.Files(paths)")
     if not callable(decode):
         raise TypeError(f"decode must be callable, got {decode!r}")
-    if isinstance(decode, type):
+    if isinstance(decode, type) and "__call__" in dir(decode):  # its instances decode; others are like functions
         raise TypeError(f"decode must be a decoder, got the class {decode.__name__}; pass an instance")
     if is_async_function(decode):
         raise TypeError(
@@ -331,7 +339,8 @@ def a_shuffle(value: object) -> Shuffle:
     if is_shuffle(value):
         return value
     hint = ": pass False; aiofeed.DataLoader takes None, too" if value is None else ""
-    raise TypeError(f"shuffle must be True, False, 'keyed', 'replacement' or 'window', got {value!r}{hint}")
+    kind = ValueError if isinstance(value, str) else TypeError
+    raise kind(f"shuffle must be True, False, {SHUFFLES}, got {value!r}{hint}")
 
 
 def new_lister(source: object, weights: Any, order: Schedule) -> MixtureOrder | ComputedOrder | None:
@@ -474,11 +483,7 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     )
     _warn_of_large_batches(config)
     if config.engines:
-        from aiofeed.processes.workers import spawn
-
-        spawn.check_picklable(
-            config.engine_kind, source=config.source, decode=config.decode, collate_fn=config.collate_fn
-        )
+        _check_picklable(config, config.engine_kind)
     if cache is not None:
         config = replace(config, cache=_new_store(cache, config))
     if a.static_batches:
@@ -486,6 +491,53 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     if "a plan" not in facts and "batch_sampler=" not in facts and not isinstance(a.source, FromDataset):
         config = _with_resident_tensors(config)
     return order, config
+
+
+# What holds for the caches and engines that ``explain`` advises, see ``rules.py``.
+_ADVISED = {
+    "host": ("cache=", "cache= on the host", "cache in host memory"),
+    "disk": ("cache=", "cache= on the host"),
+    "samples": ('in_order="samples"',),
+}
+
+
+def allows(config: FeederConfig, **options: Any) -> bool:
+    """Return whether ``Feeder`` would accept another option beside those of a configuration.
+
+    Args:
+        options: ``in_order``, ``engine``, or ``cache``, which is "host" or, for a ``DiskCache``, "disk".
+    """
+    facts = set(config.facts)
+    try:
+        if "engine" in options:
+            engines, ray = an_engine(options["engine"])
+            facts.add('engine="process"')
+            limits_for(config.user_limits, config.batch_size, config.source, engines, ray)
+            _check_picklable(config, "process")
+        else:
+            [value] = options.values()
+            facts.update(_ADVISED.get(value, ()))
+        if "cache" in options:
+            _check_cacheable(config.decode, on_disk=options["cache"] == "disk")
+    except (TypeError, ValueError, ImportError):  # what the checks raise
+        return False
+    return conflict(facts) is None
+
+
+def _check_cacheable(decode: Callable[..., Any] | None, *, on_disk: bool) -> None:
+    """Raise ``TypeError`` if a cache cannot keep what a decoder returns, or cannot tell it from another decoder."""
+    from aiofeed.cache.fingerprint import identity
+    from aiofeed.cache.item_codec import new_codec
+
+    new_codec(decode)
+    if on_disk and decode is not None:
+        identity(decode)
+
+
+def _check_picklable(config: FeederConfig, kind: str) -> None:
+    from aiofeed.processes.workers import spawn
+
+    spawn.check_picklable(kind, source=config.source, decode=config.decode, collate_fn=config.collate_fn)
 
 
 def _warn_of_large_batches(config: FeederConfig) -> None:

@@ -14,6 +14,7 @@ from aiofeed.core.statistics import EpochStats, FeedStatistics
 from aiofeed.core.types import Source, public
 from aiofeed.core.validation import (
     check_bool,
+    check_epoch,
     check_int_from,
     check_positive_int,
     explain_arguments,
@@ -136,7 +137,8 @@ class Feeder(Generic[BatchT]):
             from ``WeightedRandomSampler``, but sharded and resumed exactly. Excludes ``sampler`` and ``shuffle=True``.
         seed: Seeds shuffling and each sample's random generator. ``torch.manual_seed`` has no effect on either: pass
             another seed for another order.
-        drop_last: Drop an incomplete last batch, and samples that do not fill a batch on every rank.
+        drop_last: Drop an incomplete last batch, and samples that do not fill a batch on every rank. With a plan, the
+            batches that it calls incomplete, and those that not every rank would get.
         pad: Make all ranks equally long by repeating the head of the epoch's list (with ``drop_last`` by cutting).
             With ``False`` each sample comes once, and ranks may differ by one batch.
         collate_fn: Makes a batch of a list of samples. By default batches are those of torch's ``default_collate``.
@@ -401,7 +403,7 @@ class Feeder(Generic[BatchT]):
 
         A position loaded by ``load_state_dict`` is kept if it is in this epoch, and otherwise discarded.
         """
-        self._checkpoint.set_epoch(check_int_from(0, "epoch", epoch), live=self._session.live)
+        self._checkpoint.set_epoch(check_epoch("epoch", epoch), live=self._session.live)
 
     def epochs(self, n: int) -> Iterator[int]:
         """Yield the numbers of the remaining epochs up to ``n - 1``; iterate the feeder once for each.
@@ -467,7 +469,8 @@ class Feeder(Generic[BatchT]):
         """Make the next ``iter()`` go on from a state.
 
         World size and batch size may differ from those of the state: samples that any rank had handed out do not come
-        again in that epoch, all others do. In mid-epoch, ``in_order=False`` fixes both, and "samples" the world size.
+        again in that epoch, all others do. In mid-epoch, ``in_order=False`` and ``pad=False`` fix both, and "samples"
+        the world size; each rank then loads the state that it has saved.
 
         Raises:
             StateError: The state does not belong to such a feeder; the message says what differs.

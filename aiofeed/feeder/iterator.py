@@ -226,16 +226,26 @@ class FeedIterator(Generic[BatchT_co]):
 
     It ends with ``StopIteration`` or ``StopAsyncIteration``; after an error it is finished. After ``close``, after a
     newer iterator was started, and in a forked child it raises ``IteratorClosedError``.
+
+    Args:
+        asked: ``clocks()`` when ``iter()`` was called; by default now.
     """
 
-    def __init__(self, delivery: Delivery, stats: EpochStats, observer: EpochObserver | None = None) -> None:
+    def __init__(
+        self,
+        delivery: Delivery,
+        stats: EpochStats,
+        observer: EpochObserver | None = None,
+        asked: tuple[float, float] | None = None,
+    ) -> None:
         self._delivery = delivery
         self._stats = stats
         self._queue = delivery.queue
         self.observer: EpochObserver = observer or EpochObserver(delivery)
         self._pid = os.getpid()
-        self._started = stats.asked_at = time.perf_counter()
-        stats.cpu_started_s = time.process_time()
+        self._started, stats.cpu_started_s = asked or clocks()
+        stats.asked_at = self._started
+        stats.stall_s = time.perf_counter() - self._started
         self._finished = self._running = False
         self._closed: str | None = None
         # When the last batch was handed out, its number and its samples.
@@ -302,15 +312,18 @@ class FeedIterator(Generic[BatchT_co]):
             raise StopAsyncIteration
         asked = time.perf_counter()
         item = await self._queue.peek_async()
+        woken_at = self._queue.woken_at
+        # Other tasks may block the event loop after the item has arrived.
+        late_s = time.perf_counter() - woken_at if woken_at > asked else 0.0
         if self._closed is not None:
             self._raise_if_closed()
         if type(item) is not ReadyBatch:
             try:
-                self._end(item, asked)
+                self._end(item, asked, late_s)
             finally:
                 del item  # an error's traceback refers to this frame
             raise StopAsyncIteration
-        batch: BatchT_co = self._take(item, asked)
+        batch: BatchT_co = self._take(item, asked, late_s)
         self.observer.handed_out(item)
         item.batch = None  # the engine's loop may still refer to the item
         if (items := self._queue.items) and items[0] is item:
@@ -327,7 +340,7 @@ class FeedIterator(Generic[BatchT_co]):
                 "call iter() on the feeder in the child"
             )
 
-    def _take(self, item: ReadyBatch, asked: float) -> Any:
+    def _take(self, item: ReadyBatch, asked: float, late_s: float = 0.0) -> Any:
         arrived = time.perf_counter()
         try:
             batch = self._delivery.take(item)
@@ -336,11 +349,12 @@ class FeedIterator(Generic[BatchT_co]):
             self._fail(error)
         self.observer.handing_out(item)
         now = time.perf_counter()
-        stall_s = now - asked - _overlap_s(item.device_backlog, asked, now)
+        waited = now - late_s
+        stall_s = waited - asked - _overlap_s(item.device_backlog, asked, waited)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("batch %d: handed out after a wait of %.1f ms", item.number, stall_s * 1e3)
         stats = self._stats
-        stats.events.append(("wait", "training", asked, now, item.number, item.samples, 0))
+        stats.events.append(("wait", "training", asked, waited, item.number, item.samples, 0))
         self._add_step(asked)
         self._handed_out = (now, item.number, item.samples)
         stats.stall_s += stall_s
@@ -349,7 +363,7 @@ class FeedIterator(Generic[BatchT_co]):
         stats.samples += item.samples
         stats.wall_s = now - self._started
         if stats.batches == 1:
-            stats.first_batch_s = now - self._started
+            stats.first_batch_s, stats.first_stall_s = now - self._started, stats.stall_s
         return batch
 
     def _add_step(self, ended: float) -> None:
@@ -358,12 +372,12 @@ class FeedIterator(Generic[BatchT_co]):
             began, number, samples = self._handed_out
             self._stats.events.append(("step", "training", began, ended, number, samples, 0))
 
-    def _end(self, item: QueueItem, asked: float) -> None:
+    def _end(self, item: QueueItem, asked: float, late_s: float = 0.0) -> None:
         """Handle an item that is not a batch: return at the end of the epoch, otherwise raise the error."""
         if isinstance(item, EndOfEpoch):
             now = time.perf_counter()
             self._add_step(asked)
-            self._stats.stall_s += now - asked
+            self._stats.stall_s += now - late_s - asked
             self._stats.wall_s = now - self._started
             self._stats.process_cpu_s = time.process_time() - self._stats.cpu_started_s
             self.observer.ended()
@@ -435,6 +449,11 @@ def _as_runtime_error(error: Exception) -> RuntimeError:
     raised = RuntimeError(f"{type(error).__name__} was raised by user code that makes batches")
     raised.__cause__ = error
     return raised
+
+
+def clocks() -> tuple[float, float]:
+    """Return the time and the processor time of this process."""
+    return time.perf_counter(), time.process_time()
 
 
 def _overlap_s(span: tuple[float, float] | None, start: float, end: float) -> float:

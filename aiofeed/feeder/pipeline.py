@@ -20,7 +20,6 @@ from aiofeed.core.statistics import EpochStats
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.admission import MemoryBudget
 from aiofeed.engine.engine import Engine
-from aiofeed.engine.fetch.sequences import PackCollate
 from aiofeed.engine.fetchers import builder_factory, new_fetcher
 from aiofeed.engine.samples import SampleEngine
 from aiofeed.engine.tuning.gil import GilLimit, gil_message
@@ -35,10 +34,7 @@ from aiofeed.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
 from aiofeed.runtime.queue import BatchQueue, FeedFailure, drop_batches
 from aiofeed.runtime.tensors import as_tensors, unchanged
 from aiofeed.sampling.epochs import EpochStream
-from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset
-from aiofeed.sources.mixture import Mixture
-from aiofeed.sources.stream import Stream
 from aiofeed.sources.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -197,13 +193,13 @@ def measurements(
     pipeline: StreamingPipeline | ResidentPipeline | None,
     *,
     first_epoch: bool,
-    planned: bool,
+    allows: Callable[..., bool],
 ) -> FeedMeasurements:
     """Return what ``explain`` needs to know about an epoch.
 
     Args:
-        first_epoch: Whether no epoch before has filled a cache.
-        planned: Whether a plan decides which samples are in a batch.
+        first_epoch: Whether no epoch before has started the threads and filled a cache.
+        allows: As of ``FeedMeasurements``.
     """
     from aiofeed.reports.bottleneck import FeedMeasurements
 
@@ -235,11 +231,10 @@ def measurements(
         core_wait=core_wait,
         resident=pipeline is not None and streaming is None,
         threads_tuned=tuner is not None and not tuner.decoding.given,
-        may_use_processes=not isinstance(source, Stream),
-        may_mix=not (planned or config.engines or isinstance(source, Stream)),
-        may_cache=config.cache is None
-        and not isinstance(source, Tensors | Stream | Mixture | Tokens)
-        and not isinstance(config.collate_fn, PackCollate),
+        threads_saturated=tuner is not None and tuner.decoding.saturated,
+        allows=allows,
+        cached=config.cache is not None,
+        first_epoch=first_epoch,
         cold_cache=config.cache is not None and first_epoch and 2 * stats.samples_cached < stats.samples_decoded,
         collate_fn=config.collate_fn is not None,
         transform=config.transform is not None and config.backend is None,

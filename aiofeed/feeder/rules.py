@@ -177,25 +177,24 @@ def facts_of(a: Any) -> set[str]:
     return {fact for fact, holds in found.items() if holds}
 
 
-def check(facts: Container[str], a: Any) -> None:
-    """Raise the error of the first row of the table of which an option and what excludes it both hold."""
+def conflict(facts: Container[str]) -> tuple[str, str, type[Exception], str] | None:
+    """Return the first row of the table of which an option and what excludes it both hold, with these two."""
     for options, others, error, why in EXCLUDED:
         for option in options.split("|"):
             for other in others.split("|"):
                 if option in facts and other in facts:
-                    given = _words(option, a)
-                    raise error(f"{given} is not possible with {_words(other, a)}: {why.replace('{option}', given)}")
+                    return option, other, error, why
+    return None
+
+
+def check(facts: Container[str], a: Any) -> None:
+    """Raise an error if two of the facts of ``a`` exclude each other."""
+    if (found := conflict(facts)) is not None:
+        option, other, error, why = found
+        given = _words(option, a)
+        raise error(f"{given} is not possible with {_words(other, a)}: {why.replace('{option}', given)}")
 
 
 def _words(fact: str, a: Any) -> str:
     shown = _SHOWN.get(fact)
     return fact if shown is None else repr(a.source) if shown == "source" else f"{shown}={getattr(a, shown)!r}"
-
-
-def allows(facts: Container[str], option: str) -> bool:
-    """Return whether nothing in the table excludes an option, given the facts of a feeder."""
-    for options, others, _, _ in EXCLUDED:
-        for ours, theirs in ((options, others), (others, options)):
-            if option in ours.split("|") and any(each in facts for each in theirs.split("|")):
-                return False
-    return True

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import operator
 import sys
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
@@ -16,8 +18,8 @@ from aiofeed.core.failures import FailureLog
 from aiofeed.core.statistics import EpochStats, FeedStatistics
 from aiofeed.core.types import decodes_in_place
 from aiofeed.devices.resolve import DeviceGroup
-from aiofeed.feeder.arguments import FeederConfig
-from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, take_end
+from aiofeed.feeder.arguments import FeederConfig, allows
+from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, clocks, take_end
 from aiofeed.feeder.pipeline import StreamingPipeline, measurements
 from aiofeed.runtime import machine
 from aiofeed.runtime.queue import FeedFailure, ReadyBatch
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from aiofeed.core.types import Row
     from aiofeed.engine.resident.cached_data import CachedData
     from aiofeed.engine.resident.pipeline import ResidentPipeline
+    from aiofeed.reports.bottleneck import FeedMeasurements
     from aiofeed.reports.explanation import Explanation
 
     BatchPipeline: TypeAlias = StreamingPipeline | ResidentPipeline
@@ -108,6 +111,8 @@ class FeederSession(Generic[BatchT]):
         # The batches that running steps will take from the next iterator on.
         self._steps_left = 0
         self._hinted = False
+        # A progress bar explains again and again, and whether processes are possible is found by pickling.
+        self._allows = functools.cache(functools.partial(allows, config))
         self.bar: ProgressBar | None = None
         if config.cache is not None:
             config.cache.free_with(self)
@@ -141,14 +146,16 @@ class FeederSession(Generic[BatchT]):
         from aiofeed.reports.ranks import explain_ranks
         from aiofeed.reports.remedies import explain
 
-        stats = self.stats
-        first_epoch = not self._earlier_stats.samples
-        planned = self._stream is not None and isinstance(self._stream.first.sampled, BatchLists)
-        measured = measurements(self.config, stats, self.pipeline, first_epoch=first_epoch, planned=planned)
+        measured = self.measurements()
         explanation = explain(measured)
         if not ranks:
             return explanation
-        return explain_ranks(explanation, stats.samples / max(stats.batches, 1))
+        return explain_ranks(explanation, measured.stats.samples / max(measured.stats.batches, 1))
+
+    def measurements(self) -> FeedMeasurements:
+        """Return the counters of the current or last epoch."""
+        first_epoch = not self._earlier_stats.samples
+        return measurements(self.config, self.stats, self.pipeline, first_epoch=first_epoch, allows=self._allows)
 
     def epochs(self, last: int) -> Iterator[int]:
         """Yield the numbers of the epochs up to ``last``; meanwhile each next epoch is read ahead."""
@@ -213,6 +220,7 @@ class FeederSession(Generic[BatchT]):
             raise
 
     def _begin(self) -> FeedIterator[BatchT]:
+        asked = clocks()
         if isinstance(self.config.source, FromDataset) and not self.config.engines:
             enter_iteration(self.config.source)
         completed = self._finish_complete_epoch()
@@ -224,7 +232,9 @@ class FeederSession(Generic[BatchT]):
                 "training and validation, create two feeders, or an aiofeed.DataLoader without cache=, engine=, "
                 "on_error= and threads="
             )
+        listing = time.perf_counter()
         planned = self._order.plan_epoch(self._checkpoint.next_position())
+        order_s = time.perf_counter() - listing
         schedule, first = planned.schedule, planned.first
         start = first.position
         stats, stream = None, self._stream
@@ -245,7 +255,8 @@ class FeederSession(Generic[BatchT]):
         self._checkpoint.on_iter(start.epoch)
         self._failures.begin()
         self._epoch = epoch
-        iterator: FeedIterator[BatchT] = FeedIterator(delivery, stats, _SessionObserver(self, delivery, epoch))
+        stats.order_s = order_s
+        iterator: FeedIterator[BatchT] = FeedIterator(delivery, stats, _SessionObserver(self, delivery, epoch), asked)
         self._iterator = weakref.ref(iterator)
         delivery.watch(iterator)
         return iterator
@@ -326,7 +337,7 @@ class FeederSession(Generic[BatchT]):
     def _hint_at_threads(self) -> None:
         """Log once, if training mainly waits for a ``Dataset`` that one thread calls, how to use more."""
         config, stats = self.config, self.stats
-        slow = stats.wall_s > HINT_AFTER_S and stats.stall_s > HINT_STALL * stats.wall_s
+        slow = stats.wall_s > HINT_AFTER_S and stats.stall_s - stats.order_s > HINT_STALL * stats.wall_s
         if not slow or self._hinted or not isinstance(config.source, FromDataset) or config.source.threads > 1:
             return
         if config.engines or (cores := machine.cpus()) == 1:

@@ -7,7 +7,7 @@ busy, stages wait for each other: for memory, or for a slow sample.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import ceil, inf
 
@@ -28,7 +28,7 @@ BUSY = 0.75
 WAITING = 0.3
 # The time of a job goes to cores, to waiting for a core or to other waits, whichever has this part of it.
 LARGE_PART = 0.3
-# The variance of the times of decode jobs, divided by the square of the mean. It is 2 if one job in ten takes ten
+# The variance of the times of decode jobs or reads, divided by the square of the mean. It is 2 if one in ten takes ten
 # times as long.
 UNEVEN = 0.5
 # Reads take this many times as long if many are in flight: the bandwidth of the storage is used up.
@@ -45,6 +45,12 @@ OWN_CORES = 0.85
 STOLEN = 0.5
 
 STEP, HAND_OVER, COPY, COLLATE, DECODE, READ = "step", "hand-over", "copy", "collate", "decode", "read"
+FIRST = "first batch"
+
+
+def all_allowed(**option: object) -> bool:
+    """Return True."""
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +77,10 @@ class FeedMeasurements:
         core_wait: The share of their time in which decode threads wait for a core.
         resident: Whether the data are in memory, so that the training thread makes the batches.
         threads_tuned: Whether more threads were tried, or would be, if they decoded more.
-        may_use_processes: Whether ``engine="process"`` may be passed.
-        may_mix: Whether ``in_order="samples"`` may be passed.
-        may_cache: Whether ``cache=`` may be passed.
+        threads_saturated: Whether more threads were tried and decoded no more.
+        allows: Whether ``Feeder`` would accept another ``in_order``, ``engine`` or ``cache``; "disk": a ``DiskCache``.
+        cached: Whether there is a cache.
+        first_epoch: Whether threads started in this epoch.
         cold_cache: Whether a cache is being filled in this epoch.
         collate_fn, transform: Whether the user passed them.
         device: Whether batches are copied to a device.
@@ -101,9 +108,10 @@ class FeedMeasurements:
     core_wait: float = 0.0
     resident: bool = False
     threads_tuned: bool = False
-    may_use_processes: bool = True
-    may_mix: bool = True
-    may_cache: bool = False
+    threads_saturated: bool = False
+    allows: Callable[..., bool] = all_allowed
+    cached: bool = False
+    first_epoch: bool = False
     cold_cache: bool = False
     collate_fn: bool = False
     transform: bool = False
@@ -118,25 +126,31 @@ class Bottleneck:
 
     Attributes:
         rate: Samples per second, without the first batch.
-        waiting: Share of the time in which training waits for batches.
+        waiting: Share of the time in which training waits for batches, without the first one.
+        start_s: Seconds of waiting for the first batch that each epoch takes.
         step_rate: Samples per second of the step alone.
         stages: The stages that took time.
         stage, resource: The limit.
         busy: Whether the stage works all the time.
+        waits: Whether the threads mostly wait in decode jobs. More of them help only if the waits are not for each
+            other, for example for a lock.
     """
 
     def __init__(self, measured: FeedMeasurements) -> None:
         self.measured = measured
         self.stats: EpochStats = (stats := measured.stats)
-        # The first batch is awaited while threads start and caches are empty.
+        # In the first epoch, the first batch is awaited while threads start and caches are empty.
+        self.start_s: float = stats.order_s if measured.first_epoch else stats.first_stall_s
         self.wall_s: float = max(stats.wall_s - stats.first_batch_s, 1e-9)
         samples = stats.samples * (stats.batches - 1) / stats.batches
-        stall_s = min(max(stats.stall_s - stats.first_batch_s, 0.0), self.wall_s)
+        stall_s = min(max(stats.stall_s - stats.first_stall_s, 0.0), self.wall_s)
         self.rate: float = samples / self.wall_s
         self.waiting: float = stall_s / self.wall_s
         self.step_rate: float = samples / max(self.wall_s - stall_s, 1e-9)
         self.decoded: int = stats.samples_decoded or stats.samples
         self.pool_s: float = (stats.decode_s + stats.collate_s + self._inline_read_s) / self.decoded
+        cpu_s = stats.decode_cpu_s + stats.collate_cpu_s + self._inline_read_s
+        self.waits: bool = 2 * cpu_s < self.pool_s * self.decoded
         self.stages: tuple[StageTimes, ...] = tuple(self._stages())
         self.possible: dict[str, float] = {stage.name: stage.samples_per_s or inf for stage in self.stages}
         self.stage: str
@@ -236,14 +250,19 @@ class Bottleneck:
             return "threads"
         return "GIL" if seconds < TINY_S and machine.has_gil() else "memory bandwidth"
 
-    def _jobs_are_uneven(self) -> bool:
-        """Whether the times of decode jobs vary so much that threads wait for the slow ones."""
+    def is_uneven(self, stage: str) -> bool:
+        """Whether the times of decode jobs or of reads vary so much that others wait for the slow ones."""
         stats = self.stats
-        return stats.jobs * stats.jobs_square_s > (1.0 + UNEVEN) * stats.jobs_s**2
+        if stage == READ:
+            slow = stats.reading_s > SLOW_READ_S * stats.samples_read
+            return slow and stats.samples_read * stats.reading_square_s > (1.0 + UNEVEN) * stats.reading_s**2
+        return stage == DECODE and stats.jobs * stats.jobs_square_s > (1.0 + UNEVEN) * stats.jobs_s**2
 
     def _limit(self, stall_s: float) -> tuple[str, str]:
         stats, measured = self.stats, self.measured
         by_name = {stage.name: stage for stage in self.stages}
+        if self.start_s > max(stall_s, LATE * stats.wall_s):
+            return FIRST, "the order" if 2 * stats.order_s > self.start_s else "start-up"
         if self.waiting < KEEPS_UP:
             return STEP, by_name[STEP].resource
         if 2 * stats.hand_over_s > stall_s and not measured.resident:
@@ -262,8 +281,8 @@ class Bottleneck:
                 return READ, "the iterable"
             if stats.memory_wait_s > WAITING * stats.wall_s:
                 return lowest.name, "memory_bytes"
-            alone = lowest.name == DECODE and lowest.resource not in ("GIL", "other processes")
-            if alone and measured.in_order != "samples" and self._jobs_are_uneven():
+            alone = lowest.resource not in ("GIL", "other processes")
+            if alone and measured.in_order != "samples" and self.is_uneven(lowest.name):
                 return lowest.name, "uneven samples"
         if lowest.name in (DECODE, COLLATE) and self.lanes() < measured.threads and lowest.resource != "GIL":
             return lowest.name, "prefetch_batches"

@@ -76,8 +76,8 @@ class Explanation:
 
     Args:
         verdict: The limit and its evidence, in one sentence.
-        stage: The stage that limits training: "read", "decode", "collate", "copy", "hand-over" or "step"; "" if there
-            were too few batches to tell.
+        stage: The stage that limits training: "read", "decode", "collate", "copy", "hand-over", "step", or "first
+            batch" for the time before it; "" if there were too few batches to tell.
         resource: The resource that limits the stage: "cores", "GIL", "storage latency", "memory_bytes" and others.
         samples_per_s: Samples per second, without the first batch.
         waiting: The share of the time in which training waits for batches, without the first one.

@@ -63,12 +63,12 @@ class Headroom(Generic[BatchT]):
     ) -> None:
         self._begin = begin
         self._batches = batches
+        self._needed = WARM_UP + KEPT + batches
         self._static = static
         self._position = position
         self._go_to = go_to
         self._kept: list[Any] = []
         self._began = self._repeats_s = 0.0
-        self._timed = 0
         self.loaded_s: float = 0.0
         self.floor_s: float = 0.0
 
@@ -79,10 +79,13 @@ class Headroom(Generic[BatchT]):
 
     def __str__(self) -> str:
         if not self.floor_s:
-            return f"not measured: the epoch ended, or was left, within {WARM_UP + KEPT + 1} batches"
+            return (
+                f"not measured: headroom({self._batches}) needs {self._needed} batches, and the epoch ended, or was "
+                f"left, before"
+            )
         return (
             f"A step takes {self.loaded_s * 1e3:.2f} ms with loading and {self.floor_s * 1e3:.2f} ms without: training "
-            f"could be at most {self.gain:.2f} times as fast ({self._timed} and {self._batches} steps)"
+            f"could be at most {self.gain:.2f} times as fast ({self._batches} and {self._batches} steps)"
         )
 
     def __iter__(self) -> Iterator[BatchT]:
@@ -96,7 +99,7 @@ class Headroom(Generic[BatchT]):
                 yield batch
                 del batch
                 break
-        self._begin_timing(epoch)
+        self._began = _now()
         yield from islice(epoch, self._batches)
         for number in range(self._end_timing(epoch)):
             batch, began = self._repeated(number), time.perf_counter()
@@ -118,21 +121,21 @@ class Headroom(Generic[BatchT]):
             if number < WARM_UP + KEPT:
                 position = self._position()
             elif number == WARM_UP + KEPT:
-                self._begin_timing(epoch)
-            elif number == WARM_UP + KEPT + self._batches:
+                self._began = _now()
+            elif number == self._needed:
                 break
         for repeat in range(self._end_timing(epoch)):
             batch, began = self._repeated(repeat), time.perf_counter()
             yield batch
             del batch
             self._count(repeat, began, epoch)
-        if number == WARM_UP + KEPT + self._batches:
+        if number == self._needed:
             async for batch in epoch:
                 yield batch
                 del batch
 
     def _start(self) -> Epoch:
-        self._kept, self._timed, self._repeats_s, self._began = [], 0, 0.0, 0.0
+        self._kept, self._repeats_s, self._began = [], 0.0, 0.0
         self.loaded_s = self.floor_s = 0.0
         return self._begin()
 
@@ -144,16 +147,13 @@ class Headroom(Generic[BatchT]):
             self._go_to(position)
             raise
 
-    def _begin_timing(self, epoch: Epoch) -> None:
-        self._began, self._timed = _now(), epoch.batches
-
     def _end_timing(self, epoch: Epoch) -> int:
         """The number of batches to hand out again; 0 if too few were timed."""
-        self._timed = epoch.batches - self._timed if self._began else 0
-        if not self._timed:
+        if epoch.batches < self._needed:
+            self._kept = []
             print(self)
             return 0
-        self.loaded_s = (_now() - self._began) / self._timed
+        self.loaded_s = (_now() - self._began) / self._batches
         return self._batches
 
     def _repeated(self, number: int) -> Any:

@@ -48,7 +48,7 @@ def figures_of(rank: int, own: Explanation, batch_samples: float) -> RankTimes:
         times[STEP].time_s * batch_samples if STEP in times else 0.0,
         own.stage,
         own.resource,
-        (times[own.stage].samples_per_s or 0.0) if own.stage else 0.0,
+        (times[own.stage].samples_per_s or 0.0) if own.stage in times else 0.0,
     )
 
 

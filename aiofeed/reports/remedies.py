@@ -10,6 +10,7 @@ from aiofeed.reports.bottleneck import (
     COLLATE,
     COPY,
     DECODE,
+    FIRST,
     HAND_OVER,
     KEEPS_UP,
     LEAST_BATCHES,
@@ -18,10 +19,12 @@ from aiofeed.reports.bottleneck import (
     Bottleneck,
     FeedMeasurements,
 )
-from aiofeed.reports.explanation import Advice, Explanation
+from aiofeed.reports.explanation import Advice, Explanation, format_seconds
 
 # A change that is predicted to bring less is not advised.
 LEAST_GAIN = 1.05
+# A larger gain is not predicted: costs that no stage measures are the limit then.
+MOST_GAIN = 10.0
 # Threads and reads are advised for so many times the rate of the other stages: at the same rate, both wait at times.
 SPARE = 1.25
 # Threads that wait, not compute, may be more than the cores, up to so many times as many.
@@ -56,12 +59,20 @@ def explain(measured: FeedMeasurements) -> Explanation:
 
 
 def _verdict(found: Bottleneck) -> str:
-    measured = found.measured
+    measured, stats = found.measured, found.stats
+    if found.stage == FIRST:
+        return (
+            f"The wait for the first batch is the limit ({found.resource}): it took {format_seconds(found.start_s)} of "
+            f"{format_seconds(stats.wall_s)}, {format_seconds(stats.order_s)} of it to list the order in iter(); later "
+            f"batches come at {found.rate:,.0f} samples/s, and training waits {found.waiting:.0%} of that time."
+        )
     if found.stage == STEP:
         rates = [found.possible[name] for name in (READ, DECODE, COLLATE, COPY) if name in found.possible]
         nothing = "Nothing needs to be done about loading."
         if found.waiting >= KEEPS_UP:
             nothing = "Single batches are late, because other work uses the cores or samples differ."
+        elif found.start_s >= KEEPS_UP * stats.wall_s:
+            nothing = f"The wait for the first batch took {found.start_s / stats.wall_s:.0%} of the epoch."
         loading = f"loading could deliver {min(rates):,.0f}/s; " if rates and min(rates) < inf else ""
         return (
             f"The step is the limit: it takes {found.rate:,.0f} samples/s, {loading}training waits "
@@ -86,6 +97,16 @@ def _verdict(found: Bottleneck) -> str:
 
 def _advise(found: Bottleneck) -> Iterator[Advice]:
     """Advice for the limit; some of it may gain nothing."""
+    yield from _on_limit(found)
+    batch_is_one = found.stats.samples <= found.stats.batches
+    if batch_is_one and found.stage in (READ, DECODE, COLLATE, HAND_OVER) and found.resource != "cold cache":
+        yield Advice("a larger batch_size=: in batches of one sample, each sample bears the costs of a batch")
+
+
+def _on_limit(found: Bottleneck) -> Iterator[Advice]:
+    if found.stage == FIRST:
+        yield _on_first_batch(found)
+        return
     if found.stage == STEP:
         if found.measured.step_copies:
             yield Advice('if the step copies batches to the accelerator, pass device="auto": copies then run ahead')
@@ -131,21 +152,34 @@ def _advise(found: Bottleneck) -> Iterator[Advice]:
         )
 
 
-def _gain(found: Bottleneck, **rates: float) -> float:
+def _gain(found: Bottleneck, **rates: float) -> float | None:
     """The predicted gain if stages could process so many samples per second; "pool": all decode jobs."""
-    return found.with_stages(**rates) / found.rate
+    gain = found.with_stages(**rates) / found.rate
+    return gain if gain <= MOST_GAIN else None
+
+
+def _on_first_batch(found: Bottleneck) -> Advice:
+    stats = found.stats
+    if found.resource == "the order":
+        return Advice(
+            "list the order faster: iter() waits until the sampler, plan or weights have given the whole epoch",
+            stats.wall_s / max(stats.wall_s - stats.order_s, 1e-9),
+        )
+    return Advice("`for epoch in feeder.epochs(n):` reads the next epoch ahead, unless the loop is left with break")
 
 
 def _cache_advice(found: Bottleneck) -> Iterator[Advice]:
     measured = found.measured
-    if not measured.may_cache:
+    if measured.cached:
         return
     size = measured.sample_bytes * measured.length
     gain = _gain(found, **{READ: inf, "pool": inf})
-    if size and size < CACHE_SHARE * measured.free_memory:
+    if size and size < CACHE_SHARE * measured.free_memory and measured.allows(cache="host"):
         text = f'cache="host": the decoded samples take about {format_bytes(size)} of memory'
-    else:
+    elif measured.allows(cache="disk"):
         text = f"cache=DiskCache(path){f', about {format_bytes(size)}' if size else ''}"
+    else:
+        return
     items = "; it keeps the random augmentation of the Dataset, too" if measured.dataset_threads else ""
     yield Advice(f"{text}; from the second epoch on{items}", gain)
 
@@ -169,7 +203,9 @@ def _on_reads(found: Bottleneck) -> Iterator[Advice]:
         if memory > measured.memory_bytes:
             limits += f", memory_bytes={_power_of_two(memory)}"
         itself = "" if measured.reads_given else "; aiofeed also raises the number by itself, as long as that helps"
-        yield Advice(f"Limits({limits}){itself}", _gain(found, **{READ: found.reads_rate(reads)}))
+        # Reads that wait for slow ones, or for something else, do not scale.
+        gain = _gain(found, **{READ: found.reads_rate(reads)}) if found.busy and not found.is_uneven(READ) else None
+        yield Advice(f"Limits({limits}){itself}", gain)
     yield from _cache_advice(found)
 
 
@@ -186,10 +222,10 @@ def _on_memory(found: Bottleneck) -> Iterator[Advice]:
 
 def _on_uneven_samples(found: Bottleneck) -> Iterator[Advice]:
     measured = found.measured
-    value = '"samples"' if measured.may_mix else "False"
-    yield Advice(
-        f"in_order={value}: a slow sample then delays no other", _gain(found, pool=measured.threads / found.pool_s)
-    )
+    if measured.allows(in_order="samples"):
+        yield Advice('in_order="samples": a slow sample then delays no other')
+    elif measured.in_order is True:
+        yield Advice("in_order=False: a batch with a slow sample then delays no other")
     yield Advice(f"Limits(prefetch_batches={4 * measured.prefetch_batches}): batches wait for the slow ones, in order")
 
 
@@ -200,23 +236,23 @@ def _on_prefetch(found: Bottleneck) -> Advice:
     return Advice(f"Limits(prefetch_batches={prefetch})", _jobs_gain(found, prefetch_batches=prefetch))
 
 
-def _jobs_gain(found: Bottleneck, threads: int | None = None, prefetch_batches: int | None = None) -> float:
-    return _gain(found, pool=found.lanes(threads, prefetch_batches) / found.pool_s)
+def _jobs_gain(found: Bottleneck, threads: int | None = None, prefetch_batches: int | None = None) -> float | None:
+    return None if found.waits else _gain(found, pool=found.lanes(threads, prefetch_batches) / found.pool_s)
 
 
 def _on_jobs(found: Bottleneck) -> Iterator[Advice]:
     """Advice for decoding and collating."""
     measured, resource, cores = found.measured, found.resource, found.measured.cores
     if resource == "one thread":
-        threads = _threads_wanted(found, found.stats.decode_cpu_s < found.stats.decode_s / 2)
+        threads = _threads_wanted(found)
         if threads > 1:
-            gain = _gain(found, pool=threads / found.pool_s)
-            yield Advice(f"FromDataset(dataset, threads={threads}), if several threads may call it", gain)
-        if cores > 1 and measured.may_use_processes:
-            yield Advice(f'engine="process:{cores}"', _gain(found, pool=cores / found.pool_s))
-    elif resource == "GIL" and measured.processes < cores > 1 and measured.may_use_processes:
-        gain = _gain(found, pool=cores * found.rate / max(measured.processes, 1))
-        yield Advice(f'engine="process:{cores}": each process has a GIL of its own', gain)
+            yield Advice(f"FromDataset(dataset, threads={threads}), if several threads may call it at the same time")
+        if (processes := _processes(found)) > 1:
+            gain = None if found.waits else _gain(found, pool=processes / found.pool_s)
+            yield Advice(f'engine="process:{processes}"', gain)
+    elif resource == "GIL" and measured.processes < (processes := _processes(found)) > 1:
+        gain = _gain(found, pool=processes * found.rate / max(measured.processes, 1))
+        yield Advice(f'engine="process:{processes}": each process has a GIL of its own', gain)
     elif resource == "other processes":
         cpu_s = (found.stats.decode_cpu_s + found.stats.collate_cpu_s) / found.decoded
         yield Advice(
@@ -226,13 +262,16 @@ def _on_jobs(found: Bottleneck) -> Iterator[Advice]:
         fewer = max(1, round(measured.threads * (1.0 - measured.core_wait)))
         if fewer < measured.threads:
             yield Advice(f"Limits(decode_threads={fewer}): as many threads as there are cores left for them")
+    elif resource in ("blocking calls", "threads") and measured.threads_saturated:
+        yield Advice("more threads were tried and decode no more: the calls wait for each other, as for a lock")
     elif resource in ("blocking calls", "threads"):
-        threads = _threads_wanted(found, resource == "blocking calls")
+        threads = _threads_wanted(found)
         jobs = measured.threads if found.stage == COLLATE else measured.prefetch_batches * measured.threads
         prefetch = measured.prefetch_batches * ceil(threads / max(min(found.lanes(), jobs), 1))
         if threads > measured.threads:
-            limits = f"decode_threads={threads}, prefetch_batches={prefetch}"
-            yield Advice(f"Limits({limits})", _jobs_gain(found, threads, prefetch))
+            limits = f"Limits(decode_threads={threads}, prefetch_batches={prefetch})"
+            text = f"{limits}, if the calls may wait at the same time, unlike for a lock" if found.waits else limits
+            yield Advice(text, _jobs_gain(found, threads, prefetch))
     if found.stage == COLLATE:
         if measured.collate_fn:
             yield Advice(
@@ -244,11 +283,18 @@ def _on_jobs(found: Bottleneck) -> Iterator[Advice]:
     yield from _cache_advice(found)
 
 
-def _threads_wanted(found: Bottleneck, waiting: bool) -> int:
+def _threads_wanted(found: Bottleneck) -> int:
     """The threads that decode as much as the other stages can take; not more than the cores if threads compute."""
     measured = found.measured
     wanted = ceil(SPARE * measured.threads * found.with_stages(pool=inf) / found.rate)
-    return min(wanted, measured.cores * (WAITING_THREADS if waiting else 1))
+    return min(wanted, measured.cores * (WAITING_THREADS if found.waits else 1))
+
+
+def _processes(found: Bottleneck) -> int:
+    """As many worker processes as cores, or as threads if the user fixed fewer; 0 if ``Feeder`` takes neither."""
+    measured = found.measured
+    numbers = (measured.cores, measured.threads)
+    return next((number for number in numbers if measured.allows(engine=f"process:{number}")), 0)
 
 
 def _power_of_two(number: float) -> int:

@@ -33,6 +33,7 @@ class BatchQueue(Generic[T]):
 
     Attributes:
         items: The queued items. The consumer deletes the first one when it is done with it.
+        woken_at: When an item last arrived for which a task was waiting, in ``time.perf_counter`` seconds.
     """
 
     def __init__(self) -> None:
@@ -42,6 +43,7 @@ class BatchQueue(Generic[T]):
         self._arrivals: SimpleQueue[None] = SimpleQueue()
         self._lock = threading.Lock()
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self.woken_at = 0.0
 
     def __len__(self) -> int:
         return len(self.items)
@@ -54,6 +56,7 @@ class BatchQueue(Generic[T]):
         with self._lock:
             waiter, self._waiter = self._waiter, None
         if waiter is not None:
+            self.woken_at = time.perf_counter()
             loop, future = waiter
             try:
                 loop.call_soon_threadsafe(_wake, future)
@@ -153,7 +156,8 @@ class ReadyBatch:
         transform_begun, transformed: Whether the consumer's transform was called for ``batch``, and has replaced it.
         taken: Whether the producer was notified that the consumer takes the batch.
         device_backlog: Start and end, in ``time.perf_counter`` seconds, of the time in which the copy of this batch
-            waited because too many earlier batches were queued on the device. ``None``: it did not wait.
+            waited because too many earlier batches were queued on the device, or the consumer's event loop ran other
+            tasks. ``None``: it did not wait.
     """
 
     number: int

@@ -71,7 +71,11 @@ class EpochStream:
         start: EpochStart | None = self.first
         while start is not None:
             yield start
-            yield from self.schedule.plans(start.position, start.sampled)
+            try:
+                yield from self.schedule.plans(start.position, start.sampled)
+            except Exception as error:  # noqa: BLE001 - raised at its place, if the epoch is used: it may be a later one
+                yield EpochEnds(error)
+                return
             yield EpochEnds()
             start = self.after(start)
 

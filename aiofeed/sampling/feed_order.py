@@ -123,6 +123,7 @@ class FeedOrder:
         """The epoch at ``position`` from there on, or the next one if none of it is left."""
         if self._sampler is None:
             schedule = self.schedule()
+            schedule.check(position)
             self._suggest_keyed(schedule)
             self._warn_if_empty(schedule)
             return EpochStream(schedule, EpochStart(EpochStats(events=self.events), schedule.normalize(position)))
@@ -131,6 +132,7 @@ class FeedOrder:
         while True:
             sampled = self._sampler.list_epoch(position.epoch, resumed=not position.at_start)
             schedule = self.schedule(len(sampled))
+            schedule.check(position)
             start = schedule.normalize(position)
             if start.epoch == position.epoch:
                 self._epoch_used = False
@@ -158,6 +160,7 @@ class FeedOrder:
         while True:
             listed = None if sampler is None else sampler.list_epoch(position.epoch, resumed=not position.at_start)
             schedule = self.schedule(None if listed is None else len(listed))
+            schedule.check(position)
             if not schedule.batches():
                 raise ValueError("an epoch has no batches, so none can be left out")
             left = schedule.batches_left(position)

@@ -136,7 +136,7 @@ def drawn(n: int, seed: int, epoch: int) -> Permutation:
 
 def drawn_from(cumulative: NDArray[np.float64], seed: int) -> Permutation:
     """Independent draws by weight, computed per position. ``cumulative``: the sums of the weights, up to 1."""
-    uniform, last = _uniform(seed), int(np.searchsorted(cumulative, cumulative[-1]))
+    uniform, last = _uniform(seed), np.searchsorted(cumulative, cumulative[-1:])
     return lambda positions: np.minimum(np.searchsorted(cumulative, uniform(positions), side="right"), last)
 
 

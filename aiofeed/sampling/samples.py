@@ -20,6 +20,10 @@ class SampleSchedule(Schedule):
     A planned batch has the next samples in order. The batch that is handed out has as many, whichever are ready.
     """
 
+    def _numbers_ahead(self, start: Position) -> int:
+        """The number after that of the last sample of this rank."""
+        return self._undropped(start.consumed)
+
     def batch_numbers(self, start: Position) -> int:
         """The number of batches that the samples left fill."""
         return -(-self._samples_left(start) // self.batch_size)
@@ -60,9 +64,8 @@ class SampleSchedule(Schedule):
         return self._without_dropped(self._undropped(start.consumed) - len(self._ahead(start)))
 
     def _ahead(self, start: Position) -> list[int]:
-        """The numbers of samples handed out ahead, ascending; a state from elsewhere may have others."""
-        samples = self._undropped(start.consumed)
-        return sorted(number for number in start.ahead if number < samples)
+        """The numbers of samples handed out ahead, ascending."""
+        return sorted(start.ahead)
 
 
 class SampleTracker:

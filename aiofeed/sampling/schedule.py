@@ -18,6 +18,7 @@ from typing import TypeAlias, TypeGuard
 
 import numpy as np
 
+from aiofeed.core.errors import StateError
 from aiofeed.core.types import BatchPlan
 from aiofeed.sampling.next_use import NextUses, next_uses_of
 from aiofeed.sampling.order import (
@@ -42,6 +43,8 @@ FINGERPRINT_KEYS = 1024
 
 Shuffle: TypeAlias = bool | str
 """``shuffle=`` of ``Feeder``: True, False, or a name that ``is_shuffle`` accepts."""
+
+SHUFFLES = '"keyed", "replacement", "window", or "window:N" for a window of N shards, at least 1'
 
 # The shards whose samples ``shuffle="window"`` mixes.
 WINDOW_SHARDS = 16
@@ -134,6 +137,23 @@ class Schedule:
         """The positions of the samples of ``count`` batches; positions from ``length`` on are padding."""
         first, last = batch * self.batch_size, min((batch + count) * self.batch_size, self.samples(consumed))
         return consumed + self.rank + np.arange(first, last, dtype=np.int64) * self.world_size
+
+    def check(self, position: Position) -> None:
+        """Check that a saved position is within its epoch.
+
+        Raises:
+            StateError: It is not.
+        """
+        if position.consumed >= max(self.length, 1):
+            raise StateError(f"the state is damaged: position {position.consumed}, but its epoch ends at {self.length}")
+        if max(position.ahead, default=-1) >= (end := self._numbers_ahead(position)):
+            raise StateError(
+                f"the state is damaged: handed_out has {max(position.ahead)}, but {end} are left of its epoch"
+            )
+
+    def _numbers_ahead(self, start: Position) -> int:
+        """The number after the last one that ``start.ahead`` may have."""
+        return self.batches(start.consumed)
 
     def batch_numbers(self, start: Position) -> int:
         """The number after that of the last batch, counted from ``start``."""

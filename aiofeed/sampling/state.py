@@ -7,21 +7,39 @@ first batch on, ``EpochProgress`` counts the batches that the user gets; ``Check
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from aiofeed.core.errors import StateError
-from aiofeed.core.validation import check_bool, check_int_from, check_positive_int, check_seed
+from aiofeed.core.validation import check_bool, check_epoch, check_int_from, check_positive_int, check_seed
 from aiofeed.sampling.samples import HandedOut, SampleSchedule
-from aiofeed.sampling.schedule import Position, Schedule, Shuffle, is_shuffle
+from aiofeed.sampling.schedule import SHUFFLES, Position, Schedule, Shuffle, is_shuffle
 
 T = TypeVar("T")
 
 InOrder: TypeAlias = bool | Literal["samples"]
 
 VERSION = 1
+
+OTHER_STATES = {
+    "own_generators": "an aiofeed.DataLoader; a Feeder saves and loads states of its own",
+    "_iterator_finished": "torchdata's StatefulDataLoader, whose order a Feeder does not have; a Feeder can begin at "
+    "an epoch, with set_epoch(n)",
+}
+"""Whose state a dict is, by a key that it has."""
+
+ORDERS = {
+    "plan": "a plan (Buckets, TokenBudget or Pack)",
+    "mixture": "a Mixture",
+    "weights": "weights=",
+    "shuffle": 'shuffle="window"',
+    "snapshot": "a Stream",
+    "epoch": "sampler= or batch_sampler=",
+}
+"""What decides the order, by a key of the sampler's state."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +51,7 @@ class SavedState:
         position: The position of the user.
         fingerprint: Identifies the source.
         in_order: The order in which batches are handed out, see ``Feeder``.
-        sampler: The state of the sampler as JSON; empty without one.
+        sampler: The state of the sampler as the JSON of a dict; empty without one.
     """
 
     schedule: Schedule
@@ -64,11 +82,12 @@ class SavedState:
         """
         if not isinstance(state, Mapping):
             raise StateError(f"a feeder's state is a dict, got {type(state).__name__}")
-        if "own_generators" in state:
-            raise StateError("this is the state of an aiofeed.DataLoader; a Feeder saves and loads states of its own")
+        for key, owner in OTHER_STATES.items():
+            if key in state:
+                raise StateError(f"this is the state of {owner}")
         if "version" not in state:
-            raise StateError(f"the dict is no state of a feeder: it has the keys {sorted(map(str, state))}")
-        if state["version"] != VERSION:
+            raise StateError(f"the dict is no state of a feeder: it has the keys {sorted(map(str, state))[:16]}")
+        if not isinstance(state["version"], int) or state["version"] != VERSION:
             raise StateError(f"the state has version {state['version']!r}; this aiofeed reads version {VERSION}")
 
         def field_of(name: str, check: Callable[[str, object], T]) -> T:
@@ -79,7 +98,7 @@ class SavedState:
         natural = partial(check_int_from, 0)
         try:
             position = Position(
-                field_of("epoch", natural), field_of("position", natural), field_of("handed_out", _batch_numbers)
+                field_of("epoch", check_epoch), field_of("position", natural), field_of("handed_out", _batch_numbers)
             )
             world_size = field_of("world_size", check_positive_int)
             rank = field_of("rank", natural)
@@ -99,7 +118,7 @@ class SavedState:
                 position,
                 field_of("fingerprint", _text),
                 field_of("in_order", check_in_order),
-                field_of("sampler", _text),
+                field_of("sampler", partial(_sampler, position.epoch)),
             )
         except (TypeError, ValueError) as error:
             raise StateError(f"the state is damaged: {error}") from error
@@ -110,19 +129,29 @@ class SavedState:
         Raises:
             StateError: It cannot; the message lists all differences.
         """
+        differences = []
+        if self.order != mine.order:
+            differences.append(f"order: {self.order} in the state, {mine.order} here")
         fixed = ("seed", "shuffle", "drop_last", "pad", "length")
         values = [(name, getattr(self.schedule, name), getattr(mine.schedule, name)) for name in fixed]
-        values.append(("fingerprint of the source", self.fingerprint, mine.fingerprint))
-        differences = [f"{name}: {saved!r} in the state, {own!r} here" for name, saved, own in values if saved != own]
-        if bool(self.sampler) != bool(mine.sampler):
-            names = ("one", "none") if self.sampler else ("none", "one")
-            differences.append("sampler: {} in the state, {} here".format(*names))
+        differences += [f"{name}: {saved!r} in the state, {own!r} here" for name, saved, own in values if saved != own]
+        if self.fingerprint != mine.fingerprint:
+            differences.append(
+                f"fingerprint of the source: {self.fingerprint!r} in the state, {mine.fingerprint!r} here (another "
+                f"type of source, other data, or other names of samples)"
+            )
         differences += self._differences_of_shards(mine)
         if differences:
             raise StateError("the state does not match this feeder: " + "; ".join(differences))
-        end = -(-self.schedule.length // self.schedule.world_size) * self.schedule.world_size
-        if not self.sampler and self.position.consumed > end:
-            raise StateError(f"the state is damaged: position {self.position.consumed}, but its epoch ends at {end}")
+        if not self.sampler:  # with one, the epoch has to be listed first
+            mine.schedule.check(self.position)
+
+    @property
+    def order(self) -> str:
+        """What decides the order, in the words of ``Feeder``'s arguments."""
+        if not self.sampler:
+            return "shuffle="
+        return next(words for key, words in ORDERS.items() if key in json.loads(self.sampler))
 
     def _differences_of_shards(self, mine: SavedState) -> list[str]:
         """The differences of batch size, world size and rank, if the rest of the epoch cannot be sharded again."""
@@ -168,13 +197,40 @@ def check_in_order(name: str, value: Any) -> InOrder:
 def _shuffle(name: str, value: Any) -> Shuffle:
     if is_shuffle(value):
         return value
-    raise ValueError(f'{name} must be True, False, "keyed", "replacement" or "window", got {value!r}')
+    raise ValueError(f"{name} must be True, False, {SHUFFLES}, got {value!r}")
 
 
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, got {value!r}")
     return value
+
+
+def json_dict(text: object) -> dict[str, Any]:
+    """The state of a sampler from its JSON.
+
+    Raises:
+        StateError: It is not the JSON of a dict.
+    """
+    try:
+        state = json.loads(text)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RecursionError):
+        state = None
+    if not isinstance(state, dict):
+        raise StateError(f"the state is damaged: its sampler must be the JSON of a dict, got {text!r:.200}")
+    return state
+
+
+def _sampler(epoch: int, name: str, value: object) -> str:
+    """``value`` if it is empty, or the JSON of a sampler's state for an epoch."""
+    text = _text(name, value)
+    if text:
+        state = json_dict(text)
+        if not ORDERS.keys() & state.keys():
+            raise ValueError(f"{name} must be the state of a sampler or another order, got {text!r:.200}")
+        if state.get("epoch", epoch) != epoch:
+            raise ValueError(f"{name} has the state of epoch {state['epoch']!r}, and the position is in epoch {epoch}")
+    return text
 
 
 def _batch_numbers(name: str, value: object) -> frozenset[int]:

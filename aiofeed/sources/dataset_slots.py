@@ -377,10 +377,10 @@ def _thread_of(bases: list[Any], source: FromDataset) -> DatasetThread:
     with _changed:
         for key in [key for key, (base, _) in _threads.items() if base() is None]:
             del _threads[key]
-        known = [_threads[id(base)][1] for base in bases if id(base) in _threads]
+        owners = [base for base in bases if type(base).__weakrefoffset__] or [source]
+        known = [_threads[id(owner)][1] for owner in owners if id(owner) in _threads]
         thread = known[0] if known else DatasetThread()
-        owners = [base for base in bases if type(base).__weakrefoffset__]
-        for owner in owners or [source]:
+        for owner in owners:
             if id(owner) not in _threads:
                 _threads[id(owner)] = thread.serve(owner), thread
     return thread

@@ -195,12 +195,19 @@ def too_large(path: str, size: str, max_bytes: int) -> OSError:
 
 def beneath(root: str, path: str) -> str:
     """``path`` joined to ``root``; ``ValueError`` if it leads out of ``root``. Does not check links."""
+    check_beneath(root, path)
+    return os.path.join(root, path)
+
+
+def check_beneath(root: str, path: str) -> None:
+    """``ValueError`` if ``path`` leads out of ``root``."""
+    if ".." not in path and path[:1] not in ("", "/", "\\") and path[1:2] != ":":
+        return  # a third of the time of the checks below, for lists of millions of paths
     parts = path.replace(os.altsep, os.sep).split(os.sep) if os.altsep else path.split(os.sep)
     if os.path.isabs(path) or os.path.splitdrive(path)[0] or not parts[0]:
         raise ValueError(f"{path!r} is not relative to root={root!r}; with a root, all paths must be")
     if os.pardir in parts:
         raise ValueError(f"{path!r} may lead out of root={root!r}: with a root, {os.pardir!r} is not allowed")
-    return os.path.join(root, path)
 
 
 def refuse_links(root: str, path: str, known: dict[str, bool]) -> None:

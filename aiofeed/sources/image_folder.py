@@ -177,8 +177,9 @@ class FolderPairs(Files):
             raise TypeError(f"FolderPairs(boxes=) must be a dict of boxes by the path of the image, got {boxes!r}")
         check_bool("follow_symlinks", follow_symlinks)
         root = os.fspath(images)
+        sizes: dict[str, int] = {}
         found, beside = (
-            _by_name(os.fspath(folder), endings, follow_symlinks, options, refresh)
+            _by_name(os.fspath(folder), endings, follow_symlinks, options, refresh, sizes)
             for folder, endings in ((images, EXTENSIONS), (masks, MASK_EXTENSIONS))
         )
         for names, problem in (
@@ -206,18 +207,31 @@ class FolderPairs(Files):
             max_bytes=max_bytes,
             options=options,
         )
+        if self._objects is not None:
+            self._objects.sizes = [sizes[path] for name in self.names for path in (found[name], beside[name])]
 
 
 def _by_name(
-    root: str, endings: Sequence[str], follow_symlinks: bool, options: Mapping[str, Any] | None, refresh: bool
+    root: str,
+    endings: Sequence[str],
+    follow_symlinks: bool,
+    options: Mapping[str, Any] | None,
+    refresh: bool,
+    sizes: dict[str, int],
 ) -> dict[str, str]:
-    """The path of each image of a folder by its path below the folder, with ``/`` and without the extension."""
+    """The path of each image of a folder by its path below the folder, with ``/`` and without the extension.
+
+    Adds the sizes of images at a URL to ``sizes``, by their URLs.
+    """
     if scheme_of(root) not in (None, "file"):
         from aiofeed.sources.objects.listing import list_objects
         from aiofeed.sources.objects.reader import ObjectReader
 
-        keys = list(list_objects(ObjectReader(root, options=options), refresh=refresh).keys)
-        found = {key: join_url(root.rstrip("/"), key) for key in keys if key.lower().endswith(tuple(endings))}
+        listing = list_objects(ObjectReader(root, options=options), refresh=refresh)
+        found = {key: join_url(root.rstrip("/"), key) for key in listing.keys if key.lower().endswith(tuple(endings))}
+        sizes.update(
+            (found[key], size) for key, size in zip(listing.keys, listing.sizes.tolist(), strict=True) if key in found
+        )
     else:
         root = split_url(root)[1]
         if not os.path.isdir(root):

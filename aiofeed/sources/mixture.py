@@ -18,6 +18,7 @@ from aiofeed.core.validation import check_bool, check_positive_int, explain_argu
 from aiofeed.sampling.listers.mixture import Blocks, ChangingShares, ConstantShares, Interleaving, MixtureOrder, Shares
 from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset, MapDataset, fingerprint_of, is_iterable_dataset, is_map_dataset
+from aiofeed.sources.stream import Stream
 from aiofeed.sources.tensors import Tensors
 
 Weights: TypeAlias = "Mapping[str, float] | Sequence[float]"
@@ -29,10 +30,9 @@ Until: TypeAlias = 'Literal["all", "first"] | int'
 class Mixture:
     """Several sources, from which samples are drawn by weight. Pass it to ``Feeder`` like a source.
 
-    At every place of an epoch the number of samples drawn from a source differs from its share by less than one. Each
-    source is passed through in an order of its own, shuffled anew each time that it starts again, and goes on where it
-    was in the next epoch of the feeder. The order is a function of seed and epoch, so a state is exact under another
-    world size, too.
+    After any number of samples the count of a source differs from its share by less than one. Each source is passed
+    through in an order of its own, shuffled anew each time that it starts again. The order is a function of seed and
+    epoch, so a state is exact under another world size, too.
 
     Args:
         sources: The sources by name: all of them sources of bytes with the same kind of samples, or all of them
@@ -40,17 +40,21 @@ class Mixture:
         weights: The weight of each source, above 0: a dict by name, or a list in the order of the sources. They need
             not add up to 1. Default: the number of samples, so that each sample comes equally often. Or a function of
             the number of samples that all ranks have drawn before, from the first epoch on, which returns the weights,
-            0 for sources that pause. It is called once per 1,024 samples, must always return the same, and runs in the
-            engine's thread.
-        until: The length of an epoch: "all", until every source has been passed through; "first", until one has; or a
-            number of samples, on all ranks together.
+            0 for sources that pause. It is called for the start of each epoch and every 1,024 samples from there, must
+            always return the same, and runs in the engine's thread.
+        until: The length of an epoch. "all": until every source has been passed through, so that each epoch has every
+            sample. "first": until one source has been passed through, except perhaps its last sample, so that no epoch
+            has a sample twice. In both, shares are counted from the start of each epoch. Or a number of samples, on all
+            ranks together: each epoch goes on where the one before has ended, and shares are counted from the first
+            epoch on.
         random: Draw the source of each sample independently, as ``interleave_datasets`` of Hugging Face does.
         names: Add the name of its source to each sample: to a dict as ``"source"``, to a tuple as its last item;
             another sample becomes ``(sample, name)``, a sample of a source of bytes ``(sample, name)`` or
             ``(sample, (target, name))``.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type, a source is empty, or a weight is not above 0.
+        TypeError, ValueError: An argument has the wrong type, a source is empty, a weight is not above 0, or with
+            ``until="first"`` an epoch is too short for a sample of each source.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Mixture:
             given = list(self.lengths.values()) if weights is None else self._in_order(weights)
             self._weights = [_checked_weight(name, each) for name, each in zip(self.names, given, strict=True)]
         self._length = self._epoch_length(until)
+        self._restarts = until in ("all", "first")
 
     def __len__(self) -> int:
         """The number of samples of an epoch, on all ranks together."""
@@ -99,7 +104,7 @@ class Mixture:
         else:
             shares = ChangingShares(self._changing_weights, blocks)
         interleaving = Interleaving(shares, blocks, seed if self._random else None)
-        return MixtureOrder(self.lengths, interleaving, seed, shuffle=shuffle)
+        return MixtureOrder(self.lengths, interleaving, seed, shuffle=shuffle, restarts=self._restarts)
 
     def _in_order(self, weights: Any) -> list[Any]:
         if isinstance(weights, Mapping):
@@ -132,7 +137,16 @@ class Mixture:
             raise ValueError(f"Mixture(until={until!r}): with {kind} it is not known when that is; pass a number")
         total = sum(self._weights)
         ends = [length * total / each for length, each in zip(self.lengths.values(), self._weights, strict=True)]
-        return math.ceil(max(ends)) if until == "all" else math.floor(min(ends))
+        if until == "all":
+            return math.ceil(max(ends))
+        length = math.floor(min(ends))
+        rare = [name for name, each in zip(self.names, self._weights, strict=True) if each * length < total]
+        if rare:
+            raise ValueError(
+                f'Mixture(until="first"): an epoch of {length} samples is too short for a sample of {rare}; pass a '
+                f"number of samples"
+            )
+        return length
 
 
 def _checked_name(name: Any) -> str:
@@ -162,9 +176,14 @@ def _combined(sources: Mapping[str, Any], names: bool) -> CombinedSource | Combi
     for name, source in sources.items():
         if isinstance(source, Tensors):
             raise TypeError(f"Mixture: {name!r} is Tensors, which give whole batches: pass a TensorDataset instead")
+        if isinstance(source, Stream) or is_iterable_dataset(source):
+            raise TypeError(
+                f"Mixture: {name!r} is {source!r}, which has no indices to draw: mix the iterables, for example with "
+                f"interleave_datasets of Hugging Face, and pass the result to Feeder as a Stream"
+            )
         if isinstance(source, FromDataset) or is_map_dataset(source):
             datasets[name] = source if isinstance(source, FromDataset) else FromDataset(source)
-        elif is_iterable_dataset(source) or not isinstance(source, Source):
+        elif not isinstance(source, Source):
             raise TypeError(
                 f"Mixture: {name!r} must be a source with __len__, key and read, or a Dataset with __len__ and "
                 f"__getitem__, got {source!r}"

@@ -14,7 +14,7 @@ from typing import Any
 from aiofeed.core.errors import FeedError, ReadError, StateError, as_exception
 from aiofeed.core.formatting import format_error
 from aiofeed.core.types import Traits, public, takes_keyword
-from aiofeed.core.validation import check_bool, check_int_from, explain_arguments, is_async_function
+from aiofeed.core.validation import check_bool, check_epoch, check_int_from, explain_arguments, is_async_function
 from aiofeed.runtime.cancellation import clear_cancellation
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.sampling.schedule import Position
@@ -210,7 +210,7 @@ class Snapshot:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        check_int_from(0, "epoch", self.epoch)
+        check_epoch("epoch", self.epoch)
         check_int_from(0, "item", self.item)
         if not isinstance(self.state, str | None):
             raise TypeError(f"state must be a str or None, got {self.state!r}")

@@ -22,7 +22,7 @@ from aiofeed.sampling.epochs import EpochEnds, EpochStart, EpochStream, Step
 from aiofeed.sampling.feed_order import FeedOrder, check_shard, find_shard
 from aiofeed.sampling.order import epoch_seed, feistel
 from aiofeed.sampling.schedule import Position, Schedule
-from aiofeed.sampling.state import EpochProgress, InOrder
+from aiofeed.sampling.state import EpochProgress, InOrder, json_dict
 from aiofeed.sources.stream import Block, ItemNumber, Snapshot, Stream, StreamReader
 
 UNKNOWN_LENGTH = 1 << 61
@@ -63,7 +63,9 @@ class StreamOrder(FeedOrder):
 
     def plan_epoch(self, position: Position) -> StreamEpochs:
         """The epoch at ``position`` from there on."""
-        return StreamEpochs(self.schedule(UNKNOWN_LENGTH), EpochStart(EpochStats(events=self.events), position), self)
+        schedule = self.schedule(UNKNOWN_LENGTH)
+        schedule.check(position)
+        return StreamEpochs(schedule, EpochStart(EpochStats(events=self.events), position), self)
 
     def after(self, position: Position, batches: int) -> Position:
         """The position so many batches after another one in its epoch."""
@@ -91,12 +93,14 @@ class StreamOrder(FeedOrder):
         Raises:
             StateError: The text is no state of a stream, or of another rank's stream.
         """
+        loaded = json_dict(state)
         try:
-            loaded = json.loads(state)
             shard = None if loaded["shard"] is None else check_shard(loaded["shard"])
             snapshots = () if loaded["snapshot"] is None else (Snapshot(**loaded["snapshot"]),)
+            if any(each.state is None for each in snapshots):
+                raise ValueError("the snapshot has no state")
         except (ValueError, KeyError, TypeError) as error:
-            raise StateError(f"the state of the stream is damaged: {state!r}") from error
+            raise StateError(f"the state of the stream is damaged: sampler has {state!r:.200}: {error}") from error
         if shard is not None and shard != self._identity():
             raise StateError(
                 f"the state is of (rank, world size) {shard}, and this is {self._identity()}: with {self.stream!r} "
@@ -175,7 +179,7 @@ class StreamEpochs(EpochStream):
                 error = block.error
                 if block.ended and error is None:
                     self._set_length(start, window.read)
-                    error = _missing(stream, start, window.read)
+                    error = _missing(stream, start, replace(self.schedule, length=window.read))
                 if block.snapshot is not None:
                     self._add_snapshot(block.snapshot)
                 ready = window.ready_batches(block)
@@ -201,9 +205,14 @@ class StreamEpochs(EpochStream):
         self.snapshots = [each for each in known if each is needed or (each.epoch, each.item) > (position.epoch, first)]
 
 
-def _missing(stream: Stream, start: Position, items: int) -> FeedError | None:
-    """The error of an epoch that has fewer items than the stream's length."""
-    length = stream.length
+def _missing(stream: Stream, start: Position, schedule: Schedule) -> FeedError | None:
+    """The error of an epoch that has fewer items than the stream's length, or than were handed out before."""
+    length, items = stream.length, schedule.length
+    if start.ahead:
+        try:
+            schedule.check(start)
+        except StateError as error:
+            return error
     if length is None or items >= length:
         return None
     return FeedError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import pickle
@@ -193,6 +194,25 @@ def test_an_int_resizes_the_shorter_side_and_crops_the_centre(mp4: bytes) -> Non
     expected = torch.from_numpy(picture_of(30)).permute(2, 0, 1)[None].float()
     resized = torch.nn.functional.interpolate(expected, (48, 64), mode="bilinear", antialias=True)[0]
     assert float((whole.float() - resized).abs().mean()) < 4
+
+
+@pytest.mark.parametrize("form", ["yuv420p", "yuv422p"])
+def test_a_frame_of_the_size_of_the_clip_has_the_pixels_of_rgb24(form: str) -> None:
+    """Every column of a frame that is not scaled is that of FFmpeg's rgb24, for every width from 16 to 96."""
+    import av
+
+    for width in range(16, 97):
+        y, x = np.mgrid[:32, :width]
+        picture = np.stack([x * 255 // width, y * 8, 255 - x * 255 // width], -1).astype(np.uint8)
+        file = io.BytesIO()
+        with av.open(file, "w", format="matroska") as output:
+            stream: Any = output.add_stream("ffv1", rate=25, width=width, height=32, pix_fmt=form)
+            output.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+            output.mux(stream.encode(None))
+        with av.open(io.BytesIO(file.getvalue())) as container:
+            [expected] = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        found = decode(file.getvalue(), 1, 1, 1, (32, width))[0, 0]
+        assert np.array_equal(found.permute(1, 2, 0), expected), width
 
 
 def test_a_stored_rotation_is_applied(mp4: bytes) -> None:

@@ -143,7 +143,7 @@ def test_objects_are_not_read_for_an_index(folder: Path, server: Any, ls: Any, c
 
 @pytest.mark.integration
 def test_manifests(folder: Path, server: Any, ls: Any) -> None:
-    """Rows and columns of manifests and of Parquet files."""
+    """Rows and columns of manifests and of Parquet files, also of files that differ in their columns."""
     parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     (folder / "m.csv").write_text("path,label\na,1\nb,2\n")
     (folder / "m.jsonl").write_text('{"path": "a", "box": [1]}\n{"path": "b", "box": [2]}\n')
@@ -155,9 +155,11 @@ def test_manifests(folder: Path, server: Any, ls: Any) -> None:
     assert ls(web) == [{"url": web.replace("hunter-2222", "***"), **csv}]
     assert ls("m.jsonl") == [{"url": "m.jsonl", "kind": "jsonl", "rows": 2, "columns": ["path", "box"]}]
     for number in range(2):
-        parquet.write_table(arrow.table({"path": ["a", "b", "c"], "n": [1, 2, 3]}), folder / f"{number}.parquet")
+        parquet.write_table(
+            arrow.table({"path": ["a", "b", "c"], f"n{number}": [1, 2, 3]}), folder / f"{number}.parquet"
+        )
     size = sum(path.stat().st_size for path in folder.glob("*.parquet"))
-    expected = {"kind": "parquet", "files": 2, "size": size, "rows": 6, "columns": ["path", "n"]}
+    expected = {"kind": "parquet", "files": 2, "size": size, "rows": 6, "columns": ["path", "n0", "n1"]}
     assert ls("*.parquet") == [{"url": "*.parquet", **expected}]
 
 

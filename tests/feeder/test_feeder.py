@@ -494,7 +494,13 @@ async def coroutine(value: Any) -> Any:
         ({"batch_sampler": []}, ValueError, "leave out batch_size="),
         ({"prefetch_factor": 3}, TypeError, r"Limits\(prefetch_batches=3\)"),
         ({"num_workers": 0}, TypeError, "num_workers=0.*leave it out"),
-        ({"wrokers": 3}, TypeError, "no argument 'wrokers'$"),
+        ({"tokens": 3}, TypeError, "no argument 'tokens'$"),
+        ({"wrokers": 3}, TypeError, r"no argument 'wrokers'; did you mean num_workers=3\? aiofeed.DataLoader takes it"),
+        ({"prefetch_batches": 3}, TypeError, r"pass limits=Limits\(prefetch_batches=3\)"),
+        ({"prefetch_batch": 3}, TypeError, r"mean prefetch_batches=3\? pass limits=Limits\(prefetch_batches=3\)"),
+        ({"num_threads": 3}, TypeError, r"pass limits=Limits\(decode_threads=3\)"),
+        ({"retries": 3}, TypeError, r"pass on_error=FailurePolicy\(retries=3\)"),
+        ({"world_size": 3}, TypeError, r"pass shard=\(rank, world_size\)"),
         ({"shufle": True}, TypeError, r"no argument 'shufle'; did you mean shuffle=\?"),
         ({"batchsize": 8}, TypeError, r"no argument 'batchsize'; did you mean batch_size=\?"),
         ({"cache": "/tmp/a.cache"}, TypeError, r"did you mean aiofeed.DiskCache\('/tmp/a.cache'\)\?"),
@@ -504,7 +510,8 @@ async def coroutine(value: Any) -> Any:
         ({"seed": "x"}, TypeError, "seed must be an int"),
         ({"seed": 1 << 70}, ValueError, "seed must be between"),
         ({"shuffle": 1}, TypeError, "shuffle must be"),
-        ({"decode": None}, TypeError, "decode= is needed.*DecodeImage"),
+        ({"shuffle": "window:0"}, ValueError, r"window of N shards, at least 1, got 'window:0'"),
+        ({"decode": None}, TypeError, "samples as they are stored, so decode= is needed.*DecodeImage"),
         ({"decode": DecodeImage}, TypeError, "the class DecodeImage; pass an instance"),
         ({"decode": 3}, TypeError, "decode must be callable"),
         ({"collate_fn": 3}, TypeError, "collate_fn must be callable"),
@@ -577,9 +584,21 @@ def test_arguments_that_do_not_exist_are_explained(function: Any, message: str) 
         function()
 
 
-def test_a_negative_epoch_is_refused() -> None:
-    with pytest.raises(ValueError, match="epoch must be at least 0, got -1"):
-        Feeder(Numbers(4), decode=number, batch_size=2).set_epoch(-1)
+@pytest.mark.parametrize(
+    ("epoch", "message"), [(-1, "at least 0, got -1"), (1 << 32, r"below 2\*\*32, got 4294967296")]
+)
+def test_an_epoch_out_of_range_is_refused(epoch: int, message: str) -> None:
+    """An epoch is a number from 0 to 2**32 - 1."""
+    with pytest.raises(ValueError, match=f"epoch must be {message}"):
+        Feeder(Numbers(4), decode=number, batch_size=2).set_epoch(epoch)
+
+
+@pytest.mark.parametrize("kind", [bytes, int])
+def test_a_type_decodes_as_a_function(kind: type[Any]) -> None:
+    """A class whose instances cannot be called is a function of the encoded sample."""
+    feeder: Feeder[Any] = Feeder(Numbers(4), decode=kind, batch_size=4, shard=None)
+    [[batch, _]] = feeder
+    assert list(batch) == [kind(b"%d" % index) for index in range(4)]
 
 
 class EndlessSampler:

@@ -390,14 +390,6 @@ def test_another_world_or_rank_is_refused(make: MakeFeeder, shard: tuple[int, in
         make(Numbers(20), shard=shard).load_state_dict(feeder.state_dict())
 
 
-def test_numbers_beyond_the_epoch_are_ignored(make: MakeFeeder) -> None:
-    """A state that lists samples that the epoch does not have leaves out those that it has."""
-    feeder = make(Numbers(6))
-    feeder.load_state_dict(feeder.state_dict() | {"handed_out": [1, 3, 6, 1 << 70]})
-    assert sorted(flat(feeder)) == [0, 2, 4, 5]
-    assert feeder.state_dict()["epoch"] == 1
-
-
 def test_random_numbers_belong_to_positions(make: MakeFeeder) -> None:
     """A sample's random numbers are those of in_order=True, whichever batch it is in, also after a resume."""
 

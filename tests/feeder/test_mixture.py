@@ -63,6 +63,7 @@ def new_feeder(kind: str, **options: Any) -> Feeder[Any]:
         return Feeder(Numbers(0, 60), shuffle="replacement", **options)
     special: dict[str, dict[str, Any]] = {
         "even": {},
+        "first": {"until": "first"},
         "random": {"random": True, "until": 90},
         "changing": {"weights": changing, "until": 1500},
     }
@@ -92,13 +93,23 @@ def test_an_epoch_lasts_until_all_or_the_first_source_has_ended() -> None:
 
 
 def test_sources_go_on_in_the_next_epoch_where_they_were() -> None:
-    """Two epochs until the first has ended pass through more of the large source than one."""
+    """Two epochs until the first has ended pass through most of the large source; the third starts it anew."""
     with Feeder(mixture(until="first"), batch_size=4, shuffle=True, shard=None) as feeder:
         first, second = values(feeder), values(feeder)
         web = [value for value in first + second if value < 1000]
         assert len(set(web)) == len(web) == 36
         assert feeder.statistics().by_source == {"web": 36, "books": 22, "code": 14}
         assert "drawn: web 36, books 22, code 14" in str(feeder.statistics())
+        assert len(set(values(feeder))) == 36
+
+
+def test_statistics_count_samples_that_drop_last_leaves_out() -> None:
+    """Once the epoch has ended: the next epoch goes on after them."""
+    with Feeder(mixture(until=50), batch_size=20, shard=None, drop_last=True) as feeder:
+        batches = list(itertools.islice(feeder.steps(3), 1))
+        assert feeder.statistics().by_source == {"web": 10, "books": 6, "code": 4}
+        assert len(batches + list(feeder.steps(1))) == 2
+        assert feeder.statistics().by_source == {"web": 25, "books": 15, "code": 10}
 
 
 def test_statistics_count_what_was_handed_out_by_all_ranks() -> None:
@@ -109,7 +120,7 @@ def test_statistics_count_what_was_handed_out_by_all_ranks() -> None:
         assert feeder.statistics().by_source == {"web": 5, "books": 3, "code": 2}
 
 
-@KINDS
+@pytest.mark.parametrize("kind", ["even", "first", "random", "changing", "weights", "replacement"])
 def test_a_resumed_epoch_goes_on_exactly_under_another_world_size(kind: str) -> None:
     """Whatever the number of batches handed out before, over two epochs."""
     with new_feeder(kind, drop_last=True, batch_size=6) as whole:
@@ -210,6 +221,12 @@ def test_caches_keep_the_samples_of_all_sources(tmp_path: Path) -> None:
     assert len(calls) <= 27 + 3
 
 
+def test_an_empty_source_has_no_weights() -> None:
+    """And an epoch without batches."""
+    with Feeder([], weights=[], batch_size=4, shard=None) as feeder:
+        assert (len(feeder), list(feeder)) == (0, [])
+
+
 def test_weights_with_tensors_in_memory() -> None:
     """The same draws as streamed."""
     rows = torch.arange(60).reshape(60, 1)
@@ -269,6 +286,19 @@ def test_a_function_that_fails_is_named_at_the_loop() -> None:
         Feeder(mixture(weights=weights, until=2048), batch_size=4, shard=None) as feeder,
     ):
         list(feeder)
+
+
+@pytest.mark.parametrize("options", [{}, {"cache": "host"}, {"in_order": False}], ids=str)
+def test_a_function_of_the_planned_training_is_enough(options: dict[str, Any]) -> None:
+    """The next epoch is read ahead; the error of a function that does not know it is raised in that epoch only."""
+    table = [{"web": 1, "books": step / 5, "code": 1} for step in range(5)]
+    weights = mixture(weights=lambda samples: table[samples // 1000 if samples < 4500 else 5], until=1500)
+    with Feeder(weights, batch_size=100, shard=None, **options) as feeder:
+        assert [len(values(feeder)) for _ in range(3)] == [1500] * 3
+        with pytest.raises(IndexError):
+            list(feeder)
+        feeder.set_epoch(1)
+        assert [len(values(feeder)) for _ in range(2)] == [1500] * 2
 
 
 LENGTHS = np.random.default_rng(0).integers(1, 12, sum(SIZES.values()))

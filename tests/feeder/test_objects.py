@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import aiofeed
+from aiofeed.sources.objects import clients as clients_module
 from aiofeed.sources.objects import reader as reader_module
+from aiofeed.sources.objects import samples as samples_module
 from aiofeed.sources.objects.clients import open_requests
 from aiofeed.testing import SimulatedDevice
 from tests.conftest import write_image_folder
@@ -93,6 +95,51 @@ def test_images_as_from_files(object_server, tmp_path):
         with aiofeed.Feeder(source, decode=decode, batch_size=4, shuffle=True) as feeder:
             epochs.append([(images.tolist(), targets.tolist()) for images, targets in feeder])
     assert all(found == epochs[0] for found in epochs)
+
+
+@pytest.mark.parametrize("kind", ["classes", "pairs"])
+def test_an_object_of_another_size_than_in_its_listing(object_server, kind):
+    """An object that was replaced, cut or exchanged by a proxy since it was listed is an error with both sizes."""
+    object_server.objects.update({f"bucket/{folder}/{name}.png": b"1" for folder in "xy" for name in range(9)})
+    if kind == "classes":
+        source = aiofeed.ImageFolder("s3://bucket", options=object_server.options)
+    else:
+        source = aiofeed.FolderPairs("s3://bucket/x", "s3://bucket/y", options=object_server.options)
+    object_server.objects["bucket/y/3.png"] = b"<html>"
+    policy = aiofeed.FailurePolicy("skip", max_failures=1)
+    with aiofeed.Feeder(source, decode=lambda data: len(data), batch_size=3, on_error=policy) as feeder:
+        list(feeder)
+        [failure] = feeder.failures
+    assert "6 bytes, and the listing has 1" in str(failure)
+    assert "bucket/y/3.png" in str(failure)
+
+
+def test_urls_with_queries_of_their_own(object_server, expected, monkeypatch):
+    """URLs that differ in their query are read through one client, which keeps some connections only."""
+    monkeypatch.setattr(clients_module, "QUERIES", 8)
+    object_server.objects.update({f"bucket/{number}": str(number).encode() for number in range(SAMPLES)})
+    urls = [f"{object_server.endpoint}/bucket/{number}?w=5%26&id={number}" for number in range(SAMPLES)]
+    files = aiofeed.Files(urls, list(range(SAMPLES)))
+    with new_feeder(files) as feeder:
+        assert epoch(feeder) == expected
+        assert sorted(epoch(feeder)) == list(range(SAMPLES))
+    assert all(request.query == {"w": ["5&"], "id": [request.key[7:]]} for request in object_server.requests)
+    [reader] = files._objects._readers
+    assert len(reader._client._made) == 8
+    until(lambda: object_server.connections <= 16)
+
+
+def test_queries_in_a_cache(object_server, tmp_path):
+    """A cache distinguishes URLs that differ in their query, but not in its signature."""
+    object_server.schedule = lambda request: object_server.objects.update(
+        {request.key: request.query["id"][0].encode()}
+    )
+    for epoch_number in range(2):
+        urls = [f"{object_server.endpoint}/bucket/get?id={number}&sig={epoch_number}" for number in range(20)]
+        cache = aiofeed.EncodedCache(tmp_path / "cache", 1 << 20)
+        with aiofeed.Feeder(aiofeed.Files(urls), decode=scalar, batch_size=4, cache=cache) as feeder:
+            assert sorted(number for batch in feeder for number in batch.tolist()) == list(range(20))
+            assert feeder.statistics().storage.cache_hits == 20 * epoch_number
 
 
 def test_statistics(files, expected):
@@ -307,6 +354,15 @@ def test_bad_arguments(paths, arguments, error, message):
     """Lists that cannot be read are errors of the constructor, with the entry and its number."""
     with pytest.raises(error, match=message):
         aiofeed.Files(paths, **arguments)
+
+
+def test_a_root_is_redacted_once(monkeypatch):
+    """Keys below a root need no look at the root for each key."""
+    texts = []
+    monkeypatch.setattr(samples_module, "redacted", lambda text: texts.append(text) or text)
+    source = aiofeed.Files([f"{number}/a..b" for number in range(50)], root="s3://bucket/train")
+    assert source.paths[7] == "s3://bucket/train/7/a..b"
+    assert texts == ["s3://bucket/train"]
 
 
 @pytest.mark.parametrize("arguments", [{"options": {}}, {"refresh": True}])

@@ -57,6 +57,18 @@ def two_epochs(**options: Any) -> list[list[dict[str, Any]]]:
         return [[plain(batch) for batch in whole] for _ in range(2)]
 
 
+@pytest.mark.parametrize(
+    ("on_oversize", "rows"),
+    [("truncate", [[1, 1, 1, 9], [2, 2, 2, 2], [3, 3, 3, 3]]), ("skip", [[1, 1, 1, 9]])],
+)
+def test_a_separator_is_a_token_of_its_document(on_oversize: Any, rows: list[list[int]]) -> None:
+    """With split=False a document of a whole row is too long if there is a separator, which is cut first."""
+    documents = [torch.full((length,), token) for length, token in ((3, 1), (4, 2), (5, 3))]
+    plan = Pack([3, 4, 5], 4, 1, separator=9, split=False, on_oversize=on_oversize)
+    with feeder(source=documents, batch_size=plan, shuffle=False) as packed:
+        assert [batch["tokens"].tolist() for batch in packed] == [[row] for row in rows]
+
+
 class Encoded:
     """A source of the same documents."""
 

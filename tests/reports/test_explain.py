@@ -1,62 +1,52 @@
-"""Tests of ``explain``: planted bottlenecks are named, in feeders and in plain counters; the texts; the ranks."""
+"""Tests of ``explain``: recorded and plain counters; the options that it advises; the texts; the ranks; any feeder.
+
+The benchmark ``explain`` runs the feeders whose counters were recorded.
+"""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import aiofeed
-from aiofeed import Feeder, FromDataset, Limits, Tensors
+from aiofeed import Feeder, FromDataset, Limits, Table, Tensors
 from aiofeed.core.statistics import EpochStats
-from aiofeed.reports.bottleneck import FeedMeasurements
+from aiofeed.reports.bottleneck import FeedMeasurements, all_allowed
 from aiofeed.reports.explanation import RankTimes
 from aiofeed.reports.ranks import compare, figures_of
 from aiofeed.reports.remedies import explain
 from aiofeed.runtime import machine
 from benchmarks import explain as plants
-from benchmarks.explain import PLANTS, Items, Numbers, Plant
+from benchmarks.explain import PLANTS, RECORDED, Items, Numbers
 
-# Ten epochs' worth of a benchmark are not needed to name a stage.
-SAMPLES = 80
-SLOW = ("one slow sample in ten", "one slow thread", "cores used by other processes")
-# Other systems do not tell how long a thread waits for a core.
-LINUX = ("GIL-bound decode", "cores used by other processes")
+COUNTERS: dict[str, Any] = json.loads(RECORDED.read_text())
 
 
-def explained(plant: Plant) -> aiofeed.Explanation:
-    with plants.feeder_of(plant) as feeder, plant.around():
-        return plants.explained(plant, feeder)
+def recorded(name: str) -> FeedMeasurements:
+    """The counters of an epoch with a planted bottleneck."""
+    counters = dict(COUNTERS[name])
+    return FeedMeasurements(**counters | {"stats": EpochStats(**counters["stats"])})
 
 
-def plant_names() -> list[Any]:
-    """The plants as parameters, with marks."""
-    only_linux = pytest.mark.skipif(sys.platform != "linux", reason="waits for cores are not known")
-    marks = {name: [pytest.mark.slow] * (name in SLOW) + [only_linux] * (name in LINUX) for name in PLANTS}
-    return [pytest.param(name, marks=marks[name]) for name in PLANTS]
-
-
-@pytest.mark.parametrize("name", plant_names())
+@pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_bottleneck_is_named(name: str) -> None:
     """``explain`` names the planted stage and resource, and the verdict is the first line of its text."""
-    plant = replace(PLANTS[name], samples=PLANTS[name].samples if name in SLOW else SAMPLES)
-    found = explained(plant)
+    plant = PLANTS[name]
+    found = explain(recorded(name))
     assert (found.stage, found.resource) == (plant.stage, plant.resource or found.resource)
     assert str(found).splitlines()[0] == found.verdict
-    assert any(advice.gain for advice in found.advice) == (plant.stage != "step")
+    assert bool(found.advice) == (plant.stage != "step")
 
 
 @pytest.mark.slow
-def test_a_slow_rank_is_named() -> None:
-    """Two processes that wait for each other: the verdict of the fast one names the slow one and its storage."""
-    found = plants.slow_rank()
-    assert "Rank 1 is the slowest of 2" in found["verdict"]
-    assert "storage latency" in found["verdict"]
-    assert [rank["stage"] for rank in found["ranks"]] == ["step", "read"]
+def test_the_figures_of_all_ranks_are_gathered() -> None:
+    """Two processes: the explanation of rank 0 has the figures of both."""
+    assert [rank["rank"] for rank in plants.slow_rank()["ranks"]] == [0, 1]
 
 
 # --- plain counters
@@ -67,6 +57,7 @@ STATS = EpochStats(
     batches=BATCHES,
     wall_s=10.1,
     first_batch_s=0.1,
+    first_stall_s=0.1,
     stall_s=8.1,
     samples_read=800,
     reading_s=80.0,
@@ -79,8 +70,13 @@ STATS = EpochStats(
 )
 
 
+def no_cache(**option: object) -> bool:
+    return "cache" not in option
+
+
 def measured(stats: EpochStats = STATS, **settings: Any) -> FeedMeasurements:
-    return FeedMeasurements(stats=stats, **{"threads": 2, "cores": 4, "reads": 8, "chunk_size": 4, **settings})
+    usual = {"threads": 2, "cores": 4, "reads": 8, "chunk_size": 4, "allows": no_cache}
+    return FeedMeasurements(stats=stats, **{**usual, **settings})
 
 
 def heavy_decode(**changes: Any) -> EpochStats:
@@ -118,7 +114,7 @@ def test_more_reads_are_predicted_to_bring_what_the_next_stage_allows() -> None:
 
 def test_reads_that_take_longer_beside_others_use_up_the_bandwidth() -> None:
     """If reads take 100 ms, and 20 ms while few are in flight, more of them are not advised."""
-    found = explain(measured(replace(STATS, reading_apart_s=2.0), may_cache=True, length=800, free_memory=1 << 30))
+    found = explain(measured(replace(STATS, reading_apart_s=2.0), allows=all_allowed))
     assert found.resource == "storage bandwidth"
     assert "read_concurrency" not in advice(found)
     assert "cache=" in advice(found)
@@ -140,12 +136,14 @@ def test_reads_of_a_file_system_are_not_advised_beyond_its_threads() -> None:
     [
         ({}, {}, "threads", "Limits(decode_threads=4"),
         ({}, {"cores": 2, "decoders": (("a faster decoder", 1.5),)}, "cores", "a faster decoder (predicted: 1.50"),
-        ({}, {"cores": 2, "may_cache": True}, "cores", "DiskCache(path)"),
+        ({}, {"cores": 2, "allows": all_allowed}, "cores", "DiskCache(path)"),
         ({"gil_us": 1000.0}, {}, "GIL", 'engine="process:4"'),
         ({"gil_probe_s": 0.05, "gil_probes": 50}, {}, "GIL", 'engine="process:4"'),
+        ({"gil_us": 1000.0}, {"allows": lambda engine="", **_: engine == "process:2"}, "GIL", 'engine="process:2"'),
         ({}, {"dataset_threads": 1, "threads": 2}, "one thread", "FromDataset(dataset, threads=4)"),
         ({"decode_cpu_s": 5.0}, {"core_wait": 0.7}, "other processes", "Limits(decode_threads=1)"),
         ({"decode_cpu_s": 1.0}, {}, "blocking calls", "Limits(decode_threads="),
+        ({"decode_cpu_s": 1.0}, {"threads_saturated": True}, "blocking calls", "as for a lock"),
         ({}, {"cold_cache": True}, "cold cache", "nothing needs to be done"),
         (
             {},
@@ -194,7 +192,7 @@ def test_copies_and_transforms_are_named() -> None:
 
 def test_nothing_is_advised_if_the_step_is_the_limit() -> None:
     """Waiting for 2 % of the time leaves nothing to gain, whatever else is slow."""
-    found = explain(measured(replace(heavy_decode(), stall_s=0.3), may_cache=True))
+    found = explain(measured(replace(heavy_decode(), stall_s=0.3), allows=all_allowed))
     assert found.stage == "step"
     assert "Nothing needs to be done" in found.verdict
     assert found.advice == ()
@@ -210,9 +208,65 @@ def test_single_late_batches_are_not_attributed_to_a_stage() -> None:
     assert advice(found).startswith("Limits(prefetch_batches=4)")
 
 
-def test_the_wait_for_the_first_batch_does_not_count() -> None:
-    """An epoch of which only the first batch was awaited is limited by the step."""
-    assert explain(measured(replace(STATS, wall_s=100.0, first_batch_s=90.0, stall_s=90.1))).stage == "step"
+LATE_START = replace(STATS, wall_s=100.0, first_batch_s=90.0, first_stall_s=90.0, stall_s=90.1)
+
+
+def test_the_wait_for_the_first_batch_of_a_later_epoch_counts() -> None:
+    """If only the first batch was awaited, that wait is the limit, but not while threads start and caches fill."""
+    found = explain(measured(LATE_START))
+    assert (found.stage, found.resource) == ("first batch", "start-up")
+    assert "it took 90.0 s of 100.0 s" in found.verdict
+    assert "feeder.epochs" in advice(found)
+    assert explain(measured(LATE_START, first_epoch=True)).stage == "step"
+    slow_rest = replace(LATE_START, wall_s=300.0, stall_s=250.0)
+    assert explain(measured(slow_rest)).stage == "read"
+
+
+def test_time_to_list_the_order_counts_in_every_epoch() -> None:
+    """A sampler that takes 88 of 100 s in ``iter()`` is named; without it, the epoch would be 8.3 times as fast."""
+    found = explain(measured(replace(LATE_START, order_s=88.0), first_epoch=True))
+    assert (found.stage, found.resource) == ("first batch", "the order")
+    assert found.advice[0].gain == pytest.approx(100 / 12)
+    assert figures_of(0, found, 8.0).possible == 0.0
+    some = replace(LATE_START, order_s=10.0, first_batch_s=10.0, first_stall_s=10.0, stall_s=10.1)
+    assert "The wait for the first batch took 10% of the epoch." in explain(measured(some)).verdict
+
+
+def test_waiting_threads_give_no_number() -> None:
+    """Whether calls that wait can wait at the same time is not measured: more threads and processes have no gain."""
+    for settings in ({}, {"dataset_threads": 1}, {"threads": 8, "cores": 8, "chunk_size": 8}):
+        found = explain(measured(heavy_decode(decode_cpu_s=1.0), **settings))
+        assert found.advice
+        assert not any(advice.gain for advice in found.advice)
+
+
+def test_a_gain_beyond_all_measured_costs_gives_no_number() -> None:
+    """A cache for a step that takes no time could deliver 1,000 times as much if caching and batching were free."""
+    [cache] = explain(measured(replace(STATS, stall_s=10.09), allows=lambda cache="": cache == "disk")).advice[1:]
+    assert cache.text.startswith("cache=")
+    assert cache.gain is None
+
+
+@pytest.mark.parametrize(
+    ("allows", "wanted"), [(all_allowed, 'in_order="samples"'), (lambda **option: False, "in_order=False")]
+)
+def test_slow_reads_delay_no_others_in_another_order(allows: Any, wanted: str) -> None:
+    """Reads of which one in ten takes ten times as long, while no stage is busy: another order, without a number."""
+    uneven = replace(STATS, reading_s=20.0, reading_square_s=2.0, reading_apart_s=2.0)
+    found = explain(measured(uneven, allows=allows))
+    assert (found.stage, found.resource) == ("read", "uneven samples")
+    assert found.advice[0].text.startswith(wanted)
+    assert not any(advice.gain for advice in found.advice)
+    anyway = explain(measured(uneven, in_order="samples", allows=no_cache))
+    assert [advice.gain for advice in anyway.advice] == [None]
+
+
+def test_larger_batches_are_advised_if_batches_have_one_sample() -> None:
+    """Only if loading is the limit."""
+    one = replace(STATS, samples=BATCHES)
+    assert "a larger batch_size=" in advice(explain(measured(one)))
+    assert "batch_size" not in advice(explain(measured(replace(one, stall_s=0.3))))
+    assert "batch_size" not in advice(explain(measured()))
 
 
 def test_few_batches_explain_nothing() -> None:
@@ -243,6 +297,69 @@ def test_times_are_split_into_processor_and_waiting() -> None:
     found = explain(measured(heavy_decode()))
     row = next(line for line in str(found).splitlines() if line.startswith("decode"))
     assert row.split()[1:5] == ["24.8", "ms", "250", "us"]
+
+
+# --- the options that are advised
+
+
+def a_table() -> Table:
+    return Table(pytest.importorskip("pyarrow").table({"x": list(range(40))}))
+
+
+BYTES: dict[str, Any] = {"source": partial(Numbers, 40), "decode": plants.decode}
+FEEDERS: list[Any] = [
+    BYTES,
+    {"source": partial(Items, 40, 0.0)},
+    {"source": a_table},
+    {"source": partial(Tensors, torch.arange(40))},
+    {"source": partial(aiofeed.Stream, list(range(40)))},
+    pytest.param(BYTES | {"engine": "process:2"}, marks=pytest.mark.slow),
+    BYTES | {"cache": "host"},
+    BYTES | {"cache": "device"},
+    BYTES | {"decode": lambda data: data},
+    BYTES | {"batch_size": None, "batch_sampler": [[0, 1], [2, 3]]},
+    BYTES | {"limits": Limits(decode_threads=1)},
+    BYTES | {"device": "cpu", "static_batches": True},
+]
+OPTIONS: list[dict[str, Any]] = [
+    {"engine": "process:2"},
+    {"in_order": "samples"},
+    {"in_order": False},
+    {"cache": "host"},
+    {"cache": "disk"},
+]
+
+
+def is_accepted(options: dict[str, Any]) -> bool:
+    options = {"batch_size": 4} | options
+    if options.get("cache") == "disk":
+        options["cache"] = aiofeed.DiskCache("cache")
+    try:
+        Feeder(options.pop("source")(), **options).close()
+    except (TypeError, ValueError, aiofeed.CacheError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("options", FEEDERS)
+def test_an_option_is_advised_if_the_feeder_would_accept_it(options: dict[str, Any]) -> None:
+    """``allows`` of the measurements says what ``Feeder`` does with the option beside its others."""
+    given = {"batch_size": 4} | options
+    with Feeder(given.pop("source")(), **given) as feeder:
+        next(iter(feeder))
+        allows = feeder._session.measurements().allows
+        for option in OPTIONS:
+            assert allows(**option) == is_accepted(options | option), option
+
+
+@pytest.mark.parametrize("options", [BYTES | {"engine": "process:2"}, {"source": a_table}])
+def test_a_cache_that_is_refused_is_not_advised(options: dict[str, Any]) -> None:
+    """``cache="host"`` with worker processes, and any cache of a ``Table``."""
+    given = {"batch_size": 4} | options
+    with Feeder(given.pop("source")(), **given) as feeder:
+        counters = replace(feeder._session.measurements(), stats=heavy_decode(), sample_bytes=8.0, free_memory=1 << 30)
+    assert 'cache="host"' not in advice(explain(counters))
+    assert ("cache=" in advice(explain(counters))) == ("engine" in options)
 
 
 # --- ranks
@@ -313,22 +430,6 @@ def test_a_break_and_an_error_leave_an_epoch_that_is_explained() -> None:
         assert feeder.explain().stage != ""
 
 
-def test_a_slow_iterable_is_named() -> None:
-    """A ``Stream`` whose iterable takes 5 ms for an item is the limit; processes and another order are not advised."""
-
-    def items() -> Any:
-        for number in range(SAMPLES):
-            plants.time.sleep(0.005)
-            yield number
-
-    with Feeder(aiofeed.Stream(items), batch_size=8) as feeder:
-        for _ in feeder:
-            pass
-        found = feeder.explain()
-    assert (found.stage, found.resource) == ("read", "the iterable")
-    assert "engine=" not in advice(found)
-
-
 def test_reads_within_decode_jobs_are_those_of_the_pool() -> None:
     """Small files of the page cache are read by the threads that decode: if that takes longer, it is named."""
     found = explain(measured(heavy_decode(samples_read=0, decode_s=4.0, decode_cpu_s=4.0, read_s=16.0)))
@@ -351,11 +452,14 @@ async def test_an_asynchronous_loop_is_explained() -> None:
 
 
 def test_worker_processes_send_their_counters() -> None:
-    """With ``engine="process"`` the wait in the decoder is seen, and the verdict counts processes."""
-    plant = PLANTS["heavy decode"]
-    found = explained(replace(plant, samples=SAMPLES, options={**plant.options, "engine": "process:2"}))
-    assert (found.stage, found.resource) == ("decode", "blocking calls")
-    assert "2 processes" in found.verdict
+    """With ``engine="process"`` all decode jobs and reads are counted; the verdict counts processes."""
+    with Feeder(Numbers(40, read_s=0.001), decode=plants.decode, batch_size=4, engine="process:2") as feeder:
+        assert len(list(feeder)) == 10
+        counters = feeder._session.measurements()
+    stats = counters.stats
+    assert (stats.samples_decoded, stats.samples_read) == (40, 40)
+    assert min(stats.decode_s, stats.reading_s, stats.reading_square_s) > 0
+    assert "2 processes" in explain(replace(counters, stats=heavy_decode())).verdict
 
 
 def test_data_in_memory_are_explained() -> None:
@@ -367,26 +471,26 @@ def test_data_in_memory_are_explained() -> None:
 
 
 def test_a_warm_cache_is_not_cold() -> None:
-    """In the second epoch with a cache, neither the cache nor decoding is the limit."""
-    plant = replace(PLANTS["cold cache"], samples=SAMPLES)
-    with plants.feeder_of(plant) as feeder:
-        plants.explained(plant, feeder)
-        found = plants.explained(plant, feeder)
-    assert found.resource != "cold cache"
-    assert found.stage == "step"
+    """The first epoch with a cache fills it, the second one does not."""
+    with Feeder(Numbers(40), decode=plants.decode, batch_size=4, cache="host") as feeder:
+        for cold in (True, False):
+            assert len(list(feeder)) == 10
+            counters = feeder._session.measurements()
+            assert (counters.cold_cache, counters.first_epoch) == (cold, cold)
 
 
 def test_samples_in_any_order_are_explained() -> None:
     """``in_order="samples"`` is not advised to feeders that have it."""
-    plant = PLANTS["one slow sample in ten"]
-    found = explained(replace(plant, samples=SAMPLES, options={**plant.options, "in_order": "samples"}))
+    uneven = recorded("one slow sample in ten")
+    assert "in_order" in advice(explain(uneven))
+    found = explain(replace(uneven, in_order="samples"))
     assert found.stage == "decode"
     assert "in_order" not in advice(found)
 
 
 def test_advice_for_a_dataset_can_be_taken() -> None:
     """The advised number of threads removes the bottleneck of a ``Dataset`` of one thread."""
-    with Feeder(FromDataset(Items(SAMPLES, 0.01), threads=8), batch_size=8, limits=Limits()) as feeder:
-        for _ in feeder:
-            plants.time.sleep(0.03)
-        assert feeder.explain().resource != "one thread"
+    for threads in (1, 8):
+        with Feeder(FromDataset(Items(40, 0.0), threads=threads), batch_size=8) as feeder:
+            counters = replace(feeder._session.measurements(), stats=heavy_decode(), cores=16)
+        assert (explain(counters).resource == "one thread") == (threads == 1)

@@ -135,16 +135,17 @@ def test_copies_have_the_structure_of_batches() -> None:
     assert not np.shares_memory(copy["a"][1], batch["a"][1])
 
 
-@pytest.mark.parametrize("samples", [2, 2 * REAL, 2 * REAL + 2])
+@pytest.mark.parametrize("samples", [2, 2 * REAL, 2 * REAL + 2, 2 * REAL + 6, 2 * REAL + 8])
 def test_a_short_epoch_is_complete(samples: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """An epoch without batches to time says so and hands out its own batches; with one, it is measured at the end."""
+    """An epoch with fewer batches than ``headroom`` times hands out its own batches and says so."""
     with feeder(samples) as feeding:
         measured = feeding.headroom(4)
         seen = list(map(numbers, measured))
     real = [[first, first + 1] for first in range(0, samples, 2)]
     assert seen[: len(real)] == real
-    assert len(seen) == len(real) + (4 if samples > 2 * REAL else 0)
-    assert ("not measured" in capsys.readouterr().out) == (samples <= 2 * REAL)
+    complete = samples == 2 * REAL + 8
+    assert len(seen) == len(real) + (4 if complete else 0)
+    assert ("headroom(4) needs 9 batches" in capsys.readouterr().out) == (not complete)
 
 
 @pytest.mark.usefixtures("capsys")

@@ -88,6 +88,28 @@ def test_batches_keep_the_limits(plan: LengthPlan, epoch: int, shuffle: bool, dr
             assert full or len(longer) > (plan.max_samples or len(longer))
 
 
+@pytest.mark.parametrize(
+    ("lengths", "options", "batches"),
+    [
+        ([5] * 10, {}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ([5] * 8, {}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ([5] * 3, {}, []),
+        ([5] * 4, {"max_samples": 2}, [[0, 1], [2, 3]]),
+        ([5] * 3, {"max_samples": 2}, [[0, 1]]),
+        ([9, 8, 20], {}, [[1, 0], [2]]),
+        ([9, 8, 30], {"on_oversize": "truncate"}, [[1, 0], [2]]),
+        ([30], {"on_oversize": "skip"}, []),
+    ],
+)
+def test_a_budget_drops_the_last_batch_if_it_has_room(
+    lengths: list[int], options: dict[str, Any], batches: list[list[int]]
+) -> None:
+    """With drop_last, a last batch to which another sample of its longest length could be added is dropped."""
+    plan = TokenBudget(lengths, 20, **options)
+    plan.bind(len(lengths))
+    assert lists_of(listed(plan, 0, 0, shuffle=False, drop_last=True)) == batches
+
+
 @given(plans(), st.integers(1, 4), st.integers(1, 4), st.data(), st.booleans())
 def test_ranks_and_resumes(plan: LengthPlan, ranks: int, later: int, data: st.DataObject, drop_last: bool) -> None:
     """Every rank has as many batches; after a resume with another world size the rest of the list follows."""
@@ -186,14 +208,19 @@ def test_wrong_arguments_are_refused(make: Any, error: type[Exception], message:
 
 
 def test_a_state_is_of_one_plan() -> None:
-    """Another budget or other lengths are refused; the message shows both plans."""
+    """Another budget, another plan and other lengths are refused; the message says which of these."""
     plan = TokenBudget([1, 2, 3], 10)
     plan.bind(3)
     state = PlanLister(plan, 0, shuffle=True, drop_last=False).state(0)
     PlanLister(plan, 0, shuffle=True, drop_last=False).load_state(state)
-    for other in (TokenBudget([1, 2, 3], 11), TokenBudget([1, 2, 4], 10), Buckets([1, 2, 3], [2], [1, 1])):
+    both = r"TokenBudget\(max_tokens=10, .*\) in the state, {} here$"
+    for other, message in (
+        (TokenBudget([1, 2, 3], 11), both.format(r"TokenBudget\(max_tokens=11, .*\)")),
+        (Buckets([1, 2, 3], [2], [1, 1]), both.format(r"Buckets\(.*\)")),
+        (TokenBudget([1, 2, 4], 10), r"other lengths= of TokenBudget\(max_tokens=10, .*\)$"),
+    ):
         other.bind(3)
-        with pytest.raises(StateError, match=r"another plan: TokenBudget\(max_tokens=10.* in the state"):
+        with pytest.raises(StateError, match=f"another plan: {message}"):
             PlanLister(other, 0, shuffle=True, drop_last=False).load_state(state)
     with pytest.raises(StateError):
         PlanLister(plan, 0, shuffle=True, drop_last=False).load_state(json.dumps([1]))

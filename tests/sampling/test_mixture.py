@@ -11,9 +11,9 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, reject
 
-from aiofeed import StateError
+from aiofeed import Mixture, StateError
 from aiofeed.sampling.listers.mixture import (
     BLOCK,
     KEPT_COUNTS,
@@ -76,6 +76,21 @@ def test_changing_weights_are_within_one_of_their_ideal(phases: list[list[float]
     assert worst_distance(sources, np.array(shares)) < 1 + 1e-3
 
 
+def test_weights_of_an_epoch_are_not_asked_for_before_it_begins() -> None:
+    """Not even for the deadline of a sample that will come in it."""
+    asked = []
+
+    def weights(samples: int) -> list[float]:
+        asked.append(samples)
+        return [1, 0.001]
+
+    interleaving = changing(weights, 1500)
+    for epoch in range(3):
+        for block in (2 * epoch, 2 * epoch + 1):
+            interleaving.block(block)
+        assert asked == [0, 1024, 1500, 2524, 3000, 4024][: 2 * epoch + 2]
+
+
 def test_many_rare_sources_do_not_crowd_out_a_frequent_one() -> None:
     """Fifty sources are due at the same place; they are spread before it."""
     sources = sources_of(constant([50] + [1] * 50, 10_000), 4)
@@ -107,11 +122,20 @@ def test_random_draws_have_their_proportions() -> None:
 
 
 @st.composite
-def orders(draw: st.DrawFn) -> tuple[Callable[[], MixtureOrder], dict[str, int]]:
+def cases(draw: st.DrawFn, until: st.SearchStrategy[Any]) -> tuple[Callable[[], MixtureOrder], dict[str, int], Any]:
+    """A factory of orders, the lengths of the sources and their weights."""
     lengths = {name: draw(st.integers(1, 60)) for name in draw(st.sets(st.sampled_from("abcd"), min_size=1))}
-    weights = [Fraction(draw(st.integers(1, 20))) for _ in lengths]
-    length, seed, shuffle = draw(st.integers(1, 400)), draw(st.integers(0, 9)), draw(st.booleans())
-    return lambda: MixtureOrder(lengths, constant(weights, length), seed, shuffle=shuffle), lengths
+    weights = {name: draw(st.integers(1, 9) | st.sampled_from([1.7, 2.25])) for name in lengths}
+    seed, shuffle = draw(st.integers(0, 9)), draw(st.booleans())
+    try:
+        mixture = Mixture({name: range(n) for name, n in lengths.items()}, weights, until=draw(until))
+    except ValueError:
+        reject()  # the first source ends before another one has come
+    return lambda: mixture.order(seed, shuffle=shuffle), lengths, weights
+
+
+NUMBERS = st.integers(1, 400)
+NAMED = st.sampled_from(["all", "first"])
 
 
 def listed(order: MixtureOrder, epochs: int) -> list[int]:
@@ -119,12 +143,12 @@ def listed(order: MixtureOrder, epochs: int) -> list[int]:
     return [index for epoch in range(epochs) for index in order.list_epoch(epoch, resumed=False)[positions].tolist()]
 
 
-@given(orders())
+@given(cases(NUMBERS))
 def test_each_source_is_passed_through_completely_before_it_starts_again(
-    case: tuple[Callable[[], MixtureOrder], dict[str, int]],
+    case: tuple[Callable[[], MixtureOrder], dict[str, int], Any],
 ) -> None:
-    """Over the ends of the feeder's epochs, each pass in an order of its own."""
-    new_order, lengths = case
+    """Over the ends of the feeder's epochs of a number of samples, each pass in an order of its own."""
+    new_order, lengths, _ = case
     indices, first = listed(new_order(), 3), 0
     for length in lengths.values():
         own = [index - first for index in indices if first <= index < first + length]
@@ -135,19 +159,53 @@ def test_each_source_is_passed_through_completely_before_it_starts_again(
         first += length
 
 
-@given(orders(), st.data())
+@pytest.mark.parametrize("until", ["all", "first"])
+@given(data=st.data())
+def test_every_epoch_has_all_samples_or_each_at_most_once(until: str, data: st.DataObject) -> None:
+    """Until all or the first source has ended; at every place of every epoch each count is within one of its share."""
+    new_order, lengths, weights = data.draw(cases(st.just(until)))
+    order, total = new_order(), sum(Fraction(str(weight)) for weight in weights.values())
+    places = np.arange(len(order))
+    first = np.cumsum([0, *lengths.values()])
+    for epoch in range(4):
+        indices = order.list_epoch(epoch, resumed=False)[places]
+        sources = np.searchsorted(first, indices, side="right") - 1
+        for source, (name, length) in enumerate(lengths.items()):
+            own, share = indices[sources == source], Fraction(str(weights[name])) / total
+            counts = np.cumsum(sources == source)
+            distances = counts * share.denominator - (places + 1) * share.numerator
+            assert abs(distances).max() < share.denominator
+            assert len(set(own)) == length if until == "all" else len(set(own)) == len(own) > 0
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_source_goes_on_in_the_next_epoch_if_it_has_samples_for_it(shuffle: bool) -> None:
+    """Until the first has ended: 35 samples last for three epochs of 10; without shuffling they go round."""
+    order = Mixture({"small": range(10), "large": range(35)}, [1, 1], until="first").order(3, shuffle=shuffle)
+    large = [index - 10 for index in listed(order, 7) if index >= 10]
+    if not shuffle:
+        assert large == [number % 35 for number in range(70)]
+        return
+    passes = [large[at : at + 30] for at in (0, 30, 60)]
+    assert [len(set(each)) for each in passes] == [30, 30, 10]
+    assert passes[0] != passes[1] != sorted(passes[1])
+
+
+@given(cases(NUMBERS | NAMED), st.data())
 def test_any_rank_batch_size_and_resume_point_gives_the_same_samples(
-    case: tuple[Callable[[], MixtureOrder], dict[str, int]], data: st.DataObject
+    case: tuple[Callable[[], MixtureOrder], dict[str, int], Any], data: st.DataObject
 ) -> None:
-    """The samples of all ranks after a state are those that were not handed out before it."""
-    new_order, _ = case
-    expected = listed(new_order(), 2)
+    """The samples of all ranks after a state are those that were not handed out before it; the counts go on."""
+    new_order, _, _ = case
+    expected = listed(new_order(), 3)
     order = new_order()
     length = len(order)
-    epoch, consumed = data.draw(st.integers(0, 1)), data.draw(st.integers(0, length - 1))
+    epoch, consumed = data.draw(st.integers(0, 2)), data.draw(st.integers(0, length - 1))
     state = order.state(Position(epoch, consumed))
     resumed = new_order()
     resumed.load_state(json.loads(json.dumps(state)))
+    before = order.count(np.array(expected[: epoch * length + consumed], np.int64))
+    assert json.loads(state)["samples"] == resumed.counts(Position(epoch, consumed)) == before
     world, size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 7))
     found: dict[int, int] = {}
     for rank in range(world):
@@ -165,6 +223,24 @@ def test_the_state_counts_the_samples_of_each_source() -> None:
     assert order.counts(Position(0, 9)) == {"web": 6, "books": 3}
     assert order.counts(Position(1, 16)) == {"web": 20, "books": 10}
     assert json.loads(order.state(Position(0, 9)))["samples"] == {"web": 6, "books": 3}
+    order = Mixture({"web": range(7), "books": range(5)}, [1, 1], until="first").order(0, shuffle=True)
+    assert order.counts(Position(2, 3)) == {"web": 12, "books": 11}
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        *([[0, [3, 0]]], [[1, [7, 7]]], [[0, [0]]], [[-1, [0, 0]]], [[0, [-1, 1]]], [[0, [True, -1]]], [[0, [0.0, 0]]]),
+        *([["0", [0, 0]]], [[0, None]], [[0]], [0], 0, None, [[1e400, [0, 0]]], [[0, [1e400, 0]]]),
+    ],
+)
+def test_wrong_counts_are_refused(counts: Any) -> None:
+    """Counts that are no counts before their block; none of them changes the order."""
+    order, other = (MixtureOrder({"a": 10, "b": 5}, constant([2, 1], 15), 0, shuffle=True) for _ in range(2))
+    state = json.loads(order.state(Position()))
+    with pytest.raises(StateError, match="damaged"):
+        other.load_state(json.dumps(state | {"counts": counts}))
+    assert listed(other, 2) == listed(order, 2)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"mixture": 1}', '{"counts": [[0, [1]]], "mixture": "x"}'])

@@ -179,6 +179,26 @@ def test_the_thread_ends_with_its_dataset() -> None:
     assert not thread.is_alive()
 
 
+def test_a_list_has_one_thread_for_the_life_of_its_source() -> None:
+    """Epochs that were left use the same thread, which ends with the source, as a list has no weak references."""
+
+    def running() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "aiofeed-decode-dataset"}
+
+    before, started = running(), set()
+    feeder: Feeder[Any] = Feeder(list(range(24)), batch_size=4, shard=None)
+    for _ in range(3):
+        next(iter(feeder))
+        started |= running() - before
+    assert len(started) == 1
+    feeder.close()
+    del feeder
+    gc.collect()
+    for thread in started:
+        thread.join(BOUND_S)
+    assert not running() & started
+
+
 def test_a_feeder_decodes_in_the_datasets_thread() -> None:
     """Calls need no change of thread, after a break during a slow call too, when that has returned."""
     base = Base(slow=4)

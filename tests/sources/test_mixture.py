@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from aiofeed import Feeder, Files, FromDataset, Mixture, Source, Tensors
+from aiofeed import Feeder, Files, FromDataset, Mixture, Source, Stream, Tensors
 from aiofeed.sources.mixture import CombinedDatasets
 
 
@@ -201,6 +201,16 @@ def test_a_source_that_fails_as_a_whole_fails_the_group() -> None:
         asyncio.run(combined.read_many([0, 4]))
 
 
+class Unindexed(torch.utils.data.IterableDataset[int]):
+    """A dataset with a length and without indices."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1])
+
+
 SOURCES = {"a": [1, 2, 3], "b": [4, 5]}
 
 
@@ -215,6 +225,9 @@ SOURCES = {"a": [1, 2, 3], "b": [4, 5]}
         ({"sources": {"a": Tensors(torch.zeros(3))}}, "'a' is Tensors"),
         ({"sources": {"a": [1], "b": Letters("b", 1)}}, r"\['a'\] are Datasets of samples, \['b'\] sources of bytes"),
         ({"sources": {"a": Letters("a", 1), "b": Grouped("b", 1)}}, r"\['a'\] have no targets"),
+        ({"sources": {"a": Stream([b"1"])}}, r"'a' is Stream\(list.*no indices"),
+        ({"sources": {"a": Stream(lambda: [1])}}, r"'a' is Stream\(<lambda>.*no indices"),
+        ({"sources": {"a": Unindexed()}}, "'a' is .*Unindexed.*no indices"),
         ({"sources": {"a": Mixture(SOURCES)}}, "'a' must be a source"),
         ({"weights": {"a": 1}}, r"is for \['a'\], but the sources are \['a', 'b'\]"),
         ({"weights": [1]}, "1 weights for 2 sources"),
@@ -229,6 +242,7 @@ SOURCES = {"a": [1, 2, 3], "b": [4, 5]}
         ({"weights": lambda samples: [0, 0], "until": 5}, r"returned \[0.0, 0.0\] for 0 samples"),
         ({"weights": lambda samples: [1, -1], "until": 5}, "finite numbers from 0"),
         ({"weights": lambda samples: [1], "until": 5}, "1 weights for 2 sources"),
+        ({"weights": [1, 0.1], "until": "first"}, r"3 samples is too short for a sample of \['b'\]"),
         ({"random": True}, "random=True it is not known"),
         ({"random": 1}, "random"),
         ({"until": 0}, "until"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import pickle
@@ -386,7 +387,7 @@ def damaged(folder: Path, kind: str) -> Path:
     path = folder / "train.bin"
     match kind:
         case "odd":
-            path.write_bytes(b"x" * 1001)
+            path.write_bytes(bytes(range(91)) * 11)
         case "empty":
             path.touch()
         case "header only":
@@ -467,6 +468,106 @@ def test_damaged_files(kind: str, message: str, tmp_path: Path) -> None:
     assert str(path.with_suffix("")) in str(caught.value)
 
 
+GPT2 = np.random.default_rng(0).integers(50_257, size=COUNT)
+LLAMA3 = np.random.default_rng(0).integers(128_256, size=COUNT)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "read_as"),
+    [
+        (GPT2, "int32", "uint16"),
+        (GPT2, "int64", "uint16"),
+        (LLAMA3, "int32", "uint16"),
+        (LLAMA3, "int64", "uint16"),
+        (LLAMA3, "int64", "uint32"),
+        (LLAMA3, "int64", "int32"),
+        (GPT2, "int32", "uint8"),
+        (GPT2 % 65, "int32", "int16"),
+    ],
+)
+def test_wider_tokens_than_the_dtype(tokens: Any, dtype: str, read_as: str, tmp_path: Path) -> None:
+    """A raw file of integers that are wider than the dtype is an error that names the likely one."""
+    path = write_raw(tmp_path / "train.bin", tokens, dtype)
+    with pytest.raises(
+        ValueError, match=rf"train\.bin seems to have {dtype} tokens: of each . {read_as} only .* dtype='{dtype}'"
+    ):
+        Tokens(path, BLOCK, read_as)
+    assert Tokens(path, BLOCK, dtype).arrays[0].tolist() == tokens.tolist()
+
+
+LEGAL: dict[str, Any] = {
+    "padded": np.where(np.arange(4000) % 40 < 7, GPT2[np.arange(4000) % COUNT], 0),
+    "few tokens": np.where(np.arange(4000) % 200 == 6, 50_256, 0),
+    "zeros, then tokens": np.concatenate([np.zeros(1 << 15), GPT2]),
+    "binary": np.arange(4000) % 2,
+    "pairs of small tokens": np.tile([3, 0, 2, 1], 1000),
+    "one token": np.full(4000, 50_256),
+    "odd zeros, but for one": np.concatenate([np.stack([GPT2, GPT2 * 0], 1).ravel(), [7, 7]]),
+    "letters": np.arange(4000) % 65,
+    "short": np.array([7, 0] * 20),
+}
+
+
+@pytest.mark.parametrize("name", LEGAL)
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_zeros_and_small_tokens_are_legal(name: str, dtype: str, tmp_path: Path) -> None:
+    """Files with many zeros, few different or only small tokens are read as the dtype that they have."""
+    path = write_raw(tmp_path / "train.bin", LEGAL[name], dtype)
+    assert Tokens(path, BLOCK, dtype).arrays[0].tolist() == LEGAL[name].tolist()
+
+
+def test_a_file_that_names_its_dtype_is_not_examined(tmp_path: Path) -> None:
+    """Tokens at even places only are read from a file of any format but raw ones."""
+    tokens = np.stack([GPT2, GPT2 * 0], 1).ravel()
+    header, megatron = write_header(tmp_path / "header.bin", tokens), write_megatron(tmp_path / "train.bin", [tokens])
+    for path in (header, megatron, save_npy(tmp_path / "train.npy", tokens.astype(np.uint16))):
+        assert Tokens(path, BLOCK).arrays[0].tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize("text", ["Once upon a time\n" * 9, "Ça coûte 3 €.\r\n" * 9000, '{"text": "Es war"}\n' * 9])
+@pytest.mark.parametrize("dtype", ["uint16", "int32"])
+def test_text_is_refused(text: str, dtype: str, tmp_path: Path) -> None:
+    """A file of text is an error, and bytes of text are legal tokens of one byte."""
+    path = tmp_path / "train.txt"
+    path.write_bytes(text.encode())
+    with pytest.raises(ValueError, match=rf"train\.txt is text, and not a file of {dtype} tokens"):
+        Tokens(path, BLOCK, dtype)
+    assert bytes(Tokens(path, BLOCK, "uint8").arrays[0]) == text.encode()
+
+
+def test_other_formats_are_refused(tmp_path: Path) -> None:
+    """Archives, pickles and Parquet files are errors that say what the file is; .npy is found by its header."""
+    path = tmp_path / "train.bin"
+    np.savez(tmp_path / "train.npz", NUMBERS)
+    pickled = pickle.dumps(NUMBERS.tolist(), protocol=4)
+    index = write_megatron(tmp_path / "other.bin", [NUMBERS]).with_suffix(".idx").read_bytes()
+    for data, kind in {
+        gzip.compress(NUMBERS.tobytes()): "compressed with gzip",
+        (tmp_path / "train.npz").read_bytes(): "a zip file",
+        pickled: "a pickle",
+        b"PAR1" + bytes(100): "a Parquet file",
+        index: "the index of a Megatron",
+    }.items():
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=rf"train\.bin is {kind}.* not a file of uint8 tokens"):
+            Tokens(path, BLOCK, "uint8")
+    path.write_bytes(save_npy(tmp_path / "train.npy", NUMBERS).read_bytes())
+    assert Tokens(path, BLOCK).arrays[0].tolist() == NUMBERS.tolist()
+
+
+@pytest.mark.parametrize("place", [0, 200_000, 399_999])
+@pytest.mark.parametrize("wrong", [50_257, -1])
+def test_tokens_beyond_the_vocabulary(place: int, wrong: int, tmp_path: Path) -> None:
+    """A token at the beginning, in the middle or at the end that is not in the vocabulary is an error."""
+    tokens = np.full(400_000, 50_256)
+    path = write_raw(tmp_path / "train.bin", tokens, "int32")
+    assert len(Tokens(path, BLOCK, "int32", vocab=50_257)) == 50_000
+    tokens[place] = wrong
+    write_raw(path, tokens, "int32")
+    with pytest.raises(ValueError, match=rf"train\.bin: token {place} is {wrong}, and vocab=50257"):
+        Tokens(path, BLOCK, "int32", vocab=50_257)
+
+
 def test_targets_need_one_token_more(tmp_path: Path) -> None:
     """A file of one window has no window with targets."""
     path = write_raw(tmp_path / "train.bin", NUMBERS[:BLOCK])
@@ -485,6 +586,7 @@ def test_targets_need_one_token_more(tmp_path: Path) -> None:
         (("train.bin", 8, None), ValueError, "got None"),
         (("train.bin", 8, "uint16", 0), ValueError, "stride"),
         (("train.bin", 8, "uint16", None, 1), TypeError, "targets"),
+        ((__file__, 8, "uint8", None, False, 0), ValueError, "Tokens\\(vocab=...\\)"),
         (([], 8), ValueError, "a glob without a match"),
         ((3, 8), TypeError, "got 3"),
         (([3], 8), TypeError, "got 3"),

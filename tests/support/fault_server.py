@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import hashlib
 import re
+import ssl
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,7 +32,9 @@ class Fault:
         delay_s: Seconds until the first byte of the answer.
         status: The status of an error answer; 0 for none.
         code: The code in the body of an error answer, such as "SlowDown".
+        location: The URL of a redirect; empty for none.
         cut: The bytes of the body after which the connection is closed.
+        trickle_s: Seconds between two bytes of the body; 0 for all at once.
         close: Whether the connection is closed without an answer.
         stall: Whether no answer comes, ever.
         ignore_range: Whether the whole object is sent, with status 200.
@@ -40,10 +43,15 @@ class Fault:
     delay_s: float = 0.0
     status: int = 0
     code: str = "InternalError"
+    location: str = ""
     cut: int | None = None
+    trickle_s: float = 0.0
     close: bool = False
     stall: bool = False
     ignore_range: bool = False
+
+
+_NONE = Fault()
 
 
 @dataclass(frozen=True)
@@ -65,12 +73,16 @@ class FaultServer:
     """Serves ``objects``, by "bucket/name", in a thread. A ``with`` block starts and stops it.
 
     ``schedule`` returns the fault of a request; ``requests`` has all requests of the past, unless ``record`` is False.
+    ``has_etags`` and ``modified`` are those of all objects. With ``tls``, the endpoint is https.
     """
 
     objects: dict[str, bytes] = field(default_factory=dict)
     schedule: Schedule | None = None
     page: int = 1000
     record: bool = True
+    has_etags: bool = True
+    modified: str = "Sun, 01 Jan 2023 00:00:00 GMT"
+    tls: ssl.SSLContext | None = None
     port: int = 0
     requests: list[Request] = field(default_factory=list)
     count: int = 0
@@ -78,7 +90,7 @@ class FaultServer:
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}"
 
     @property
     def options(self) -> dict[str, object]:
@@ -116,7 +128,7 @@ class FaultServer:
     def _main(self, started: threading.Event) -> None:
         self._loop = new_event_loop()
         self._connections: set[asyncio.Transport] = set()
-        serve = self._loop.create_server(lambda: _Connection(self), "127.0.0.1", self.port, backlog=1024)
+        serve = self._loop.create_server(lambda: _Connection(self), "127.0.0.1", self.port, backlog=1024, ssl=self.tls)
         server = self._loop.run_until_complete(serve)
         self.port = server.sockets[0].getsockname()[1]
         started.set()
@@ -162,7 +174,7 @@ class _Connection(asyncio.Protocol):
             server.count += 1
             if server.record:
                 server.requests.append(request)
-            fault = (server.schedule(request) if server.schedule is not None else None) or Fault()
+            fault = (server.schedule(request) if server.schedule is not None else None) or _NONE
             if fault.stall:
                 continue
             if fault.delay_s:
@@ -175,6 +187,8 @@ class _Connection(asyncio.Protocol):
             return
         if fault.close:
             self._transport.abort()
+        elif fault.location:
+            self._send(302, b"", {"Location": fault.location})
         elif fault.status:
             self._error(fault.status, fault.code)
         elif "list-type" in request.query:
@@ -186,19 +200,21 @@ class _Connection(asyncio.Protocol):
 
     def _object(self, request: Request, fault: Fault) -> None:
         data, etag = self._server.objects[request.key], self._server.etag(request.key)
-        headers = {"ETag": etag, "Last-Modified": "Sun, 01 Jan 2023 00:00:00 GMT", "Accept-Ranges": "bytes"}
-        if request.headers.get("if-match", etag) != etag:
+        headers = {"Last-Modified": self._server.modified, "Accept-Ranges": "bytes"}
+        if self._server.has_etags:
+            headers["ETag"] = etag
+        if self._server.has_etags and request.headers.get("if-match", etag) != etag:
             return self._error(412, "PreconditionFailed")
         wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", request.headers.get("range", ""))
         if wanted is None or fault.ignore_range:
-            return self._send(200, data, headers, cut=fault.cut, body=request.method == "GET")
+            return self._send(200, data, headers, fault, body=request.method == "GET")
         first, last = wanted.groups()
         start = int(first) if first else max(len(data) - int(last), 0)
         stop = min(int(last) + 1, len(data)) if first and last else len(data)
         if start >= len(data):
             return self._error(416, "InvalidRange")
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
-        return self._send(206, memoryview(data)[start:stop], headers, cut=fault.cut)
+        return self._send(206, memoryview(data)[start:stop], headers, fault)
 
     def _page(self, bucket: str, query: Mapping[str, list[str]]) -> str:
         prefix, delimiter = query.get("prefix", [""])[0], query.get("delimiter", [""])[0]
@@ -236,16 +252,23 @@ class _Connection(asyncio.Protocol):
         status: int,
         data: bytes | memoryview,
         headers: Mapping[str, str],
+        fault: Fault = _NONE,
         *,
-        cut: int | None = None,
         body: bool = True,
     ) -> None:
         lines = [f"HTTP/1.1 {status} x", f"Content-Length: {len(data)}", *[f"{k}: {v}" for k, v in headers.items()]]
         self._transport.write("\r\n".join([*lines, "\r\n"]).encode())
-        if body:
-            self._transport.write(data if cut is None else data[:cut])
-        if cut is not None:
+        if body and fault.trickle_s:
+            self._trickle(data, fault.trickle_s)
+        elif body:
+            self._transport.write(data[: fault.cut])
+        if fault.cut is not None:
             self._transport.close()
+
+    def _trickle(self, data: bytes | memoryview, pause_s: float) -> None:
+        if data and not self._transport.is_closing():
+            self._transport.write(data[:1])
+            self._loop.call_later(pause_s, self._trickle, data[1:], pause_s)
 
 
 def start_obstore() -> None:

@@ -201,10 +201,15 @@ class ClipDecoder:
         stored = shape if turns % 2 == 0 else shape[::-1]
         if (scaler := getattr(_local, "scaler", None)) is None:
             scaler = _local.scaler = import_av().video.reformatter.VideoReformatter()
-        # Planes of green, blue and red take 0.09 ms for 320 x 240 to 149 x 112, pixels of three bytes 0.27 ms.
-        scaled = scaler.reformat(frame, *stored[::-1], "gbrp", interpolation="BILINEAR", threads=1)
-        for channel, plane in zip((1, 2, 0), scaled.planes, strict=True):
-            pixels: NDArray[np.uint8] = np.ndarray(stored, np.uint8, plane, strides=(plane.line_size, 1))
+        # Planes of green, blue and red take 0.09 ms for 320 x 240 to 149 x 112, pixels of three bytes 0.27 ms. But
+        # FFmpeg's conversion to planes without scaling leaves the last columns of many widths undefined.
+        planar = stored != [frame.height, frame.width]
+        scaled = scaler.reformat(
+            frame, *stored[::-1], "gbrp" if planar else "rgb24", interpolation="BILINEAR", threads=1
+        )
+        for channel, number in enumerate((2, 0, 1)):
+            plane, offset, step = (scaled.planes[number], 0, 1) if planar else (scaled.planes[0], channel, 3)
+            pixels: NDArray[np.uint8] = np.ndarray(stored, np.uint8, plane, offset, (plane.line_size, step))
             out[channel] = np.rot90(pixels, turns)[top : top + height, left : left + width]
 
 

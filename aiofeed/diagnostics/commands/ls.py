@@ -83,7 +83,7 @@ def _describe(kind: str, urls: Sequence[str]) -> dict[str, Any]:
     if kind in _RULES:
         return run_blocking(lambda: _archives(kind, urls))
     if kind == "parquet":
-        return summary_of(ParquetRows(urls))
+        return summary_of(ParquetRows(urls, columns=[]))  # files may differ in their columns
     [url] = urls
     if kind == "folder":
         return _folder(url)

@@ -158,14 +158,13 @@ class WindowQueue(BatchQueue[QueueItem]):
         It waits for the device without blocking the event loop. Cancelling the task loses nothing.
         """
         if not self.items:
+            began = time.perf_counter()
             await asyncio.sleep(0)
-            began, waited = time.perf_counter(), False
             for pause_s in poll_pauses():
                 if not self._must_wait():
                     break
                 await asyncio.sleep(pause_s)
-                waited = True
-            self._refill((began, time.perf_counter()) if waited else None)
+            self._refill((began, time.perf_counter()))
         return self.peek()
 
     def _must_wait(self) -> bool:
@@ -180,7 +179,7 @@ class WindowQueue(BatchQueue[QueueItem]):
         """Queue the batches of the next window, or the end of the epoch.
 
         Args:
-            waited: When the caller began and ended to wait for the device.
+            waited: When the caller began and ended to wait for the device, or for other tasks of its event loop.
         """
         if self._changing:
             self.items.append(FeedFailure(IteratorClosedError(_INTERRUPTED)))

@@ -72,6 +72,11 @@ class ThreadTuner:
         self._untimed = (self._untimed + 1) % TIMED
         return self._untimed == 0
 
+    @property
+    def saturated(self) -> bool:
+        """Whether a search has found that more threads decode no more."""
+        return self._chosen is not None and self._chosen.threads < self.most
+
     def observe(self, job: JobTiming) -> None:
         """Count a timed job; ``threads`` may change."""
         if self.given or self.most == 1 or not job.samples:

@@ -90,6 +90,7 @@ class BatchStats(Struct, frozen=True):
     retries: int = 0
     samples_read: int = 0
     reading_s: float = 0.0
+    reading_square_s: float = 0.0
     samples_read_apart: int = 0
     reading_apart_s: float = 0.0
     samples_decoded: int = 0

@@ -9,6 +9,7 @@ from typing import ClassVar
 from aiofeed.core.errors import StateError
 from aiofeed.sampling.order import ComputedEpoch, Permutation
 from aiofeed.sampling.schedule import Position
+from aiofeed.sampling.state import json_dict
 
 
 class ComputedOrder(ABC):
@@ -22,6 +23,8 @@ class ComputedOrder(ABC):
     sized = True
     argument: ClassVar[str]
     """The argument of ``Feeder`` that it belongs to."""
+    differs: ClassVar[str]
+    """What differs if the digest of a state does."""
 
     def __init__(self, length: int, digest: str) -> None:
         self._length = length
@@ -53,9 +56,5 @@ class ComputedOrder(ABC):
         Raises:
             StateError: It is of another one.
         """
-        try:
-            digest = json.loads(text).get(self.argument)
-        except (ValueError, AttributeError) as error:
-            raise StateError(f"the state is damaged: its {self.argument} is {text!r}") from error
-        if digest != self._digest:
-            raise StateError(f"the state was saved with another {self.argument}=, or with a sampler")
+        if json_dict(text).get(self.argument) != self._digest:
+            raise StateError(f"the state was saved with {self.differs}")

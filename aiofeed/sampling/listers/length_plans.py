@@ -22,6 +22,7 @@ from aiofeed.sampling.listers.computed import ComputedOrder
 from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.order import BatchLists, Int64, epoch_seed
 from aiofeed.sampling.schedule import Position
+from aiofeed.sampling.state import json_dict
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -169,7 +170,7 @@ class TokenBudget(LengthPlan):
 
     The cost of a batch is its number of samples times the length of its longest one. With ``shuffle=True`` the samples
     are shuffled, sorted by length within windows, alternately upwards and downwards, and cut into batches; then the
-    batches are shuffled.
+    batches are shuffled. ``drop_last=True`` drops the last batch if another sample as long as its longest would fit.
 
     Args:
         lengths: The length of each sample in tokens, an array or list of ints from 1; or a function of the index,
@@ -225,14 +226,16 @@ class TokenBudget(LengthPlan):
         return max(1, min(int(self.max_tokens / mean), self.max_samples or self.max_tokens))
 
     def batches(self, order: Int64, rng: np.random.Generator, *, shuffle: bool, drop_last: bool) -> BatchLists:
-        """The batches of an epoch. The last one, which may be small, is dropped with ``drop_last``."""
+        """The batches of an epoch. With ``drop_last``, without the last one if it has room."""
         lengths = np.minimum(self.lengths, self.max_tokens)
         if self.on_oversize == "skip":
             order = order[self.lengths[order] <= self.max_tokens]
         order = self._sorted_in_windows(order, lengths)
         offsets = self._cut(lengths[order])
-        if drop_last and len(offsets) > 2:
-            offsets = offsets[:-1]
+        if drop_last and len(order):
+            last = lengths[order[offsets[-2] :]]
+            if len(last) != self.max_samples and (len(last) + 1) * last.max() <= self.max_tokens:
+                offsets = offsets[:-1]
         lists = BatchLists(order[: offsets[-1]], offsets)
         return _permuted(lists, rng.permutation(len(lists))) if shuffle else lists
 
@@ -387,16 +390,17 @@ class PlanLister:
         Raises:
             StateError: It is of another plan or of a sampler.
         """
-        try:
-            state = json.loads(text)
-            saved, order = state.get("plan"), state.get("order")
-        except (ValueError, AttributeError) as error:
-            raise StateError(f"the state is damaged: its plan is {text!r}") from error
-        if saved != self.plan.fingerprint():
-            raise StateError(f"the state is of another plan: {saved} in the state, {self.plan.fingerprint()} here")
+        state = json_dict(text)
+        saved, order = (str(state.get(name)) for name in ("plan", "order"))
+        own = self.plan.fingerprint()
+        if saved != own:
+            (there, _, _), (here, _, _) = saved.partition(", lengths="), own.partition(", lengths=")
+            difference = f"{there}) in the state, {here}) here" if there != here else f"other lengths= of {here})"
+            raise StateError(f"the state is of another plan: {difference}")
         if bool(order) != (self._order is not None):
             raise StateError(
                 "the state is of a plan with another order of samples: with or without a Mixture or weights="
             )
         if self._order is not None:
+            json_dict(order)  # checks it
             self._order.load_state(order)

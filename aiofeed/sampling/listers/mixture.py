@@ -22,12 +22,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from aiofeed.core.errors import StateError
 from aiofeed.core.random_numbers import mix64
+from aiofeed.core.validation import check_int_from
 from aiofeed.sampling.order import ComputedEpoch, Int64, drawn_from, feistel
 from aiofeed.sampling.schedule import Position
 
@@ -35,7 +35,8 @@ from aiofeed.sampling.schedule import Position
 BLOCK = 1024
 # Weights that change are rounded to multiples of 1 / UNIT.
 UNIT = 1 << 32
-# Blocks in which a deadline is looked for while weights change. Beyond them the last weights are taken to stay.
+# Blocks of an epoch in which a deadline is looked for while weights change. Beyond them the last weights are taken to
+# stay.
 LOOK_AHEAD = 64
 # Blocks whose order or whose counts are kept: between the planner and the consumer lie fewer.
 KEPT_BLOCKS = 16
@@ -127,6 +128,7 @@ class ChangingShares(Shares):
     def __init__(self, weights: Callable[[int], Sequence[float]], blocks: Blocks) -> None:
         self._weights = weights
         self._start = blocks.start
+        self._per_epoch = blocks.per_epoch
         self._parts: list[list[int]] = []
         # The parts drawn before each block.
         self._before: list[list[int]] = [[0] * len(self.of_block(0))]
@@ -147,14 +149,15 @@ class ChangingShares(Shares):
 
     def place(self, source: int, amount: int, block: int) -> int:
         """The first place before which ``amount`` parts have been drawn; the block's if that is later."""
-        for number in range(block, block + LOOK_AHEAD):
+        # The weights of an epoch that has not begun are not asked for.
+        stop = min(block + LOOK_AHEAD, (block // self._per_epoch + 1) * self._per_epoch)
+        for number in range(block, stop):
             if self._drawn_before(number + 1)[source] >= amount:
                 missing = max(amount - self._drawn_before(number)[source], 0)
                 return self._start(number) + (missing and -(-missing // self.of_block(number)[source]))
-        last = block + LOOK_AHEAD
-        parts = self.of_block(last)[source]
-        missing = amount - self._drawn_before(last)[source]
-        return self._start(last) + -(-missing // parts) if parts else NEVER
+        parts = self.of_block(stop - 1)[source]
+        missing = amount - self._drawn_before(stop)[source]
+        return self._start(stop) + -(-missing // parts) if parts else NEVER
 
     def known_before(self, place: int) -> tuple[int, list[int]]:
         """The start of the mixture."""
@@ -279,12 +282,23 @@ class MixtureOrder:
         interleaving: Which source each sample is from.
         seed: Seeds the permutations of the sources.
         shuffle: Permute each source, anew each time that it starts again.
+        restarts: Begin the interleaving again in each epoch, in which a source is either passed through completely or
+            repeats no sample. Otherwise an epoch goes on where the one before has ended.
     """
 
     sized = True
 
-    def __init__(self, lengths: Mapping[str, int], interleaving: Interleaving, seed: int, *, shuffle: bool) -> None:
+    def __init__(
+        self,
+        lengths: Mapping[str, int],
+        interleaving: Interleaving,
+        seed: int,
+        *,
+        shuffle: bool,
+        restarts: bool = False,
+    ) -> None:
         self._interleaving = interleaving
+        self._restarts = restarts
         self._names = list(lengths)
         self._lengths = list(lengths.values())
         self._offsets = [0, *np.cumsum(self._lengths).tolist()]
@@ -304,7 +318,7 @@ class MixtureOrder:
 
     def _indices(self, epoch: int, positions: Int64) -> Int64:
         blocks, within = np.divmod(positions, BLOCK)
-        first = epoch * self._interleaving.blocks.per_epoch
+        first = self._first_block(epoch)
         sources, numbers = np.empty_like(positions), np.empty_like(positions)
         edges = [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(positions)]
         for start, stop in pairwise(edges):
@@ -313,12 +327,31 @@ class MixtureOrder:
                 sources[start:stop], numbers[start:stop] = (each[within[start:stop]] for each in found)
         for source in np.unique(sources).tolist():
             at = np.flatnonzero(sources == source)
-            passes, local = np.divmod(numbers[at], self._lengths[source])
+            passes, local = np.divmod(numbers[at] + self._start(epoch, source), self._lengths[source])
             for one in np.unique(passes).tolist() if self._shuffle else ():
                 of_pass = passes == one
                 local[of_pass] = feistel(self._lengths[source], self._seeds[source], one)(local[of_pass])
             numbers[at] = self._offsets[source] + local
         return numbers
+
+    def _first_block(self, epoch: int) -> int:
+        return 0 if self._restarts else epoch * self._interleaving.blocks.per_epoch
+
+    def _drawn_per_epoch(self) -> list[int]:
+        """The samples of each source in an epoch, if every epoch restarts."""
+        return self._interleaving.counts(self._interleaving.blocks.per_epoch)
+
+    def _start(self, epoch: int, source: int) -> int:
+        """The number, among all samples of a source, of the one that the interleaving calls 0 in an epoch."""
+        if not self._restarts or not epoch:
+            return 0
+        drawn, length = self._drawn_per_epoch()[source], self._lengths[source]
+        if not self._shuffle:
+            return epoch * drawn
+        # An epoch that draws each sample, or none twice, does not begin or end in the middle of two permutations: it
+        # takes whole passes, the last one cut, or a pass serves as many epochs as it has samples for.
+        passes, epochs = -(-drawn // length), max(length // drawn, 1)
+        return epoch // epochs * passes * length + epoch % epochs * drawn
 
     def count(self, indices: Int64) -> dict[str, int]:
         """How many of some indices are of each source."""
@@ -327,8 +360,12 @@ class MixtureOrder:
 
     def counts(self, position: Position) -> dict[str, int]:
         """The samples drawn from each source before a position, from the first epoch on."""
-        block, samples = self._block(position)
-        return dict(zip(self._names, self._interleaving.counts(block, samples), strict=True))
+        counts = self._interleaving.counts(*self._block(position))
+        if self._restarts and position.epoch:
+            counts = [
+                position.epoch * drawn + more for drawn, more in zip(self._drawn_per_epoch(), counts, strict=True)
+            ]
+        return dict(zip(self._names, counts, strict=True))
 
     def _block(self, position: Position) -> tuple[int, int]:
         """The block of a position, and the samples in it before the position; padding does not count."""
@@ -336,16 +373,17 @@ class MixtureOrder:
         number, samples = divmod(min(position.consumed, blocks.length), BLOCK)
         if number == blocks.per_epoch:
             number, samples = number - 1, BLOCK
-        return position.epoch * blocks.per_epoch + number, samples
+        return self._first_block(position.epoch) + number, samples
 
     def repeat_last_epoch(self) -> None:
         """Does nothing: the list of an epoch is always the same."""
 
     def state(self, position: Position) -> str:
-        """The counts at a position and at the starts of its epoch and its block, as JSON."""
+        """The counts at a position, at the start of its block, and after the epoch before, as JSON."""
         interleaving = self._interleaving
         block, _ = self._block(position)
-        first = position.epoch * interleaving.blocks.per_epoch
+        epochs = min(position.epoch, 1) if self._restarts else position.epoch
+        first = epochs * interleaving.blocks.per_epoch
         state = {
             "mixture": self._describe(),
             "samples": self.counts(position),
@@ -362,21 +400,23 @@ class MixtureOrder:
         try:
             state = json.loads(text)
             mixture = state.get("mixture")
-            counts = [(int(block), _counts(counts, len(self._names))) for block, counts in state.get("counts", [])]
-        except (ValueError, TypeError, AttributeError) as error:
+            if mixture != self._describe():
+                raise StateError(f"the state is of another order: {mixture} in the state, {self._describe()} here")
+            counts = [(block, self._checked(block, before)) for block, before in state["counts"]]
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise StateError(f"the state is damaged: its mixture is {text!r}") from error
-        if mixture != self._describe():
-            raise StateError(f"the state is of another order: {mixture} in the state, {self._describe()} here")
         for block, before in counts:
             self._interleaving.set_counts(block, before)
 
+    def _checked(self, block: object, counts: list[object]) -> list[int]:
+        """The counts before a block, if they can be those."""
+        found = [check_int_from(0, "counts", count) for count in counts]
+        start = self._interleaving.blocks.start(check_int_from(0, "block", block))
+        if len(found) != len(self._names) or sum(found) != start:
+            raise ValueError(f"{len(self._names)} counts before block {block} must add up to {start}, got {found}")
+        return found
+
     def _describe(self) -> str:
         lengths = ", ".join(f"{name}: {length}" for name, length in zip(self._names, self._lengths, strict=True))
-        return f"Mixture({lengths}; {self._interleaving.describe()}, {len(self)} samples)"
-
-
-def _counts(values: Any, sources: int) -> list[int]:
-    counts = [int(value) for value in values]
-    if len(counts) != sources or min(counts) < 0:
-        raise ValueError("wrong counts")
-    return counts
+        epochs = " in each epoch" if self._restarts else ""
+        return f"Mixture({lengths}; {self._interleaving.describe()}, {len(self)} samples{epochs})"

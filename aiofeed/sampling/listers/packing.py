@@ -51,13 +51,14 @@ class Pack(LengthPlan):
             called once per document.
         context: Tokens of a row.
         rows: Rows of a batch.
-        separator: A token after each document, or a dict of one for each column.
+        separator: A token after each document, or a dict of one for each column. It counts as a token of its document:
+            with ``split=False`` both have to fit into a row.
         split: Whether documents may be split.
         window: Documents that are packed together with ``split=False``. Wastes 0.02 to 0.5 % of log-normal lengths
             with a mean of a quarter of the context.
         pad: The token in places without one, or a dict of one for each column (0 for columns without one).
-        on_oversize: With ``split=False``, what to do about a document longer than a row: "error"; "skip" it; or
-            "truncate" it.
+        on_oversize: With ``split=False``, what to do about a document that is longer than a row with its separator:
+            "error"; "skip" it; or "truncate" it, the separator included.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or is out of range.

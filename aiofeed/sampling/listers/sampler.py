@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 
 from aiofeed.core.errors import StateError
+from aiofeed.core.formatting import format_error
+from aiofeed.core.validation import check_epoch
 from aiofeed.sampling.order import BatchLists, EpochList
 from aiofeed.sampling.schedule import Position, index_array
+from aiofeed.sampling.state import json_dict
 
 # A sampler that gives more indices than this many per sample, more than this many in all, and more than its length, is
 # taken for endless.
@@ -93,8 +96,8 @@ class SamplerAdapter:
         if resumed and wanted != before["digest"]:
             raise StateError(
                 f"epoch {epoch} cannot be resumed: {type(self._sampler).__name__} gives other indices than when the "
-                f"epoch was started. It needs set_epoch, state_dict and load_state_dict, or a generator of its own "
-                f"(generator=torch.Generator().manual_seed(...))"
+                f"epoch was started (another digest). It needs set_epoch, state_dict and load_state_dict, or a "
+                f"generator of its own (generator=torch.Generator().manual_seed(...))"
             )
         self._last = (epoch, before)
         return indices
@@ -143,11 +146,12 @@ class SamplerAdapter:
         Raises:
             StateError: The text is not a state.
         """
+        state = json_dict(text)
         try:
-            state = json.loads(text)
-            epoch = int(state.pop("epoch"))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise StateError(f"the sampler's part of the state is damaged: {error}") from error
+            epoch = check_epoch("its epoch", state.pop("epoch"))
+            bytes.fromhex(state.get("generator", ""))
+        except (TypeError, ValueError, KeyError) as error:
+            raise StateError(f"the state is damaged: sampler has {text!r:.200}: {error}") from error
         self._loaded = (epoch, state)
 
     def _capture(self) -> dict[str, Any]:
@@ -160,12 +164,15 @@ class SamplerAdapter:
         return {}
 
     def _apply(self, state: dict[str, Any]) -> None:
-        if "state" in state:
-            self._owner.load_state_dict(state["state"])
-        elif "generator" in state and (generator := getattr(self._owner, "generator", None)) is not None:
-            import torch
+        try:
+            if "state" in state:
+                self._owner.load_state_dict(state["state"])
+            elif "generator" in state and (generator := getattr(self._owner, "generator", None)) is not None:
+                import torch
 
-            generator.set_state(torch.frombuffer(bytearray(bytes.fromhex(state["generator"])), dtype=torch.uint8))
+                generator.set_state(torch.frombuffer(bytearray(bytes.fromhex(state["generator"])), dtype=torch.uint8))
+        except Exception as error:  # the user's sampler may raise anything
+            raise StateError(f"the sampler {self} refuses its saved state: {format_error(error)}") from error
 
 
 class BatchSamplerAdapter(SamplerAdapter):

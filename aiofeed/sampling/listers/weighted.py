@@ -28,12 +28,13 @@ class WeightedOrder(ComputedOrder):
     """
 
     argument = "weights"
+    differs = "other weights="
 
     def __init__(self, weights: Sequence[float] | NDArray[Any], samples: int, seed: int) -> None:
         array = _checked_weights(weights, samples)
         super().__init__(samples, hashlib.sha256(array.tobytes()).hexdigest()[:32])
         cumulative = np.cumsum(array)
-        self._cumulative = cumulative / cumulative[-1] if samples else cumulative
+        self._cumulative = cumulative / cumulative[-1:]
         self._seed = seed
 
     def __str__(self) -> str:

@@ -26,6 +26,7 @@ class WindowOrder(ComputedOrder):
     """
 
     argument = "shuffle"
+    differs = 'other shards, whose samples shuffle="window" mixes'
 
     def __init__(self, starts: Sequence[int], width: int, seed: int) -> None:
         self._starts = np.asarray(starts, np.int64)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import mmap
 import os
+import re
 import struct
 import sys
 from pathlib import Path
@@ -29,25 +31,50 @@ MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
+# The bytes at the beginning of a raw file that are checked.
+CHECKED_BYTES = 1 << 16
+NPY = b"\x93NUMPY"
+OTHER_FORMATS = {
+    b"\x1f\x8b\x08": "compressed with gzip",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"PK\x03\x04": "a zip file, such as .npz or that of torch.save",
+    b"\x80\x04\x95": "a pickle",
+    b"\x80\x05\x95": "a pickle",
+    b"PAR1": "a Parquet file",
+    b"ARROW1\0\0": "an Arrow file",
+    b"\x89HDF": "an HDF5 file",
+    MEGATRON_MAGIC: "the index of a Megatron .bin, which is the file to pass",
+}
+_CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1f\x7f]")
+TEXT_BYTES = 64
+# Integers that are wider than their dtype are found by this: they are tokens of a vocabulary of at most 2**18, so that
+# each one's second uint16 is 0 to 3, and all following ones are 0. In a file of narrower tokens, 32 tokens of 4 or more
+# are all at such first places with a probability of 2**-32 at most.
+WIDE_VOCAB, LARGE_TOKENS = 1 << 18, 32
+
 
 def open_tokens(path: Path, dtype: str) -> NDArray[Any]:
-    """Map the tokens of a file, without reading them; ``dtype`` is that of a file that does not name its own.
+    """Map the tokens of a file, reading its beginning only; ``dtype`` is that of a file that does not name its own.
 
     Raises:
         FileNotFoundError: The file does not exist.
-        ValueError: The file is truncated, damaged or of another format.
+        ValueError: The file is truncated, damaged or of another format or dtype.
     """
     if not path.is_file():
         hint = f"; did you mean {path}.bin?" if Path(f"{path}.bin").is_file() else ""
         raise FileNotFoundError(f"{path} is no file of tokens{hint}")
-    if path.suffix == ".npy":
+    with path.open("rb") as file:
+        head = file.read(CHECKED_BYTES)
+    if path.suffix == ".npy" or head.startswith(NPY):
         return _open_npy(path)
     size, offset = path.stat().st_size, 0
     index = path.with_suffix(".idx")
     if path.suffix == ".bin" and index.is_file():
         dtype = _megatron_dtype(index, path, size)
-    elif size >= HEADER_BYTES and (found := _header_dtype(path, size)) is not None:
+    elif size >= HEADER_BYTES and (found := _header_dtype(path, size, head)) is not None:
         dtype, offset = found, HEADER_BYTES
+    else:
+        _check_raw(path, head, dtype)
     itemsize = np.dtype(dtype).itemsize
     if (size - offset) % itemsize:
         raise ValueError(
@@ -74,10 +101,41 @@ def _open_npy(path: Path) -> NDArray[Any]:
     return np.asarray(tokens)
 
 
-def _header_dtype(path: Path, size: int) -> str | None:
+def _check_raw(path: Path, head: bytes, dtype: str) -> None:
+    """Raise ``ValueError`` if a file begins like text, another format or integers that are wider than ``dtype``."""
+    itemsize = np.dtype(dtype).itemsize
+    kind = next((kind for magic, kind in OTHER_FORMATS.items() if head.startswith(magic)), None)
+    if kind is None and itemsize > 1 and _is_text(head):
+        kind = "text"
+    if kind is not None:
+        raise ValueError(f"{path} is {kind}, and not a file of {dtype} tokens")
+    for wide in ("int64", "int32"):
+        width = np.dtype(wide).itemsize
+        if width <= itemsize:
+            return
+        tokens = np.frombuffer(head, f"<u{width}", len(head) // width)
+        large = np.count_nonzero(tokens % (1 << 8 * itemsize) > 3)
+        if large >= LARGE_TOKENS and (tokens < WIDE_VOCAB).all():
+            raise ValueError(
+                f"{path} seems to have {wide} tokens: of each {width // itemsize} {dtype} only the first is ever more "
+                f"than 3. Pass dtype={wide!r}. If they are {dtype}, write them as .npy, which names its dtype"
+            )
+
+
+def _is_text(head: bytes) -> bool:
+    """Whether bytes are UTF-8 without control characters. The last character may be cut."""
+    if len(head) < TEXT_BYTES or _CONTROL.search(head):
+        return False
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _header_dtype(path: Path, size: int, head: bytes) -> str | None:
     """The dtype that a header names; ``None`` for a file without a header."""
-    header = np.fromfile(path, "<i4", 4)
-    magic, version, count, itemsize = map(int, header)
+    magic, version, count, itemsize = struct.unpack_from("<4i", head)
     expected, dtype = LLM_C.get(magic, (1, NEMO_DTYPES.get(itemsize)))
     if magic in LLM_C or magic == NEMO:
         if version != expected:

@@ -23,10 +23,14 @@ if TYPE_CHECKING:
 
 # Files up to this share (1 / MEMORY_SHARE) of free memory stay in the page cache.
 MEMORY_SHARE = 2
+# Tokens of each of three parts of a file that are compared with ``vocab``.
+CHECKED_TOKENS = 1 << 16
 
 
 @public
-@explain_arguments({"block_size": "it is called block", "seq_len": "it is called block"})
+@explain_arguments(
+    {"block_size": "it is called block", "seq_len": "it is called block", "vocab_size": "it is called vocab"}
+)
 class Tokens:
     """Windows of ``block`` tokens in files of tokens, for language models: int64 [N, block], as embeddings take them.
 
@@ -44,11 +48,13 @@ class Tokens:
         stride: Tokens from the start of a window to the next. Default: ``block``, windows side by side. Tokens that do
             not fill a last window are left out.
         targets: Make samples ``(x, y)``. A window then needs ``block + 1`` tokens.
+        vocab: The size of the vocabulary. The tokens at the beginning, in the middle and at the end of each file must
+            be less.
 
     Raises:
         FileNotFoundError: A file does not exist.
-        TypeError, ValueError: An argument has the wrong type or is out of range, or a file is a URL, truncated, damaged
-            or shorter than a window.
+        TypeError, ValueError: An argument has the wrong type or is out of range, or a file is a URL, text, truncated,
+            damaged, shorter than a window or of another dtype.
     """
 
     traits: Traits = Traits(decode="none", rows=True)
@@ -61,12 +67,15 @@ class Tokens:
         dtype: str = "uint16",
         stride: int | None = None,
         targets: bool = False,
+        vocab: int | None = None,
     ) -> None:
         self.block: int = check_positive_int("Tokens(block=...)", block)
         self.targets: bool = check_bool("Tokens(targets=...)", targets)
         step = self.block if stride is None else check_positive_int("Tokens(stride=...)", stride)
         name = _dtype_name(dtype)
         self._open([(path, name, step) for path in _checked_paths(paths)])
+        if vocab is not None:
+            self._check_vocab(check_positive_int("Tokens(vocab=...)", vocab))
 
     def _open(self, files: list[tuple[Path, str, int]]) -> None:
         """Map files, each with the dtype of raw tokens and the stride."""
@@ -86,6 +95,17 @@ class Tokens:
         self._starts = np.cumsum([0, *map(len, self._windows)])
         self.in_memory: bool = sum(tokens.nbytes for tokens in self.arrays) * MEMORY_SHARE <= free_memory()
         """Whether the operating system can keep the files in memory."""
+
+    def _check_vocab(self, vocab: int) -> None:
+        for (path, _, _), tokens in zip(self._files, self.arrays, strict=True):
+            for start in (0, len(tokens) // 2, max(len(tokens) - CHECKED_TOKENS, 0)):
+                part = tokens[start : start + CHECKED_TOKENS]
+                wrong = np.flatnonzero((part < 0) | (part >= vocab))
+                if len(wrong):
+                    raise ValueError(
+                        f"{path}: token {start + wrong[0]} is {part[wrong[0]]}, and vocab={vocab}: the file is of "
+                        f"another tokenizer, or of another dtype than {tokens.dtype}"
+                    )
 
     def joined(self, others: Sequence[Tokens]) -> Tokens:
         """Return these windows, followed by those of others.

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from aiofeed.sources.objects.clients import StoreClient
-
+# How obstore begins a message; that of a web server reads "Generic HTTP error", whatever the fault.
+_STORE = re.compile(r"Generic \w+ error: ")
 _STATUS = re.compile(r"status code: (\d{3})")
 _REASON = re.compile(r'(?:message|error): "([^"]+)"')
+# The names of a fault of TLS: "InvalidCertificate", and its innermost reason, such as "UnknownIssuer".
+_TLS = re.compile(r"kind: InvalidData,\s+error: (\w+)\((?:\s*\w+\()*\s*(\w+)")
+# A redirect that cannot be followed, or leads to no URL.
+_REDIRECT = re.compile(r"kind: (?:Redirect|Builder),\s+source: (\w+)")
 # 408 and 429 ask for a later attempt; 409 is sent by S3 while a bucket changes.
 _TRANSIENT = frozenset({408, 409, 425, 429})
 _THROTTLED = re.compile(r"SlowDown|Throttl|rateLimitExceeded|RequestLimitExceeded|ServerBusy", re.I)
@@ -24,6 +29,11 @@ class ObjectInfo(NamedTuple):
     size: int
     etag: str | None
     modified: float
+
+    def is_version_of(self, other: ObjectInfo) -> bool:
+        """Whether two answers are about the same version: by their etags, or by the time of change without these."""
+        tags = (self.etag, other.etag) if self.etag and other.etag else (self.modified, other.modified)
+        return self.size == other.size and tags[0] == tags[1]
 
 
 class RangesIgnoredError(OSError):
@@ -47,10 +57,10 @@ class Fault:
     answered: bool = True
 
 
-def fault_of(error: Exception, client: StoreClient, url: str) -> Fault:
+def fault_of(error: Exception, redact: Callable[[str], str], url: str) -> Fault:
     """The fault that an exception of obstore stands for."""
     text = str(error)
-    first, kind = text.partition("\n")[0], type(error).__name__
+    first, kind = _STORE.sub("", text.partition("\n")[0]), type(error).__name__
     found = _STATUS.search(first)
     status = int(found[1]) if found else 0
     if isinstance(error, FileNotFoundError):
@@ -66,19 +76,33 @@ def fault_of(error: Exception, client: StoreClient, url: str) -> Fault:
     if (status in (401, 403) and not throttled) or expired:
         hint = "the credentials are not accepted" if status == 401 else "access is denied"
         hint = "the credentials have expired" if expired and status != 401 else hint
-        return Fault(PermissionError(errno.EACCES, client.redact(f"{hint}: {_short(first)}"), url), expired=expired)
+        return Fault(PermissionError(errno.EACCES, redact(f"{hint}: {_short(first)}"), url), expired=expired)
     network = isinstance(error, TimeoutError | ConnectionError) or "HTTP error" in first or "error sending" in first
-    reason = _REASON.search(text)
-    if network and reason is not None:
+    reason, tls, redirect = _REASON.search(text), _TLS.search(text), _REDIRECT.search(text)
+    if network and tls is not None:
+        first = f"{first} ({tls[1]}: {tls[2]})"
+    elif network and redirect is not None:
+        first = f"{first} ({redirect[1]})"
+    elif network and reason is not None:
         first = f"{first} ({'host name: ' if 'dns error' in text else ''}{reason[1]})"
-    message = client.redact(_short(first))
-    transient = network or throttled or status >= 500 or status in _TRANSIENT
+    message = redact(_short(first))
+    # No other attempt changes a redirect or a certificate.
+    lasting = redirect is not None or (tls is not None and tls[1] == "InvalidCertificate")
+    transient = (network and not lasting) or throttled or status >= 500 or status in _TRANSIENT
     return Fault(OSError(f"{message}: {url}"), transient=transient, answered=bool(status) or "Body" in text)
 
 
 def changed(url: str) -> OSError:
     """The error of an object whose etag is not the expected one."""
     return OSError(f"the object has changed since its index, or an earlier part of it, was read: {url}")
+
+
+def other_size(url: str, size: int, listed: int | None) -> OSError:
+    """The error of an object whose size is not the one in the listing."""
+    return OSError(
+        f"the server sends {size} bytes, and the listing has {listed}: the object was replaced, and refresh=True lists "
+        f"again, or a proxy sent something else: {url}"
+    )
 
 
 def too_short(url: str, start: int, end: int) -> OSError:

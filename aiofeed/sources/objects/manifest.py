@@ -15,7 +15,7 @@ import numpy as np
 
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_callable, check_positive_int, explain_arguments
-from aiofeed.sources.file_io import MAX_BYTES, beneath, open_file, read_range
+from aiofeed.sources.file_io import MAX_BYTES, check_beneath, open_file, read_range
 from aiofeed.sources.files import Files, path_of
 from aiofeed.sources.objects.faults import too_short
 from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
@@ -294,7 +294,7 @@ class Manifest(Files):
     def fingerprint(self) -> str:
         """A hash of all rows: of their keys without the root, their ranges and their targets."""
         digest = hashlib.sha256(b"Manifest")
-        for column in [self.paths.keys, *(self._bounds or ()), *self._columns]:
+        for column in [self.paths.stable_keys(), *(self._bounds or ()), *self._columns]:
             for part in _parts(column):
                 digest.update(part)
         return digest.hexdigest()[:32]
@@ -464,7 +464,7 @@ def _located(
                 if len(urls):
                     raise ValueError(f"{redacted(keys[urls[0]])!r} is not relative to root={redacted(folder)!r}")
                 for row in rows(_OUTWARD):
-                    beneath(redacted(folder), keys[row])
+                    check_beneath(redacted(folder), keys[row])
             found = ObjectList(keys, [ObjectReader(folder, store=store, options=options)])
     except ValueError as error:
         raise ValueError(f"{file.name}: {error}") from None

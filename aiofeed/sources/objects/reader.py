@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import logging
@@ -18,14 +19,24 @@ from aiofeed.core.failure_policy import backoff_s
 from aiofeed.core.statistics import StorageStatistics
 from aiofeed.sources.file_io import MAX_BYTES, too_large
 from aiofeed.sources.objects.clients import open_requests, shared_client
-from aiofeed.sources.objects.faults import Fault, ObjectInfo, RangesIgnoredError, changed, fault_of, too_short
+from aiofeed.sources.objects.faults import (
+    Fault,
+    ObjectInfo,
+    RangesIgnoredError,
+    changed,
+    fault_of,
+    other_size,
+    too_short,
+)
 from aiofeed.sources.objects.local import LocalObjects
 from aiofeed.sources.objects.requests import RequestMonitor, percentile
-from aiofeed.sources.objects.urls import join_url, split_url
+from aiofeed.sources.objects.urls import QUERY, join_url, split_url
 
 ResultT = TypeVar("ResultT")
 
 Page: TypeAlias = list[tuple[str, ObjectInfo]]
+# The version that all parts of an object must have; empty until the first answer.
+Expected: TypeAlias = list[ObjectInfo]
 
 log: logging.Logger = logging.getLogger("aiofeed.sources")
 
@@ -51,7 +62,7 @@ class ObjectReader:
 
     Transient faults (5xx, throttling, connections that end, bodies that are cut) are retried for up to 60 s, an expired
     credential once with a new client; a missing object is not. Requests that take unusually long are sent a second
-    time, at most 5 % of all. Cancelling a coroutine cancels its requests.
+    time, at most 5 % of all; those whose body comes slowly are sent anew. Cancelling a coroutine cancels its requests.
 
     May be used by several event loops; the client of a bucket or host is the same for all readers of this process.
 
@@ -74,9 +85,9 @@ class ObjectReader:
             raise TypeError(f"options must be a dict of arguments of obstore's from_url, got {type(options).__name__}")
         base, prefix = split_url(root)
         self._local = LocalObjects(prefix) if not base and store is None else None
-        self._base = base
+        self._base, _, self._query = base.partition("?")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-        self._client = shared_client(base, options or {}, store)
+        self._client = shared_client(self._base, options or {}, store)
         self._reset()
 
     def _reset(self) -> None:
@@ -87,7 +98,7 @@ class ObjectReader:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process."""
-        return {name: self.__dict__[name] for name in ("_local", "_base", "_prefix", "_client")}
+        return {name: self.__dict__[name] for name in ("_local", "_base", "_query", "_prefix", "_client")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -109,7 +120,10 @@ class ObjectReader:
 
     def url(self, key: str) -> str:
         """The URL of an object, or the path of a file, without credentials."""
-        return self._local.url(key) if self._local is not None else join_url(self._base, self._prefix + key)
+        if self._local is not None:
+            return self._local.url(key)
+        query = f"{QUERY}{self._query}" if self._query and QUERY not in key else ""
+        return join_url(self._base, f"{self._prefix}{key}{query}")
 
     async def head(self, key: str) -> ObjectInfo:
         """Size, etag and time of change of an object.
@@ -123,33 +137,40 @@ class ObjectReader:
             return await self._local.head(key)
         return _info((await self._get(key, {"head": True}, 0))[0].meta)
 
-    async def read(self, key: str, *, max_bytes: int = MAX_BYTES) -> bytes:
+    async def read(self, key: str, *, max_bytes: int = MAX_BYTES, size: int | None = None) -> bytes:
         """A whole object; a large one in parallel parts.
 
+        Args:
+            key: The key of the object.
+            max_bytes: The maximum size of the object.
+            size: The size of the object in a listing.
+
         Raises:
-            OSError: As in ``head``; or the object has more than ``max_bytes``, of which none are read.
+            OSError: As in ``head``; or the object has more than ``max_bytes``, or another size than in the listing, and
+                is not read; or it was replaced between two parts.
         """
         if self._local is not None:
             return await self._local.read(key, max_bytes)
-        answer, body = await self._get(key, None, None, min(WHOLE_BYTES, max_bytes))
-        start, end = answer.range
-        if body is None:
-            meta = answer.meta
+        for most in (min(WHOLE_BYTES, max_bytes), max_bytes):
+            answer, body = await self._get(key, None, None, most)
+            info, (start, end) = _info(answer.meta), answer.range
+            del answer  # ends its body
             if end > max_bytes:
                 raise too_large(self.url(key), f"{end} bytes are", max_bytes)
-            del answer  # ends its body
-            try:
-                [data] = await self.read_ranges(key, [start], [end], etag=meta["e_tag"])
-                return data
-            except RangesIgnoredError:
-                answer, body = await self._get(key, None, None, max_bytes)
-                start, end = answer.range
+            if size not in (None, end):
+                raise other_size(self.url(key), end, size)
+            if body is None:
+                # A server that ignores ranges is asked for the whole object.
+                with contextlib.suppress(RangesIgnoredError):
+                    [body] = await self.read_ranges(key, [start], [end], info=info)
+            if body is not None:
+                break
         if len(body) != end - start:
             raise too_short(self.url(key), start, end)
         return bytes(body)
 
     async def read_ranges(
-        self, key: str, starts: Sequence[int], ends: Sequence[int], *, etag: str | None = None
+        self, key: str, starts: Sequence[int], ends: Sequence[int], *, info: ObjectInfo | None = None
     ) -> list[bytes]:
         """The bytes from each start up to its end. Ranges that are close together are read by one request.
 
@@ -157,19 +178,20 @@ class ObjectReader:
             key: The key of the object.
             starts: The first byte of each range.
             ends: The byte after the last one of each range.
-            etag: The expected etag, as ``head`` or ``list`` returns it.
+            info: What ``head`` returned for the object.
 
         Raises:
             ValueError: A range ends before it starts.
-            OSError: As in ``head``; or the object ends before a range does, or its etag is another one.
+            OSError: As in ``head``; or the object ends before a range does, or it was replaced since ``head`` or
+                between two parts.
         """
         if self._local is not None:
-            return await self._local.read_ranges(key, starts, ends, etag=etag)
-        joined = join_ranges(starts, ends)
+            return await self._local.read_ranges(key, starts, ends, etag=None if info is None else info.etag)
+        joined, expected = join_ranges(starts, ends), [] if info is None else [info]
         if len(joined) == 1 and joined[0].end - joined[0].start <= PART_BYTES:
-            buffers: Sequence[Any] = [await self._read_part(key, joined[0].start, joined[0].end, etag)]
+            buffers: Sequence[Any] = [await self._read_part(key, joined[0].start, joined[0].end, expected)]
         else:
-            buffers = await self._read_parts(key, joined, etag)
+            buffers = await self._read_parts(key, joined, expected)
         data = [b""] * len(starts)
         for part, buffer in zip(joined, buffers, strict=True):
             if len(part.members) == 1:
@@ -235,25 +257,28 @@ class ObjectReader:
         """The requests of this reader in this process; ``None`` for a folder."""
         return statistics_of([self])
 
-    async def _read_parts(self, key: str, ranges: Sequence[JoinedRange], etag: str | None) -> Sequence[bytes]:
+    async def _read_parts(self, key: str, ranges: Sequence[JoinedRange], expected: Expected) -> Sequence[bytes]:
         """The bytes of each range; long ones in parts, some of them at the same time."""
         turn = asyncio.Semaphore(PARTS)
 
         async def read_part(start: int, end: int) -> Any:
             async with turn:
-                return await self._read_part(key, start, end, etag)
+                return await self._read_part(key, start, end, expected)
 
         bounds = [list(pairwise([*range(each.start, each.end, PART_BYTES), each.end])) for each in ranges]
         parts = iter(await run_all([read_part(start, end) for pairs in bounds for start, end in pairs]))
         return [b"".join(islice(parts, len(pairs))) for pairs in bounds]
 
-    async def _read_part(self, key: str, start: int, end: int, etag: str | None) -> Any:
+    async def _read_part(self, key: str, start: int, end: int, expected: Expected) -> Any:
         options: dict[str, Any] = {"range": (start, end)}
-        weak = etag is not None and etag.startswith("W/")
-        if etag is not None and not weak:  # no server accepts a weak etag as a condition (RFC 9110, 13.1.1)
-            options["if_match"] = etag
+        etag = expected[0].etag if expected else None
+        if etag is not None and not etag.startswith("W/"):
+            options["if_match"] = etag  # no server accepts a weak etag as a condition (RFC 9110, 13.1.1)
         answer, body = await self._get(key, options, end - start)
-        if weak and answer.meta["e_tag"] != etag:
+        info = _info(answer.meta)
+        if not expected:
+            expected.append(info)
+        if not expected[0].is_version_of(info):
             raise changed(self.url(key))
         if answer.range != (start, end) or len(body) != end - start:
             raise too_short(self.url(key), start, end)
@@ -262,7 +287,7 @@ class ObjectReader:
     async def _get(
         self, key: str, options: Mapping[str, Any] | None, nbytes: int | None, most: int = 0
     ) -> tuple[Any, Any]:
-        path, monitor, get = self._prefix + key, self._monitor(), _obstore().get_async
+        path, monitor, get = self._prefix + key.partition(QUERY)[0], self._monitor(), _obstore().get_async
 
         def attempt(store: Any) -> Coroutine[Any, Any, tuple[Any, Any]]:
             return monitor.send(partial(get, store, path, options=options), nbytes, most)
@@ -273,35 +298,37 @@ class ObjectReader:
     async def _retried(self, key: str, attempt: Callable[[Any], Awaitable[Any]]) -> Any:
         """The result of ``attempt(store)``, which is called again after a transient fault."""
         failures, renewed, started = 0, False, 0.0
+        query = key.partition(QUERY)[2] or self._query
         while True:
-            store, version = self._client.store()
+            store, version = self._client.store(query)
             try:
                 return await attempt(store)
             except Exception as error:  # noqa: BLE001 - obstore's errors; raised below without credentials
-                fault = fault_of(error, self._client, self.url(key))
+                fault = fault_of(error, partial(self._client.redact, query=query), self.url(key))
             # Outside of the block above, so that the error has no context, which may contain credentials.
             monitor = self._monitor()
             monitor.failed()
             monitor.answered |= fault.answered
-            if fault.expired and not renewed:
+            if not renewed and (fault.expired or self._client.is_outdated):
                 renewed = True
                 self._client.renew(version)
             elif not fault.transient:
                 raise fault.error
             else:
                 started = started or time.monotonic()
-                if time.monotonic() - started > (RETRY_S if monitor.answered else FIRST_RETRY_S):
+                most_s = RETRY_S if monitor.answered else FIRST_RETRY_S
+                if time.monotonic() - started > most_s:
                     raise fault.error
-                self._log(fault)
+                self._log(fault, most_s)
                 failures += 1
                 await asyncio.sleep(backoff_s(failures, self._jitter))
             monitor.retries += 1
 
-    def _log(self, fault: Fault) -> None:
+    def _log(self, fault: Fault, most_s: float) -> None:
         now = time.monotonic()
         if now - self._logged_at > LOG_EVERY_S:
             self._logged_at = now
-            log.warning("sent again for up to %.0f s: %s", RETRY_S, fault.error)
+            log.warning("sent again for up to %.0f s: %s", most_s, fault.error)
 
     def _monitor(self) -> RequestMonitor:
         """The monitor of the running loop; that of a loop that is closed goes on with another one."""

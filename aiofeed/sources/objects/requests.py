@@ -26,6 +26,13 @@ SENT_MOST = 3
 CALM_S = 1.0
 # Shorter latencies are not worth a second request.
 LATE_LEAST_S = 0.005
+# A body is expected at this rate at least; a part of 8 MB then has some five minutes, for slow lines.
+LEAST_BYTES_PER_S = 32 << 10
+# A request whose body takes so much longer fails: obstore only limits the time between two bytes.
+BODY_S = 20.0
+# The same for a body that is late, which is cancelled and requested again; and the multiple of the late time.
+BODY_LEAST_S = 1.0
+BODY_LATE_TIMES = 4
 
 
 class LatencyWindow:
@@ -116,11 +123,21 @@ class RequestMonitor:
                 # that worse.
                 if now - request.started < window.late_s or request.started > window.in_time_to:
                     break
-                overdue = now - request.started > window.late_s * request.sent
-                if overdue and request.sent < SENT_MOST and self._allowed >= 1.0 and not request.result.done():
+                # A slow body is cancelled, so that its next request is no further load and needs no allowance.
+                patience_s, is_slow = window.late_s, request.body_s is not None
+                if request.body_s is not None:
+                    patience_s = max(BODY_LATE_TIMES * patience_s, BODY_LEAST_S) + request.body_s
+                overdue = now - request.started > patience_s * request.sent
+                if not overdue or request.sent == SENT_MOST or request.result.done():
+                    continue
+                if is_slow:
+                    request.cancel()
+                    self.retries += 1
                     request.send()
+                elif self._allowed >= 1.0:
                     self._allowed -= 1.0
                     self.hedges += 1
+                    request.send()
         delay_s = min((window.late_s for window in self.windows.values() if window.open), default=float("inf"))
         self._timer = loop.call_later(delay_s / 4, self._check, loop) if delay_s < float("inf") else None
 
@@ -128,7 +145,7 @@ class RequestMonitor:
 class _Request:
     """A request that may be sent several times; the first answer counts."""
 
-    __slots__ = ("_begin", "_futures", "_monitor", "_most", "result", "sent", "started")
+    __slots__ = ("_begin", "_futures", "_limit", "_monitor", "_most", "body_s", "result", "sent", "started")
 
     def __init__(
         self,
@@ -141,6 +158,9 @@ class _Request:
         self._begin = begin
         self._most = most
         self._futures: list[asyncio.Future[Any]] = []
+        self._limit: asyncio.TimerHandle | None = None
+        # Seconds that the body may need at the least rate; None if nothing was answered.
+        self.body_s: float | None = None
         self.sent = 0
         self.result = result
         self.started = time.perf_counter()
@@ -151,8 +171,12 @@ class _Request:
         self._follow(self._begin(), self._answered)
 
     def cancel(self) -> None:
+        """Cancel what was sent."""
         for future in self._futures:
             future.cancel()
+        self.body_s = None
+        if self._limit is not None:
+            self._limit.cancel()
 
     def _follow(self, future: asyncio.Future[Any], then: Callable[[asyncio.Future[Any]], None]) -> None:
         self._futures.append(future)
@@ -165,7 +189,20 @@ class _Request:
         if self._most is not None and answer.range[1] > self._most:
             self.result.set_result((answer, None))
         else:
+            self._limit_body(answer.range[1] - answer.range[0])
             self._follow(answer.bytes_async(), partial(self._received, answer))
+
+    def _limit_body(self, nbytes: int) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+        self.body_s = nbytes / LEAST_BYTES_PER_S
+        limit_s = BODY_S + self.body_s
+        error = TimeoutError(f"a part of {nbytes} bytes did not arrive within {limit_s:.0f} s")
+        self._limit = self.result.get_loop().call_later(limit_s, self._fail, error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.result.done():
+            self.result.set_exception(error)
 
     def _received(self, answer: Any, future: asyncio.Future[Any]) -> None:
         if (body := self._take(future)) is not None:
@@ -181,7 +218,7 @@ class _Request:
             return None
         if error is not None:
             if not self._futures:
-                self.result.set_exception(error)
+                self._fail(error)
             return None
         return future.result()
 

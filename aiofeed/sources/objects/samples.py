@@ -6,16 +6,19 @@ import asyncio
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from aiofeed.core.statistics import StorageStatistics
-from aiofeed.sources.file_io import beneath
+from aiofeed.sources.file_io import check_beneath
 from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
 from aiofeed.sources.objects.listing import list_objects
 from aiofeed.sources.objects.reader import ObjectReader, statistics_of
-from aiofeed.sources.objects.urls import redacted, split_url
+from aiofeed.sources.objects.urls import redacted, split_url, with_query, without_signature
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 class ObjectList(Sequence[str]):
@@ -25,10 +28,18 @@ class ObjectList(Sequence[str]):
         keys: The key of each object, relative to the root of its reader.
         readers: The readers.
         numbers: The number of the reader of each object; ``None``: all have the first.
+        sizes: The size of each object in a listing; ``None``: they were not listed.
     """
 
-    def __init__(self, keys: PackedKeys, readers: list[ObjectReader], numbers: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        keys: PackedKeys,
+        readers: list[ObjectReader],
+        numbers: Sequence[int] | None = None,
+        sizes: Sequence[int] | NDArray[np.int64] | None = None,
+    ) -> None:
         self.keys = keys
+        self.sizes = sizes
         self._readers = readers
         self._numbers = numbers
         self._stores: list[str] | None = None
@@ -65,7 +76,13 @@ class ObjectList(Sequence[str]):
 
     async def read_many(self, indices: Sequence[int], max_bytes: int) -> list[bytes | OSError]:
         """The contents of objects, or the error of each that cannot be read."""
-        reads = [self._reader(index).read(self.keys[index], max_bytes=max_bytes) for index in indices]
+        sizes = self.sizes
+        reads = [
+            self._reader(index).read(
+                self.keys[index], max_bytes=max_bytes, size=None if sizes is None else int(sizes[index])
+            )
+            for index in indices
+        ]
         found: list[Any] = await asyncio.gather(*reads, return_exceptions=True)
         for data in found:
             if isinstance(data, BaseException):
@@ -75,6 +92,14 @@ class ObjectList(Sequence[str]):
     async def read_ranges(self, index: int, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
         """Ranges of one object."""
         return await self._reader(index).read_ranges(self.keys[index], starts, ends)
+
+    def stable_keys(self) -> PackedKeys:
+        """The keys, without what changes when their queries are signed again."""
+        if self.keys.data.all():
+            return self.keys
+        packer = KeyPacker()
+        packer.add(map(without_signature, self.keys))
+        return packer.packed()
 
     def store_of(self, index: int) -> str:
         """Identifies the store of an object, which its URL may leave open."""
@@ -95,17 +120,17 @@ def objects_of(paths: Iterable[object], root: str | None, store: Any, options: M
     """
     keys, numbers, known = KeyPacker(), array("i"), dict[str, int]()
     readers = [] if root is None else [ObjectReader(root, store=store, options=options)]
-    last = ""
+    last, shown = "", "" if root is None else redacted(root)
     for position, path in enumerate(paths):
         if not isinstance(path, str):
             raise TypeError(f"Files needs URLs as str; number {position} is {path!r}")
         if root is not None:
-            beneath(redacted(root), path)
+            check_beneath(shown, path)
             key, number = path, 0
         elif last and path.startswith(last):
             key = path[len(last) :]
         else:
-            base, key = split_url(path)
+            base, key = with_query(*split_url(path))
             if not base and store is None:
                 raise ValueError(
                     f"{redacted(path)!r}, number {position}, is a file, and number 0 is a URL: Files reads either; "
@@ -132,7 +157,8 @@ def list_classes(
         The images, the number of images of each class in sorted order, and the number of images in no folder.
     """
     reader = ObjectReader(root, store=store, options=options)
-    keys = list_objects(reader, refresh=refresh).keys
+    listing = list_objects(reader, refresh=refresh)
+    keys, sizes = listing.keys, listing.sizes
     ranges, loose, at = {}, 0, 0
     is_image = keys.ends_with(extensions)
     while at < len(keys):
@@ -156,5 +182,5 @@ def list_classes(
         found.append(images)
     selected = np.concatenate(found)
     if not np.array_equal(selected, np.arange(len(keys))):
-        keys = keys.take(selected)
-    return ObjectList(keys, [reader]), counts, loose
+        keys, sizes = keys.take(selected), sizes[selected]
+    return ObjectList(keys, [reader], sizes=sizes), counts, loose

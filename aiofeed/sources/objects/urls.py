@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,17 @@ _USER_INFO = re.compile(r"(?<=://)[^/?#\s@]+@")
 _QUERY_VALUE = re.compile(r"(?<=[?&])([\w.~%-]+)=[^&#\s\"'<>,)]+")
 # Names of options and of environment variables whose values are secret.
 _SECRET = re.compile(r"secret|password|token|key|sas|signature|credential|authorization|bearer|headers", re.IGNORECASE)
-_ENVIRONMENT = ("AWS_", "AZURE_", "GOOGLE_", "GCP_")
+# The first letters of the environment variables that stores read.
+ENVIRONMENT = ("AWS_", "AZURE_", "GOOGLE_", "GCP_")
+# A query with a signature, and its parameters that change when it is signed again: of S3, GCS, CloudFront and Azure.
+_SIGNED = re.compile(r"(^|&)(sig|signature|x-\w+-signature)=", re.IGNORECASE)
+_SIGNING = re.compile(
+    r"x-(amz|goog)-.*|(aws|oss)accesskeyid|googleaccessid|expires|signature|policy|key-pair-id"
+    r"|sig|s[veprti]|sip|spr|skoid|sktid|sk[tesv]",
+    re.IGNORECASE,
+)
+# Between a key and its query. No key of a store has this character.
+QUERY = "\0"
 # Shorter values, such as "1" or "true", are no secrets, and would blank ordinary text.
 _SECRET_LEAST = 6
 
@@ -40,7 +51,7 @@ def scheme_of(path: object) -> str | None:
 def split_url(url: str) -> tuple[str, str]:
     """The root and the key of a URL: ``("s3://bucket", "train/a.jpg")``; of a local file ``("", path)``.
 
-    A query of an http URL is a part of its root: all objects of a root are read with the same one.
+    A query of an http URL is a part of its root here; ``with_query`` makes it a part of the key.
 
     Raises:
         ValueError: The URL has no bucket or host, or credentials that its store does not read.
@@ -66,9 +77,25 @@ def split_url(url: str) -> tuple[str, str]:
     return root, key
 
 
+def with_query(root: str, key: str) -> tuple[str, str]:
+    """A root without its query, and the key with it."""
+    root, _, query = root.partition("?")
+    return root, f"{key}{QUERY}{query}" if query else key
+
+
+def without_signature(key: str) -> str:
+    """A key with a hash in place of its query, or without it if it has only the parameters of a signature."""
+    key, mark, query = key.partition(QUERY)
+    if not mark:
+        return key
+    if _SIGNED.search(query):
+        query = "&".join(pair for pair in query.split("&") if not _SIGNING.fullmatch(pair.partition("=")[0]))
+    return f"{key}?{hashlib.sha256(query.encode()).hexdigest()[:16]}" if query else key
+
+
 def join_url(root: str, key: str) -> str:
-    """The URL of a key, without credentials."""
-    return redacted(f"{root.partition('?')[0]}/{key}") if root else key
+    """The URL of a key, without credentials; a hash in place of a query distinguishes objects that differ in it."""
+    return redacted(f"{root.partition('?')[0]}/{without_signature(key)}") if root else key
 
 
 def _local_path(url: str) -> str:
@@ -91,7 +118,7 @@ def secrets_of(root: str, options: Mapping[str, Any]) -> list[str]:
     found = {part for part in (parts.username, parts.password) if part is not None}
     found.update(value for _, value in parse_qsl(parts.query))
     for name, value in os.environ.items():
-        if name.startswith(_ENVIRONMENT) and _SECRET.search(name):
+        if name.startswith(ENVIRONMENT) and _SECRET.search(name):
             found.add(value)
     waiting: list[tuple[str, Any, bool]] = [(name, value, False) for name, value in options.items()]
     while waiting:

@@ -9,10 +9,12 @@ import os
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar, TypeAlias
+from weakref import WeakKeyDictionary
 
 from aiofeed.core.statistics import StorageStatistics
 from aiofeed.core.validation import check_callable
@@ -28,6 +30,10 @@ OPEN = 64
 SCAN = 8
 # Targets that are in no index are read from parts of a shard of this size.
 LABEL_BYTES = 32 << 20
+# Large parts of shards that are read at the same time, and the memory for those that were read, the last one in any
+# case.
+PARTS = 4
+CACHE_BYTES = 256 << 20
 
 _Group: TypeAlias = tuple[Shard, list[int], list[int]]
 
@@ -252,6 +258,32 @@ class Shards(ABC):
                 found.append(ValueError(f"{shard.url}: {error}"))
             at += count
         return found
+
+
+class RecentParts:
+    """Keeps the large parts of shards that were read last. Several reads that need a part read it once."""
+
+    def __init__(self) -> None:
+        self._parts: OrderedDict[Hashable, Any] = OrderedDict()
+        self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, Any]] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle no parts."""
+        return type(self), ()
+
+    async def get(self, key: Hashable, read: Callable[[], Awaitable[Any]]) -> Any:
+        """Return a part, which has ``nbytes``; ``read`` reads it if it is not kept."""
+        if (part := self._parts.get(key)) is not None:
+            return part
+        locks = self._locks.setdefault(asyncio.get_running_loop(), {})
+        async with locks.setdefault(key, asyncio.Lock()), locks.setdefault(None, asyncio.Semaphore(PARTS)):
+            part = self._parts.get(key)
+            if part is None:
+                part = self._parts[key] = await read()
+                while len(self._parts) > 1 and sum([each.nbytes for each in self._parts.values()]) > CACHE_BYTES:
+                    self._parts.popitem(last=False)
+        locks.pop(key, None)
+        return part
 
 
 def _ranges(index: ShardIndex, samples: Iterable[int]) -> list[tuple[int, int]]:

@@ -88,7 +88,7 @@ async def find(
 
 def _cache_path(shard: Shard, rules: IndexRules, target: Sequence[str]) -> Path | None:
     """The file of an index in the cache folder; ``None`` for a store that has no name, or without such a folder."""
-    place = os.path.abspath(shard.key) if shard.local else shard.reader.identity
+    place = os.path.abspath(shard.key) if shard.reader.is_local else shard.reader.identity
     if place is None or (folder := cache_folder()) is None:
         return None
     name = "\n".join([rules.kind, place, shard.key, *target])

@@ -6,10 +6,12 @@ and the samples; a sample is the sizes of its columns of variable size (uint32) 
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,7 +19,7 @@ import numpy as np
 
 from aiofeed.core.types import public
 from aiofeed.core.validation import explain_arguments
-from aiofeed.sources.shards.base import FieldShards
+from aiofeed.sources.shards.base import FieldShards, RecentParts
 from aiofeed.sources.shards.index import ShardIndex, ranges_of
 from aiofeed.sources.shards.indexing import IndexRules, Scan
 from aiofeed.sources.shards.urls import Shard, ShardFinder, Urls
@@ -27,6 +29,10 @@ _DTYPES = {
     **{8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32"},
     **{33: "int32", 34: "float32", 64: "uint64", 65: "int64", 66: "float64"},
 }
+# The names of compressions in pyarrow. It does not decompress bz2 in one call.
+_CODECS = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "snappy": "snappy"}
+# The offsets in a shard are uint32.
+_MOST_BYTES = 1 << 32
 
 
 def _integer(data: bytes) -> int:
@@ -75,6 +81,62 @@ def scan_mds(size: int, target: Sequence[str] = ()) -> Scan:
     return ranges_of(offsets[:-1], offsets[1:])
 
 
+@dataclass(eq=False, kw_only=True)
+class CompressedShard(Shard):
+    """A shard that is decompressed as a whole, unless it lies decompressed beside the compressed one.
+
+    Args:
+        packed: The compressed shard.
+        codec: Its compression.
+        unpacked_bytes: Its size when it is decompressed.
+        parts: Keeps decompressed shards.
+        plain: Whether it lies decompressed beside the compressed one.
+    """
+
+    packed: Shard
+    codec: str
+    unpacked_bytes: int
+    parts: RecentParts
+    plain: bool = True
+
+    async def open(self) -> None:
+        """Find out which of both there is, its version and the size."""
+        try:
+            await super().open()
+        except (FileNotFoundError, PermissionError):  # S3 denies access to a key that does not exist
+            await self.packed.open()
+            if self.codec not in _CODECS or not 0 <= self.unpacked_bytes < _MOST_BYTES:
+                raise ValueError(
+                    f"{self.packed.url} has {self.unpacked_bytes} bytes compressed with {self.codec}; aiofeed reads "
+                    f"less than 4 GiB compressed with {', '.join(_CODECS)}: decompress it with MosaicML Streaming"
+                ) from None
+            self.plain = self.local = False
+            self.size: int = self.unpacked_bytes
+            self.version: str = self.packed.version
+
+    async def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes of ranges of the decompressed shard."""
+        if self.plain:
+            return await super().read(ranges)
+        data = await self.parts.get(self, self._decompressed)
+        return [bytes(data[start:end]) for start, end in ranges]
+
+    async def _decompressed(self) -> memoryview:
+        [data] = await self.packed.read([(0, self.packed.size)])
+        arrow = _arrow()
+        try:
+            return memoryview(await asyncio.to_thread(arrow.decompress, data, self.unpacked_bytes, _CODECS[self.codec]))
+        except (OSError, arrow.ArrowException) as error:
+            raise ValueError(f"{self.packed.url}: its {self.codec} data are truncated or damaged: {error}") from None
+
+
+def _arrow() -> Any:
+    try:
+        return importlib.import_module("pyarrow")
+    except ImportError:
+        raise ImportError('Compressed MDS shards are read by pyarrow: pip install "aiofeed[parquet]"') from None
+
+
 @public
 @explain_arguments()
 class MDSShards(FieldShards):
@@ -83,6 +145,9 @@ class MDSShards(FieldShards):
     Columns of the encodings bytes, str, int, str_int, str_float, json, ndarray and of scalars have their values;
     jpeg and png have the encoded bytes, for ``decode=``. Other encodings (pil, pickle, lists) are an error, unless
     ``data`` leaves them out.
+
+    Shards compressed with zstd, gz, br or snappy are decompressed as a whole, and up to 256 MiB of them are kept:
+    ``shuffle="window"`` suits them, and an ``EncodedCache``. Needs ``pip install "aiofeed[parquet]"``.
 
     Args:
         urls: Folders with an ``index.json``, or these files: URLs or paths, one or a list.
@@ -95,8 +160,9 @@ class MDSShards(FieldShards):
 
     Raises:
         FileNotFoundError: There is no ``index.json``, or a shard is missing.
-        ValueError: A shard is compressed, truncated or damaged, a column does not exist or has another encoding, or a
-            URL cannot be read.
+        ImportError: A shard is compressed, and pyarrow is not installed.
+        ValueError: A shard is compressed with bz2, truncated or damaged, a column does not exist or has another
+            encoding, or a URL cannot be read.
         OSError: A shard cannot be read.
     """
 
@@ -109,6 +175,7 @@ class MDSShards(FieldShards):
     async def _list(self, finder: ShardFinder, urls: Urls) -> list[Shard]:
         self._encodings: dict[str, str] = {}
         self._sizes: dict[str, int | None] = {}
+        self._parts = RecentParts()
         found: list[Shard] = []
         for url in [urls] if isinstance(urls, str | os.PathLike) else urls:
             text = os.fspath(url)
@@ -126,8 +193,6 @@ class MDSShards(FieldShards):
                     found.append(self._shard(finder, base, listed.url, entry))
                 except (LookupError, TypeError, AttributeError) as error:
                     raise ValueError(f"{listed.url}: an entry of a shard is damaged: {error!r}") from None
-                if entry.get("zip_data") is not None:
-                    await _check_decompressed(found[-1], entry)
         if not found:
             raise ValueError("the list of shards is empty")
         return found
@@ -141,6 +206,16 @@ class MDSShards(FieldShards):
             raise ValueError(f"{url}: shards have different columns: {self._encodings} and {columns}")
         self._encodings, self._sizes = columns, dict(zip(names, sizes, strict=True))
         shard = finder.shard(f"{base}/{entry['raw_data']['basename']}")
+        if entry.get("zip_data") is not None:
+            shard = CompressedShard(
+                shard.reader,
+                shard.key,
+                shard.local,
+                packed=finder.shard(f"{base}/{entry['zip_data']['basename']}"),
+                codec=entry["compression"].partition(":")[0],
+                unpacked_bytes=int(entry["raw_data"]["bytes"]),
+                parts=self._parts,
+            )
         shard.samples = entry["samples"]
         return shard
 
@@ -177,13 +252,3 @@ class MDSShards(FieldShards):
             f"MDSShards: the column {name!r} has the encoding {kind!r}, which is not read; choose other columns with "
             f"data=[...]; there are {self._encodings}"
         )
-
-
-async def _check_decompressed(shard: Shard, entry: dict[str, Any]) -> None:
-    try:
-        await shard.open()
-    except FileNotFoundError:
-        raise ValueError(
-            f"{shard.url}: there is only {entry['zip_data']['basename']!r}, and a shard compressed with "
-            f"{entry['compression']} has no random access: decompress the shards, or write them without compression="
-        ) from None

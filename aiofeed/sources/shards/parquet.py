@@ -6,26 +6,21 @@ import asyncio
 import importlib
 import io
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_callable, explain_arguments
 from aiofeed.sources.objects.reader import run_all
-from aiofeed.sources.shards.base import Shards
+from aiofeed.sources.shards.base import RecentParts, Shards
 from aiofeed.sources.shards.index import ShardIndex
 from aiofeed.sources.shards.urls import Shard, Urls
 
 # Most footers are shorter, so that one request reads them.
 _TAIL_BYTES = 64 << 10
-# Row groups that are read at the same time, and the memory for those that were read, the last one in any case.
-GROUPS = 4
-CACHE_BYTES = 256 << 20
 
 
 @dataclass(eq=False)
@@ -53,7 +48,7 @@ class ParquetRows(Shards):
 
     Args:
         urls: URLs or paths: a list, or one with braces such as ``s3://bucket/train-{000..099}.parquet`` or a glob.
-        columns: The columns of the dict. Default: all.
+        columns: The columns of the dict. Default: all, which must be the same in all files.
         data: The column whose value ``decode=`` gets in place of a dict; that of a struct with its field, as in
             ``"image.bytes"``.
         target: The column of the target, or several for a dict of their values; a sample is then ``(decoded, target)``.
@@ -95,23 +90,23 @@ class ParquetRows(Shards):
         self._data = data.split(".") if data is not None else None
         self._target_columns = target
         self._to_target = check_callable("ParquetRows(to_target=)", to_target)
-        self._reset()
+        self._tables = RecentParts()
         _parquet()
         super().__init__(urls, store=store, options=options)
+        if self._columns is None and self._data is None:
+            self._check_alike()
         if target is not None:
             self.target = self._target
 
-    def _reset(self) -> None:
-        self._tables: OrderedDict[tuple[Shard, int], Any] = OrderedDict()
-        self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, Any]] = WeakKeyDictionary()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_tables", "_locks")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
+    def _check_alike(self) -> None:
+        """Raise ``ValueError`` unless all files have the same columns."""
+        first, *others = self._shards
+        for shard in others:
+            if different := sorted(set(_names(first)) ^ set(_names(shard))):
+                raise ValueError(
+                    f"{shard.url} and {first.url}: only one of them has the columns {different}; choose columns=[...] "
+                    f"that all files have"
+                )
 
     def _selection(self) -> Any:
         return self._columns, self._data, self._target_columns
@@ -145,7 +140,7 @@ class ParquetRows(Shards):
         targets = [targets] if isinstance(targets, str) else list(targets)
         for name in [*wanted, *targets]:
             if not _leaves(metadata, [name]):
-                raise ValueError(f"there is no column {name!r}; there are {metadata.schema.to_arrow_schema().names}")
+                raise ValueError(f"there is no column {name!r}; there are {_names(shard)}")
         if targets:
             async with self._scanning:
                 groups = range(metadata.num_row_groups)
@@ -200,19 +195,8 @@ class ParquetRows(Shards):
 
     async def _table(self, shard: Shard, group: int) -> Any:
         """A row group, read once if several reads need it at the same time."""
-        key = shard, group
-        if (table := self._tables.get(key)) is not None:
-            return table
-        locks = self._locks.setdefault(asyncio.get_running_loop(), {})
-        async with locks.setdefault(key, asyncio.Lock()), locks.setdefault(None, asyncio.Semaphore(GROUPS)):
-            table = self._tables.get(key)
-            if table is None:
-                table = await self._read_rows(shard, group, [self._data[0]] if self._data else self._columns)
-                self._tables[key] = table
-                while len(self._tables) > 1 and sum([each.nbytes for each in self._tables.values()]) > CACHE_BYTES:
-                    self._tables.popitem(last=False)
-        locks.pop(key, None)
-        return table
+        columns = [self._data[0]] if self._data else self._columns
+        return await self._tables.get((shard, group), lambda: self._read_rows(shard, group, columns))
 
     async def _read_rows(self, shard: Shard, group: int, columns: Sequence[str] | None) -> Any:
         """The columns of a row group."""
@@ -236,9 +220,14 @@ class ParquetRows(Shards):
 def summary_of(source: ParquetRows) -> dict[str, Any]:
     """The number of files, their bytes, the number of rows and the names of the columns."""
     shards = source._shards
-    columns = [name for shard in shards for name in shard.extra.metadata.schema.to_arrow_schema().names]
+    columns = [name for shard in shards for name in _names(shard)]
     size = sum(shard.size for shard in shards)
     return {"files": len(shards), "size": size, "rows": len(source), "columns": list(dict.fromkeys(columns))}
+
+
+def _names(shard: Shard) -> list[str]:
+    names: list[str] = shard.extra.metadata.schema.to_arrow_schema().names
+    return names
 
 
 def _parquet() -> Any:

@@ -19,6 +19,9 @@ from aiofeed.sources.shards.tar_index import (
 )
 from aiofeed.sources.shards.urls import Shard
 
+# More than the zeros at the end of a tar file: it fills a record, of 10 KiB by default.
+_END_BYTES = 1 << 20
+
 TAR_RULES = IndexRules(
     "tar",
     scan_tar,
@@ -33,7 +36,7 @@ class TarShards(FieldShards):
 
     Consecutive members whose names agree up to the first dot of the last part are a sample: ``0001.jpg`` and
     ``0001.cls`` have the key ``0001`` and the fields ``jpg`` and ``cls``. Without ``data``, a sample is a dict of all
-    its fields as bytes.
+    its fields as bytes. Of tar files joined by ``cat`` all samples are read.
 
     The index of each shard is taken from the cache folder, from ``x.tar.aiofeed``, or from an index of DALI
     (``x.idx``) or energon (``x.tar.idx``) beside the shard, if it fits. Otherwise it is made in one pass, which reads
@@ -62,9 +65,10 @@ class TarShards(FieldShards):
 
     async def _check_fit(self, shard: Shard, index: ShardIndex) -> None:
         await super()._check_fit(shard, index)
-        # A tar file may grow without another size, because it ends with zeros.
+        # A tar file may grow without another size, because it ends with zeros. Other tar files may be joined to it.
         after = -(-int(index.ends.max(initial=0)) // BLOCK) * BLOCK
-        if after + BLOCK <= shard.size and any((await shard.read([(after, after + BLOCK)]))[0]):
+        stop = min(after + _END_BYTES, shard.size)
+        if after < stop and any((await shard.read([(after, stop)]))[0]):
             raise ValueError(f"other members follow at byte {after}, behind those that it has")
         if index.keys is None or index.fields is None or not len(index):
             return

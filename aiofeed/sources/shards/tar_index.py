@@ -69,18 +69,22 @@ def members_of(data: bytes) -> dict[str, bytes]:
 def _headers(size: int, *, whole: bool = True) -> Generator[tuple[int, int] | tuple[int, int, str], bytes | None, None]:
     """Yields ``(start, end)`` to be sent these bytes, and ``(start, end, name)`` of each file with its last header.
 
+    Tar files joined by ``cat`` are read to the end of the last one, as by ``tar --ignore-zeros``.
+
     Args:
         size: The size of the tar file.
         whole: Whether the end must be marked.
     """
-    at, number = 0, 0
+    at, number, ended = 0, 0, not whole
     name: str | None = None
     long_size: int | None = None
-    while at < size or whole:
+    while at < size or not ended:
         header = yield at, at + BLOCK
-        if header == _ZEROS:
-            return
-        if header is None or len(header) < BLOCK:
+        assert header is not None
+        if header == _ZEROS[: len(header)] and (ended or len(header) == BLOCK):
+            at, ended = at + BLOCK, True
+            continue
+        if len(header) < BLOCK:
             raise ValueError(f"the tar file is truncated: it ends at byte {size} without an end mark")
         if number == 0 and (kind := _compression(header)) is not None:
             raise ValueError(
@@ -90,7 +94,7 @@ def _headers(size: int, *, whole: bool = True) -> Generator[tuple[int, int] | tu
         if _checksum(header) != _octal(header[148:156]):
             what = "it is no tar file" if number == 0 else f"the tar file is damaged: there is no header at byte {at}"
             raise ValueError(what)
-        number += 1
+        number, ended = number + 1, not whole
         kind_of, length = header[156:157], member_size(header)
         body = at + BLOCK
         if kind_of in (b"x", b"g", b"L", b"K"):

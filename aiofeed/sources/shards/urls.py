@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from aiofeed.sources.file_io import open_file, read_range
-from aiofeed.sources.objects.faults import changed, too_short
+from aiofeed.sources.objects.faults import ObjectInfo, changed, too_short
 from aiofeed.sources.objects.reader import ObjectReader
 from aiofeed.sources.objects.urls import redacted, split_url
 from aiofeed.sources.shards.index import ShardIndex, ranges_of
@@ -37,7 +37,7 @@ class Shard:
         local: Whether it is a file.
         samples: The number of its samples in the list that names it.
         size: Its size in bytes.
-        etag: Its etag.
+        info: Its size, etag and time of change at a URL.
         version: Its etag, or the time of its last change.
         index: Where its samples are.
         extra: What else its format has to know.
@@ -48,7 +48,7 @@ class Shard:
     local: bool
     samples: int | None = None
     size: int = 0
-    etag: str | None = None
+    info: ObjectInfo | None = None
     version: str = ""
     index: ShardIndex = NO_SAMPLES
     extra: Any = None
@@ -68,8 +68,8 @@ class Shard:
             status = await asyncio.to_thread(os.stat, self.key)
             self.size, self.version = status.st_size, _version(status)
         else:
-            info = await self.reader.head(self.key)
-            self.size, self.etag, self.version = info.size, info.etag, info.etag or str(info.modified)
+            self.info = info = await self.reader.head(self.key)
+            self.size, self.version = info.size, info.etag or str(info.modified)
 
     async def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """The bytes of ranges.
@@ -80,7 +80,7 @@ class Shard:
         if self.local:
             return await asyncio.to_thread(self.read_now, ranges)
         starts, ends = zip(*ranges, strict=True)
-        return await self.reader.read_ranges(self.key, starts, ends, etag=self.etag)
+        return await self.reader.read_ranges(self.key, starts, ends, info=self.info)
 
     def read_now(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """The bytes of ranges of a file."""

@@ -48,6 +48,8 @@ def scan_zip(size: int, target: Sequence[str] = ()) -> Scan:
         raise ValueError("the zip file has several parts or its end record is damaged")
     # Bytes before the archive, as in a self-extracting one, shift all offsets.
     shift = end - length - offset
+    if shift and (yield 0, 4) == b"PK\3\4":
+        raise ValueError(f"several zip files are joined, and the last one begins at byte {shift}: keep them apart")
     directory = yield end - length, end
     if len(directory) < length:
         raise ValueError("the zip file is truncated: its directory is not complete")

@@ -269,7 +269,7 @@ def test_in_host_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "message"),
     [
         ({"collate_fn": default_collate}, "^collate_fn= is not possible with cache=.device."),
-        ({"engine": "process:2"}, '^engine=.process:2. is not possible'),
+        ({"engine": "process:2"}, "^engine=.process:2. is not possible"),
         ({"static_batches": True, "drop_last": True}, "^static_batches=True is not possible"),
         ({"device": [SimulatedDevice(), SimulatedDevice()]}, "^a list of devices is not possible"),
         ({"batch_size": None, "batch_sampler": [[0, 1], [2]]}, "^batch_sampler= is not possible"),

@@ -3,8 +3,12 @@ import logging
 import multiprocessing
 import os
 import pickle
+import shutil
+import ssl
+import subprocess
 import threading
 import traceback
+from urllib.parse import quote
 
 import hypothesis
 import pytest
@@ -13,7 +17,7 @@ from hypothesis import strategies as st
 
 from aiofeed.sources.objects import reader as reader_module
 from aiofeed.sources.objects.reader import ObjectReader
-from tests.support.fault_server import Fault
+from tests.support.fault_server import Fault, FaultServer
 from tests.support.waiting import until
 
 EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "250")) // 2
@@ -60,12 +64,16 @@ async def test_transient_faults_are_retried(reader, server, fault, caplog):
     assert caplog.text.count("sent again") == 1
 
 
-@pytest.mark.parametrize("status", [400, 404, 412, 416])
-async def test_other_answers_are_not_retried(reader, server, status):
+@pytest.mark.parametrize("status", [300, 400, 404, 410, 412, 416])
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+async def test_other_answers_are_not_retried(reader, server, status, scheme):
     """An answer that another attempt does not change is an error after one request, with the URL."""
+    if scheme == "http":
+        reader = ObjectReader(f"{server.endpoint}/bucket")
     server.schedule = lambda request: Fault(status=status)
-    with pytest.raises(OSError, match="s3://bucket/a"):
+    with pytest.raises(OSError, match=f"{scheme}://.*/a") as raised:
         await reader.read_ranges("a", [0], [1])
+    assert "Generic" not in str(raised.value)
     assert server.count == 1
 
 
@@ -93,12 +101,65 @@ async def test_an_outage_ends_in_an_error(reader, server, monkeypatch):
     assert server.count > 5
 
 
-async def test_a_wrong_host_fails_early(server, monkeypatch):
-    """A host that has never answered is given up after a shorter time; the error says that its name is unknown."""
+async def test_a_wrong_host_fails_early(server, monkeypatch, caplog):
+    """A host that has never answered is given up after a shorter time, which the log line names.
+
+    The error says that the name of the host is unknown.
+    """
     monkeypatch.setattr(reader_module, "FIRST_RETRY_S", 0.1)
     options = {**server.options, "endpoint": f"http://{'x' * 64}.invalid"}
     with pytest.raises(OSError, match=r"host name.*s3://bucket/a"):
         await ObjectReader("s3://bucket", options=options).read("a")
+    assert "sent again for up to 0 s" in caplog.text
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+async def test_a_certificate_that_is_not_accepted(tmp_path, caplog):
+    """A certificate of an unknown issuer is an error after one request, with the reason."""
+    files = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", files[0], "-out", files[1], "-subj", "/CN=localhost", "-addext", "basicConstraints=CA:FALSE"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files[1], files[0])
+    with FaultServer(tls=context) as server:
+        reader = ObjectReader(server.endpoint)
+        with pytest.raises(OSError, match=r"\(InvalidCertificate: UnknownIssuer\): https://127.0.0.1"):
+            await reader.read("a")
+    assert reader.statistics().requests == 1
+
+
+@pytest.mark.parametrize(
+    ("location", "reason"), [("http://127.0.0.1:{port}/bucket/a", "TooManyRedirects"), ("ftp://host/a", "BadScheme")]
+)
+async def test_a_redirect_that_cannot_be_followed(server, location, reason):
+    """A redirect without an end, or to another kind of URL, is an error after one request, whatever came before."""
+    server.objects["bucket/b"] = DATA
+    target = location.format(port=server.port)
+    server.schedule = lambda request: Fault(location=target) if request.key == "bucket/a" else None
+    reader = ObjectReader(f"{server.endpoint}/bucket")
+    assert await reader.read("b") == DATA
+    with pytest.raises(OSError, match=rf"\({reason}\): http.*/a$"):
+        await reader.read("a")
+    assert reader.statistics().requests == 2
+
+
+async def test_odd_keys_behind_a_redirect(server):
+    """A key is read behind a redirect; one with brackets, of which obstore follows no redirect, is an error."""
+    keys = ["a b", "é#?&=", "%41", "+;,@!$'()*", "x:y~{z}"]
+    server.objects.update({f"target/{key}": key.encode() for key in keys})
+
+    def redirect(request):
+        folder, _, key = request.key.partition("/")
+        return Fault(location=f"{server.endpoint}/target/{quote(key)}") if folder == "bucket" else None
+
+    server.schedule = redirect
+    reader = ObjectReader(f"{server.endpoint}/bucket")
+    assert [(await reader.read(key)).decode() for key in keys] == keys
+    with pytest.raises(OSError, match=r"302.*\[z\]$"):
+        await reader.read("x[z]")
+    assert reader.statistics().retries == 0
 
 
 async def test_a_server_that_comes_back(reader, server):
@@ -123,6 +184,40 @@ async def test_an_object_that_is_replaced_between_parts(reader, server, monkeypa
     server.schedule = replace
     with pytest.raises(OSError, match="has changed"):
         await reader.read("a")
+
+
+READS = {
+    "whole": (2, lambda reader, info: reader.read("a")),
+    "a long range": (2, lambda reader, info: reader.read_ranges("a", [0], [4000])),
+    "ranges": (2, lambda reader, info: reader.read_ranges("a", [0, 2000, 3000], [9, 2009, 3009])),
+    "after head": (0, lambda reader, info: reader.read_ranges("a", [0], [9], info=info)),
+}
+
+
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+@pytest.mark.parametrize("what", ["time", "size"])
+@pytest.mark.parametrize(("replaced_at", "read"), READS.values(), ids=READS)
+async def test_a_server_without_etags(server, monkeypatch, scheme, what, replaced_at, read):
+    """Without etags, parts of an object that differ in the time of change or in the object's size are an error."""
+    monkeypatch.setattr(reader_module, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(reader_module, "PART_BYTES", 1000)
+    monkeypatch.setattr(reader_module, "GAP_BYTES", 0)
+    server.objects["bucket/a"], server.has_etags = DATA, False
+    in_bucket = ObjectReader("s3://bucket", options=server.options)
+    reader = in_bucket if scheme == "s3" else ObjectReader(f"{server.endpoint}/bucket")
+    info = await reader.head("a")
+    assert info.etag is None
+    assert await reader.read("a") == DATA
+    first_request = server.count
+
+    def replace(request):
+        if request.number == first_request + replaced_at:
+            server.objects["bucket/a"] = DATA[::-1] + (b"x" if what == "size" else b"")
+            server.modified = "Mon, 02 Jan 2023 00:00:00 GMT" if what == "time" else server.modified
+
+    server.schedule = replace
+    with pytest.raises(OSError, match=r"has changed.*a$"):
+        await read(reader, info)
 
 
 # --- credentials
@@ -168,6 +263,35 @@ async def test_expired_credentials_are_obtained_again(server, tmp_path, monkeypa
     assert server.count - before == 2
 
 
+@pytest.mark.parametrize("wrong", ["endpoint", "credentials", "file"])
+async def test_the_environment_is_changed(server, tmp_path, monkeypatch, wrong):
+    """A change of the environment or of a configuration file has an effect on new readers, and on those that failed."""
+    monkeypatch.setattr(reader_module, "FIRST_RETRY_S", 0.0)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1" if wrong == "endpoint" else server.endpoint)
+    if wrong == "file":
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+        (tmp_path / "config").write_text("[default]\naws_access_key_id = WRONG\naws_secret_access_key = x")
+    else:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "WRONG" if wrong == "credentials" else "RIGHT")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    server.objects["bucket/a"] = DATA
+    server.schedule = lambda request: Fault(status=403 if "=WRONG/" in request.headers["authorization"] else 0)
+    old = ObjectReader("s3://bucket")
+    with pytest.raises(OSError, match="s3://bucket/a"):
+        await old.read("a")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+    if wrong == "file":
+        (tmp_path / "config").write_text("[default]\naws_access_key_id = RIGHT\naws_secret_access_key = x")
+    else:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "RIGHT")
+    new = ObjectReader("s3://bucket")
+    assert await new.read("a") == DATA
+    assert new.statistics().requests == 1
+    assert await old.read("a") == DATA
+    assert ObjectReader("s3://bucket")._client is new._client
+
+
 async def test_credentials_are_not_mixed(server, tmp_path, monkeypatch):
     """With credentials in the options, none is taken from the configuration file, but its region is."""
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
@@ -207,7 +331,7 @@ async def test_a_given_store_obtains_credentials_again(server):
 SECRETS = ["hunter-user", "hunter-pass", "hunter-sig", "hunter-key", "hunter-env", "hunter-token"]
 
 
-@pytest.mark.parametrize("kind", ["s3", "http", "given"])
+@pytest.mark.parametrize("kind", ["s3", "http", "key", "given"])
 @pytest.mark.parametrize("status", [0, 400, 403, 404, 503])
 async def test_no_credential_is_shown(server, kind, status, monkeypatch, caplog):
     """No log line, error or repr has a credential of the URL, of the options or of the environment."""
@@ -215,8 +339,10 @@ async def test_no_credential_is_shown(server, kind, status, monkeypatch, caplog)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter-env")
     monkeypatch.setattr(reader_module, "RETRY_S", 0.01)
     monkeypatch.setattr(reader_module, "FIRST_RETRY_S", 0.01)
-    options = {**server.options, "secret_access_key": "hunter-key", "token": "hunter-token"}
-    if kind == "http":
+    options, key = {**server.options, "secret_access_key": "hunter-key", "token": "hunter-token"}, "a"
+    if kind == "key":
+        reader, key = ObjectReader(f"{server.endpoint}/bucket"), "a\0sig=hunter-sig"
+    elif kind == "http":
         url = server.endpoint.replace("http://", "http://hunter-user:hunter-pass@") + "/bucket?sig=hunter-sig"
         reader = ObjectReader(url)
     elif kind == "given":
@@ -229,67 +355,24 @@ async def test_no_credential_is_shown(server, kind, status, monkeypatch, caplog)
     # Some servers repeat the request in the text of an error.
     server.schedule = lambda request: Fault(status=status, close=not status, code=f"sent: {' '.join(SECRETS)}")
     with pytest.raises(OSError, match="a") as raised:
-        await reader.read("a")
+        await reader.read(key)
     shown = ["".join(traceback.format_exception(raised.value)), repr(raised.value), repr(reader), caplog.text]
     error = raised.value
     while error is not None:
         shown.append(f"{error!r} {error}")
         error = error.__context__
-    known = SECRETS[:3] if kind == "http" else ["hunter-key", "hunter-token", "hunter-env"]
+    known = (
+        SECRETS[:3]
+        if kind == "http"
+        else SECRETS[2:3]
+        if kind == "key"
+        else ["hunter-key", "hunter-token", "hunter-env"]
+    )
     for secret in known:
         assert secret not in " ".join(shown)
 
 
-# --- late requests
-
-
-async def test_a_late_request_is_sent_a_second_time(server):
-    """A request that takes far longer than 95 % of the others is sent again, and the first answer counts."""
-    server.objects["bucket/a"] = DATA
-    reader = ObjectReader("s3://bucket", options=server.options)
-    for _ in range(80):
-        assert await reader.read("a") == DATA
-    server.schedule = lambda request: Fault(stall=True) if request.number == 80 else None
-    late = asyncio.create_task(reader.read("a"))
-    await asyncio.to_thread(until, lambda: server.count > 80)
-    others = 0
-    while not late.done():
-        assert await reader.read("a") == DATA
-        others += 1
-    assert await late == DATA
-    found = reader.statistics()
-    assert found.hedges >= 1
-    assert (found.requests, found.retries) == (81 + others + found.hedges, 0)
-
-
-async def test_second_requests_are_few(server):
-    """At most 5 % of the requests are sent a second time, however many are late."""
-    server.objects["bucket/a"] = DATA
-    reader = ObjectReader("s3://bucket", options=server.options)
-    server.schedule = lambda request: Fault(delay_s=0.1 if request.number > 100 and request.number % 8 == 0 else 0.0)
-
-    async def read(times):
-        for _ in range(times):
-            await reader.read("a")
-
-    await asyncio.gather(*[read(40) for _ in range(16)])
-    found = reader.statistics()
-    assert 0 < found.hedges <= 0.05 * found.requests
-
-
-async def test_no_second_requests_in_an_outage(server):
-    """If all requests are late, or some have failed, none is sent a second time."""
-    server.objects["bucket/a"] = DATA
-    reader = ObjectReader("s3://bucket", options=server.options)
-    for _ in range(200):
-        await reader.read("a")
-    server.schedule = lambda request: Fault(delay_s=0.2)
-    await asyncio.gather(*[reader.read("a") for _ in range(16)])
-    assert reader.statistics().hedges == 0
-    server.schedule = lambda request: Fault(status=503) if request.number % 2 else Fault(delay_s=0.1)
-    await reader.read("a")
-    await reader.read("a")
-    assert reader.statistics().hedges == 0
+# --- processes and loops
 
 
 async def test_cancelling_ends_the_request(server):
@@ -303,9 +386,6 @@ async def test_cancelling_ends_the_request(server):
     with pytest.raises(asyncio.CancelledError):
         await task
     await asyncio.to_thread(until, lambda: not server.connections)
-
-
-# --- processes and loops
 
 
 def read_in_child(reader, queue):
@@ -413,10 +493,10 @@ async def test_weak_etags(server, monkeypatch):
     server.objects["bucket/a"] = DATA
     monkeypatch.setattr(type(server), "etag", lambda self, key: f'W/"{len(self.objects[key])}"')
     reader = ObjectReader(f"{server.endpoint}/bucket")
-    etag = (await reader.head("a")).etag
-    assert etag == f'W/"{len(DATA)}"'
-    assert await reader.read_ranges("a", [0], [9], etag=etag) == [DATA[:9]]
+    info = await reader.head("a")
+    assert info.etag == f'W/"{len(DATA)}"'
+    assert await reader.read_ranges("a", [0], [9], info=info) == [DATA[:9]]
     assert "if-match" not in server.requests[-1].headers
     server.objects["bucket/a"] = DATA[1:]
     with pytest.raises(OSError, match="has changed"):
-        await reader.read_ranges("a", [0], [9], etag=etag)
+        await reader.read_ranges("a", [0], [9], info=info)

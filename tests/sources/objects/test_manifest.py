@@ -204,6 +204,18 @@ def test_urls(server: Any, folder: Path, name: str) -> None:
     assert list(aiofeed.Files(listed.paths).paths) == [entry["url"] for entry in entries]
 
 
+@pytest.mark.usefixtures("server")
+def test_urls_that_are_signed_again(folder: Path) -> None:
+    """The fingerprint of URLs depends on their queries, but not on the signatures in these."""
+
+    def fingerprint(query: str) -> str:
+        return Manifest(
+            write(folder / "m.csv", [{"url": f"http://host/{at}?{query}"} for at in range(3)])
+        ).fingerprint()
+
+    assert fingerprint("w=5&sig=1") == fingerprint("w=5&sig=2") == fingerprint("w=5") != fingerprint("w=6")
+
+
 @pytest.mark.usefixtures("obstore_started")
 def test_stores(folder: Path) -> None:
     """With `store=`, manifest and samples are in the store, or the manifest is at a file:// URL."""

@@ -1,6 +1,6 @@
 import pytest
 
-from aiofeed.sources.objects.urls import join_url, redacted, scheme_of, secrets_of, split_url
+from aiofeed.sources.objects.urls import join_url, redacted, scheme_of, secrets_of, split_url, with_query
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,20 @@ def test_urls_that_cannot_be_read(url, message):
     with pytest.raises(ValueError, match=message) as error:
         split_url(url)
     assert "hunter22" not in str(error.value)
+
+
+def test_queries_of_keys():
+    """A key with a query is shown with a hash of it, which does not depend on signatures, and without values."""
+
+    def shown(url):
+        return join_url(*with_query(*split_url(url)))
+
+    plain, signed = "https://host/get", "https://host/get?id=hunter&X-Amz-Date={0}&X-Amz-Signature={0}&se={0}&sig={0}"
+    assert with_query(*split_url("https://host/a%3Fb?c=d")) == ("https://host", "a?b\0c=d")
+    assert shown(f"{plain}?X-Goog-Signature=hunter&Expires=1") == plain
+    assert shown(signed.format("hunter22")) == shown(signed.format("hunter33")) == shown(f"{plain}?id=hunter")
+    assert len({shown(f"{plain}?st={number}") for number in range(100)} | {plain}) == 101
+    assert "hunter" not in shown(signed)
 
 
 def test_paths_have_no_scheme():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gzip
 import importlib.util
 import json
 import pickle
@@ -14,8 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from aiofeed import Feeder, MDSShards
+from aiofeed.sources.shards import base
+from aiofeed.sources.shards.mds import CompressedShard
 
 COLUMNS: dict[str, tuple[str, int | None]] = {"image": ("jpeg", None), "label": ("int", 8), "text": ("str", None)}
 
@@ -122,9 +127,9 @@ def test_damaged_files(folder: Path, read_all: Any) -> None:
 
 
 def test_damaged_indexes(folder: Path) -> None:
-    """An index of another format or version, with other columns or numbers, or of compressed shards, is an error."""
+    """An index of another format or version, with other columns or numbers, is an error."""
     index = json.loads((folder / "index.json").read_text())
-    zipped = {"compression": "zstd", "zip_data": {"basename": "shard.00001.mds.zstd"}}
+    zipped = {"compression": "bz2", "zip_data": {"basename": "shard.00001.mds.bz2"}}
     cases = [
         ("{", "it is no JSON file"),
         (json.dumps({"version": 1}), "it is no index of MDS shards of version 2"),
@@ -142,7 +147,90 @@ def test_damaged_indexes(folder: Path) -> None:
     (folder / "index.json").write_text(_changed(index, **zipped))
     assert len(MDSShards(folder)) == 20  # the shard lies there decompressed, too
     (folder / "shard.00001.mds").unlink()
-    with pytest.raises(ValueError, match="compressed with zstd has no random access: decompress"):
+    with pytest.raises(FileNotFoundError, match=r"shard\.00001\.mds\.bz2"):
+        MDSShards(folder)
+
+
+def compress(folder: Path, compression: str) -> None:
+    """Replace the shards of a folder by compressed ones."""
+    arrow, (codec, _, _) = pytest.importorskip("pyarrow"), compression.partition(":")
+    index = json.loads((folder / "index.json").read_text())
+    for entry in index["shards"]:
+        path = folder / entry["raw_data"]["basename"]
+        name = "brotli" if codec == "br" else codec
+        data = (
+            gzip.compress(path.read_bytes()) if codec == "gz" else arrow.compress(path.read_bytes(), name).to_pybytes()
+        )
+        path.with_name(f"{path.name}.{codec}").write_bytes(data)
+        path.unlink()
+        entry |= {"compression": compression, "zip_data": {"basename": f"{path.name}.{codec}", "bytes": len(data)}}
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("compression", ["zstd", "zstd:7", "gz", "br:11", "snappy"])
+def test_compressed_shards(compression: str, folder: Path, read_all: Any) -> None:
+    """Compressed shards have the samples, targets and fingerprint of the shards themselves."""
+    expected = MDSShards(folder, "image", "label")
+    samples = read_all(expected)
+    compress(folder, compression)
+    source = MDSShards(folder, "image", "label")
+    assert read_all(source) == samples
+    assert [source.target(index) for index in range(20)] == [number - 5 for number in range(20)]
+    assert (source.fingerprint(), source.key(13)) == (expected.fingerprint(), expected.key(13))
+    assert read_all(pickle.loads(pickle.dumps(source))) == samples
+    with Feeder(MDSShards(folder, "label"), batch_size=5, shuffle=True, decode=lambda data: data) as feeder:
+        assert sorted(torch.cat(list(feeder)).tolist()) == list(range(-5, 15))
+
+
+def test_compressed_shards_at_urls(server: Any, folder: Path, read_all: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compressed shard is read once as a whole; only some decompressed shards are kept."""
+    compress(folder, "zstd")
+    for path in folder.iterdir():
+        server.objects[f"bucket/mds/{path.name}"] = path.read_bytes()
+    read: list[str] = []
+    original = CompressedShard._decompressed
+
+    async def counted(shard: CompressedShard) -> memoryview:
+        read.append(shard.key)
+        return await original(shard)
+
+    monkeypatch.setattr(CompressedShard, "_decompressed", counted)
+    source = MDSShards("s3://bucket/mds/", options=server.options)
+    assert read_all(source) == [value(number) for number in range(20)]
+    assert sorted(read) == ["mds/shard.00000.mds", "mds/shard.00001.mds"]
+    again = MDSShards("s3://bucket/mds/", options=server.options)
+    assert len(read) == 2  # the offsets are cached
+    monkeypatch.setattr(base, "CACHE_BYTES", 1)
+    for index in (0, 11, 19, 1):
+        asyncio.run(again.read(index))
+    assert [key[-5] for key in read[2:]] == ["0", "1", "0"]
+    server.objects["bucket/mds/shard.00001.mds.zstd"] += b"x"
+    [error] = asyncio.run(again.read_many([15]))
+    assert "s3://bucket/mds/shard.00001.mds.zstd" in str(error)
+    assert "has changed" in str(error)
+
+
+def test_damaged_compressed_shards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A truncated shard, one of another size, an unknown compression and a missing pyarrow are errors that say so."""
+    compress(folder, "zstd")
+    index, shard = json.loads((folder / "index.json").read_text()), folder / "shard.00001.mds.zstd"
+    data, raw = shard.read_bytes(), index["shards"][1]["raw_data"]
+    shard.write_bytes(data[:-5])
+    with pytest.raises(ValueError, match=r"shard\.00001\.mds\.zstd: its zstd data are truncated or damaged"):
+        MDSShards(folder)
+    shard.write_bytes(data)
+    for change, message in [
+        ({"raw_data": raw | {"bytes": raw["bytes"] - 1}}, "its zstd data are truncated or damaged"),
+        ({"raw_data": raw | {"bytes": 1 << 40}}, "reads less than 4 GiB"),
+        ({"compression": "bz2:9"}, "compressed with bz2; .* with zstd, gz, br, snappy"),
+        ({"compression": None}, "an entry of a shard is damaged"),
+    ]:
+        (folder / "index.json").write_text(_changed(index, **change))
+        with pytest.raises(ValueError, match=message):
+            MDSShards(folder)
+    (folder / "index.json").write_text(json.dumps(index))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"aiofeed\[parquet\]"):
         MDSShards(folder)
 
 

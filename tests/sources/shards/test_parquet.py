@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from aiofeed import Feeder, ParquetRows
-from aiofeed.sources.shards import parquet
+from aiofeed import Feeder, ParquetRows, Table
+from aiofeed.sources.shards import base
 
 pytestmark = pytest.mark.integration
 
@@ -87,11 +87,11 @@ def test_a_row_group_is_read_once(server: Any, files: Path, monkeypatch: pytest.
     first, second, third = asyncio.run(read_twice())
     assert [row["n"] for row in [*first, *second, third]] == [0, 16, 3, 5, 18, 2]
     assert server.count == 4
-    monkeypatch.setattr(parquet, "CACHE_BYTES", 1)
+    monkeypatch.setattr(base, "CACHE_BYTES", 1)
     for index in (40, 41, 0):
         asyncio.run(source.read(index))
     assert server.count == 6
-    assert len(source._tables) == 1
+    assert len(source._tables._parts) == 1
 
 
 def test_few_row_groups_are_read_at_the_same_time(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_few_row_groups_are_read_at_the_same_time(files: Path, monkeypatch: pyte
             finally:
                 running -= 1
 
-    monkeypatch.setattr(parquet, "GROUPS", 2)
+    monkeypatch.setattr(base, "PARTS", 2)
     asyncio.run(Counted(files / "*.parquet").read_many(range(100)))
     assert most == 2
 
@@ -133,6 +133,18 @@ def test_damaged_files(files: Path, read_all: Any) -> None:
     found = read_all(ParquetRows(files / "*.parquet"))
     assert [at for at, row in enumerate(found) if isinstance(row, Exception)] == list(range(60, 77))
     assert "1.parquet: row group 0" in str(found[60])
+
+
+@pytest.mark.parametrize("source", [ParquetRows, Table])
+@pytest.mark.parametrize("lacking", ["0.parquet", "1.parquet"])
+def test_files_with_other_columns(source: Any, lacking: str, files: Path, read_all: Any) -> None:
+    """A column that only some of the files have is an error that names it, unless columns are chosen."""
+    writer = pytest.importorskip("pyarrow.parquet")
+    writer.write_table(writer.read_table(files / lacking).drop(["rare"]), files / lacking)
+    with pytest.raises(ValueError, match=r"1\.parquet and .*0\.parquet: only one .* columns \['rare'\]"):
+        source(files / "*.parquet")
+    assert read_all(source(files / "*.parquet", ["n"])) == [{"n": row} for row in range(100)]
+    assert read_all(source(files / "*.parquet", data="n")) == list(range(100))
 
 
 def test_wrong_arguments(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

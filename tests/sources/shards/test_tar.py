@@ -16,7 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from aiofeed import Source, TarShards
-from tests.support.shard_files import members_of, numbered, write_tar
+from aiofeed.diagnostics.cli import main
+from aiofeed.sources.shards.index import ShardIndex
+from tests.support.shard_files import members_of, numbered, tar_of, write_tar
 
 
 @pytest.fixture
@@ -173,6 +175,57 @@ def test_empty_shards(tars: Path, read_all: Any) -> None:
     (tars / "zero.tar").touch()
     with pytest.raises(ValueError, match=r"zero\.tar: the tar file is truncated"):
         TarShards(tars / "zero.tar")
+
+
+def joined(tars: Path) -> bytes:
+    """Three tar files, of which the second has no samples, after each other."""
+    return (tars / "a-000.tar").read_bytes() + tar_of([]) + (tars / "a-001.tar").read_bytes()
+
+
+@pytest.mark.parametrize("place", ["file", "object"])
+def test_joined_shards(tars: Path, read_all: Any, place: str, request: pytest.FixtureRequest) -> None:
+    """Tar files joined by `cat` have the samples of all of them, in a file and at a URL."""
+    url, options = str(tars / "both.tar"), None
+    (tars / "both.tar").write_bytes(joined(tars))
+    if place == "object":
+        server = request.getfixturevalue("server")
+        server.objects["bucket/both.tar"] = joined(tars)
+        url, options = "s3://bucket/both.tar", server.options
+    for _ in range(2):  # the second time, the index is that of the cache
+        assert read_all(TarShards(url, options=options)) == list(numbered(0, 50).values())
+    source = TarShards(url, "jpg", "cls", options=options)
+    assert [source.target(index) for index in range(50)] == list(range(50))
+
+
+def test_an_index_of_the_first_of_joined_shards(tars: Path, read_all: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """An index that ends with the first of joined tar files does not fit, and one of all of them does."""
+    assert main(["index", str(tars / "a-000.tar")]) == 0
+    index = (tars / "a-000.tar.aiofeed").read_bytes()
+    (tars / "both.tar").write_bytes(joined(tars))
+    fields, described = ShardIndex.from_bytes(index)
+    described["size"] = len(joined(tars))
+    (tars / "both.tar.aiofeed").write_bytes(fields.to_bytes(**{**described, "version": "another"}))
+    assert read_all(TarShards(tars / "both.tar")) == list(numbered(0, 50).values())
+    assert "both.tar.aiofeed does not fit its shard, which is indexed anew: other members follow" in caplog.text
+
+
+@pytest.mark.parametrize("left", [100, 512, 700, 1024, 5000])
+def test_a_truncated_last_shard_of_joined_ones_is_named(tars: Path, left: int) -> None:
+    """A second tar file that ends in a header, in a member or without its end mark is an error."""
+    first = (tars / "a-000.tar").read_bytes()
+    (tars / "both.tar").write_bytes(first + (tars / "a-001.tar").read_bytes()[:left])
+    with pytest.raises(ValueError, match=r"both\.tar: the tar file is truncated"):
+        TarShards(tars / "both.tar")
+
+
+def test_other_data_behind_a_shard(tars: Path, read_all: Any) -> None:
+    """Zeros may follow the end mark, of any number; data that is no tar file is an error with its place."""
+    data = (tars / "a-001.tar").read_bytes()
+    (tars / "zeros.tar").write_bytes(data + bytes(700))
+    assert len(read_all(TarShards(tars / "zeros.tar"))) == 20
+    (tars / "both.tar").write_bytes(data + gzip.compress(data))
+    with pytest.raises(ValueError, match=rf"both\.tar: .* there is no header at byte {len(data)}"):
+        TarShards(tars / "both.tar")
 
 
 @pytest.mark.parametrize("left", [100, 512, 700, 1024, 5000])

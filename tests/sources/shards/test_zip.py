@@ -49,6 +49,16 @@ class Unseekable(io.RawIOBase):
         return len(data)
 
 
+def test_joined_zip_files_are_refused(tmp_path: Path) -> None:
+    """Zip files joined by `cat` are an error: the directory at the end has the members of the last one only."""
+    for number in range(2):
+        write_zip(tmp_path / f"{number}.zip", members_of(numbered(number * 20, 20)))
+    first, second = [(tmp_path / f"{number}.zip").read_bytes() for number in range(2)]
+    (tmp_path / "both.zip").write_bytes(first + second)
+    with pytest.raises(ValueError, match=rf"both\.zip: several zip files .* begins at byte {len(first)}: keep them"):
+        ZipShards(tmp_path / "both.zip")
+
+
 def test_zip64_comments_prefixes_and_streams(tmp_path: Path, read_all: Any) -> None:
     """Archives with 64-bit numbers, with a comment, behind other bytes and written to a pipe are read."""
     expected = [{"jpg": b"a" * 100}, {"jpg": b"b" * 100}]
