@@ -36,8 +36,8 @@ EXCLUDED: tuple[tuple[str, str, type[Exception], str], ...] = (
     # decoding
     ("decode=", "decoded samples", TypeError, _DECODED),
     ("no decode=", "encoded samples", TypeError,
-     "pass aiofeed.DecodeImage(size=224) for images, or any callable bytes -> tensor (decode=lambda data: data keeps "
-     "the result of read())"),
+     "it returns samples as they are stored: pass aiofeed.DecodeImage(size=224) for the bytes of images, or any "
+     "function of a sample (decode=lambda sample: sample leaves it as it is)"),
     # which samples come, and in which batches
     ('weights=|sampler=|batch_sampler=|shuffle="replacement" or "window"', "Mixture", ValueError,
      f"a Mixture decides which samples come: {_ONE}"),

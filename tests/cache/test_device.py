@@ -386,7 +386,7 @@ def test_samples_that_do_not_fit_into_host_memory_are_an_error_with_the_figures(
         ({"decode": DecodeImage(8, flip=True)}, 'augmentation runs on the CPU.*cache="host"'),
         ({"decode": tensor, "collate_fn": list}, "collate_fn"),
         ({"decode": len_of, "engine": "process"}, 'engine="thread"'),
-        ({"decode": tensor, "device": [SimulatedDevice(), SimulatedDevice(index=1)]}, "a feeder for each"),
+        ({"decode": tensor, "device": [SimulatedDevice(), SimulatedDevice(index=1)]}, "one feeder for each"),
         ({"decode": tensor, "static_batches": True, "drop_last": True}, "static_batches"),
     ],
 )

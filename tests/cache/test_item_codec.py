@@ -574,13 +574,13 @@ def test_unsupported_arguments_are_refused_with_an_alternative() -> None:
     options: dict[str, Any] = {"batch_size": 2}
     with pytest.raises(ValueError, match="collate_fn"):
         Feeder(Items(), cache="device", collate_fn=list, **options)
-    with pytest.raises(ValueError, match="a feeder for each"):
+    with pytest.raises(ValueError, match="one feeder for each"):
         Feeder(Items(), cache="device", device=[SimulatedDevice(), SimulatedDevice(index=1)], **options)
     with pytest.raises(ValueError, match="static_batches"):
         Feeder(Items(), cache="device", static_batches=True, drop_last=True, **options)
     dataset = torch.utils.data.TensorDataset(torch.zeros(4))
     for cache in ("host", "device"):
-        with pytest.raises(ValueError, match=r"DiskCache\(path\), which they share"):
+        with pytest.raises(ValueError, match=r"DiskCache\(path\), which processes share"):
             Feeder(dataset, cache=cache, engine="process", **options)  # type: ignore[arg-type]
 
 

@@ -250,7 +250,7 @@ def test_wrong_batches_are_refused(batches: Any, error: type[Exception], message
 
 def test_a_plan_excludes_a_sampler_and_keyed_shuffling() -> None:
     """The message names the plan."""
-    with pytest.raises(ValueError, match="TokenBudget.*a plan decides the order"):
+    with pytest.raises(ValueError, match=r"TokenBudget.*a plan decides the order"):
         feeder(sampler=[1])
     with pytest.raises(ValueError, match="shuffle=True"):
         feeder(shuffle="keyed")

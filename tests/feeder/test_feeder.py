@@ -511,7 +511,7 @@ async def coroutine(value: Any) -> Any:
         ({"seed": 1 << 70}, ValueError, "seed must be between"),
         ({"shuffle": 1}, TypeError, "shuffle must be"),
         ({"shuffle": "window:0"}, ValueError, r"window of N shards, at least 1, got 'window:0'"),
-        ({"decode": None}, TypeError, "samples as they are stored, so decode= is needed.*DecodeImage"),
+        ({"decode": None}, TypeError, "decode=None .*samples as they are stored.*DecodeImage"),
         ({"decode": DecodeImage}, TypeError, "the class DecodeImage; pass an instance"),
         ({"decode": 3}, TypeError, "decode must be callable"),
         ({"collate_fn": 3}, TypeError, "collate_fn must be callable"),

@@ -252,7 +252,7 @@ def test_options_without_sense_are_refused(options: dict[str, Any], message: str
 def test_a_cache_of_rows_with_parts_is_refused(cache: Any, path: Path) -> None:
     """A decoder whose row has parts cannot be cached, whatever its source."""
     decode = Tokens(path, BLOCK, targets=True).decoder
-    with pytest.raises(TypeError, match=r"rows of TokenDecoder\(\) have parts"):
+    with pytest.raises(TypeError, match=r"decode=TokenDecoder\(\): a cache cannot keep rows with parts"):
         Feeder(aiofeed.Files([path]), decode=decode, batch_size=1, cache=cache)
 
 
