@@ -7,7 +7,9 @@ import functools
 import itertools
 import logging
 import operator
+import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -114,6 +116,10 @@ class FeederSession(Generic[BatchT]):
         # A progress bar explains again and again, and whether processes are possible is found by pickling.
         self._allows = functools.cache(functools.partial(allows, config))
         self.bar: ProgressBar | None = None
+        # One thread at a time begins an epoch. A fork may copy a lock that is acquired, so each process has its own.
+        self._begin_locks: dict[int, threading.RLock] = {}
+        # The reason of a ``stop`` since the last ``begin``, which may still be running.
+        self._stop_reason: str | None = None
         if config.cache is not None:
             config.cache.free_with(self)
 
@@ -197,15 +203,16 @@ class FeederSession(Generic[BatchT]):
 
     def begin_steps(self, batches: int, after: EpochProgress | None) -> tuple[FeedIterator[BatchT], EpochProgress]:
         """Begin the epoch of the next ``batches`` steps: the rest of that of the steps before, or the next one."""
-        if after is self._epoch and after is not None and not after.complete and not self._checkpoint.chosen:
-            self.go_to(self._checkpoint.position)  # its iterator was closed
-        self._steps_left = batches
-        try:
-            iterator = self.begin()
-        finally:
-            self._steps_left = 0
-        assert self._epoch is not None
-        return iterator, self._epoch
+        with self._begin_lock():
+            if after is self._epoch and after is not None and not after.complete and not self._checkpoint.chosen:
+                self.go_to(self._checkpoint.position)  # its iterator was closed
+            self._steps_left = batches
+            try:
+                iterator = self.begin()
+            finally:
+                self._steps_left = 0
+            assert self._epoch is not None
+            return iterator, self._epoch
 
     def go_to(self, position: Position) -> None:
         """Make the next ``begin`` start at a position."""
@@ -214,12 +221,24 @@ class FeederSession(Generic[BatchT]):
         self._checkpoint.load(position)
 
     def begin(self) -> FeedIterator[BatchT]:
-        """Return an iterator over the next epoch; close the open iterator."""
-        try:
-            return self._begin()
-        except BaseException:  # Ctrl-C, for example: stop the threads, as the caller gets no iterator
-            self.stop("its epoch did not begin")
-            raise
+        """Return an iterator over the next epoch; close the open iterator.
+
+        Another thread waits here until this call returns. ``stop`` does not wait: it closes the iterator returned.
+        """
+        with self._begin_lock():
+            self._stop_reason = None
+            try:
+                iterator = self._begin()
+            except BaseException:  # Ctrl-C, for example: stop the threads, as the caller gets no iterator
+                self.stop("its epoch did not begin")
+                raise
+            if (reason := self._stop_reason) is not None:
+                iterator.close(reason)
+            return iterator
+
+    def _begin_lock(self) -> threading.RLock:
+        """The lock of this process. Reentrant: a signal handler or a sampler may iterate the feeder, too."""
+        return self._begin_locks.setdefault(os.getpid(), threading.RLock())
 
     def _begin(self) -> FeedIterator[BatchT]:
         asked = clocks()
@@ -332,9 +351,12 @@ class FeederSession(Generic[BatchT]):
             self._checkpoint.on_first_batch(epoch)  # nothing was left of a resumed epoch
         self._failures.summarise(epoch.start.epoch, self.stats)
         self._hint_at_threads()
-        # Dropping the iterator after its end is not a break.
-        self._iterator = None
-        self._completed_in_a_row += 1
+        if epoch is self._epoch:  # another thread may have begun a new one
+            # Dropping the iterator after its end is not a break.
+            self._iterator = None
+            self._completed_in_a_row += 1
+            if self.delivery is not None:
+                self.delivery.watch(self)
 
     def _hint_at_threads(self) -> None:
         """Log once, if training mainly waits for a ``Dataset`` that one thread calls, how to use more."""
@@ -366,11 +388,12 @@ class FeederSession(Generic[BatchT]):
 
     def stop(self, reason: str) -> list[Delivery]:
         """Close the open iterator and tell the threads to end; never blocks. Returns the deliveries to wait for."""
+        self._stop_reason = reason
         self._close_iterator(reason)
         pipeline, delivery = self.pipeline, self.delivery
         if pipeline is None or delivery is None or pipeline.inherited:
             return []
-        delivery.stop()
+        delivery.stop(reason)
         if self._streaming is None or self._streaming[1] is delivery or self._streaming[0].inherited:
             return [delivery]
         return [delivery, self._streaming[1]]
@@ -400,7 +423,8 @@ class FeederSession(Generic[BatchT]):
         self._iterator = None
 
     def _live_iterator(self) -> FeedIterator[BatchT] | None:
-        iterator = self._iterator() if self._iterator is not None else None
+        reference = self._iterator
+        iterator = reference() if reference is not None else None
         return iterator if iterator is not None and iterator.live else None
 
 
@@ -493,7 +517,6 @@ class _SessionObserver(EpochObserver):
 
     def ended(self) -> None:
         self._session._epoch_ended(self._epoch)
-        self._delivery.watch(self._session)
 
 
 # --- which pipeline: batches that are streamed, or data that are in memory; chosen at each iter() ---
