@@ -345,18 +345,18 @@ def test_a_close_from_another_thread_during_iter(kind: str) -> None:
         if meanwhile.left >= 0:
             feeder.close()
             break
-        try:
-            assert sum(1 for _ in iterator) == 3
-        except IteratorClosedError as error:
-            assert str(error) == "the feeder was closed"
+        if not iterator.live:
+            with pytest.raises(IteratorClosedError, match="^the feeder was closed$"):
+                next(iterator)
             closed += 1
-            assert sum(1 for _ in feeder) == 3
+            iterator = iter(feeder)
+        assert sum(1 for _ in iterator) == 3
         assert feeder.state_dict()["epoch"] == 1
         feeder.close()
     assert closed > 10
 
 
-@pytest.mark.parametrize("kind", FEEDERS)
+@pytest.mark.parametrize("kind", ["host", "device"])
 def test_two_threads_in_iter(kind: str) -> None:
     """Of two threads that begin an epoch together, one gets all its batches and the other `IteratorClosedError`."""
     for _ in range(5):
