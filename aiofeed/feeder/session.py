@@ -347,8 +347,8 @@ class FeederSession(Generic[BatchT]):
 
     def _epoch_ended(self, epoch: EpochProgress) -> None:
         epoch.ended = True
-        if not epoch.started and not epoch.start.at_start:
-            self._checkpoint.on_first_batch(epoch)  # nothing was left of a resumed epoch
+        if not epoch.started:  # it had no batch for this rank, or nothing was left of it
+            self._on_first_batch(epoch)
         self._failures.summarise(epoch.start.epoch, self.stats)
         self._hint_at_threads()
         if epoch is self._epoch:  # another thread may have begun a new one
@@ -357,6 +357,11 @@ class FeederSession(Generic[BatchT]):
             self._completed_in_a_row += 1
             if self.delivery is not None:
                 self.delivery.watch(self)
+
+    def _on_first_batch(self, epoch: EpochProgress) -> None:
+        """An epoch hands out its first batch, or has ended without one: the next ``begin`` starts the one after it."""
+        self._checkpoint.on_first_batch(epoch)
+        self._order.on_first_batch()
 
     def _hint_at_threads(self) -> None:
         """Log once, if training mainly waits for a ``Dataset`` that one thread calls, how to use more."""
@@ -482,9 +487,10 @@ class Steps(Generic[BatchT]):
         return kept[0]
 
     def _handed_out(self, epoch: EpochProgress, before: int) -> int:
-        if before == epoch.handed_out:
+        handed_out = epoch.handed_out - before
+        if not handed_out and epoch.start.at_start:
             raise FeedError("an epoch has no batches, so it has no steps either")
-        return epoch.handed_out - before
+        return handed_out
 
 
 class _SessionObserver(EpochObserver):
@@ -500,8 +506,7 @@ class _SessionObserver(EpochObserver):
         if item.failures:
             session.stats.failures += session._failures.add(item.failures, epoch.start.epoch)
         if not epoch.started:
-            session._checkpoint.on_first_batch(epoch)
-            session._order.on_first_batch()
+            session._on_first_batch(epoch)
         if epoch.one_left:
             # Dropping the iterator after its last batch is not a break.
             self._delivery.watch(session)

@@ -346,7 +346,7 @@ def test_a_close_from_another_thread_during_iter(kind: str) -> None:
             feeder.close()
             break
         if not iterator.live:
-            with pytest.raises(IteratorClosedError, match="^the feeder was closed$"):
+            with pytest.raises(IteratorClosedError, match=r"^the feeder was closed$"):
                 next(iterator)
             closed += 1
             iterator = iter(feeder)
