@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
+from collections.abc import Callable
 from queue import Empty
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -30,6 +32,7 @@ log: logging.Logger = logging.getLogger("aiofeed.feeder")
 # Time limit for the end of an epoch to arrive after its last batch. It arrives as soon as its thread is scheduled.
 END_S = 1.0
 
+BatchT = TypeVar("BatchT")
 BatchT_co = TypeVar("BatchT_co", covariant=True)
 
 
@@ -462,6 +465,33 @@ class FeedIterator(Generic[BatchT_co]):
         """Close it and wait for the threads to end, without blocking the caller's event loop."""
         self.close()
         await self._delivery.stopped()
+
+
+class Beginnings:
+    """Lets one thread at a time begin an epoch. A ``stop`` by another thread does not wait; it is done at the end.
+
+    Attributes:
+        stopped: The reason of a ``stop`` since the last ``run`` began. ``stop`` sets it before it looks for an iterator.
+    """
+
+    def __init__(self) -> None:
+        self.stopped: str | None = None
+        # A fork may copy a lock that is acquired, so each process has its own.
+        self._locks: dict[int, threading.RLock] = {}
+
+    def lock(self) -> threading.RLock:
+        """The lock of this process. Reentrant: a signal handler or a sampler may iterate the feeder, too."""
+        return self._locks.setdefault(os.getpid(), threading.RLock())
+
+    def run(self, begin: Callable[[], FeedIterator[BatchT]], stop: Callable[[str], object]) -> FeedIterator[BatchT]:
+        """Return the iterator of ``begin``, closed if it was stopped meanwhile."""
+        with self.lock():
+            self.stopped = None
+            iterator = begin()
+            if (reason := self.stopped) is not None:
+                iterator.close(reason)
+                stop(reason)
+            return iterator
 
 
 def _as_runtime_error(error: Exception) -> RuntimeError:

@@ -7,9 +7,7 @@ import functools
 import itertools
 import logging
 import operator
-import os
 import sys
-import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -21,7 +19,7 @@ from aiofeed.core.statistics import EpochStats, FeedStatistics
 from aiofeed.core.types import decodes_in_place
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.feeder.config import FeederConfig, allows
-from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, clocks, take_end
+from aiofeed.feeder.iterator import Beginnings, Delivery, EpochObserver, FeedIterator, clocks, take_end
 from aiofeed.feeder.pipeline import StreamingPipeline, measurements
 from aiofeed.runtime import machine
 from aiofeed.runtime.queue import FeedFailure, ReadyBatch
@@ -116,10 +114,7 @@ class FeederSession(Generic[BatchT]):
         # A progress bar explains again and again, and whether processes are possible is found by pickling.
         self._allows = functools.cache(functools.partial(allows, config))
         self.bar: ProgressBar | None = None
-        # One thread at a time begins an epoch. A fork may copy a lock that is acquired, so each process has its own.
-        self._begin_locks: dict[int, threading.RLock] = {}
-        # The reason of a ``stop`` since the last ``begin``, which may still be running.
-        self._stop_reason: str | None = None
+        self._beginnings = Beginnings()
         if config.cache is not None:
             config.cache.free_with(self)
 
@@ -203,7 +198,7 @@ class FeederSession(Generic[BatchT]):
 
     def begin_steps(self, batches: int, after: EpochProgress | None) -> tuple[FeedIterator[BatchT], EpochProgress]:
         """Begin the epoch of the next ``batches`` steps: the rest of that of the steps before, or the next one."""
-        with self._begin_lock():
+        with self._beginnings.lock():
             if after is self._epoch and after is not None and not after.complete and not self._checkpoint.chosen:
                 self.go_to(self._checkpoint.position)  # its iterator was closed
             self._steps_left = batches
@@ -225,20 +220,14 @@ class FeederSession(Generic[BatchT]):
 
         Another thread waits here until this call returns. ``stop`` does not wait: it closes the iterator returned.
         """
-        with self._begin_lock():
-            self._stop_reason = None
-            try:
-                iterator = self._begin()
-            except BaseException:  # Ctrl-C, for example: stop the threads, as the caller gets no iterator
-                self.stop("its epoch did not begin")
-                raise
-            if (reason := self._stop_reason) is not None:
-                iterator.close(reason)
-            return iterator
+        return self._beginnings.run(self._begin_or_stop, self.stop)
 
-    def _begin_lock(self) -> threading.RLock:
-        """The lock of this process. Reentrant: a signal handler or a sampler may iterate the feeder, too."""
-        return self._begin_locks.setdefault(os.getpid(), threading.RLock())
+    def _begin_or_stop(self) -> FeedIterator[BatchT]:
+        try:
+            return self._begin()
+        except BaseException:  # Ctrl-C, for example: stop the threads, as the caller gets no iterator
+            self.stop("its epoch did not begin")
+            raise
 
     def _begin(self) -> FeedIterator[BatchT]:
         asked = clocks()
@@ -393,7 +382,7 @@ class FeederSession(Generic[BatchT]):
 
     def stop(self, reason: str) -> list[Delivery]:
         """Close the open iterator and tell the threads to end; never blocks. Returns the deliveries to wait for."""
-        self._stop_reason = reason
+        self._beginnings.stopped = reason
         self._close_iterator(reason)
         pipeline, delivery = self.pipeline, self.delivery
         if pipeline is None or delivery is None or pipeline.inherited:
