@@ -471,7 +471,7 @@ class Beginnings:
     """Lets one thread at a time begin an epoch. A ``stop`` by another thread does not wait; it is done at the end.
 
     Attributes:
-        stopped: The reason of a ``stop`` since the last ``run`` began. ``stop`` sets it before it looks for an iterator.
+        stopped: The reason of a ``stop`` since the last ``run`` began, set by ``stop`` before it looks for an iterator.
     """
 
     def __init__(self) -> None:
