@@ -6,6 +6,7 @@ import asyncio
 import copy
 import gc
 import inspect
+import multiprocessing
 import os
 import pickle
 import resource
@@ -289,22 +290,43 @@ def test_a_worker_that_exits() -> None:
 
 
 class Waits(Plain):
-    """Its samples from 4 on never end."""
+    """Its second sample never ends."""
+
+    def __init__(self) -> None:
+        super().__init__(range(9))
+        self.waiting = multiprocessing.Event()
 
     def __getitem__(self, index: int) -> Any:
-        if index >= 4:
+        while index == 1:
+            self.waiting.set()
             signal.pause()
         return index
 
 
-def test_a_stuck_worker_is_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that does not end by itself is ended by a signal when the iterator is dropped."""
+def ignore_sigterm(number: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize(("init", "status"), [(None, 0), (ignore_sigterm, -signal.SIGKILL)])
+def test_a_stuck_worker_is_terminated(monkeypatch: pytest.MonkeyPatch, init: Any, status: int) -> None:
+    """A worker that does not end by itself is ended by a signal when the iterator is dropped: SIGTERM, then SIGKILL."""
     monkeypatch.setattr("aiofeed.processes.loader_workers.workers._END_S", 0.1)
-    iterator = iter(DataLoader(Waits(9), num_workers=1))
-    assert int(next(iterator)) == 0
-    pids = iterator.workers.pids
+    dataset = Waits()
+    iterator = iter(DataLoader(dataset, num_workers=1, worker_init_fn=init))
+    assert dataset.waiting.wait(60)
+    [worker] = iterator.workers._workers
     del iterator
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert worker.process.exitcode == status
+
+
+def test_a_stopped_worker_ends() -> None:
+    """A worker that SIGSTOP has stopped ends with status 0, as others do, when the iterator is dropped."""
+    iterator = iter(DataLoader(Plain(list(range(9))), num_workers=2))
+    next(iterator)
+    processes = [each.process for each in iterator.workers._workers]
+    os.kill(processes[0].pid, signal.SIGSTOP)
+    del iterator
+    assert [each.exitcode for each in processes] == [0, 0]
 
 
 # --- Ctrl-C, break, exit ---
