@@ -25,7 +25,7 @@ import torch.utils.data as torch_data
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from aiofeed import DataLoader, FailurePolicy, HostCache, IteratorClosedError, WorkerDiedError
+from aiofeed import DataLoader, FailurePolicy, Feeder, HostCache, IteratorClosedError, WorkerDiedError
 from aiofeed.testing import SimulatedDevice
 from tests.support.interrupts import Interrupt
 from tests.support.loader_parts import Plain, Random, same, seed_all, without_none
@@ -477,6 +477,21 @@ def test_kept_batches_are_never_overwritten() -> None:
         del batch
     assert len(kept) == 12
     assert all(bool((view == number).all()) for number, view in kept.items())
+
+
+@pytest.mark.parametrize("kind", ["workers", "Dataset", "TensorDataset"])
+def test_views_of_a_batch_that_is_moved_to_shared_memory(kind: str) -> None:
+    """NumPy views made before ``share_memory_``, or before the batch is sent to a process, stay as they are."""
+    rows = TensorDataset(torch.arange(48.0).repeat_interleave(17_000).reshape(48, 17_000))
+    loader: Any = DataLoader(rows, 2, num_workers=2)
+    if kind != "workers":
+        loader = Feeder(Plain([row for (row,) in rows]) if kind == "Dataset" else rows, batch_size=2)
+    kept = []
+    for batch in loader:
+        tensor = batch if kind == "Dataset" else batch[0]
+        kept.append(tensor.numpy())
+        tensor.share_memory_()
+    assert [view[:, ::1000].tolist() for view in kept] == [[[n] * 17, [n + 1.0] * 17] for n in range(0, 48, 2)]
 
 
 class Numbered(Plain):
