@@ -6,6 +6,7 @@ import asyncio
 import copy
 import gc
 import inspect
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -25,7 +26,7 @@ import torch.utils.data as torch_data
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from aiofeed import DataLoader, FailurePolicy, Feeder, HostCache, IteratorClosedError, WorkerDiedError
+from aiofeed import DataLoader, FailurePolicy, Feeder, FeedError, HostCache, IteratorClosedError, WorkerDiedError
 from aiofeed.testing import SimulatedDevice
 from tests.support.interrupts import Interrupt
 from tests.support.loader_parts import Plain, Random, same, seed_all, without_none
@@ -203,6 +204,43 @@ def test_the_batches_of_a_batch_sampler_in_threads(options: dict[str, Any]) -> N
     resumed = DataLoader(Plain(20), batch_sampler=batches(), **options)
     resumed.load_state_dict(state)
     assert same(list(resumed), expected[5:])
+
+
+class Endless:
+    """Never ends: as a sampler, or as a batch sampler of batches of one to four."""
+
+    def __init__(self, batches: bool) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in itertools.count():
+            yield [number % 20, *range(number % 4)] if self.batches else 7 * number % 20
+
+
+@pytest.mark.parametrize("kind", ["sampler", "batch_sampler"])
+@pytest.mark.parametrize("options", [{"threads": 2}, {"cache": "host"}, {"on_error": "skip"}])
+def test_endless_samplers_over_a_feeder(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], kind: str) -> None:
+    """They are listed in parts; batches are torch's, and a resume in a later part is exact."""
+    monkeypatch.setattr("aiofeed.feeder.dataloader._PART_BATCHES", 3)
+    options = options | {kind: Endless(kind == "batch_sampler")}
+    sampled: Any = {kind: options[kind]}
+    expected = list(itertools.islice(torch_data.DataLoader(Plain(20), **sampled), 12))
+    for taken in (2, 3, 7):
+        loader = DataLoader(Plain(20), **options)
+        assert same(list(itertools.islice(loader, taken)), expected[:taken])
+        resumed = DataLoader(Plain(20), **options)
+        resumed.load_state_dict(loader.state_dict())
+        assert same(list(itertools.islice(resumed, 12 - taken)), expected[taken:])
+
+
+def test_an_error_ends_the_epoch_of_an_endless_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next part does not begin after an error in the middle of one."""
+    monkeypatch.setattr("aiofeed.feeder.dataloader._PART_BATCHES", 3)
+    iterator = iter(DataLoader(Failing((7,)), sampler=Endless(batches=False), threads=1))
+    assert int(next(iterator)) == 0
+    with pytest.raises(FeedError):
+        next(iterator)
+    assert list(iterator) == []
 
 
 def test_what_the_routes_cannot_do() -> None:
@@ -709,7 +747,7 @@ async def _first(batches: AsyncIterator[Any]) -> Any:
 
 async def test_a_cancelled_task_closes_the_epoch() -> None:
     """A task that is cancelled while it waits for a batch leaves no process."""
-    loader = DataLoader(Waits(9), num_workers=1, worker_init_fn=None)
+    loader = DataLoader(Waits(), num_workers=1)
 
     async def consume() -> None:
         async for _ in loader:
