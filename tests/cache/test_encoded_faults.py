@@ -105,8 +105,10 @@ async def test_a_damaged_column(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for room in (40, 5):  # the smaller budget evicts
         try:
             check_file(EncodedCache(path, room * SIZE))
+            message = f"{path}: delete"
         except CacheError as error:
-            assert re.search(f"{path}.* delete", str(error))
+            message = str(error)
+        assert re.search(f"{path}.* delete", message)
         source = CachedSource(Blocks(), EncodedCache(path, room * SIZE))
         assert await source.read_many(range(40)) == [block(index, SIZE) for index in range(40)]
         await source.aclose()
