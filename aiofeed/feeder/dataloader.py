@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from aiofeed.cache.host import HostCache
     from aiofeed.devices.resolve import Device
 
+# Batches that a feeder gets at a time from a sampler without a length.
+_PART_BATCHES = 1024
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -457,18 +459,39 @@ class _FeederEpochs:
     def begin(self, loader: DataLoader[Any], position: LoaderPosition) -> _FeederEpoch:
         """Start an epoch; draws from the generators as torch's iterator does."""
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        batches: list[list[int]] = list(loader._index_sampler)
-        left = batches[position.batches :]
-        self._listed[:] = itertools.chain.from_iterable(left) if self._of_one_size else left
-        return _FeederEpoch(iter(self._feeder), Progress(position))
+        batches = itertools.islice(loader._index_sampler, position.batches, None)
+        return _FeederEpoch(self._start, batches, max(loader._batches() or 0, _PART_BATCHES), Progress(position))
+
+    def _start(self, part: list[list[int]]) -> FeedIterator[Any]:
+        self._listed[:] = itertools.chain.from_iterable(part) if self._of_one_size else part
+        return iter(self._feeder)
 
 
 class _FeederEpoch:
-    """One epoch of a feeder; counts the batches."""
+    """One epoch: an epoch of the feeder for each part of the sampler, which may be endless. Counts the batches."""
 
-    def __init__(self, batches: FeedIterator[Any], progress: Progress) -> None:
-        self._batches = batches
+    def __init__(
+        self,
+        start: Callable[[list[list[int]]], FeedIterator[Any]],
+        sampler: Iterator[list[int]],
+        part_batches: int,
+        progress: Progress,
+    ) -> None:
+        self._start = start
+        self._sampler = sampler
+        self._part_batches = part_batches
         self.progress = progress
+        self._part_end = progress.batches
+        self._batches: Any = None
+        self._next_part()
+
+    def _next_part(self) -> None:
+        """Start the feeder with the next part if all batches of the last one were returned."""
+        if self.progress.batches == self._part_end:
+            part = list(itertools.islice(self._sampler, self._part_batches))
+            if part or self._batches is None:
+                self._part_end += len(part)
+                self._batches = self._start(part)
 
     def __iter__(self) -> _FeederEpoch:
         return self
@@ -477,6 +500,7 @@ class _FeederEpoch:
         return self
 
     def __next__(self) -> Any:
+        self._next_part()
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -486,6 +510,7 @@ class _FeederEpoch:
         return batch
 
     async def __anext__(self) -> Any:
+        self._next_part()
         try:
             batch = await anext(self._batches)
         except StopAsyncIteration:
