@@ -269,7 +269,7 @@ def test_a_killed_worker(persistent: bool) -> None:
     loader = DataLoader(Plain(200), num_workers=2, persistent_workers=persistent)
     iterator = iter(loader)
     next(iterator)
-    os.kill(iterator.workers.pids[1] if not persistent else loader._iterator.workers.pids[1], signal.SIGKILL)  # type: ignore
+    os.kill(iterator._workers[1].pid, signal.SIGKILL)  # type: ignore
     with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly: .*SIGKILL.*out of memory"):
         for _ in range(200):
             next(iterator)
@@ -302,7 +302,7 @@ def test_a_stuck_worker_is_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiofeed.processes.loader_workers.workers._END_S", 0.1)
     iterator = iter(DataLoader(Waits(9), num_workers=1))
     assert int(next(iterator)) == 0
-    pids = iterator.workers.pids
+    pids = [each.pid for each in iterator._workers]
     del iterator
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
@@ -348,7 +348,7 @@ class Slow(Dataset):
 if __name__ == "__main__":
     iterator = iter(DataLoader(Slow(), 2, num_workers=2))
     next(iterator)
-    print(*iterator.workers.pids, flush=True)
+    print(*[each.pid for each in iterator._workers], flush=True)
     for _ in iterator: pass
 """
 
@@ -529,7 +529,7 @@ def test_batches_of_workers_are_pinned(monkeypatch: pytest.MonkeyPatch, kind: st
         return batch
 
     monkeypatch.setattr(_BaseDataLoaderIter, "__init__", with_accelerator)
-    monkeypatch.setattr("aiofeed.feeder.dataloader.pin_memory", pin_memory)
+    monkeypatch.setattr("aiofeed.processes.loader_workers.batches.pin_memory", pin_memory)
     assert len(list(DataLoader(Plain(6), num_workers=2))) == 6
     assert pinned == [(number, kind) for number in range(6)]
 

@@ -72,7 +72,7 @@ def test_timeout(persistent: bool) -> None:
     iterator = iter(DataLoader(Asleep(4), num_workers=1, timeout=0.05, persistent_workers=persistent))
     with pytest.raises(RuntimeError, match=r"^DataLoader timed out after 0.05 seconds$"):
         next(iterator)
-    for pid in iterator.workers.pids:
+    for pid in [each.pid for each in iterator._workers]:
         os.kill(pid, 9)
 
 

@@ -123,9 +123,14 @@ class LoaderWorkers:
         return any(worker.channel.ended for worker in self._workers)
 
     @property
-    def pids(self) -> list[int]:
-        """Their process ids."""
-        return [worker.process.pid for worker in self._workers]
+    def usable(self) -> bool:
+        """Whether all workers run, and are those of this process."""
+        return self._pid == os.getpid() and not self.ended
+
+    @property
+    def processes(self) -> list[Any]:
+        """The processes."""
+        return [worker.process for worker in self._workers]
 
     def send(self, number: int, message: Any) -> None:
         """Send a message to a worker. Never blocks."""
