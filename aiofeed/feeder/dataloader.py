@@ -152,7 +152,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state at the next ``iter()``; restore the random generators of this process at once.
 
-        A state of another rank restores its position and order, and no random generators. A warning says so.
+        A state of another rank restores position and order. The dataset's random numbers are then not those of a run
+        without a stop, and a warning says so.
 
         Raises:
             StateError: The state is damaged, or of a loader with other batches or another number of workers.
@@ -230,9 +231,10 @@ class _Epochs:
             loaded.now.restore_generators(loader)
         else:
             loaded.without_worker_generators()
+            loaded.now.restore_own_generators(loader)
             warnings.warn(
-                f"the state of a DataLoader was saved by rank {loaded.rank}: its position and order are restored, its "
-                f"random generators are not. For an exact resume save loader.state_dict() on each rank",
+                f"the state of this DataLoader was saved by rank {loaded.rank}: position and order are restored, "
+                f"random numbers of the dataset are not. For an exact resume, save and load a state for each rank",
                 stacklevel=3,
             )
         self._loaded, self.progress = loaded, None
@@ -309,7 +311,7 @@ class LoaderIterator(_BaseDataLoaderIter):
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._epochs = epochs = loader._aiofeed
         self._batches: InProcessBatches | WorkerBatches | None = None
-        self._feed: FeedIterator[Any] | _FeederEpoch | None = None
+        self._feed: FeedIterator[Any] | None = None
         with epochs.starting(loader) as (start, position):
             super().__init__(loader)
             if self._num_workers and epochs.feeder is None:
@@ -338,12 +340,13 @@ class LoaderIterator(_BaseDataLoaderIter):
     def _begin(self, loader: DataLoader[Any], start: OrderState, position: LoaderPosition) -> None:
         epochs, workers = self._epochs, self._batches
         self._num_yielded = position.returned
+        self._in_order = loader.in_order
         # If nothing is left of the epoch, `next` starts the next one.
         self._loader = loader if position.returned and _has_length(loader) else None
         self._feed = None
         if epochs.feeder is not None:
-            self._feed = epochs.feeder.begin(loader, self._sampler_iter, start, position)
-            epochs.progress = self._feed.progress
+            self._feed, self._numbers = epochs.feeder.begin(loader, self._sampler_iter, position)
+            epochs.progress = Progress(start, position)
         elif isinstance(workers, WorkerBatches):
             workers.begin(self._sampler_iter, start, position)
             epochs.progress = workers.progress
@@ -359,7 +362,8 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def _next_data(self) -> Any:
         if self._feed is None:
-            assert self._batches is not None
+            if self._batches is None:
+                raise StopIteration
             return self._batches.next()
         try:
             return next(self._feed)
@@ -392,8 +396,13 @@ class LoaderIterator(_BaseDataLoaderIter):
             if not self._starts_next_epoch():
                 raise
             batch = super().__next__()
-        self._loader = None
+        self._handed_out()
         return batch
+
+    def _handed_out(self) -> None:
+        self._loader = None
+        if self._batches is None and self._feed is not None:
+            self._progress.add(self._numbers[self._feed.number], in_order=self._in_order)
 
     def __aiter__(self) -> LoaderIterator:
         return self
@@ -412,7 +421,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             if not self._continues() and not self._starts_next_epoch():
                 raise
             return await anext(self)
-        self._loader = None
+        self._handed_out()
         return batch
 
     def _shutdown_workers(self) -> None:
@@ -468,43 +477,14 @@ class _FeederEpochs:
         )
 
     def begin(
-        self, loader: DataLoader[Any], indices: Iterator[Any], start: OrderState, position: LoaderPosition
-    ) -> _FeederEpoch:
-        """Start an epoch."""
+        self, loader: DataLoader[Any], indices: Iterator[Any], position: LoaderPosition
+    ) -> tuple[FeedIterator[Any] | None, list[int]]:
+        """Start an epoch; return its iterator, ``None`` if nothing is left, and the numbers of its batches."""
         if self._collate_fn is not loader.collate_fn:
             self._make(loader)
+        # `list` would call iter(), which restarts a sampler of Lightning.
         batches: list[list[int]] = list(iter(partial(next, indices, None), None))
-        left = batches[position.batches :]
+        numbers = [number for number in range(position.batches, len(batches)) if number not in position.later]
+        left: Iterable[Any] = [batches[number] for number in numbers]
         self._listed[:] = itertools.chain.from_iterable(left) if self._of_one_size else left
-        return _FeederEpoch(iter(self._feeder) if left else None, Progress(start, position))
-
-
-class _FeederEpoch:
-    """One epoch of a feeder, ``None`` if nothing is left of it; counts the batches."""
-
-    def __init__(self, batches: FeedIterator[Any] | None, progress: Progress) -> None:
-        self._batches = batches
-        self.progress = progress
-        self._number = progress.first.batches
-
-    def __iter__(self) -> _FeederEpoch:
-        return self
-
-    def __aiter__(self) -> _FeederEpoch:
-        return self
-
-    def __next__(self) -> Any:
-        if self._batches is None:
-            raise StopIteration
-        batch = next(self._batches)
-        self.progress.add(self._number)
-        self._number += 1
-        return batch
-
-    async def __anext__(self) -> Any:
-        if self._batches is None:
-            raise StopAsyncIteration
-        batch = await anext(self._batches)
-        self.progress.add(self._number)
-        self._number += 1
-        return batch
+        return iter(self._feeder) if numbers else None, numbers

@@ -13,7 +13,7 @@ import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe
@@ -124,14 +124,6 @@ class InProcessBatches:
         return batch
 
 
-class _Pull(Protocol):
-    """The thread that receives batches ahead."""
-
-    def _unwanted(self) -> bool: ...
-    def stop(self) -> None: ...
-    def join(self, timeout_s: float) -> bool: ...
-
-
 class WorkerBatches:
     """Batches of worker processes, requested and returned in the order of torch's iterator.
 
@@ -146,7 +138,7 @@ class WorkerBatches:
     Attributes:
         workers: The processes.
         progress: The batches that were handed out.
-        pull: The thread that iterates over ``received``, if there is one.
+        pull: The ``ThreadPull`` that iterates over ``received``, if there is one.
     """
 
     def __init__(self, iterator: Any, loader: Any, spare: list[LoaderWorkers]) -> None:
@@ -159,7 +151,7 @@ class WorkerBatches:
         self._timeout: float = iterator._timeout
         self._pin_device = iterator._pin_memory_device
         self._most_batches: int = loader.prefetch_factor * self._num_workers
-        self.pull: _Pull | None = None
+        self.pull: Any = None
         # The state of each worker after the last batch that was received.
         self._states: list[bytes | None] = [None] * self._num_workers
         self._answers: dict[int, Answer] = {}

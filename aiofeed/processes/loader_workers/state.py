@@ -70,6 +70,10 @@ class OrderState:
     def restore_generators(self, loader: Any) -> None:
         """Set the global generators and those of the loader."""
         rng.set_random_state(self.generators)
+        self.restore_own_generators(loader)
+
+    def restore_own_generators(self, loader: Any) -> None:
+        """Set the generators of the loader and its samplers."""
         for generator, state in zip(_own_generators(loader), self.own_generators, strict=False):
             generator.set_state(state)
 
@@ -171,7 +175,7 @@ class Progress:
         return self.finished or self.returned > self.first.returned
 
     def add(self, batch: int, worker: int | None = None, state: bytes | None = None, *, in_order: bool = True) -> None:
-        """A batch is handed out; ``state``: of its worker after it. Repeated if Ctrl-C has interrupted the first call."""
+        """A batch is handed out; ``state``: of its worker after it. Ctrl-C may interrupt a call, which is repeated."""
         if batch == self._last:
             return
         handed, states, batches, later = list(self._handed), list(self._states), self._batches, set(self._later)
@@ -221,7 +225,7 @@ class Progress:
         return _without_dataset(_unpickled(self._first_states[worker]))
 
     def after(self) -> LoaderPosition:
-        """The position before the next epoch. Persistent workers go on; they read an iterable dataset from its start."""
+        """The position before the next epoch. Persistent workers go on, and read an iterable dataset from its start."""
         if self._base_seed is None:
             return LoaderPosition()
         states = [_unpickled(state) for state in self._received]
@@ -291,8 +295,8 @@ class LoaderState:
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             if isinstance(state, dict) and ("_snapshot" in state or "_sampler_iter_yielded" in state):
                 raise StateError(
-                    "this is a state of torchdata's StatefulDataLoader, which lacks the random generators from which the "
-                    "order follows here: finish its epoch with StatefulDataLoader, and begin the next one with "
+                    "this is a state of torchdata's StatefulDataLoader, which lacks the random generators from which "
+                    "the order follows here: finish its epoch with StatefulDataLoader, and begin the next one with "
                     "aiofeed.DataLoader"
                 ) from None
             raise StateError(
