@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 import torch.utils.data
@@ -118,7 +118,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 f"num_workers={num_workers} needs Unix sockets that pass descriptors, which Windows lacks: use "
                 f"num_workers=0, threads={num_workers}, or torch.utils.data.DataLoader"
             )
-        options = {
+        options: dict[str, Any] = {
             "device": device,
             "transform": transform,
             "on_error": on_error,
@@ -334,7 +334,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             super()._reset(loader, first_iter)
             if workers is not None:
                 workers.restart(self._shared_seed)
-                position = LoaderPosition(base_seed=self._base_seed)
+                position = LoaderPosition(base_seed=int(self._base_seed))
             self._begin(loader, start, position)
 
     def _begin(self, loader: DataLoader[Any], start: OrderState, position: LoaderPosition) -> None:
@@ -472,7 +472,7 @@ class _FeederEpochs:
             collate_fn=None if loader.collate_fn is default_collate else loader.collate_fn,
             shard=None,
             in_order=loader.in_order,
-            engine=engine or (f"process:{workers}" if workers else "thread"),
+            engine=engine or cast("Any", f"process:{workers}" if workers else "thread"),
             **options,
         )
 

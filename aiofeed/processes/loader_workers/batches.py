@@ -241,7 +241,7 @@ class WorkerBatches:
         self._worker_of: dict[int, int] = {}
         self._active = [True] * self._num_workers
         self._loads = [0] * self._num_workers
-        self._cycle = itertools.cycle([*range(position.turn, self._num_workers), *range(position.turn)])
+        self._cycle: Iterator[int] = itertools.cycle([*range(position.turn, self._num_workers), *range(position.turn)])
         self._ready: deque[tuple[int, Answer]] = deque()
         self._failed: tuple[int, Answer] | None = None
         for _ in range(self._most_batches):

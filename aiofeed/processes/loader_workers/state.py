@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.utils.data.dataloader import _DatasetKind, _get_distributed_settings  # type: ignore[attr-defined]
+from torch.utils.data.dataloader import _DatasetKind, _get_distributed_settings
 
 from aiofeed.core.errors import StateError
 from aiofeed.processes.loader_workers import random_state as rng
