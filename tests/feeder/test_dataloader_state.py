@@ -311,11 +311,12 @@ def test_a_state_that_is_refused_changes_nothing() -> None:
     assert same(draw_all(), numbers)
 
 
-def test_the_dataset_must_load_what_it_saved() -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_dataset_must_load_what_it_saved(workers: int) -> None:
     """A state with one of the dataset is refused by a dataset that cannot load it."""
-    loader = DataLoader(StatefulStream(9), None)
+    loader = DataLoader(StatefulStream(9), None, num_workers=workers)
     take(iter(loader), 2)
-    other = DataLoader(Stream(9), None)
+    other = DataLoader(Stream(9), None, num_workers=workers)
     other.load_state_dict(loader.state_dict())
     with pytest.raises(StateError, match="Stream has no load_state_dict"):
         iter(other)

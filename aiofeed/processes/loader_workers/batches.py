@@ -225,8 +225,9 @@ class WorkerBatches:
                 replays += 1
         self._wait_for_resumed(replays)
         if not self._iterable:
-            for _ in range(position.batches):
-                next(indices, None)
+            # No islice, which would call iter().
+            for _ in zip(range(position.batches), iter(functools.partial(next, indices, self), self), strict=False):
+                pass
         self.progress: Progress = Progress(
             start, position, workers=self._states, base_seed=self._base_seed, iterable=self._iterable
         )

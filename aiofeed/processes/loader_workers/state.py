@@ -290,6 +290,8 @@ class LoaderState:
                 OrderState.parse(state),
                 None if epoch["start"] is None else OrderState.parse(epoch["start"]),
             )
+            if loaded.position.turn >= max(loaded.num_workers, 1):
+                raise ValueError(f"worker {loaded.position.turn} of {loaded.num_workers}")
             if len(loaded.position.workers) not in (0, loaded.num_workers):
                 raise ValueError(f"{len(loaded.position.workers)} states of {loaded.num_workers} workers")
         except (LookupError, TypeError, ValueError, AttributeError) as error:

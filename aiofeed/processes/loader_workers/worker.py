@@ -207,9 +207,12 @@ class _LoaderWorker:
             return
         self._storage.begin(None)
         for _ in range(task.replayed):
-            # Batches that failed, and the end, count too.
-            with contextlib.suppress(Exception):
+            try:
                 fetch(self._fetcher, task.index)
+            except StopIteration:
+                break
+            except Exception:  # noqa: BLE001 - it was raised when the batch was due
+                continue
         self._send(Answer("resumed", -1))
 
     def _fetch(self, task: Fetch) -> None:
