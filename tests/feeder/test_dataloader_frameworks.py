@@ -256,14 +256,7 @@ def test_ctrl_c_in_a_transform_loses_no_batch(new: Any) -> None:
     assert torch.cat(list(loader)).tolist() == [2, 3, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"persistent_workers": True},
-        {"persistent_workers": True, "transform": abs},
-        pytest.param({"multiprocessing_context": "spawn"}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("options", [{"persistent_workers": True}, {"persistent_workers": True, "transform": abs}])
 def test_a_child_process_starts_workers_of_its_own(options: dict[str, Any]) -> None:
     """After a fork a loader whose workers run can be iterated in the child, and in the parent."""
     loader = aiofeed.DataLoader(Plain(8), 2, num_workers=1, **options)

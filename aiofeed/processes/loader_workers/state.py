@@ -207,7 +207,7 @@ class Progress:
         dataset = None
         # At the start of an epoch an iterable dataset may still have its state at the end of the epoch before.
         if self._dataset is not None and (self._batches or not self._iterable):
-            dataset = self._dataset() if self.delivering is None else self.delivering[0]
+            (dataset,) = self.delivering or (self._dataset(),)
         return replace(
             self.first,
             batches=self._batches,
@@ -228,10 +228,9 @@ class Progress:
         """The position before the next epoch. Persistent workers go on, and read an iterable dataset from its start."""
         if self._base_seed is None:
             return LoaderPosition()
-        states = [_unpickled(state) for state in self._received]
-        if self._iterable:
-            states = [_without_dataset(state) for state in states]
-        return LoaderPosition(workers=[(0, state) for state in states], base_seed=self._base_seed)
+        self._states = self._first_states = self._received
+        workers = [(0, self._state(number, 0)) for number in range(len(self._received))]
+        return LoaderPosition(workers=workers, base_seed=self._base_seed)
 
 
 def _unpickled(state: bytes | None) -> list[Any] | None:
@@ -261,7 +260,7 @@ class LoaderState:
             "version": VERSION,
             "num_workers": loader.num_workers,
             "batches": _batches(loader),
-            "rank": _get_distributed_settings()[1],
+            "rank": _rank(),
             **OrderState.of(loader).packed,
             "epoch": {"start": None if start is None else start.packed, **asdict(position)},
         }
@@ -290,10 +289,9 @@ class LoaderState:
                 OrderState.parse(state),
                 None if epoch["start"] is None else OrderState.parse(epoch["start"]),
             )
-            if loaded.position.turn >= max(loaded.num_workers, 1):
-                raise ValueError(f"worker {loaded.position.turn} of {loaded.num_workers}")
-            if len(loaded.position.workers) not in (0, loaded.num_workers):
-                raise ValueError(f"{len(loaded.position.workers)} states of {loaded.num_workers} workers")
+            workers, turn = len(loaded.position.workers), loaded.position.turn
+            if workers not in (0, loaded.num_workers) or turn >= max(loaded.num_workers, 1):
+                raise ValueError(f"{workers} states and the turn of worker {turn}, of {loaded.num_workers}")
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             if isinstance(state, dict) and ("_snapshot" in state or "_sampler_iter_yielded" in state):
                 raise StateError(
@@ -308,16 +306,12 @@ class LoaderState:
         return loaded
 
     def _check(self, loader: Any) -> None:
-        differences = [
-            f"{name}: {theirs} in the state, {ours} here"
-            for name, theirs, ours in (
-                ("num_workers", self.num_workers, loader.num_workers),
-                ("batches per epoch", self.batches, _batches(loader)),
-            )
-            if theirs != ours
-        ]
-        if differences:
-            raise StateError(f"the state is of another DataLoader: {'; '.join(differences)}")
+        for name, theirs, ours in (
+            ("num_workers", self.num_workers, loader.num_workers),
+            ("batches per epoch", self.batches, _batches(loader)),
+        ):
+            if theirs != ours:
+                raise StateError(f"the state is of another DataLoader: {name}: {theirs} in the state, {ours} here")
         for order in (self.now, self.start):
             if order is not None:
                 order.check(loader)
@@ -325,12 +319,16 @@ class LoaderState:
     @property
     def of_this_rank(self) -> bool:
         """Whether this rank has saved the state."""
-        return bool(self.rank == _get_distributed_settings()[1])
+        return self.rank == _rank()
 
     def without_worker_generators(self) -> None:
         """Leave out the random generators of the workers: each begins with its seed."""
         workers = [(handed, state and [None, state[1]]) for handed, state in self.position.workers]
         self.position = replace(self.position, workers=workers)
+
+
+def _rank() -> int:
+    return int(_get_distributed_settings()[1])
 
 
 def _batches(loader: Any) -> int | None:
