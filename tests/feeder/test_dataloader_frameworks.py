@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -192,7 +191,7 @@ def test_attributes_of_every_subclass_are_free() -> None:
     assert vars(aiofeed.DataLoader).keys() - {*described, "__firstlineno__", "__annotations__"} == methods
 
 
-# --- a transform in the caller's thread, and a fork ---
+# --- a transform in the caller's thread ---
 
 
 def test_stop_iteration_in_a_transform_is_an_error() -> None:
@@ -254,19 +253,3 @@ def test_ctrl_c_in_a_transform_loses_no_batch(new: Any) -> None:
             next(iterator)
     loader.load_state_dict(loader.state_dict())
     assert torch.cat(list(loader)).tolist() == [2, 3, 4, 5, 6, 7]
-
-
-@pytest.mark.parametrize("options", [{"persistent_workers": True}, {"persistent_workers": True, "transform": abs}])
-def test_a_child_process_starts_workers_of_its_own(options: dict[str, Any]) -> None:
-    """After a fork a loader whose workers run can be iterated in the child, and in the parent."""
-    loader = aiofeed.DataLoader(Plain(8), 2, num_workers=1, **options)
-    expected = [batch.tolist() for batch in loader]
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            status = int([batch.tolist() for batch in loader] != expected)
-        finally:
-            os._exit(status)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert [batch.tolist() for batch in loader] == expected

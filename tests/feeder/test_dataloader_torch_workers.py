@@ -214,6 +214,29 @@ def test_a_spawned_worker_does_the_same() -> None:
     assert same(epoch("spawn"), epoch("fork"))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"persistent_workers": True},
+        {"persistent_workers": True, "transform": abs},
+        pytest.param({"multiprocessing_context": "spawn"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_child_process_starts_workers_of_its_own(options: dict[str, Any]) -> None:
+    """After a fork a loader whose workers run can be iterated in the child, and in the parent."""
+    loader = DataLoader(Plain(8), 2, num_workers=1, **options)
+    expected = [batch.tolist() for batch in loader]
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = int([batch.tolist() for batch in loader] != expected)
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert [batch.tolist() for batch in loader] == expected
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_of_a_fork_server_get_tensors_in_every_epoch(persistent: bool) -> None:
     """Each worker gets the dataset by pickle in each epoch; a tensor in it has shared memory, and is sent once."""
