@@ -435,6 +435,11 @@ class FeedIterator(Generic[BatchT_co]):
         """The number of batches handed out."""
         return self._stats.batches
 
+    @property
+    def number(self) -> int:
+        """The number in the epoch of the batch that was handed out last; -1 before the first."""
+        return -1 if self._handed_out is None else self._handed_out[1]
+
     def leave_out(self, seconds: float) -> None:
         """Leave the last seconds, in which the consumer used other batches, out of the statistics."""
         self._started += seconds

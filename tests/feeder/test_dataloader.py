@@ -308,7 +308,7 @@ def test_a_killed_worker(persistent: bool) -> None:
     loader = DataLoader(Plain(200), num_workers=2, persistent_workers=persistent)
     iterator = iter(loader)
     next(iterator)
-    os.kill(iterator.workers.pids[1] if not persistent else loader._iterator.workers.pids[1], signal.SIGKILL)  # type: ignore
+    os.kill(iterator._workers[1].pid, signal.SIGKILL)  # type: ignore
     with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly: .*SIGKILL.*out of memory"):
         for _ in range(200):
             next(iterator)
@@ -352,7 +352,7 @@ def test_a_stuck_worker_is_terminated(monkeypatch: pytest.MonkeyPatch, init: Any
     dataset = Waits()
     iterator = iter(DataLoader(dataset, num_workers=1, worker_init_fn=init))
     assert dataset.waiting.wait(60)
-    [worker] = iterator.workers._workers
+    [worker] = iterator._batches.workers._workers
     del iterator
     assert worker.process.exitcode == status
 
@@ -361,7 +361,7 @@ def test_a_stopped_worker_ends() -> None:
     """A worker that SIGSTOP has stopped ends with status 0, as others do, when the iterator is dropped."""
     iterator = iter(DataLoader(Plain(list(range(9))), num_workers=2))
     next(iterator)
-    processes = [each.process for each in iterator.workers._workers]
+    processes = [each.process for each in iterator._batches.workers._workers]
     os.kill(processes[0].pid, signal.SIGSTOP)
     del iterator
     assert [each.exitcode for each in processes] == [0, 0]
@@ -408,7 +408,7 @@ class Slow(Dataset):
 if __name__ == "__main__":
     iterator = iter(DataLoader(Slow(), 2, num_workers=2))
     next(iterator)
-    print(*iterator.workers.pids, flush=True)
+    print(*[each.pid for each in iterator._workers], flush=True)
     for _ in iterator: pass
 """
 
@@ -604,7 +604,7 @@ def test_batches_of_workers_are_pinned(monkeypatch: pytest.MonkeyPatch, kind: st
         return batch
 
     monkeypatch.setattr(_BaseDataLoaderIter, "__init__", with_accelerator)
-    monkeypatch.setattr("aiofeed.feeder.dataloader.pin_memory", pin_memory)
+    monkeypatch.setattr("aiofeed.processes.loader_workers.batches.pin_memory", pin_memory)
     assert len(list(DataLoader(Plain(6), num_workers=2))) == 6
     assert pinned == [(number, kind) for number in range(6)]
 

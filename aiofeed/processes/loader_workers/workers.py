@@ -110,7 +110,7 @@ class LoaderWorkers:
         A fork copies the whole state of its parent, which cannot be sent. Other new processes get the dataset by
         pickle, and then start in seconds, because they import torch.
         """
-        if context is not self._context or start.num_workers != len(self._workers) or self.forked or self.ended:
+        if context is not self._context or start.num_workers != len(self._workers) or self.forked or not self.usable:
             return False
         try:
             # One for each: torch's shared tensors can be loaded once.
@@ -122,14 +122,14 @@ class LoaderWorkers:
         return True
 
     @property
-    def ended(self) -> bool:
-        """Whether a worker has closed its connection, or Ctrl-C has interrupted a message."""
-        return any(worker.channel.ended for worker in self._workers)
+    def usable(self) -> bool:
+        """Whether these are workers of this process, none has ended, and Ctrl-C has interrupted no message."""
+        return self._pid == os.getpid() and not any(worker.channel.ended for worker in self._workers)
 
     @property
-    def pids(self) -> list[int]:
-        """Their process ids."""
-        return [worker.process.pid for worker in self._workers]
+    def processes(self) -> list[Any]:
+        """The processes."""
+        return [worker.process for worker in self._workers]
 
     def send(self, number: int, message: Any) -> None:
         """Send a message to a worker. Never blocks."""
