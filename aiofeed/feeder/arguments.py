@@ -305,8 +305,6 @@ class Arguments:
     def __init__(self, source: Any, given: Mapping[str, Any]) -> None:
         self.source, decode = unpack_clips(source, given["decode"])
         self.adopted: Any = adopt_source(self.source)
-        self.traits: Traits = replace(traits_of(self.adopted), ordered=isinstance(self.source, Mixture))
-        self.length: int = len(self.adopted) if self.traits.indexed else 0
         self.decode = check_decoder(decode, getattr(self.adopted, "dataset", None))
         self.shuffle = a_shuffle(given["shuffle"])
         self.seed = check_seed(given["seed"])
@@ -329,6 +327,21 @@ class Arguments:
         self.engines, self.ray = an_engine(self.engine)
         self.static_batches = check_bool("static_batches", given["static_batches"])
         self.timeline = check_bool("timeline", given["timeline"])
+        self._choose_source()
+
+    def _choose_source(self) -> None:
+        """Use ``Tensors`` in host memory and a ``Mixture`` without weights as plain samples if an option needs that."""
+        listed = self.batch_sampler is not None or isinstance(self.batch_size, LengthPlan)
+        split = self.static_batches or isinstance(self.backend, DeviceGroup)
+        samples = listed or split or self.engines or self.collate_fn is not None
+        if samples and isinstance(self.adopted, Tensors) and self.adopted.on_host:
+            self.adopted = self.adopted.as_dataset()
+        ordered = isinstance(self.source, Mixture)
+        if ordered and not self.source.draws:
+            ordered = self.sampler is None and self.weights is None and self.batch_sampler is None
+            ordered = ordered and self.shuffle in (True, False, "keyed")
+        self.traits: Traits = replace(traits_of(self.adopted), ordered=ordered)
+        self.length: int = len(self.adopted) if self.traits.indexed else 0
 
 
 # --- the order ---
@@ -343,18 +356,16 @@ def a_shuffle(value: object) -> Shuffle:
     raise kind(f"shuffle must be True, False, {SHUFFLES}, got {value!r}{hint}")
 
 
-def new_lister(source: object, weights: Any, order: Schedule) -> MixtureOrder | ComputedOrder | None:
-    """Return the order of a mixture, of weights or of shards; ``None`` for the schedule's own order.
+def new_lister(source: Any, weights: Any, order: Schedule) -> ComputedOrder | None:
+    """Return the order of weights or of shards; ``None`` for the schedule's own order.
 
     Raises:
         TypeError, ValueError: The weights do not fit the source.
     """
-    if isinstance(source, Mixture):
-        return source.order(order.seed, shuffle=bool(order.shuffle))
     if weights is not None:
         return WeightedOrder(weights, order.length, order.seed)
     shards = window_shards(order.shuffle)
-    return None if shards is None else WindowOrder(source.shard_starts, shards, order.seed)  # type: ignore[attr-defined]
+    return None if shards is None else WindowOrder(source.shard_starts, shards, order.seed)
 
 
 def new_batches(
@@ -382,7 +393,9 @@ def new_order(a: Arguments) -> FeedOrder:
     """
     kind = SampleSchedule if a.in_order == "samples" else Schedule
     order = kind(length=a.length, batch_size=1, shuffle=a.shuffle, seed=a.seed, drop_last=a.drop_last, pad=a.pad)
-    drawn = new_lister(a.source, a.weights, order)
+    drawn: MixtureOrder | ComputedOrder | None = new_lister(a.adopted, a.weights, order)
+    if a.traits.ordered:
+        drawn = a.source.order(a.seed, shuffle=bool(a.shuffle))
     batches = new_batches(a.batch_size, a.batch_sampler, order, drawn)
     lister: Lister | None = drawn
     if batches is None:
@@ -626,10 +639,10 @@ def _new_store(cache: object, config: FeederConfig) -> SampleStore:
             return HostRows(length, config.batch_size, machine.free_memory)
         return DeviceStore(length, config.batch_size)
     if isinstance(cache, DiskCache):
-        if decode is None:
-            assert isinstance(source, FromDataset)
+        if isinstance(source, FromDataset):
             named = source.fingerprint()
             return DiskStore(length, cache, named or dataset_identity(source.dataset), compare=named is None)
-        return DiskStore(length, cache, fingerprint_of(source, length), identity(decode))
+        decoder = () if decode is None else (identity(decode),)
+        return DiskStore(length, cache, fingerprint_of(source, length), *decoder)
     assert isinstance(cache, HostCache)
     return HostStore(length, cache, machine.free_memory)

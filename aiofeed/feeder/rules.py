@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any
 
+from aiofeed.core.types import traits_of
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.sampling.listers.length_plans import LengthPlan
 from aiofeed.sampling.listers.packing import Pack
@@ -39,7 +40,7 @@ EXCLUDED: tuple[tuple[str, str, type[Exception], str], ...] = (
      "it returns samples as they are stored: pass aiofeed.DecodeImage(size=224) for the bytes of images, or any "
      "function of a sample (decode=lambda sample: sample leaves it as it is)"),
     # which samples come, and in which batches
-    ('weights=|sampler=|batch_sampler=|shuffle="replacement" or "window"', "Mixture", ValueError,
+    ('weights=|sampler=|batch_sampler=|shuffle="replacement" or "window"', "a Mixture with weights", ValueError,
      f"a Mixture decides which samples come: {_ONE}"),
     ("sampler=|batch_sampler=|an order by shuffle=", "weights=", ValueError,
      f"weights= draws samples with replacement: {_ONE}"),
@@ -57,16 +58,16 @@ EXCLUDED: tuple[tuple[str, str, type[Exception], str], ...] = (
     ('in_order="samples"', 'engine="process"', ValueError,
      'workers send whole batches: pass engine="thread", or in_order=False'),
     # data in memory
-    ("batch_sampler=|a plan", "Tensors", ValueError,
+    ("batch_sampler=|a plan", "Tensors on a device", ValueError,
      f"{_IN_MEMORY}: pass torch.utils.data.TensorDataset(...) as the source"),
-    ("collate_fn=", "Tensors", TypeError,
+    ("collate_fn=", "Tensors on a device", TypeError,
      f"{_IN_MEMORY}: pass transform=, which gets each batch, or torch.utils.data.TensorDataset(...) as the source"),
     ("cache=", "Tensors", TypeError, "the data are in memory already: leave it out"),
-    ("a list of devices", "Tensors", ValueError, f"the data are on one device: {_DEVICES}"),
-    ("static_batches=True", "Tensors", ValueError,
+    ("a list of devices", "Tensors on a device", ValueError, f"the data are on one device: {_DEVICES}"),
+    ("static_batches=True", "Tensors on a device", ValueError,
      "batches are views, which need no copy: use copy_ to copy them into tensors of your own if addresses must not "
      "change"),
-    ('engine="process"', "Tensors", ValueError, "the data are decoded already: leave it out"),
+    ('engine="process"', "Tensors on a device", ValueError, "the data are decoded already: leave it out"),
     # caches
     ("cache= on the host", "rows", TypeError,
      'it keeps decoded samples, and rows are decoded already: leave it out, or pass cache="device" for Tokens'),
@@ -108,10 +109,17 @@ EXCLUDED: tuple[tuple[str, str, type[Exception], str], ...] = (
 # The argument that a message shows for a fact; a message about another fact has its name.
 _SHOWN = {
     **dict.fromkeys(
-        ("Stream", "Mixture", "a source without shards", "decoded samples", "encoded samples", "a Dataset", "Tensors"),
+        (
+            "Stream",
+            "a Mixture with weights",
+            "a source without shards",
+            "decoded samples",
+            "encoded samples",
+            "a Dataset",
+        ),
         "source",
     ),
-    **dict.fromkeys(("rows", "rows of a Table"), "source"),
+    **dict.fromkeys(("rows", "rows of a Table", "Tensors", "Tensors on a device"), "source"),
     **dict.fromkeys(("shuffle=", 'shuffle="window"', 'shuffle="replacement" or "window"'), "shuffle"),
     **dict.fromkeys(("an order by shuffle=", "shuffle= other than True"), "shuffle"),
     **dict.fromkeys(("rows with parts", "a random decoder", "no decode="), "decode"),
@@ -133,12 +141,13 @@ def facts_of(a: Any) -> set[str]:
     unknown = a.sampler is not None or traits.ordered or listed or not traits.indexed
     found = {
         "Stream": not traits.indexed,
-        "Mixture": traits.ordered,
+        "a Mixture with weights": traits.ordered,
         "a source without shards": getattr(a.adopted, "shard_starts", None) is None,
         "decoded samples": traits.decode == "none",
         "encoded samples": traits.decode == "needed",
         "a Dataset": traits.items,
-        "Tensors": traits.in_memory,
+        "Tensors": traits_of(a.source).in_memory,
+        "Tensors on a device": traits.in_memory,
         "rows": traits.rows and a.decode is None,
         "rows of a Table": traits.rows and a.decode is None and not tokens,
         "Tokens on the device": tokens and on_device,

@@ -87,6 +87,8 @@ class Mixture:
             self._weights = [_checked_weight(name, each) for name, each in zip(self.names, given, strict=True)]
         self._length = self._epoch_length(until)
         self._restarts = until in ("all", "first")
+        # Without own weights, the samples may also be drawn in another way.
+        self.draws: bool = weights is not None or until != "all" or self._random
 
     def __len__(self) -> int:
         """The number of samples of an epoch, on all ranks together."""

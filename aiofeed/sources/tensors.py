@@ -12,6 +12,7 @@ import numpy as np
 from aiofeed.core.types import Traits, public
 from aiofeed.core.validation import check_bool
 from aiofeed.runtime.tensors import tensor_row_bytes
+from aiofeed.sources.dataset import FromDataset
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +65,19 @@ class Tensors:
     def __repr__(self) -> str:
         found = ", ".join(f"{_name(tensor)} {list(tensor.shape)}" for tensor in self.tensors)
         return f"Tensors({found}{', alias=True' if self.alias else ''})"
+
+    @property
+    def on_host(self) -> bool:
+        """Whether all of them are in host memory."""
+        return all(isinstance(tensor, np.ndarray) or tensor.device.type == "cpu" for tensor in self.tensors)
+
+    def as_dataset(self) -> FromDataset:
+        """The rows as samples, for options that need samples; batches and states are the same."""
+        import torch
+        import torch.utils.data
+
+        dataset = torch.utils.data.TensorDataset(*map(torch.as_tensor, self.tensors))
+        return FromDataset(dataset, fingerprint=self.fingerprint())
 
     def key(self, index: int, /) -> str:
         """The index, because rows have no names."""

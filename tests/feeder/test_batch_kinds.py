@@ -58,9 +58,7 @@ def test_the_same_batches_with_any_option(kind: str, options: dict[str, Any], ex
             KINDS[kind](shard=None, **options)
         return
     if "packed" in kind and (options.get("on_error") == "replace" or isinstance(options.get("device"), list)):
-        with pytest.raises(
-            ValueError, match=r"with Pack: (it plans the place of every token|cu_seqlens is one)"
-        ):
+        with pytest.raises(ValueError, match=r"with Pack: (it plans the place of every token|cu_seqlens is one)"):
             KINDS[kind](shard=None, **options)
         return
     feeder = KINDS[kind](shard=None, **options)

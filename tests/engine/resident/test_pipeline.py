@@ -967,7 +967,6 @@ def test_a_forked_child_goes_on_by_itself() -> None:
             TypeError,
             "^decode= is not possible with Tensors",
         ),
-        (lambda: Feeder(Tensors(torch.zeros(3)), batch_size=1, collate_fn=list), TypeError, "transform="),
         (lambda: Feeder(Tensors(torch.zeros(3)), batch_size=1, num_workers=4), TypeError, "num_workers"),
     ],
 )
