@@ -151,6 +151,7 @@ def settled(find: Callable[[], LeftT]) -> LeftT:
 @pytest.fixture(scope="module", autouse=True)
 def _cheap_collections() -> None:
     """Leave the objects that live now, such as torch's, out of garbage collections."""
+    gc.collect()
     gc.freeze()
 
 
