@@ -101,18 +101,26 @@ class DiskStore(SampleStore):
         samples: Length of the source.
         cache: The user's settings.
         source: Fingerprint of the source.
-        decoder: Identity of the decoder; ``NO_DECODER`` for a ``Dataset``'s items.
+        decoder: Identity of the decoder; ``NO_DECODER`` for samples that a ``Dataset`` or the source has decoded.
+        claims: Whether processes claim the samples that they make: those of a ``Dataset``, which may be slow or random.
         compare: Whether the fingerprint may be the same for other data, so that one sample is compared.
     """
 
     def __init__(
-        self, samples: int, cache: DiskCache, source: str, decoder: str = NO_DECODER, *, compare: bool = False
+        self,
+        samples: int,
+        cache: DiskCache,
+        source: str,
+        decoder: str = NO_DECODER,
+        *,
+        claims: bool = False,
+        compare: bool = False,
     ) -> None:
         self._cache = cache
         self._source = source
         self._decoder = decoder
-        # Only for items, which may be slow or random: a claim takes two system calls.
-        self.claims: bool = decoder == NO_DECODER
+        self.claims: bool = claims  # a claim takes two system calls
+        self._of_items = decoder == NO_DECODER
         self._compare = compare
         super().__init__(samples)
 
@@ -195,13 +203,13 @@ class DiskStore(SampleStore):
         compared: list[tuple[str, Any, Any]] = [
             ("samples", described["samples"], self.samples),
             ("decoder", described["decoder"], self._decoder),
-            ("items of a Dataset", isinstance(file.layout, ItemLayout), self.claims),
+            ("items of a Dataset", isinstance(file.layout, ItemLayout), self._of_items),
             ("layout of a sample", file.layout, layout),
             ("fingerprint of the source", described["source"], self._source),
         ]
         differ = [f"{what}: {there} in the file, {here} here" for what, there, here in compared if there != here]
         if differ:
-            only_source = len(differ) == 1 and described["source"] != self._source and self.claims
+            only_source = len(differ) == 1 and described["source"] != self._source and self._of_items
             hint = f". If the items are the same, pass FromDataset(dataset, fingerprint={described['source']!r})"
             raise self._other_content(differ, hint if only_source else "")
         if file.capacity < file.samples:

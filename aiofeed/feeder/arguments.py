@@ -641,7 +641,8 @@ def _new_store(cache: object, config: FeederConfig) -> SampleStore:
     if isinstance(cache, DiskCache):
         if isinstance(source, FromDataset):
             named = source.fingerprint()
-            return DiskStore(length, cache, named or dataset_identity(source.dataset), compare=named is None)
+            identified = named or dataset_identity(source.dataset)
+            return DiskStore(length, cache, identified, claims=True, compare=named is None)
         decoder = () if decode is None else (identity(decode),)
         return DiskStore(length, cache, fingerprint_of(source, length), *decoder)
     assert isinstance(cache, HostCache)
