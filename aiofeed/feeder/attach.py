@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import StateError
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.processes.serving.subscription import Subscription
-    from aiofeed.processes.serving.transport import ServerAddress
 
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
@@ -43,14 +43,14 @@ def attach(
     transform: Transform | None = None,
     wait_s: float = 10.0,
 ) -> AttachedFeed:
-    """Connect to a feeder that another process of this host or Ray cluster serves with ``aiofeed.serve``.
+    """Connect to a feeder that another process of this host serves with ``aiofeed.serve``.
 
-    If the server's feeder is on the same GPU, batches are copied within device memory; otherwise, and always in a Ray
-    cluster, they come through host memory. The call blocks while it connects, usually for milliseconds, in a cluster
-    for a second; in async code use ``await asyncio.to_thread(attach, address)``.
+    If the server's feeder is on the same GPU, batches are copied within device memory; otherwise they come
+    through host memory. The call blocks while it connects, usually for milliseconds; in async code use
+    ``await asyncio.to_thread(attach, address)``.
 
     Args:
-        address: The server's address; "ray:NAME" for a name in the Ray cluster of this process.
+        address: The server's address.
         device: The device for batches, as for ``Feeder``; ``None`` for host tensors in this process's memory.
         transform: Called with each batch on the device, on the side stream; without a device in the consumer's thread.
         wait_s: Maximum time to wait for a server that has not started yet.
@@ -59,15 +59,14 @@ def attach(
         An object to iterate like a ``Feeder``. Each ``iter()`` is one epoch of the server's feeder.
 
     Raises:
-        FeedError: There is no server or no Ray cluster, it belongs to another user, or it refuses the connection.
-        ImportError: The address needs Ray, which is not installed.
+        FeedError: There is no server, it belongs to another user, or it refuses the connection.
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
-    from aiofeed.processes.actors.serving import server_address
+    from aiofeed.processes.ipc.address import SERVER, resolve
 
     if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or wait_s < 0:
         raise ValueError(f"wait_s must be 0 or more seconds, got {wait_s!r}")
-    attached = AttachedFeed(server_address(address), resolve_device(device), check_callable("transform", transform))
+    attached = AttachedFeed(resolve(address, SERVER), resolve_device(device), check_callable("transform", transform))
     attached._connect(float(wait_s))
     return attached
 
@@ -79,7 +78,7 @@ class AttachedFeed:
     ``iter()``. Errors of the feeder are raised with their types and messages; if the server dies, ``WorkerDiedError``.
     """
 
-    def __init__(self, address: ServerAddress, backend: DeviceBackend | None, transform: Transform | None) -> None:
+    def __init__(self, address: Path, backend: DeviceBackend | None, transform: Transform | None) -> None:
         self._address = address
         self._backend = backend
         self._transform = transform

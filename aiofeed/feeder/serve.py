@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import WorkerDiedError, as_exception
@@ -17,7 +18,6 @@ from aiofeed.core.validation import check_positive_int, explain_arguments
 from aiofeed.feeder.feeder import Feeder
 from aiofeed.runtime import threads
 from aiofeed.runtime.event_loop import EventLoopThread
-from aiofeed.runtime.threads import JOIN_S
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from aiofeed.processes.ipc.cuda_ipc import SharedDevice
     from aiofeed.processes.serving.device_ring import DeviceRing
     from aiofeed.processes.serving.hub import Hub, Mode, ServeOptions, Slow, When
-    from aiofeed.processes.serving.transport import ServerAddress
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
@@ -60,7 +59,7 @@ def serve(
     slow: Slow = "wait",
     join: When = "epoch",
 ) -> Server:
-    """Feed several training processes of this host or Ray cluster from one feeder; each sample is decoded once.
+    """Feed several training processes of this host from one feeder; each sample is decoded once.
 
     Training processes call ``aiofeed.attach(address)`` and iterate the result. The server starts with ``with``,
     ``start`` or ``run``:
@@ -73,12 +72,11 @@ def serve(
             CUDA device; consumers on the same GPU then read the transformed batches from device memory, others get
             them through host memory.
         address: A name, for a socket in this user's private folder, or the path of a Unix socket. Processes of other
-            users are refused. "ray:NAME" is a name in the Ray cluster of this process, for consumers on all its nodes;
-            needs ``aiofeed[ray]``.
+            users are refused.
         mode: "broadcast": each consumer gets every batch. "shard": each batch goes to one consumer, in turns.
         min_consumers: Number of consumers that the first epoch waits for.
-        lag: Number of batches in shared memory or Ray's object store, that is, how far one consumer may be behind
-            another. On a GPU they use memory for one batch more.
+        lag: Number of batches in shared memory, that is, how far one consumer may be behind another. On a GPU they
+            use memory for one batch more.
         slow: What happens if a consumer is ``lag`` batches behind. "wait": the others wait for it. "drop": it is
             disconnected with an error when another consumer has no batch left to read.
         join: A consumer that connects in mid-epoch takes part from the next "epoch" or the next "batch".
@@ -104,19 +102,19 @@ def serve(
     ):
         if value not in allowed:
             raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
-    from aiofeed.processes.actors.serving import server_address
+    from aiofeed.processes.ipc.address import SERVER, resolve
     from aiofeed.processes.serving.hub import ServeOptions
 
     options = ServeOptions(
         mode, check_positive_int("lag", lag), slow, join, check_positive_int("min_consumers", min_consumers)
     )
-    return Server(feeder, server_address(address), options)
+    return Server(feeder, resolve(address, SERVER), options)
 
 
 class Server:
     """The result of ``serve``. After ``close`` it can be started again."""
 
-    def __init__(self, feeder: Feeder[Any], address: ServerAddress, options: ServeOptions) -> None:
+    def __init__(self, feeder: Feeder[Any], address: Path, options: ServeOptions) -> None:
         self._feeder = feeder
         self._address = address
         self._options = options
@@ -126,7 +124,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """The path of the socket; "ray:NAME" in a Ray cluster."""
+        """The path of the socket."""
         return str(self._address)
 
     @property
@@ -142,7 +140,7 @@ class Server:
         An error of the feeder is raised in the consumers and ends the epoch.
 
         Raises:
-            FeedError: Another server uses the address, it cannot be opened, or there is no Ray cluster.
+            FeedError: Another server uses the address, or it cannot be opened.
             RuntimeError: The server is running already.
         """
         self._start(epochs, go_on=True)
@@ -154,7 +152,7 @@ class Server:
         Epochs count as in ``Feeder.epochs``: a resumed feeder does not feed completed epochs again.
 
         Raises:
-            FeedError: Another server uses the address, it cannot be opened, or there is no Ray cluster.
+            FeedError: Another server uses the address, or it cannot be opened.
             Exception: The error of the feeder, which is raised in the consumers, too.
             RuntimeError: The server is running already.
         """
@@ -180,12 +178,13 @@ class Server:
             if not len(self._feeder):
                 raise ValueError("the feeder has no batches to serve")
         self.close()
+        from aiofeed.processes.ipc.address import SERVER, Listener, check_free
         from aiofeed.processes.serving.hub import Hub
 
-        self._address.check_free()
+        check_free(self._address, SERVER)
         # Before the socket exists: the first use of a GPU takes seconds, and a connecting consumer would time out.
         ring = self._ring()
-        listener = self._address.listen()
+        listener = Listener(self._address, SERVER)
         loop_thread = EventLoopThread(read_threads=1, decode_threads=1)
         try:
             hub = Hub(self._feeder, listener, self._options, loop_thread.decode_pool, ring)
@@ -221,9 +220,11 @@ class Server:
         if loop_thread is None or loop_thread.inherited:
             return
         loop_thread.stop()
-        if not loop_thread.join(JOIN_S):
+        if not loop_thread.join(threads.JOIN_S):
             log.warning(
-                "the server at %s did not end within %.0f s of close() and is left behind", self._address, JOIN_S
+                "the server at %s did not end within %.0f s of close() and is left behind",
+                self._address,
+                threads.JOIN_S,
             )
         self._hub = None
 

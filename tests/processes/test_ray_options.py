@@ -1,4 +1,4 @@
-"""`engine="ray"` and served feeders in a cluster: what is refused before a cluster is looked for; the wanted actors."""
+"""`engine="ray"`: what is refused before a cluster is looked for, and how many actors are wanted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import aiofeed
 from aiofeed import Feeder, Limits, RayEngine
 from aiofeed.core.statistics import EpochStats
 from aiofeed.processes.actors.shortage import Shortage
@@ -91,27 +90,3 @@ def test_no_actor_is_wanted_before_the_shortage_is_measured() -> None:
 def test_idle_actors_are_no_shortage() -> None:
     """If the training waits while an actor has no work, more actors would not help."""
     assert take(Shortage(), 17, waits_s=1, step_s=0, busy=False) == 4
-
-
-@pytest.mark.parametrize("address", ["ray:", "ray://host:10001", "ray:a/b", "ray:a b", "ray:" + "a" * 65])
-def test_an_address_in_a_cluster_is_a_name(address: str) -> None:
-    """Addresses of Ray Client and paths are refused; the message has the address and the form."""
-    with Feeder(parts.Numbers(4), decode=parts.number, batch_size=2) as feeder:
-        for refused in (lambda: aiofeed.attach(address), lambda: aiofeed.serve(feeder, address)):
-            with pytest.raises(ValueError, match=rf"address={address!r}: expected 'ray:NAME'"):
-                refused()
-
-
-def test_an_address_in_a_cluster_needs_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error has the command."""
-    monkeypatch.setattr("aiofeed.processes.actors.serving.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"address='ray:x' needs Ray: pip install 'aiofeed\[ray\]'"):
-        aiofeed.attach("ray:x")
-
-
-def test_a_path_may_begin_like_an_address_in_a_cluster(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a folder before it, it is a socket."""
-    monkeypatch.chdir(tmp_path)
-    feeder = Feeder(parts.Numbers(4), decode=parts.number, batch_size=2)
-    with feeder, aiofeed.serve(feeder, "./ray:x"), aiofeed.attach("./ray:x") as feed:
-        assert len(list(feed)) == 2

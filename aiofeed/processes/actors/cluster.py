@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-from concurrent.futures import Future
 from typing import Any
 
 from aiofeed.core.errors import FeedError
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
-
-# Interval of the checks for the end of the connection: Ray then completes no call.
-_CHECK_S = 0.2
 
 
 def join_cluster(address: str | None, problem: str, advice: str) -> None:
@@ -68,23 +63,6 @@ class ClusterConnection:
             import ray
 
             ray.kill(actor)
-
-    def put(self, value: Any) -> Any:
-        """Put a value into the object store."""
-        import ray
-
-        self._check()
-        return ray.put(value)
-
-    async def result(self, future: Future[Any]) -> Any:
-        """The result of a call, or an object; ``ConnectionError`` after ``ray.shutdown()``, when Ray completes none."""
-        waiting = asyncio.wrap_future(future)
-        try:
-            while not (await asyncio.wait([waiting], timeout=_CHECK_S))[0]:
-                self._check()
-            return waiting.result()
-        finally:
-            waiting.cancel()
 
     def _check(self) -> None:
         if not self.alive():

@@ -242,7 +242,6 @@ class Slot:
     """The memory of one batch: a segment, and further ones if the first is too small."""
 
     pinned = False
-    inline_bytes = INLINE_BYTES
 
     def __init__(self, pool: SlotPool) -> None:
         self.advice: str = pool.advice
@@ -272,9 +271,6 @@ class Slot:
             if segment.address <= address and address + memory.nbytes <= segment.address + segment.nbytes:
                 return segment.number, address - segment.address
         return None
-
-    def seal(self) -> None:
-        """Make a complete batch readable. Nothing to do here: readers map the segments."""
 
     def introduce(self, known: set[int]) -> tuple[list[NewSegment], list[Any], list[int]]:
         """What a reader has to learn before it reads the slot; see ``SlotPool.introduce``."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiofeed.core.errors import FeedError
+from aiofeed.processes.ipc.address import SERVER, connect
 from aiofeed.processes.ipc.framing import ProtocolError
+from aiofeed.processes.ipc.peers import peer_of
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.serving.protocol import (
     MAX_HANDSHAKE_BYTES,
@@ -23,7 +26,7 @@ from aiofeed.processes.serving.protocol import (
 )
 from aiofeed.processes.serving.receiver import BatchReceiver
 from aiofeed.processes.serving.subscription import Subscription, server_died
-from aiofeed.processes.serving.transport import Link, ServerAddress
+from aiofeed.processes.serving.transport import Link
 from aiofeed.runtime.buffers import BufferPool
 from aiofeed.runtime.thread_pool import ThreadPool
 
@@ -40,7 +43,7 @@ ANSWER_S = 5.0
 
 
 def subscribe(
-    address: ServerAddress,
+    address: Path,
     wait_s: float,
     backend: DeviceBackend | None,
     *,
@@ -64,7 +67,8 @@ def subscribe(
     Raises:
         FeedError: There is no server, it refuses this process, or it does not answer.
     """
-    link = address.connect(wait_s)
+    sock = connect(address, SERVER, wait_s)
+    link = Link(sock, peer_of(sock))
     try:
         welcome = _ask(link, address, Hello(VERSION), Welcome)
         reader = None if host_only else _open_device_memory(link, address, welcome, backend)
@@ -76,7 +80,7 @@ def subscribe(
 
 
 def _open_device_memory(
-    link: Link, address: ServerAddress, welcome: Welcome, backend: DeviceBackend | None
+    link: Link, address: Path, welcome: Welcome, backend: DeviceBackend | None
 ) -> DeviceReader | None:
     """The server's device memory if this process can read it; else ``None``, and a log line with the reason."""
     if not welcome.device:
@@ -113,7 +117,7 @@ def _open_device_memory(
     return None
 
 
-def _ask(link: Link, address: ServerAddress, message: FromConsumer, expected: type[AnswerT]) -> AnswerT:
+def _ask(link: Link, address: Path, message: FromConsumer, expected: type[AnswerT]) -> AnswerT:
     try:
         answer = decode_from_server(link.ask(encode(message), ANSWER_S, MAX_HANDSHAKE_BYTES))
     except TimeoutError:

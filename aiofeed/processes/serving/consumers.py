@@ -91,7 +91,7 @@ class Consumer:
         self.batches = 0
         self._hub = hub
         self._probe: Probe | None = None
-        self._connection = link.open(self._received, self._lost, MAX_CONSUMER_BYTES, limit_memory=0)
+        self._connection = link.open(self._received, self._lost, MAX_CONSUMER_BYTES, limit_descriptors=0)
         self._process = link.process
         self._process.call_at_end(self.close)
         self._handshake_timer = asyncio.get_running_loop().call_later(HANDSHAKE_S, self._handshake_timed_out)

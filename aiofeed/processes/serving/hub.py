@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from aiofeed.core.errors import as_exception
 from aiofeed.core.formatting import format_error
+from aiofeed.processes.ipc.address import Listener
 from aiofeed.processes.ipc.error_codec import describe
+from aiofeed.processes.ipc.peers import Peer
+from aiofeed.processes.ipc.ring import SlotPool
 from aiofeed.processes.serving.consumers import Consumer
 from aiofeed.processes.serving.protocol import (
     Disconnected,
@@ -25,7 +29,7 @@ from aiofeed.processes.serving.protocol import (
     Welcome,
 )
 from aiofeed.processes.serving.published import ADVICE, BatchPublisher
-from aiofeed.processes.serving.transport import Link, ServerListener
+from aiofeed.processes.serving.transport import Link
 from aiofeed.runtime.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
@@ -84,7 +88,7 @@ class Hub:
     def __init__(
         self,
         feeder: Epochs,
-        listener: ServerListener,
+        listener: Listener,
         options: ServeOptions,
         executor: ThreadPool,
         ring: DeviceRing | None = None,
@@ -93,7 +97,7 @@ class Hub:
         self._listener = listener
         self._options = options
         self._executor = executor
-        slots = listener.slots(options.lag + 1, ADVICE)
+        slots = SlotPool(options.lag + 1, ADVICE, single_reader=False)
         self.publisher: BatchPublisher = BatchPublisher(slots, ring, executor)
         self.changed: asyncio.Event = asyncio.Event()
         self._connections: list[Consumer] = []
@@ -118,7 +122,7 @@ class Hub:
             go_on: Whether to continue with the next epoch after a failure, which every consumer gets.
 
         Raises:
-            Exception: The error of the feeder, or of the listener.
+            Exception: The error of the feeder.
         """
         with self.publisher.entered():
             reason = "the server was closed"
@@ -136,10 +140,6 @@ class Hub:
                             raise
                         log.error("epoch %d failed for all its consumers: %s", epoch, format_error(error))
                 reason = "it has served all its epochs"
-            except asyncio.CancelledError:
-                if self._listener.failure is None:
-                    raise
-                raise self._listener.failure from None
             finally:
                 await self._close(reason)
 
@@ -205,6 +205,7 @@ class Hub:
 
     async def _close(self, reason: str) -> None:
         self._listener.stop_accepting()
+        self._listener.close()
         for consumer in list(self._connections):
             if consumer.greeted:
                 consumer.send(Disconnected(reason))
@@ -218,7 +219,6 @@ class Hub:
                 await asyncio.wait_for(self.changed.wait(), deadline - loop.time())
         for consumer in list(self._connections):
             consumer.close(reading=consumer.alive)
-        self._listener.close()
         self.publisher.close()
 
     # --- batches ---
@@ -287,8 +287,8 @@ class Hub:
 
     # --- called by consumers, on the loop ---
 
-    def _connected(self, link: Link) -> None:
-        self._connections.append(Consumer(link, self))
+    def _connected(self, sock: socket.socket, peer: Peer) -> None:
+        self._connections.append(Consumer(Link(sock, peer), self))
 
     def welcome(self) -> Welcome:
         """The answer to a consumer's ``Hello``."""

@@ -20,7 +20,7 @@ from aiofeed.core.pytree import total_nbytes
 from aiofeed.processes.ipc.batch_codec import encode_batch
 from aiofeed.processes.ipc.cuda_ipc import HandleError
 from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS, ProtocolError
-from aiofeed.processes.ipc.ring import Slot, SlotPool
+from aiofeed.processes.ipc.ring import INLINE_BYTES, Slot, SlotPool
 from aiofeed.processes.ipc.schema import Node
 from aiofeed.processes.serving.consumers import Consumer
 from aiofeed.processes.serving.protocol import MAX_REASON_LETTERS, BatchAvailable, Probe
@@ -236,10 +236,10 @@ class BatchPublisher:
         slot = self._slots.lease()
         job: Future[Node] | None = None
         try:
-            if nbytes <= slot.inline_bytes:
-                node = _write(value, slot)
+            if nbytes <= INLINE_BYTES:
+                node = encode_batch(value, slot)
             else:
-                job = self._executor.submit(_write, value, slot)
+                job = self._executor.submit(encode_batch, value, slot)
                 node = await asyncio.wrap_future(job)
             if (count := len(slot.segments)) > MAX_DESCRIPTORS:
                 raise FeedError(f"a batch in {count} segments; at most {MAX_DESCRIPTORS} can be sent")
@@ -274,9 +274,3 @@ class BatchPublisher:
             block, new_block, retired_blocks = self._ring.introduce(batch.device[2], consumer)
             message = msgspec.structs.replace(message, block=block, new_block=new_block, retired_blocks=retired_blocks)
         return message, memory
-
-
-def _write(value: Any, slot: Slot) -> Node:
-    node = encode_batch(value, slot)
-    slot.seal()
-    return node

@@ -91,8 +91,6 @@ class BatchReceiver:
         self._memory = memory
         self._wrap = wrap
         self._executor = executor
-        # The memory of each batch for which `Read` has not been sent, by serial number.
-        self._rings: dict[int, Ring] = {}
         self._in_blocks: dict[int, BatchInBlock] = {}
         self._leases: DropTracker[tuple[EpochFeed, int]] = DropTracker()
 
@@ -112,12 +110,7 @@ class BatchReceiver:
             ProtocolError: The memory is not as announced.
             HandleError: Device memory cannot be opened.
         """
-        ring = self._ring
-        if memory and isinstance(memory[0], Ring):
-            ring = memory.pop()  # the batch has memory of its own, which is freed when it is read
-        else:
-            ring.map_segments(message.segments, memory, message.retired)
-        self._rings[message.serial] = ring
+        self._ring.map_segments(message.segments, memory, message.retired)
         if self._device_reader is not None:
             self._device_reader.open_blocks(message)
             if message.block >= 0:
@@ -128,7 +121,6 @@ class BatchReceiver:
 
     def forget(self, serial: int) -> None:
         """``Read`` is sent for a batch."""
-        self._rings.pop(serial, None)
         self._in_blocks.pop(serial, None)
 
     def save_waiting(self) -> None:
@@ -150,7 +142,6 @@ class BatchReceiver:
     def close(self) -> None:
         """Unmap the ring and close device memory."""
         self._ring = Ring()
-        self._rings.clear()
         self._in_blocks.clear()
         if self._device_reader is not None:
             self._device_reader.close()
@@ -162,7 +153,7 @@ class BatchReceiver:
             if message.block >= 0:
                 self._receive_from_device(feed, message)
                 return
-            ring = self._rings[message.serial]
+            ring = self._ring
             if ring.pinned:
                 self._put(feed, message, batch_in_ring(ring, message.batch), self._lease(feed, message))
                 return
@@ -185,7 +176,7 @@ class BatchReceiver:
         from aiofeed.processes.serving.device_reader import UncopiedBatch
 
         batch, lease = self._in_blocks[message.serial], self._lease(feed, message)
-        ring = self._rings[message.serial]
+        ring = self._ring
         tree = batch.tree(message.batch, lambda node: copied_leaf(ring.view(node), node, None))
         self._put(feed, message, UncopiedBatch(batch, tree, lease), lease)
 

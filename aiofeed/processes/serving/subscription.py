@@ -15,12 +15,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from aiofeed.core.errors import FeedError, WorkerDiedError
 from aiofeed.processes.ipc.cuda_ipc import HandleError
 from aiofeed.processes.ipc.error_codec import rebuild
-from aiofeed.processes.ipc.framing import ProtocolError
+from aiofeed.processes.ipc.framing import Connection, ProtocolError
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.serving.protocol import (
     BatchAvailable,
@@ -34,7 +35,7 @@ from aiofeed.processes.serving.protocol import (
     decode_from_server,
 )
 from aiofeed.processes.serving.receiver import BatchReceiver, EpochFeed
-from aiofeed.processes.serving.transport import Link, OpenLink, ServerAddress
+from aiofeed.processes.serving.transport import Link
 from aiofeed.runtime.buffers import DropTracker
 from aiofeed.runtime.queue import EndOfEpoch, FeedFailure, Stopped, drop_batches
 
@@ -71,7 +72,7 @@ class Subscription:
     def __init__(
         self,
         link: Link,
-        address: ServerAddress,
+        address: Path,
         *,
         receiver: BatchReceiver,
         on_epoch: Callable[[int, int | None], object],
@@ -83,7 +84,7 @@ class Subscription:
         receiver.on_error, receiver.on_idle = self._fail, self._pump
         self._on_epoch = on_epoch
         self.host_only: bool = False
-        self._connection: OpenLink | None = None
+        self._connection: Connection | None = None
         self._early: list[FromConsumer] = []
         self._tickets = itertools.count()
         self._ticket: int | None = None
