@@ -80,6 +80,7 @@ class ProcessMonitor:
     """
 
     def __init__(self, pid: int) -> None:
+        self.pid = pid
         self._pid = 0 if pid == os.getpid() else pid
         self._lock = threading.Lock()
         self._descriptor = -1
