@@ -88,12 +88,12 @@ class Ring:
         """Forget all segments."""
         self._segments.clear()
 
-    def memory(self, number: int) -> Bytes:
-        """All of a segment; its base is the segment's mmap. ``ProtocolError`` if it is unknown."""
+    def segment(self, number: int) -> Segment:
+        """A segment; ``ProtocolError`` if it is unknown."""
         segment = self._segments.get(number)
         if segment is None:
             raise ProtocolError(f"the ring has no segment {number}")
-        return segment.memory
+        return segment
 
     def view(self, node: ArrayNode, memory: Bytes | None = None) -> NDArray[Any]:
         """The array of a node, as it lies in the ring; in ``memory``, if that is another ndarray of its segment.
@@ -107,7 +107,7 @@ class Ring:
                 return np.empty(node.shape, dtype)
             except ValueError as error:  # NumPy multiplies the other dimensions, too
                 raise ProtocolError(f"an array of shape {node.shape}: {error}") from None
-        memory = self.memory(node.segment) if memory is None else memory
+        memory = self.segment(node.segment).memory if memory is None else memory
         if node.offset < 0 or node.offset + nbytes > memory.nbytes:
             raise ProtocolError(f"{nbytes} bytes at {node.offset} do not lie in segment {node.segment}")
         return memory[node.offset : node.offset + nbytes].view(dtype).reshape(node.shape)
