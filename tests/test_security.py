@@ -280,7 +280,8 @@ ALLOWED = {
     "processes/workers/spawn.py": {"pickle"},
     "processes/workers/handle.py": {"subprocess"},
     "processes/pickling.py": {"pickle"},
-    "processes/loader_workers/iterators.py": {"pickle"},
+    "processes/loader_workers/batches.py": {"pickle"},
+    "processes/loader_workers/state.py": {"pickle"},
     "processes/loader_workers/worker.py": {"pickle"},
     "processes/loader_workers/workers.py": {"pickle"},
 }

@@ -25,6 +25,7 @@ import stat
 import struct
 import sys
 import time
+import weakref
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,7 +87,6 @@ class CacheFile:
         path: Path of an existing file.
     """
 
-    _fd = -1
     _least_used: int | None = None
 
     def __init__(self, path: str) -> None:
@@ -102,12 +102,10 @@ class CacheFile:
                 raise
             self._fd = os.open(path, os.O_RDONLY | flags)
             self.writable = False
+        # Unlike a `__del__`, it does not run at interpreter exit, when modules may be gone.
+        weakref.finalize(self, os.close, self._fd).atexit = False
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             raise CacheError(f"DiskCache: {path!r} is no regular file; choose another path")
-
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

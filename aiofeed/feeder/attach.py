@@ -15,7 +15,7 @@ from aiofeed.core.statistics import EpochStats, FeedStatistics, new_events
 from aiofeed.core.types import Transform, public
 from aiofeed.core.validation import check_callable, explain_arguments
 from aiofeed.devices.resolve import resolve_device
-from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, LoopProducer
+from aiofeed.feeder.iterator import Beginnings, Delivery, EpochObserver, FeedIterator, LoopProducer
 from aiofeed.runtime.buffers import HostBufferPool, PinnedBufferPool, release_unused
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.queue import ReadyBatch
@@ -88,12 +88,13 @@ class AttachedFeed:
         self._iterator: weakref.ref[FeedIterator[Any]] | None = None
         self._epoch: _ServedEpoch | None = None
         self._delivery: Delivery | None = None
+        self._beginnings = Beginnings()
         self._earlier_stats, self._stats = EpochStats(), EpochStats()
         self._events = new_events()
         # The server's last status. The subscription refers to it, so that it need not refer to this object.
         self._server: dict[str, Any] = {"epoch": -1, "batches": 0}
 
-    def _connect(self, wait_s: float) -> None:
+    def _connect(self, wait_s: float) -> tuple[EventLoopThread, Subscription]:
         from aiofeed.processes.serving.connect import subscribe
 
         backend, server = self._backend, dict[str, Any](epoch=-1, batches=0)
@@ -124,6 +125,7 @@ class AttachedFeed:
             loop_thread.stop()
             subscription.close_unused()
             raise
+        return loop_thread, subscription
 
     def __len__(self) -> int:
         """Return the batches per epoch for this consumer; in mode "shard" an estimate until an epoch has started.
@@ -144,13 +146,14 @@ class AttachedFeed:
 
     def __iter__(self) -> FeedIterator[Any]:
         """Take part in the next epoch; close the open iterator."""
-        if self._loop_thread is None or self._loop_thread.inherited or self._loop_thread.stopping:
+        return self._beginnings.run(self._begin, self._stop)
+
+    def _begin(self) -> FeedIterator[Any]:
+        loop_thread, subscription = self._loop_thread, self._subscription
+        if loop_thread is None or subscription is None or loop_thread.inherited or loop_thread.stopping:
             # Closed, or forked: a child process has none of the threads.
             self._iterator = self._epoch = self._delivery = None
-            self._connect(0.0)
-        loop_thread, subscription = self._loop_thread, self._subscription
-        assert loop_thread is not None
-        assert subscription is not None
+            loop_thread, subscription = self._connect(0.0)
         self._close_iterator("a newer iterator of the same consumer was started", superseded=True)
         epoch = _ServedEpoch(loop_thread, subscription)
         backend, transform, copier = self._backend, self._transform, None
@@ -175,13 +178,9 @@ class AttachedFeed:
         return iter(self)
 
     def _close_iterator(self, reason: str, *, superseded: bool = False) -> None:
-        if self._epoch is not None and self._delivery is not None:
-            self._epoch.feed.superseded = superseded
-            iterator = self._iterator() if self._iterator is not None else None
-            if iterator is not None and iterator.live:
-                iterator.close(reason)
-            else:
-                self._delivery.stop()
+        if (epoch := self._epoch) is not None and (delivery := self._delivery) is not None:
+            epoch.feed.superseded = superseded
+            delivery.stop(reason)
         self._iterator = self._epoch = self._delivery = None
 
     def statistics(self, total: bool = False) -> FeedStatistics:
@@ -247,11 +246,13 @@ class AttachedFeed:
                 await delivery.stopped()
             release_unused()
 
-    def _stop(self) -> EventLoopThread | None:
+    def _stop(self, reason: str = "the consumer was closed") -> EventLoopThread | None:
+        # First, so that an `iter` that begins after the next line connects again.
         loop_thread, self._loop_thread = self._loop_thread, None
+        self._beginnings.stopped = reason
         if loop_thread is None or loop_thread.inherited:
             return None
-        self._close_iterator("the consumer was closed")
+        self._close_iterator(reason)
         loop_thread.stop()
         return loop_thread
 

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-import weakref
-from collections import deque
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 import torch.utils.data
 from torch.utils.data import BatchSampler, default_collate
-from torch.utils.data._utils.pin_memory import pin_memory
-from torch.utils.data.dataloader import _DatasetKind
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from aiofeed.core.errors import StateError
 from aiofeed.core.failure_policy import Action, FailurePolicy
 from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES, Limits
 from aiofeed.core.types import Transform, public
 from aiofeed.feeder.feeder import Feeder
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator
 from aiofeed.feeder.prefetch import Prefetch, ThreadPull
-from aiofeed.processes.loader_workers import random_state as rng
-from aiofeed.processes.loader_workers.fetching import dataset_state
-from aiofeed.processes.loader_workers.iterators import InProcessIterator, LoaderPosition, Progress, WorkerIterator
-from aiofeed.processes.loader_workers.protocol import Answer
-from aiofeed.processes.loader_workers.state import VERSION, LoaderState, OrderState
+from aiofeed.processes.loader_workers.batches import InProcessBatches, WorkerBatches
+from aiofeed.processes.loader_workers.state import LoaderPosition, LoaderState, OrderState, Progress, saved_dataset
 from aiofeed.processes.loader_workers.workers import LoaderWorkers
 from aiofeed.runtime import machine
 from aiofeed.runtime.queue import ReadyBatch
-from aiofeed.runtime.threads import JOIN_S
 from aiofeed.sources.dataset import FromDataset
 
 if TYPE_CHECKING:
@@ -39,6 +33,8 @@ if TYPE_CHECKING:
     from aiofeed.cache.host import HostCache
     from aiofeed.devices.resolve import Device
 
+# Batches that a feeder gets at a time from a sampler without a length.
+_PART_BATCHES = 1024
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -59,6 +55,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         engine: ``"thread"`` or ``"process:N"``; see ``Feeder``.
         threads: Number of threads that call the dataset, which must be thread-safe, at the same time.
         limits: ``Limits(prefetch_batches=, device_batches=)``; see ``Feeder``.
+        snapshot_every_n_steps: Without effect: a state is exact after each batch. For torchdata's
+            ``StatefulDataLoader``.
 
     With ``on_error``, ``cache``, ``engine`` or ``threads`` the batches come from a ``Feeder``. Their order is torch's;
     random numbers that the dataset draws are not. ``num_workers=N`` then is ``engine="process:N"``.
@@ -91,6 +89,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         engine: str | None = None,
         threads: int | None = None,
         limits: Limits | None = None,
+        snapshot_every_n_steps: int | None = 1,
     ) -> None:
         if isinstance(in_order, str):
             raise TypeError(
@@ -121,303 +120,334 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 f"num_workers={num_workers} needs Unix sockets that pass descriptors, which Windows lacks: use "
                 f"num_workers=0, threads={num_workers}, or torch.utils.data.DataLoader"
             )
-        self.device = device
-        self.transform = transform
-        self.on_error = on_error
-        self.cache = cache
-        self.engine = engine
-        self.threads = threads
-        self.limits = limits
-        # Public attributes are arguments: Lightning and Ignite pass them to `__init__` to make a loader again.
-        self._bridge: Prefetch[Any] = Prefetch(
-            (),
-            device,
-            transform,
-            (limits or Limits()).prefetch_batches or PREFETCH_BATCHES,
-            (limits or Limits()).device_batches or DEVICE_BATCHES,
-        )
-        # Workers of a complete epoch, for the next one.
-        self._spare_workers: list[LoaderWorkers] = []
-        self._progress: Progress | None = None
-        # The thread that receives from persistent workers.
-        self._pull: weakref.ref[ThreadPull] | None = None
-        self._start: OrderState | None = None
-        self._loaded: LoaderState | None = None
-        self._loaded_progress: Progress | None = None
-        self._feeder_epochs: _FeederEpochs | None = None
-        if on_error != "raise" or cache is not None or engine is not None or threads is not None:
-            self._feeder_epochs = _FeederEpochs(self)
+        options: dict[str, Any] = {
+            "device": device,
+            "transform": transform,
+            "on_error": on_error,
+            "cache": cache,
+            "engine": engine,
+            "threads": threads,
+            "limits": limits,
+            "snapshot_every_n_steps": snapshot_every_n_steps,
+        }
+        for name, value in options.items():
+            # Lightning and Ignite make a loader again from its public attributes. A subclass may have its own.
+            if not hasattr(type(self), name):
+                self.__dict__.setdefault(name, value)
+        self._aiofeed: _Epochs = _Epochs(self, **options)
 
-    # --- iteration ---
-
-    def __iter__(self) -> Any:
-        """Start an epoch."""
-        return self._iterate(ahead=self.device is not None or self.transform is not None)
+    def _get_iterator(self) -> Any:
+        self.check_worker_number_rationality()
+        return LoaderIterator(self)
 
     def __aiter__(self) -> Any:
         """Start an epoch for ``async for``. Without workers the dataset runs in the caller's thread."""
-        return self._iterate(ahead=True)
-
-    def _iterate(self, *, ahead: bool) -> Any:
-        iterator = self._begin()
-        if isinstance(iterator, WorkerIterator):
-            pins = iterator._pin_memory and self.device is None
-            return self._pulled(iterator, pins=pins) if ahead or pins else iterator
-        if isinstance(iterator, InProcessIterator) and ahead:
-            return _CopyingIterator(iterator, self._bridge)
-        return iterator
-
-    def _begin(self) -> Any:
-        loaded = self._take_loaded()
-        if loaded is None or loaded.start is None:
-            if loaded is not None:
-                loaded.now.restore_sampler(self)
-            self._start = OrderState.of(self)
-            iterator = self._new_iterator(LoaderPosition() if loaded is None else loaded.position)
-        else:
-            # The order of the epoch follows from the generators at its start.
-            now, self._start = rng.random_state(), loaded.start
-            try:
-                loaded.start.restore_generators(self)
-                loaded.start.restore_sampler(self)
-                iterator = self._new_iterator(loaded.position)
-            finally:
-                rng.set_random_state(now)
-        self._progress = self._loaded_progress = iterator.progress
-        return iterator
-
-    def _new_iterator(self, position: LoaderPosition) -> Any:
-        if self._feeder_epochs is not None:
-            if self._feeder_epochs.collate_fn is not self.collate_fn:
-                self._feeder_epochs = _FeederEpochs(self)
-            return self._feeder_epochs.begin(self, position)
-        if not self.num_workers:
-            return InProcessIterator(self, position)
-        self.check_worker_number_rationality()
-        if not self.persistent_workers:
-            return WorkerIterator(self, position)
-        if self._iterator is None or self._iterator.workers.ended:  # type: ignore[attr-defined]
-            self._iterator = WorkerIterator(self, position)
-        else:
-            if self._pull is not None and (pull := self._pull()) is not None:
-                pull.stop()
-                pull.join(JOIN_S)
-            self._iterator.restart(self, position)  # type: ignore[attr-defined]
-        return self._iterator
-
-    def _pulled(self, iterator: WorkerIterator, *, pins: bool) -> _PulledIterator:
-        def start(received: _Received) -> FeedIterator[Any]:
-            def new_pull(batches: object, *arguments: Any, **options: Any) -> ThreadPull:
-                pull = ThreadPull(received.batches(pins=pins), *arguments, **options)
-                iterator.unwanted = pull._unwanted
-                self._pull = weakref.ref(pull)
-                return pull
-
-            return self._bridge.start(new_pull, partial(_PulledObserver, received))
-
-        return _PulledIterator(_Received(iterator), start)
-
-    # --- state ---
+        return iter(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was returned, with the state of the random generators.
 
         The state survives JSON and ``torch.load(weights_only=True)`` if that of a stateful dataset or sampler does.
         """
-        if self._loaded is not None and self._loaded_progress is None:
-            return self._loaded.packed
-        epoch, progress = None, self._progress
-        if progress is not None and self._start is not None and not self._is_complete(progress):
-            epoch = {"start": self._start.packed, **asdict(progress.position())}
-        between = progress.states_between() if progress is not None and self.persistent_workers else []
-        in_process = not self.num_workers and self._dataset_kind == _DatasetKind.Map
-        return {
-            "version": VERSION,
-            "num_workers": self.num_workers,
-            "batches": self._batches(),
-            **OrderState.of(self).packed,
-            "dataset": dataset_state(None, self.dataset) if in_process else None,
-            "workers": between,
-            "epoch": epoch,
-        }
+        return self._aiofeed.state_dict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state at the next ``iter()``; restore the random generators of this process at once.
 
+        A state of another rank restores position and order. The dataset's random numbers are then not those of a run
+        without a stop, and a warning says so.
+
         Raises:
             StateError: The state is damaged, or of a loader with other batches or another number of workers.
         """
-        loaded = LoaderState.parse(state)
-        differences = [
-            f"{name}: {theirs} in the state, {ours} here"
-            for name, theirs, ours in (
-                ("num_workers", loaded.num_workers, self.num_workers),
-                ("batches per epoch", loaded.batches, self._batches()),
-            )
-            if theirs != ours
-        ]
-        if differences:
-            raise StateError(f"the state is of another DataLoader: {'; '.join(differences)}")
-        for order in (loaded.now, loaded.start):
-            if order is not None:
-                order.check(self)
-        self._loaded, self._loaded_progress = loaded, None
-        loaded.now.restore_generators(self)
-
-    def _take_loaded(self) -> LoaderState | None:
-        """A loaded state counts until a batch was returned: some frameworks call ``iter`` twice."""
-        loaded, progress = self._loaded, self._loaded_progress
-        if loaded is None or progress is None:
-            return loaded
-        if progress.finished or progress.returned > loaded.position.returned:
-            self._loaded = loaded = None
-        return loaded
-
-    def _batches(self) -> int | None:
-        if self._dataset_kind == _DatasetKind.Iterable:
-            return None  # its length may be inaccurate
-        try:
-            return len(self._index_sampler)
-        except TypeError:
-            return None
-
-    def _is_complete(self, progress: Progress) -> bool:
-        return progress.finished or progress.returned == self._batches()
+        self._aiofeed.load_state_dict(self, state)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the loader as it was before its first ``iter()``, and with the state that was loaded."""
-        epoch = dict.fromkeys(("_iterator", "_pull", "_progress", "_start", "_loaded_progress"))
-        return {**self.__dict__, **epoch, "_spare_workers": []}
+        return {**self.__dict__, "_iterator": None, "_aiofeed": self._aiofeed.unused()}
 
 
-# --- batches of worker processes, received in a thread ---
+class _Epochs:
+    """The part of a ``DataLoader`` beyond torch's. One object, so that no attribute collides with one of a subclass."""
 
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        device: Any,
+        transform: Transform | None,
+        limits: Limits | None,
+        snapshot_every_n_steps: object,
+        **feeder: Any,
+    ) -> None:
+        limits = limits or Limits()
+        self.bridge: Prefetch[Any] = Prefetch(
+            (),
+            device,
+            transform,
+            limits.prefetch_batches or PREFETCH_BATCHES,
+            limits.device_batches or DEVICE_BATCHES,
+        )
+        self.copies: bool = device is not None
+        self.ahead: bool = device is not None or transform is not None
+        # Workers of a complete epoch, for the next one.
+        self.spare_workers: list[LoaderWorkers] = []
+        # Of the epoch that was started last, and the state that was loaded.
+        self.progress: Progress | None = None
+        self._loaded: LoaderState | None = None
+        self.feeder: _FeederEpochs | None = None
+        if feeder != {"on_error": "raise", "cache": None, "engine": None, "threads": None}:
+            self.feeder = _FeederEpochs(loader, device=device, transform=transform, limits=limits, **feeder)
 
-class _Received:
-    """The batches of a ``WorkerIterator`` that were received and not handed out yet."""
+    def unused(self) -> _Epochs:
+        """A copy for a copy of the loader."""
+        other = copy.copy(self)
+        other.spare_workers, other.progress, other._loaded = [], None, self.loaded
+        return other
 
-    def __init__(self, iterator: WorkerIterator) -> None:
-        self.iterator = iterator
-        self._progress = iterator.progress
-        self._answers: deque[tuple[int, Answer]] = deque()
-        self._failed: int | None = None
+    # --- state ---
 
-    def batches(self, *, pins: bool) -> Iterator[Any]:
-        """Yield the batches up to the first error of the dataset; ``pins``: in pinned memory."""
-        iterator = self.iterator
-        while True:
-            try:
-                number, answer = iterator.receive()
-            except StopIteration:
-                return
-            try:
-                batch = iterator.load(number, answer)
-            except Exception:
-                iterator.take(answer)
-                self._failed = number
-                raise
-            iterator.take(answer)
-            self._answers.append((number, answer))
-            yield pin_memory(batch, iterator._pin_memory_device) if pins else batch
-            del batch
+    @property
+    def loaded(self) -> LoaderState | None:
+        """The loaded state. It counts until a batch was returned: some frameworks call ``iter`` twice."""
+        if self.progress is not None and self.progress.begun:
+            self._loaded = None
+        return self._loaded
 
-    def handing_out(self) -> None:
-        """The consumer gets the next batch. Requests a further one, as torch's iterator does."""
-        number, answer = self._answers.popleft()
-        self.iterator.returned(number, answer)
-        self.iterator.request(number)
+    def state_dict(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        """The present state, or the loaded one before ``iter``."""
+        progress = self.progress
+        if progress is None and self._loaded is not None:
+            return self._loaded.packed
+        if progress is not None and not progress.finished:
+            return LoaderState.pack(loader, progress.start, progress.position())
+        position = LoaderPosition() if progress is None else progress.after()
+        if self.feeder is None and not loader.num_workers:
+            position = LoaderPosition(dataset=saved_dataset(loader))
+        return LoaderState.pack(loader, None, position)
 
-    def continues(self) -> bool:
-        """Return whether ``batches`` may be called again after an error, as torch's iterator continues after one."""
-        failed, self._failed = self._failed, None
-        if failed is None or self._answers or self.iterator.progress is not self._progress:
-            return False
-        self.iterator.request(failed)
-        return True
+    def load_state_dict(self, loader: DataLoader[Any], state: dict[str, Any]) -> None:
+        """Check a state, and keep it for the next ``iter``."""
+        loaded = LoaderState.parse(state, loader)
+        if loaded.of_this_rank:
+            loaded.now.restore_generators(loader)
+        else:
+            loaded.without_worker_generators()
+            loaded.now.restore_own_generators(loader)
+            warnings.warn(
+                f"the state of this DataLoader was saved by rank {loaded.rank}: position and order are restored, "
+                f"random numbers of the dataset are not. For an exact resume, save and load a state for each rank",
+                stacklevel=3,
+            )
+        self._loaded, self.progress = loaded, None
+
+    @contextmanager
+    def starting(self, loader: DataLoader[Any]) -> Iterator[tuple[OrderState, LoaderPosition]]:
+        """Set the generators to the start of the epoch, from which its order follows, while an iterator is made.
+
+        The draws for an epoch whose start is known have been made before: the generators are set back.
+        """
+        loaded = self.loaded
+        if loaded is None:
+            yield OrderState.of(loader), LoaderPosition()
+            return
+        if loaded.start is None:
+            loaded.now.restore_sampler(loader)
+            loaded.start = OrderState.of(loader)
+            yield loaded.start, loaded.position
+            return
+        now = OrderState.of(loader)
+        loaded.start.restore(loader)
+        try:
+            yield loaded.start, loaded.position
+        finally:
+            now.restore_generators(loader)
+
+    # --- ways of a batch ---
+
+    def new_deliver(self) -> Callable[[Any], Any] | None:
+        """Return a function that copies a batch to the device and transforms it, in the caller's thread."""
+        if not self.ahead:
+            return None
+        copier, transform = self.bridge.new_copier()
+
+        def deliver(batch: Any) -> Any:
+            if copier is not None:
+                copier.wait_for_caller()
+                batch = copier.deliver(copier.issue(batch))
+                copier.release()
+            return batch if transform is None else transform(batch)
+
+        return deliver
+
+    def new_feed(self, batches: WorkerBatches, *, pins: bool) -> FeedIterator[Any]:
+        """Receive batches ahead, in a thread that copies them to the device."""
+
+        def new_pull(_: object, *arguments: Any, **options: Any) -> ThreadPull:
+            batches.pull = pull = ThreadPull(batches.received(pins=pins), *arguments, **options)
+            return pull
+
+        return self.bridge.start(new_pull, partial(_PulledObserver, batches))
 
 
 class _PulledObserver(EpochObserver):
     """Calls ``handing_out`` for each batch, in the consumer's thread."""
 
-    def __init__(self, received: _Received, delivery: Delivery) -> None:
+    def __init__(self, batches: WorkerBatches, delivery: Delivery) -> None:
         super().__init__(delivery)
-        self._received = received
+        self._batches = batches
         self._next = 0
 
     def handing_out(self, item: ReadyBatch) -> None:
         if item.number == self._next:
             self._next += 1
-            self._received.handing_out()
+            self._batches.handing_out()
 
 
-class _PulledIterator:
-    """Batches of worker processes that a thread receives ahead; after an error of the dataset another thread does."""
+class LoaderIterator(_BaseDataLoaderIter):
+    """The iterator of every ``DataLoader``, for ``next`` and ``anext``, wherever its batches come from.
 
-    def __init__(self, received: _Received, start: Callable[[_Received], FeedIterator[Any]]) -> None:
-        self._received = received
-        self._start = start
-        self._feed = start(received)
+    With persistent workers the loader keeps it, and ``_reset`` starts the next epoch.
+    """
 
-    def __iter__(self) -> _PulledIterator:
-        return self
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._epochs = epochs = loader._aiofeed
+        self._batches: InProcessBatches | WorkerBatches | None = None
+        self._feed: FeedIterator[Any] | None = None
+        with epochs.starting(loader) as (start, position):
+            super().__init__(loader)
+            if self._num_workers and epochs.feeder is None:
+                if position.base_seed is not None:
+                    self._base_seed = position.base_seed
+                    start.restore(loader)
+                self._batches = WorkerBatches(self, loader, epochs.spare_workers)
+                # What trainers touch: the processes, and queues to close, of which there are none.
+                self._workers = self._batches.workers.processes
+                self._index_queues: list[Any] = []
+                super()._reset(loader, first_iter=True)
+            self._begin(loader, start, position)
 
-    def __aiter__(self) -> _PulledIterator:
-        return self
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        workers = self._batches if isinstance(self._batches, WorkerBatches) else None
+        if self._epochs.loaded is not None or (workers is not None and not workers.workers.usable):
+            LoaderIterator.__init__(self, loader)
+            return
+        with self._epochs.starting(loader) as (start, position):
+            super()._reset(loader, first_iter)
+            if workers is not None:
+                workers.restart(self._shared_seed)
+                position = LoaderPosition(base_seed=int(self._base_seed))
+            self._begin(loader, start, position)
 
-    def __next__(self) -> Any:
+    def _begin(self, loader: DataLoader[Any], start: OrderState, position: LoaderPosition) -> None:
+        epochs, workers = self._epochs, self._batches
+        self._num_yielded = position.returned
+        self._in_order = loader.in_order
+        # If nothing is left of the epoch, `next` starts the next one.
+        self._loader = loader if position.returned and _has_length(loader) else None
+        self._feed = None
+        if epochs.feeder is not None:
+            self._feed, self._numbers = epochs.feeder.begin(loader, self._sampler_iter, position)
+            self._left = len(self._numbers)
+            epochs.progress = Progress(start, position)
+        elif isinstance(workers, WorkerBatches):
+            workers.begin(self._sampler_iter, start, position)
+            epochs.progress = workers.progress
+            if epochs.ahead or self._pin_memory:
+                self._start_feed(workers)
+        else:
+            self._batches = InProcessBatches(self, start, position, epochs.new_deliver())
+            epochs.progress = self._batches.progress
+        self._progress = epochs.progress
+
+    def _start_feed(self, workers: WorkerBatches) -> None:
+        self._feed = self._epochs.new_feed(workers, pins=self._pin_memory and not self._epochs.copies)
+
+    def _next_data(self) -> Any:
+        if self._feed is None:
+            if self._batches is None:
+                raise StopIteration
+            return self._batches.next()
         try:
             return next(self._feed)
         except StopIteration:
-            if not self._received.continues():
+            if not self._continues():
                 raise
-        self._feed = self._start(self._received)
         return next(self._feed)
 
-    def __len__(self) -> int:
-        return len(self._received.iterator)
+    def _continues(self) -> bool:
+        """Return whether the feed goes on: with the next part of the sampler, or after an error of the dataset."""
+        if self._epochs.feeder is not None:
+            if self._feed is not None and not self._left:
+                self._feed, self._numbers = self._epochs.feeder.next_part()
+                self._left = len(self._numbers)
+                return self._feed is not None
+            return False
+        if not isinstance(self._batches, WorkerBatches) or not self._batches.continues():
+            return False
+        self._start_feed(self._batches)
+        return True
 
-    async def __anext__(self) -> Any:
-        try:
-            return await anext(self._feed)
-        except StopAsyncIteration:
-            if not self._received.continues():
-                raise
-        self._feed = self._start(self._received)
-        return await anext(self._feed)
-
-
-# --- batches of the caller's thread ---
-
-
-class _CopyingIterator:
-    """Copies each batch of another iterator to the device and transforms it, in the caller's thread."""
-
-    def __init__(self, iterator: Any, bridge: Prefetch[Any]) -> None:
-        self._iterator = iterator
-        self._copier, self._transform = bridge.new_copier()
-
-    def __iter__(self) -> _CopyingIterator:
-        return self
+    def _starts_next_epoch(self) -> bool:
+        """The epoch has ended. Start the next one if this one was resumed after its last batch."""
+        loader, self._loader = self._loader, None
+        resumed = not self._progress.begun
+        self._progress.finished = True
+        if loader is None or not resumed:
+            return False
+        self._reset(loader) if self._persistent_workers else LoaderIterator.__init__(self, loader)
+        return True
 
     def __next__(self) -> Any:
-        batch = next(self._iterator)
-        if self._copier is not None:
-            self._copier.wait_for_caller()
-            batch = self._copier.deliver(self._copier.issue(batch))
-            self._copier.release()
-        return batch if self._transform is None else self._transform(batch)
+        try:
+            batch = super().__next__()
+        except StopIteration:
+            if not self._starts_next_epoch():
+                raise
+            batch = super().__next__()
+        self._handed_out()
+        return batch
 
-    def __aiter__(self) -> _CopyingIterator:
+    def _handed_out(self) -> None:
+        self._loader = None
+        if self._batches is None and self._feed is not None:
+            self._left -= 1
+            self._progress.add(self._numbers[self._feed.number], in_order=self._in_order)
+
+    def __aiter__(self) -> LoaderIterator:
         return self
 
-    def __len__(self) -> int:
-        return len(self._iterator)
-
     async def __anext__(self) -> Any:
+        if self._feed is None and isinstance(self._batches, WorkerBatches):
+            self._start_feed(self._batches)
+        if self._feed is None:
+            try:
+                return next(self)
+            except StopIteration:
+                raise StopAsyncIteration from None
         try:
-            return next(self)
-        except StopIteration:
-            raise StopAsyncIteration from None
+            batch = await anext(self._feed)
+        except StopAsyncIteration:
+            if not self._continues() and not self._starts_next_epoch():
+                raise
+            return await anext(self)
+        self._handed_out()
+        return batch
+
+    def _shutdown_workers(self) -> None:
+        """End the workers, as trainers do."""
+        if isinstance(self._batches, WorkerBatches):
+            self._batches.stop_pull()
+            self._batches.workers.close()
+
+
+def _has_length(loader: DataLoader[Any]) -> bool:
+    if loader._dataset_kind == _DatasetKind.Map:
+        return True
+    try:
+        return len(loader.dataset) >= 0  # type: ignore[arg-type]
+    except TypeError:
+        return False
 
 
 # --- batches of a feeder ---
@@ -426,14 +456,20 @@ class _CopyingIterator:
 class _FeederEpochs:
     """Runs the epochs of a ``DataLoader`` on a ``Feeder``, in the order of the loader's sampler."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], **options: Any) -> None:
         if loader._dataset_kind == _DatasetKind.Iterable or loader.batch_sampler is None:
             raise ValueError(
                 "on_error=, cache=, engine= and threads= need a dataset with indices, in batches: leave them out "
                 "with an IterableDataset or batch_size=None"
             )
-        workers = loader.num_workers if loader.threads is None else 0
-        self.collate_fn = loader.collate_fn
+        self._options = options
+        self._make(loader)
+
+    def _make(self, loader: DataLoader[Any]) -> None:
+        options = dict(self._options)
+        threads, engine = options.pop("threads"), options.pop("engine")
+        workers = loader.num_workers if threads is None else 0
+        self._collate_fn = loader.collate_fn
         # The indices of the coming epoch; lists of them if a batch sampler of the user's makes the batches.
         self._listed: list[Any] = []
         self._of_one_size = type(loader.batch_sampler) is BatchSampler
@@ -441,55 +477,37 @@ class _FeederEpochs:
         if self._of_one_size:
             order = {"batch_size": loader.batch_size, "sampler": self._listed}
         self._feeder: Feeder[Any] = Feeder(
-            FromDataset(loader.dataset, threads=loader.threads or 1),  # type: ignore[arg-type]
+            FromDataset(loader.dataset, threads=threads or 1),  # type: ignore[arg-type]
             **order,
             collate_fn=None if loader.collate_fn is default_collate else loader.collate_fn,
-            device=loader.device,
-            transform=loader.transform,
-            on_error=loader.on_error,
-            cache=loader.cache,
-            limits=loader.limits,
             shard=None,
             in_order=loader.in_order,
-            engine=cast("Any", loader.engine or (f"process:{workers}" if workers else "thread")),
+            engine=engine or cast("Any", f"process:{workers}" if workers else "thread"),
+            **options,
         )
 
-    def begin(self, loader: DataLoader[Any], position: LoaderPosition) -> _FeederEpoch:
-        """Start an epoch; draws from the generators as torch's iterator does."""
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        batches: list[list[int]] = list(loader._index_sampler)
-        left = batches[position.batches :]
-        self._listed[:] = itertools.chain.from_iterable(left) if self._of_one_size else left
-        return _FeederEpoch(iter(self._feeder), Progress(position))
-
-
-class _FeederEpoch:
-    """One epoch of a feeder; counts the batches."""
-
-    def __init__(self, batches: FeedIterator[Any], progress: Progress) -> None:
-        self._batches = batches
-        self.progress = progress
-
-    def __iter__(self) -> _FeederEpoch:
-        return self
-
-    def __aiter__(self) -> _FeederEpoch:
-        return self
-
-    def __next__(self) -> Any:
+    def begin(
+        self, loader: DataLoader[Any], indices: Iterator[Any], position: LoaderPosition
+    ) -> tuple[FeedIterator[Any] | None, list[int]]:
+        """Start an epoch; see ``next_part``."""
+        if self._collate_fn is not loader.collate_fn:
+            self._make(loader)
+        # iter() would restart a sampler of Lightning.
+        self._planned = enumerate(iter(partial(next, indices, None), None))
         try:
-            batch = next(self._batches)
-        except StopIteration:
-            self.progress.finished = True
-            raise
-        self.progress.add(self.progress.batches, in_order=True)
-        return batch
+            self._part_batches = max(len(loader), _PART_BATCHES)
+        except TypeError:  # the sampler has no length
+            self._part_batches = _PART_BATCHES
+        self._position = position
+        return self.next_part()
 
-    async def __anext__(self) -> Any:
-        try:
-            batch = await anext(self._batches)
-        except StopAsyncIteration:
-            self.progress.finished = True
-            raise
-        self.progress.add(self.progress.batches, in_order=True)
-        return batch
+    def next_part(self) -> tuple[FeedIterator[Any] | None, list[int]]:
+        """Start an epoch of the feeder over the next batches of the sampler, which may be endless.
+
+        Returns its iterator, ``None`` if nothing is left, and the numbers of its batches.
+        """
+        position = self._position
+        left = ((n, each) for n, each in self._planned if n >= position.batches and n not in position.later)
+        part = dict(itertools.islice(left, self._part_batches))
+        self._listed[:] = itertools.chain.from_iterable(part.values()) if self._of_one_size else part.values()
+        return iter(self._feeder) if part else None, list(part)

@@ -519,7 +519,7 @@ class Feeder(Generic[BatchT]):
         """Leave out the next ``n`` batches after the position of ``state_dict``, without reading them.
 
         For example after a spike of the loss: load the state before it and skip the batches that caused it. Takes
-        effect at the next ``iter()`` or ``steps``.
+        effect at the next ``iter()`` or ``steps``. With a ``Stream`` that has no length, stay within its epoch.
 
         Raises:
             TypeError, ValueError: ``n`` is not an int from 0, or an epoch has no batches.

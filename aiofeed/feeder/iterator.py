@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
+from collections.abc import Callable
 from queue import Empty
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -30,6 +32,7 @@ log: logging.Logger = logging.getLogger("aiofeed.feeder")
 # Time limit for the end of an epoch to arrive after its last batch. It arrives as soon as its thread is scheduled.
 END_S = 1.0
 
+BatchT = TypeVar("BatchT")
 BatchT_co = TypeVar("BatchT_co", covariant=True)
 
 
@@ -115,7 +118,12 @@ class Delivery:
         copier: Copies batches to the device, in a thread of its own; ``None``: they stay where the producer puts them.
         transform: Called with each batch in the consumer's thread. A copier has its own transform.
         device_batches: Batches that may be on the device before the consumer takes one.
+
+    Attributes:
+        closed: Why its open iterator was closed, and each iterator that may follow.
     """
+
+    closed: str | None = None
 
     def __init__(
         self,
@@ -172,8 +180,14 @@ class Delivery:
         if self._copy_thread is not None:
             self._copy_thread.watch(owner)
 
-    def stop(self) -> None:
-        """Tell the threads to end. Never blocks."""
+    def stop(self, reason: str | None = None) -> None:
+        """Tell the threads to end. Never blocks. With a reason, the open iterator raises ``IteratorClosedError``."""
+        if reason is not None:
+            if self.closed is None:
+                # Before the threads drop batches: the iterator must not hand out a batch behind a dropped one.
+                self.closed = reason
+                self.queue.items.append(Stopped())
+            self.queue.wake()  # again if this call is repeated, because Ctrl-C may have interrupted the first
         if self._copy_thread is not None:
             self._copy_thread.stop()
         self._producer.stop()
@@ -247,12 +261,11 @@ class FeedIterator(Generic[BatchT_co]):
         stats.asked_at = self._started
         stats.stall_s = time.perf_counter() - self._started
         self._finished = self._running = False
-        self._closed: str | None = None
         # When the last batch was handed out, its number and its samples.
         self._handed_out: tuple[float, int, int] | None = None
 
     def __repr__(self) -> str:
-        status = "ended" if self._finished else "closed" if self._closed is not None else "open"
+        status = "ended" if self._finished else "open" if self.live else "closed"
         return f"FeedIterator({status}, batches handed out: {self._stats.batches})"
 
     def __reduce__(self) -> NoReturn:
@@ -274,7 +287,7 @@ class FeedIterator(Generic[BatchT_co]):
         Raises:
             RuntimeError: Another thread is in this method.
         """
-        if self._finished or self._closed is not None or self._pid != os.getpid():
+        if self._finished or self._delivery.closed is not None or self._pid != os.getpid():
             self._raise_if_closed()
             raise StopIteration
         if self._running:
@@ -286,7 +299,7 @@ class FeedIterator(Generic[BatchT_co]):
         try:
             asked = time.perf_counter()
             item = self._queue.peek()
-            if self._closed is not None:
+            if self._delivery.closed is not None:
                 self._raise_if_closed()  # `close` in another thread may have dropped the batches before this item
             if type(item) is not ReadyBatch:
                 try:
@@ -307,33 +320,39 @@ class FeedIterator(Generic[BatchT_co]):
 
     async def __anext__(self) -> BatchT_co:
         """Return the next batch; suspend the calling task until it is ready. Cancelling the task loses no batch."""
-        if self._finished or self._closed is not None or self._pid != os.getpid():
+        if self._finished or self._delivery.closed is not None or self._pid != os.getpid():
             self._raise_if_closed()
             raise StopAsyncIteration
-        asked = time.perf_counter()
-        item = await self._queue.peek_async()
-        woken_at = self._queue.woken_at
-        # Other tasks may block the event loop after the item has arrived.
-        late_s = time.perf_counter() - woken_at if woken_at > asked else 0.0
-        if self._closed is not None:
-            self._raise_if_closed()
-        if type(item) is not ReadyBatch:
-            try:
-                self._end(item, asked, late_s)
-            finally:
-                del item  # an error's traceback refers to this frame
-            raise StopAsyncIteration
-        batch: BatchT_co = self._take(item, asked, late_s)
-        self.observer.handed_out(item)
-        item.batch = None  # the engine's loop may still refer to the item
-        if (items := self._queue.items) and items[0] is item:
-            del items[0]
-        return batch
+        if self._running:
+            raise RuntimeError("another task is already waiting for this iterator; only one can")
+        self._running = True
+        try:
+            asked = time.perf_counter()
+            item = await self._queue.peek_async()
+            woken_at = self._queue.woken_at
+            # Other tasks may block the event loop after the item has arrived.
+            late_s = time.perf_counter() - woken_at if woken_at > asked else 0.0
+            if self._delivery.closed is not None:
+                self._raise_if_closed()
+            if type(item) is not ReadyBatch:
+                try:
+                    self._end(item, asked, late_s)
+                finally:
+                    del item  # an error's traceback refers to this frame
+                raise StopAsyncIteration
+            batch: BatchT_co = self._take(item, asked, late_s)
+            self.observer.handed_out(item)
+            item.batch = None  # the engine's loop may still refer to the item
+            if (items := self._queue.items) and items[0] is item:
+                del items[0]
+            return batch
+        finally:
+            self._running = False
 
     def _raise_if_closed(self) -> None:
         """Raise ``IteratorClosedError`` if the iterator is closed or belongs to another process."""
-        if self._closed is not None:
-            raise IteratorClosedError(self._closed)
+        if (reason := self._delivery.closed) is not None and not self._finished:
+            raise IteratorClosedError(reason)
         if self._pid != os.getpid():
             raise IteratorClosedError(
                 "this iterator belongs to the parent process, whose threads a fork does not copy; "
@@ -380,9 +399,10 @@ class FeedIterator(Generic[BatchT_co]):
             self._stats.stall_s += now - late_s - asked
             self._stats.wall_s = now - self._started
             self._stats.process_cpu_s = time.process_time() - self._stats.cpu_started_s
-            self.observer.ended()
+            # Both at once, because another thread may begin the next epoch, whose batches come from the same queue.
             self._finished = True
             del self._queue.items[0]
+            self.observer.ended()
             return
         if isinstance(item, FeedFailure):
             self.observer.failed(item)
@@ -395,7 +415,7 @@ class FeedIterator(Generic[BatchT_co]):
                     del items[0]
                 del item
         assert isinstance(item, Stopped)
-        raise IteratorClosedError(self._closed or "this iterator was closed")
+        raise IteratorClosedError(self._delivery.closed or "this iterator was closed")
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Stop the threads, finish and raise an error."""
@@ -415,6 +435,11 @@ class FeedIterator(Generic[BatchT_co]):
         """The number of batches handed out."""
         return self._stats.batches
 
+    @property
+    def number(self) -> int:
+        """The number in the epoch of the batch that was handed out last; -1 before the first."""
+        return -1 if self._handed_out is None else self._handed_out[1]
+
     def leave_out(self, seconds: float) -> None:
         """Leave the last seconds, in which the consumer used other batches, out of the statistics."""
         self._started += seconds
@@ -423,25 +448,55 @@ class FeedIterator(Generic[BatchT_co]):
     @property
     def live(self) -> bool:
         """Whether the iterator is neither closed nor finished."""
-        return self._closed is None and not self._finished
+        return self._delivery.closed is None and not self._finished
 
     def finish_if_ended(self) -> bool:
-        """Finish if the end of the epoch is the next item; return whether it is."""
-        self._finished = self.live and take_end(self._queue)
+        """Finish if the end of the epoch is the next item, and no thread is in ``next``; return whether it is."""
+        if self._running:
+            return False
+        self._running = True
+        try:
+            self._finished = self.live and take_end(self._queue)
+        finally:
+            self._running = False
         return self._finished
 
     def close(self, reason: str = "this iterator was closed") -> None:
         """Stop the threads that feed it. Never blocks. A thread that waits in ``next`` gets ``IteratorClosedError``."""
         if not self._finished:
-            # Repeat it if it is closed already: the earlier call may have been interrupted.
-            self._closed = self._closed or reason
-            self._queue.put(Stopped())
-            self._delivery.stop()
+            self._delivery.stop(reason)
 
     async def aclose(self) -> None:
         """Close it and wait for the threads to end, without blocking the caller's event loop."""
         self.close()
         await self._delivery.stopped()
+
+
+class Beginnings:
+    """Lets one thread at a time begin an epoch. A ``stop`` by another thread does not wait; it is done at the end.
+
+    Attributes:
+        stopped: The reason of a ``stop`` since the last ``run`` began, set by ``stop`` before it looks for an iterator.
+    """
+
+    def __init__(self) -> None:
+        self.stopped: str | None = None
+        # A fork may copy a lock that is acquired, so each process has its own.
+        self._locks: dict[int, threading.RLock] = {}
+
+    def lock(self) -> threading.RLock:
+        """The lock of this process. Reentrant: a signal handler or a sampler may iterate the feeder, too."""
+        return self._locks.setdefault(os.getpid(), threading.RLock())
+
+    def run(self, begin: Callable[[], FeedIterator[BatchT]], stop: Callable[[str], object]) -> FeedIterator[BatchT]:
+        """Return the iterator of ``begin``, closed if it was stopped meanwhile."""
+        with self.lock():
+            self.stopped = None
+            iterator = begin()
+            if (reason := self.stopped) is not None:
+                iterator.close(reason)
+                stop(reason)
+            return iterator
 
 
 def _as_runtime_error(error: Exception) -> RuntimeError:

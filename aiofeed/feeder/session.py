@@ -19,7 +19,7 @@ from aiofeed.core.statistics import EpochStats, FeedStatistics
 from aiofeed.core.types import decodes_in_place
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.feeder.config import FeederConfig, allows
-from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, clocks, take_end
+from aiofeed.feeder.iterator import Beginnings, Delivery, EpochObserver, FeedIterator, clocks, take_end
 from aiofeed.feeder.pipeline import StreamingPipeline, measurements
 from aiofeed.runtime import machine
 from aiofeed.runtime.queue import FeedFailure, ReadyBatch
@@ -114,6 +114,7 @@ class FeederSession(Generic[BatchT]):
         # A progress bar explains again and again, and whether processes are possible is found by pickling.
         self._allows = functools.cache(functools.partial(allows, config))
         self.bar: ProgressBar | None = None
+        self._beginnings = Beginnings()
         if config.cache is not None:
             config.cache.free_with(self)
 
@@ -197,15 +198,16 @@ class FeederSession(Generic[BatchT]):
 
     def begin_steps(self, batches: int, after: EpochProgress | None) -> tuple[FeedIterator[BatchT], EpochProgress]:
         """Begin the epoch of the next ``batches`` steps: the rest of that of the steps before, or the next one."""
-        if after is self._epoch and after is not None and not after.complete and not self._checkpoint.chosen:
-            self.go_to(self._checkpoint.position)  # its iterator was closed
-        self._steps_left = batches
-        try:
-            iterator = self.begin()
-        finally:
-            self._steps_left = 0
-        assert self._epoch is not None
-        return iterator, self._epoch
+        with self._beginnings.lock():
+            if after is self._epoch and after is not None and not after.complete and not self._checkpoint.chosen:
+                self.go_to(self._checkpoint.position)  # its iterator was closed
+            self._steps_left = batches
+            try:
+                iterator = self.begin()
+            finally:
+                self._steps_left = 0
+            assert self._epoch is not None
+            return iterator, self._epoch
 
     def go_to(self, position: Position) -> None:
         """Make the next ``begin`` start at a position."""
@@ -214,7 +216,13 @@ class FeederSession(Generic[BatchT]):
         self._checkpoint.load(position)
 
     def begin(self) -> FeedIterator[BatchT]:
-        """Return an iterator over the next epoch; close the open iterator."""
+        """Return an iterator over the next epoch; close the open iterator.
+
+        Another thread waits here until this call returns. ``stop`` does not wait: it closes the iterator returned.
+        """
+        return self._beginnings.run(self._begin_or_stop, self.stop)
+
+    def _begin_or_stop(self) -> FeedIterator[BatchT]:
         try:
             return self._begin()
         except BaseException:  # Ctrl-C, for example: stop the threads, as the caller gets no iterator
@@ -328,13 +336,21 @@ class FeederSession(Generic[BatchT]):
 
     def _epoch_ended(self, epoch: EpochProgress) -> None:
         epoch.ended = True
-        if not epoch.started and not epoch.start.at_start:
-            self._checkpoint.on_first_batch(epoch)  # nothing was left of a resumed epoch
+        if not epoch.started:  # it had no batch for this rank, or nothing was left of it
+            self._on_first_batch(epoch)
         self._failures.summarise(epoch.start.epoch, self.stats)
         self._hint_at_threads()
-        # Dropping the iterator after its end is not a break.
-        self._iterator = None
-        self._completed_in_a_row += 1
+        if epoch is self._epoch:  # another thread may have begun a new one
+            # Dropping the iterator after its end is not a break.
+            self._iterator = None
+            self._completed_in_a_row += 1
+            if self.delivery is not None:
+                self.delivery.watch(self)
+
+    def _on_first_batch(self, epoch: EpochProgress) -> None:
+        """An epoch hands out its first batch, or has ended without one: the next ``begin`` starts the one after it."""
+        self._checkpoint.on_first_batch(epoch)
+        self._order.on_first_batch()
 
     def _hint_at_threads(self) -> None:
         """Log once, if training mainly waits for a ``Dataset`` that one thread calls, how to use more."""
@@ -366,11 +382,12 @@ class FeederSession(Generic[BatchT]):
 
     def stop(self, reason: str) -> list[Delivery]:
         """Close the open iterator and tell the threads to end; never blocks. Returns the deliveries to wait for."""
+        self._beginnings.stopped = reason
         self._close_iterator(reason)
         pipeline, delivery = self.pipeline, self.delivery
         if pipeline is None or delivery is None or pipeline.inherited:
             return []
-        delivery.stop()
+        delivery.stop(reason)
         if self._streaming is None or self._streaming[1] is delivery or self._streaming[0].inherited:
             return [delivery]
         return [delivery, self._streaming[1]]
@@ -400,7 +417,8 @@ class FeederSession(Generic[BatchT]):
         self._iterator = None
 
     def _live_iterator(self) -> FeedIterator[BatchT] | None:
-        iterator = self._iterator() if self._iterator is not None else None
+        reference = self._iterator
+        iterator = reference() if reference is not None else None
         return iterator if iterator is not None and iterator.live else None
 
 
@@ -458,9 +476,10 @@ class Steps(Generic[BatchT]):
         return kept[0]
 
     def _handed_out(self, epoch: EpochProgress, before: int) -> int:
-        if before == epoch.handed_out:
+        handed_out = epoch.handed_out - before
+        if not handed_out and epoch.start.at_start:
             raise FeedError("an epoch has no batches, so it has no steps either")
-        return epoch.handed_out - before
+        return handed_out
 
 
 class _SessionObserver(EpochObserver):
@@ -476,8 +495,7 @@ class _SessionObserver(EpochObserver):
         if item.failures:
             session.stats.failures += session._failures.add(item.failures, epoch.start.epoch)
         if not epoch.started:
-            session._checkpoint.on_first_batch(epoch)
-            session._order.on_first_batch()
+            session._on_first_batch(epoch)
         if epoch.one_left:
             # Dropping the iterator after its last batch is not a break.
             self._delivery.watch(session)
@@ -493,7 +511,6 @@ class _SessionObserver(EpochObserver):
 
     def ended(self) -> None:
         self._session._epoch_ended(self._epoch)
-        self._delivery.watch(self._session)
 
 
 # --- which pipeline: batches that are streamed, or data that are in memory; chosen at each iter() ---

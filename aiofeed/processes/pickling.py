@@ -21,6 +21,7 @@ import torch.multiprocessing  # registers how tensors are pickled
 
 from aiofeed.processes.ipc.ring import Extent, Ring, Slot
 from aiofeed.runtime.buffers import SMALL_BYTES
+from aiofeed.runtime.tensors import keep_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -197,7 +198,9 @@ def _memory(storage: torch.UntypedStorage) -> Any:
 def _storage(memory: Any) -> torch.UntypedStorage:
     if not len(memory):
         return torch.UntypedStorage(0)
-    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    keep_memory(storage, memory)
+    return storage
 
 
 def _tensor(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import os
 import time
@@ -116,11 +117,11 @@ class EventLoopThread:
                 raise error
         except BaseException:  # Ctrl-C, the system refuses a thread or descriptors, or the interpreter is exiting
             if self._thread.absent():
-                self._finish_unstarted()
+                self._finish()
             raise
 
-    def _finish_unstarted(self) -> None:
-        if not self.finished.done():
+    def _finish(self) -> None:
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # it is finished
             self.finished.set_result(None)
 
     @property
@@ -138,12 +139,11 @@ class EventLoopThread:
         self._watched = weakref.ref(owner, self._dropped.append)
 
     def start(self, function: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        """Run a coroutine function as a task of the loop, from any thread.
+        """Run a coroutine function as a task of the loop, from any thread; does nothing after ``stop``.
 
         The coroutine is created on the loop: one created here and lost to Ctrl-C would warn that it was never awaited.
         """
-        assert self.loop is not None
-        self.loop.call_soon_threadsafe(self._start, function)
+        self.call(self._start, function)
 
     def _start(self, function: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         if self._stop_requested:
@@ -180,7 +180,7 @@ class EventLoopThread:
         """Signal the threads to end. Never blocks; idempotent."""
         self._stop_requested = True
         if not self._thread.started:
-            self._finish_unstarted()
+            self._finish()
         elif not self.inherited:
             self.call(self._stop_signal.set)  # before the loop exists, the flag suffices
 
@@ -202,7 +202,7 @@ class EventLoopThread:
         try:
             loop = new_event_loop()
         except BaseException as error:  # noqa: BLE001 - raised in `launch`
-            self._finish_unstarted()
+            self._finish()
             self._created.put(error)
             return
         # The jobs of asyncio.to_thread and aiofiles run in daemon threads, too.
@@ -229,7 +229,7 @@ class EventLoopThread:
             loop.set_exception_handler(_log_unless_fatal)
             loop.close()
             log.debug("event loop: stopped")
-            self.finished.set_result(None)
+            self._finish()
 
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """End the loop after an error in a callback of aiofeed; otherwise the consumer would wait forever."""

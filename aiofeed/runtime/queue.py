@@ -51,6 +51,10 @@ class BatchQueue(Generic[T]):
     def put(self, item: T) -> None:
         """Add an item and wake the consumer. Never blocks."""
         self.items.append(item)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake the consumer if it waits, to look at the queue again. Never blocks."""
         if self._asleep:
             self._arrivals.put(None)
         with self._lock:

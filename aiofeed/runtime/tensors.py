@@ -89,9 +89,25 @@ def is_tensor(value: Any) -> bool:
 
 def as_tensor(leaf: HostTensor) -> torch.Tensor:
     """The user's tensor over the memory of a leaf, without a copy."""
+    return restore_layout(tensor_of(leaf.memory), leaf)
+
+
+def tensor_of(memory: NDArray[Any]) -> torch.Tensor:
+    """A tensor over the memory of an array."""
     import torch
 
-    return restore_layout(torch.from_numpy(leaf.memory), leaf)
+    tensor = torch.from_numpy(memory)
+    keep_memory(tensor.untyped_storage(), memory)
+    return tensor
+
+
+def keep_memory(storage: Any, memory: Any) -> None:
+    """Let a storage refer to its memory until the storage is destroyed.
+
+    ``share_memory_`` and sending to a process give the storage other memory. Arrays that ``numpy()`` has made before
+    still use the first, and refer to the storage only.
+    """
+    storage.memory = memory
 
 
 def restore_layout(memory: torch.Tensor, leaf: HostTensor) -> torch.Tensor:

@@ -64,7 +64,7 @@ class FeedOrder:
             self._shard = (0, 1)
         elif shard != "auto":
             self._shard = check_shard(shard)
-        # Whether the epoch planned last has handed out a batch.
+        # Whether the epoch planned last has handed out a batch, or has ended without one.
         self._epoch_used = True
         self.events: deque[Event] = new_events(keep=False)
         self._suggested = False
@@ -187,16 +187,19 @@ class FeedOrder:
         if self._warned or schedule.batches():
             return
         self._warned = True
-        ranks = f" on each of {schedule.world_size} ranks" if schedule.world_size > 1 else ""
-        log.warning(
-            "an epoch has no batches: %s",
-            f"{schedule.length} samples do not fill a batch of {schedule.batch_size}{ranks}, and drop_last=True"
-            if schedule.length
-            else "there are no samples",
-        )
+        where, reason, ranks = "", "there are no samples", schedule.world_size
+        if 0 < schedule.length < ranks:
+            unit = "batches" if isinstance(self._sampler, BatchSamplerAdapter | PlanLister) else "samples"
+            where = f" on rank {schedule.rank}"
+            reason = f"{schedule.length} {unit} are fewer than {ranks} ranks, and "
+            reason += "drop_last=True" if schedule.pad else "pad=False"
+        elif schedule.length:
+            each = f" on each of {ranks} ranks" if ranks > 1 else ""
+            reason = f"{schedule.length} samples do not fill a batch of {schedule.batch_size}{each}, and drop_last=True"
+        log.warning("an epoch has no batches%s: %s", where, reason)
 
     def on_first_batch(self) -> None:
-        """The epoch planned last has handed out a batch, so the next plan does not repeat its list."""
+        """The epoch planned last has handed out a batch, or has ended without one: its list is not repeated."""
         self._epoch_used = True
 
     def sampler_state(self, position: Position) -> str:

@@ -309,7 +309,7 @@ class EpochProgress:
     def position(self) -> Position:
         """The position after the batches that were handed out."""
         if not self.started:
-            return self._schedule.normalize(self.start)
+            return Position(self.start.epoch + 1) if self.ended else self.start
         if self._handed_out is not None:
             assert isinstance(self._schedule, SampleSchedule)
             return self._schedule.position_at(self.start, self._handed_out)
@@ -323,7 +323,7 @@ class Checkpoint:
 
     Args:
         start: The position while ``progress`` is ``None``.
-        progress: The progress of the last iterator that has handed out a batch.
+        progress: The progress of the last iterator that has handed out a batch, or has ended without one.
         loaded: A loaded position, until its iterator has handed out a batch or ``set_epoch`` discards it.
         next_epoch: The epoch that the next ``iter()`` starts if no position is loaded.
         current_epoch: The epoch that is being iterated, or was iterated last.
@@ -375,7 +375,7 @@ class Checkpoint:
         self.chosen = False
 
     def on_first_batch(self, progress: EpochProgress) -> None:
-        """An iterator hands out its first batch: from now on ``progress`` gives the position.
+        """An iterator hands out its first batch, or ends without one: from now on ``progress`` gives the position.
 
         A position loaded, or an epoch chosen, after the iterator was created stays for the next iterator.
         """

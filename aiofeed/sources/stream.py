@@ -290,7 +290,8 @@ class StreamReader:
                 if block.ended:
                     block.error = StateError(
                         f"the state is at item {self._first} of epoch {self._epoch}, but {self._stream!r} has ended "
-                        f"after {self._number} items: it must give the same items as when the state was saved"
+                        f"after {self._number} items: it must give the same items as when the state was saved. If "
+                        f"skip() has set this position, pass Stream(length=...), so that skip() finds the next epoch"
                     )
             if block.error is None:
                 self._start(size + 1)

@@ -68,7 +68,13 @@ class StreamOrder(FeedOrder):
         return StreamEpochs(schedule, EpochStart(EpochStats(events=self.events), position), self)
 
     def after(self, position: Position, batches: int) -> Position:
-        """The position so many batches after another one in its epoch."""
+        """The position so many batches after another one; in its epoch if the stream has no length.
+
+        Raises:
+            ValueError: An epoch has no batches.
+        """
+        if self.stream.length is not None:
+            return super().after(position, batches)
         return self.schedule(UNKNOWN_LENGTH).after(position, batches)
 
     def normalize(self, position: Position) -> Position:

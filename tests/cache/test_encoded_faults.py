@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import signal
 import sqlite3
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 from aiofeed import CacheError, EncodedCache, Feeder
 from aiofeed.cache.encoded import database as database_module
 from aiofeed.cache.encoded import source as source_module
-from aiofeed.cache.encoded.database import CacheDatabase
+from aiofeed.cache.encoded.database import CacheDatabase, check_file
 from aiofeed.cache.encoded.source import CachedSource
 from aiofeed.diagnostics.cli import main
 from aiofeed.sampling.schedule import Schedule
@@ -73,6 +74,55 @@ async def test_damaged_entries_are_read_again(
         assert sum(inner.reads.values()) <= 10
     assert "has damaged entries" in caplog.text
     assert main(["cache", "verify", str(path)]) == 0
+
+
+COLUMNS = {
+    "budget": ("total", "max_bytes"),
+    "data": ("bytes",),
+    "runs": ("clock", "seen"),
+    "entries": ("tag", "kind", "crc", "size", "data", "run", "next_use"),
+}
+
+
+@pytest.mark.parametrize("value", ["NULL", "'text'", "-1"])
+@pytest.mark.parametrize("column", [f"{table} {each}" for table, columns in COLUMNS.items() for each in columns])
+async def test_a_damaged_column(tmp_path: Path, capsys: pytest.CaptureFixture[str], column: str, value: str) -> None:
+    """With any value in any column, samples are right, or a ``CacheError`` names the file; with an open cache, too."""
+    path = tmp_path / "cache"
+    table, name = column.split()
+    await filled(path)
+    source = CachedSource(Blocks(80), EncodedCache(path, 40 * SIZE))
+    assert await source.read_many(range(4)) == [block(index, SIZE) for index in range(4)]
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("PRAGMA writable_schema = 1")
+        connection.execute("UPDATE sqlite_master SET sql = replace(sql, ' NOT NULL', '')")
+    damage(path, f"{table} SET {name} = {value}")
+    assert await source.read_many(range(80)) == [block(index, SIZE) for index in range(80)]
+    await source.aclose()
+    damage(path, f"{table} SET {name} = {value}")
+    assert main(["cache", "verify", str(path)]) in (0, 1)
+    assert str(path) in "".join(capsys.readouterr())
+    for room in (40, 5):  # the smaller budget evicts
+        try:
+            check_file(EncodedCache(path, room * SIZE))
+            message = f"{path}: delete"
+        except CacheError as error:
+            message = str(error)
+        assert re.search(f"{path}.* delete", message)
+        source = CachedSource(Blocks(), EncodedCache(path, room * SIZE))
+        assert await source.read_many(range(40)) == [block(index, SIZE) for index in range(40)]
+        await source.aclose()
+
+
+@pytest.mark.parametrize("statement", ["UPDATE budget SET total = 'text'", "DELETE FROM budget"])
+def test_a_damaged_budget(tmp_path: Path, statement: str) -> None:
+    """Without a usable budget the file is refused, and may be deleted."""
+    path = tmp_path / "cache"
+    CacheDatabase(str(path), 1000).close()
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(statement)
+    with pytest.raises(CacheError, match=r"is damaged .*delete the file"):
+        Feeder(Blocks(), decode=head, batch_size=4, cache=EncodedCache(path, 1000))
 
 
 KILLED = """

@@ -256,3 +256,39 @@ def test_a_plan_excludes_a_sampler_and_keyed_shuffling() -> None:
         feeder(shuffle="keyed")
     with pytest.raises(ValueError, match="60 lengths for 10 samples"):
         feeder(source=TensorDataset(torch.arange(10)))
+
+
+class Growing:
+    """A batch sampler with one batch more in odd epochs."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2, 3], [4, 5]] if self.epoch % 2 else [[0, 1, 2], [3, 4, 5]])
+
+
+def test_a_rank_without_a_batch_in_one_epoch() -> None:
+    """The epoch has passed when its end was reached, not at `iter()`; the state is then the start of the next one."""
+    source = TensorDataset(torch.arange(6))
+
+    def rank(number: int) -> Feeder[Any]:
+        return Feeder(source, batch_sampler=Growing(), pad=False, shard=(number, 3))
+
+    ranks = [rank(number) for number in range(3)]
+    for epoch in range(4):
+        iter(ranks[2])  # twice, as Lightning calls it
+        assert ranks[2].state_dict()["epoch"] == epoch
+        seen = [int(value) for each in ranks for [batch] in each for value in batch]
+        assert sorted(seen) == list(range(6))
+        assert [each.state_dict()["epoch"] for each in ranks] == [epoch + 1] * 3
+        if epoch == 2:
+            state = json.loads(json.dumps(ranks[2].state_dict()))
+            ranks[2].close()
+            ranks[2] = rank(2)
+            ranks[2].load_state_dict(state)
+    for each in ranks:
+        each.close()

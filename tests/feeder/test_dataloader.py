@@ -6,6 +6,8 @@ import asyncio
 import copy
 import gc
 import inspect
+import itertools
+import multiprocessing
 import os
 import pickle
 import resource
@@ -24,7 +26,7 @@ import torch.utils.data as torch_data
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from aiofeed import DataLoader, FailurePolicy, HostCache, IteratorClosedError, WorkerDiedError
+from aiofeed import DataLoader, FailurePolicy, Feeder, FeedError, HostCache, IteratorClosedError, WorkerDiedError
 from aiofeed.testing import SimulatedDevice
 from tests.support.interrupts import Interrupt
 from tests.support.loader_parts import Plain, Random, same, seed_all, without_none
@@ -204,6 +206,43 @@ def test_the_batches_of_a_batch_sampler_in_threads(options: dict[str, Any]) -> N
     assert same(list(resumed), expected[5:])
 
 
+class Endless:
+    """Never ends: as a sampler, or as a batch sampler of batches of one to four."""
+
+    def __init__(self, batches: bool) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in itertools.count():
+            yield [number % 20, *range(number % 4)] if self.batches else 7 * number % 20
+
+
+@pytest.mark.parametrize("kind", ["sampler", "batch_sampler"])
+@pytest.mark.parametrize("options", [{"threads": 2}, {"cache": "host"}, {"on_error": "skip"}])
+def test_endless_samplers_over_a_feeder(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], kind: str) -> None:
+    """They are listed in parts; batches are torch's, and a resume in a later part is exact."""
+    monkeypatch.setattr("aiofeed.feeder.dataloader._PART_BATCHES", 3)
+    options = options | {kind: Endless(kind == "batch_sampler")}
+    sampled: Any = {kind: options[kind]}
+    expected = list(itertools.islice(torch_data.DataLoader(Plain(20), **sampled), 12))
+    for taken in (2, 3, 7):
+        loader = DataLoader(Plain(20), **options)
+        assert same(list(itertools.islice(loader, taken)), expected[:taken])
+        resumed = DataLoader(Plain(20), **options)
+        resumed.load_state_dict(loader.state_dict())
+        assert same(list(itertools.islice(resumed, 12 - taken)), expected[taken:])
+
+
+def test_an_error_ends_the_epoch_of_an_endless_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next part does not begin after an error in the middle of one."""
+    monkeypatch.setattr("aiofeed.feeder.dataloader._PART_BATCHES", 3)
+    iterator = iter(DataLoader(Failing((7,)), sampler=Endless(batches=False), threads=1))
+    assert int(next(iterator)) == 0
+    with pytest.raises(FeedError):
+        next(iterator)
+    assert list(iterator) == []
+
+
 def test_what_the_routes_cannot_do() -> None:
     """An iterable dataset and ``batch_size=None`` are refused, and named."""
 
@@ -269,7 +308,7 @@ def test_a_killed_worker(persistent: bool) -> None:
     loader = DataLoader(Plain(200), num_workers=2, persistent_workers=persistent)
     iterator = iter(loader)
     next(iterator)
-    os.kill(iterator.workers.pids[1] if not persistent else loader._iterator.workers.pids[1], signal.SIGKILL)  # type: ignore
+    os.kill(iterator._workers[1].pid, signal.SIGKILL)  # type: ignore
     with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly: .*SIGKILL.*out of memory"):
         for _ in range(200):
             next(iterator)
@@ -289,22 +328,43 @@ def test_a_worker_that_exits() -> None:
 
 
 class Waits(Plain):
-    """Its samples from 4 on never end."""
+    """Its second sample never ends."""
+
+    def __init__(self) -> None:
+        super().__init__(range(9))
+        self.waiting = multiprocessing.Event()
 
     def __getitem__(self, index: int) -> Any:
-        if index >= 4:
+        while index == 1:
+            self.waiting.set()
             signal.pause()
         return index
 
 
-def test_a_stuck_worker_is_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that does not end by itself is ended by a signal when the iterator is dropped."""
+def ignore_sigterm(number: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize(("init", "status"), [(None, 0), (ignore_sigterm, -signal.SIGKILL)])
+def test_a_stuck_worker_is_terminated(monkeypatch: pytest.MonkeyPatch, init: Any, status: int) -> None:
+    """A worker that does not end by itself is ended by a signal when the iterator is dropped: SIGTERM, then SIGKILL."""
     monkeypatch.setattr("aiofeed.processes.loader_workers.workers._END_S", 0.1)
-    iterator = iter(DataLoader(Waits(9), num_workers=1))
-    assert int(next(iterator)) == 0
-    pids = iterator.workers.pids
+    dataset = Waits()
+    iterator = iter(DataLoader(dataset, num_workers=1, worker_init_fn=init))
+    assert dataset.waiting.wait(60)
+    [worker] = iterator._batches.workers._workers
     del iterator
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert worker.process.exitcode == status
+
+
+def test_a_stopped_worker_ends() -> None:
+    """A worker that SIGSTOP has stopped ends with status 0, as others do, when the iterator is dropped."""
+    iterator = iter(DataLoader(Plain(list(range(9))), num_workers=2))
+    next(iterator)
+    processes = [each.process for each in iterator._batches.workers._workers]
+    os.kill(processes[0].pid, signal.SIGSTOP)
+    del iterator
+    assert [each.exitcode for each in processes] == [0, 0]
 
 
 # --- Ctrl-C, break, exit ---
@@ -348,7 +408,7 @@ class Slow(Dataset):
 if __name__ == "__main__":
     iterator = iter(DataLoader(Slow(), 2, num_workers=2))
     next(iterator)
-    print(*iterator.workers.pids, flush=True)
+    print(*[each.pid for each in iterator._workers], flush=True)
     for _ in iterator: pass
 """
 
@@ -457,6 +517,21 @@ def test_kept_batches_are_never_overwritten() -> None:
     assert all(bool((view == number).all()) for number, view in kept.items())
 
 
+@pytest.mark.parametrize("kind", ["workers", "Dataset", "TensorDataset"])
+def test_views_of_a_batch_that_is_moved_to_shared_memory(kind: str) -> None:
+    """NumPy views made before ``share_memory_``, or before the batch is sent to a process, stay as they are."""
+    rows = TensorDataset(torch.arange(48.0).repeat_interleave(17_000).reshape(48, 17_000))
+    loader: Any = DataLoader(rows, 2, num_workers=2)
+    if kind != "workers":
+        loader = Feeder(Plain([row for (row,) in rows]) if kind == "Dataset" else rows, batch_size=2)
+    kept = []
+    for batch in loader:
+        tensor = batch if kind == "Dataset" else batch[0]
+        kept.append(tensor.numpy())
+        tensor.share_memory_()
+    assert [view[:, ::1000].tolist() for view in kept] == [[[n] * 17, [n + 1.0] * 17] for n in range(0, 48, 2)]
+
+
 class Numbered(Plain):
     def __getitem__(self, index: int) -> Any:
         return torch.full((17_000,), float(index))
@@ -529,7 +604,7 @@ def test_batches_of_workers_are_pinned(monkeypatch: pytest.MonkeyPatch, kind: st
         return batch
 
     monkeypatch.setattr(_BaseDataLoaderIter, "__init__", with_accelerator)
-    monkeypatch.setattr("aiofeed.feeder.dataloader.pin_memory", pin_memory)
+    monkeypatch.setattr("aiofeed.processes.loader_workers.batches.pin_memory", pin_memory)
     assert len(list(DataLoader(Plain(6), num_workers=2))) == 6
     assert pinned == [(number, kind) for number in range(6)]
 
@@ -672,7 +747,7 @@ async def _first(batches: AsyncIterator[Any]) -> Any:
 
 async def test_a_cancelled_task_closes_the_epoch() -> None:
     """A task that is cancelled while it waits for a batch leaves no process."""
-    loader = DataLoader(Waits(9), num_workers=1, worker_init_fn=None)
+    loader = DataLoader(Waits(), num_workers=1)
 
     async def consume() -> None:
         async for _ in loader:

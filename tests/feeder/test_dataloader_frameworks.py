@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, TensorDataset
 
 import aiofeed
+from tests.support.loader_parts import Plain
 
 NUMBERS = TensorDataset(torch.arange(20.0))
 
@@ -73,3 +76,180 @@ def test_public_attributes_are_arguments() -> None:
     """Each public attribute is an argument of `__init__`, so a framework can make the loader again from them."""
     attributes = {name for name in vars(new_loader("loader")) if not name.startswith("_")}
     assert attributes <= inspect.signature(aiofeed.DataLoader).parameters.keys()
+
+
+# --- subclasses, whose base class was replaced ---
+
+
+class FilteredIterator:
+    """Calls a function with each batch, as the iterator of PyTorch Geometric's `NodeLoader` does."""
+
+    def __init__(self, iterator: Any, function: Any) -> None:
+        self.iterator, self.function = iterator, function
+
+    def __iter__(self) -> FilteredIterator:
+        return self
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self.iterator._reset(loader, first_iter)
+
+    def __next__(self) -> Any:
+        return self.function(next(self.iterator))
+
+
+class NodeLoader(aiofeed.DataLoader[Any]):
+    """Has a transform and a device of its own, set before `super().__init__`, and wraps the iterator."""
+
+    def __init__(self, *arguments: Any, transform: Any, **options: Any) -> None:
+        self.transform = transform
+        super().__init__(*arguments, **options)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def threads(self) -> str:
+        return "a method"
+
+    def filtered(self, batch: Any) -> Any:
+        return "filtered", self.transform(batch).tolist()
+
+    def _get_iterator(self) -> Any:
+        return FilteredIterator(super()._get_iterator(), self.filtered)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+def test_attributes_and_iterators_of_a_subclass(options: dict[str, Any]) -> None:
+    """A subclass keeps its attributes, and its `_get_iterator` makes the batches of each epoch and after a load."""
+    loader = NodeLoader(Plain(4), 2, transform=lambda batch: batch + 10, **options)
+    batches = [("filtered", [10, 11]), ("filtered", [12, 13])]
+    assert list(loader) == list(loader) == batches
+    assert (loader.device, loader.threads()) == (torch.device("cpu"), "a method")
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    for resumed in (loader, NodeLoader(Plain(4), 2, transform=lambda batch: batch + 10, **options)):
+        resumed.load_state_dict(state)
+        assert list(resumed) == batches[1:]
+        assert list(resumed) == batches
+
+
+class Repeated:
+    """A batch sampler without an end."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from self.batches
+
+
+class Endless(aiofeed.DataLoader[Any]):
+    """Keeps one iterator for all epochs, as Ultralytics' loader does."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        object.__setattr__(self, "batch_sampler", Repeated(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+    def reset(self) -> None:
+        self.iterator = self._get_iterator()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_subclass_that_keeps_its_iterator(workers: int) -> None:
+    """`transform=` is applied, the state continues in the next epoch, and the workers end as with torch's class."""
+    new = lambda: Endless(Plain(6), 2, num_workers=workers, transform=lambda batch: batch.tolist())  # noqa: E731
+    loader = new()
+    assert [*loader, *loader] == [[0, 1], [2, 3], [4, 5]] * 2
+    next(iter(loader))
+    resumed = new()
+    resumed.load_state_dict(loader.state_dict())
+    resumed.reset()
+    assert list(resumed) == [[2, 3], [4, 5], [0, 1]]
+    for process in getattr(resumed.iterator, "_workers", []):
+        process.terminate()
+    resumed.iterator._shutdown_workers()
+    assert not any(process.is_alive() for process in getattr(resumed.iterator, "_workers", []))
+    assert list(getattr(resumed.iterator, "_index_queues", [])) == []
+
+
+def test_attributes_of_every_subclass_are_free() -> None:
+    """Beside its arguments a loader adds one attribute and no method to torch's, except those of its interface."""
+    added = vars(aiofeed.DataLoader(NUMBERS)).keys() - vars(torch.utils.data.DataLoader(NUMBERS)).keys()
+    assert {name for name in added if name.startswith("_")} == {"_aiofeed"}
+    methods = {"__init__", "__aiter__", "__getstate__", "_get_iterator", "state_dict", "load_state_dict"}
+    described = {"__module__", "__doc__", "__orig_bases__", "__parameters__", "__static_attributes__"}
+    assert vars(aiofeed.DataLoader).keys() - {*described, "__firstlineno__", "__annotations__"} == methods
+
+
+# --- a transform in the caller's thread ---
+
+
+def test_stop_iteration_in_a_transform_is_an_error() -> None:
+    """A transform that raises `StopIteration` does not end the epoch; the next batch follows."""
+
+    def transform(batch: Any) -> Any:
+        return next(iter([batch] if int(batch[0]) else []))
+
+    iterator = iter(aiofeed.DataLoader(Plain(4), 2, transform=transform))
+    with pytest.raises(RuntimeError, match="transform= raised StopIteration"):
+        next(iterator)
+    assert next(iterator).tolist() == [2, 3]
+
+
+async def test_stop_iteration_in_a_transform_is_an_error_in_async_for() -> None:
+    """A transform that raises `StopIteration` does not end `async for`."""
+    with pytest.raises(RuntimeError, match="transform= raised StopIteration"):
+        async for _ in aiofeed.DataLoader(Plain(4), 2, transform=lambda batch: next(iter(()))):
+            pass
+
+
+class Items(IterableDataset[int]):
+    """Saves its position."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(self.at, 8):
+            self.at = index + 1
+            yield index
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("new", [lambda: Plain(8), Items])
+def test_ctrl_c_in_a_transform_loses_no_batch(new: Any) -> None:
+    """After Ctrl-C inside `transform=` the iterator names the way out, and the state points at that batch."""
+    interrupted: list[int] = []
+
+    def transform(batch: Any) -> Any:
+        if int(batch[0]) == 2 and not interrupted:
+            interrupted.append(2)
+            signal.raise_signal(signal.SIGINT)
+        return batch
+
+    loader = aiofeed.DataLoader(new(), 2, transform=transform)
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    for _ in range(2):
+        with pytest.raises(
+            aiofeed.FeedError, match=r"interrupted at batch 1.*load_state_dict\(loader\.state_dict\(\)\)"
+        ):
+            next(iterator)
+    loader.load_state_dict(loader.state_dict())
+    assert torch.cat(list(loader)).tolist() == [2, 3, 4, 5, 6, 7]

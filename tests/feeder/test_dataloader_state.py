@@ -7,12 +7,13 @@ import io
 import itertools
 import json
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
 from aiofeed import DataLoader, StateError
 from tests.support.loader_parts import (
@@ -29,6 +30,7 @@ from tests.support.loader_parts import (
     seed_all,
     without_none,
 )
+from tests.support.waiting import until
 
 NewLoader = Callable[[], DataLoader[Any]]
 
@@ -309,11 +311,140 @@ def test_a_state_that_is_refused_changes_nothing() -> None:
     assert same(draw_all(), numbers)
 
 
-def test_the_dataset_must_load_what_it_saved() -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_dataset_must_load_what_it_saved(workers: int) -> None:
     """A state with one of the dataset is refused by a dataset that cannot load it."""
-    loader = DataLoader(StatefulStream(9), None)
+    loader = DataLoader(StatefulStream(9), None, num_workers=workers)
     take(iter(loader), 2)
-    other = DataLoader(Stream(9), None)
+    other = DataLoader(Stream(9), None, num_workers=workers)
     other.load_state_dict(loader.state_dict())
     with pytest.raises(StateError, match="Stream has no load_state_dict"):
         iter(other)
+
+
+class Flaky(IterableDataset[Any]):
+    """Fails at some indices, and goes on."""
+
+    def __iter__(self) -> Any:
+        return FlakyItems()
+
+
+class FlakyItems:
+    def __init__(self) -> None:
+        worker = get_worker_info()
+        self.at, self.step = (-1, 1) if worker is None else (worker.id - 2, 2)
+
+    def __next__(self) -> Any:
+        self.at += self.step
+        if self.at in (2, 3, 5):
+            raise ValueError(f"item {self.at} is bad")
+        if self.at > 8:
+            raise StopIteration
+        return self.at, random.random()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "transform": tuple}])
+def test_errors_before_a_batch_are_not_raised_again(options: dict[str, Any]) -> None:
+    """A resume raises the errors after the last batch that was returned, and no others, with the same numbers."""
+
+    def outcomes(loader: DataLoader[Any], n: int) -> list[Any]:
+        iterator, found = iter(loader), list[Any]()
+        while len(found) < n:
+            try:
+                found.append(tuple(next(iterator)))
+            except StopIteration:
+                break
+            except ValueError as error:
+                found.append(str(error).splitlines()[-1][-13:])
+        return found
+
+    seed_all(1)
+    expected = outcomes(DataLoader(Flaky(), None, **options), 99)
+    assert sum(isinstance(each, str) for each in expected) == 3
+    for n in range(1, len(expected)):
+        seed_all(1)
+        loader = DataLoader(Flaky(), None, **options)
+        got = outcomes(loader, n)
+        while isinstance(got[-1], str):
+            got.pop()
+        state = through_json(loader.state_dict())
+        resumed = DataLoader(Flaky(), None, **options)
+        resumed.load_state_dict(state)
+        assert [*got, *outcomes(resumed, 99)] == expected, n
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_state_near_the_end_with_a_transform(workers: int) -> None:
+    """Batches that a thread has received, and that were not returned, belong to the rest of the epoch."""
+    loader = DataLoader(Plain(6), None, num_workers=workers, transform=lambda batch: batch)
+    iterator = iter(loader)
+    take(iterator, 5)
+    until(lambda: not iterator._workers[0].is_alive())  # all batches were received
+    resumed = DataLoader(Plain(6), None, num_workers=workers)
+    resumed.load_state_dict(loader.state_dict())
+    assert list(resumed) == [5]
+
+
+def test_out_of_order_batches_of_threads_are_returned_once() -> None:
+    """With `threads=` and `in_order=False` the rest of the epoch has the batches that were not returned."""
+    gate = threading.Event()
+
+    class Gated(Plain):
+        def __getitem__(self, index: int) -> Any:
+            assert index or gate.wait(60)
+            return super().__getitem__(index)
+
+    def new() -> DataLoader[Any]:
+        return DataLoader(Gated(9), 2, threads=2, in_order=False)
+
+    loader = new()
+    got = take(iter(loader), 2)
+    state = through_json(loader.state_dict())
+    gate.set()
+    resumed = new()
+    resumed.load_state_dict(state)
+    rest = list(resumed)
+    assert 0 not in torch.cat(got)
+    assert sorted(torch.cat(got + rest).tolist()) == list(range(9))
+    assert len(list(resumed)) == 5
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+def test_a_state_of_another_rank(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """Order and position are those of the state; the random numbers of the rank and of its workers stay its own."""
+
+    def new() -> DataLoader[Any]:
+        return DataLoader(Random(8), 2, shuffle=True, collate_fn=without_none, worker_init_fn=of_this_rank, **options)
+
+    def of_this_rank(_: int) -> None:
+        torch.manual_seed(torch.initial_seed() + 100 * rank)
+
+    rank = 0
+    monkeypatch.setattr("aiofeed.processes.loader_workers.state._get_distributed_settings", lambda: (2, rank))
+    seed_all(1)
+    loader = new()
+    iterator = iter(loader)
+    take(iterator, 2)
+    state = through_json(loader.state_dict())
+    expected = list(iterator)
+    rank = 1
+    seed_all(2)
+    before = draw_all()
+    seed_all(2)
+    resumed = new()
+    with pytest.warns(UserWarning, match="saved by rank 0: position and order are restored, random numbers of the"):
+        resumed.load_state_dict(state)
+    assert same(draw_all(), before)
+    got = list(resumed)
+    assert same([each["index"] for each in got], [each["index"] for each in expected])
+    assert not same(got[0]["tensor"], expected[0]["tensor"])
+    assert len(list(resumed)) == 4
+
+
+def test_the_state_of_a_stateful_data_loader() -> None:
+    """Torchdata's argument is accepted, and its states are refused by name."""
+    loader = DataLoader(Plain(4), snapshot_every_n_steps=10)
+    assert loader.snapshot_every_n_steps == 10
+    for state in ({"_num_yielded": 1, "_sampler_iter_yielded": 1}, {"_snapshot": {}, "_steps_since_snapshot": 0}):
+        with pytest.raises(StateError, match=r"torchdata's StatefulDataLoader.*finish its epoch with"):
+            loader.load_state_dict(state)

@@ -72,7 +72,7 @@ def test_timeout(persistent: bool) -> None:
     iterator = iter(DataLoader(Asleep(4), num_workers=1, timeout=0.05, persistent_workers=persistent))
     with pytest.raises(RuntimeError, match=r"^DataLoader timed out after 0.05 seconds$"):
         next(iterator)
-    for pid in iterator.workers.pids:
+    for pid in [each.pid for each in iterator._workers]:
         os.kill(pid, 9)
 
 
@@ -212,6 +212,29 @@ def test_a_spawned_worker_does_the_same() -> None:
         return list(DataLoader(Random(5), None, num_workers=1, multiprocessing_context=context))
 
     assert same(epoch("spawn"), epoch("fork"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"persistent_workers": True},
+        {"persistent_workers": True, "transform": abs},
+        pytest.param({"multiprocessing_context": "spawn"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_child_process_starts_workers_of_its_own(options: dict[str, Any]) -> None:
+    """After a fork a loader whose workers run can be iterated in the child, and in the parent."""
+    loader = DataLoader(Plain(8), 2, num_workers=1, **options)
+    expected = [batch.tolist() for batch in loader]
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = int([batch.tolist() for batch in loader] != expected)
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert [batch.tolist() for batch in loader] == expected
 
 
 @pytest.mark.parametrize("persistent", [False, True])

@@ -700,6 +700,13 @@ def test_a_read_that_is_not_a_coroutine_is_an_error() -> None:
             {"drop_last": True, "shard": (1, 2)},
             "7 samples do not fill a batch of 4 on each of 2 ranks, and drop_last=True",
         ),
+        (3, {"pad": False, "shard": (3, 4)}, "3 samples are fewer than 4 ranks, and pad=False"),
+        (3, {"drop_last": True, "shard": (0, 4)}, "3 samples are fewer than 4 ranks, and drop_last=True"),
+        (
+            3,
+            {"batch_size": None, "batch_sampler": [[0, 1], [2]], "pad": False, "shard": (2, 3)},
+            "2 batches are fewer than 3 ranks, and pad=False",
+        ),
     ],
 )
 def test_epochs_without_a_batch_are_logged_once(
@@ -708,7 +715,9 @@ def test_epochs_without_a_batch_are_logged_once(
     """A loop over no batches is not an error; one log line gives the reason."""
     feeder = feeder_of(n, **options)
     assert [len(list(feeder)) for _ in range(3)] == [0, 0, 0]
-    assert [record.getMessage() for record in caplog.records] == [f"an epoch has no batches: {reason}"]
+    where = f" on rank {options['shard'][0]}" if "fewer" in reason else ""
+    assert [record.getMessage() for record in caplog.records] == [f"an epoch has no batches{where}: {reason}"]
+    assert feeder.epoch == 2
 
 
 def test_the_repr_of_an_iterator() -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -323,6 +324,66 @@ def test_a_queue_emptied_while_its_batch_is_handed_out(device: bool, monkeypatch
     assert next(iterator).cpu().tolist() == [0, 1, 2, 3]
     with pytest.raises(IteratorClosedError):
         next(iterator)
+
+
+FEEDERS: dict[str, Callable[[], Feeder[Any]]] = {
+    "host": lambda: Feeder(Numbers(), decode=number, batch_size=4),
+    "device": lambda: Feeder(Numbers(), decode=number, batch_size=4, device=SimulatedDevice()),
+    "resident": lambda: Feeder(Tensors(torch.arange(12)), batch_size=4),
+}
+
+
+@pytest.mark.usefixtures("quick_collector")
+@pytest.mark.parametrize("kind", FEEDERS)
+def test_a_close_from_another_thread_during_iter(kind: str) -> None:
+    """The iterator is then closed, or `close` came before `iter`; the next `iter` begins the same epoch."""
+    closed = 0
+    for place in range(0, 1000, 5):
+        feeder = FEEDERS[kind]()
+        with Interrupt(place, partial(feeder._session.stop, "the feeder was closed")) as meanwhile:
+            iterator = iter(feeder)
+        if meanwhile.left >= 0:
+            feeder.close()
+            break
+        if not iterator.live:
+            with pytest.raises(IteratorClosedError, match=r"^the feeder was closed$"):
+                next(iterator)
+            closed += 1
+            iterator = iter(feeder)
+        assert sum(1 for _ in iterator) == 3
+        assert feeder.state_dict()["epoch"] == 1
+        feeder.close()
+    assert closed > 10
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_two_threads_in_iter(kind: str) -> None:
+    """Of two threads that begin an epoch together, one gets all its batches and the other `IteratorClosedError`."""
+    for _ in range(5):
+        feeder = FEEDERS[kind]()
+        together = threading.Barrier(2)
+        ends: list[int | str] = []
+
+        def consume_epoch(feeder: Feeder[Any], together: threading.Barrier, ends: list[int | str]) -> None:
+            together.wait(10)
+            iterator = iter(feeder)
+            together.wait(10)
+            try:
+                ends.append(sum(1 for _ in iterator))
+            except IteratorClosedError as error:
+                ends.append(str(error))
+
+        consumers = [
+            threading.Thread(target=consume_epoch, args=(feeder, together, ends), daemon=True) for _ in range(2)
+        ]
+        for consumer in consumers:
+            consumer.start()
+        for consumer in consumers:
+            consumer.join(10)
+            assert not consumer.is_alive()
+        feeder.close()
+        assert 3 in ends
+        assert any("newer iterator" in str(end) for end in ends)
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def test_batches_of_all_ranks(
         with feeder(source, batch_size=batch_size, shard=(rank, world_size), **MODES[mode]) as one:
             found = [batch.tolist() for batch in one]
             assert found == batches_of(order, order[-1] if order else 0, batch_size, world_size, rank, mode)
-            assert one.state_dict()["epoch"] == bool(found)
+            assert one.state_dict()["epoch"] == 1
         lengths.add(len(found))
     assert len(lengths) == 1 or mode == "exact"
 
@@ -293,6 +293,37 @@ def test_a_resume_where_nothing_is_left() -> None:
         assert list(one) == []
         assert one.state_dict()["epoch"] == 1
         assert [batch.tolist() for batch in one] == [[1000, 1004]]
+
+
+def test_steps_where_nothing_is_left() -> None:
+    """Steps go on with the next epoch."""
+    with feeder(9, drop_last=True, shard=(0, 4)) as one:
+        one.load_state_dict(position_after(9, 3, drop_last=True))
+        assert [batch.tolist() for batch in one.steps(1)] == [[1000, 1004]]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("skipped", range(12))
+def test_skip_over_the_end_of_an_epoch(skipped: int, drop_last: bool) -> None:
+    """With a stream that has a length, skip() goes on with the next epoch, as with other sources."""
+
+    def sized() -> Feeder[Any]:
+        return feeder(Stream(functools.partial(numbers, 7), length=7), batch_size=3, drop_last=drop_last)
+
+    with sized() as one:
+        expected = [batch.tolist() for _ in range(8) for batch in one]
+    with sized() as one:
+        one.skip(skipped)
+        assert [batch.tolist() for batch in one.steps(2)] == expected[skipped : skipped + 2]
+        one.skip(1)
+        assert next(iter(one)).tolist() == expected[skipped + 3]
+
+
+def test_skip_beyond_an_end_that_is_not_known() -> None:
+    """The error says that skip() needs the length."""
+    with feeder(7, batch_size=3) as one, pytest.raises(StateError, match=r"after 7 items.*skip\(\).*length="):
+        one.skip(3)
+        list(one)
 
 
 def test_out_of_order_every_item_comes_once() -> None:

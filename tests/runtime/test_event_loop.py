@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from tests.support.paths import environment
 from tests.support.signal_cases import (
     FRESH_SPREAD_S,
     GRACE_S,
@@ -218,3 +221,22 @@ def test_an_error_of_a_decoder(start: ForkServer) -> None:
     assert "aiofeed.DecodeError" in error
     assert "on_error=" in note
     assert "Exception ignored" not in end.err
+
+
+GLOBALS = """
+import torch, aiofeed
+data = torch.utils.data.TensorDataset(torch.arange(20))
+feeder = aiofeed.Feeder(data, batch_size=4, cache=aiofeed.DiskCache("decoded.cache"))
+list(feeder)
+loader = aiofeed.DataLoader(data, num_workers=1, persistent_workers=True)
+left = iter(loader)
+next(left)
+"""
+
+
+def test_global_variables_at_the_end_of_a_script(tmp_path: Path) -> None:
+    """A script whose variables are destroyed after their modules prints nothing."""
+    done = subprocess.run(
+        [sys.executable, "-c", GLOBALS], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")

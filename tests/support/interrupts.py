@@ -1,10 +1,11 @@
-"""Raises Ctrl-C at a chosen place in aiofeed's code."""
+"""Raises Ctrl-C, or lets another thread run, at a chosen place in aiofeed's code."""
 
 from __future__ import annotations
 
 import dis
 import sys
 import threading
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -15,11 +16,14 @@ _TOOL = 4  # a number that no profiler or debugger uses
 class Interrupt:
     """Raises KeyboardInterrupt at the n-th place in aiofeed at which the interpreter may run signal handlers.
 
-    These places are the start of a function, the return from a C function, and a backward jump.
+    These places are the start of a function, the return from a C function, and a backward jump. At the same places the
+    interpreter may run another thread: with ``meanwhile`` a new thread calls this function, and nothing is raised
+    before it returns.
     """
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, meanwhile: Callable[[], object] | None = None) -> None:
         self.left = n
+        self._meanwhile = meanwhile
         self._before: dict[FrameType, str] = {}
         self._into_python: set[FrameType] = set()
         self._thread = threading.get_ident()
@@ -83,8 +87,15 @@ class Interrupt:
         if before in ("", "RESUME") or now == "JUMP_BACKWARD" or (before in _CALLS and not called_python):
             if self.left == 0:
                 self._thread = 0  # once
-                raise KeyboardInterrupt
+                self._act()
             self.left -= 1
+
+    def _act(self) -> None:
+        if self._meanwhile is None:
+            raise KeyboardInterrupt
+        thread = threading.Thread(target=self._meanwhile, daemon=True)
+        thread.start()
+        thread.join()
 
 
 def _counts(code: CodeType) -> bool:

@@ -244,7 +244,7 @@ class CacheDatabase:
 
     def budget(self) -> tuple[int, int]:
         """The sum of the entries' bytes, and its limit."""
-        total, max_bytes = self._execute("SELECT total, max_bytes FROM budget").fetchone()
+        total, max_bytes = _numbers(self._execute("SELECT total, max_bytes FROM budget").fetchone() or [None])
         return total, max_bytes
 
     def count(self) -> int:
@@ -313,8 +313,11 @@ class CacheDatabase:
     def _latest(self) -> tuple[float, int, int] | None:
         """The entry whose next use is latest: epochs until then, name and size."""
         values = {"unused": time.time() - UNUSED_S, "late": LATE, "unknown": UNKNOWN, "never": math.inf}
-        found: tuple[float, int, int] | None = self._execute(_LATEST, values).fetchone()
-        return found
+        found = self._execute(_LATEST, values).fetchone()
+        if found is None:
+            return None
+        wait, name, size = _numbers(found)
+        return wait, name, size
 
     def verify(self, *, repair: bool) -> int:
         """Verify all checksums; returns the number of damaged entries, which ``repair`` deletes."""
@@ -335,7 +338,16 @@ def _is_valid(row: tuple[Any, ...]) -> bool:
 
 
 def _checksum(name: int, tag: int, kind: int, data: bytes) -> int:
-    return zlib.crc32(data, zlib.crc32(b"%d %d %d" % (name, tag, kind)))
+    return zlib.crc32(data, zlib.crc32(f"{name} {tag} {kind}".encode()))
+
+
+def _numbers(row: Sequence[Any]) -> Sequence[Any]:
+    """A row of numbers. A damaged row, which may have any types, is an error as of SQLite."""
+    if not all(isinstance(value, int | float) for value in row):
+        error = sqlite3.DatabaseError(f"a row has the values {row!r}, not numbers")
+        error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+        raise error
+    return row
 
 
 def code_of(error: sqlite3.Error) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from aiofeed.runtime.buffers import HostBufferPool, array
-from aiofeed.runtime.tensors import is_tensor, tensor_row_bytes, view_as_integers
+from aiofeed.runtime.tensors import is_tensor, tensor_of, tensor_row_bytes, view_as_integers
 from aiofeed.runtime.threads import is_ending, may_be_fork
 from aiofeed.sampling.schedule import BatchRange
 from aiofeed.sources.arrays.tokens import Tokens
@@ -121,7 +121,7 @@ def _host_batch(
         with torch.inference_mode(False):
             return _host_batch(torch, rows, dtypes, first, last)
     # For torch each batch has a storage of its own, so that saving a batch saves only the batch.
-    batch = [torch.from_numpy(each[first:last]) for each in rows]
+    batch = [tensor_of(each[first:last]) for each in rows]
     if dtypes is None:
         return batch
     return [each if dtype is None else each.view(dtype) for each, dtype in zip(batch, dtypes, strict=True)]

@@ -49,9 +49,17 @@ class Resume:
 
 @dataclass(frozen=True)
 class Restore:
-    """Continue from a state: that of the random generators, packed, and of the dataset if it has one."""
+    """Continue from a state; answered when that is done.
+
+    Args:
+        state: That of the random generators, packed, and of the dataset; ``None`` for each that is not restored.
+        replayed: Number of batches to read and drop then.
+        index: The argument of torch's fetcher for them.
+    """
 
     state: list[Any]
+    replayed: int
+    index: Any
 
 
 # --- to the parent ---
@@ -61,18 +69,18 @@ class Answer(NamedTuple):
     """The answer of a worker.
 
     Args:
-        kind: A "batch"; its "error"; the "end" of the worker's iterable dataset; "resumed".
-            "returned", which no worker sends: the batch was returned before the state was saved.
-        batch: Number of the batch.
+        kind: A "batch"; its "error"; the "end" of the worker's iterable dataset; "resumed", after ``Resume`` and
+            ``Restore``.
+        batch: Number of the batch; -1 if it answers another message.
         content: The pickled batch or the ``ExceptionWrapper``.
         slot: Serial number of the slot that the batch lies in.
         extents: Where the buffers of the batch lie.
         segments: Memory that is new to the parent; its descriptors follow.
         retired: Numbers of segments that will not be used again.
-        state: The pickled state after the batch, see ``Restore``; ``None``: as after the worker's last batch.
+        state: The pickled state after the batch, error or end, see ``Restore``; ``None``: as after the answer before.
     """
 
-    kind: Literal["batch", "error", "end", "resumed", "returned"]
+    kind: Literal["batch", "error", "end", "resumed"]
     batch: int
     content: Any = None
     slot: int = -1

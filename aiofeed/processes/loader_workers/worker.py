@@ -6,6 +6,7 @@ shared memory that is reused, see ``pickling.py``.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import pickle
@@ -196,9 +197,23 @@ class _LoaderWorker:
 
     def _restore(self, task: Restore) -> None:
         random_generators, dataset = task.state
-        if dataset is not None and restore_dataset(self._fetcher, self._dataset, dataset):
-            self._new_fetcher()
-        set_random_state(unpack_random_state(random_generators))
+        try:
+            if dataset is not None and restore_dataset(self._fetcher, self._dataset, dataset):
+                self._new_fetcher()
+            if random_generators is not None:
+                set_random_state(unpack_random_state(random_generators))
+        except Exception:  # noqa: BLE001 - the parent raises it
+            self._send(Answer("error", -1, self._wrapped_error()))
+            return
+        self._storage.begin(None)
+        for _ in range(task.replayed):
+            try:
+                fetch(self._fetcher, task.index)
+            except StopIteration:
+                break
+            except Exception:  # noqa: BLE001 - it was raised when the batch was due
+                continue
+        self._send(Answer("resumed", -1))
 
     def _fetch(self, task: Fetch) -> None:
         if task.releases is not None:
@@ -215,9 +230,12 @@ class _LoaderWorker:
             slot.give_back(reusable=False)
             if isinstance(error, StopIteration) and self._start.dataset_kind == _DatasetKind.Iterable:
                 self._ended = True
-                self._send(Answer("end", task.batch))
+                answer = Answer("end", task.batch)
             else:
-                self._send(Answer("error", task.batch, self._wrapped_error()))
+                answer = Answer("error", task.batch, self._wrapped_error())
+            with contextlib.suppress(Exception):  # the dataset's error is raised, not one of its state_dict
+                answer = answer._replace(state=self._new_state())
+            self._send(answer)
 
     def _fetch_into(self, task: Fetch, slot: Slot) -> None:
         shared = len(self._in_use) < self._most_slots

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import socket
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -90,6 +92,8 @@ class LoaderWorkers:
     def __init__(self, context: Any, start: WorkerStart) -> None:
         self._workers: list[_LoaderProcess] = []
         self._pid = os.getpid()
+        # At interpreter exit multiprocessing ends them, and modules may be gone.
+        weakref.finalize(self, _end, self._workers, self._pid).atexit = False
         self._context = context
         self.forked: bool = context.get_start_method() == "fork"
         self._opened: tuple[int, Answer] | None = None
@@ -115,7 +119,7 @@ class LoaderWorkers:
         A fork copies the whole state of its parent, which cannot be sent. Other new processes get the dataset by
         pickle, and then start in seconds, because they import torch.
         """
-        if context is not self._context or start.num_workers != len(self._workers) or self.forked or self.ended:
+        if context is not self._context or start.num_workers != len(self._workers) or self.forked or not self.usable:
             return False
         try:
             # One for each: torch's shared tensors can be loaded once.
@@ -127,14 +131,14 @@ class LoaderWorkers:
         return True
 
     @property
-    def ended(self) -> bool:
-        """Whether a worker has closed its connection, or Ctrl-C has interrupted a message."""
-        return any(worker.channel.ended for worker in self._workers)
+    def usable(self) -> bool:
+        """Whether these are workers of this process, none has ended, and Ctrl-C has interrupted no message."""
+        return self._pid == os.getpid() and not any(worker.channel.ended for worker in self._workers)
 
     @property
-    def pids(self) -> list[int]:
-        """Their process ids."""
-        return [worker.process.pid for worker in self._workers]
+    def processes(self) -> list[Any]:
+        """The processes."""
+        return [worker.process for worker in self._workers]
 
     def send(self, number: int, message: Any) -> None:
         """Send a message to a worker. Never blocks."""
@@ -201,19 +205,23 @@ class LoaderWorkers:
 
     def close(self) -> None:
         """End the workers: each after its current batch, or by a signal if that takes more than 5 s. Idempotent."""
-        if self._pid != os.getpid():
-            return
-        for worker in self._workers:
-            worker.close()
-        deadline = time.monotonic() + _END_S
-        for worker in self._workers:
-            worker.process.join(max(0.0, deadline - time.monotonic()))
-            if worker.process.is_alive():
-                worker.process.terminate()
-                worker.process.join(_END_S)
+        _end(self._workers, self._pid)
 
-    def __del__(self) -> None:
-        self.close()
+
+def _end(workers: Sequence[_LoaderProcess], pid: int) -> None:
+    if pid != os.getpid():
+        return
+    for worker in workers:
+        worker.close()
+    # A stopped worker goes on, and ends with its channel.
+    for number in (signal.SIGCONT, signal.SIGTERM, signal.SIGKILL):
+        running = [worker.process for worker in workers if worker.process.is_alive()]
+        for process in running:
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(process.pid, number)
+        deadline = time.monotonic() + _END_S
+        for process in running:
+            process.join(max(0.0, deadline - time.monotonic()))
 
 
 def _died(worker: _LoaderProcess) -> WorkerDiedError:

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -188,13 +189,11 @@ class ProcessPool(WorkerPool[WorkerHandle]):
 
     def __init__(self, worker_config: WorkerConfig, backend: DeviceBackend | None) -> None:
         super().__init__(worker_config)
-        self._config: int | None = write_config(worker_config)
+        self._config = write_config(worker_config)
+        # For a pool that is never started. At interpreter exit the system closes it.
+        self._close_config = weakref.finalize(self, os.close, self._config)
+        self._close_config.atexit = False
         self._backend = backend
-
-    def __del__(self) -> None:
-        # A pool that was never started is not closed.
-        if self._config is not None:
-            os.close(self._config)
 
     async def start(self) -> None:
         """Start the workers and wait until all are ready. Idempotent.
@@ -204,17 +203,15 @@ class ProcessPool(WorkerPool[WorkerHandle]):
         """
         if self._ready is None:
             self._ready = asyncio.get_running_loop().create_future()
-            config, self._config = self._config, None
-            assert config is not None
             try:
                 # On the loop's thread, because Linux kills a worker when the thread that started it ends (`main.py`).
                 for number in range(self._count):
                     worker = WorkerHandle(
-                        number, self._count, config, self._backend, received=self.received, lost=self._lost
+                        number, self._count, self._config, self._backend, received=self.received, lost=self._lost
                     )
                     self._workers.append(worker)
             finally:
-                os.close(config)
+                self._close_config()
             self._check_workers()
         await self._ready
 

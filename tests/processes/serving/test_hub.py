@@ -21,6 +21,7 @@ from aiofeed.processes.serving.published import BatchPublisher
 from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
 from tests.support import serve_parts
+from tests.support.interrupts import Interrupt
 from tests.support.serve_parts import Started
 from tests.support.waiting import until
 
@@ -268,6 +269,26 @@ def test_a_closed_consumer_attaches_again(address: str) -> None:
         assert len(list(feed)) == 10
         assert [each.pid for each in server.consumers] == [os.getpid()]
         feed.close()
+
+
+def test_a_consumer_closed_by_another_thread_during_iter(address: str) -> None:
+    """The iterator is then closed, or `close` came before `iter`, which connects again."""
+    closed = 0
+    with numbers(4) as feeder, aiofeed.serve(feeder, address):
+        for place in range(0, 1000, 9):
+            feed = aiofeed.attach(address)
+            with Interrupt(place, feed._stop) as meanwhile:
+                iterator = iter(feed)
+            if not iterator.live:
+                with pytest.raises(aiofeed.IteratorClosedError, match="the consumer was closed"):
+                    next(iterator)
+                closed += 1
+                iterator = iter(feed)
+            assert len(next(iterator)) == 4
+            feed.close()
+            if meanwhile.left >= 0:
+                break
+    assert closed > 3
 
 
 # --- failures and ends ------------------------------------------------------------------------------------------------
