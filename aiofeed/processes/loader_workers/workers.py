@@ -20,8 +20,8 @@ from aiofeed.processes.ipc.framing import close_all
 from aiofeed.processes.ipc.peers import describe_exit
 from aiofeed.processes.ipc.ring import Ring
 from aiofeed.processes.loader_workers.channel import Channel, wait
-from aiofeed.processes.loader_workers.protocol import Answer, Release, Resume
-from aiofeed.processes.loader_workers.worker import WorkerStart, main
+from aiofeed.processes.loader_workers.requests import Answer, Release, Resume
+from aiofeed.processes.loader_workers.worker_loop import WorkerStart, main
 from aiofeed.processes.pickling import load_batch
 from aiofeed.processes.workers.zero_copy import Borrowed, free_dropped_slots
 from aiofeed.runtime.buffers import Bytes, DropTracker

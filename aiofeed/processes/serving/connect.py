@@ -13,7 +13,7 @@ from aiofeed.processes.ipc.address import SERVER, connect
 from aiofeed.processes.ipc.framing import ProtocolError, request, send_message
 from aiofeed.processes.ipc.peers import ProcessMonitor, peer_of
 from aiofeed.processes.ipc.schema import encode
-from aiofeed.processes.serving.protocol import (
+from aiofeed.processes.serving.messages import (
     MAX_HANDSHAKE_BYTES,
     VERSION,
     Disconnected,

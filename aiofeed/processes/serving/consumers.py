@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from aiofeed.processes.ipc.framing import Connection, ProtocolError
 from aiofeed.processes.ipc.peers import ProcessMonitor
 from aiofeed.processes.ipc.schema import encode
-from aiofeed.processes.serving.protocol import (
+from aiofeed.processes.serving.messages import (
     MAX_CONSUMER_BYTES,
     MAX_REASON_LETTERS,
     VERSION,

@@ -21,7 +21,7 @@ from aiofeed.processes.ipc.error_codec import describe
 from aiofeed.processes.ipc.peers import Peer
 from aiofeed.processes.ipc.ring import SlotPool
 from aiofeed.processes.serving.consumers import Consumer
-from aiofeed.processes.serving.protocol import (
+from aiofeed.processes.serving.messages import (
     Disconnected,
     EpochEnded,
     EpochStarted,

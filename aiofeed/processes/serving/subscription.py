@@ -25,7 +25,7 @@ from aiofeed.processes.ipc.error_codec import rebuild
 from aiofeed.processes.ipc.framing import Connection, ProtocolError
 from aiofeed.processes.ipc.peers import ProcessMonitor
 from aiofeed.processes.ipc.schema import encode
-from aiofeed.processes.serving.protocol import (
+from aiofeed.processes.serving.messages import (
     BatchAvailable,
     Disconnected,
     EpochMessage,
