@@ -18,12 +18,11 @@ import numpy as np
 from aiofeed.core.errors import IteratorClosedError, WorkerDiedError
 from aiofeed.processes.ipc.framing import close_all
 from aiofeed.processes.ipc.peers import describe_exit
-from aiofeed.processes.ipc.ring import Ring
+from aiofeed.processes.ipc.ring import Borrowed, Ring
 from aiofeed.processes.loader_workers.channel import Channel, wait
 from aiofeed.processes.loader_workers.requests import Answer, Release, Resume
 from aiofeed.processes.loader_workers.worker_loop import WorkerStart, main
 from aiofeed.processes.pickling import load_batch
-from aiofeed.processes.workers.zero_copy import Borrowed, free_dropped_slots
 from aiofeed.runtime.buffers import Bytes, DropTracker
 
 # A dead worker closes its channel a moment before its exit status is available.
@@ -57,7 +56,8 @@ class _LoaderProcess:
 
     def releases(self) -> Release | None:
         """The batches whose slots are free since the last call."""
-        free_dropped_slots(self.tracker)
+        for borrowed in self.tracker.collected():
+            borrowed.segment_dropped()
         free = tuple(self._free)
         self._free.clear()
         return Release(free) if free else None

@@ -27,6 +27,7 @@ from aiofeed.core.types import BatchPlan
 from aiofeed.engine.tuning.reads import READS_MOST
 from aiofeed.processes.ipc.error_codec import rebuild
 from aiofeed.processes.ipc.framing import ProtocolError
+from aiofeed.processes.ipc.ring import Borrowed
 from aiofeed.processes.workers.handle import AssignedBatch, Handle, WorkerHandle
 from aiofeed.processes.workers.protocol import (
     BatchFinished,
@@ -41,7 +42,7 @@ from aiofeed.processes.workers.protocol import (
     WorkerReady,
 )
 from aiofeed.processes.workers.spawn import WorkerConfig, write_config
-from aiofeed.processes.workers.zero_copy import Borrowed, free_dropped_slots
+from aiofeed.processes.workers.zero_copy import free_dropped_slots
 from aiofeed.runtime.buffers import DropTracker, release_unused
 
 if TYPE_CHECKING:

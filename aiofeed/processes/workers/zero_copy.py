@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from aiofeed.processes.ipc.batch_codec import array_nodes, copied_leaf, leaf_of
-from aiofeed.processes.ipc.ring import Ring
+from aiofeed.processes.ipc.ring import Borrowed, Ring
 from aiofeed.processes.ipc.schema import ArrayNode, Node
-from aiofeed.runtime.buffers import SMALL_BYTES, BufferLease, Bytes, DropTracker, forks
+from aiofeed.runtime.buffers import SMALL_BYTES, BufferLease, Bytes, DropTracker
 
 # Smaller parts of a segment are copied, so that a user who keeps the labels of all batches does not keep the images.
 _MIN_FRACTION = 0.25
-
-
-class Borrowed:
-    """A slot whose memory is used without a copy. It is freed when nothing refers to its memory any more.
-
-    A fork of this process has the same memory and does not report when it drops it. So a slot that was borrowed at the
-    time of a fork is never written again.
-
-    Args:
-        free: Called once, with whether the slot may be written again.
-    """
-
-    def __init__(self, free: Callable[[bool], object]) -> None:
-        self._free = free
-        self._forks = forks()
-        self._left = 0
-
-    def watch(self, owners: Collection[Bytes], tracker: DropTracker[Borrowed]) -> None:
-        """Let a tracker report the drop of each ``Segment.owner``; without owners the slot is freed now."""
-        self._left = len(owners)
-        if not owners:
-            self._free(True)
-        for owner in owners:
-            tracker.watch(owner, self)
-
-    def segment_dropped(self) -> None:
-        """The tracker has reported one of the owners."""
-        self._left -= 1
-        if not self._left:
-            self._free(self._forks == forks())
 
 
 class BorrowedSlot(Borrowed):
