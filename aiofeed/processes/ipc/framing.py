@@ -114,7 +114,8 @@ class Link:
         A message is dropped if the peer reads no more, or this end is closed.
         """
         self._unsent.append((memoryview(frame(payload, len(descriptors))), descriptors))
-        self.flush()
+        if len(self._unsent) == 1:
+            self.flush()
 
     def flush(self) -> None:
         """Send the unsent messages, as far as the peer has room for them."""
@@ -122,9 +123,11 @@ class Link:
             try:
                 while self._unsent:
                     data, descriptors = self._unsent[0]
-                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+                    rights = (
+                        [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+                    )
                     try:
-                        sent = self._sock.sendmsg([data], rights if descriptors else [], NO_SIGPIPE)
+                        sent = self._sock.sendmsg([data], rights, NO_SIGPIPE)
                     except BlockingIOError:
                         return
                     except OSError:  # the peer reads no more; its earlier messages are still received
@@ -204,7 +207,7 @@ class Connection(Link):
     def send(self, payload: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send a message; what the peer has no room for yet is sent later. Closes the descriptors."""
         super().send(payload, descriptors)
-        if self._unsent:
+        if len(self._unsent) == 1:  # else the loop waits already
             self._loop.add_writer(self.fileno(), self._on_writable)
 
     def close(self) -> None:
