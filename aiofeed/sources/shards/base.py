@@ -271,10 +271,12 @@ class RecentParts:
         """Pickle no parts."""
         return type(self), ()
 
+    def kept(self, key: Hashable) -> Any:
+        """Return a part that is kept, or ``None``."""
+        return self._parts.get(key)
+
     async def get(self, key: Hashable, read: Callable[[], Awaitable[Any]]) -> Any:
         """Return a part, which has ``nbytes``; ``read`` reads it if it is not kept."""
-        if (part := self._parts.get(key)) is not None:
-            return part
         locks = self._locks.setdefault(asyncio.get_running_loop(), {})
         async with locks.setdefault(key, asyncio.Lock()), locks.setdefault(None, asyncio.Semaphore(PARTS)):
             part = self._parts.get(key)

@@ -160,28 +160,42 @@ class ParquetRows(Shards):
 
     async def _read_group(self, shard: Shard, samples: Sequence[int]) -> list[Any]:
         """Rows of one file; each row group is read once."""
-        first = shard.extra.first
         groups: dict[int, list[int]] = {}
-        for place, group in enumerate((np.searchsorted(first, samples, side="right") - 1).tolist()):
+        for place, group in enumerate((np.searchsorted(shard.extra.first, samples, side="right") - 1).tolist()):
             groups.setdefault(group, []).append(place)
-        found: list[Any] = [None] * len(samples)
+        tables = {group: self._tables.kept((shard, group)) for group in groups}
 
-        async def read_one(group: int, places: list[int]) -> None:
+        async def load(group: int) -> None:
             try:
-                table = await self._table(shard, group)
+                tables[group] = await self._table(shard, group)
+            except Exception as error:  # noqa: BLE001 - the error of each of its samples
+                tables[group] = error
+
+        await run_all([load(group) for group, table in tables.items() if table is None])
+        # One call of a thread for all row groups: under shuffle a batch has few rows of each.
+        return await asyncio.to_thread(self._take_all, shard, samples, groups, tables)
+
+    def _take_all(
+        self, shard: Shard, samples: Sequence[int], groups: dict[int, list[int]], tables: dict[int, Any]
+    ) -> list[Any]:
+        """Samples of row groups, or the error of their group."""
+        found: list[Any] = [None] * len(samples)
+        for group, places in groups.items():
+            try:
+                if isinstance(tables[group], Exception):
+                    raise tables[group]
                 rows = [samples[place] for place in places]
-                values = await asyncio.to_thread(self._take, shard, table, int(first[group]), rows)
+                values = self._take(shard, tables[group], int(shard.extra.first[group]), rows)
             except Exception as error:  # noqa: BLE001 - the error of each of these samples
                 values = [error.with_traceback(None)] * len(places)
             for place, value in zip(places, values, strict=True):
                 found[place] = value
-
-        await run_all([read_one(group, places) for group, places in groups.items()])
         return found
 
     def _take(self, shard: Shard, table: Any, first: int, rows: Sequence[int]) -> list[Any]:
         """Samples of a row group, of which row ``first`` of the file is the first one."""
-        values: list[Any] = table.take([row - first for row in rows]).to_pylist()
+        columns = list(zip(table.column_names, table.columns, strict=True))
+        values = [{name: column[row - first].as_py() for name, column in columns} for row in rows]
         if self._data is None:
             return values
         return [self._chosen(value, row, shard) for value, row in zip(values, rows, strict=True)]

@@ -67,6 +67,13 @@ class NumberColumn:
         taken: NDArray[Any] = self._data[places]
         return taken.reshape(len(rows), *self.shape)
 
+    def value(self, row: int) -> Any:
+        """Return a row as a Python number or an array."""
+        if self._starts is None and not self.shape:
+            return self._data.item(row)  # 0.1 us, where ``take`` has 3
+        [value] = self.values(np.array([row]))
+        return value
+
     def values(self, rows: NDArray[np.int64]) -> list[Any]:
         """Return rows as Python numbers or arrays."""
         taken = self.take(rows)
@@ -110,6 +117,10 @@ class ValueColumn:
             self._value = _file
         elif _is_list(column.type) or isinstance(column.type, arrow().BaseExtensionType):
             self._value = _as_array
+
+    def value(self, row: int) -> Any:
+        """Return a row; ``None`` for null."""
+        return self._value(self._column, int(row))
 
     def values(self, rows: NDArray[np.int64]) -> list[Any]:
         """Return rows; ``None`` for null."""

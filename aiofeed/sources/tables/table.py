@@ -140,8 +140,10 @@ class Table:
             self.target = self._target
 
     def _target(self, index: int, /) -> Any:
-        [values] = self._targets.rows(self._row_of(np.array([index])))
-        return values[self._target_columns] if isinstance(self._target_columns, str) else values
+        [row] = self._row_of(np.array([index]))
+        if isinstance(self._target_columns, str):
+            return self._targets.columns[self._target_columns].value(row)
+        return {name: column.value(row) for name, column in self._targets.columns.items()}
 
     def _row_of(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the rows of the columns in memory that are samples."""
