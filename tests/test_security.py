@@ -282,7 +282,7 @@ ALLOWED = {
     "processes/pickling.py": {"pickle"},
     "processes/loader_workers/batches.py": {"pickle"},
     "processes/loader_workers/state.py": {"pickle"},
-    "processes/loader_workers/worker.py": {"pickle"},
+    "processes/loader_workers/worker_loop.py": {"pickle"},
     "processes/loader_workers/workers.py": {"pickle"},
 }
 """A worker process and its parent exchange the user's own objects, by unnamed files and sockets that only they have."""

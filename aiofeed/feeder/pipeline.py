@@ -288,7 +288,7 @@ def _new_workers(config: FeederConfig) -> WorkerPool[Any] | None:
         threads_given=config.user_limits.decode_threads is not None,
     )
     if config.ray is not None:
-        from aiofeed.processes.actors.pool import ActorPool
+        from aiofeed.processes.actors.actor_pool import ActorPool
 
         return ActorPool(worker_config, config.ray)
     backend = config.backend

@@ -169,12 +169,10 @@ def load_batch(data: bytes, extents: Sequence[Extent], ring: Ring) -> tuple[Any,
     buffers: list[NDArray[np.uint8]] = []
     for segment, offset, nbytes in extents:
         if nbytes < SMALL_BYTES:
-            buffers.append(ring.memory(segment)[offset : offset + nbytes].copy())
+            buffers.append(ring.segment(segment).memory[offset : offset + nbytes].copy())
             continue
         if segment not in owners:
-            # Its base is the mmap, at which NumPy's chain of bases ends.
-            mapping: Any = ring.memory(segment).base
-            owners[segment] = np.frombuffer(mapping, np.uint8)
+            owners[segment] = ring.segment(segment).owner()
         buffers.append(owners[segment][offset : offset + nbytes])
     return unpickle(data, buffers), list(owners.values())
 

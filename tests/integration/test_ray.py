@@ -333,7 +333,7 @@ def test_no_room_in_the_cluster_is_an_error_after_the_time_limit() -> None:
 
 def test_another_version_on_a_node_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message has the node and both versions."""
-    monkeypatch.setattr("aiofeed.processes.actors.handle.versions", lambda: {"aiofeed": "9.9"})
+    monkeypatch.setattr("aiofeed.processes.actors.actor_handle.versions", lambda: {"aiofeed": "9.9"})
     with pytest.raises(
         FeedError, match=r"node [\d.]+ has aiofeed .*, and the trainer has aiofeed 9.9: install the same"
     ):

@@ -1,4 +1,4 @@
-"""Framed messages over a Unix socket, with file descriptors: ``Connection`` on an event loop, ``request`` blocking.
+"""Framed messages over a Unix socket, with file descriptors: ``Link``, ``Connection`` on a loop, ``request`` blocking.
 
 A frame is the length of its payload and its number of descriptors, 4 bytes each, then the payload. Descriptors travel
 as SCM_RIGHTS with the first byte of their frame, so they have arrived when the frame is complete.
@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -71,16 +72,121 @@ def frame(payload: bytes, descriptors: int = 0) -> bytes:
     return _HEADER.pack(len(payload), descriptors) + payload
 
 
-class Connection:
-    """One end of a connection, on the running event loop. No method blocks.
+class Link:
+    """One end of a connection: messages with descriptors, without a loop. No method blocks.
+
+    ``send`` may be called in another thread than ``receive``.
 
     Args:
-        sock: A connected Unix stream socket; closed with the connection.
+        sock: A connected Unix stream socket; closed with the link.
+        limit_bytes: The longest payload that is accepted.
+        limit_descriptors: How many may arrive ahead of their payload.
+
+    Attributes:
+        ended: Whether the peer has closed its end, or this end is closed.
+    """
+
+    def __init__(
+        self, sock: socket.socket, limit_bytes: int = MAX_MESSAGE_BYTES, limit_descriptors: int = 2 * MAX_DESCRIPTORS
+    ) -> None:
+        self._sock = sock
+        self._framer = Framer(limit_bytes)
+        self._limit_descriptors = limit_descriptors
+        self._arrived: deque[int] = deque()
+        self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self._sending = threading.Lock()
+        self.ended: bool = False
+        sock.setblocking(False)
+        disable_sigpipe(sock)
+
+    def fileno(self) -> int:
+        """The descriptor to wait for; -1 once closed."""
+        return self._sock.fileno()
+
+    @property
+    def unsent(self) -> int:
+        """Messages that are not sent, or only in part."""
+        return len(self._unsent)
+
+    def send(self, payload: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send a message, as far as the peer has room for it; ``flush`` sends the rest. Closes the descriptors.
+
+        A message is dropped if the peer reads no more, or this end is closed.
+        """
+        self._unsent.append((memoryview(frame(payload, len(descriptors))), descriptors))
+        if len(self._unsent) == 1:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send the unsent messages, as far as the peer has room for them."""
+        with self._sending:
+            try:
+                while self._unsent:
+                    data, descriptors = self._unsent[0]
+                    rights = (
+                        [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+                    )
+                    try:
+                        sent = self._sock.sendmsg([data], rights, NO_SIGPIPE)
+                    except BlockingIOError:
+                        return
+                    except OSError:  # the peer reads no more; its earlier messages are still received
+                        sent = len(data)
+                    close_all(descriptors)
+                    if sent < len(data):
+                        self._unsent[0] = data[sent:], ()
+                    else:
+                        self._unsent.popleft()
+            except BaseException:  # Ctrl-C: how much was sent is unknown
+                self.close()
+                raise
+
+    def receive(self) -> Iterator[tuple[bytes, list[int]]]:
+        """The messages that have arrived, each with its descriptors, which the caller closes.
+
+        Raises:
+            ProtocolError: The peer sent something that is not a valid message.
+        """
+        try:
+            data = receive(self._sock, _READ_BYTES, self._arrived)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.ended = True
+            return
+        if len(self._arrived) > self._limit_descriptors:
+            raise ProtocolError(f"{len(self._arrived)} descriptors; at most {self._limit_descriptors} are accepted")
+        for payload, count in self._framer.feed(data):
+            if count > len(self._arrived):
+                raise ProtocolError(f"{count - len(self._arrived)} of a message's {count} descriptors are missing")
+            yield payload, [self._arrived.popleft() for _ in range(count)]
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self.ended = True
+        try:
+            # A fork of this process may still have the socket open.
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the peer has closed it
+        self._sock.close()
+        close_all(self._arrived)
+        self._arrived.clear()
+        for _, descriptors in self._unsent:
+            close_all(descriptors)
+        self._unsent.clear()
+
+
+class Connection(Link):
+    """A link on the running event loop, which sends and receives.
+
+    Args:
+        sock, limit_bytes, limit_descriptors: See ``Link``.
         received: Called with each payload and its descriptors; may raise ``ProtocolError``. It removes the descriptors
             that it uses from the list; the others are closed.
         lost: Called once, when the peer has closed the connection (``None``) or sent an invalid message (the error).
-        limit_bytes: The longest payload that is accepted.
-        limit_descriptors: How many may arrive ahead of their payload.
     """
 
     def __init__(
@@ -92,112 +198,44 @@ class Connection:
         limit_bytes: int = MAX_MESSAGE_BYTES,
         limit_descriptors: int = 2 * MAX_DESCRIPTORS,
     ) -> None:
-        self._sock = sock
+        super().__init__(sock, limit_bytes, limit_descriptors)
         self._received = received
         self._lost = lost
-        self._framer = Framer(limit_bytes)
-        self._limit_descriptors = limit_descriptors
-        self._arrived: deque[int] = deque()
-        self._unsent: deque[tuple[memoryview, list[int]]] = deque()
         self._loop = asyncio.get_running_loop()
-        self._closed = self._peer_stopped_reading = False
-        sock.setblocking(False)
-        disable_sigpipe(sock)
         self._loop.add_reader(sock.fileno(), self._on_readable)
 
     def send(self, payload: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Queue one message. The descriptors are closed once they are sent. Does nothing on a closed connection."""
-        if self._closed or self._peer_stopped_reading:
-            close_all(descriptors)
-            return
-        self._unsent.append((memoryview(frame(payload, len(descriptors))), list(descriptors)))
-        if len(self._unsent) == 1:
-            self._on_writable()
+        """Send a message; what the peer has no room for yet is sent later. Closes the descriptors."""
+        super().send(payload, descriptors)
+        if len(self._unsent) == 1:  # else the loop waits already
+            self._loop.add_writer(self.fileno(), self._on_writable)
 
     def close(self) -> None:
         """Close the connection; ``lost`` is not called. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._loop.remove_reader(self._sock.fileno())
-        self._drop_unsent()
-        try:
-            # A fork of this process may still have the socket open.
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the peer has closed it
-        self._sock.close()
-        close_all(self._arrived)
-        self._arrived.clear()
-
-    @property
-    def unsent(self) -> int:
-        """Messages in the send queue."""
-        return len(self._unsent)
-
-    def _drop_unsent(self) -> None:
-        self._loop.remove_writer(self._sock.fileno())
-        for _, descriptors in self._unsent:
-            close_all(descriptors)
-        self._unsent.clear()
+        if self.fileno() >= 0:
+            self._loop.remove_reader(self.fileno())
+            self._loop.remove_writer(self.fileno())
+            super().close()
 
     def _on_writable(self) -> None:
-        while self._unsent:
-            data, descriptors = self._unsent[0]
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-            try:
-                sent = self._sock.sendmsg([data], rights, NO_SIGPIPE)
-            except (BlockingIOError, InterruptedError):
-                self._loop.add_writer(self._sock.fileno(), self._on_writable)
-                return
-            except OSError:
-                # The peer reads no more. Messages that it sent before are still read, up to the end of the stream.
-                self._peer_stopped_reading = True
-                self._drop_unsent()
-                return
-            close_all(descriptors)
-            if sent < len(data):
-                self._unsent[0] = (data[sent:], [])
-            else:
-                self._unsent.popleft()
-        self._loop.remove_writer(self._sock.fileno())
+        self.flush()
+        if not self._unsent:
+            self._loop.remove_writer(self.fileno())
 
     def _on_readable(self) -> None:
+        error: Exception | None = None
         try:
-            data = receive(self._sock, _READ_BYTES, self._arrived)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            self._end(None)
-            return
-        except ProtocolError as error:
-            self._refuse(error)
-            return
-        if not data:
-            self._end(None)
-            return
-        try:
-            if len(self._arrived) > self._limit_descriptors:
-                raise ProtocolError(f"{len(self._arrived)} descriptors; at most {self._limit_descriptors} are accepted")
-            for payload, count in self._framer.feed(data):
-                if count > len(self._arrived):
-                    raise ProtocolError(f"{count - len(self._arrived)} of a message's {count} descriptors are missing")
-                descriptors = [self._arrived.popleft() for _ in range(count)]
+            for payload, descriptors in self.receive():
                 try:
                     self._received(payload, descriptors)
                 finally:
                     close_all(descriptors)
-                if self._closed:
+                if self.ended:
                     return
-        except Exception as error:  # noqa: BLE001 - memory that cannot be mapped, for example; `lost` must report it
-            self._refuse(error)
-
-    def _refuse(self, error: Exception) -> None:
-        log.error("refused a message and closed its connection: %s", error)
-        self._end(error)
-
-    def _end(self, error: Exception | None) -> None:
-        if not self._closed:
+        except Exception as refused:  # noqa: BLE001 - memory that cannot be mapped, for example; `lost` must report it
+            log.error("refused a message and closed its connection: %s", refused)
+            error = refused
+        if (error is not None or self.ended) and self.fileno() >= 0:
             self.close()
             self._lost(error)
 

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import select
+import signal
 import socket
 import struct
 import sys
@@ -70,6 +71,24 @@ def is_exiting(pid: int) -> bool:
     return state in (b"Z", b"X") or bool(int(rest[5]) & _PF_EXITING)
 
 
+def describe_exit(status: int | None, memory_hint: str = "") -> str:
+    """How a process of the user's code ended, from its exit status, which is negative for a signal; for messages."""
+    if status is None:
+        return "ended; its exit status is unknown, because SIGCHLD is ignored or other code has reaped it"
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    hint = ""
+    if -status == signal.SIGKILL:
+        hint = f"; the machine or its container may have run out of memory{memory_hint}"
+    elif -status in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
+        hint = "; native code of the dataset or source, the decoder or collate_fn crashed"
+    return f"was killed by {name} (exit status {status}){hint}"
+
+
 class ProcessMonitor:
     """Tells whether a process runs, and calls back when it ends; through a pidfd on Linux.
 
@@ -80,6 +99,7 @@ class ProcessMonitor:
     """
 
     def __init__(self, pid: int) -> None:
+        self.pid = pid
         self._pid = 0 if pid == os.getpid() else pid
         self._lock = threading.Lock()
         self._descriptor = -1

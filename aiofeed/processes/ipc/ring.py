@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from aiofeed.processes.ipc.framing import ProtocolError, close_all
 from aiofeed.processes.ipc.schema import ArrayNode, NewSegment, dtype_and_nbytes
 from aiofeed.processes.ipc.shared_memory import GRAIN, Segment, create_segment, open_segment
-from aiofeed.runtime.buffers import Bytes, register_until_dropped
+from aiofeed.runtime.buffers import Bytes, DropTracker, forks, register_until_dropped
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -88,12 +88,12 @@ class Ring:
         """Forget all segments."""
         self._segments.clear()
 
-    def memory(self, number: int) -> Bytes:
-        """All of a segment; its base is the segment's mmap. ``ProtocolError`` if it is unknown."""
+    def segment(self, number: int) -> Segment:
+        """A segment; ``ProtocolError`` if it is unknown."""
         segment = self._segments.get(number)
         if segment is None:
             raise ProtocolError(f"the ring has no segment {number}")
-        return segment.memory
+        return segment
 
     def view(self, node: ArrayNode, memory: Bytes | None = None) -> NDArray[Any]:
         """The array of a node, as it lies in the ring; in ``memory``, if that is another ndarray of its segment.
@@ -107,10 +107,40 @@ class Ring:
                 return np.empty(node.shape, dtype)
             except ValueError as error:  # NumPy multiplies the other dimensions, too
                 raise ProtocolError(f"an array of shape {node.shape}: {error}") from None
-        memory = self.memory(node.segment) if memory is None else memory
+        memory = self.segment(node.segment).memory if memory is None else memory
         if node.offset < 0 or node.offset + nbytes > memory.nbytes:
             raise ProtocolError(f"{nbytes} bytes at {node.offset} do not lie in segment {node.segment}")
         return memory[node.offset : node.offset + nbytes].view(dtype).reshape(node.shape)
+
+
+class Borrowed:
+    """A slot whose memory is used without a copy. It is freed when nothing refers to its memory any more.
+
+    A fork of this process has the same memory and does not report when it drops it. So a slot that was borrowed at the
+    time of a fork is never written again.
+
+    Args:
+        free: Called once, with whether the slot may be written again.
+    """
+
+    def __init__(self, free: Callable[[bool], object]) -> None:
+        self._free = free
+        self._forks = forks()
+        self._left = 0
+
+    def watch(self, owners: Collection[Bytes], tracker: DropTracker[Borrowed]) -> None:
+        """Let a tracker report the drop of each ``Segment.owner``; without owners the slot is freed now."""
+        self._left = len(owners)
+        if not owners:
+            self._free(True)
+        for owner in owners:
+            tracker.watch(owner, self)
+
+    def segment_dropped(self) -> None:
+        """The tracker has reported one of the owners."""
+        self._left -= 1
+        if not self._left:
+            self._free(self._forks == forks())
 
 
 class RingLease:

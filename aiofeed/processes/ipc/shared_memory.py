@@ -13,6 +13,7 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +43,11 @@ class Segment:
     def nbytes(self) -> int:
         """Its size."""
         return self.memory.nbytes
+
+    def owner(self) -> Bytes:
+        """A new ndarray of its memory. Arrays made from it keep it alive: their chain of bases ends at the mapping."""
+        mapping: Any = self.memory.base
+        return np.frombuffer(mapping, np.uint8)
 
 
 def create_segment(number: int, nbytes: int) -> tuple[Segment, int]:

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -18,12 +17,13 @@ import numpy as np
 
 from aiofeed.core.errors import IteratorClosedError, WorkerDiedError
 from aiofeed.processes.ipc.framing import close_all
-from aiofeed.processes.ipc.ring import Ring
+from aiofeed.processes.ipc.peers import describe_exit
+from aiofeed.processes.ipc.ring import Borrowed, Ring
 from aiofeed.processes.loader_workers.channel import Channel, wait
-from aiofeed.processes.loader_workers.protocol import Answer, Release, Resume
-from aiofeed.processes.loader_workers.worker import WorkerStart, main
+from aiofeed.processes.loader_workers.requests import Answer, Release, Resume
+from aiofeed.processes.loader_workers.worker_loop import WorkerStart, main
 from aiofeed.processes.pickling import load_batch
-from aiofeed.runtime.buffers import DropTracker, forks
+from aiofeed.runtime.buffers import Bytes, DropTracker
 
 # A dead worker closes its channel a moment before its exit status is available.
 _REAP_S = 1.0
@@ -50,17 +50,26 @@ class _LoaderProcess:
         self.channel = Channel(ours)
         self.ring = Ring()
         # Batches whose memory the user has dropped.
-        self.tracker: DropTracker[_Borrowed] = DropTracker()
-        self.loaded: _Borrowed | None = None
+        self.tracker: DropTracker[Borrowed] = DropTracker()
+        self.loaded: tuple[int, Borrowed] | None = None
+        self._free: list[tuple[int, bool]] = []
 
     def releases(self) -> Release | None:
         """The batches whose slots are free since the last call."""
-        free = []
         for borrowed in self.tracker.collected():
-            borrowed.owners -= 1
-            if not borrowed.owners:
-                free.append((borrowed.slot, borrowed.forks == forks()))
+            borrowed.segment_dropped()
+        free = tuple(self._free)
+        self._free.clear()
         return Release(free) if free else None
+
+    def borrow(self, slot: int, owners: Sequence[Bytes]) -> None:
+        """Release a slot when its owners are dropped."""
+        if self.loaded is not None and self.loaded[0] == slot:
+            self.tracker.forget(self.loaded[1])  # an earlier call was interrupted
+        free = self._free
+        borrowed = Borrowed(lambda reusable: free.append((slot, reusable)))
+        self.loaded = slot, borrowed
+        borrowed.watch(owners, self.tracker)
 
     def close(self) -> None:
         self.channel.close()
@@ -190,27 +199,13 @@ class LoaderWorkers:
         """Return the batch of an answer. Its slot is free for the worker again when nothing refers to its memory."""
         worker = self._workers[number]
         batch, owners = load_batch(answer.content, answer.extents, worker.ring)
-        if worker.loaded is not None and worker.loaded.slot == answer.slot:
-            worker.tracker.forget(worker.loaded)  # an earlier call was interrupted
         # The slot of a batch without memory in it is free at once, when the empty array is dropped.
-        owners = owners or [np.empty(0, np.uint8)]
-        worker.loaded = borrowed = _Borrowed(answer.slot, len(owners), forks())
-        for owner in owners:
-            worker.tracker.watch(owner, borrowed)
+        worker.borrow(answer.slot, owners or [np.empty(0, np.uint8)])
         return batch
 
     def close(self) -> None:
         """End the workers: each after its current batch, or by a signal if that takes more than 5 s. Idempotent."""
         _end(self._workers, self._pid)
-
-
-@dataclass(eq=False)
-class _Borrowed:
-    """A batch in its slot: how many arrays that the memory belongs to are left, and the forks before it."""
-
-    slot: int
-    owners: int
-    forks: int
 
 
 def _end(workers: Sequence[_LoaderProcess], pid: int) -> None:
@@ -233,12 +228,8 @@ def _died(worker: _LoaderProcess) -> WorkerDiedError:
     worker.process.join(_REAP_S)
     status = worker.process.exitcode
     text = f"DataLoader worker (pid(s) {worker.process.pid}) exited unexpectedly"
-    if status is not None and status < 0:
-        text += f": it was killed by {signal.Signals(-status).name}"
-        if -status == signal.SIGKILL:
-            text += "; the machine or its container may have run out of memory"
-    elif status is not None:
-        text += f" with exit status {status}"
-        if status == 0:
-            text += "; if Ctrl-C has interrupted this iterator, call iter() again"
+    if status is not None:
+        text += f": it {describe_exit(status)}"
+    if status == 0:
+        text += "; if Ctrl-C has interrupted this iterator, call iter() again"
     return WorkerDiedError(text, status)

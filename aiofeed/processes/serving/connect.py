@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiofeed.core.errors import FeedError
 from aiofeed.processes.ipc.address import SERVER, connect
-from aiofeed.processes.ipc.framing import ProtocolError
-from aiofeed.processes.ipc.peers import peer_of
+from aiofeed.processes.ipc.framing import ProtocolError, request, send_message
+from aiofeed.processes.ipc.peers import ProcessMonitor, peer_of
 from aiofeed.processes.ipc.schema import encode
-from aiofeed.processes.serving.protocol import (
+from aiofeed.processes.serving.messages import (
     MAX_HANDSHAKE_BYTES,
     VERSION,
     Disconnected,
@@ -26,7 +27,6 @@ from aiofeed.processes.serving.protocol import (
 )
 from aiofeed.processes.serving.receiver import BatchReceiver
 from aiofeed.processes.serving.subscription import Subscription, server_died
-from aiofeed.processes.serving.transport import Link
 from aiofeed.runtime.buffers import BufferPool
 from aiofeed.runtime.thread_pool import ThreadPool
 
@@ -68,19 +68,20 @@ def subscribe(
         FeedError: There is no server, it refuses this process, or it does not answer.
     """
     sock = connect(address, SERVER, wait_s)
-    link = Link(sock, peer_of(sock))
+    process = ProcessMonitor(peer_of(sock).pid)
     try:
-        welcome = _ask(link, address, Hello(VERSION), Welcome)
-        reader = None if host_only else _open_device_memory(link, address, welcome, backend)
+        welcome = _ask(sock, address, Hello(VERSION), Welcome)
+        reader = None if host_only else _open_device_memory(sock, process, address, welcome, backend)
         receiver = BatchReceiver(backend, reader, memory, wrap, executor)
-        return Subscription(link, address, receiver=receiver, on_epoch=on_epoch), welcome.batches
+        return Subscription(sock, process, address, receiver=receiver, on_epoch=on_epoch), welcome.batches
     except BaseException:
-        link.close()
+        sock.close()
+        process.close()
         raise
 
 
 def _open_device_memory(
-    link: Link, address: Path, welcome: Welcome, backend: DeviceBackend | None
+    sock: socket.socket, process: ProcessMonitor, address: Path, welcome: Welcome, backend: DeviceBackend | None
 ) -> DeviceReader | None:
     """The server's device memory if this process can read it; else ``None``, and a log line with the reason."""
     if not welcome.device:
@@ -92,7 +93,7 @@ def _open_device_memory(
     from aiofeed.processes.serving.device_reader import DeviceReader
 
     shared = shared_device(backend)
-    pid = link.pid
+    pid = process.pid
     if not pid:
         reason = (
             "the server's process cannot be seen from here: it is on another host or in a container, or this one is"
@@ -102,13 +103,13 @@ def _open_device_memory(
     elif (identity := shared.identity()) != welcome.device:
         reason = f"the server is on device {welcome.device}, and this process on {identity}"
     else:
-        probe = _ask(link, address, ProbeRequest(), Probe)
+        probe = _ask(sock, address, ProbeRequest(), Probe)
         reason = probe.refusal
         if probe.block is not None:
-            reader = DeviceReader(backend, shared, link.process, died=lambda: server_died(address, pid))
+            reader = DeviceReader(backend, shared, process, died=lambda: server_died(address, pid))
             reason = reader.try_probe(probe)
             try:
-                link.tell(encode(ProbeResult(reason)))
+                send_message(sock, encode(ProbeResult(reason)))
             except OSError as error:
                 raise FeedError(f"the server at {address} ended while this process connected: {error}") from error
             if not reason:
@@ -117,9 +118,12 @@ def _open_device_memory(
     return None
 
 
-def _ask(link: Link, address: Path, message: FromConsumer, expected: type[AnswerT]) -> AnswerT:
+def _ask(sock: socket.socket, address: Path, message: FromConsumer, expected: type[AnswerT]) -> AnswerT:
     try:
-        answer = decode_from_server(link.ask(encode(message), ANSWER_S, MAX_HANDSHAKE_BYTES))
+        payload, _ = request(
+            sock, encode(message), timeout_s=ANSWER_S, limit_bytes=MAX_HANDSHAKE_BYTES, limit_descriptors=0
+        )
+        answer = decode_from_server(payload)
     except TimeoutError:
         raise FeedError(f"the server at {address} did not answer within {ANSWER_S:.0f} s") from None
     except (OSError, ProtocolError) as error:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from aiofeed.processes.ipc.framing import ProtocolError
+from aiofeed.processes.ipc.framing import Connection, ProtocolError
+from aiofeed.processes.ipc.peers import ProcessMonitor
 from aiofeed.processes.ipc.schema import encode
-from aiofeed.processes.serving.protocol import (
+from aiofeed.processes.serving.messages import (
     MAX_CONSUMER_BYTES,
     MAX_REASON_LETTERS,
     VERSION,
@@ -28,7 +30,6 @@ from aiofeed.processes.serving.protocol import (
     Welcome,
     decode_from_consumer,
 )
-from aiofeed.processes.serving.transport import Link
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
@@ -69,7 +70,8 @@ class Consumer:
     """One connection. Created on the running loop.
 
     Args:
-        link: Its end of the connection.
+        sock: Its connected socket, closed with the consumer.
+        pid: Its process; 0 if that cannot be seen from here.
         hub: The server.
 
     Attributes:
@@ -81,8 +83,8 @@ class Consumer:
         on_device: Whether it reads batches in the server's device memory.
     """
 
-    def __init__(self, link: Link, hub: ConsumerOwner) -> None:
-        self.pid: int = link.pid
+    def __init__(self, sock: socket.socket, pid: int, hub: ConsumerOwner) -> None:
+        self.pid = pid
         self.greeted: bool = False
         self.on_device: bool = False
         self.ticket: int | None = None
@@ -91,8 +93,10 @@ class Consumer:
         self.batches = 0
         self._hub = hub
         self._probe: Probe | None = None
-        self._connection = link.open(self._received, self._lost, MAX_CONSUMER_BYTES, limit_descriptors=0)
-        self._process = link.process
+        self._connection = Connection(
+            sock, received=self._received, lost=self._lost, limit_bytes=MAX_CONSUMER_BYTES, limit_descriptors=0
+        )
+        self._process = ProcessMonitor(pid)
         self._process.call_at_end(self.close)
         self._handshake_timer = asyncio.get_running_loop().call_later(HANDSHAKE_S, self._handshake_timed_out)
 

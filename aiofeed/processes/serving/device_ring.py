@@ -24,7 +24,7 @@ from aiofeed.processes.ipc.batch_codec import permutation, torch_dtype_of, unsup
 from aiofeed.processes.ipc.cuda_ipc import HandleError, first_line
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.schema import ArrayNode, dtype_and_nbytes
-from aiofeed.processes.serving.protocol import MAX_DEVICE_LETTERS, DeviceBlockHandle, Probe
+from aiofeed.processes.serving.messages import MAX_DEVICE_LETTERS, DeviceBlockHandle, Probe
 from aiofeed.runtime.tensors import memory_order
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from aiofeed.processes.ipc.error_codec import describe
 from aiofeed.processes.ipc.peers import Peer
 from aiofeed.processes.ipc.ring import SlotPool
 from aiofeed.processes.serving.consumers import Consumer
-from aiofeed.processes.serving.protocol import (
+from aiofeed.processes.serving.messages import (
     Disconnected,
     EpochEnded,
     EpochStarted,
@@ -29,7 +29,6 @@ from aiofeed.processes.serving.protocol import (
     Welcome,
 )
 from aiofeed.processes.serving.published import ADVICE, BatchPublisher
-from aiofeed.processes.serving.transport import Link
 from aiofeed.runtime.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
@@ -288,7 +287,7 @@ class Hub:
     # --- called by consumers, on the loop ---
 
     def _connected(self, sock: socket.socket, peer: Peer) -> None:
-        self._connections.append(Consumer(Link(sock, peer), self))
+        self._connections.append(Consumer(sock, peer.pid, self))
 
     def welcome(self) -> Welcome:
         """The answer to a consumer's ``Hello``."""

@@ -23,7 +23,7 @@ from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS, ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, Slot, SlotPool
 from aiofeed.processes.ipc.schema import Node
 from aiofeed.processes.serving.consumers import Consumer
-from aiofeed.processes.serving.protocol import MAX_REASON_LETTERS, BatchAvailable, Probe
+from aiofeed.processes.serving.messages import MAX_REASON_LETTERS, BatchAvailable, Probe
 from aiofeed.runtime.thread_pool import ThreadPool
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from aiofeed.processes.ipc.batch_codec import array_nodes, batch_in_ring, copied
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, Ring, RingLease
 from aiofeed.processes.ipc.schema import Node
-from aiofeed.processes.serving.protocol import BatchAvailable, EpochMessage
+from aiofeed.processes.serving.messages import BatchAvailable, EpochMessage
 from aiofeed.runtime.buffers import BufferLease, BufferPool, DropTracker, release_unused
 from aiofeed.runtime.queue import BatchQueue, QueueItem, ReadyBatch
 from aiofeed.runtime.thread_pool import ThreadPool

@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import logging
 import math
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,8 +23,9 @@ from aiofeed.core.errors import FeedError, WorkerDiedError
 from aiofeed.processes.ipc.cuda_ipc import HandleError
 from aiofeed.processes.ipc.error_codec import rebuild
 from aiofeed.processes.ipc.framing import Connection, ProtocolError
+from aiofeed.processes.ipc.peers import ProcessMonitor
 from aiofeed.processes.ipc.schema import encode
-from aiofeed.processes.serving.protocol import (
+from aiofeed.processes.serving.messages import (
     BatchAvailable,
     Disconnected,
     EpochMessage,
@@ -35,7 +37,6 @@ from aiofeed.processes.serving.protocol import (
     decode_from_server,
 )
 from aiofeed.processes.serving.receiver import BatchReceiver, EpochFeed
-from aiofeed.processes.serving.transport import Link
 from aiofeed.runtime.buffers import DropTracker
 from aiofeed.runtime.queue import EndOfEpoch, FeedFailure, Stopped, drop_batches
 
@@ -59,7 +60,8 @@ class Subscription:
     """A connection to a server.
 
     Args:
-        link: Connected, with the handshake complete; closed with the subscription, like the receiver.
+        sock: Connected, with the handshake complete; closed with the subscription, like the process and the receiver.
+        process: That of the server.
         address: The server's address, for messages.
         receiver: Takes batches out of their slots.
         on_epoch: Called with (epoch, batches) when a feed starts an epoch.
@@ -71,13 +73,14 @@ class Subscription:
 
     def __init__(
         self,
-        link: Link,
+        sock: socket.socket,
+        process: ProcessMonitor,
         address: Path,
         *,
         receiver: BatchReceiver,
         on_epoch: Callable[[int, int | None], object],
     ) -> None:
-        self._link = link
+        self._sock, self._process = sock, process
         self._address = address
         self.receiver = receiver
         receiver.on_read, receiver.on_taken = self._confirm, self.taken
@@ -96,12 +99,12 @@ class Subscription:
 
     async def run(self) -> None:
         """Process the server's messages until cancelled."""
-        self._connection = self._link.open(self._received, self._lost)
+        self._connection = Connection(self._sock, received=self._received, lost=self._lost)
         loop = asyncio.get_running_loop()
         for message in self._early:
             self._send(message)
         # Messages that it sent before it died may still be on their way.
-        self._link.process.call_at_end(lambda: loop.call_later(LAST_MESSAGES_S, self._lost, None))
+        self._process.call_at_end(lambda: loop.call_later(LAST_MESSAGES_S, self._lost, None))
         try:
             self.receiver.enter_thread()
             while True:
@@ -116,12 +119,13 @@ class Subscription:
                 self._feed.queue.put(Stopped())
             self._messages.clear()
             self.receiver.close()
-            self._link.process.close()
+            self._process.close()
 
     def close_unused(self) -> None:
         """Close a subscription that has never run; from any thread."""
         if self._connection is None:
-            self._link.close()
+            self._sock.close()
+            self._process.close()
             self.receiver.close()
 
     def _warn_if_idle(self) -> None:
@@ -262,7 +266,7 @@ class Subscription:
 
     def _lost(self, error: Exception | None) -> None:
         if error is None:
-            self._disconnect(lambda: server_died(self._address, self._link.pid))
+            self._disconnect(lambda: server_died(self._address, self._process.pid))
         elif isinstance(error, ConnectionError):
             self._disconnect(lambda: FeedError(f"lost the connection to the server at {self._address}: {error}"))
         else:

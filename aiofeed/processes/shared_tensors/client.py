@@ -16,7 +16,7 @@ from aiofeed.processes.ipc.address import TENSORS, connect
 from aiofeed.processes.ipc.cuda_ipc import CudaHandles, HandleError
 from aiofeed.processes.ipc.framing import ProtocolError, close_all, request
 from aiofeed.processes.ipc.schema import encode
-from aiofeed.processes.shared_tensors.protocol import (
+from aiofeed.processes.shared_tensors.offers import (
     VERSION,
     Attach,
     AttachRefused,

@@ -15,7 +15,7 @@ from aiofeed.processes.ipc.address import TENSORS, Listener
 from aiofeed.processes.ipc.framing import Connection
 from aiofeed.processes.ipc.peers import Peer
 from aiofeed.processes.ipc.schema import encode
-from aiofeed.processes.shared_tensors.protocol import Attach, AttachRefused, decode_attach
+from aiofeed.processes.shared_tensors.offers import Attach, AttachRefused, decode_attach
 from aiofeed.processes.shared_tensors.store import TensorStore
 from aiofeed.runtime.event_loop import EventLoopThread
 

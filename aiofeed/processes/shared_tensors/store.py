@@ -19,7 +19,7 @@ from aiofeed.processes.ipc.cuda_ipc import CudaHandles, HandleError
 from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS, close_all
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.ipc.shared_memory import anonymous_memory
-from aiofeed.processes.shared_tensors.protocol import VERSION, Attach, AttachRefused, InSegment, Kind, Offer, OnDevice
+from aiofeed.processes.shared_tensors.offers import VERSION, Attach, AttachRefused, InSegment, Kind, Offer, OnDevice
 from aiofeed.runtime import machine
 from aiofeed.runtime.buffers import Bytes
 

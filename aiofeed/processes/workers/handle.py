@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from aiofeed.core.types import BatchPlan
 from aiofeed.processes.ipc.framing import Connection, ProtocolError
+from aiofeed.processes.ipc.peers import describe_exit
 from aiofeed.processes.ipc.ring import Ring
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.workers.protocol import (
@@ -182,23 +183,9 @@ class WorkerHandle:
 
     def describe_end(self) -> str:
         """How the process ended, for an error message."""
-        who, status = self.name, self.exit_status
         if not self._ended:
-            return f"{who} closed its connection"
-        if status is None:
-            return f"{who} ended; its exit status is unknown, because SIGCHLD is ignored or other code has reaped it"
-        if status >= 0:
-            return f"{who} ended with exit status {status}"
-        try:
-            name = signal.Signals(-status).name
-        except ValueError:
-            name = f"signal {-status}"
-        hint = ""
-        if -status == signal.SIGKILL:
-            hint = "; the machine or its container may have run out of memory (see Limits(memory_bytes=))"
-        elif -status in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
-            hint = "; native code of the source, the decoder or collate_fn crashed"
-        return f"{who} was killed by {name} (exit status {status}){hint}"
+            return f"{self.name} closed its connection"
+        return f"{self.name} {describe_exit(self.exit_status, ' (see Limits(memory_bytes=))')}"
 
 
 def _command(connection: int, config: int, number: int) -> list[str]:

@@ -27,6 +27,7 @@ from aiofeed.core.types import BatchPlan
 from aiofeed.engine.tuning.reads import READS_MOST
 from aiofeed.processes.ipc.error_codec import rebuild
 from aiofeed.processes.ipc.framing import ProtocolError
+from aiofeed.processes.ipc.ring import Borrowed
 from aiofeed.processes.workers.handle import AssignedBatch, Handle, WorkerHandle
 from aiofeed.processes.workers.protocol import (
     BatchFinished,
@@ -41,7 +42,7 @@ from aiofeed.processes.workers.protocol import (
     WorkerReady,
 )
 from aiofeed.processes.workers.spawn import WorkerConfig, write_config
-from aiofeed.processes.workers.zero_copy import BorrowedSlot, free_dropped_slots
+from aiofeed.processes.workers.zero_copy import free_dropped_slots
 from aiofeed.runtime.buffers import DropTracker, release_unused
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class WorkerPool(ABC, Generic[HandleT]):
     most_borrowed: float = math.inf
 
     def __init__(self, worker_config: WorkerConfig) -> None:
-        self.borrowed: DropTracker[BorrowedSlot] = DropTracker()
+        self.borrowed: DropTracker[Borrowed] = DropTracker()
         self._count = worker_config.engines
         self._reads = [worker_config.share(worker_config.read_concurrency, number) for number in range(self._count)]
         self._workers: list[HandleT] = []

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from aiofeed.processes.ipc import peers
-from aiofeed.processes.ipc.peers import ProcessMonitor, is_exiting
+from aiofeed.processes.ipc.peers import ProcessMonitor, describe_exit, is_exiting
 from tests.support.waiting import until
 
 
@@ -93,3 +93,23 @@ def test_a_process_that_has_begun_to_exit_counts_as_dead() -> None:
         monitor = ProcessMonitor(process.pid)
         assert not monitor.alive()
         monitor.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (None, "ended; its exit status is unknown, because SIGCHLD is ignored or other code has reaped it"),
+        (3, "ended with exit status 3"),
+        (-9, "was killed by SIGKILL (exit status -9); the machine or its container may have run out of memory"),
+        (
+            -11,
+            "was killed by SIGSEGV (exit status -11); native code of the dataset or source, the decoder or collate_fn "
+            "crashed",
+        ),
+        (-15, "was killed by SIGTERM (exit status -15)"),
+        (-40, "was killed by signal 40 (exit status -40)"),
+    ],
+)
+def test_an_exit_status_is_described(status: int | None, text: str) -> None:
+    """Signals by name, also those that Python has no name for, with the likely cause."""
+    assert describe_exit(status) == text

@@ -18,7 +18,7 @@ from aiofeed.processes.ipc import address as addresses
 from aiofeed.processes.ipc.framing import frame
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.serving import consumers
-from aiofeed.processes.serving.protocol import VERSION, Hello, Join, Leave, ProbeRequest, ProbeResult, Read, Welcome
+from aiofeed.processes.serving.messages import VERSION, Hello, Join, Leave, ProbeRequest, ProbeResult, Read, Welcome
 from tests.support import process_parts as parts
 from tests.support.waiting import until
 

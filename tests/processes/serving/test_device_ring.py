@@ -28,7 +28,7 @@ from aiofeed.processes.ipc.schema import ArrayNode, ContainerNode, DeviceMemoryH
 from aiofeed.processes.serving import device_reader, device_ring
 from aiofeed.processes.serving.device_reader import DeviceReader, UncopiedBatch
 from aiofeed.processes.serving.device_ring import DeviceBlock, DeviceRing, TensorInBlock
-from aiofeed.processes.serving.protocol import BatchAvailable
+from aiofeed.processes.serving.messages import BatchAvailable
 from aiofeed.processes.serving.subscription import server_died
 from tests.support import ring_parts, serve_parts
 from tests.support.late_device import LateDevice

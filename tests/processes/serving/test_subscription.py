@@ -13,7 +13,7 @@ import aiofeed
 from aiofeed import FeedError
 from aiofeed.processes.ipc.framing import Framer, send_message
 from aiofeed.processes.ipc.schema import ArrayNode, ErrorMessage, encode
-from aiofeed.processes.serving.protocol import (
+from aiofeed.processes.serving.messages import (
     BatchAvailable,
     EpochEnded,
     EpochStarted,

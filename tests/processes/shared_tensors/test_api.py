@@ -30,7 +30,7 @@ from aiofeed.processes.ipc.schema import DeviceMemoryHandle, encode
 from aiofeed.processes.ipc.shared_memory import anonymous_memory
 from aiofeed.processes.shared_tensors import api, client
 from aiofeed.processes.shared_tensors.api import SharedTensors, attach_tensors, share
-from aiofeed.processes.shared_tensors.protocol import Attach, InSegment, Offer, OnDevice
+from aiofeed.processes.shared_tensors.offers import Attach, InSegment, Offer, OnDevice
 from aiofeed.runtime import machine
 from tests.support.dropping import python_calls_while_dropping
 from tests.support.paths import ROOT, environment

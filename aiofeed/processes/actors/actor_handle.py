@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import structs
 
+from aiofeed.processes.actors.actor import Parcel, Place, versions
 from aiofeed.processes.actors.cluster import ClusterConnection
-from aiofeed.processes.actors.worker import Parcel, Place, versions
 from aiofeed.processes.ipc.ring import Ring
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.ipc.shared_memory import Segment

@@ -20,11 +20,11 @@ from typing import Any
 
 from aiofeed.core.errors import FeedError, WorkerDiedError
 from aiofeed.core.statistics import EpochStats
+from aiofeed.processes.actors.actor import FeedActor
+from aiofeed.processes.actors.actor_handle import ActorHandle
 from aiofeed.processes.actors.cluster import ClusterConnection, join_cluster, one_line
-from aiofeed.processes.actors.handle import ActorHandle
 from aiofeed.processes.actors.options import RayEngine
 from aiofeed.processes.actors.shortage import Shortage
-from aiofeed.processes.actors.worker import FeedActor
 from aiofeed.processes.workers.handle import AssignedBatch
 from aiofeed.processes.workers.pool import GRACE_S, WorkerPool
 from aiofeed.processes.workers.protocol import BatchFinished, FromWorker

@@ -11,19 +11,18 @@ import os
 import platform
 import time
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from aiofeed.core.errors import FeedError
 from aiofeed.core.formatting import format_error
 from aiofeed.processes.ipc.batch_codec import array_nodes
 from aiofeed.processes.ipc.error_codec import describe
-from aiofeed.processes.ipc.ring import Slot
+from aiofeed.processes.ipc.ring import Borrowed, Slot
 from aiofeed.processes.ipc.schema import dtype_and_nbytes
 from aiofeed.processes.workers.protocol import BatchFinished, FromWorker, ReleaseSlot, WorkerEnded, decode_to_worker
 from aiofeed.processes.workers.spawn import WorkerConfig, unpickle_config
 from aiofeed.processes.workers.worker import Worker, encode_finished, new_loop_thread
+from aiofeed.processes.workers.zero_copy import free_dropped_slots
 from aiofeed.runtime.buffers import Bytes, DropTracker
 from aiofeed.runtime.event_loop import EventLoopThread
 
@@ -132,13 +131,12 @@ class _ActorWorker(Worker):
     ) -> None:
         super().__init__(loop_thread, worker_config, number)
         self._put = put
-        # Segments that Ray has not copied yet, and how many each batch has of them, by serial.
-        self._sent: DropTracker[int] = DropTracker()
-        self._segments_left: dict[int, int] = {}
+        # Slots that Ray has not copied yet.
+        self._sent: DropTracker[Borrowed] = DropTracker()
 
     def send(self, message: FromWorker, slot: Slot | None = None) -> None:
         """Send a message to the trainer, with the memory of a slot."""
-        self._release_copied()
+        free_dropped_slots(self._sent)
         arrays: dict[int, Bytes] = {}
         if slot is not None:
             assert isinstance(message, BatchFinished)
@@ -146,22 +144,12 @@ class _ActorWorker(Worker):
             for node in array_nodes(message.batch):
                 if node.segment >= 0:
                     used[node.segment] = max(used[node.segment], node.offset + dtype_and_nbytes(node)[1])
-            self._segments_left[message.serial] = len(slot.segments)
-            for segment in slot.segments:
-                # Collected when Ray has copied the segment: NumPy's chain of bases ends at the mapping.
-                mapping: Any = segment.memory.base
-                owner: Bytes = np.frombuffer(mapping, np.uint8)
-                self._sent.watch(owner, message.serial)
-                arrays[segment.number] = owner[: used[segment.number]]
-            del owner
+            released = ReleaseSlot(message.serial)
+            # Ray drops the owners when it has copied the segments.
+            owners = [segment.owner() for segment in slot.segments]
+            arrays = {
+                segment.number: owner[: used[segment.number]]
+                for segment, owner in zip(slot.segments, owners, strict=True)
+            }
+            Borrowed(lambda _: self.received(released)).watch(owners, self._sent)
         self._put(message, arrays)
-        if slot is not None and not arrays:
-            self.received(ReleaseSlot(message.serial))  # type: ignore[union-attr]
-
-    def _release_copied(self) -> None:
-        """Reuse the slots that Ray has copied."""
-        for serial in self._sent.collected():
-            self._segments_left[serial] -= 1
-            if not self._segments_left[serial]:
-                del self._segments_left[serial]
-                self.received(ReleaseSlot(serial))
