@@ -171,14 +171,15 @@ class DatasetSlot:
                     earlier[0]._key,
                     calls.source.threads,
                 )
-            _changed.wait(POLL_INTERVAL_S)
-            if calls.thread is not None:
-                # The call that this one waits for may have been passed to this thread.
-                _changed.release()
-                try:
-                    calls.thread.run_passed()
-                finally:
-                    _changed.acquire()
+            if calls.thread is None or not calls.thread.has_passed:
+                _changed.wait(POLL_INTERVAL_S)
+                continue
+            # The call that this one waits for has been passed to this thread.
+            _changed.release()
+            try:
+                calls.thread.run_passed()
+            finally:
+                _changed.acquire()
 
     def _earlier(self) -> list[DatasetSlot]:
         """The calls that arrived before this one and share a base with it."""
@@ -293,6 +294,11 @@ class DatasetThread:
         """Make the call that a decode thread has passed to this thread, if any."""
         if self._current and (call := self._call) is not None:
             call()
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether this is the calling thread, and a call was passed to it."""
+        return self._current and self._call is not None
 
     def _start(self) -> None:
         if self._thread is None:

@@ -311,6 +311,18 @@ def test_two_feeders_of_one_dataset_never_call_it_at_the_same_time() -> None:
         feeder.close()
 
 
+def test_two_feeders_of_one_dataset_never_wait_for_a_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dataset's thread makes a call that was passed to it before it waits for that call to end."""
+    monkeypatch.setattr(dataset_slots, "POLL_INTERVAL_S", 3600.0)
+    feeders = [Feeder(Items(slow=-1), batch_size=1)]
+    feeders.append(Feeder(feeders[0]._source, batch_size=1))  # type: ignore[arg-type]
+    for _ in range(3):
+        for one, other in zip(*feeders, strict=True):
+            assert one.tolist() == other.tolist()
+    for feeder in feeders:
+        feeder.close()
+
+
 class Centred(Items):
     """Its first item iterates a feeder over all of them."""
 
