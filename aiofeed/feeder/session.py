@@ -30,7 +30,7 @@ from aiofeed.sampling.schedule import BatchRanges, Position
 from aiofeed.sampling.state import Checkpoint, EpochProgress
 from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset
-from aiofeed.sources.dataset_slots import enter_iteration
+from aiofeed.sources.dataset_slots import check_iteration
 from aiofeed.sources.tables.columns import collate_rows
 from aiofeed.sources.tables.memory import MemoryTable
 from aiofeed.sources.tensors import Tensors
@@ -230,7 +230,7 @@ class FeederSession(Generic[BatchT]):
     def _begin(self) -> FeedIterator[BatchT]:
         asked = clocks()
         if isinstance(self.config.source, FromDataset) and not self.config.engines:
-            enter_iteration(self.config.source)
+            check_iteration(self.config.source)
         completed = self._finish_complete_epoch()
         if self._last_epoch is None:
             self.close_bar()

@@ -239,11 +239,11 @@ def test_the_log_names_a_stuck_sample_only_if_its_iterator_was_left(
     calls = DatasetCalls(FromDataset(Items()))
     control = JobControl(threading.Event(), JobDeadline(LIMIT_S / 100))
     assert control.deadline is not None
-    with calls.slot(5, control):
+    with DatasetSlot(calls, 5, control):
         control.deadline.begin(0)
         if left:
             control.stop.set()
-        with calls.slot(6, JobControl(threading.Event())):
+        with DatasetSlot(calls, 6, JobControl(threading.Event())):
             pass
     assert any("Items[5]" in message for message in caplog.messages) == left
 
@@ -270,12 +270,12 @@ def test_a_waiting_iterator_can_be_closed() -> None:
     left_by_break(Feeder(items, batch_size=4), items)
     feeder = Feeder(items, batch_size=4)
     iterator = iter(feeder)
-    until(lambda: len(dataset_slots._waiting) == 1)
+    until(lambda: len(dataset_slots._calls) == 2)
     began = time.monotonic()
     iterator.close()
     feeder.close()
     assert time.monotonic() - began < 4.0  # close() leaves threads behind after 5 s
-    until(lambda: not dataset_slots._waiting)
+    until(lambda: len(dataset_slots._calls) == 1)
     items.released.set()
 
 
@@ -292,7 +292,7 @@ def test_calls_wait_in_order_of_arrival() -> None:
     thread = threading.Thread(target=second)
     with DatasetSlot(calls, 0, control):
         thread.start()
-        until(lambda: len(dataset_slots._waiting) == 1)
+        until(lambda: len(dataset_slots._calls) == 2)
     with DatasetSlot(calls, 2, control):
         order.append("first again")
     thread.join()
@@ -307,6 +307,18 @@ def test_two_feeders_of_one_dataset_never_call_it_at_the_same_time() -> None:
         for one, other in zip(*feeders, strict=True):
             assert one.shape == other.shape
     assert items.most == 1
+    for feeder in feeders:
+        feeder.close()
+
+
+def test_two_feeders_of_one_dataset_never_wait_for_a_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dataset's thread makes a call that was passed to it before it waits for that call to end."""
+    monkeypatch.setattr(dataset_slots, "POLL_INTERVAL_S", 3600.0)
+    feeders = [Feeder(Items(slow=-1), batch_size=1)]
+    feeders.append(Feeder(feeders[0]._source, batch_size=1))  # type: ignore[arg-type]
+    for _ in range(3):
+        for one, other in zip(*feeders, strict=True):
+            assert one.tolist() == other.tolist()
     for feeder in feeders:
         feeder.close()
 

@@ -280,41 +280,6 @@ def test_concatenations_in_different_orders_do_not_wait_for_each_other() -> None
         feeder.close()
 
 
-class Crossing(Base):
-    """Its first call iterates a feeder over another dataset, when a call of that one has begun, too."""
-
-    other: Crossing
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun = threading.Event()
-
-    def __getitem__(self, index: int) -> int:
-        if not self.begun.is_set():
-            self.begun.set()
-            assert self.other.begun.wait(BOUND_S)
-            with Feeder(Wrapper(self.other), batch_size=4) as feeder:
-                next(iter(feeder))
-        return super().__getitem__(index)
-
-
-def test_datasets_that_iterate_feeders_over_each_other_are_refused() -> None:
-    """Their calls would wait for each other: one of them is an error, the other one succeeds."""
-    one, other = Crossing(), Crossing()
-    one.other, other.other = other, one
-    feeders = [Feeder(dataset, batch_size=4) for dataset in (one, other)]
-    iterators = [iter(feeder) for feeder in feeders]
-    outcomes: list[str] = []
-    for iterator in iterators:
-        try:
-            outcomes.append(str(len(next(iterator))))
-        except FeedError as error:
-            outcomes.append(str(error))
-    assert any("iterate a feeder over the other's" in outcome for outcome in outcomes)
-    for feeder in feeders:
-        feeder.close()
-
-
 def test_a_nested_feeder_over_another_dataset_works() -> None:
     """A dataset may iterate a feeder over a dataset that it does not share."""
     inner = Base()

@@ -85,7 +85,7 @@ class DatasetFetcher(Fetcher):
                 reached = chunk.decode_each(self._request_one(chunk, place, slot))
             seconds, cpu_s = time.perf_counter() - started, time.thread_time() - cpu_started
 
-        with self._calls.slot(chunk.plan.indices[requested[0]], chunk.control) as slot:
+        with DatasetSlot(self._calls, chunk.plan.indices[requested[0]], chunk.control) as slot:
             slot.call(work)
         outcome.decode_s += seconds
         outcome.decode_cpu_s += cpu_s
