@@ -16,7 +16,7 @@ import torch
 from _pytest.capture import CaptureIO
 
 from aiofeed import Buckets, DiskCache, Feeder, HostCache, IteratorClosedError, ReadError, Stream
-from aiofeed.diagnostics import progress
+from aiofeed.reports import progress
 from aiofeed.runtime.queue import ReadyBatch
 from aiofeed.sources.objects import listing
 from aiofeed.sources.objects.listing import LoadProgress
