@@ -311,8 +311,7 @@ class Targets(Sequence[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         """The target of a row."""
-        row = np.array([index])
-        values = [each.values(row)[0] if isinstance(each, ValueColumn) else each[index] for each in self._columns]
+        values = [each.value(index) if isinstance(each, ValueColumn) else each[index] for each in self._columns]
         value = values[0] if self._single else tuple(values)
         return value if self._to_target is None else self._to_target(value)
 

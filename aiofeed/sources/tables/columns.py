@@ -120,7 +120,7 @@ class ValueColumn:
 
     def value(self, row: int) -> Any:
         """Return a row; ``None`` for null."""
-        return self._value(self._column, int(row))
+        return self._value(self.column, int(row))
 
     def values(self, rows: NDArray[np.int64]) -> list[Any]:
         """Return rows; ``None`` for null."""
