@@ -36,8 +36,8 @@ _HOMES: dict[str, dict[str, str]] = {
         "OpenTelemetryMetrics": "aiofeed.reports.exporters",
     },
     "The machine": {
-        "device_report": "aiofeed.diagnostics",
-        "DeviceReport": "aiofeed.diagnostics",
+        "device_report": "aiofeed.reports.machine",
+        "DeviceReport": "aiofeed.reports.machine",
     },
     "Sources": {
         "Source": "aiofeed.core.types",

@@ -31,8 +31,6 @@ from aiofeed.decoders.records import DecodeJSON as DecodeJSON
 from aiofeed.decoders.records import DecodeNumpy as DecodeNumpy
 from aiofeed.decoders.records import DecodeTensor as DecodeTensor
 from aiofeed.devices.scatter import scatter as scatter
-from aiofeed.diagnostics import DeviceReport as DeviceReport
-from aiofeed.diagnostics import device_report as device_report
 from aiofeed.engine.fetch.sequences import pad_collate as pad_collate
 from aiofeed.feeder.attach import attach as attach
 from aiofeed.feeder.dataloader import DataLoader as DataLoader
@@ -47,6 +45,8 @@ from aiofeed.reports.explanation import Explanation as Explanation
 from aiofeed.reports.exporters import OpenTelemetryMetrics as OpenTelemetryMetrics
 from aiofeed.reports.exporters import PrometheusCollector as PrometheusCollector
 from aiofeed.reports.headroom import Headroom as Headroom
+from aiofeed.reports.machine import DeviceReport as DeviceReport
+from aiofeed.reports.machine import device_report as device_report
 from aiofeed.sampling.listers.length_plans import Buckets as Buckets
 from aiofeed.sampling.listers.length_plans import TokenBudget as TokenBudget
 from aiofeed.sampling.listers.packing import Pack as Pack

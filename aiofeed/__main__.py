@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from aiofeed.diagnostics.cli import main
+from aiofeed.reports.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

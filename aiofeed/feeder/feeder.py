@@ -58,10 +58,10 @@ if TYPE_CHECKING:
     from aiofeed.decoders.image import DecodeImage
     from aiofeed.decoders.media.clips import Clips
     from aiofeed.devices.resolve import Device
-    from aiofeed.diagnostics.progress import BarKind, ProgressFeed
     from aiofeed.processes.actors.options import RayEngine
     from aiofeed.reports.explanation import Explanation
     from aiofeed.reports.headroom import Headroom
+    from aiofeed.reports.progress import BarKind, ProgressFeed
     from aiofeed.sources.dataset import MapDataset
     from aiofeed.sources.image_folder import ImageFolder
 
@@ -442,7 +442,7 @@ class Feeder(Generic[BatchT]):
             ImportError: ``bar`` is "rich", which is not installed.
             TypeError, ValueError: ``name`` is no str, or ``bar`` is another value.
         """
-        from aiofeed.diagnostics.progress import ProgressFeed
+        from aiofeed.reports.progress import ProgressFeed
 
         return ProgressFeed(self._session, self.__len__, name, bar)
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -27,7 +25,6 @@ from aiofeed.engine.tuning.reads import READS_MOST
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.feeder.arguments import FeederConfig
 from aiofeed.feeder.iterator import LoopProducer
-from aiofeed.runtime import machine
 from aiofeed.runtime.buffers import HostBufferPool, PinnedBufferPool
 from aiofeed.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 from aiofeed.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
@@ -195,7 +192,7 @@ def measurements(
     first_epoch: bool,
     allows: Callable[..., bool],
 ) -> FeedMeasurements:
-    """Return what ``explain`` needs to know about an epoch.
+    """Return the counters and settings that ``explain`` needs.
 
     Args:
         first_epoch: Whether no epoch before has started the threads and filled a cache.
@@ -203,24 +200,22 @@ def measurements(
     """
     from aiofeed.reports.bottleneck import FeedMeasurements
 
-    limits, user_limits, source, decode = config.limits, config.user_limits, config.source, config.decode
+    limits, user_limits, source = config.limits, config.user_limits, config.source
     streaming = pipeline if isinstance(pipeline, StreamingPipeline) else None
     tuner = None if streaming is None else streaming.tuner
     core_wait = 0.0
     if streaming is not None and not config.engines and (busy_s := streaming.loop_thread.decode_pool.busy_s):
         core_wait = streaming.loop_thread.decode_pool.core_wait_s() / busy_s
-    cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None
-    return FeedMeasurements(
-        stats=replace(stats, process_cpu_s=stats.process_cpu_s or time.process_time() - stats.cpu_started_s),
+    return FeedMeasurements.of_run(
+        stats,
+        config.decode,
         threads=limits.decode_threads if tuner is None else tuner.max_running,
-        cores=machine.cpus(),
         reads=limits.read_concurrency if tuner is None else tuner.reading.concurrency,
         prefetch_batches=limits.prefetch_batches + max(config.engines - 1, 0),
         chunk_size=0 if pipeline is None else pipeline.chunk_size,
         memory_bytes=limits.memory_bytes,
         sample_bytes=_bytes_per_sample(config) if streaming is None else streaming.bytes_per_sample,
         length=config.length,
-        free_memory=machine.free_memory(),
         reads_given=user_limits.read_concurrency is not None,
         reads_saturated=tuner is not None and tuner.reading.saturated,
         # Files on a file system need a thread for each read.
@@ -235,31 +230,11 @@ def measurements(
         allows=allows,
         cached=config.cache is not None,
         first_epoch=first_epoch,
-        cold_cache=config.cache is not None and first_epoch and 2 * stats.samples_cached < stats.samples_decoded,
         collate_fn=config.collate_fn is not None,
         transform=config.transform is not None and config.backend is None,
         device=config.backend is not None,
-        step_copies=config.backend is None and cuda is not None and cuda.is_available() and cuda.is_initialized(),
-        decoders=tuple(_faster_decoders(decode)) if isinstance(getattr(decode, "backend", None), str) else (),
         lookahead_bytes=limits.lookahead_bytes if getattr(source, "looks_ahead", False) and not config.engines else 0,
     )
-
-
-def _faster_decoders(decode: Any) -> Iterator[tuple[str, float | None]]:
-    """Yield faster ways to decode with a ``DecodeImage``, each with the factor that is known."""
-    from PIL import __version__ as pillow
-
-    from aiofeed.decoders.native_jpeg import INSTALL, load_native_decoder
-
-    if decode.backend in ("auto", "native") and decode.scaled and load_native_decoder()[1] is None:
-        # Pillow-SIMD takes 1.5 times as long for 1024x768 to 224x224, see docs/images.md.
-        yield f"build the native JPEG decoder: {INSTALL}", 1.5
-    elif decode.backend in ("pillow", "turbo"):
-        yield 'DecodeImage(backend="auto") chooses the fastest decoder', None
-    if not decode.scaled:
-        yield "DecodeImage(scaled=True) decodes large JPEGs at a smaller scale", None
-    if ".post" not in pillow:
-        yield "install Pillow-SIMD in place of Pillow: `python -m aiofeed doctor` shows the command", None
 
 
 def _new_workers(config: FeederConfig) -> WorkerPool[Any] | None:

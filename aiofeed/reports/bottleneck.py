@@ -7,9 +7,12 @@ busy, stages wait for each other: for memory, or for a slow sample.
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf
+from typing import Any
 
 from aiofeed.core.statistics import EpochStats
 from aiofeed.reports.explanation import StageTimes
@@ -119,6 +122,40 @@ class FeedMeasurements:
     step_copies: bool = False
     decoders: tuple[tuple[str, float | None], ...] = ()
     lookahead_bytes: int = 0
+
+    @classmethod
+    def of_run(cls, stats: EpochStats, decode: object, **settings: Any) -> FeedMeasurements:
+        """Return the measurements of a run: add the facts of this process and machine to the settings of its feeder."""
+        cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None
+        measured = cls(
+            stats=replace(stats, process_cpu_s=stats.process_cpu_s or time.process_time() - stats.cpu_started_s),
+            cores=machine.cpus(),
+            free_memory=machine.free_memory(),
+            decoders=tuple(_faster_decoders(decode)) if isinstance(getattr(decode, "backend", None), str) else (),
+            **settings,
+        )
+        return replace(
+            measured,
+            cold_cache=measured.cached and measured.first_epoch and 2 * stats.samples_cached < stats.samples_decoded,
+            step_copies=not measured.device and cuda is not None and cuda.is_available() and cuda.is_initialized(),
+        )
+
+
+def _faster_decoders(decode: Any) -> Iterator[tuple[str, float | None]]:
+    """Yield faster ways to decode with a ``DecodeImage``, each with the factor that is known."""
+    from PIL import __version__ as pillow
+
+    from aiofeed.decoders.native_jpeg import INSTALL, load_native_decoder
+
+    if decode.backend in ("auto", "native") and decode.scaled and load_native_decoder()[1] is None:
+        # Pillow-SIMD takes 1.5 times as long for 1024x768 to 224x224, see docs/images.md.
+        yield f"build the native JPEG decoder: {INSTALL}", 1.5
+    elif decode.backend in ("pillow", "turbo"):
+        yield 'DecodeImage(backend="auto") chooses the fastest decoder', None
+    if not decode.scaled:
+        yield "DecodeImage(scaled=True) decodes large JPEGs at a smaller scale", None
+    if ".post" not in pillow:
+        yield "install Pillow-SIMD in place of Pillow: `python -m aiofeed doctor` shows the command", None
 
 
 class Bottleneck:

@@ -13,7 +13,7 @@ QUERY_TIMEOUT_S = 20.0
 
 def conditions(backend: DeviceBackend, rounds: int) -> str:
     """The description with the number of rounds, in one line."""
-    from aiofeed.diagnostics.accelerators import describe_accelerator
+    from aiofeed.reports.machine.accelerators import describe_accelerator
 
     accelerator = describe_accelerator(backend)
     memory = "" if accelerator.total_bytes is None else f", {accelerator.total_bytes / 2**30:.0f} GiB"
@@ -43,7 +43,7 @@ def versions() -> list[str]:
 
 def driver() -> str:
     """The driver's version."""
-    from aiofeed.diagnostics.environment import inspect_environment
+    from aiofeed.reports.machine.environment import inspect_environment
 
     return inspect_environment().nvidia_driver or query("driver_version") or f"unknown ({platform.system()})"
 
@@ -68,7 +68,7 @@ def query(fields: str, index: int = 0) -> str:
 
 def decoder() -> str:
     """The decoder of plain JPEGs: the native library, simplejpeg, or Pillow."""
-    from aiofeed.diagnostics.environment import inspect_environment
+    from aiofeed.reports.machine.environment import inspect_environment
 
     environment = inspect_environment()
     if environment.pillow is None:

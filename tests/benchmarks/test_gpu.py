@@ -181,7 +181,7 @@ def test_every_benchmark_states_its_question_and_its_target() -> None:
 class TestHardware:
     def test_nvidia_smi_reports_the_driver(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Without the kernel's file nvidia-smi gives the driver's version; without both the system is named."""
-        monkeypatch.setattr("aiofeed.diagnostics.environment._DRIVER", __main__.PROJECT / "nothing")
+        monkeypatch.setattr("aiofeed.reports.machine.environment._DRIVER", __main__.PROJECT / "nothing")
         monkeypatch.setattr(hardware, "query", lambda fields: {"driver_version": "580.1"}[fields])
         assert hardware.driver() == "580.1"
         monkeypatch.setattr(hardware, "query", lambda fields: "")
@@ -206,7 +206,7 @@ class TestHardware:
             ({}, "Pillow"),
         ):
             found = SimpleNamespace(pillow="12.1", decoders=decoders)
-            monkeypatch.setattr("aiofeed.diagnostics.environment.inspect_environment", lambda found=found: found)
+            monkeypatch.setattr("aiofeed.reports.machine.environment.inspect_environment", lambda found=found: found)
             assert hardware.decoder() == name
 
     def test_without_pillow_the_report_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:

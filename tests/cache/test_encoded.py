@@ -18,7 +18,7 @@ from aiofeed import DataLoader, EncodedCache, Feeder, Files, Mixture, Stream, Te
 from aiofeed.cache.encoded import source as source_module
 from aiofeed.cache.encoded.database import Entry
 from aiofeed.cache.encoded.source import CachedSource
-from aiofeed.diagnostics.cli import main
+from aiofeed.reports.commands.cli import main
 from tests.support.encoded import (
     HEADS,
     SIZE,

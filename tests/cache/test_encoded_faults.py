@@ -21,7 +21,7 @@ from aiofeed.cache.encoded import database as database_module
 from aiofeed.cache.encoded import source as source_module
 from aiofeed.cache.encoded.database import CacheDatabase, check_file
 from aiofeed.cache.encoded.source import CachedSource
-from aiofeed.diagnostics.cli import main
+from aiofeed.reports.commands.cli import main
 from aiofeed.sampling.schedule import Schedule
 from tests.support.encoded import (
     HEADS,

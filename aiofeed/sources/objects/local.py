@@ -35,7 +35,7 @@ class LocalObjects:
         self, key: str, starts: Sequence[int], ends: Sequence[int], *, etag: str | None = None
     ) -> list[bytes]:
         """Parts of a file."""
-        return await asyncio.to_thread(_read_ranges, self.url(key), starts, ends, etag)
+        return await asyncio.to_thread(read_ranges, self.url(key), starts, ends, etag)
 
     async def list(self, prefix: str) -> AsyncIterator[list[tuple[str, ObjectInfo]]]:
         """The files of a folder and of those in it."""
@@ -53,7 +53,8 @@ def _info(status: os.stat_result) -> ObjectInfo:
     return ObjectInfo(status.st_size, etag, status.st_mtime)
 
 
-def _read_ranges(path: str, starts: Sequence[int], ends: Sequence[int], etag: str | None) -> list[bytes]:
+def read_ranges(path: str, starts: Sequence[int], ends: Sequence[int], etag: str | None = None) -> list[bytes]:
+    """Parts of a file, in the calling thread."""
     with open(open_file(path), "rb", buffering=0) as file:
         if etag is not None and _info(os.fstat(file.fileno())).etag != etag:
             raise changed(path)

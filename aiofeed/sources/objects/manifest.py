@@ -8,21 +8,24 @@ import io
 import json
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_callable, check_positive_int, explain_arguments
-from aiofeed.sources.file_io import MAX_BYTES, check_beneath, open_file, read_range
+from aiofeed.sources.file_io import MAX_BYTES, check_beneath, open_file
 from aiofeed.sources.files import Files, path_of
-from aiofeed.sources.objects.faults import too_short
 from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
 from aiofeed.sources.objects.listing import run_blocking
+from aiofeed.sources.objects.local import read_ranges
 from aiofeed.sources.objects.reader import ObjectReader, run_all
 from aiofeed.sources.objects.samples import ObjectList, objects_of
 from aiofeed.sources.objects.urls import redacted, scheme_of, split_url
+from aiofeed.sources.tables.columns import ValueColumn
 
 # The usual names of the column of keys; Hugging Face's metadata files have "file_name".
 KEYS = ("path", "file_name", "url", "key", "filename")
@@ -38,13 +41,6 @@ _OUTWARD = r"^[/\\]|^[a-zA-Z]:|(^|[/\\])\.\.([/\\]|$)"
 _LINE = 16 << 20
 # Values of other types than numbers and texts that are Python objects at the same time.
 _BLOCK = 1 << 16
-
-
-def format_of(key: str) -> tuple[str | None, str | None]:
-    """The format of a table and its compression by the name of its file; ``None`` if the name has none."""
-    stem, suffix = os.path.splitext(key.lower())
-    compression = _COMPRESSIONS.get(suffix)
-    return _FORMATS.get(suffix if compression is None else os.path.splitext(stem)[1]), compression
 
 
 class TableFile:
@@ -67,7 +63,9 @@ class TableFile:
         base, key = split_url(path)
         self.is_local: bool = not base and (store is None or scheme_of(path) == "file")
         self._arrow = _pyarrow("")
-        by_suffix, self._compression = format_of(key)
+        stem, suffix = os.path.splitext(key.lower())
+        self._compression = _COMPRESSIONS.get(suffix)
+        by_suffix = _FORMATS.get(suffix if self._compression is None else os.path.splitext(stem)[1])
         self._format = by_suffix if format is None else format
         self.has_empty_cells: bool = self._format in ("csv", "tsv")
         if self._format not in _FORMATS.values():
@@ -81,43 +79,27 @@ class TableFile:
             self.name, self.folder = reader.url(key), _parent(path)
             self._data = self._arrow.py_buffer(run_blocking(lambda: reader.read(key, max_bytes=sys.maxsize)))
 
-    def names(self) -> list[str]:
-        """The names of the columns; in JSON Lines those of the first line."""
-        names: list[str] = self._checked(self._names)
-        return names
-
-    def read(self, columns: Sequence[str], types: Mapping[str, Any]) -> Any:
-        """An Arrow table of some columns, some of them as values of a type.
-
-        Raises:
-            ValueError: The file is damaged, or a value is not of the type of its column.
-        """
-        return self._checked(self._read, list(dict.fromkeys(columns)), types)
-
-    def _checked(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return function(*arguments)
-        except (self._arrow.ArrowException, ValueError, EOFError, OSError) as error:
-            if isinstance(error, OSError) and error.filename is not None:
-                raise
-            line = self._wrong_line() if self._format == "jsonl" and isinstance(error, ValueError) else None
-            raise ValueError(f"{self.name}: {line or error}") from None
-
     def _open(self) -> Any:
         stream = io.FileIO(open_file(self.name)) if self.is_local else self._arrow.BufferReader(self._data)
         return stream if self._compression is None else self._arrow.CompressedInputStream(stream, self._compression)
 
-    def _names(self) -> list[str]:
-        with self._open() as stream:
+    def names(self) -> list[str]:
+        """The names of the columns; in JSON Lines those of the first line."""
+        with self._errors(), self._open() as stream:
             if self._format == "parquet":
                 return list(_pyarrow("parquet").ParquetFile(stream).schema_arrow.names)
             if self._format == "jsonl":
                 return list(next(_objects(stream), {}))
             return list(_pyarrow("csv").open_csv(stream, parse_options=self._csv_options()).schema.names)
 
-    def _read(self, columns: list[str], types: Mapping[str, Any]) -> Any:
+    def read(self, columns: list[str], types: Mapping[str, Any]) -> Any:
+        """An Arrow table of some columns, some of them as values of a type.
+
+        Raises:
+            ValueError: The file is damaged, or a value is not of the type of its column.
+        """
         arrow = self._arrow
-        with self._open() as stream:
+        with self._errors(), self._open() as stream:
             if self._format == "parquet":
                 table = _pyarrow("parquet").ParquetFile(stream).read(columns)
                 return table.cast(arrow.schema([(each.name, types.get(each.name, each.type)) for each in table.schema]))
@@ -134,21 +116,28 @@ class TableFile:
                 table = reader.read_csv(stream, parse_options=self._csv_options(), convert_options=convert)
         # A text that looks like a date is a text.
         dates = {each.name: arrow.string() for each in table.schema if arrow.types.is_temporal(each.type)}
-        return self._read(columns, {**types, **dates}) if dates else table
+        return self.read(columns, {**types, **dates}) if dates else table
 
     def _csv_options(self) -> Any:
         delimiter = "\t" if self._format == "tsv" else ","
         return _pyarrow("csv").ParseOptions(delimiter=delimiter, newlines_in_values=True)
 
-    def _wrong_line(self) -> str | None:
-        """The first line that is no JSON object, and why; pyarrow knows only its position in a block."""
-        with self._open() as stream:
-            try:
-                for _ in _objects(stream):
-                    pass
-            except ValueError as error:
-                return str(error)
-        return None
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Name the file in errors; in those of JSON Lines also the line, which pyarrow does not know."""
+        try:
+            yield
+        except (self._arrow.ArrowException, ValueError, EOFError, OSError) as error:
+            if isinstance(error, OSError) and error.filename is not None:
+                raise
+            reason: Exception = error
+            if self._format == "jsonl" and isinstance(error, ValueError):
+                with self._open() as stream:
+                    try:
+                        deque(_objects(stream), 0)
+                    except ValueError as wrong:
+                        reason = wrong
+            raise ValueError(f"{self.name}: {reason}") from None
 
 
 def _objects(stream: Any) -> Iterator[dict[str, Any]]:
@@ -229,7 +218,8 @@ class Manifest(Files):
         file = TableFile(os.fspath(path), format, store, options)
         key = _check_names(file, key, [*targets, *ranges])
         arrow = _pyarrow("")
-        table = file.read([key, *targets, *ranges], {key: arrow.large_string(), **dict.fromkeys(ranges, arrow.int64())})
+        wanted = list(dict.fromkeys([key, *targets, *ranges]))
+        table = file.read(wanted, {key: arrow.large_string(), **dict.fromkeys(ranges, arrow.int64())})
         if not len(table):
             raise ValueError(f"{file.name} lists no samples")
         columns = {name: _values(file, table.column(name), name, name == key) for name in table.column_names}
@@ -240,7 +230,9 @@ class Manifest(Files):
         self._columns = [columns[name] for name in targets]
         labels: Any = None
         if targets:
-            labels = self._columns[0] if plain and to_target is None else Targets(self._columns, plain, to_target)
+            labels = self._columns[0]
+            if not plain or to_target is not None or isinstance(labels, ValueColumn):
+                labels = Targets(self._columns, len(paths), plain, to_target)
         super().__init__(paths, labels, max_bytes=max_bytes)
         self.root: str | None = None if root is None else redacted(os.fspath(root))
 
@@ -279,16 +271,14 @@ class Manifest(Files):
         starts, ends = self._bounds
         found: list[Any] = [None] * len(indices)
         for places in self.paths.by_object(indices):
-            path = self.paths[indices[places[0]]]
+            chosen = [indices[place] for place in places]
             try:
-                with open(open_file(path), "rb", buffering=0) as file:
-                    for place in places:
-                        start, end = int(starts[indices[place]]), int(ends[indices[place]])
-                        data = read_range(file, start, end)
-                        found[place] = data if len(data) == end - start else too_short(path, start, end)
-            except OSError as error:
-                for place in places:
-                    found[place] = error.with_traceback(None) if found[place] is None else found[place]
+                parts: list[Any] = read_ranges(self.paths[chosen[0]], starts[chosen].tolist(), ends[chosen].tolist())
+            except OSError as error:  # it may be that of one sample
+                one = len(chosen) == 1
+                parts = [error.with_traceback(None)] if one else [self._contents([each])[0] for each in chosen]
+            for place, data in zip(places, parts, strict=True):
+                found[place] = data
         return found
 
     def fingerprint(self) -> str:
@@ -305,47 +295,25 @@ class Targets(Sequence[Any]):
 
     Args:
         columns: The values of each column.
+        length: The number of rows.
         single: Whether a target is the value of the only column, in place of a tuple.
         to_target: Makes a target of that.
     """
 
-    def __init__(self, columns: Sequence[Any], single: bool, to_target: Callable[[Any], Any] | None) -> None:
-        self._columns = columns
-        self._single = single
-        self._to_target = to_target
+    def __init__(
+        self, columns: Sequence[Any], length: int, single: bool, to_target: Callable[[Any], Any] | None
+    ) -> None:
+        self._columns, self._length, self._single, self._to_target = columns, length, single, to_target
 
     def __len__(self) -> int:
         """The number of rows."""
-        return len(self._columns[0])
+        return self._length
 
     def __getitem__(self, index: Any) -> Any:
         """The target of a row."""
-        value = self._columns[0][index] if self._single else tuple([column[index] for column in self._columns])
+        values = [each.value(index) if isinstance(each, ValueColumn) else each[index] for each in self._columns]
+        value = values[0] if self._single else tuple(values)
         return value if self._to_target is None else self._to_target(value)
-
-
-class ArrowColumn(Sequence[Any]):
-    """Values other than numbers and texts; lists of numbers as numpy arrays."""
-
-    def __init__(self, values: Any) -> None:
-        self._values = values
-        types = _pyarrow("").types
-        inner = getattr(values.type, "value_type", None)
-        self._arrays = inner is not None and (types.is_integer(inner) or types.is_floating(inner))
-
-    def __len__(self) -> int:
-        """The number of values."""
-        return len(self._values)
-
-    def __getitem__(self, index: Any) -> Any:
-        """A value."""
-        value = self._values[index]
-        return value.values.to_numpy(zero_copy_only=False, writable=True) if self._arrays else value.as_py()
-
-    def blocks(self) -> Iterator[bytes]:
-        """Bytes that differ if values do."""
-        for start in range(0, len(self), _BLOCK):
-            yield repr(self._values.slice(start, _BLOCK).to_pylist()).encode("utf-8", "surrogatepass")
 
 
 def _parts(column: Any) -> Iterator[Any]:
@@ -354,8 +322,9 @@ def _parts(column: Any) -> Iterator[Any]:
         offsets = column.offsets
         yield column.data[offsets[0] : offsets[-1]]
         yield np.diff(offsets)
-    elif isinstance(column, ArrowColumn):
-        yield from column.blocks()
+    elif isinstance(column, ValueColumn):
+        for start in range(0, len(column.column), _BLOCK):
+            yield repr(column.column.slice(start, _BLOCK).to_pylist()).encode("utf-8", "surrogatepass")
     else:
         yield np.ascontiguousarray(column)
 
@@ -404,10 +373,9 @@ def _values(file: TableFile, column: Any, name: str, is_key: bool) -> Any:
         raise ValueError(f"{file.name}: {_row(missing)} has no {name!r}")
     if is_text:
         return packed
-    types = arrow.types
-    if types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type):
+    if arrow.types.is_primitive(column.type) and not arrow.types.is_temporal(column.type):
         return column.to_numpy()
-    return ArrowColumn(arrow.concat_arrays(column.chunks))
+    return ValueColumn(arrow.chunked_array([arrow.concat_arrays(column.chunks)]), "")
 
 
 def _packed(column: Any) -> PackedKeys:

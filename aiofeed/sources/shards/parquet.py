@@ -231,14 +231,6 @@ class ParquetRows(Shards):
             raise ValueError(f"{shard.url}: row group {group}: {error}") from None
 
 
-def summary_of(source: ParquetRows) -> dict[str, Any]:
-    """The number of files, their bytes, the number of rows and the names of the columns."""
-    shards = source._shards
-    columns = [name for shard in shards for name in _names(shard)]
-    size = sum(shard.size for shard in shards)
-    return {"files": len(shards), "size": size, "rows": len(source), "columns": list(dict.fromkeys(columns))}
-
-
 def _names(shard: Shard) -> list[str]:
     names: list[str] = shard.extra.metadata.schema.to_arrow_schema().names
     return names

@@ -111,7 +111,7 @@ class ValueColumn:
 
     def __init__(self, column: Any, problem: str) -> None:
         self.problem = problem
-        self._column = column
+        self.column = column
         self._value = _as_python
         if is_encoded(column.type):
             self._value = _file
@@ -120,11 +120,11 @@ class ValueColumn:
 
     def value(self, row: int) -> Any:
         """Return a row; ``None`` for null."""
-        return self._value(self._column, int(row))
+        return self._value(self.column, int(row))
 
     def values(self, rows: NDArray[np.int64]) -> list[Any]:
         """Return rows; ``None`` for null."""
-        return [self._value(self._column, row) for row in rows.tolist()]
+        return [self._value(self.column, row) for row in rows.tolist()]
 
 
 def _as_python(column: Any, row: int) -> Any:

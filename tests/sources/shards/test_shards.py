@@ -23,7 +23,7 @@ from hypothesis import given
 
 import aiofeed.sources.shards.indexing as indexing
 from aiofeed import DecodeImage, EncodedCache, FailurePolicy, Feeder, Limits, ReadError, StateError, TarShards
-from aiofeed.diagnostics.cli import main
+from aiofeed.reports.commands.cli import main
 from aiofeed.sources.objects import listing
 from aiofeed.sources.objects import reader as reader_module
 from aiofeed.sources.shards.index import ShardIndex

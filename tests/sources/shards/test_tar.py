@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from aiofeed import Source, TarShards
-from aiofeed.diagnostics.cli import main
+from aiofeed.reports.commands.cli import main
 from aiofeed.sources.shards.index import ShardIndex
 from tests.support.shard_files import members_of, numbered, tar_of, write_tar
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 
 from aiofeed import Feeder, TFRecordShards
-from aiofeed.diagnostics.cli import main
+from aiofeed.reports.commands.cli import main
 from aiofeed.sources.shards.tfrecord import crc32c
 from tests.support import shard_files
 from tests.support.shard_files import tfrecord

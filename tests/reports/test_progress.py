@@ -16,7 +16,8 @@ import torch
 from _pytest.capture import CaptureIO
 
 from aiofeed import Buckets, DiskCache, Feeder, HostCache, IteratorClosedError, ReadError, Stream
-from aiofeed.diagnostics import progress
+from aiofeed.feeder.iterator import EpochObserver
+from aiofeed.reports import progress
 from aiofeed.runtime.queue import ReadyBatch
 from aiofeed.sources.objects import listing
 from aiofeed.sources.objects.listing import LoadProgress
@@ -440,7 +441,7 @@ def test_cost_per_batch(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> 
     feeder = new_feeder()
     iterator = iter(feeder.progress())
     shown, item = iterator.observer, ReadyBatch(0, 2, None)
-    shown._observer = progress.EpochObserver(None)  # type: ignore
+    shown._observer = EpochObserver(None)  # type: ignore
     assert min(timeit.repeat(lambda: shown.handing_out(item), number=1000, repeat=5)) < 20e-6 * 1000
 
 

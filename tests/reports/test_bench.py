@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import aiofeed
-from aiofeed.diagnostics.cli import main
-from aiofeed.diagnostics.commands import bench as bench_command
+from aiofeed.reports.commands import bench as bench_command
+from aiofeed.reports.commands.cli import main
 from tests.support.shard_files import write_tar
 from tests.support.waiting import until
 
@@ -112,8 +112,8 @@ class TestReal:
         """Ctrl-C in a terminal ends it with exit code 130, without a traceback of any of its processes."""
         code = (
             "import sys\n"
-            "from aiofeed.diagnostics.cli import main\n"
-            "from aiofeed.diagnostics.commands import bench as b\n"
+            "from aiofeed.reports.commands.cli import main\n"
+            "from aiofeed.reports.commands import bench as b\n"
             "b.machine.cpus, b.WARM_UP_S, say = lambda: 1, 0.01, b._say\n"
             "def long_step(text):\n"
             f"    b.STEP_S = 60.0 if {step!r} in text else 0.01\n"

@@ -13,13 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import aiofeed
 from aiofeed.core.errors import FeedError
-from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.formatting import format_bytes
-from aiofeed.core.limits import Limits
 from aiofeed.core.validation import check_positive_int
-from aiofeed.diagnostics.commands.data_set import DataSet, nothing, open_data_set, quoted
-from aiofeed.feeder.feeder import Feeder
+from aiofeed.reports.commands.data_set import DataSet, nothing, open_data_set, quoted
 from aiofeed.runtime import machine
 
 # Each step is measured for so long, after a warm-up in which threads and reads are tuned.
@@ -75,7 +73,7 @@ def _measure(data: DataSet, size: int, batch_size: int) -> dict[str, Any]:
     _say("decoding alone")
     rates["decode"], _ = _feed(_InMemory(_some_samples(data.source, batch_size)), decode=decode, batch_size=batch_size)
     if rates["read"] < rates["decode"]:
-        settings["256 reads"] = {"limits": Limits(read_concurrency=256)}
+        settings["256 reads"] = {"limits": aiofeed.Limits(read_concurrency=256)}
     for seed, (name, options) in enumerate(settings.items(), 1):
         if not options or time.monotonic() - started < TOTAL_S:
             _say(f"Feeder, {name}")
@@ -127,8 +125,8 @@ def _samples(batch: Any) -> int:
 
 def _feed(source: Any, **options: Any) -> tuple[float, float]:
     """Samples and encoded bytes per second of a feeder."""
-    policy = FailurePolicy("replace", max_failures=0.5)
-    with Feeder(source, on_error=policy, **options) as feeder:
+    policy = aiofeed.FailurePolicy("replace", max_failures=0.5)
+    with aiofeed.Feeder(source, on_error=policy, **options) as feeder:
         rate = _rate(feeder.steps(_ENDLESS))
         found = feeder.statistics(total=True)
     return rate, rate * found.bytes_read / max(found.samples, 1)
@@ -142,8 +140,8 @@ def _some_samples(source: Any, batch_size: int) -> list[bytes]:
     """Encoded samples for decoding alone, as many as are read within a step."""
     found: list[bytes] = []
     begin = time.perf_counter()
-    policy = FailurePolicy("skip", max_failures=0.5)
-    with Feeder(
+    policy = aiofeed.FailurePolicy("skip", max_failures=0.5)
+    with aiofeed.Feeder(
         source, decode=_unchanged, batch_size=batch_size, shuffle=True, collate_fn=list, on_error=policy
     ) as feeder:
         for batch in feeder:

@@ -13,7 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"aiofeed {version('aiofeed')}")
     parser.set_defaults(run=lambda options: parser.print_help())
     commands = parser.add_subparsers(metavar="command")
-    for add in (_add_doctor, _add_bench, _add_profile, _add_index, _add_ls, _add_cache):
+    for add in (_add_doctor, _add_bench, _add_profile, _add_index, _add_cache):
         add(commands)
     options = parser.parse_args(arguments)
     return options.run(options) or 0
@@ -26,7 +26,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _doctor(options: argparse.Namespace) -> None:
-    from aiofeed.diagnostics import device_report
+    from aiofeed.reports.machine import device_report
 
     print(device_report(measure=not options.quick))
 
@@ -41,7 +41,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from aiofeed.diagnostics.commands.bench import bench
+    from aiofeed.reports.commands.bench import bench
 
     return bench(options.paths, size=options.size, batch_size=options.batch_size, as_json=options.json)
 
@@ -55,7 +55,7 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _profile(options: argparse.Namespace) -> int:
-    from aiofeed.diagnostics.commands.profile import profile
+    from aiofeed.reports.commands.profile import profile
 
     return profile(options.script, options.arguments, options.output)
 
@@ -69,24 +69,9 @@ def _add_index(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _index(options: argparse.Namespace) -> int:
-    from aiofeed.diagnostics.commands.index import write_indexes
+    from aiofeed.reports.commands.index import write_indexes
 
     return write_indexes(options.urls, target=options.target, output=options.output)
-
-
-def _add_ls(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    listing = commands.add_parser("ls", help="show what is in folders, buckets, shards and manifests")
-    listing.add_argument(
-        "urls", nargs="+", metavar="URL", help="a URL or path; shards with braces {000..099} or a glob"
-    )
-    listing.add_argument("--json", action="store_true", help="print a JSON object per line")
-    listing.set_defaults(run=_ls)
-
-
-def _ls(options: argparse.Namespace) -> int:
-    from aiofeed.diagnostics.commands.ls import list_urls
-
-    return list_urls(options.urls, as_json=options.json)
 
 
 def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -108,12 +93,12 @@ def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _build_cache(options: argparse.Namespace) -> int:
-    from aiofeed.diagnostics.commands.cache import build_cache
+    from aiofeed.reports.commands.cache import build_cache
 
     return build_cache(options.path, options.data, options.gigabytes)
 
 
 def _cache(options: argparse.Namespace) -> int:
-    from aiofeed.diagnostics.commands.cache import show_cache
+    from aiofeed.reports.commands.cache import show_cache
 
     return show_cache(options.path, verify=options.verify, repair=options.repair)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from aiofeed.core.formatting import format_bytes
-from aiofeed.diagnostics.report import AcceleratorReport, Environment
+from aiofeed.reports.machine.report import AcceleratorReport, Environment
 
 # A feeder has up to a few hundred files and sockets open, and so has a training program.
 FEW_FILES = 1024

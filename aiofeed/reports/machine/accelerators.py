@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.devices.resolve import resolve_device
-from aiofeed.diagnostics.report import AcceleratorReport
+from aiofeed.reports.machine.report import AcceleratorReport
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import aiofeed
-from aiofeed import diagnostics
 from aiofeed.devices import resolve
-from aiofeed.diagnostics import AcceleratorReport, Environment, accelerators, environment
-from aiofeed.diagnostics.advice import advise
-from aiofeed.diagnostics.cli import main
-from aiofeed.diagnostics.report import DeviceReport
+from aiofeed.reports import machine
+from aiofeed.reports.commands.cli import main
+from aiofeed.reports.machine import AcceleratorReport, Environment, accelerators, environment
+from aiofeed.reports.machine.advice import advise
+from aiofeed.reports.machine.report import DeviceReport
 from aiofeed.testing import SimulatedDevice
 
 GIB = 1 << 30
@@ -370,7 +370,7 @@ class TestAccelerators:
     def test_forked(self, card, monkeypatch):
         """In a child forked from a process with CUDA, accelerators are not initialized."""
         monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-        monkeypatch.setattr(diagnostics, "explain_no_accelerator", lambda: "forked")
+        monkeypatch.setattr(machine, "explain_no_accelerator", lambda: "forked")
         report = aiofeed.device_report()
         assert report.accelerators == ()
         assert any("'spawn'" in line for line in report.advice)

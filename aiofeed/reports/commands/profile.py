@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from aiofeed.feeder.feeder import Feeder
+from aiofeed import Feeder
 
 
 def profile(script: str, arguments: Sequence[str], output: str | None) -> int:

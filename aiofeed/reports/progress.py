@@ -7,23 +7,18 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
 from aiofeed.core.formatting import format_error
-from aiofeed.feeder.iterator import EpochObserver, FeedIterator
-from aiofeed.runtime.queue import FeedFailure, ReadyBatch
 from aiofeed.sources.objects.listing import BAR_EVERY_S, new_bar, shows_progress
-
-if TYPE_CHECKING:
-    from aiofeed.feeder.session import FeederSession
 
 BatchT = TypeVar("BatchT")
 BarKind: TypeAlias = Literal["tqdm", "rich"]
 
-log: logging.Logger = logging.getLogger("aiofeed.diagnostics")
+log: logging.Logger = logging.getLogger("aiofeed.reports")
 
 # Drawing takes at most this share of the time, also in a slow notebook.
 DRAWING_SHARE = 0.02
@@ -32,9 +27,16 @@ _CACHE_SAMPLE = 100_000
 
 
 class ProgressFeed(Generic[BatchT]):
-    """The batches of an epoch with a progress bar, for ``for`` or ``async for``; see ``Feeder.progress``."""
+    """The batches of an epoch with a progress bar, for ``for`` or ``async for``; see ``Feeder.progress``.
 
-    def __init__(self, session: FeederSession[BatchT], batches: Callable[[], int], name: str, kind: BarKind) -> None:
+    Args:
+        session: The session of the feeder: it begins epochs and has their statistics.
+        batches: Returns the number of batches per epoch.
+        name: The title of the bar.
+        kind: "tqdm" or "rich".
+    """
+
+    def __init__(self, session: Any, batches: Callable[[], int], name: str, kind: BarKind) -> None:
         if not isinstance(name, str):
             raise TypeError(f"progress(name) must be a str, got {name!r}")
         if kind not in _BARS:
@@ -50,13 +52,13 @@ class ProgressFeed(Generic[BatchT]):
         """The number of batches per epoch, as of the feeder."""
         return self._batches()
 
-    def __iter__(self) -> FeedIterator[BatchT]:
+    def __iter__(self) -> Iterator[BatchT]:
         """Start an epoch, with a bar."""
         session = self._session
-        iterator = session.begin()
+        iterator: Any = session.begin()
         # With a bar of rich before version 15, standard error is no terminal.
         if session.rank or not (session.bar or shows_progress()):
-            return iterator
+            return iterator  # type: ignore[no-any-return]
         epoch, before, last = session.place()
         try:
             batches: int | None = self._batches()
@@ -73,17 +75,18 @@ class ProgressFeed(Generic[BatchT]):
         iterator.observer = shown
         # The iterator is dropped by `break` and by an exception in the loop.
         weakref.finalize(iterator, shown.left)
-        return iterator
+        return iterator  # type: ignore[no-any-return]
 
-    def __aiter__(self) -> FeedIterator[BatchT]:
+    def __aiter__(self) -> AsyncIterator[BatchT]:
         """Start an epoch, with a bar."""
-        return iter(self)
+        shown: Any = iter(self)
+        return shown  # type: ignore[no-any-return]
 
 
-class _ShownEpoch(EpochObserver):
+class _ShownEpoch:
     """Draws the bar of an epoch as its batches are handed out; passes all events on to the feeder's own observer."""
 
-    def __init__(self, observer: EpochObserver, session: FeederSession[Any], bar: EpochBar, before: int) -> None:
+    def __init__(self, observer: Any, session: Any, bar: EpochBar, before: int) -> None:
         self._observer = observer
         self._session = session
         self._stats = session.stats
@@ -97,17 +100,17 @@ class _ShownEpoch(EpochObserver):
         self._cached = self._cached_share()
         self._done = False
 
-    def handing_out(self, item: ReadyBatch) -> None:
+    def handing_out(self, item: Any) -> None:
         self._observer.handing_out(item)
         if (started := time.perf_counter()) >= self._due:
             self._draw()
             ended = time.perf_counter()
             self._due = ended + max(BAR_EVERY_S, (ended - started) / DRAWING_SHARE)
 
-    def handed_out(self, item: ReadyBatch) -> None:
+    def handed_out(self, item: Any) -> None:
         self._observer.handed_out(item)
 
-    def failed(self, item: FeedFailure) -> None:
+    def failed(self, item: Any) -> None:
         self._observer.failed(item)
         self.left()
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import aiofeed
-from aiofeed.diagnostics.cli import main
+from aiofeed.reports.commands.cli import main
 
 
 def unchanged(data: bytes) -> bytes:

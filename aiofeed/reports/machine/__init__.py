@@ -2,10 +2,10 @@
 
 from aiofeed.core.types import public
 from aiofeed.devices.resolve import explain_no_accelerator
-from aiofeed.diagnostics.accelerators import find_accelerators
-from aiofeed.diagnostics.advice import advise
-from aiofeed.diagnostics.environment import inspect_environment
-from aiofeed.diagnostics.report import AcceleratorReport, DeviceReport, Environment
+from aiofeed.reports.machine.accelerators import find_accelerators
+from aiofeed.reports.machine.advice import advise
+from aiofeed.reports.machine.environment import inspect_environment
+from aiofeed.reports.machine.report import AcceleratorReport, DeviceReport, Environment
 
 __all__ = ["AcceleratorReport", "DeviceReport", "Environment", "device_report"]
 

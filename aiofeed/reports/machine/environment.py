@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from aiofeed.diagnostics.report import Environment
+from aiofeed.reports.machine.report import Environment
 from aiofeed.runtime import machine
 from aiofeed.sources.native_files import group_reader
 

@@ -9,12 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import aiofeed
 from aiofeed.cache.encoded.database import CacheDatabase, EncodedCache
 from aiofeed.core.errors import CacheError, FeedError
-from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.formatting import format_bytes
-from aiofeed.diagnostics.commands.data_set import nothing, open_data_set, quoted
-from aiofeed.feeder.feeder import Feeder
+from aiofeed.reports.commands.data_set import nothing, open_data_set, quoted
 
 # The cache stores samples in the background and drops those that the disk is too slow for: another pass reads them.
 _PASSES = 5
@@ -77,8 +76,8 @@ def _store(source: Any, cache: EncodedCache) -> int:
     """Read all samples that the cache lacks; returns the number of those that cannot be read."""
     misses, failed = len(source) + 1, 0
     for _ in range(_PASSES):
-        with Feeder(
-            source, decode=nothing, batch_size=64, cache=cache, on_error=FailurePolicy("skip", max_failures=1.0)
+        with aiofeed.Feeder(
+            source, decode=nothing, batch_size=64, cache=cache, on_error=aiofeed.FailurePolicy("skip", max_failures=1.0)
         ) as feeder:
             for _batch in feeder.progress("cache"):
                 pass
