@@ -1,6 +1,6 @@
 """Messages between the trainer and a worker process, in the order in which a batch causes them.
 
-Trainer (``pool.py``, ``parent_engine.py``)            Worker (``main.py``, ``worker_engine.py``)
+Trainer (``pool.py``, ``remote_assembly.py``)          Worker (``main.py``, ``worker_engine.py``)
 
     PlanBatch        ->    reads the samples
                      <-    ReadReport, if batches may be finished out of order

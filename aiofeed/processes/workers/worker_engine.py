@@ -1,6 +1,6 @@
 """The engine in a worker process: it builds batches in slots of the ring and sends them to the trainer.
 
-``WorkerEngine._deliver_batch`` sends a finished batch; ``MultiprocessEngine._assemble`` receives it (``protocol.py``).
+``WorkerEngine._deliver_batch`` sends a finished batch; ``RemoteAssembly._assemble`` receives it (``protocol.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan
 from aiofeed.engine.admission import MemoryBudget
 from aiofeed.engine.batch import Batch, ReorderBuffer
+from aiofeed.engine.chunks import ChunkAssembly
 from aiofeed.engine.engine import Engine
 from aiofeed.engine.fetch.collate import BatchBuilder
 from aiofeed.engine.fetchers import NewBuilder, builder_factory, new_fetcher
@@ -135,14 +136,22 @@ class WorkerEngine(Engine):
             reads_given=worker_config.reads_given,
             reads_most=worker_config.most_reads(number),
         )
-        super().__init__(
-            steps,
-            batch_size=1,
+        assembly = partial(
+            ChunkAssembly,
             fetcher=fetcher,
             new_builder=partial(_new_builder, builder_factory(fetcher, worker_config.collate_fn, staged=False)),
             wrap=unchanged,
             memory=slots,
             executor=executor,
+            policy=worker_config.policy,
+            # Tunes reads only. Decode threads are tuned while the consumer waits, which is not visible here.
+            tuner=tuner,
+            late_s=late_s,
+        )
+        super().__init__(
+            steps,
+            assembly,
+            batch_size=1,
             queue=BatchQueue(),
             limits=limits,
             budget=MemoryBudget(sys.maxsize),
@@ -150,9 +159,6 @@ class WorkerEngine(Engine):
             policy=worker_config.policy,
             length=worker_config.length,
             buffer=self.permits,
-            late_s=late_s,
-            # Tunes reads only. Decode threads are tuned while the consumer waits, which is not visible here.
-            tuner=tuner,
         )
         self._reads = tuner.reading
         self._send = send
@@ -169,11 +175,11 @@ class WorkerEngine(Engine):
 
     def out_of_plans(self) -> None:
         """There is no batch to read, so reads are not what planning waits for."""
-        self._admission.waited_for_reads = False
+        self.admission.waited_for_reads = False
 
     def _deliver_batch(self, batch: Batch) -> None:
         """Send a finished batch, or its error, to the trainer."""
-        self._budget.release(batch.reserved)
+        self.budget.release(batch.reserved)
         assert isinstance(batch.plan, WorkerPlan)
         serial = batch.plan.serial
         self.permits.reported.discard(serial)
@@ -195,7 +201,7 @@ class WorkerEngine(Engine):
             batch.nbytes,
             failures,
             batch=batch.result,
-            chunk_size=self.chunk_size,
+            chunk_size=self.assembly.chunk_size,
             remaining=None if batch.kept is None else list(batch.kept),
             reads=self._reads.concurrency,
             events=list(counters.events),
@@ -206,8 +212,8 @@ class WorkerEngine(Engine):
         self, error: BaseException, number: int | None = None, failures: tuple[SampleError, ...] = ()
     ) -> None:
         """Report an error of the engine itself."""
-        if not self._admission.closed:
-            self._admission.closed = True
+        if not self.admission.closed:
+            self.admission.closed = True
             self._send(WorkerEnded(describe(error)), None)
 
 
