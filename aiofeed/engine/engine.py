@@ -128,7 +128,8 @@ class Engine:
         in_order: deliver batches in order; otherwise each epoch's batches as they finish.
         policy: what happens to samples that fail.
         length: of the source, for a relative ``max_failures``.
-        buffer: replaces the engine's reorder buffer.
+        judges: whether failures are counted and the first error ends the engine; otherwise errors are delivered as
+            those of a ``ReadyBatch``.
 
     Attributes:
         group: the tasks of the assembly; they end with the engine.
@@ -148,17 +149,16 @@ class Engine:
         in_order: bool,
         policy: FailurePolicy | None = None,
         length: int = 0,
-        buffer: ReorderBuffer | None = None,
+        judges: bool = True,
     ) -> None:
         self._steps = steps
         self._queue = queue
         self.budget = budget
-        self.buffer: ReorderBuffer = buffer or ReorderBuffer(
-            in_order=in_order, prefetch_batches=limits.prefetch_batches
-        )
+        self.buffer = ReorderBuffer(in_order=in_order, prefetch_batches=limits.prefetch_batches)
         self.admission: Admission = Admission(limits, batch_size=batch_size, budget=budget, buffer=self.buffer)
         self._policy = policy or FailurePolicy()
         self._length = length
+        self._judges = judges
         self._failure_counter = FailureCounter(self._policy, length)
         self._counters = EpochStats()
         # When the queue became full, until the next batch is taken.
@@ -268,10 +268,10 @@ class Engine:
 
     def _deliver_batch(self, batch: Batch) -> None:
         failures = tuple(batch.failures)
-        if failures:
+        if failures and self._judges:
             batch.failure_counter.count(failures)
             batch.error = batch.failure_counter.too_many(failures[-1]) or batch.error
-        if batch.error is not None:
+        if batch.error is not None and self._judges:
             self._deliver_failure(batch.error, batch.plan.number, failures)
             # Break the cycle: the error's traceback may refer to frames that refer to the batch.
             batch.error = None
@@ -293,6 +293,8 @@ class Engine:
                 failures,
                 batch.handed_out,
                 on_taken=self.assembly.on_taken,
+                plan=batch.plan,
+                error=batch.error,
             )
         )
 

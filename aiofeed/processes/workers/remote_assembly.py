@@ -1,6 +1,6 @@
 """Assembles batches in workers: the trainer's engine plans and delivers.
 
-``begin`` sends the plan of a batch, and ``_assemble`` gets the finished batch, which ``WorkerEngine`` has sent
+``begin`` sends the plan of a batch, and ``_assemble`` gets the finished batch, which the worker's ``Outbox`` has sent
 (``protocol.py``).
 """
 
@@ -125,7 +125,7 @@ class RemoteAssembly(Assembly):
             error = rebuild(reply.error)
             batch.error = error if isinstance(error, FeedError) else FeedError(f"{type(error).__name__}: {error}")
         else:
-            batch.kept = reply.remaining
+            batch.kept = range(reply.samples)
             borrowed = await self._receive(batch, worker, assigned, reply)
         failures = map(rebuild, reply.failures)
         batch.failures = [batch.failure_counter.know(error) for error in failures if isinstance(error, SampleError)]
