@@ -47,7 +47,7 @@ log: logging.Logger = logging.getLogger("aiofeed.engine")
 
 
 class Assembly:
-    """How the batches of an engine come about. ``begin`` starts one; when it is finished, ``Engine.complete`` gets it.
+    """Makes the batches of an engine: ``begin`` starts one, and ``Engine.complete`` gets it when it is finished.
 
     Args:
         engine: the engine, whose limits, buffer and task group are used on its loop.
@@ -112,7 +112,7 @@ class Assembly:
         """The consumer has taken a batch from the queue."""
 
     def stop(self) -> None:
-        """The engine has ended, which the feeder may keep: end running jobs, drop unfinished work."""
+        """End running jobs and drop unfinished work: the engine has ended, and the feeder may keep it."""
 
 
 class Engine:

@@ -1,4 +1,4 @@
-"""The engine of ``in_order="samples"``: batches of whichever samples are ready, so that a slow one joins a later batch.
+"""The assembly of ``in_order="samples"``: batches of whichever samples are ready, so a slow one joins a later batch.
 
 Samples do not belong to the batch they were planned in:
 

@@ -163,7 +163,8 @@ class ReadyBatch:
         device_backlog: Start and end, in ``time.perf_counter`` seconds, of the time in which the copy of this batch
             waited because too many earlier batches were queued on the device, or the consumer's event loop ran other
             tasks. ``None``: it did not wait.
-        plan, error: Its plan, and what to raise in its place; only in a worker.
+        plan: Its plan, if an engine made it.
+        error: In a worker, the error to raise in its place.
     """
 
     number: int
