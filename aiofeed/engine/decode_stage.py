@@ -142,7 +142,7 @@ class DecodeStage:
         thread, ended = threading.current_thread().name, time.perf_counter()
         batch.counters.events.append(("decode", thread, began, ended, batch.plan.number, samples, outcome.nbytes))
         if self._record(batch, outcome) and not batch.errors and not self._stop.is_set():
-            self._finish(batch, outcome)
+            self.finish(batch, outcome)
         if (now := time.perf_counter()) >= self._probe_at:
             self._probe_at = now + GIL_PROBE_INTERVAL_S
             outcome.gil_probe_s, outcome.gil_probes = gil_wait_s(), 1
@@ -160,7 +160,7 @@ class DecodeStage:
             batch.undecoded -= 1
             return batch.undecoded == 0
 
-    def _finish(self, batch: Batch, outcome: ChunkOutcome) -> None:
+    def finish(self, batch: Batch, outcome: ChunkOutcome) -> None:
         """Collate the batch; runs in a decode thread."""
         started, cpu_started = time.perf_counter(), time.thread_time()
         assert batch.builder is not None
@@ -199,7 +199,7 @@ class DecodeStage:
         batch.kept, batch.failures, batch.error = recovery.kept, recovery.failures, recovery.error
         if batch.error is None:
             outcome = ChunkOutcome()
-            await asyncio.get_running_loop().run_in_executor(self._executor, partial(self._finish, batch, outcome))
+            await asyncio.get_running_loop().run_in_executor(self._executor, partial(self.finish, batch, outcome))
             batch.count(outcome)
 
     async def _attempt(self, batch: Batch, plan: BatchPlan, position: int) -> FeedError | None:

@@ -1,9 +1,9 @@
-"""The engine of ``in_order="samples"``: batches of whichever samples are ready, so that a slow one joins a later batch.
+"""The assembly of ``in_order="samples"``: batches of whichever samples are ready, so a slow one joins a later batch.
 
-Plans, limits and delivery are those of ``Engine``. In between, samples do not belong to the batch they were planned in:
+Samples do not belong to the batch they were planned in:
 
-1. ``_read_and_decode`` reads samples and adds them to those that were read, in whichever order reads end.
-2. ``_grant_permits`` forms chunks of the samples that were read. Each is a ``Batch`` of its own with a builder of its
+1. ``read_and_decode`` reads samples and adds them to those that were read, in whichever order reads end.
+2. ``permit`` forms chunks of the samples that were read. Each is a ``Batch`` of its own with a builder of its
    own, and is decoded, and its failed samples skipped or replaced, as usual.
 3. ``_fill`` gives the samples of decoded chunks to the first planned batches with places left.
 4. ``_assemble`` copies the samples of a full batch from their chunks, in a decode thread. Batches are delivered in
@@ -19,22 +19,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterable, Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from aiofeed.core.errors import CollateError
-from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan
 from aiofeed.engine.batch import Batch, BatchKeys
+from aiofeed.engine.chunks import ChunkAssembly
 from aiofeed.engine.decode_stage import BuilderFactory, DecodeStage, nothing_left
 from aiofeed.engine.engine import Engine, cancellation_error
 from aiofeed.engine.fetch.collate import BatchBuilder, ChunkBuilder, DefaultCollateBuilder, RowBatchBuilder, SampleList
-from aiofeed.engine.fetch.fetcher import ChunkOutcome, Fetcher
+from aiofeed.engine.fetch.fetcher import ChunkOutcome
 from aiofeed.runtime.buffers import BufferLease, BufferPool, HostBufferPool
 from aiofeed.runtime.thread_pool import ThreadPool
-from aiofeed.sampling.epochs import EpochStart, EpochStream, Step
+from aiofeed.sampling.epochs import EpochStart
 from aiofeed.sampling.samples import SampleSchedule, SampleTracker
 
 # If a group of reads takes longer, samples are read one by one, so that a slow read delays no others. A task for each
@@ -61,7 +61,7 @@ class PlannedBatch(Batch):
         parts: chunks, each with the positions of its samples that fill the next places.
     """
 
-    epoch: _EpochSamples
+    epoch: _EpochSamples = field(init=False)
     parts: list[tuple[Batch, range]] = field(default_factory=list)
 
     @property
@@ -73,52 +73,48 @@ class PlannedBatch(Batch):
 class ChunkStage(DecodeStage):
     """Leaves the samples of a chunk in its builder."""
 
-    def _finish(self, batch: Batch, outcome: ChunkOutcome) -> None:
-        pass
+    def finish(self, batch: Batch, outcome: ChunkOutcome) -> None:
+        """Do nothing: batches are put together of several chunks."""
 
 
-class SampleEngine(Engine):
-    """Turns batch plans into finished batches of the samples that are ready first.
+class SampleAssembly(ChunkAssembly):
+    """Fills batches with the samples that are ready first.
 
     Args:
-        stream: epochs with a ``SampleSchedule``.
-        options: other arguments of ``Engine``.
+        schedule: of the epochs.
+        batch_size: samples of a full batch.
+        options: other arguments of ``ChunkAssembly``.
     """
 
     stage: type[DecodeStage] = ChunkStage
+    batch_type: type[Batch] = PlannedBatch
 
     def __init__(
         self,
-        stream: EpochStream,
+        engine: Engine,
         *,
+        schedule: SampleSchedule,
         batch_size: int,
-        fetcher: Fetcher,
         new_builder: BuilderFactory,
         wrap: Callable[[Any], Any],
         memory: BufferPool,
         executor: ThreadPool,
-        limits: ResolvedLimits,
         **options: Any,
     ) -> None:
         super().__init__(
-            stream,
-            batch_size=batch_size,
-            fetcher=fetcher,
+            engine,
             new_builder=partial(_new_chunk_builder, new_builder),
             wrap=wrap,
             memory=HostBufferPool(executor.max_threads + 1),
             executor=executor,
-            limits=limits,
             **options,
         )
-        self._buffer.first_alone = False
-        assert isinstance(stream.schedule, SampleSchedule)
-        self._schedule = stream.schedule
+        engine.buffer.first_alone = False
+        self._schedule = schedule
         self._batch_size = batch_size
         self._new_builder = new_builder
         self._wrap = wrap
         self._memory = memory
-        self._executor = executor
         # The first epoch with places left, and those planned after it.
         self._epochs: deque[_EpochSamples] = deque()
         # Decoded chunks with the positions of their samples that have no place yet.
@@ -131,30 +127,33 @@ class SampleEngine(Engine):
 
     # --- planning and reading
 
-    async def _plan(self, steps: Iterable[Step] | AsyncIterable[Step]) -> None:
-        try:
-            await super()._plan(steps)
-            # Samples that were read and wait for the consumer have no task of their own.
-            await self._admission.until(lambda: self._admission.closed or not any(epoch.open for epoch in self._epochs))
-        finally:
-            # The feeder may keep this engine.
-            self._epochs.clear()
-            self._ready.clear()
+    def begin_epoch(self, start: EpochStart) -> None:
+        """Fill batches from samples of the epoch when those of the epochs before are full."""
+        self._epochs.append(_EpochSamples(self._schedule.tracker(start.position)))
 
-    async def _plan_step(self, step: Step) -> None:
-        if isinstance(step, EpochStart):
-            self._epochs.append(_EpochSamples(self._schedule.tracker(step.position)))
-        await super()._plan_step(step)
-
-    def _new_batch(self, plan: BatchPlan, reserved: int) -> PlannedBatch:
-        batch = PlannedBatch(plan, self._counters, self._failure_counter, reserved, epoch=self._epochs[-1])
+    async def begin(self, batch: Batch) -> None:
+        """Add the places of a batch, and start to read its samples."""
+        assert isinstance(batch, PlannedBatch)
+        batch.epoch = self._epochs[-1]
         batch.epoch.open.append(batch)
-        return batch
+        await super().begin(batch)
 
-    def _samples_per_read(self) -> int:
+    async def drained(self) -> None:
+        """Wait for samples that were read and wait for the consumer."""
+        await self._admission.until(lambda: self._admission.closed or not any(epoch.open for epoch in self._epochs))
+
+    def stop(self) -> None:
+        """End running jobs, drop samples that were read."""
+        super().stop()
+        self._epochs.clear()
+        self._ready.clear()
+
+    def samples_per_read(self) -> int:
+        """How many samples one task reads: one if reads are slow."""
         return 1 if self._reads_singly else self.chunk_size
 
-    async def _read_and_decode(self, batch: Batch, start: int, stop: int) -> None:
+    async def read_and_decode(self, batch: Batch, start: int, stop: int) -> None:
+        """Read samples of a batch for whichever batch of the epoch has places left."""
         assert isinstance(batch, PlannedBatch)
         started = time.perf_counter()
         try:
@@ -168,11 +167,11 @@ class SampleEngine(Engine):
             batch.reserved = self._budget.raise_to(batch.reserved, batch.encoded_bytes)
         for at, encoded in enumerate(read.samples, start):
             batch.epoch.read.append((batch.plan, at, encoded))
-        self._grant_permits()
+        self.permit()
 
     # --- decoding
 
-    def _grant_permits(self) -> None:
+    def permit(self) -> None:
         """Form chunks of samples that were read, and start those that may be decoded."""
         self._fill()
         while not self._admission.closed and (count := self._next_chunk()):
@@ -192,7 +191,7 @@ class SampleEngine(Engine):
             )
             self._chunks += 1
             self._decoding += count
-            self._group.create_task(self._decode(chunk, [encoded for _, _, encoded in samples]))
+            self._engine.group.create_task(self._decode(chunk, [encoded for _, _, encoded in samples]))
 
     def _next_chunk(self) -> int:
         """The number of samples of the next chunk; 0 if none may start, or if it is better to wait for more reads."""
@@ -224,22 +223,16 @@ class SampleEngine(Engine):
         except asyncio.CancelledError:
             raise cancellation_error(chunk) from None
 
-    def _complete(self, batch: Batch) -> None:
-        if isinstance(batch, PlannedBatch):
-            super()._complete(batch)
-        else:
-            self._add(batch)
-
     # --- filling batches
 
-    def _add(self, chunk: Batch) -> None:
+    def finished(self, chunk: Batch) -> None:
         """Add a decoded chunk to those whose samples wait for places."""
         samples = len(chunk.plan.indices)
         self._chunks -= 1
         self._decoding -= samples
         self._decoded += samples
         self._ready.append((chunk, range(samples)))
-        self._grant_permits()
+        self.permit()
 
     def _fill(self) -> None:
         """Give decoded samples, also those that were skipped, to the first batches with places left."""
@@ -249,7 +242,7 @@ class SampleEngine(Engine):
             batch = epoch.open[0]
             if chunk.error is not None and chunk.kept is None:  # not that of a chunk of which nothing is left
                 batch.error, batch.failures = chunk.error, batch.failures + chunk.failures
-                super()._complete(batch)
+                self._engine.complete(batch)
                 return
             if self._full + self._buffer.waiting >= self._buffer.prefetch_batches:
                 self._ready.appendleft((chunk, positions))
@@ -266,7 +259,7 @@ class SampleEngine(Engine):
                 self._full += 1
                 filled = [part.plan.positions[at] for part, places in batch.parts for at in places]
                 batch.handed_out = epoch.tracker.add(filled)
-                self._group.create_task(self._assemble(batch))
+                self._engine.group.create_task(self._assemble(batch))
 
     async def _assemble(self, batch: PlannedBatch) -> None:
         outcome = ChunkOutcome()
@@ -275,7 +268,7 @@ class SampleEngine(Engine):
         except asyncio.CancelledError:
             raise cancellation_error(batch) from None
         batch.count(outcome)
-        super()._complete(batch)
+        self._engine.complete(batch)
 
     def _put_together(self, batch: PlannedBatch, outcome: ChunkOutcome) -> None:
         """Copy the samples of a batch from their chunks and collate them; runs in a decode thread."""
@@ -309,11 +302,11 @@ class SampleEngine(Engine):
         outcome.collate_s = time.perf_counter() - started
         outcome.collate_cpu_s = time.thread_time() - cpu_started
 
-    def _deliver_batch(self, batch: Batch) -> None:
-        assert isinstance(batch, PlannedBatch)
+    def delivered(self, batch: Batch) -> None:
+        """Let other samples be decoded in place of those of a batch, once it is taken."""
+        super().delivered(batch)
         self._full -= 1
         self._decoded -= len(batch.plan.indices)
-        super()._deliver_batch(batch)
 
 
 def _new_chunk_builder(new_builder: BuilderFactory, plan: BatchPlan, lease: BufferLease) -> BatchBuilder:

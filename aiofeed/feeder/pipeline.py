@@ -17,9 +17,10 @@ from aiofeed.core.errors import add_note, as_exception
 from aiofeed.core.statistics import EpochStats
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.admission import MemoryBudget
-from aiofeed.engine.engine import Engine
+from aiofeed.engine.chunks import ChunkAssembly
+from aiofeed.engine.engine import Assembly, Engine
 from aiofeed.engine.fetchers import builder_factory, new_fetcher
-from aiofeed.engine.samples import SampleEngine
+from aiofeed.engine.samples import SampleAssembly
 from aiofeed.engine.tuning.gil import GilLimit, gil_message
 from aiofeed.engine.tuning.reads import READS_MOST
 from aiofeed.engine.tuning.tuner import Tuner
@@ -31,6 +32,7 @@ from aiofeed.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
 from aiofeed.runtime.queue import BatchQueue, FeedFailure, drop_batches
 from aiofeed.runtime.tensors import as_tensors, unchanged
 from aiofeed.sampling.epochs import EpochStream
+from aiofeed.sampling.samples import SampleSchedule
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.tensors import Tensors
 
@@ -96,34 +98,44 @@ class StreamingPipeline(LoopProducer):
     def feed(self, stream: EpochStream) -> None:
         """Start an engine for the epochs of a stream; call it after ``start``."""
         config = self._config
-        make: Callable[..., Engine] = partial(
-            SampleEngine if config.in_order == "samples" else Engine,
-            new_builder=self._new_builder,
-            tuner=self.tuner,
-            on_gil_limit=partial(_warn_of_gil, config),
-        )
         limits = config.limits
         if self._processes is not None:
-            from aiofeed.processes.workers.parent_engine import MultiprocessEngine
-
-            make = partial(MultiprocessEngine, processes=self._processes, tuner=self.tuner)
             limits = replace(limits, prefetch_batches=limits.prefetch_batches + self._processes.more_batches)
-        self._engine = make(
+        self._engine = Engine(
             stream,
+            self._assembly_of(stream),
             batch_size=config.batch_size,
-            fetcher=self._fetcher,
-            wrap=as_tensors if config.backend is None else unchanged,
-            memory=self._memory,
-            executor=self.loop_thread.decode_pool,
             queue=self.queue,
             limits=limits,
             budget=self._budget,
             in_order=bool(config.in_order),
             policy=config.policy,
             length=config.length,
-            late_s=self.loop_thread.late_s,
         )
         self.loop_thread.start(partial(self._run, self._engine))
+
+    def _assembly_of(self, stream: EpochStream) -> Callable[[Engine], Assembly]:
+        config = self._config
+        options: dict[str, Any] = {
+            "fetcher": self._fetcher,
+            "wrap": as_tensors if config.backend is None else unchanged,
+            "memory": self._memory,
+            "executor": self.loop_thread.decode_pool,
+            "tuner": self.tuner,
+        }
+        if self._processes is not None:
+            from aiofeed.processes.workers.remote_assembly import RemoteAssembly
+
+            return partial(RemoteAssembly, pool=self._processes, **options)
+        options |= {
+            "new_builder": self._new_builder,
+            "policy": config.policy,
+            "on_gil_limit": partial(_warn_of_gil, config),
+            "late_s": self.loop_thread.late_s,
+        }
+        if isinstance(stream.schedule, SampleSchedule):
+            return partial(SampleAssembly, schedule=stream.schedule, batch_size=config.batch_size, **options)
+        return partial(ChunkAssembly, **options)
 
     async def _run(self, engine: Engine) -> None:
         loop_thread = self.loop_thread
@@ -167,7 +179,7 @@ class StreamingPipeline(LoopProducer):
     @property
     def chunk_size(self) -> int:
         """Samples per decode job, as last chosen."""
-        return self._engine.chunk_size if self._engine is not None else 0
+        return self._engine.assembly.chunk_size if self._engine is not None else 0
 
     @property
     def bytes_per_sample(self) -> float:

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from aiofeed.core.errors import SampleError
+from aiofeed.core.errors import FeedError, SampleError
 from aiofeed.core.statistics import EpochStats
+from aiofeed.core.types import BatchPlan
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.threads import POLL_INTERVAL_S
 
@@ -162,6 +163,8 @@ class ReadyBatch:
         device_backlog: Start and end, in ``time.perf_counter`` seconds, of the time in which the copy of this batch
             waited because too many earlier batches were queued on the device, or the consumer's event loop ran other
             tasks. ``None``: it did not wait.
+        plan: Its plan, if an engine made it.
+        error: In a worker, the error to raise in its place.
     """
 
     number: int
@@ -179,6 +182,8 @@ class ReadyBatch:
     taken_at: float = 0.0
     on_taken: Callable[[ReadyBatch], bool] | None = None
     device_backlog: tuple[float, float] | None = None
+    plan: BatchPlan | None = None
+    error: FeedError | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import sys
 import threading
 import time
+import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from aiofeed import Feeder, Limits
+from aiofeed.core.limits import resolve_limits
 from aiofeed.core.statistics import EpochStats
+from aiofeed.engine.admission import MemoryBudget
+from aiofeed.engine.chunks import ChunkAssembly
+from aiofeed.engine.engine import Engine
+from aiofeed.engine.samples import SampleAssembly
 from aiofeed.runtime.event_loop import EventLoopThread
+from aiofeed.runtime.queue import BatchQueue
+from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.testing import SimulatedDevice
 
 
@@ -217,3 +227,26 @@ def test_the_time_of_reads_does_not_count_waiting_for_the_gil(monkeypatch: pytes
     list(feeder)
     assert feeder.statistics().read_s >= 0.019
     feeder.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": None, "batch_size": 4}])
+def test_an_engine_is_freed_without_a_garbage_collection(options: dict[str, Any]) -> None:
+    """It is in no cycle with its assembly, so the user's source is freed with the feeder."""
+    parts = dict.fromkeys(("fetcher", "policy", "new_builder", "wrap", "memory"))
+    assembly: Any = SampleAssembly if options else ChunkAssembly
+    engine = Engine(
+        [],
+        partial(assembly, executor=ThreadPool("test", 1), **parts, **options),
+        batch_size=4,
+        queue=BatchQueue(),
+        limits=resolve_limits(Limits(), batch_size=4, cpus=1, free_memory=1 << 30),
+        budget=MemoryBudget(1),
+        in_order=True,
+    )
+    there = weakref.ref(engine)
+    gc.disable()
+    try:
+        del engine
+        assert there() is None
+    finally:
+        gc.enable()

@@ -631,7 +631,7 @@ class Meddling(Numbers):
         if index < 3:
             await asyncio.sleep(3600)
         for task in asyncio.all_tasks():
-            if "Engine._read_and_decode" in repr(task):
+            if "ChunkAssembly.read_and_decode" in repr(task):
                 task.cancel()
         return b"%d" % index
 

@@ -42,7 +42,7 @@ from aiofeed import (
 )
 from aiofeed.engine import samples
 from aiofeed.engine.fetch.source import SourceFetcher
-from aiofeed.engine.samples import SampleEngine
+from aiofeed.engine.samples import SampleAssembly
 from aiofeed.feeder.pipeline import StreamingPipeline
 from aiofeed.testing import SimulatedDevice
 from tests.support.interrupts import Interrupt
@@ -230,15 +230,17 @@ def settle(feeder: Feeder[Any]) -> None:
     pipeline = feeder._session.pipeline
     assert isinstance(pipeline, StreamingPipeline)
     engine = pipeline._engine
-    assert isinstance(engine, SampleEngine)
+    assert engine is not None
+    made = engine.assembly
+    assert isinstance(made, SampleAssembly)
     last = None
     for _ in range(200):
         done = threading.Event()
         pipeline.loop_thread.call(done.set)
         assert done.wait(SECONDS)
         pipeline.loop_thread.decode_pool.submit(int).result(SECONDS)
-        state = engine._chunks, engine._decoded, engine._full, engine._buffer.waiting, engine._admission.reading
-        if state == last and not engine._chunks and not engine._full:
+        state = made._chunks, made._decoded, made._full, engine.buffer.waiting, engine.admission.reading
+        if state == last and not made._chunks and not made._full:
             return
         last = state
 

@@ -1,6 +1,6 @@
 """Messages between the trainer and a worker process, in the order in which a batch causes them.
 
-Trainer (``pool.py``, ``parent_engine.py``)            Worker (``main.py``, ``worker_engine.py``)
+Trainer (``pool.py``, ``remote_assembly.py``)          Worker (``main.py``, ``worker_engine.py``)
 
     PlanBatch        ->    reads the samples
                      <-    ReadReport, if batches may be finished out of order
@@ -114,7 +114,7 @@ class BatchFinished(Struct, frozen=True):
         chunk_size: Samples per decode job.
         segments: Memory that is new to the trainer.
         retired: Numbers of segments that will not be used again.
-        remaining: Positions of the samples that are left; ``None``: all.
+        samples: How many samples are left.
         reads: How many samples the worker reads at a time.
         events: What took place for this batch, see ``EpochStats``. All processes have the same clock.
     """
@@ -128,7 +128,7 @@ class BatchFinished(Struct, frozen=True):
     chunk_size: int = 0
     segments: Sequence[NewSegment] = ()
     retired: Sequence[int] = ()
-    remaining: list[int] | None = None
+    samples: int = 0
     reads: int = 0
     events: Sequence[Event] = ()
 

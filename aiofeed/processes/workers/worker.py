@@ -14,6 +14,7 @@ import numpy as np
 
 from aiofeed.core.errors import CollateError, FeedError, add_note
 from aiofeed.core.statistics import EpochStats, new_events
+from aiofeed.engine.engine import Engine
 from aiofeed.processes.ipc.error_codec import describe
 from aiofeed.processes.ipc.framing import MAX_MESSAGE_BYTES, ProtocolError
 from aiofeed.processes.ipc.ring import Slot
@@ -22,6 +23,7 @@ from aiofeed.processes.workers.protocol import (
     BatchFinished,
     FromWorker,
     PlanBatch,
+    ReleaseSlot,
     ReplacementAnswer,
     ReplacementRequest,
     StopWorker,
@@ -30,7 +32,7 @@ from aiofeed.processes.workers.protocol import (
     WorkerReady,
 )
 from aiofeed.processes.workers.spawn import WorkerConfig
-from aiofeed.processes.workers.worker_engine import RemoteOrder, WorkerEngine, WorkerPlan
+from aiofeed.processes.workers.worker_engine import Outbox, RemoteOrder, WorkerPlan, worker_engine
 from aiofeed.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
 from aiofeed.sampling.epochs import EpochStart, Step
 
@@ -53,7 +55,9 @@ class Worker:
         self._plans: asyncio.Queue[WorkerPlan] = asyncio.Queue()
         self._tickets = itertools.count()
         self._requests: dict[int, asyncio.Future[ReplacementAnswer]] = {}
-        self._engine: WorkerEngine | None = None
+        self._may_decode: set[int] = set()
+        self._outbox = Outbox(self.send)
+        self._engine: Engine | None = None
 
     def send(self, message: FromWorker, slot: Slot | None = None) -> None:
         """Send a message to the trainer, with the slot of its batch."""
@@ -73,12 +77,13 @@ class Worker:
             return
         if (closer := getattr(source, "aclose", None)) is not None:
             self._loop_thread.at_stop(closer)
-        self._engine = WorkerEngine(
+        self._engine = worker_engine(
             self._steps(),
+            self._outbox,
+            self._may_decode,
             worker_config=self._config,
             number=self._number,
             executor=self._loop_thread.decode_pool,
-            send=self.send,
             late_s=self._loop_thread.late_s,
         )
         self.send(WorkerReady())
@@ -87,7 +92,8 @@ class Worker:
     async def _steps(self) -> AsyncGenerator[Step, None]:
         while True:
             if self._engine is not None and self._plans.empty():
-                self._engine.out_of_plans()
+                # There is no batch to read, so reads are not what planning waits for.
+                self._engine.admission.waited_for_reads = False
             plan = await self._plans.get()
             yield EpochStart(EpochStats(events=new_events()))  # statistics of this batch alone
             yield plan
@@ -116,10 +122,13 @@ class Worker:
             if self._engine is None:
                 raise ProtocolError("a plan before the source is open")
             if message.may_decode:
-                self._engine.permits.may_decode.add(message.serial)
+                self._may_decode.add(message.serial)
             self._plans.put_nowait(self._plan(message))
+        elif isinstance(message, ReleaseSlot):
+            self._outbox.release_slot(message)
         elif self._engine is not None:
-            self._engine.received(message)
+            self._may_decode.add(message.serial)
+            self._engine.assembly.permit()
 
     def _plan(self, message: PlanBatch) -> WorkerPlan:
         if len(message.indices) % 8 or len(message.indices) != len(message.positions) or not message.indices:

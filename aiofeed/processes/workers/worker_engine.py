@@ -1,6 +1,6 @@
-"""The engine in a worker process: it builds batches in slots of the ring and sends them to the trainer.
+"""The engine in a worker process: it builds batches in slots of the ring, and its queue sends them to the trainer.
 
-``WorkerEngine._deliver_batch`` sends a finished batch; ``MultiprocessEngine._assemble`` receives it (``protocol.py``).
+``Outbox.put`` sends a finished batch; ``RemoteAssembly._assemble`` receives it (``protocol.py``).
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
-from aiofeed.core.errors import SampleError
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan
 from aiofeed.engine.admission import MemoryBudget
-from aiofeed.engine.batch import Batch, ReorderBuffer
+from aiofeed.engine.batch import Batch
+from aiofeed.engine.chunks import ChunkAssembly
 from aiofeed.engine.engine import Engine
 from aiofeed.engine.fetch.collate import BatchBuilder
 from aiofeed.engine.fetchers import NewBuilder, builder_factory, new_fetcher
@@ -29,12 +30,11 @@ from aiofeed.processes.workers.protocol import (
     FromWorker,
     ReadReport,
     ReleaseSlot,
-    StartDecoding,
     WorkerEnded,
 )
 from aiofeed.processes.workers.spawn import WorkerConfig
 from aiofeed.runtime.buffers import BufferLease
-from aiofeed.runtime.queue import BatchQueue
+from aiofeed.runtime.queue import BatchQueue, FeedFailure, QueueItem, ReadyBatch, release
 from aiofeed.runtime.tensors import unchanged
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.sampling.epochs import Step
@@ -65,150 +65,156 @@ class RemoteOrder:
         return self.request(position)
 
 
-class PermittedBuffer(ReorderBuffer):
-    """Batches in this worker. The trainer permits decoding and puts finished batches in order.
+class Outbox(BatchQueue[QueueItem]):
+    """The queue of the engine in a worker: sends what is put into it to the trainer.
 
-    Args:
-        send: Reports batches whose samples have been read; ``None`` if the trainer does not need that.
+    Attributes:
+        chunk_size, reads: See ``BatchFinished``.
     """
 
-    permitted: int
+    chunk_size = reads = 0
 
-    def __init__(self, send: Send | None) -> None:
-        super().__init__(in_order=False, prefetch_batches=_UNBOUNDED)
-        self._send = send
-        # Serial numbers: batches that may be decoded and are not planned yet, and those reported as read.
-        self.may_decode: set[int] = set()
-        self.reported: set[int] = set()
-
-    def grant_permits(self) -> None:
-        """Let permitted batches be decoded, and report batches whose samples have been read."""
-        for entry in self.entries:
-            batch: Any = entry
-            serial = batch.plan.serial
-            if serial in self.may_decode:
-                self.may_decode.discard(serial)
-                batch.decode_permit.set()
-                self.permitted += 1
-            if self._send is not None and batch.uncounted and not batch.unread and serial not in self.reported:
-                self.reported.add(serial)
-                self._send(ReadReport(serial), None)
-
-
-class WorkerEngine(Engine):
-    """An engine that sends finished batches to the trainer and decodes those that the trainer has permitted."""
-
-    def __init__(
-        self,
-        steps: AsyncGenerator[Step, None],
-        *,
-        worker_config: WorkerConfig,
-        number: int,
-        executor: ThreadPool,
-        send: Send,
-        late_s: Callable[[], float],
-    ) -> None:
-        fetcher = new_fetcher(
-            worker_config.source,
-            worker_config.decode,
-            worker_config.collate_fn,
-            length=worker_config.length,
-            policy=worker_config.policy,
-            cache=worker_config.cache,
-            own_process=True,
-        )
-        executor.host = fetcher.thread
-        slots = SlotPool(worker_config.keep, _ADVICE, single_reader=True, dump=_dump)
-        self.permits: PermittedBuffer = PermittedBuffer(None if worker_config.in_order else send)
-        limits = ResolvedLimits(
-            read_concurrency=worker_config.share(worker_config.read_concurrency, number),
-            decode_threads=worker_config.share(worker_config.decode_threads, number),
-            # The trainer bounds batches and bytes; here only reads and threads are bounded.
-            prefetch_batches=_UNBOUNDED,
-            memory_bytes=_UNBOUNDED,
-            device_batches=_UNBOUNDED,
-        )
-        tuner = Tuner(
-            decode_threads=limits.decode_threads,
-            threads_given=worker_config.threads_given,
-            read_concurrency=limits.read_concurrency,
-            reads_given=worker_config.reads_given,
-            reads_most=worker_config.most_reads(number),
-        )
-        super().__init__(
-            steps,
-            batch_size=1,
-            fetcher=fetcher,
-            new_builder=partial(_new_builder, builder_factory(fetcher, worker_config.collate_fn, staged=False)),
-            wrap=unchanged,
-            memory=slots,
-            executor=executor,
-            queue=BatchQueue(),
-            limits=limits,
-            budget=MemoryBudget(sys.maxsize),
-            in_order=False,
-            policy=worker_config.policy,
-            length=worker_config.length,
-            buffer=self.permits,
-            late_s=late_s,
-            # Tunes reads only. Decode threads are tuned while the consumer waits, which is not visible here.
-            tuner=tuner,
-        )
-        self._reads = tuner.reading
-        self._send = send
+    def __init__(self, send: Send) -> None:
+        super().__init__()
+        self.send = send
         # Slots that the trainer uses, by serial number.
         self._in_use: dict[int, Slot] = {}
 
-    def received(self, message: StartDecoding | ReleaseSlot) -> None:
-        """Process a message of the trainer about a batch."""
-        if isinstance(message, StartDecoding):
-            self.permits.may_decode.add(message.serial)
-            self.permits.grant_permits()
-        elif (slot := self._in_use.pop(message.serial, None)) is not None:
-            slot.give_back(message.reusable)
-
-    def out_of_plans(self) -> None:
-        """There is no batch to read, so reads are not what planning waits for."""
-        self._admission.waited_for_reads = False
-
-    def _deliver_batch(self, batch: Batch) -> None:
-        """Send a finished batch, or its error, to the trainer."""
-        self._budget.release(batch.reserved)
-        assert isinstance(batch.plan, WorkerPlan)
-        serial = batch.plan.serial
-        self.permits.reported.discard(serial)
-        counters = batch.counters
+    def put(self, item: QueueItem) -> None:
+        """Send a finished batch, or its error, or an error of the engine itself."""
+        if isinstance(item, FeedFailure):
+            self.send(WorkerEnded(describe(item.error)), None)
+            return
+        assert isinstance(item, ReadyBatch)
+        assert isinstance(item.plan, WorkerPlan)
+        release(item)
+        serial, slot, counters = item.plan.serial, item.lease, item.counters
         stats = BatchStats(*(getattr(counters, name) for name in BatchStats.__struct_fields__))
-        failures = [describe(error) for error in batch.failures]
-        slot = batch.lease
+        failures = [describe(error) for error in item.failures]
         assert slot is None or isinstance(slot, Slot)
-        if batch.error is not None:
+        if item.error is not None:
             if slot is not None:
                 slot.give_back()
-            self._send(BatchFinished(serial, stats, batch.nbytes, failures, describe(batch.error)), None)
+            self.send(BatchFinished(serial, stats, item.reserved, failures, describe(item.error)), None)
             return
         assert slot is not None
         self._in_use[serial] = slot
         message = BatchFinished(
             serial,
             stats,
-            batch.nbytes,
+            item.reserved,
             failures,
-            batch=batch.result,
+            batch=item.batch,
             chunk_size=self.chunk_size,
-            remaining=None if batch.kept is None else list(batch.kept),
-            reads=self._reads.concurrency,
+            samples=item.samples,
+            reads=self.reads,
             events=list(counters.events),
         )
-        self._send(message, slot)
+        self.send(message, slot)
 
-    def _deliver_failure(
-        self, error: BaseException, number: int | None = None, failures: tuple[SampleError, ...] = ()
-    ) -> None:
-        """Report an error of the engine itself."""
-        if not self._admission.closed:
-            self._admission.closed = True
-            self._send(WorkerEnded(describe(error)), None)
+    def release_slot(self, message: ReleaseSlot) -> None:
+        """The trainer no longer uses a slot."""
+        if (slot := self._in_use.pop(message.serial, None)) is not None:
+            slot.give_back(message.reusable)
+
+
+class PermittedAssembly(ChunkAssembly):
+    """Decodes the batches that the trainer has permitted.
+
+    Args:
+        may_decode: Serial numbers of permitted batches, some of which are not planned yet.
+        outbox: Reports batches whose samples have been read.
+        reports: Whether the trainer needs these reports.
+        options: Other arguments of ``ChunkAssembly``.
+    """
+
+    def __init__(self, engine: Engine, *, may_decode: set[int], outbox: Outbox, reports: bool, **options: Any) -> None:
+        super().__init__(engine, **options)
+        self._may_decode = may_decode
+        self._outbox = outbox
+        self._reports = reports
+        self._reported: WeakSet[Batch] = WeakSet()
+
+    def permit(self) -> None:
+        """Let permitted batches be decoded, and report batches whose samples have been read."""
+        for entry in self._buffer.entries:
+            batch: Any = entry
+            serial = batch.plan.serial
+            if serial in self._may_decode:
+                self._may_decode.discard(serial)
+                batch.decode_permit.set()
+                self._buffer.permitted += 1
+            if self._reports and batch.uncounted and not batch.unread and batch not in self._reported:
+                self._reported.add(batch)
+                self._outbox.send(ReadReport(serial), None)
+
+    def delivered(self, batch: Batch) -> None:
+        """Tune no decode threads: this needs to know when the consumer waits, which is not visible here."""
+        self._outbox.chunk_size, self._outbox.reads = self.chunk_size, self._admission.limits.read_concurrency
+
+
+def worker_engine(
+    steps: AsyncGenerator[Step, None],
+    outbox: Outbox,
+    may_decode: set[int],
+    *,
+    worker_config: WorkerConfig,
+    number: int,
+    executor: ThreadPool,
+    late_s: Callable[[], float],
+) -> Engine:
+    """The engine of worker ``number``, which puts its batches into ``outbox``; see ``PermittedAssembly``."""
+    fetcher = new_fetcher(
+        worker_config.source,
+        worker_config.decode,
+        worker_config.collate_fn,
+        length=worker_config.length,
+        policy=worker_config.policy,
+        cache=worker_config.cache,
+        own_process=True,
+    )
+    executor.host = fetcher.thread
+    limits = ResolvedLimits(
+        read_concurrency=worker_config.share(worker_config.read_concurrency, number),
+        decode_threads=worker_config.share(worker_config.decode_threads, number),
+        # The trainer bounds batches and bytes; here only reads and threads are bounded.
+        prefetch_batches=_UNBOUNDED,
+        memory_bytes=_UNBOUNDED,
+        device_batches=_UNBOUNDED,
+    )
+    tuner = Tuner(
+        decode_threads=limits.decode_threads,
+        threads_given=worker_config.threads_given,
+        read_concurrency=limits.read_concurrency,
+        reads_given=worker_config.reads_given,
+        reads_most=worker_config.most_reads(number),
+    )
+    assembly = partial(
+        PermittedAssembly,
+        may_decode=may_decode,
+        outbox=outbox,
+        reports=not worker_config.in_order,
+        fetcher=fetcher,
+        new_builder=partial(_new_builder, builder_factory(fetcher, worker_config.collate_fn, staged=False)),
+        wrap=unchanged,
+        memory=SlotPool(worker_config.keep, _ADVICE, single_reader=True, dump=_dump),
+        executor=executor,
+        policy=worker_config.policy,
+        tuner=tuner,
+        late_s=late_s,
+    )
+    return Engine(
+        steps,
+        assembly,
+        batch_size=1,
+        queue=outbox,
+        limits=limits,
+        budget=MemoryBudget(sys.maxsize),
+        in_order=False,
+        policy=worker_config.policy,
+        length=worker_config.length,
+        judges=False,
+    )
 
 
 def _dump(value: Any, slot: Slot) -> tuple[bytes, list[Extent]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aiofeed import Feeder, Limits
-from aiofeed.processes.workers.parent_engine import MultiprocessEngine
+from aiofeed.processes.workers.remote_assembly import RemoteAssembly
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
@@ -60,14 +60,14 @@ def test_all_of_the_budget_is_released(prefetch: int) -> None:
         for _ in feeder.epochs(4):
             assert len(list(feeder)) == 10
         pipeline: Any = feeder._session.pipeline
-        until(lambda: not pipeline._budget._batches and not pipeline._engine._buffer.waiting)
+        until(lambda: not pipeline._budget._batches and not pipeline._engine.buffer.waiting)
 
 
 @pytest.mark.parametrize("device", [None, "simulated"])
 def test_a_deferred_item_does_not_keep_its_batch(device: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps the size of the reservation, and neither the batch nor its memory."""
     deferred: list[Any] = []
-    monkeypatch.setattr(MultiprocessEngine, "_defer", lambda engine, item: deferred.append(item) or True)
+    monkeypatch.setattr(RemoteAssembly, "on_taken", lambda assembly, item: deferred.append(item) or True)
     with Feeder(
         parts.Numbers(4),
         decode=parts.number,

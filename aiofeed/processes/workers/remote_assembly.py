@@ -1,6 +1,7 @@
-"""The engine in the trainer's process when workers read and decode: it plans and delivers.
+"""Assembles batches in workers: the trainer's engine plans and delivers.
 
-A batch comes back from a worker in ``MultiprocessEngine._assemble``; ``WorkerEngine`` has sent it (``protocol.py``).
+``begin`` sends the plan of a batch, and ``_assemble`` gets the finished batch, which the worker's ``Outbox`` has sent
+(``protocol.py``).
 """
 
 from __future__ import annotations
@@ -8,14 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from aiofeed.core.errors import FeedError, SampleError
-from aiofeed.core.types import BatchPlan
 from aiofeed.engine.batch import Batch
-from aiofeed.engine.engine import Engine
+from aiofeed.engine.engine import Assembly, Engine
 from aiofeed.processes.ipc.batch_codec import batch_in_ring, decode_and_wrap
 from aiofeed.processes.ipc.error_codec import rebuild
 from aiofeed.processes.ipc.framing import ProtocolError
@@ -25,51 +26,52 @@ from aiofeed.processes.workers.handle import AssignedBatch, Handle
 from aiofeed.processes.workers.pool import WorkerPool
 from aiofeed.processes.workers.protocol import BatchFinished
 from aiofeed.processes.workers.zero_copy import BorrowedSlot, free_dropped_slots
-from aiofeed.runtime.buffers import BufferLease, BufferPool, HostBufferPool
+from aiofeed.runtime.buffers import BufferPool, HostBufferPool
 from aiofeed.runtime.queue import ReadyBatch, release
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.sampling.epochs import Step
 
 
-class MultiprocessEngine(Engine):
-    """Turns batch plans into finished batches by workers.
+class RemoteAssembly(Assembly):
+    """Sends the plans of batches to workers, and takes finished batches out of their memory.
 
     Args:
+        pool: The workers.
+        wrap: Converts a batch of ``HostTensor`` to the form that is delivered.
         memory: Memory for arrays that are copied out of the ring.
         executor: Copies large batches.
-        options: Other arguments of ``Engine``. The fetcher only gives the names of samples; the tuner holds how many
+        options: Other arguments of ``Assembly``. The fetcher only gives the names of samples; the tuner holds how many
             samples the workers read at a time, as their messages report.
     """
 
     def __init__(
         self,
-        steps: Iterable[Step],
+        engine: Engine,
         *,
-        processes: WorkerPool[Any],
+        pool: WorkerPool[Any],
         wrap: Callable[[Any], Any],
         memory: BufferPool,
         executor: ThreadPool,
         **options: Any,
     ) -> None:
-        super().__init__(steps, new_builder=_no_builder, wrap=wrap, memory=memory, executor=executor, **options)
-        self._pool = processes
-        self._executor = executor
+        super().__init__(engine, executor=executor, **options)
+        self._pool = pool
         self._memory = memory
         self._wrap = wrap
         # Copies to a device need pinned memory. If the ring cannot be pinned, batches are copied to memory that is.
         self._zero_copy = isinstance(memory, HostBufferPool)
         self._taken: deque[ReadyBatch] = deque()
-        self._note = self._defer
 
-    async def run(self) -> None:
-        """Assemble every plan; see ``Engine.run``. Ends early if a worker fails."""
-        self._pool.call_on_error(self._fail)
-        try:
-            await super().run()
-        finally:
-            self._taken.clear()  # the feeder may keep this engine
+    def following(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
+        """See ``Assembly.following``. A worker that fails ends the engine."""
+        self._pool.call_on_error(self._engine.fail)
+        return super().following(steps)
 
-    def _defer(self, item: ReadyBatch) -> bool:
+    def stop(self) -> None:
+        """Drop the batches that were taken and not released."""
+        self._taken.clear()
+
+    def on_taken(self, item: ReadyBatch) -> bool:
         """Whether the loop need not be woken for a batch that was taken, in the consumer's thread.
 
         A woken loop takes the GIL from the step that has just begun. With one worker that decodes JPEGs all the time,
@@ -88,28 +90,24 @@ class MultiprocessEngine(Engine):
             release(self._taken.popleft())
 
     def taken(self, item: ReadyBatch) -> None:
-        """A batch has left the queue; on the loop."""
+        """Release the batches that were taken before, and let more be in flight if the workers need them."""
         self._release_taken()
         free_dropped_slots(self._pool.borrowed)
         if more := self._pool.taken(item.counters):
             self._buffer.prefetch_batches += more
             limits = replace(self._admission.limits, prefetch_batches=self._buffer.prefetch_batches)
             self._admission.change(limits)
-        super().taken(item)
 
-    def _fail(self, error: FeedError) -> None:
-        self._deliver_failure(error)
-        self._admission.room.set()
-
-    async def _start_chunks(self, batch: Batch, samples: int) -> None:
-        """Send the plan to a worker instead of starting to read."""
+    async def begin(self, batch: Batch) -> None:
+        """Send the plan of a batch to a worker."""
+        self.permit()
         may_decode = batch.decode_permit.is_set()
         assigned = self._pool.assign(batch.plan, may_decode=may_decode, was_read=partial(self._was_read, batch))
-        self._group.create_task(self._assemble(batch, assigned, may_decode))
+        self._engine.group.create_task(self._assemble(batch, assigned, may_decode))
 
     def _was_read(self, batch: Batch) -> None:
         batch.unread = 0
-        self._buffer.grant_permits()
+        self.permit()
 
     async def _assemble(self, batch: Batch, assigned: AssignedBatch, may_decode: bool) -> None:
         if not may_decode:
@@ -127,12 +125,12 @@ class MultiprocessEngine(Engine):
             error = rebuild(reply.error)
             batch.error = error if isinstance(error, FeedError) else FeedError(f"{type(error).__name__}: {error}")
         else:
-            batch.kept = reply.remaining
+            batch.kept = range(reply.samples)
             borrowed = await self._receive(batch, worker, assigned, reply)
         failures = map(rebuild, reply.failures)
         batch.failures = [batch.failure_counter.know(error) for error in failures if isinstance(error, SampleError)]
         batch.encoded_bytes = reply.nbytes
-        self._complete(batch)
+        self._engine.complete(batch)
         if borrowed is not None:
             # Last, because ReleaseSlot wakes the worker, which may take this core from the consumer's thread.
             borrowed.track()
@@ -142,7 +140,7 @@ class MultiprocessEngine(Engine):
         self, batch: Batch, worker: Handle, assigned: AssignedBatch, reply: BatchFinished
     ) -> BorrowedSlot | None:
         """Decode a batch from its slot; returns the slot if it is to be tracked once the batch is delivered."""
-        self.chunk_size: int = reply.chunk_size
+        self.chunk_size = reply.chunk_size
         self._follow_reads(worker, reply.reads)
         ring = assigned.ring
         assert ring is not None
@@ -165,7 +163,7 @@ class MultiprocessEngine(Engine):
                 batch.result, seconds = await asyncio.get_running_loop().run_in_executor(self._executor, take_out)
         except ProtocolError as error:
             worker.kill()
-            self._fail(FeedError(f"{worker.name} sent an invalid batch: {error}"))
+            self._engine.fail(FeedError(f"{worker.name} sent an invalid batch: {error}"))
             return None
         batch.counters.copy_s += seconds
         return borrowed
@@ -175,7 +173,3 @@ class MultiprocessEngine(Engine):
         if self._tuner is not None and not self._tuner.reading.given:
             self._tuner.reading.concurrency = self._pool.set_reads(worker.number, reads)
             self._concurrency.apply(self._tuner)
-
-
-def _no_builder(plan: BatchPlan, lease: BufferLease) -> Any:
-    raise NotImplementedError("batches are built in the worker processes")

@@ -1,0 +1,179 @@
+"""Assembles batches from chunks: reads them on the event loop, decodes them in threads.
+
+``read_and_decode`` runs as one task per chunk: read, wait for the batch's decode permit, decode in a thread. The decode
+job of the last chunk puts the batch together. If samples failed, ``_recover`` skips or replaces them, or sets the
+batch's error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from aiofeed.core.failure_policy import FailurePolicy
+from aiofeed.engine.batch import Batch
+from aiofeed.engine.decode_stage import DecodeStage
+from aiofeed.engine.engine import Assembly, Engine, cancellation_error
+from aiofeed.engine.fetch.async_reader import ReadResult
+from aiofeed.engine.fetch.fetcher import ChunkOutcome, Fetcher
+from aiofeed.engine.tuning.gil import GilLimit
+from aiofeed.engine.tuning.tuner import Tuner
+from aiofeed.runtime.thread_pool import ThreadPool
+
+log: logging.Logger = logging.getLogger("aiofeed.engine")
+
+
+class ChunkAssembly(Assembly):
+    """Reads and decodes the chunks of batches in this process.
+
+    Args:
+        policy: what happens to samples that fail.
+        late_s: returns the seconds in all by which the loop was late; reads do not count them.
+        on_gil_limit: as of ``Assembly``, like ``engine``, ``fetcher``, ``executor`` and ``tuner``.
+        options: ``new_builder``, ``wrap`` and ``memory``, as of ``DecodeStage``.
+    """
+
+    stage: type[DecodeStage] = DecodeStage
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        fetcher: Fetcher,
+        executor: ThreadPool,
+        policy: FailurePolicy,
+        tuner: Tuner | None = None,
+        on_gil_limit: Callable[[GilLimit], None] | None = None,
+        late_s: Callable[[], float] = float,
+        **options: Any,
+    ) -> None:
+        super().__init__(engine, fetcher=fetcher, executor=executor, tuner=tuner, on_gil_limit=on_gil_limit)
+        self._late_s = late_s
+        self._stop = threading.Event()
+        self._decode_stage = self.stage(
+            fetcher=fetcher,
+            executor=executor,
+            policy=policy,
+            stop=self._stop,
+            read_slot=engine.admission.read_slot,
+            tuner=None if tuner is None else tuner.decoding,
+            **options,
+        )
+        # Samples whose reads have begun and not ended; `Admission.reading` also counts tasks that do not run yet.
+        self._reading = 0
+
+    def stop(self) -> None:
+        """End running jobs."""
+        self._stop.set()
+
+    def delivered(self, batch: Batch) -> None:
+        """Tune the decode threads from the first batch on."""
+        if self._tuner is not None:
+            self._tuner.decoding.warm = True
+
+    async def begin(self, batch: Batch) -> None:
+        """Start to read the chunks of a batch; wait until all of them may be read."""
+        self.permit()
+        admission, samples = self._admission, len(batch.plan.indices)
+        self.chunk_size = min(self._fetcher.chunk_size(samples, admission.limits), admission.limits.read_concurrency)
+        size = self.samples_per_read()
+        self._concurrency.resize_executor()
+        starts = range(0, samples, size)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("batch %d: planned, %d samples in %d chunks", batch.plan.number, samples, len(starts))
+        batch.unread = batch.uncounted = batch.undecoded = len(starts)
+        self._fetcher.announce(batch.plan)
+        for start in starts:
+            stop = min(start + size, samples)
+            if not admission.may_read(stop - start):
+                admission.waited_for_reads = True
+                await admission.until(partial(admission.may_read, stop - start))
+            admission.reading += stop - start
+            self._engine.group.create_task(self.read_and_decode(batch, start, stop))
+
+    def samples_per_read(self) -> int:
+        """How many samples one task reads."""
+        return self.chunk_size
+
+    # --- reading and decoding
+
+    async def _read(self, batch: Batch, start: int, stop: int) -> ReadResult:
+        """Read samples of a batch."""
+        started, concurrency = time.perf_counter(), self._admission.limits.read_concurrency
+        self._reading += stop - start
+        apart = 2 * self._reading <= concurrency
+        late_s = self._late_s()
+        try:
+            read = await self._fetcher.read(batch.plan.indices[start:stop])
+            if self._tuner is not None and not read.retries:
+                seconds = time.perf_counter() - started
+                self._concurrency.observe_read(self._tuner, seconds, stop - start, read.nbytes, concurrency)
+        finally:
+            self._reading -= stop - start
+            self._admission.reading -= stop - start
+            self._admission.room.set()
+        ended = time.perf_counter()
+        # If the loop is late, the bytes may have been there before. That other threads hold the GIL is not the time of
+        # the storage.
+        seconds = max(0.0, ended - started - (self._late_s() - late_s))
+        batch.counters.read_s += seconds
+        batch.count_read(read)
+        batch.counters.events.append(("read", "reads", started, ended, batch.plan.number, stop - start, read.nbytes))
+        if read.waited:
+            batch.count_reading(seconds, stop - start, apart=apart)
+        if log.isEnabledFor(logging.DEBUG):
+            ms = (ended - started) * 1e3
+            log.debug("batch %d: read samples %d to %d in %.1f ms", batch.plan.number, start, stop - 1, ms)
+        return read
+
+    async def read_and_decode(self, batch: Batch, start: int, stop: int) -> None:
+        """Read samples of a batch, wait until they may be decoded, and decode them."""
+        try:
+            read = await self._read(batch, start, stop)
+            batch.reserved = self._budget.raise_to(batch.reserved, batch.encoded_bytes)
+            batch.unread -= 1
+            if not self._buffer.in_order:
+                self.permit()
+            # Let the planner run, create the next chunk's task, and let that start its reads: three iterations of the
+            # loop. A decode thread that has work takes the GIL, and the reads would start half a millisecond later.
+            for _ in range(3 if read.waited else 0):
+                await asyncio.sleep(0)
+            if not batch.decode_permit.is_set():
+                await batch.decode_permit.wait()
+            decoding = self._decode_stage.decode(batch, start, read.samples)
+            del read
+            self._count(batch, await decoding)
+        except asyncio.CancelledError:
+            raise cancellation_error(batch) from None
+
+    def _count(self, batch: Batch, outcome: ChunkOutcome) -> None:
+        """Count a decoded chunk; after a batch's last chunk, recover from its errors or complete it."""
+        batch.count(outcome)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("batch %d: decoded a chunk in %.1f ms", batch.plan.number, outcome.decode_s * 1e3)
+        if outcome.job is not None and self._tuner is not None:
+            self._concurrency.observe_job(self._tuner, outcome.job, saturated=not self._buffer.waiting)
+            if (limit := self._tuner.decoding.gil) is not None:
+                batch.counters.gil_us = limit.held_s * 1e6
+        batch.uncounted -= 1
+        if batch.uncounted == 0:
+            if batch.errors and not self._admission.closed:
+                self._engine.group.create_task(self._recover(batch))
+            else:
+                self.finished(batch)
+
+    async def _recover(self, batch: Batch) -> None:
+        try:
+            await self._decode_stage.recover(batch)
+        except asyncio.CancelledError:
+            raise cancellation_error(batch) from None
+        self.finished(batch)
+
+    def finished(self, batch: Batch) -> None:
+        """All chunks of a batch are decoded, and its errors are recovered from or set."""
+        self._engine.complete(batch)
