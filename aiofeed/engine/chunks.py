@@ -80,7 +80,8 @@ class ChunkAssembly(Assembly):
         """Start to read the chunks of a batch; wait until all of them may be read."""
         self.permit()
         admission, samples = self._admission, len(batch.plan.indices)
-        self.chunk_size = min(self._fetcher.chunk_size(samples, admission.limits), admission.limits.read_concurrency)
+        chosen = self._fetcher.chunk_size(samples, admission.limits)
+        self.chunk_size: int = min(chosen, admission.limits.read_concurrency)
         size = self.samples_per_read()
         self._concurrency.resize_executor()
         starts = range(0, samples, size)

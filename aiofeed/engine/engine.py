@@ -154,7 +154,7 @@ class Engine:
         self._steps = steps
         self._queue = queue
         self.budget = budget
-        self.buffer = ReorderBuffer(in_order=in_order, prefetch_batches=limits.prefetch_batches)
+        self.buffer: ReorderBuffer = ReorderBuffer(in_order=in_order, prefetch_batches=limits.prefetch_batches)
         self.admission: Admission = Admission(limits, batch_size=batch_size, budget=budget, buffer=self.buffer)
         self._policy = policy or FailurePolicy()
         self._length = length

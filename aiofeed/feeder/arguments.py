@@ -303,30 +303,35 @@ class Arguments:
     """
 
     def __init__(self, source: Any, given: Mapping[str, Any]) -> None:
+        self.source: Any
         self.source, decode = unpack_clips(source, given["decode"])
         self.adopted: Any = adopt_source(self.source)
-        self.decode = check_decoder(decode, getattr(self.adopted, "dataset", None))
-        self.shuffle = a_shuffle(given["shuffle"])
-        self.seed = check_seed(given["seed"])
-        self.drop_last = check_bool("drop_last", given["drop_last"])
-        self.pad = check_bool("pad", given["pad"])
-        self.sampler, self.weights = given["sampler"], given["weights"]
-        self.batch_sampler, self.batch_size = given["batch_sampler"], given["batch_size"]
-        self.samples = 1
+        self.decode: Callable[..., Any] | None = check_decoder(decode, getattr(self.adopted, "dataset", None))
+        self.shuffle: Shuffle = a_shuffle(given["shuffle"])
+        self.seed: int = check_seed(given["seed"])
+        self.drop_last: bool = check_bool("drop_last", given["drop_last"])
+        self.pad: bool = check_bool("pad", given["pad"])
+        self.sampler: Any = given["sampler"]
+        self.weights: Any = given["weights"]
+        self.batch_sampler: Any = given["batch_sampler"]
+        self.batch_size: Any = given["batch_size"]
+        self.samples: int = 1
         if self.batch_sampler is None and not isinstance(self.batch_size, LengthPlan):
-            self.samples = self.batch_size = a_batch_size(self.batch_size)
+            self.samples = a_batch_size(self.batch_size)
         self.collate_fn: Collate | None = check_callable("collate_fn", given["collate_fn"])
         self.transform: Transform | None = check_callable("transform", given["transform"])
-        self.backend = resolve_devices(given["device"])
-        self.on_error = as_policy(given["on_error"])
-        self.cache = given["cache"]
-        self.limits = given["limits"]
-        self.shard = given["shard"]
-        self.in_order = check_in_order("in_order", given["in_order"])
-        self.engine = given["engine"]
+        self.backend: DeviceBackend | DeviceGroup | None = resolve_devices(given["device"])
+        self.on_error: FailurePolicy = as_policy(given["on_error"])
+        self.cache: Any = given["cache"]
+        self.limits: Any = given["limits"]
+        self.shard: Any = given["shard"]
+        self.in_order: InOrder = check_in_order("in_order", given["in_order"])
+        self.engine: Any = given["engine"]
+        self.engines: int
+        self.ray: RayEngine | None
         self.engines, self.ray = an_engine(self.engine)
-        self.static_batches = check_bool("static_batches", given["static_batches"])
-        self.timeline = check_bool("timeline", given["timeline"])
+        self.static_batches: bool = check_bool("static_batches", given["static_batches"])
+        self.timeline: bool = check_bool("timeline", given["timeline"])
         self._choose_source()
 
     def _choose_source(self) -> None:

@@ -44,7 +44,7 @@ class BatchQueue(Generic[T]):
         self._arrivals: SimpleQueue[None] = SimpleQueue()
         self._lock = threading.Lock()
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
-        self.woken_at = 0.0
+        self.woken_at: float = 0.0
 
     def __len__(self) -> int:
         return len(self.items)

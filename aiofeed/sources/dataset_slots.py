@@ -121,7 +121,7 @@ class DatasetSlot:
     __slots__ = ("_control", "calls", "index", "thread")
 
     def __init__(self, calls: DatasetCalls, index: int, control: JobControl) -> None:
-        self.calls = calls
+        self.calls: DatasetCalls = calls
         self._control = control
         self.index: int = index
         self.thread: int = 0

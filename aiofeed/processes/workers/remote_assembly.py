@@ -140,7 +140,7 @@ class RemoteAssembly(Assembly):
         self, batch: Batch, worker: Handle, assigned: AssignedBatch, reply: BatchFinished
     ) -> BorrowedSlot | None:
         """Decode a batch from its slot; returns the slot if it is to be tracked once the batch is delivered."""
-        self.chunk_size = reply.chunk_size
+        self.chunk_size: int = reply.chunk_size
         self._follow_reads(worker, reply.reads)
         ring = assigned.ring
         assert ring is not None

@@ -63,7 +63,8 @@ class RequestMonitor:
     """Sends requests on one loop at a time and keeps their figures."""
 
     def __init__(self) -> None:
-        self.requests = self.retries = 0
+        self.requests: int = 0
+        self.retries: int = 0
         self.nbytes: int = 0
         self.hedges: int = 0
         # Whether any server has answered; a wrong host name or port never does.
