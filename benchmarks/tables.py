@@ -7,7 +7,9 @@ memory before. "threads" is ``Table`` when a thread makes batches ahead, as for 
 hold; "rows" makes a dict of Python values of each row, as for ``collate_fn``. Parquet has row groups of 1,000 rows, in
 order and shuffled by "window".
 
-Target: at least 10 times ``DataLoader`` with workers.
+"bytes" are rows of 20 KB of bytes and an integer, as of a data set of images, without decoding, in batches of 64.
+
+Target: at least 10 times ``DataLoader`` with workers; for bytes the speed of ``DataLoader`` without workers.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import Figure, at_least, column, per
+from benchmarks.figures import Figure, at_least, column, per, rates
 from benchmarks.harness import Contender, Measure, Settings, interleave
 from benchmarks.single_epochs import single_epochs
 
-TITLE = "rows of 3 columns of numbers from a Hugging Face dataset, batch 256, shuffled"
+TITLE = "rows of a Hugging Face dataset, shuffled: 3 columns of numbers, batch 256; 20 KB of bytes, batch 64"
 
 BATCH = 256
+BYTES_BATCH = 64
 
 
 def run(settings: Settings) -> list[Figure]:
@@ -43,10 +46,18 @@ def run(settings: Settings) -> list[Figure]:
         Contender("DataLoader, no workers", data_loader, options, torchs),
         Contender("DataLoader, 2 workers", data_loader, {**options, "workers": 2}, torchs),
     ]
+    options = {"path": str(bytes_folder(settings))}
+    of_bytes = [
+        Contender("Table", bytes_rows, {**options, "kind": "Table"}, ours),
+        Contender("Feeder(dataset)", bytes_rows, {**options, "kind": "Dataset"}, ours),
+        Contender("ParquetRows, window", bytes_rows, {**options, "kind": "Parquet"}, ours),
+        Contender("DataLoader", bytes_loader, options, torchs),
+    ]
     samples = interleave(contenders, settings)
     batches = -(-rows // BATCH)
     wall = {label: column(rounds, "wall_s", 1e6 / batches) for label, rounds in samples.items()}
     cpu = {label: column(rounds, "cpu_s", 1e6 / batches) for label, rounds in samples.items()}
+    rates_of_bytes = {label: rates(rounds) for label, rounds in interleave(of_bytes, settings).items()}
     theirs = wall["DataLoader, 2 workers"]
     return [
         Figure("speed / DataLoader, 2 workers", per(theirs, wall["Table"]), target=at_least(10)),
@@ -55,6 +66,12 @@ def run(settings: Settings) -> list[Figure]:
         Figure("Parquet: speed / DataLoader, 2 workers", per(theirs, wall["Table, Parquet"])),
         Figure("speed / DataLoader, no workers", per(wall["DataLoader, no workers"], wall["Table"])),
         Figure("speed / Tensors", per(wall["Tensors"], wall["Table"])),
+        *[
+            Figure(f"bytes: {label}: speed / DataLoader", per(values, rates_of_bytes["DataLoader"]), target=at_least(1))
+            for label, values in rates_of_bytes.items()
+            if label != "DataLoader"
+        ],
+        *[Figure(f"bytes: {label}", values, "/s") for label, values in rates_of_bytes.items()],
         *[Figure(f"batch: {label}", values, "us") for label, values in wall.items()],
         *[Figure(f"CPU per batch: {label}", cpu[label], "us") for label in ("Table", "Table, threads", "Tensors")],
     ]
@@ -73,6 +90,71 @@ def write(folder: Path, rows: int) -> None:
     dataset = datasets.Dataset.from_dict({"x": x, "y": y, "z": z}, features=features)
     dataset.to_parquet(folder.with_suffix(".parquet"), batch_size=1000)
     dataset.save_to_disk(folder)
+
+
+def bytes_folder(settings: Settings) -> Path:
+    """The folder of rows of 20 KB of bytes and an integer, and beside it the same table as Parquet; written once."""
+    import datasets
+    import numpy as np
+
+    rows = settings.size(4_000, 200)
+    folder = settings.data / f"table-bytes-{rows}"
+    if folder.exists():
+        return folder
+    datasets.disable_progress_bars()
+    random = np.random.default_rng(0)
+    features = datasets.Features({"image": datasets.Value("binary"), "y": datasets.Value("int64")})
+    columns = {"image": [random.bytes(20_000) for _ in range(rows)], "y": list(range(rows))}
+    dataset = datasets.Dataset.from_dict(columns, features=features)
+    dataset.to_parquet(folder.with_suffix(".parquet"), batch_size=1000)
+    dataset.save_to_disk(folder)
+    return folder
+
+
+def labels(rows: list[dict[str, Any]]) -> Any:
+    import torch
+
+    return torch.tensor([row["y"] for row in rows])
+
+
+def unchanged(row: Any) -> Any:
+    return row
+
+
+@contextmanager
+def bytes_rows(path: str, kind: str) -> Iterator[Measure]:
+    import datasets
+
+    import aiofeed
+
+    dataset: Any = datasets.load_from_disk(path)
+    options: dict[str, Any] = {"shuffle": True, "collate_fn": labels}
+    source: Any = aiofeed.Table(dataset) if kind == "Table" else dataset
+    if kind == "Parquet":
+        source, options = aiofeed.ParquetRows(f"{path}.parquet"), {**options, "decode": unchanged, "shuffle": "window"}
+    with aiofeed.Feeder(source, batch_size=BYTES_BATCH, **options) as feeder:
+        one_epoch = single_epochs(feeder)
+
+        def epoch() -> Mapping[str, float]:
+            return {"items": sum(len(batch) for batch in one_epoch())}
+
+        epoch()
+        yield epoch
+
+
+@contextmanager
+def bytes_loader(path: str) -> Iterator[Measure]:
+    import datasets
+    from torch.utils.data import DataLoader
+
+    dataset: Any = datasets.load_from_disk(path)
+    loader = DataLoader(dataset, BYTES_BATCH, shuffle=True, collate_fn=labels)
+
+    def epoch() -> Mapping[str, float]:
+        return {"items": sum(len(batch) for batch in loader)}
+
+    epoch()
+    yield epoch
 
 
 @contextmanager

@@ -22,6 +22,10 @@ from aiofeed.sources.shards.urls import Shard, Urls
 # Most footers are shorter, so that one request reads them.
 _TAIL_BYTES = 64 << 10
 
+# From this on, numbers are faster by ``take`` than each by itself: 256 rows of 18 in a quarter of the time, two rows in
+# twice the time. ``take`` copies bytes, which then are copied again.
+_MANY_ROWS = 16
+
 
 @dataclass(eq=False)
 class RowGroups:
@@ -194,8 +198,14 @@ class ParquetRows(Shards):
 
     def _take(self, shard: Shard, table: Any, first: int, rows: Sequence[int]) -> list[Any]:
         """Samples of a row group, of which row ``first`` of the file is the first one."""
-        columns = list(zip(table.column_names, table.columns, strict=True))
-        values = [{name: column[row - first].as_py() for name, column in columns} for row in rows]
+        at = [row - first for row in rows]
+        values: list[Any]
+        is_number = importlib.import_module("pyarrow").types.is_primitive
+        if len(at) >= _MANY_ROWS and all(map(is_number, table.schema.types)):
+            values = table.take(at).to_pylist()
+        else:
+            columns = list(zip(table.column_names, table.columns, strict=True))
+            values = [{name: column[row].as_py() for name, column in columns} for row in at]
         if self._data is None:
             return values
         return [self._chosen(value, row, shard) for value, row in zip(values, rows, strict=True)]

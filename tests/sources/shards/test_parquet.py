@@ -51,6 +51,13 @@ def test_random_access_equals_sequential_content(files: Path, table: Any, read_a
     assert read_all(ParquetRows(files / "*.parquet", ["n", "tags"]))[7] == {"n": 7, "tags": ["t0", "t1", "t2"]}
 
 
+@pytest.mark.parametrize("count", [3, 100])
+def test_numbers_of_many_rows(files: Path, table: Any, count: int) -> None:
+    """Numbers and nulls are those of the table, however many rows of a row group are read together."""
+    source = ParquetRows(files / "*.parquet", ["n", "rare"])
+    assert asyncio.run(source.read_many(range(count))) == table.select(["n", "rare"]).slice(0, count).to_pylist()
+
+
 def test_data_and_target(files: Path, read_all: Any) -> None:
     """`data` is a column or a field of one, for a decoder; `target` a column that is in memory."""
     source = ParquetRows(files / "*.parquet", data="image.bytes", target="n")

@@ -28,6 +28,8 @@ def test_rows_of_several_pieces(dtype: str, shape: tuple[int, ...]) -> None:
     assert taken.dtype == whole.dtype
     taken[...] = 0
     np.testing.assert_array_equal(column.take(rows), whole[rows])
+    for row in (90_012, 5, 0):
+        np.testing.assert_array_equal(column.value(row), whole[row])
 
 
 def test_pieces_without_a_common_alignment() -> None:
