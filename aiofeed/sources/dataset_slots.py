@@ -251,7 +251,9 @@ class DatasetThread:
 
     def call(self, work: Callable[[], None], deadline: JobDeadline | None) -> None:
         """Run ``work`` in the thread and wait for it; raise its error."""
-        ended, errors = threading.Event(), list[BaseException]()
+        errors: list[BaseException] = []
+        ended = threading.Lock()
+        ended.acquire()
 
         def call() -> None:
             try:
@@ -261,7 +263,7 @@ class DatasetThread:
             with self._lock:
                 if self._current:
                     self._call = None
-            ended.set()
+            ended.release()
 
         if (stuck := self._call) is not None:  # its slot was given up
             self._replace(stuck)
@@ -275,7 +277,7 @@ class DatasetThread:
         else:
             with _changed:
                 _changed.notify_all()  # the thread may be waiting for a slot
-            while not ended.wait(POLL_INTERVAL_S):
+            while not ended.acquire(timeout=POLL_INTERVAL_S):
                 if deadline is not None and deadline.abandon() is not None:
                     self._replace(call)  # this thread waits for the call, and others go on
         if errors:
