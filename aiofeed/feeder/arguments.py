@@ -46,7 +46,7 @@ from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
 from aiofeed.sources.stream_epochs import StreamOrder
 from aiofeed.sources.tables.columns import collate_rows
-from aiofeed.sources.tensors import Tensors, tensors_of
+from aiofeed.sources.tensors import Tensors, are_on_host, as_dataset, tensors_of
 
 if TYPE_CHECKING:
     from aiofeed.cache.encoded.database import EncodedCache
@@ -339,8 +339,8 @@ class Arguments:
         listed = self.batch_sampler is not None or isinstance(self.batch_size, LengthPlan)
         split = self.static_batches or isinstance(self.backend, DeviceGroup)
         samples = listed or split or self.engines or self.collate_fn is not None
-        if samples and isinstance(self.adopted, Tensors) and self.adopted.on_host:
-            self.adopted = self.adopted.as_dataset()
+        if samples and isinstance(self.adopted, Tensors) and are_on_host(self.adopted):
+            self.adopted = as_dataset(self.adopted)
         ordered = isinstance(self.source, Mixture)
         if ordered and not self.source.draws:
             ordered = self.sampler is None and self.weights is None and self.batch_sampler is None
@@ -398,7 +398,7 @@ def new_order(a: Arguments) -> FeedOrder:
     """
     kind = SampleSchedule if a.in_order == "samples" else Schedule
     order = kind(length=a.length, batch_size=1, shuffle=a.shuffle, seed=a.seed, drop_last=a.drop_last, pad=a.pad)
-    drawn: MixtureOrder | ComputedOrder | None = new_lister(a.adopted, a.weights, order)
+    drawn: MixtureOrder | ComputedOrder | None = new_lister(a.source, a.weights, order)
     if a.traits.ordered:
         drawn = a.source.order(a.seed, shuffle=bool(a.shuffle))
     batches = new_batches(a.batch_size, a.batch_sampler, order, drawn)

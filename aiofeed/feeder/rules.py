@@ -10,6 +10,7 @@ from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.sampling.listers.length_plans import LengthPlan
 from aiofeed.sampling.listers.packing import Pack
 from aiofeed.sampling.schedule import window_shards
+from aiofeed.sources.tensors import are_on_host
 
 _ONE = "leave out {option}"
 _DECODED = "its samples are decoded already; transform= gets each batch"
@@ -80,6 +81,7 @@ EXCLUDED: tuple[tuple[str, str, type[Exception], str], ...] = (
      "it keeps the bytes that a source reads, and the items of a Dataset are decoded: pass cache=DiskCache(path), or a "
      "source of bytes such as aiofeed.Files(paths) with decode="),
     # documents that are packed
+    ("Tensors", "Pack", ValueError, "a row of Tensors is a tuple, a document one tensor: pass a Dataset of those"),
     ('on_error="replace"', "Pack", ValueError,
      "it plans the place of every token, and a replacement has another length and comes twice: pass on_error='skip', "
      "which leaves padding, or 'raise'"),
@@ -142,12 +144,12 @@ def facts_of(a: Any) -> set[str]:
     found = {
         "Stream": not traits.indexed,
         "a Mixture with weights": traits.ordered,
-        "a source without shards": getattr(a.adopted, "shard_starts", None) is None,
+        "a source without shards": getattr(a.source, "shard_starts", None) is None,
         "decoded samples": traits.decode == "none",
         "encoded samples": traits.decode == "needed",
         "a Dataset": traits.items,
         "Tensors": traits_of(a.source).in_memory,
-        "Tensors on a device": traits.in_memory,
+        "Tensors on a device": traits.in_memory and not are_on_host(a.source),
         "rows": traits.rows and a.decode is None,
         "rows of a Table": traits.rows and a.decode is None and not tokens,
         "Tokens on the device": tokens and on_device,

@@ -66,19 +66,6 @@ class Tensors:
         found = ", ".join(f"{_name(tensor)} {list(tensor.shape)}" for tensor in self.tensors)
         return f"Tensors({found}{', alias=True' if self.alias else ''})"
 
-    @property
-    def on_host(self) -> bool:
-        """Whether all of them are in host memory."""
-        return all(isinstance(tensor, np.ndarray) or tensor.device.type == "cpu" for tensor in self.tensors)
-
-    def as_dataset(self) -> FromDataset:
-        """The rows as samples, for options that need samples; batches and states are the same."""
-        import torch
-        import torch.utils.data
-
-        dataset = torch.utils.data.TensorDataset(*map(torch.as_tensor, self.tensors))
-        return FromDataset(dataset, fingerprint=self.fingerprint())
-
     def key(self, index: int, /) -> str:
         """The index, because rows have no names."""
         return f"Tensors[{index}]"
@@ -92,6 +79,20 @@ class Tensors:
             for number in range(count):
                 digest.update(_row(tensor, number * len(tensor) // count))
         return digest.hexdigest()[:32]
+
+
+def are_on_host(source: Tensors) -> bool:
+    """Return whether all tensors are in host memory."""
+    return all(isinstance(tensor, np.ndarray) or tensor.device.type == "cpu" for tensor in source.tensors)
+
+
+def as_dataset(source: Tensors) -> FromDataset:
+    """Return the rows as samples, for options that need samples; batches and states are the same."""
+    import torch
+    import torch.utils.data
+
+    dataset = torch.utils.data.TensorDataset(*map(torch.as_tensor, source.tensors))
+    return FromDataset(dataset, fingerprint=source.fingerprint())
 
 
 def tensors_of(dataset: Any) -> Tensors | None:

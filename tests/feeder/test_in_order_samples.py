@@ -815,9 +815,13 @@ def test_a_copy_has_the_same_order(make: MakeFeeder, kind: str) -> None:
     [
         ({"in_order": "sample"}, TypeError, "in_order must be True, False or \"samples\", got 'sample'"),
         ({"in_order": 1}, TypeError, "in_order must be True, False or .*got 1"),
-        ({"engine": "process"}, ValueError, 'gets whole batches from its workers: pass engine="thread", or in_order=F'),
-        ({"batch_size": None, "batch_sampler": [[0, 1]]}, ValueError, "batch_sampler= or a plan .* in_order=False"),
-        ({"batch_size": Buckets([1] * 8, [], [2])}, ValueError, "batch_sampler= or a plan .* in_order=False"),
+        ({"engine": "process"}, ValueError, 'workers send whole batches: pass engine="thread", or in_order=F'),
+        (
+            {"batch_size": None, "batch_sampler": [[0, 1]]},
+            ValueError,
+            "moves samples to other batches: .*in_order=False",
+        ),
+        ({"batch_size": Buckets([1] * 8, [], [2])}, ValueError, "moves samples to other batches: .*in_order=False"),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -255,7 +255,7 @@ def test_another_length_than_planned_is_an_error(on_error: Any, engine: Any) -> 
         ({"device": [SimulatedDevice(), SimulatedDevice()]}, ValueError, "cu_seqlens.*one feeder for each"),
         ({"static_batches": True}, ValueError, "cu_seqlens of Pack varies"),
         ({"cache": "device"}, ValueError, "leave it out"),
-        ({"source": Tensors(torch.zeros(60, 3))}, ValueError, "TensorDataset"),
+        ({"source": Tensors(torch.zeros(60, 3))}, ValueError, "a row of Tensors is a tuple"),
         ({"sampler": [1], "shuffle": False}, ValueError, "a plan decides the order"),
         ({"shuffle": "keyed"}, ValueError, "a plan shuffles a list"),
         ({"source": Documents(LENGTHS[:-1])}, ValueError, "60 lengths for 59 samples"),

@@ -210,7 +210,7 @@ def test_caches_do_not_change_what_is_seen(root: Path, tmp_path: Path, kind: str
 
 def test_a_cache_on_the_device_is_refused(root: Path) -> None:
     """The message says that augmentation runs on the CPU, and what to use."""
-    with pytest.raises(ValueError, match=r'its random augmentation runs on the CPU.*cache="host"'):
+    with pytest.raises(ValueError, match=r'its augmentation runs on the CPU.*cache="host"'):
         feeder(root, boxes=False, cache="device", device=SimulatedDevice())
 
 
