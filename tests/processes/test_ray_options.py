@@ -48,7 +48,7 @@ def test_what_cannot_be_sent_is_refused_by_the_constructor() -> None:
     source.lock = threading.Lock()  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match=r"source=.*cannot be sent to an actor.*lock.*engine=\"thread\""):
         Feeder(source, decode=parts.number, batch_size=2, engine="ray")
-    with pytest.raises(ValueError, match=r'engine='ray' is not possible with cache='host''):
+    with pytest.raises(ValueError, match="engine='ray' is not possible with cache='host'"):
         Feeder(parts.Numbers(4), decode=parts.number, batch_size=2, engine="ray", cache="host")
     with pytest.raises(ValueError, match=r"decode_threads=1.*ray:2.*at least 2"):
         Feeder(parts.Numbers(4), decode=parts.number, batch_size=2, engine="ray:2", limits=Limits(decode_threads=1))
