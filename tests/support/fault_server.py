@@ -134,10 +134,17 @@ class FaultServer:
         started.set()
         self._loop.run_forever()
         server.close()
-        for transport in list(self._connections):
-            transport.abort()
-        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.run_until_complete(self._abort())
         self._loop.close()
+
+    async def _abort(self) -> None:
+        """End all connections, those that were accepted last included: they are reported an iteration later."""
+        idle = 0
+        while idle < 5:
+            for transport in list(self._connections):
+                transport.abort()
+            idle = 0 if self._connections else idle + 1
+            await asyncio.sleep(0)
 
     def etag(self, key: str) -> str:
         """The etag of an object."""
