@@ -167,33 +167,33 @@ class ParquetRows(Shards):
         groups: dict[int, list[int]] = {}
         for place, group in enumerate((np.searchsorted(shard.extra.first, samples, side="right") - 1).tolist()):
             groups.setdefault(group, []).append(place)
-        tables = {group: self._tables.kept((shard, group)) for group in groups}
+        found: list[Any] = [None] * len(samples)
+        kept = {group: table for group in groups if (table := self._tables.kept((shard, group))) is not None}
+
+        def take(tables: dict[int, Any]) -> None:
+            for group, table in tables.items():
+                places = groups[group]
+                try:
+                    if isinstance(table, Exception):
+                        raise table
+                    rows = [samples[place] for place in places]
+                    values = self._take(shard, table, int(shard.extra.first[group]), rows)
+                except Exception as error:  # noqa: BLE001 - the error of each of these samples
+                    values = [error.with_traceback(None)] * len(places)
+                for place, value in zip(places, values, strict=True):
+                    found[place] = value
 
         async def load(group: int) -> None:
             try:
-                tables[group] = await self._table(shard, group)
-            except Exception as error:  # noqa: BLE001 - the error of each of its samples
-                tables[group] = error
+                table = await self._table(shard, group)
+            except Exception as error:  # noqa: BLE001 - `take` makes it the error of each of its samples
+                table = error
+            await asyncio.to_thread(take, {group: table})
 
-        await run_all([load(group) for group, table in tables.items() if table is None])
-        # One call of a thread for all row groups: under shuffle a batch has few rows of each.
-        return await asyncio.to_thread(self._take_all, shard, samples, groups, tables)
-
-    def _take_all(
-        self, shard: Shard, samples: Sequence[int], groups: dict[int, list[int]], tables: dict[int, Any]
-    ) -> list[Any]:
-        """Samples of row groups, or the error of their group."""
-        found: list[Any] = [None] * len(samples)
-        for group, places in groups.items():
-            try:
-                if isinstance(tables[group], Exception):
-                    raise tables[group]
-                rows = [samples[place] for place in places]
-                values = self._take(shard, tables[group], int(shard.extra.first[group]), rows)
-            except Exception as error:  # noqa: BLE001 - the error of each of these samples
-                values = [error.with_traceback(None)] * len(places)
-            for place, value in zip(places, values, strict=True):
-                found[place] = value
+        # One call of a thread for the row groups that are kept: under shuffle a batch has few rows of each. The others
+        # are dropped one by one, so that their memory is bounded.
+        reads = [load(group) for group in groups if group not in kept]
+        await run_all([asyncio.to_thread(take, kept), *reads] if kept else reads)
         return found
 
     def _take(self, shard: Shard, table: Any, first: int, rows: Sequence[int]) -> list[Any]:
