@@ -100,7 +100,7 @@ def _advise(found: Bottleneck) -> Iterator[Advice]:
     yield from _on_limit(found)
     batch_is_one = found.stats.samples <= found.stats.batches
     if batch_is_one and found.stage in (READ, DECODE, COLLATE, HAND_OVER) and found.resource != "cold cache":
-        yield Advice("a larger batch_size=: in batches of one sample, each sample bears the costs of a batch")
+        yield Advice("a larger batch_size=: in batches of one sample, each sample has the cost of a batch")
 
 
 def _on_limit(found: Bottleneck) -> Iterator[Advice]:
