@@ -142,26 +142,27 @@ class Link:
                 raise
 
     def receive(self) -> Iterator[tuple[bytes, list[int]]]:
-        """The messages that have arrived, each with its descriptors, which the caller closes.
+        """All messages that have arrived, each with its descriptors, which the caller closes.
 
         Raises:
             ProtocolError: The peer sent something that is not a valid message.
         """
-        try:
-            data = receive(self._sock, _READ_BYTES, self._arrived)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self.ended = True
-            return
-        if len(self._arrived) > self._limit_descriptors:
-            raise ProtocolError(f"{len(self._arrived)} descriptors; at most {self._limit_descriptors} are accepted")
-        for payload, count in self._framer.feed(data):
-            if count > len(self._arrived):
-                raise ProtocolError(f"{count - len(self._arrived)} of a message's {count} descriptors are missing")
-            yield payload, [self._arrived.popleft() for _ in range(count)]
+        while not self.ended:
+            try:
+                data = receive(self._sock, _READ_BYTES, self._arrived)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self.ended = True
+                return
+            if len(self._arrived) > self._limit_descriptors:
+                raise ProtocolError(f"{len(self._arrived)} descriptors; at most {self._limit_descriptors} are accepted")
+            for payload, count in self._framer.feed(data):
+                if count > len(self._arrived):
+                    raise ProtocolError(f"{count - len(self._arrived)} of a message's {count} descriptors are missing")
+                yield payload, [self._arrived.popleft() for _ in range(count)]
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -223,6 +224,8 @@ class Connection(Link):
             self._loop.remove_writer(self.fileno())
 
     def _on_readable(self) -> None:
+        # It reads on until nothing is left: uvloop calls once more, and then never again, when the peer has closed the
+        # connection without reading all its messages.
         error: Exception | None = None
         try:
             for payload, descriptors in self.receive():

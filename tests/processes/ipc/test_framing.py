@@ -45,6 +45,7 @@ from aiofeed.processes.workers.protocol import (
     decode_from_worker,
     decode_to_worker,
 )
+from aiofeed.runtime.event_loop import new_event_loop
 from tests.support.paths import environment
 
 FINISHED = BatchFinished(
@@ -204,6 +205,30 @@ async def test_descriptors_that_do_not_match_are_closed() -> None:
     assert len(os.listdir("/dev/fd")) == before
     os.close(read)
     os.close(write)
+
+
+def test_an_end_behind_more_than_one_read() -> None:
+    """It is noticed also if the peer left messages unread: uvloop then reports what has arrived only once."""
+    loop = new_event_loop()
+
+    async def main() -> tuple[list[int], Exception | None]:
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        sizes: list[int] = []
+        lost: asyncio.Future[Exception | None] = loop.create_future()
+        connection = Connection(
+            ours, received=lambda payload, _: sizes.append(len(payload)), lost=lost.set_result, limit_descriptors=0
+        )
+        connection.send(b"never read")
+        for _ in range(10):
+            theirs.send(frame(bytes(8000)))
+        theirs.close()
+        return sizes, await asyncio.wait_for(lost, 10)
+
+    try:
+        assert loop.run_until_complete(main()) == ([8000] * 10, None)
+    finally:
+        loop.close()
 
 
 async def test_messages_larger_than_a_socket_buffer() -> None:
