@@ -154,9 +154,7 @@ class Link:
                 return
             except OSError:
                 data = b""
-            if not data:
-                self.ended = True
-                return
+            self.ended = not data
             if len(self._arrived) > self._limit_descriptors:
                 raise ProtocolError(f"{len(self._arrived)} descriptors; at most {self._limit_descriptors} are accepted")
             for payload, count in self._framer.feed(data):
