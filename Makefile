@@ -1,4 +1,4 @@
-# `make` alone sets up .venv; `make help` lists the rest.
+# `make` alone sets up .venv; `make help` lists the targets with `##`; CONTRIBUTING.md describes the others, too.
 # Overridable: PYTHON (the interpreter), VENV (where it goes), ARGS (what a command gets, `make test ARGS="-k order"`),
 # GPU_PYTHON (one with a CUDA build of torch, for bench-gpu and sanitize; nothing is set up then).
 
@@ -46,7 +46,7 @@ test: $(STAMP)  ## the tests, without the slow ones, on all cores
 test-long: $(STAMP)  ## all tests
 	AIOFEED_EXAMPLES=20000 $(BIN)/python -m pytest --numprocesses auto --dist worksteal --timeout 600 $(ARGS)
 
-first-batch:  ## from `pip install` in a fresh environment to the first batch: `make first-batch ARGS=dist/aiofeed.whl`
+first-batch:  # from `pip install` in a fresh environment to the first batch: `make first-batch ARGS=dist/aiofeed.whl`
 	$(PYTHON) tests/install/first_batch.py $(ARGS)
 
 soak: $(STAMP)  ## random epochs, left and broken in every way: `make soak ARGS="--seed 7 --minutes 10"`
@@ -73,14 +73,14 @@ demo: $(STAMP)  ## a training run on generated images
 bench: $(STAMP)  ## the benchmarks: ratios, and a picture
 	$(BIN)/python -m benchmarks $(ARGS)
 
-bench-gpu: $(GPU_STAMP)  ## the benchmarks that need a GPU; without one they say so
+bench-gpu: $(GPU_STAMP)  # the benchmarks that need a GPU; without one they say so
 	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 # Left out: what takes an hour under it, and what shares a GPU with other processes or with the profiler.
 sanitize: TOOL ?= memcheck
 sanitize: ARGS ?= -k "not ten_thousand and not compiled and not served and not share and not trace" \
   --deselect tests/cuda/test_cuda_copier.py::TestCheck::test_no_wrong_byte
-sanitize: $(GPU_STAMP)  ## the tests of CUDA under compute-sanitizer, where there is one; `make sanitize TOOL=initcheck`
+sanitize: $(GPU_STAMP)  # the tests of CUDA under compute-sanitizer, where there is one; `make sanitize TOOL=initcheck`
 	@if command -v compute-sanitizer > /dev/null; \
 	then compute-sanitizer --tool $(TOOL) --target-processes application-only --report-api-errors no \
 	  --error-exitcode 86 $(GPU_PYTHON) -m pytest tests/cuda --timeout 300 $(ARGS); \
@@ -92,7 +92,7 @@ $(PEERS_STAMP): pyproject.toml benchmarks/peers/requirements.txt benchmarks/peer
 	$(PEERS_VENV)/bin/python -m benchmarks.peers.install
 	@touch $@
 
-bench-peers: $(PEERS_STAMP)  ## aiofeed beside other loaders, which go into .venv-peers; half an hour
+bench-peers: $(PEERS_STAMP)  # aiofeed beside other loaders, which go into .venv-peers; half an hour
 	$(PEERS_VENV)/bin/python -m benchmarks.peers $(ARGS)
 
 clean:  ## remove the environment and all that was built
@@ -100,5 +100,5 @@ clean:  ## remove the environment and all that was built
 	rm -f aiofeed/decoders/_native_jpeg.so aiofeed/sources/_native_files.so LICENSE.libjpeg-turbo.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-help:  ## this list
+help:  # this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-11s %s\n", $$1, $$2 }'
