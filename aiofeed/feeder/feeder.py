@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from aiofeed.decoders.image import DecodeImage
     from aiofeed.decoders.media.clips import Clips
     from aiofeed.devices.resolve import Device
-    from aiofeed.processes.actors.options import RayEngine
+    from aiofeed.processes.actors.cluster import RayEngine
     from aiofeed.reports.explanation import Explanation
     from aiofeed.reports.headroom import Headroom
     from aiofeed.reports.progress import BarKind, ProgressFeed
