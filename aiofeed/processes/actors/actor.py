@@ -17,12 +17,11 @@ from aiofeed.core.errors import FeedError
 from aiofeed.core.formatting import format_error
 from aiofeed.processes.ipc.batch_codec import array_nodes
 from aiofeed.processes.ipc.error_codec import describe
-from aiofeed.processes.ipc.ring import Borrowed, Slot
+from aiofeed.processes.ipc.ring import Borrowed, Slot, free_dropped_slots
 from aiofeed.processes.ipc.schema import dtype_and_nbytes
 from aiofeed.processes.workers.protocol import BatchFinished, FromWorker, ReleaseSlot, WorkerEnded, decode_to_worker
 from aiofeed.processes.workers.spawn import WorkerConfig, unpickle_config
 from aiofeed.processes.workers.worker import Worker, encode_finished, new_loop_thread
-from aiofeed.processes.workers.zero_copy import free_dropped_slots
 from aiofeed.runtime.buffers import Bytes, DropTracker
 from aiofeed.runtime.event_loop import EventLoopThread
 

@@ -28,12 +28,9 @@ from aiofeed.processes.workers.handle import AssignedBatch
 from aiofeed.processes.workers.pool import GRACE_S, WorkerPool
 from aiofeed.processes.workers.protocol import BatchFinished, FromWorker
 from aiofeed.processes.workers.spawn import WorkerConfig
-from aiofeed.processes.workers.zero_copy import free_dropped_slots
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
-# Interval of the checks for late batches, dropped batches and actors that do not start.
-CHECK_S = 0.2
 # A start that takes longer is logged.
 SLOW_START_S = 10.0
 # Late batches are noticed after this many batches, and take at least this long.
@@ -79,19 +76,10 @@ class ActorPool(WorkerPool[ActorHandle]):
         self._none_ready_since = 0.0
         self._warned = False
 
-    async def start(self) -> None:
-        """Start the actors and wait until the first one is ready. Idempotent.
-
-        Raises:
-            Exception: An actor could not load its configuration, or its source could not be opened.
-        """
-        if self._ready is None:
-            self._ready = asyncio.get_running_loop().create_future()
-            self._none_ready_since = time.monotonic()
-            for number in range(self._count):
-                self._add(number)
-            self._check()
-        await self._ready
+    def _start_workers(self) -> None:
+        self._none_ready_since = time.monotonic()
+        for number in range(self._count):
+            self._add(number)
 
     def _add(self, number: int) -> None:
         actor = self._actors.remote(number)
@@ -198,13 +186,10 @@ class ActorPool(WorkerPool[ActorHandle]):
                 self._dispatch(batch, self._workers)
 
     def _check(self) -> None:
-        """Check every ``CHECK_S`` for late batches, and for actors that do not start."""
-        if self._stopping or self._error is not None:
-            return
+        """Look for late batches, and for actors that do not start."""
         if not self._connection.alive():
             self._fail_disconnected()
             return
-        free_dropped_slots(self.borrowed)
         now = time.monotonic()
         ready = [worker for worker in self._workers if worker.ready]
         if ready:
@@ -212,7 +197,6 @@ class ActorPool(WorkerPool[ActorHandle]):
             self._duplicate_late(ready, now)
         elif now - self._none_ready_since > min(SLOW_START_S, self._engine.start_timeout_s):
             self._report_none_ready(now - self._none_ready_since)
-        asyncio.get_running_loop().call_later(CHECK_S, self._check)
 
     def _fail_disconnected(self) -> None:
         self._fail(FeedError('ray.shutdown() was called while engine="ray" was in use: close the feeder before'))

@@ -143,6 +143,12 @@ class Borrowed:
             self._free(self._forks == forks())
 
 
+def free_dropped_slots(tracker: DropTracker[Borrowed]) -> None:
+    """Free the slots whose memory was dropped."""
+    for slot in tracker.collected():
+        slot.segment_dropped()
+
+
 class RingLease:
     """A slot that a device copies from. ``free`` is called on the loop when the copy has completed."""
 

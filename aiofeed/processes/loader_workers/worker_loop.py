@@ -255,7 +255,7 @@ class _LoaderWorker:
             extents = move_batch(extents, kept, slot)
             kept.give_back(reusable=False)
         state = self._new_state()
-        segments, descriptors, retired = self._pool.introduce(slot.segments, self._mapped)
+        segments, descriptors, retired = slot.introduce(self._mapped)
         serial = next(self._serials)
         self._in_use[serial] = slot
         self._send(Answer("batch", task.batch, data, serial, extents, segments, retired, state), descriptors)

@@ -18,7 +18,7 @@ import numpy as np
 from aiofeed.core.errors import IteratorClosedError, WorkerDiedError
 from aiofeed.processes.ipc.framing import close_all
 from aiofeed.processes.ipc.peers import describe_exit
-from aiofeed.processes.ipc.ring import Borrowed, Ring
+from aiofeed.processes.ipc.ring import Borrowed, Ring, free_dropped_slots
 from aiofeed.processes.loader_workers.channel import Channel, wait
 from aiofeed.processes.loader_workers.requests import Answer, Release, Resume
 from aiofeed.processes.loader_workers.worker_loop import WorkerStart, main
@@ -56,8 +56,7 @@ class _LoaderProcess:
 
     def releases(self) -> Release | None:
         """The batches whose slots are free since the last call."""
-        for borrowed in self.tracker.collected():
-            borrowed.segment_dropped()
+        free_dropped_slots(self.tracker)
         free = tuple(self._free)
         self._free.clear()
         return Release(free) if free else None

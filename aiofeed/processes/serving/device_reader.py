@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import DeviceCopyError, FeedError
 from aiofeed.core.pytree import map_leaves
+from aiofeed.devices.backend import poll
 from aiofeed.devices.copier import Copier, PendingCopy
 from aiofeed.processes.ipc.batch_codec import decode_batch
 from aiofeed.processes.ipc.cuda_ipc import HandleError
@@ -38,9 +39,6 @@ log: logging.Logger = logging.getLogger("aiofeed.processes")
 PROBE_S = 10.0
 # Time for the last copies when the server closes or this process disconnects.
 LAST_COPIES_S = 1.5
-# Shortest and longest interval of the checks whether an event is complete.
-_MIN_POLL_S = 20e-6
-_MAX_POLL_S = 1e-3
 
 # Blocks that stay open until the interpreter exits, because copies from them had not completed.
 _left_open: list[object] = []
@@ -96,21 +94,20 @@ class DeviceReader:
             WorkerDiedError: The server has died.
             TimeoutError: The event was not complete within ``limit_s``.
         """
-        pause_s, deadline = _MIN_POLL_S, None if limit_s is None else time.monotonic() + limit_s
-        while not self._is_complete(event):
-            self.check_server()
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"a copy from the server's device memory took longer than {limit_s:g} s")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MAX_POLL_S)
-        self.check_server()
+        began = time.monotonic()
 
-    def _is_complete(self, event: Event | SharedEvent) -> bool:
-        try:
-            return event.query()
-        except RuntimeError:
-            self.check_server()  # if the server has died, that is the reason
-            raise
+        def ready() -> bool:
+            try:
+                complete = event.query()
+            except RuntimeError:
+                self.check_server()  # if the server has died, that is the reason
+                raise
+            self.check_server()
+            if not complete and limit_s is not None and time.monotonic() - began > limit_s:
+                raise TimeoutError(f"a copy from the server's device memory took longer than {limit_s:g} s")
+            return complete
+
+        poll(ready)
 
     def try_probe(self, probe: Probe) -> str:
         """Read the server's probe in the calling thread; returns why that failed, or ""."""
