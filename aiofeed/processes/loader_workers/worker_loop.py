@@ -26,7 +26,7 @@ from torch.utils.data.dataloader import _DatasetKind
 from torch.utils.data.graph_settings import apply_random_seed
 
 from aiofeed.processes.ipc.ring import Slot, SlotPool
-from aiofeed.processes.loader_workers.channel import Channel, wait
+from aiofeed.processes.loader_workers.channel import Answer, Channel, Fetch, Release, Restore, Resume, wait
 from aiofeed.processes.loader_workers.fetching import dataset_state, fetch, restore_dataset
 from aiofeed.processes.loader_workers.random_state import (
     pack_random_state,
@@ -35,7 +35,6 @@ from aiofeed.processes.loader_workers.random_state import (
     set_random_state,
     unpack_random_state,
 )
-from aiofeed.processes.loader_workers.requests import Answer, Fetch, Release, Restore, Resume
 from aiofeed.processes.pickling import SlotStorage, dump_batch, move_batch
 
 # Interval of the checks whether the parent lives, if another process holds its end of the channel open.

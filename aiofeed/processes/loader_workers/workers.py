@@ -19,8 +19,7 @@ from aiofeed.core.errors import IteratorClosedError, WorkerDiedError
 from aiofeed.processes.ipc.framing import close_all
 from aiofeed.processes.ipc.peers import describe_exit
 from aiofeed.processes.ipc.ring import Borrowed, Ring, free_dropped_slots
-from aiofeed.processes.loader_workers.channel import Channel, wait
-from aiofeed.processes.loader_workers.requests import Answer, Release, Resume
+from aiofeed.processes.loader_workers.channel import Answer, Channel, Release, Resume, wait
 from aiofeed.processes.loader_workers.worker_loop import WorkerStart, main
 from aiofeed.processes.pickling import load_batch
 from aiofeed.runtime.buffers import Bytes, DropTracker
