@@ -23,25 +23,18 @@ _LIMIT_BYTES = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
-class Release:
-    """The parent uses these slots no longer; each with whether it may be written again."""
-
-    slots: Sequence[tuple[int, bool]]
-
-
-@dataclass(frozen=True)
 class Fetch:
     """Fetch a batch.
 
     Args:
         batch: Its number in the epoch.
         index: The argument of torch's fetcher.
-        releases: Slots that are free since the last message.
+        releases: Slots that the parent uses no longer, each with whether it may be written again.
     """
 
     batch: int
     index: Any
-    releases: Release | None = None
+    releases: Sequence[tuple[int, bool]] = ()
 
 
 @dataclass(frozen=True)
