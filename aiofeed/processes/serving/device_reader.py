@@ -60,7 +60,7 @@ class _OpenBlock:
 
 
 class DeviceReader:
-    """The device memory of one server. On the subscription's loop, except the methods of ``BatchInBlock``.
+    """The device memory of one server. On the subscription's loop, except the methods of ``DeviceBatch``.
 
     Args:
         shared: The backend's memory and events for other processes.
@@ -149,12 +149,12 @@ class DeviceReader:
             if (retired := self._open.pop(number, None)) is not None:
                 self._retired.append(retired)
 
-    def batch(self, message: BatchAvailable) -> BatchInBlock:
+    def batch(self, message: BatchAvailable) -> DeviceBatch:
         """The batch of a message; ``ProtocolError`` if its block is not open."""
         block = self._open.get(message.block)
         if block is None:
             raise ProtocolError(f"a batch in the unknown block {message.block}")
-        return BatchInBlock(self, block)
+        return DeviceBatch(self, block)
 
     def collect(self) -> None:
         """Close retired blocks whose last copy has completed."""
@@ -163,7 +163,7 @@ class DeviceReader:
             with self.backend.use_stream(self.side):
                 self._retired = [block for block in self._retired if not block.is_copied()]
 
-    def save(self, batches: Sequence[BatchInBlock]) -> None:
+    def save(self, batches: Sequence[DeviceBatch]) -> None:
         """Copy batches to memory of this process, because the server closes the connection.
 
         Raises:
@@ -204,7 +204,7 @@ def _leave_open(blocks: Sequence[_OpenBlock], error: BaseException) -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(block))
 
 
-class BatchInBlock:
+class DeviceBatch:
     """A batch in the server's device memory, until ``Read`` is sent for it."""
 
     def __init__(self, reader: DeviceReader, block: _OpenBlock) -> None:
@@ -273,8 +273,8 @@ class UncopiedBatch:
 
     __slots__ = ("batch", "lease", "tree")
 
-    def __init__(self, batch: BatchInBlock, tree: Any, lease: BufferLease) -> None:
-        self.batch: BatchInBlock = batch
+    def __init__(self, batch: DeviceBatch, tree: Any, lease: BufferLease) -> None:
+        self.batch: DeviceBatch = batch
         self.tree: Any = tree
         self.lease: BufferLease = lease
 
