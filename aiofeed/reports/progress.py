@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -141,26 +141,39 @@ class _ShownEpoch:
 
 
 class EpochBar:
-    """A bar on standard error or in a notebook. If it cannot be drawn, it is closed with a log line."""
+    """A bar of tqdm on standard error or in a notebook; without tqdm a plain line.
+
+    If it cannot be drawn, it is closed with a log line.
+    """
 
     def __init__(self, name: str, total: int | None, done: int) -> None:
         self.name = name
         self._pid = os.getpid()
         self._closed = False
-        self._draw, self._end = _tqdm_bar(name, total, done)
+        self._of = "" if total is None else f"/{total}"
+        times = "[{elapsed}<{remaining}{postfix}]" if total is not None else "[{elapsed}{postfix}]"
+        share = "{desc}: {percentage:3.0f}%|{bar}| " if total is not None else "{desc}: "
+        self._bar: Any = new_bar(name, total, initial=done, bar_format=f"{share}{{n_fmt}}/{{total_fmt}} {times}")
 
     def draw(self, done: int, text: str) -> None:
         """Show the number of batches and a text."""
         if not self._closed:
             self._try(lambda: self._draw(done, text))
 
+    def _draw(self, done: int, text: str) -> None:
+        if self._bar is None:
+            print(f"\r{self.name}: {done}{self._of} [{text}]\x1b[K", end="", file=sys.stderr, flush=True)
+        else:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(done - self._bar.n)
+
     def close(self) -> None:
         """Draw the bar no more."""
         if not self._closed:
             self._closed = True
-            self._try(self._end)
+            self._try(self._bar.close if self._bar is not None else lambda: print(file=sys.stderr))
 
-    def _try(self, function: Callable[[], None]) -> None:
+    def _try(self, function: Callable[[], object]) -> None:
         if self._pid != os.getpid():
             return  # the bar belongs to the parent of this process
         try:
@@ -168,28 +181,3 @@ class EpochBar:
         except Exception as error:  # noqa: BLE001 - a terminal that is closed or full must not end the training
             self._closed = True
             log.warning("the progress of %s is not shown any more: %s", self.name, format_error(error))
-
-
-_Bar: TypeAlias = tuple[Callable[[int, str], None], Callable[[], None]]
-
-
-def _tqdm_bar(name: str, total: int | None, done: int) -> _Bar:
-    times = "[{elapsed}<{remaining}{postfix}]" if total is not None else "[{elapsed}{postfix}]"
-    share = "{desc}: {percentage:3.0f}%|{bar}| " if total is not None else "{desc}: "
-    bar = new_bar(name, total, initial=done, bar_format=f"{share}{{n_fmt}}/{{total_fmt}} {times}")
-    if bar is None:
-        return _plain_line(name, total)
-
-    def draw(done: int, text: str) -> None:
-        bar.set_postfix_str(text, refresh=False)
-        bar.update(done - bar.n)
-
-    return draw, bar.close
-
-
-def _plain_line(name: str, total: int | None) -> _Bar:
-    def draw(done: int, text: str) -> None:
-        of = "" if total is None else f"/{total}"
-        print(f"\r{name}: {done}{of} [{text}]\x1b[K", end="", file=sys.stderr, flush=True)
-
-    return draw, lambda: print(file=sys.stderr)
