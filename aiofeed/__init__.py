@@ -16,7 +16,7 @@ _HOMES: dict[str, dict[str, str]] = {
         "Pack": "aiofeed.sampling.listers.packing",
         "pad_collate": "aiofeed.engine.fetch.sequences",
         "Limits": "aiofeed.core.limits",
-        "RayEngine": "aiofeed.processes.actors.options",
+        "RayEngine": "aiofeed.processes.actors.cluster",
         "FailurePolicy": "aiofeed.core.failure_policy",
         "FeedStatistics": "aiofeed.core.statistics",
         "StorageStatistics": "aiofeed.core.statistics",

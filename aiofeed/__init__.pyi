@@ -37,7 +37,7 @@ from aiofeed.feeder.dataloader import DataLoader as DataLoader
 from aiofeed.feeder.feeder import Feeder as Feeder
 from aiofeed.feeder.prefetch import prefetch as prefetch
 from aiofeed.feeder.serve import serve as serve
-from aiofeed.processes.actors.options import RayEngine as RayEngine
+from aiofeed.processes.actors.cluster import RayEngine as RayEngine
 from aiofeed.processes.shared_tensors.api import SharedTensors as SharedTensors
 from aiofeed.processes.shared_tensors.api import attach_tensors as attach_tensors
 from aiofeed.processes.shared_tensors.api import share as share

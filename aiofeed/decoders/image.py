@@ -24,12 +24,16 @@ from PIL import Image
 from aiofeed.core.random_numbers import SplitMix64, seed_from
 from aiofeed.core.types import Row, public
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
-from aiofeed.decoders.formats.kept import decode_kept
-from aiofeed.decoders.formats.png import SIGNATURE, decode_png_into
 from aiofeed.decoders.geometry import Box, View, center_box, map_box, random_box
 from aiofeed.decoders.native_jpeg import NativeDecoder, native_decoder, required_native_decoder
-from aiofeed.decoders.pillow import FORMATS, known_formats, load_picture, render
-from aiofeed.decoders.simplejpeg import decode_jpeg_into, required_simplejpeg_decoder, simplejpeg_decoder
+from aiofeed.decoders.pillow import FORMATS, decode_kept, known_formats, load_picture, render
+from aiofeed.decoders.plain import (
+    PNG_SIGNATURE,
+    decode_jpeg_into,
+    decode_png_into,
+    required_simplejpeg_decoder,
+    simplejpeg_decoder,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -313,7 +317,7 @@ class DecodeImage:
                 out, data, choose_view, simplejpeg, scaled=self.scaled, max_pixels=self.max_pixels, any_size=any_size
             ):
                 return
-        is_png = data.startswith(SIGNATURE) and self.backend != "pillow" and "PNG" in self.formats
+        is_png = data.startswith(PNG_SIGNATURE) and self.backend != "pillow" and "PNG" in self.formats
         if is_png and decode_png_into(out, data, choose_view, max_pixels=self.max_pixels):
             return
         picture, view = self._load(data, choose_view, (out.shape[1], out.shape[0]))

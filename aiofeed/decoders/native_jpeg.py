@@ -21,7 +21,7 @@ import numpy as np
 
 from aiofeed.decoders.geometry import View, jpeg_factor, stored_box
 from aiofeed.decoders.metadata import JPEG_METADATA_BYTES
-from aiofeed.decoders.simplejpeg import read_header
+from aiofeed.decoders.plain import read_header
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from aiofeed.cache.store import SampleStore
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.devices.copier import StaticOutput
-    from aiofeed.processes.actors.options import RayEngine
+    from aiofeed.processes.actors.cluster import RayEngine
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
@@ -229,7 +229,7 @@ def an_engine(value: object) -> tuple[int, RayEngine | None]:
     ):
         raise ValueError(f"engine={value!r}: {expected}")
     if kind != "process":
-        from aiofeed.processes.actors.options import RayEngine
+        from aiofeed.processes.actors.cluster import RayEngine
 
         ray = value if kind != "ray" else RayEngine(int(number)) if colon else RayEngine()
         if not isinstance(ray, RayEngine):

@@ -58,10 +58,10 @@ if TYPE_CHECKING:
     from aiofeed.decoders.image import DecodeImage
     from aiofeed.decoders.media.clips import Clips
     from aiofeed.devices.resolve import Device
-    from aiofeed.processes.actors.options import RayEngine
+    from aiofeed.processes.actors.cluster import RayEngine
     from aiofeed.reports.explanation import Explanation
     from aiofeed.reports.headroom import Headroom
-    from aiofeed.reports.progress import BarKind, ProgressFeed
+    from aiofeed.reports.progress import ProgressFeed
     from aiofeed.sources.dataset import MapDataset
     from aiofeed.sources.image_folder import ImageFolder
 
@@ -427,24 +427,23 @@ class Feeder(Generic[BatchT]):
         """
         return Steps(self._session, self._stepping, check_positive_int("n", n))
 
-    def progress(self, name: str = "train", *, bar: BarKind = "tqdm") -> ProgressFeed[BatchT]:
+    def progress(self, name: str = "train") -> ProgressFeed[BatchT]:
         """Return an iterable over the next epoch that shows a progress bar, for ``for`` or ``async for``.
 
         The bar shows samples per second, the share of the time that the loop waited for batches, and the stage that
         ``explain`` names as the limit. Inside ``epochs`` one bar counts all epochs. Batches, state and errors are those
-        of the feeder. Silent if standard error is no terminal, except in a notebook, and on ranks above 0.
+        of the feeder. Silent if standard error is no terminal, except in a notebook, and on ranks above 0. The bar is
+        one of tqdm, or a plain line if that is not installed.
 
         Args:
             name: The title of the bar.
-            bar: "tqdm", or a plain line if it is not installed; or "rich".
 
         Raises:
-            ImportError: ``bar`` is "rich", which is not installed.
-            TypeError, ValueError: ``name`` is no str, or ``bar`` is another value.
+            TypeError: ``name`` is no str.
         """
         from aiofeed.reports.progress import ProgressFeed
 
-        return ProgressFeed(self._session, self.__len__, name, bar)
+        return ProgressFeed(self._session, self.__len__, name)
 
     def skip(self, n: int) -> None:
         """Leave out the next ``n`` batches after the position of ``state_dict``, without reading them.

@@ -18,7 +18,7 @@ KEPT = 3
 BatchT = TypeVar("BatchT")
 
 
-class Epoch(Protocol):
+class EpochIterator(Protocol):
     """An iterator over the batches of an epoch, for ``for`` and ``async for``."""
 
     def __next__(self) -> Any:
@@ -54,7 +54,7 @@ class Headroom(Generic[BatchT]):
 
     def __init__(
         self,
-        begin: Callable[[], Epoch],
+        begin: Callable[[], EpochIterator],
         batches: int,
         *,
         static: bool,
@@ -134,7 +134,7 @@ class Headroom(Generic[BatchT]):
                 yield batch
                 del batch
 
-    def _start(self) -> Epoch:
+    def _start(self) -> EpochIterator:
         self._kept, self._repeats_s, self._began = [], 0.0, 0.0
         self.loaded_s = self.floor_s = 0.0
         return self._begin()
@@ -147,7 +147,7 @@ class Headroom(Generic[BatchT]):
             self._go_to(position)
             raise
 
-    def _end_timing(self, epoch: Epoch) -> int:
+    def _end_timing(self, epoch: EpochIterator) -> int:
         """The number of batches to hand out again; 0 if too few were timed."""
         if epoch.batches < self._needed:
             self._kept = []
@@ -159,7 +159,7 @@ class Headroom(Generic[BatchT]):
     def _repeated(self, number: int) -> Any:
         return self._kept[-1] if self._static else copied(self._kept[number % len(self._kept)])
 
-    def _count(self, number: int, began: float, epoch: Epoch) -> None:
+    def _count(self, number: int, began: float, epoch: EpochIterator) -> None:
         """Count the step of a repeated batch; print the result after the last one."""
         last = number == self._batches - 1
         seconds = (_now() if last else time.perf_counter()) - began

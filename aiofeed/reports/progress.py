@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from aiofeed.core.formatting import format_error
 from aiofeed.sources.objects.listing import BAR_EVERY_S, new_bar, shows_progress
 
 BatchT = TypeVar("BatchT")
-BarKind: TypeAlias = Literal["tqdm", "rich"]
 
 log: logging.Logger = logging.getLogger("aiofeed.reports")
 
@@ -33,20 +32,14 @@ class ProgressFeed(Generic[BatchT]):
         session: The session of the feeder: it begins epochs and has their statistics.
         batches: Returns the number of batches per epoch.
         name: The title of the bar.
-        kind: "tqdm" or "rich".
     """
 
-    def __init__(self, session: Any, batches: Callable[[], int], name: str, kind: BarKind) -> None:
+    def __init__(self, session: Any, batches: Callable[[], int], name: str) -> None:
         if not isinstance(name, str):
             raise TypeError(f"progress(name) must be a str, got {name!r}")
-        if kind not in _BARS:
-            raise ValueError(f"progress(bar=) must be 'tqdm' or 'rich', got {kind!r}")
-        if kind == "rich":
-            import rich  # noqa: F401 - to raise the error here and not in `iter`
         self._session = session
         self._batches = batches
         self._name = name
-        self._kind = kind
 
     def __len__(self) -> int:
         """The number of batches per epoch, as of the feeder."""
@@ -56,8 +49,7 @@ class ProgressFeed(Generic[BatchT]):
         """Start an epoch, with a bar."""
         session = self._session
         iterator: Any = session.begin()
-        # With a bar of rich before version 15, standard error is no terminal.
-        if session.rank or not (session.bar or shows_progress()):
+        if session.rank or not shows_progress():
             return iterator  # type: ignore[no-any-return]
         epoch, before, last = session.place()
         try:
@@ -70,7 +62,7 @@ class ProgressFeed(Generic[BatchT]):
         bar = session.bar
         if not isinstance(bar, EpochBar) or bar.name != self._name:
             session.close_bar()
-            session.bar = bar = EpochBar(self._name, self._kind, batches, before)
+            session.bar = bar = EpochBar(self._name, batches, before)
         shown = _ShownEpoch(iterator.observer, session, bar, before)
         iterator.observer = shown
         # The iterator is dropped by `break` and by an exception in the loop.
@@ -149,26 +141,39 @@ class _ShownEpoch:
 
 
 class EpochBar:
-    """A bar on standard error or in a notebook. If it cannot be drawn, it is closed with a log line."""
+    """A bar of tqdm on standard error or in a notebook; without tqdm a plain line.
 
-    def __init__(self, name: str, kind: BarKind, total: int | None, done: int) -> None:
+    If it cannot be drawn, it is closed with a log line.
+    """
+
+    def __init__(self, name: str, total: int | None, done: int) -> None:
         self.name = name
         self._pid = os.getpid()
         self._closed = False
-        self._draw, self._end = _BARS[kind](name, total, done)
+        self._of = "" if total is None else f"/{total}"
+        times = "[{elapsed}<{remaining}{postfix}]" if total is not None else "[{elapsed}{postfix}]"
+        share = "{desc}: {percentage:3.0f}%|{bar}| " if total is not None else "{desc}: "
+        self._bar: Any = new_bar(name, total, initial=done, bar_format=f"{share}{{n_fmt}}/{{total_fmt}} {times}")
 
     def draw(self, done: int, text: str) -> None:
         """Show the number of batches and a text."""
         if not self._closed:
             self._try(lambda: self._draw(done, text))
 
+    def _draw(self, done: int, text: str) -> None:
+        if self._bar is None:
+            print(f"\r{self.name}: {done}{self._of} [{text}]\x1b[K", end="", file=sys.stderr, flush=True)
+        else:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(done - self._bar.n)
+
     def close(self) -> None:
         """Draw the bar no more."""
         if not self._closed:
             self._closed = True
-            self._try(self._end)
+            self._try(self._bar.close if self._bar is not None else lambda: print(file=sys.stderr))
 
-    def _try(self, function: Callable[[], None]) -> None:
+    def _try(self, function: Callable[[], object]) -> None:
         if self._pid != os.getpid():
             return  # the bar belongs to the parent of this process
         try:
@@ -176,51 +181,3 @@ class EpochBar:
         except Exception as error:  # noqa: BLE001 - a terminal that is closed or full must not end the training
             self._closed = True
             log.warning("the progress of %s is not shown any more: %s", self.name, format_error(error))
-
-
-_Bar: TypeAlias = tuple[Callable[[int, str], None], Callable[[], None]]
-
-
-def _tqdm_bar(name: str, total: int | None, done: int) -> _Bar:
-    times = "[{elapsed}<{remaining}{postfix}]" if total is not None else "[{elapsed}{postfix}]"
-    share = "{desc}: {percentage:3.0f}%|{bar}| " if total is not None else "{desc}: "
-    bar = new_bar(name, total, initial=done, bar_format=f"{share}{{n_fmt}}/{{total_fmt}} {times}")
-    if bar is None:
-        return _plain_line(name, total, done)
-
-    def draw(done: int, text: str) -> None:
-        bar.set_postfix_str(text, refresh=False)
-        bar.update(done - bar.n)
-
-    return draw, bar.close
-
-
-def _rich_bar(name: str, total: int | None, done: int) -> _Bar:
-    from rich import progress
-    from rich.console import Console
-    from rich.table import Column
-
-    bar = progress.Progress(
-        "{task.description}",
-        progress.BarColumn(10),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-        progress.TextColumn("{task.fields[text]}", table_column=Column(ratio=1, no_wrap=True)),
-        expand=True,
-        console=Console(stderr=True),
-        auto_refresh=False,  # without a thread
-    )
-    bar.start()
-    task = bar.add_task(name, total=total, completed=done, text="")
-    return lambda done, text: bar.update(task, completed=done, text=text, refresh=True), bar.stop
-
-
-def _plain_line(name: str, total: int | None, _: int) -> _Bar:
-    def draw(done: int, text: str) -> None:
-        of = "" if total is None else f"/{total}"
-        print(f"\r{name}: {done}{of} [{text}]\x1b[K", end="", file=sys.stderr, flush=True)
-
-    return draw, lambda: print(file=sys.stderr)
-
-
-_BARS: dict[str, Callable[[str, int | None, int], _Bar]] = {"tqdm": _tqdm_bar, "rich": _rich_bar}

@@ -97,15 +97,15 @@ def _verdict(found: Bottleneck) -> str:
 
 def _advise(found: Bottleneck) -> Iterator[Advice]:
     """Advice for the limit; some of it may gain nothing."""
-    yield from _on_limit(found)
+    yield from _limit_advice(found)
     batch_is_one = found.stats.samples <= found.stats.batches
     if batch_is_one and found.stage in (READ, DECODE, COLLATE, HAND_OVER) and found.resource != "cold cache":
         yield Advice("a larger batch_size=: in batches of one sample, each sample has the cost of a batch")
 
 
-def _on_limit(found: Bottleneck) -> Iterator[Advice]:
+def _limit_advice(found: Bottleneck) -> Iterator[Advice]:
     if found.stage == FIRST:
-        yield _on_first_batch(found)
+        yield _first_batch_advice(found)
         return
     if found.stage == STEP:
         if found.measured.step_copies:
@@ -123,13 +123,13 @@ def _on_limit(found: Bottleneck) -> Iterator[Advice]:
             )
             return
         case "memory_bytes":
-            yield from _on_memory(found)
+            yield from _memory_advice(found)
             return
         case "uneven samples":
-            yield from _on_uneven_samples(found)
+            yield from _uneven_sample_advice(found)
             return
         case "prefetch_batches":
-            yield _on_prefetch(found)
+            yield _prefetch_advice(found)
             return
         case "the iterable":
             yield Advice("the iterable of the Stream has one thread: let decode= do its work for each item")
@@ -137,9 +137,9 @@ def _on_limit(found: Bottleneck) -> Iterator[Advice]:
     if found.measured.resident:
         return  # the data are in memory, and nothing is faster
     if found.stage == READ and found.resource.startswith("storage"):
-        yield from _on_reads(found)
+        yield from _read_advice(found)
     elif found.stage in (READ, DECODE, COLLATE):
-        yield from _on_jobs(found)
+        yield from _decode_job_advice(found)
     elif found.stage == COPY:
         yield Advice(
             "copy fewer bytes: keep uint8 and convert with transform=, which runs on the device; `python -m aiofeed "
@@ -158,7 +158,7 @@ def _gain(found: Bottleneck, **rates: float) -> float | None:
     return gain if gain <= MOST_GAIN else None
 
 
-def _on_first_batch(found: Bottleneck) -> Advice:
+def _first_batch_advice(found: Bottleneck) -> Advice:
     stats = found.stats
     if found.resource == "the order":
         return Advice(
@@ -184,7 +184,7 @@ def _cache_advice(found: Bottleneck) -> Iterator[Advice]:
     yield Advice(f"{text}; from the second epoch on{items}", gain)
 
 
-def _on_reads(found: Bottleneck) -> Iterator[Advice]:
+def _read_advice(found: Bottleneck) -> Iterator[Advice]:
     measured = found.measured
     if found.resource == "storage bandwidth":
         mb_per_s = found.stats.bytes_read / found.stats.wall_s / 1e6
@@ -209,7 +209,7 @@ def _on_reads(found: Bottleneck) -> Iterator[Advice]:
     yield from _cache_advice(found)
 
 
-def _on_memory(found: Bottleneck) -> Iterator[Advice]:
+def _memory_advice(found: Bottleneck) -> Iterator[Advice]:
     measured, stats = found.measured, found.stats
     batch = stats.samples / stats.batches
     batches = measured.prefetch_batches + ceil(measured.reads / batch) + 1
@@ -220,7 +220,7 @@ def _on_memory(found: Bottleneck) -> Iterator[Advice]:
     yield Advice(f"Limits(memory_bytes={wanted}), {format_bytes(wanted)}", _gain(found))
 
 
-def _on_uneven_samples(found: Bottleneck) -> Iterator[Advice]:
+def _uneven_sample_advice(found: Bottleneck) -> Iterator[Advice]:
     measured = found.measured
     if measured.allows(in_order="samples"):
         yield Advice('in_order="samples": a slow sample then delays no other')
@@ -229,7 +229,7 @@ def _on_uneven_samples(found: Bottleneck) -> Iterator[Advice]:
     yield Advice(f"Limits(prefetch_batches={4 * measured.prefetch_batches}): batches wait for the slow ones, in order")
 
 
-def _on_prefetch(found: Bottleneck) -> Advice:
+def _prefetch_advice(found: Bottleneck) -> Advice:
     prefetch = found.measured.prefetch_batches
     while found.lanes(prefetch_batches=prefetch) < found.measured.threads:
         prefetch += 1
@@ -240,7 +240,7 @@ def _jobs_gain(found: Bottleneck, threads: int | None = None, prefetch_batches: 
     return None if found.waits else _gain(found, pool=found.lanes(threads, prefetch_batches) / found.pool_s)
 
 
-def _on_jobs(found: Bottleneck) -> Iterator[Advice]:
+def _decode_job_advice(found: Bottleneck) -> Iterator[Advice]:
     """Advice for decoding and collating."""
     measured, resource, cores = found.measured, found.resource, found.measured.cores
     if resource == "one thread":

@@ -31,7 +31,7 @@ from aiofeed import DecodeError, DecodeImage
 from aiofeed.core.types import BatchPlan
 from aiofeed.decoders.native_jpeg import native_decoder
 from aiofeed.decoders.pillow import FORMATS
-from aiofeed.decoders.simplejpeg import simplejpeg_decoder
+from aiofeed.decoders.plain import simplejpeg_decoder
 from aiofeed.engine.fetch.source import SourceFetcher
 from aiofeed.runtime.time_limits import JobControl
 from tests.support.paths import ROOT

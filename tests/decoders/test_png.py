@@ -17,7 +17,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from aiofeed import DecodeImage, Feeder, Files
-from aiofeed.decoders.formats import png
+from aiofeed.decoders import plain
 
 pytest.importorskip("imagecodecs")
 
@@ -29,14 +29,14 @@ SIZE = (16, 20)
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The files that imagecodecs is asked to decode."""
     files: list[bytes] = []
-    decoder = png.png_decoder()
+    decoder = plain.png_decoder()
     assert decoder is not None
 
     def counted(data: bytes) -> Any:
         files.append(data)
         return decoder(data)
 
-    monkeypatch.setattr(png, "png_decoder", lambda: counted)
+    monkeypatch.setattr(plain, "png_decoder", lambda: counted)
     return files
 
 
@@ -62,7 +62,7 @@ def chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 def joined(parts: Any) -> bytes:
     """A PNG of chunks, with their checksums."""
-    return png.SIGNATURE + b"".join(
+    return plain.PNG_SIGNATURE + b"".join(
         len(data).to_bytes(4, "big") + name + data + zlib.crc32(name + data).to_bytes(4, "big") for name, data in parts
     )
 
@@ -200,10 +200,10 @@ def test_without_imagecodecs(
         monkeypatch.syspath_prepend(tmp_path)
     else:
         monkeypatch.setitem(sys.modules, "imagecodecs", None)
-    png.png_decoder.cache_clear()
+    plain.png_decoder.cache_clear()
     try:
-        assert png.png_decoder() is None
+        assert plain.png_decoder() is None
         assert outcome(saved()) == expected
     finally:
-        png.png_decoder.cache_clear()
+        plain.png_decoder.cache_clear()
     assert ("another numpy" in caplog.text) == installed

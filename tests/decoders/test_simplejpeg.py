@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from aiofeed.decoders import DecodeImage, simplejpeg
-from aiofeed.decoders.simplejpeg import WORTHWHILE_PIXELS, JpegHeader, read_header, simplejpeg_decoder
+from aiofeed.decoders import DecodeImage, plain
+from aiofeed.decoders.plain import WORTHWHILE_PIXELS, JpegHeader, read_header, simplejpeg_decoder
 from tests.support.pictures import decode, exif, jpeg
 
 needs_simplejpeg = pytest.mark.skipif(simplejpeg_decoder() is None, reason="simplejpeg is not installed (extra turbo)")
@@ -275,7 +275,7 @@ def test_a_simplejpeg_that_does_not_load_is_logged_once(monkeypatch, caplog, no_
     def broken(name):
         raise ImportError("numpy.core.multiarray failed to import")
 
-    monkeypatch.setattr(simplejpeg, "import_module", broken)
+    monkeypatch.setattr(plain, "import_module", broken)
     simplejpeg_decoder.cache_clear()
     try:
         data = jpeg(picture(40, 30))

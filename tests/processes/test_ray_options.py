@@ -9,7 +9,7 @@ import pytest
 
 from aiofeed import Feeder, Limits, RayEngine
 from aiofeed.core.statistics import EpochStats
-from aiofeed.processes.actors.shortage import Shortage
+from aiofeed.processes.actors.actor_pool import ActorDemand
 from tests.support import process_parts as parts
 
 pytest.importorskip("ray")
@@ -55,7 +55,7 @@ def test_what_cannot_be_sent_is_refused_by_the_constructor() -> None:
 
 
 def take(
-    shortage: Shortage, batches: int, *, waits_s: float, step_s: float, busy: bool = True, first_s: float = 9
+    demand: ActorDemand, batches: int, *, waits_s: float, step_s: float, busy: bool = True, first_s: float = 9
 ) -> int:
     """Take the batches of an epoch of four actors; returns how many are wanted after the last."""
     stats, wanted = EpochStats(), 4
@@ -63,7 +63,7 @@ def take(
         stats.stall_s += waits_s if number else 9.0
         stats.wall_s += waits_s + step_s if number else 9.0
         assert wanted == 4
-        wanted = shortage.wanted(4, stats, busy=busy)
+        wanted = demand.wanted(4, stats, busy=busy)
     return wanted
 
 
@@ -73,20 +73,20 @@ def take(
 )
 def test_as_many_actors_are_wanted_as_the_training_needs(waits_s: float, step_s: float, wanted: int) -> None:
     """With n actors and a training that waits a share of the time, n / (1 - share), and at most twice as many."""
-    assert take(Shortage(), 17, waits_s=waits_s, step_s=step_s) == wanted
+    assert take(ActorDemand(), 17, waits_s=waits_s, step_s=step_s) == wanted
 
 
-def test_no_actor_is_wanted_before_the_shortage_is_measured() -> None:
+def test_no_actor_is_wanted_before_the_demand_is_measured() -> None:
     """A measurement takes 16 batches and a second, over several epochs without their first batches; then the next one
     begins."""
-    shortage = Shortage()
-    assert take(shortage, 16, waits_s=0.5, step_s=0.5) == 4
-    assert take(shortage, 2, waits_s=0.5, step_s=0.5) == 8
-    assert take(shortage, 16, waits_s=0.5, step_s=0.5) == 4
-    assert take(Shortage(), 20, waits_s=0.02, step_s=0.02) == 4
-    assert take(Shortage(), 26, waits_s=0.02, step_s=0.0201) == 8
+    demand = ActorDemand()
+    assert take(demand, 16, waits_s=0.5, step_s=0.5) == 4
+    assert take(demand, 2, waits_s=0.5, step_s=0.5) == 8
+    assert take(demand, 16, waits_s=0.5, step_s=0.5) == 4
+    assert take(ActorDemand(), 20, waits_s=0.02, step_s=0.02) == 4
+    assert take(ActorDemand(), 26, waits_s=0.02, step_s=0.0201) == 8
 
 
-def test_idle_actors_are_no_shortage() -> None:
+def test_idle_actors_are_no_demand() -> None:
     """If the training waits while an actor has no work, more actors would not help."""
-    assert take(Shortage(), 17, waits_s=1, step_s=0, busy=False) == 4
+    assert take(ActorDemand(), 17, waits_s=1, step_s=0, busy=False) == 4

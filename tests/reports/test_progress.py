@@ -350,25 +350,6 @@ class TestBar:
 
 
 class TestKinds:
-    def test_rich(self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-        """`bar="rich"` shows the same with rich, and stops its display at a `break`."""
-        monkeypatch.setenv("COLUMNS", "120")
-        feeder, stdout, stderr = new_feeder(), sys.stdout, sys.stderr
-        for _ in feeder.epochs(2):
-            list(feeder.progress("mine", bar="rich"))
-        assert "12/12" in terminal.getvalue()
-        assert "waiting" in terminal.getvalue()
-        for _ in feeder.progress("left", bar="rich"):
-            break
-        assert sys.stdout is stdout
-        assert sys.stderr is stderr
-
-    def test_rich_is_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """`bar="rich"` without rich is an ImportError before the epoch begins."""
-        monkeypatch.setitem(sys.modules, "rich", None)
-        with pytest.raises(ImportError):
-            new_feeder().progress(bar="rich")
-
     def test_without_tqdm(self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
         """Without tqdm a plain line shows the same."""
         monkeypatch.setitem(sys.modules, "tqdm.auto", None)
@@ -378,17 +359,13 @@ class TestKinds:
         )
         assert terminal.getvalue().endswith("\n")
 
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ({"bar": "bar"}, r"progress\(bar=\) must be 'tqdm' or 'rich', got 'bar'"),
-            ({"name": 3}, r"progress\(name\) must be a str, got 3"),
-        ],
-    )
-    def test_wrong_arguments(self, arguments: dict[str, Any], message: str) -> None:
-        """A wrong argument is an error that names it and its value."""
-        with pytest.raises((TypeError, ValueError), match=message):
-            new_feeder().progress(**arguments)
+
+class TestArguments:
+    def test_wrong_name(self) -> None:
+        """A name that is no str is an error that shows it."""
+        name: Any = 3
+        with pytest.raises(TypeError, match=r"progress\(name\) must be a str, got 3"):
+            new_feeder().progress(name)
 
 
 class TestSilence:

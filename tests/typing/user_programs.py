@@ -224,7 +224,7 @@ async def choose_loops(feeder: aiofeed.Feeder[list[torch.Tensor]]) -> None:
     """Every way to iterate gives the feeder's batches."""
     for epoch in feeder.epochs(3):
         assert_type(epoch, int)
-        for batch in feeder.progress("train", bar="rich"):
+        for batch in feeder.progress("train"):
             assert_type(batch, list[torch.Tensor])
     async for batch in feeder.steps(100):
         assert_type(batch, list[torch.Tensor])
@@ -318,7 +318,7 @@ def make_mistakes() -> None:
     aiofeed.prefetch([rows], devise="cpu")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
     image_batches = aiofeed.Feeder(folder, decode=decode, batch_size=2)
     image_batches.timeline()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-    image_batches.progress(bar="bar")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    image_batches.progress(3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     print(next(iter(image_batches)).shape)  # type: ignore[attr-defined]  # pyright: ignore
     aiofeed.Feeder(folder, decode=decode, transform=3)  # type: ignore[call-overload]  # pyright: ignore
     aiofeed.Feeder(rows, batch_size=2, cache="disk")  # type: ignore[call-overload]  # pyright: ignore

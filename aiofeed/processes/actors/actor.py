@@ -17,12 +17,11 @@ from aiofeed.core.errors import FeedError
 from aiofeed.core.formatting import format_error
 from aiofeed.processes.ipc.batch_codec import array_nodes
 from aiofeed.processes.ipc.error_codec import describe
-from aiofeed.processes.ipc.ring import Borrowed, Slot
+from aiofeed.processes.ipc.ring import Borrowed, Slot, free_dropped_slots
 from aiofeed.processes.ipc.schema import dtype_and_nbytes
 from aiofeed.processes.workers.protocol import BatchFinished, FromWorker, ReleaseSlot, WorkerEnded, decode_to_worker
 from aiofeed.processes.workers.spawn import WorkerConfig, unpickle_config
 from aiofeed.processes.workers.worker import Worker, encode_finished, new_loop_thread
-from aiofeed.processes.workers.zero_copy import free_dropped_slots
 from aiofeed.runtime.buffers import Bytes, DropTracker
 from aiofeed.runtime.event_loop import EventLoopThread
 
@@ -33,7 +32,7 @@ Parcel: TypeAlias = tuple[bytes, dict[int, Bytes]]
 """A message, and the used part of each segment of its batch."""
 
 
-class Place(NamedTuple):
+class ActorLocation(NamedTuple):
     """Where an actor runs, and its clock."""
 
     ip: str
@@ -56,20 +55,20 @@ class FeedActor:
         self._loop_thread: EventLoopThread | None = None
         self._worker: _ActorWorker | None = None
 
-    async def start(self, config: bytes, expected: dict[str, str]) -> Place:
+    async def start(self, config: bytes, expected: dict[str, str]) -> ActorLocation:
         """Start the worker, which then sends ``WorkerReady`` or ``WorkerEnded``."""
         import ray
 
         loop = asyncio.get_running_loop()
-        context = ray.get_runtime_context()
-        place = Place(ray.util.get_node_ip_address(), context.get_node_id()[:8], os.getpid(), time.perf_counter())
+        ip, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()[:8]
+        location = ActorLocation(ip, node, os.getpid(), time.perf_counter())
 
         def put(message: FromWorker, arrays: dict[int, Bytes]) -> None:
             payload, fits = encode_finished(message)
             loop.call_soon_threadsafe(self._parcels.put_nowait, (payload, arrays if fits else {}))
 
         try:
-            check_versions(expected, place)
+            check_versions(expected, location)
             worker_config = unpickle_config(config)
             self._loop_thread = new_loop_thread(worker_config, self._number)
             self._loop_thread.at_death(lambda error: put(WorkerEnded(describe(error)), {}))
@@ -80,13 +79,13 @@ class FeedActor:
             failure = error
             if not isinstance(error, FeedError):
                 failure = FeedError(
-                    f'an actor of engine="ray" on node {place.ip} could not start: {format_error(error)}; every node '
+                    f'an actor of engine="ray" on node {ip} could not start: {format_error(error)}; every node '
                     f"needs the modules of the source, the decoder and collate_fn: "
                     f'ray.init(runtime_env={{"working_dir": "."}}) sends those of this directory'
                 )
                 failure.__cause__ = error
             put(WorkerEnded(describe(failure)), {})
-        return place
+        return location
 
     async def send(self, payload: bytes) -> None:
         """Process a message of the trainer."""
@@ -108,13 +107,13 @@ class FeedActor:
             await asyncio.wrap_future(self._loop_thread.finished)
 
 
-def check_versions(expected: dict[str, str], place: Place) -> None:
+def check_versions(expected: dict[str, str], location: ActorLocation) -> None:
     """Raise ``FeedError`` if this node has another version of something than the trainer."""
     found = versions()
     for name, wanted in expected.items():
         if found[name] != wanted:
             raise FeedError(
-                f"node {place.ip} has {name} {found[name]}, and the trainer has {name} {wanted}: install the same "
+                f"node {location.ip} has {name} {found[name]}, and the trainer has {name} {wanted}: install the same "
                 f"version on every node"
             )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import structs
 
-from aiofeed.processes.actors.actor import Parcel, Place, versions
+from aiofeed.processes.actors.actor import ActorLocation, Parcel, versions
 from aiofeed.processes.actors.cluster import ClusterConnection
 from aiofeed.processes.ipc.ring import Ring
 from aiofeed.processes.ipc.schema import encode
@@ -103,9 +103,9 @@ class ActorHandle:
 
     async def _serve(self, config: Any) -> None:
         try:
-            place: Place = await self._call("start", config, versions())
-            self.name = f"{self._title}, node {place.ip} [{place.node}], pid {place.pid})"
-            await self._compare_clocks(place)
+            location: ActorLocation = await self._call("start", config, versions())
+            self.name = f"{self._title}, node {location.ip} [{location.node}], pid {location.pid})"
+            await self._compare_clocks(location)
             async with asyncio.TaskGroup() as group:
                 for _ in range(_RECEIVING):
                     group.create_task(self._receive())
@@ -114,11 +114,11 @@ class ActorHandle:
         except Exception as error:  # noqa: BLE001 - Ray raises many kinds of errors if an actor, its node or its results are lost
             self._lose(error)
 
-    async def _compare_clocks(self, place: Place) -> None:
+    async def _compare_clocks(self, location: ActorLocation) -> None:
         """Find by how much the actor's clock is ahead of this one; machines start theirs when they boot."""
         import ray
 
-        if place.node == ray.get_runtime_context().get_node_id()[:8]:
+        if location.node == ray.get_runtime_context().get_node_id()[:8]:
             return
         found = []
         for _ in range(_CLOCK_CALLS):

@@ -4,14 +4,15 @@ A batch whose actor has died is given to another one, up to ``RayEngine.retries`
 place of the dead one, on any node with room: Ray starts pending actors as nodes join, and its autoscaler counts them as
 demand. Samples are the same wherever they are decoded, so a batch may be decoded twice, and the first result counts.
 
-Up to ``RayEngine.max_actors`` are added by the measured shortage. Those that are pending are the only request: Ray's
-``request_resources`` is one setting for the whole cluster, which each call of any program replaces.
+More are added, up to ``RayEngine.max_actors``, by the measured demand. Those that are pending are the only request:
+Ray's ``request_resources`` is one setting for the whole cluster, which each call of any program replaces.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import statistics
 import time
 from collections import deque
@@ -22,19 +23,14 @@ from aiofeed.core.errors import FeedError, WorkerDiedError
 from aiofeed.core.statistics import EpochStats
 from aiofeed.processes.actors.actor import FeedActor
 from aiofeed.processes.actors.actor_handle import ActorHandle
-from aiofeed.processes.actors.cluster import ClusterConnection, join_cluster, one_line
-from aiofeed.processes.actors.options import RayEngine
-from aiofeed.processes.actors.shortage import Shortage
+from aiofeed.processes.actors.cluster import ClusterConnection, RayEngine, check_cluster, one_line
 from aiofeed.processes.workers.handle import AssignedBatch
 from aiofeed.processes.workers.pool import GRACE_S, WorkerPool
 from aiofeed.processes.workers.protocol import BatchFinished, FromWorker
 from aiofeed.processes.workers.spawn import WorkerConfig
-from aiofeed.processes.workers.zero_copy import free_dropped_slots
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
-# Interval of the checks for late batches, dropped batches and actors that do not start.
-CHECK_S = 0.2
 # A start that takes longer is logged.
 SLOW_START_S = 10.0
 # Late batches are noticed after this many batches, and take at least this long.
@@ -42,25 +38,9 @@ _KNOWN_AFTER = 8
 _LATE_S = 1.0
 # Batches that the user keeps beyond these are copied, because Ray's object store has a fixed size.
 _MOST_BORROWED = 8
-
-
-def check_cluster(engine: RayEngine) -> None:
-    """Connect to the cluster of an engine, or start one on this machine.
-
-    Raises:
-        FeedError: There is no cluster at the address, or no node has enough CPUs for one actor.
-    """
-    import ray
-
-    where = "" if engine.address is None else f" at {engine.address!r}"
-    advice = 'pass its address as RayEngine(address="host:6379"), or leave address= out to use one on this machine'
-    join_cluster(engine.address, f"RayEngine found no cluster{where}", advice)
-    most = max((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
-    if most < engine.cpus_per_actor:
-        raise FeedError(
-            f"RayEngine(cpus_per_actor={engine.cpus_per_actor}): no node of the Ray cluster has as many CPUs, the "
-            f"largest has {most:g}: pass cpus_per_actor={max(int(most), 1)}, or add larger nodes"
-        )
+# A measurement of the demand for actors has at least so many batches and seconds. From this share of waiting on, actors
+# are added.
+_DEMAND_BATCHES, _DEMAND_S, _DEMAND_SHARE = 16, 1.0, 0.1
 
 
 class ActorPool(WorkerPool[ActorHandle]):
@@ -81,7 +61,7 @@ class ActorPool(WorkerPool[ActorHandle]):
         check_cluster(engine)
         self._engine = engine
         self._most = engine.max_actors or engine.actors
-        self._shortage = Shortage()
+        self._demand = ActorDemand()
         self._connection = ClusterConnection()
         self._config = ray.put(cloudpickle.dumps(worker_config))
         options = {"num_cpus": engine.cpus_per_actor, "scheduling_strategy": "SPREAD", **engine.options}
@@ -96,19 +76,10 @@ class ActorPool(WorkerPool[ActorHandle]):
         self._none_ready_since = 0.0
         self._warned = False
 
-    async def start(self) -> None:
-        """Start the actors and wait until the first one is ready. Idempotent.
-
-        Raises:
-            Exception: An actor could not load its configuration, or its source could not be opened.
-        """
-        if self._ready is None:
-            self._ready = asyncio.get_running_loop().create_future()
-            self._none_ready_since = time.monotonic()
-            for number in range(self._count):
-                self._add(number)
-            self._check()
-        await self._ready
+    def _start_workers(self) -> None:
+        self._none_ready_since = time.monotonic()
+        for number in range(self._count):
+            self._add(number)
 
     def _add(self, number: int) -> None:
         actor = self._actors.remote(number)
@@ -132,9 +103,9 @@ class ActorPool(WorkerPool[ActorHandle]):
     def taken(self, stats: EpochStats) -> int:
         """Start more actors if the training waits for batches while all are busy, and none is pending."""
         if self._count == self._most or not all(worker.ready for worker in self._workers):
-            self._shortage = Shortage()
+            self._demand = ActorDemand()
             return 0
-        first, wanted = self._count, self._shortage.wanted(self._count, stats, busy=self.busy)
+        first, wanted = self._count, self._demand.wanted(self._count, stats, busy=self.busy)
         if wanted == first or self._stopping or self._error is not None or not self._connection.alive():
             return 0
         self._count = min(wanted, self._most)
@@ -215,13 +186,10 @@ class ActorPool(WorkerPool[ActorHandle]):
                 self._dispatch(batch, self._workers)
 
     def _check(self) -> None:
-        """Check every ``CHECK_S`` for late batches, and for actors that do not start."""
-        if self._stopping or self._error is not None:
-            return
+        """Look for late batches, and for actors that do not start."""
         if not self._connection.alive():
             self._fail_disconnected()
             return
-        free_dropped_slots(self.borrowed)
         now = time.monotonic()
         ready = [worker for worker in self._workers if worker.ready]
         if ready:
@@ -229,7 +197,6 @@ class ActorPool(WorkerPool[ActorHandle]):
             self._duplicate_late(ready, now)
         elif now - self._none_ready_since > min(SLOW_START_S, self._engine.start_timeout_s):
             self._report_none_ready(now - self._none_ready_since)
-        asyncio.get_running_loop().call_later(CHECK_S, self._check)
 
     def _fail_disconnected(self) -> None:
         self._fail(FeedError('ray.shutdown() was called while engine="ray" was in use: close the feeder before'))
@@ -281,3 +248,29 @@ class ActorPool(WorkerPool[ActorHandle]):
             for worker in self._workers:
                 worker.close()
         self._config = self._on_error = None
+
+
+class ActorDemand:
+    """Measures the share of the time for which the training waits for batches while all actors are busy."""
+
+    def __init__(self) -> None:
+        self._batches, self._waited_s, self._wall_s = 0, 0.0, 0.0
+        self._last: tuple[EpochStats | None, float, float] = None, 0.0, 0.0
+
+    def wanted(self, actors: int, stats: EpochStats, *, busy: bool) -> int:
+        """Add a batch that was taken from the epoch with these totals; return how many actors are wanted.
+
+        At most twice as many as there are, and as many until a measurement is complete. The first batch of an epoch
+        does not count, because more actors would not make it come sooner.
+        """
+        (epoch, stall_s, wall_s), self._last = self._last, (stats, stats.stall_s, stats.wall_s)
+        if stats is epoch:
+            self._batches += 1
+            self._waited_s += busy * (self._last[1] - stall_s)
+            self._wall_s += self._last[2] - wall_s
+        if self._batches < _DEMAND_BATCHES or self._wall_s < _DEMAND_S:
+            return actors
+        waiting = self._waited_s / self._wall_s
+        self._batches, self._waited_s, self._wall_s = 0, 0.0, 0.0
+        # With enough actors, the training is faster by 1 / (1 - waiting).
+        return math.ceil(actors / (1 - min(waiting, 0.5))) if waiting > _DEMAND_SHARE else actors

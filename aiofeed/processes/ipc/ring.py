@@ -143,6 +143,12 @@ class Borrowed:
             self._free(self._forks == forks())
 
 
+def free_dropped_slots(tracker: DropTracker[Borrowed]) -> None:
+    """Free the slots whose memory was dropped."""
+    for slot in tracker.collected():
+        slot.segment_dropped()
+
+
 class RingLease:
     """A slot that a device copies from. ``free`` is called on the loop when the copy has completed."""
 
@@ -229,7 +235,7 @@ class SlotPool:
             os.close(descriptor)
 
     def introduce(self, segments: Sequence[Segment], known: set[int]) -> tuple[list[NewSegment], list[int], list[int]]:
-        """What a reader has to learn before it reads a slot with these segments.
+        """Return the segments of a slot that a reader has not mapped yet, and those that it has to unmap.
 
         Args:
             segments: The segments of the slot.
@@ -303,7 +309,7 @@ class Slot:
         return None
 
     def introduce(self, known: set[int]) -> tuple[list[NewSegment], list[Any], list[int]]:
-        """What a reader has to learn before it reads the slot; see ``SlotPool.introduce``."""
+        """Return the segments that a reader has to map and unmap before it reads; see ``SlotPool.introduce``."""
         return self._pool.introduce(self.segments, known)
 
     def give_back(self, reusable: bool = True) -> None:

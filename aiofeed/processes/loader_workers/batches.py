@@ -21,8 +21,8 @@ from torch.utils.data import dataloader as torch_loader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from aiofeed.core.errors import FeedError, IteratorClosedError
+from aiofeed.processes.loader_workers.channel import Answer, Fetch, Restore, Resume
 from aiofeed.processes.loader_workers.fetching import dataset_state, fetch, restore_dataset
-from aiofeed.processes.loader_workers.requests import Answer, Fetch, Restore, Resume
 from aiofeed.processes.loader_workers.state import LoaderPosition, OrderState, Progress
 from aiofeed.processes.loader_workers.worker_loop import WorkerStart
 from aiofeed.processes.loader_workers.workers import LoaderWorkers

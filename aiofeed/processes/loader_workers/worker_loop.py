@@ -26,7 +26,7 @@ from torch.utils.data.dataloader import _DatasetKind
 from torch.utils.data.graph_settings import apply_random_seed
 
 from aiofeed.processes.ipc.ring import Slot, SlotPool
-from aiofeed.processes.loader_workers.channel import Channel, wait
+from aiofeed.processes.loader_workers.channel import Answer, Channel, Fetch, Restore, Resume, wait
 from aiofeed.processes.loader_workers.fetching import dataset_state, fetch, restore_dataset
 from aiofeed.processes.loader_workers.random_state import (
     pack_random_state,
@@ -35,7 +35,6 @@ from aiofeed.processes.loader_workers.random_state import (
     set_random_state,
     unpack_random_state,
 )
-from aiofeed.processes.loader_workers.requests import Answer, Fetch, Release, Restore, Resume
 from aiofeed.processes.pickling import SlotStorage, dump_batch, move_batch
 
 # Interval of the checks whether the parent lives, if another process holds its end of the channel open.
@@ -158,20 +157,12 @@ class _LoaderWorker:
                 return False
             wait([self._channel], 0.0 if self._tasks or self._channel.messages else _PARENT_POLL_S)
             while self._channel.messages:
-                message = pickle.loads(self._channel.messages.popleft()[0])
-                if isinstance(message, Release):
-                    self._release(message)
-                else:
-                    self._tasks.append(message)
+                self._tasks.append(pickle.loads(self._channel.messages.popleft()[0]))
             if self._tasks:
                 return not self._channel.ended
             parent = multiprocessing.parent_process()
             if parent is not None and not parent.is_alive():
                 return False
-
-    def _release(self, message: Release) -> None:
-        for serial, reusable in message.slots:
-            self._in_use.pop(serial).give_back(reusable)
 
     def _resume(self, task: Resume) -> None:
         self._ended = False
@@ -216,8 +207,8 @@ class _LoaderWorker:
         self._send(Answer("resumed", -1))
 
     def _fetch(self, task: Fetch) -> None:
-        if task.releases is not None:
-            self._release(task.releases)
+        for serial, reusable in task.releases:
+            self._in_use.pop(serial).give_back(reusable)
         if self._ended:
             return
         if self._init_error is not None:
@@ -255,7 +246,7 @@ class _LoaderWorker:
             extents = move_batch(extents, kept, slot)
             kept.give_back(reusable=False)
         state = self._new_state()
-        segments, descriptors, retired = self._pool.introduce(slot.segments, self._mapped)
+        segments, descriptors, retired = slot.introduce(self._mapped)
         serial = next(self._serials)
         self._in_use[serial] = slot
         self._send(Answer("batch", task.batch, data, serial, extents, segments, retired, state), descriptors)

@@ -18,9 +18,8 @@ import numpy as np
 from aiofeed.core.errors import IteratorClosedError, WorkerDiedError
 from aiofeed.processes.ipc.framing import close_all
 from aiofeed.processes.ipc.peers import describe_exit
-from aiofeed.processes.ipc.ring import Borrowed, Ring
-from aiofeed.processes.loader_workers.channel import Channel, wait
-from aiofeed.processes.loader_workers.requests import Answer, Release, Resume
+from aiofeed.processes.ipc.ring import Borrowed, Ring, free_dropped_slots
+from aiofeed.processes.loader_workers.channel import Answer, Channel, Resume, wait
 from aiofeed.processes.loader_workers.worker_loop import WorkerStart, main
 from aiofeed.processes.pickling import load_batch
 from aiofeed.runtime.buffers import Bytes, DropTracker
@@ -54,13 +53,12 @@ class _LoaderProcess:
         self.loaded: tuple[int, Borrowed] | None = None
         self._free: list[tuple[int, bool]] = []
 
-    def releases(self) -> Release | None:
-        """The batches whose slots are free since the last call."""
-        for borrowed in self.tracker.collected():
-            borrowed.segment_dropped()
+    def releases(self) -> Sequence[tuple[int, bool]]:
+        """The slots that are free since the last call; see ``Fetch``."""
+        free_dropped_slots(self.tracker)
         free = tuple(self._free)
         self._free.clear()
-        return Release(free) if free else None
+        return free
 
     def borrow(self, slot: int, owners: Sequence[Bytes]) -> None:
         """Release a slot when its owners are dropped."""
@@ -145,8 +143,8 @@ class LoaderWorkers:
         self._check_process()
         self._workers[number].channel.send(pickle.dumps(message))
 
-    def releases(self, number: int) -> Release | None:
-        """The batches of a worker that the user has dropped since the last call."""
+    def releases(self, number: int) -> Sequence[tuple[int, bool]]:
+        """The slots of a worker whose batches the user has dropped since the last call; see ``Fetch``."""
         return self._workers[number].releases()
 
     def receive(self, timeout_s: float) -> tuple[int, Answer]:

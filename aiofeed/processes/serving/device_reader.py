@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import DeviceCopyError, FeedError
 from aiofeed.core.pytree import map_leaves
+from aiofeed.devices.backend import poll
 from aiofeed.devices.copier import Copier, PendingCopy
 from aiofeed.processes.ipc.batch_codec import decode_batch
 from aiofeed.processes.ipc.cuda_ipc import HandleError
@@ -38,9 +39,6 @@ log: logging.Logger = logging.getLogger("aiofeed.processes")
 PROBE_S = 10.0
 # Time for the last copies when the server closes or this process disconnects.
 LAST_COPIES_S = 1.5
-# Shortest and longest interval of the checks whether an event is complete.
-_MIN_POLL_S = 20e-6
-_MAX_POLL_S = 1e-3
 
 # Blocks that stay open until the interpreter exits, because copies from them had not completed.
 _left_open: list[object] = []
@@ -62,7 +60,7 @@ class _OpenBlock:
 
 
 class DeviceReader:
-    """The device memory of one server. On the subscription's loop, except the methods of ``BatchInBlock``.
+    """The device memory of one server. On the subscription's loop, except the methods of ``DeviceBatch``.
 
     Args:
         shared: The backend's memory and events for other processes.
@@ -96,21 +94,20 @@ class DeviceReader:
             WorkerDiedError: The server has died.
             TimeoutError: The event was not complete within ``limit_s``.
         """
-        pause_s, deadline = _MIN_POLL_S, None if limit_s is None else time.monotonic() + limit_s
-        while not self._is_complete(event):
-            self.check_server()
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"a copy from the server's device memory took longer than {limit_s:g} s")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MAX_POLL_S)
-        self.check_server()
+        began = time.monotonic()
 
-    def _is_complete(self, event: Event | SharedEvent) -> bool:
-        try:
-            return event.query()
-        except RuntimeError:
-            self.check_server()  # if the server has died, that is the reason
-            raise
+        def ready() -> bool:
+            try:
+                complete = event.query()
+            except RuntimeError:
+                self.check_server()  # if the server has died, that is the reason
+                raise
+            self.check_server()
+            if not complete and limit_s is not None and time.monotonic() - began > limit_s:
+                raise TimeoutError(f"a copy from the server's device memory took longer than {limit_s:g} s")
+            return complete
+
+        poll(ready)
 
     def try_probe(self, probe: Probe) -> str:
         """Read the server's probe in the calling thread; returns why that failed, or ""."""
@@ -152,12 +149,12 @@ class DeviceReader:
             if (retired := self._open.pop(number, None)) is not None:
                 self._retired.append(retired)
 
-    def batch(self, message: BatchAvailable) -> BatchInBlock:
+    def batch(self, message: BatchAvailable) -> DeviceBatch:
         """The batch of a message; ``ProtocolError`` if its block is not open."""
         block = self._open.get(message.block)
         if block is None:
             raise ProtocolError(f"a batch in the unknown block {message.block}")
-        return BatchInBlock(self, block)
+        return DeviceBatch(self, block)
 
     def collect(self) -> None:
         """Close retired blocks whose last copy has completed."""
@@ -166,7 +163,7 @@ class DeviceReader:
             with self.backend.use_stream(self.side):
                 self._retired = [block for block in self._retired if not block.is_copied()]
 
-    def save(self, batches: Sequence[BatchInBlock]) -> None:
+    def save(self, batches: Sequence[DeviceBatch]) -> None:
         """Copy batches to memory of this process, because the server closes the connection.
 
         Raises:
@@ -207,7 +204,7 @@ def _leave_open(blocks: Sequence[_OpenBlock], error: BaseException) -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(block))
 
 
-class BatchInBlock:
+class DeviceBatch:
     """A batch in the server's device memory, until ``Read`` is sent for it."""
 
     def __init__(self, reader: DeviceReader, block: _OpenBlock) -> None:
@@ -276,8 +273,8 @@ class UncopiedBatch:
 
     __slots__ = ("batch", "lease", "tree")
 
-    def __init__(self, batch: BatchInBlock, tree: Any, lease: BufferLease) -> None:
-        self.batch: BatchInBlock = batch
+    def __init__(self, batch: DeviceBatch, tree: Any, lease: BufferLease) -> None:
+        self.batch: DeviceBatch = batch
         self.tree: Any = tree
         self.lease: BufferLease = lease
 

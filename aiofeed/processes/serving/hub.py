@@ -46,7 +46,7 @@ CLOSE_S = 2.0
 STALLED_S = 10.0
 
 
-class Epochs(Protocol):
+class ServedFeeder(Protocol):
     """The part of a feeder that a server uses."""
 
     def __len__(self) -> int: ...
@@ -86,7 +86,7 @@ class Hub:
 
     def __init__(
         self,
-        feeder: Epochs,
+        feeder: ServedFeeder,
         listener: Listener,
         options: ServeOptions,
         executor: ThreadPool,

@@ -20,7 +20,7 @@ from aiofeed.runtime.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
-    from aiofeed.processes.serving.device_reader import BatchInBlock, DeviceReader
+    from aiofeed.processes.serving.device_reader import DeviceBatch, DeviceReader
 
 
 class EpochFeed:
@@ -91,7 +91,7 @@ class BatchReceiver:
         self._memory = memory
         self._wrap = wrap
         self._executor = executor
-        self._in_blocks: dict[int, BatchInBlock] = {}
+        self._in_blocks: dict[int, DeviceBatch] = {}
         self._leases: DropTracker[tuple[EpochFeed, int]] = DropTracker()
 
     def enter_thread(self) -> None:

@@ -27,7 +27,7 @@ from aiofeed.core.types import BatchPlan
 from aiofeed.engine.tuning.reads import READS_MOST
 from aiofeed.processes.ipc.error_codec import rebuild
 from aiofeed.processes.ipc.framing import ProtocolError
-from aiofeed.processes.ipc.ring import Borrowed
+from aiofeed.processes.ipc.ring import Borrowed, free_dropped_slots
 from aiofeed.processes.workers.handle import AssignedBatch, Handle, WorkerHandle
 from aiofeed.processes.workers.protocol import (
     BatchFinished,
@@ -42,7 +42,6 @@ from aiofeed.processes.workers.protocol import (
     WorkerReady,
 )
 from aiofeed.processes.workers.spawn import WorkerConfig, write_config
-from aiofeed.processes.workers.zero_copy import free_dropped_slots
 from aiofeed.runtime.buffers import DropTracker, release_unused
 
 if TYPE_CHECKING:
@@ -56,7 +55,8 @@ HandleT = TypeVar("HandleT", bound=Handle)
 GRACE_S = 3.0
 # A killed process is gone within milliseconds, unless the kernel is busy freeing its memory.
 REAP_S = 1.0
-# Interval of the checks for workers whose end their connection does not show, because another process holds it open.
+# Interval of the checks for dropped batches, and for workers whose end their connection does not show, because another
+# process holds it open.
 CHECK_S = 0.2
 _POLL_S = 0.005
 
@@ -82,9 +82,33 @@ class WorkerPool(ABC, Generic[HandleT]):
         self._on_error: Callable[[FeedError], None] | None = None
         self._stopping = False
 
-    @abstractmethod
     async def start(self) -> None:
-        """Start the workers and wait until batches can be assigned. Idempotent."""
+        """Start the workers and wait until batches can be assigned. Idempotent.
+
+        Raises:
+            Exception: A worker could not load its configuration, its source could not be opened, or it died.
+        """
+        if self._ready is None:
+            self._ready = asyncio.get_running_loop().create_future()
+            self._start_workers()
+            self._check_regularly()
+        await self._ready
+
+    @abstractmethod
+    def _start_workers(self) -> None:
+        """Start the workers, once, on the loop's thread."""
+
+    def _check_regularly(self) -> None:
+        """Free slots and check the workers, every ``CHECK_S``."""
+        if self._stopping or self._error is not None:
+            return
+        free_dropped_slots(self.borrowed)
+        self._check()
+        asyncio.get_running_loop().call_later(CHECK_S, self._check_regularly)
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Look for failures that no message reports."""
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -196,25 +220,16 @@ class ProcessPool(WorkerPool[WorkerHandle]):
         self._close_config.atexit = False
         self._backend = backend
 
-    async def start(self) -> None:
-        """Start the workers and wait until all are ready. Idempotent.
-
-        Raises:
-            Exception: A worker could not load its configuration, its source could not be opened, or it died.
-        """
-        if self._ready is None:
-            self._ready = asyncio.get_running_loop().create_future()
-            try:
-                # On the loop's thread, because Linux kills a worker when the thread that started it ends (`main.py`).
-                for number in range(self._count):
-                    worker = WorkerHandle(
-                        number, self._count, self._config, self._backend, received=self.received, lost=self._lost
-                    )
-                    self._workers.append(worker)
-            finally:
-                self._close_config()
-            self._check_workers()
-        await self._ready
+    def _start_workers(self) -> None:
+        try:
+            # On the loop's thread, because Linux kills a worker when the thread that started it ends (`main.py`).
+            for number in range(self._count):
+                worker = WorkerHandle(
+                    number, self._count, self._config, self._backend, received=self.received, lost=self._lost
+                )
+                self._workers.append(worker)
+        finally:
+            self._close_config()
 
     def _lost(self, worker: WorkerHandle, error: Exception | None) -> None:
         """The connection of a worker has ended."""
@@ -240,16 +255,9 @@ class ProcessPool(WorkerPool[WorkerHandle]):
             self._fail_dead(worker)
             worker.kill()
 
-    def _check_workers(self) -> None:
-        """Check that all workers run, and free slots, every ``CHECK_S``."""
-        if self._stopping or self._error is not None:
-            return
-        free_dropped_slots(self.borrowed)
-        for worker in self._workers:
-            if worker.ended():
-                self._fail_dead(worker)
-                return
-        asyncio.get_running_loop().call_later(CHECK_S, self._check_workers)
+    def _check(self) -> None:
+        if dead := next((worker for worker in self._workers if worker.ended()), None):
+            self._fail_dead(dead)
 
     def _fail_dead(self, worker: WorkerHandle) -> None:
         numbers = [batch.plan.number for batch in worker.assigned.values()]

@@ -69,7 +69,7 @@ def _add_index(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _index(options: argparse.Namespace) -> int:
-    from aiofeed.reports.commands.index import write_indexes
+    from aiofeed.reports.commands.prepare import write_indexes
 
     return write_indexes(options.urls, target=options.target, output=options.output)
 
@@ -93,12 +93,12 @@ def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _build_cache(options: argparse.Namespace) -> int:
-    from aiofeed.reports.commands.cache import build_cache
+    from aiofeed.reports.commands.prepare import build_cache
 
     return build_cache(options.path, options.data, options.gigabytes)
 
 
 def _cache(options: argparse.Namespace) -> int:
-    from aiofeed.reports.commands.cache import show_cache
+    from aiofeed.reports.commands.prepare import show_cache
 
     return show_cache(options.path, verify=options.verify, repair=options.repair)

@@ -23,13 +23,13 @@ def advise(accelerators: Sequence[AcceleratorReport], absent: str | None, enviro
     """One line for each problem; ``absent`` tells why torch sees no accelerators."""
     lines: list[str] = []
     if not accelerators and absent is not None:
-        lines += _on_missing_accelerator(absent, environment)
+        lines += _missing_accelerator_advice(absent, environment)
     for accelerator in accelerators:
-        lines += _on_accelerator(accelerator)
-    return (*lines, *_on_packages(environment), *_on_limits(environment))
+        lines += _accelerator_advice(accelerator)
+    return (*lines, *_package_advice(environment), *_limit_advice(environment))
 
 
-def _on_missing_accelerator(absent: str, found: Environment) -> Iterator[str]:
+def _missing_accelerator_advice(absent: str, found: Environment) -> Iterator[str]:
     driver = found.nvidia_driver is not None or found.nvidia_files
     if found.forked:
         yield (
@@ -59,7 +59,7 @@ def _on_missing_accelerator(absent: str, found: Environment) -> Iterator[str]:
         yield f"{absent}: run `nvidia-smi`"
 
 
-def _on_accelerator(found: AcceleratorReport) -> Iterator[str]:
+def _accelerator_advice(found: AcceleratorReport) -> Iterator[str]:
     if found.pin_error is not None:
         yield (
             f"memory cannot be pinned for {found.device} ({found.pin_error}), so copies are slower and do not overlap: "
@@ -83,7 +83,7 @@ def _on_accelerator(found: AcceleratorReport) -> Iterator[str]:
             )
 
 
-def _on_packages(found: Environment) -> Iterator[str]:
+def _package_advice(found: Environment) -> Iterator[str]:
     install_simd = "pip install --force-reinstall --no-deps --no-binary pillow-simd pillow-simd"
     if found.pillow is None:
         yield "Pillow is missing, so DecodeImage cannot be used: pip install 'aiofeed[simd]' or 'aiofeed[pillow]'"
@@ -112,7 +112,7 @@ def _on_packages(found: Environment) -> Iterator[str]:
         yield "uvloop is missing, so small reads are slower: pip install uvloop (not available for Windows)"
 
 
-def _on_limits(found: Environment) -> Iterator[str]:
+def _limit_advice(found: Environment) -> Iterator[str]:
     if found.torch_threads > found.cores:
         yield (
             f"torch uses {found.torch_threads} threads on {found.cores} core{'s' if found.cores > 1 else ''}: set "

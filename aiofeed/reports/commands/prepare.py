@@ -1,12 +1,14 @@
-"""``aiofeed cache``: fills, describes and verifies the file of an ``EncodedCache``."""
+"""``aiofeed index`` writes indexes of shards; ``aiofeed cache`` fills, describes and verifies an ``EncodedCache``."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import sqlite3
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import aiofeed
@@ -14,9 +16,62 @@ from aiofeed.cache.encoded.database import CacheDatabase, EncodedCache
 from aiofeed.core.errors import CacheError, FeedError
 from aiofeed.core.formatting import format_bytes
 from aiofeed.reports.commands.data_set import nothing, open_data_set, quoted
+from aiofeed.sources.objects.listing import run_blocking
+from aiofeed.sources.shards import indexing
+from aiofeed.sources.shards.index import SUFFIX
+from aiofeed.sources.shards.tar import TAR_RULES
+from aiofeed.sources.shards.tfrecord import TFRECORD_RULES
+from aiofeed.sources.shards.urls import Shard, ShardFinder
 
+# Shards that are read at the same time.
+_SHARDS = 4
 # The cache stores samples in the background and drops those that the disk is too slow for: another pass reads them.
 _PASSES = 5
+
+
+# --- index
+
+
+def write_indexes(urls: Sequence[str], *, target: str | None, output: str | None) -> int:
+    """Make a pass over each shard, write its index and print a line; returns the exit code.
+
+    Args:
+        urls: URLs or paths, with braces or globs; names with "tfrecord" are TFRecord files, others tar files.
+        target: The field of targets, whose values the indexes then contain.
+        output: The folder of the indexes. Default: beside files; the cache folder for objects.
+    """
+    fields = tuple(target.split(";")) if target else ()
+    return run_blocking(lambda: _write_all(urls, fields, output))
+
+
+async def _write_all(urls: Sequence[str], target: Sequence[str], output: str | None) -> int:
+    turn, samples, failed = asyncio.Semaphore(_SHARDS), 0, 0
+
+    async def write_one(shard: Shard) -> None:
+        nonlocal samples, failed
+        rules = TFRECORD_RULES if "tfrecord" in shard.key.rpartition("/")[2] else TAR_RULES
+        path = Path(shard.key + SUFFIX) if shard.local else None
+        if output is not None:
+            path = Path(output, Path(shard.key).name + SUFFIX)
+        try:
+            async with turn:
+                await shard.open()
+                index = await indexing.run_scan(shard, rules.scan(shard.size, target), indexing.BLOCK_BYTES)
+                await indexing.save(shard, index, rules, target, path)
+        except (OSError, ValueError) as error:
+            failed += 1
+            print(f"{shard.url}: {error}", file=sys.stderr)
+        else:
+            samples += len(index)
+            print(f"{path or shard.url}: {len(index)} samples", flush=True)
+
+    shards = await ShardFinder(None, None).find(urls)
+    await asyncio.gather(*[write_one(shard) for shard in shards])
+    print(f"{samples} samples in {len(shards) - failed} shards" + (f", {failed} shards failed" if failed else ""))
+    return 1 if failed else 0
+
+
+# --- cache
 
 
 def show_cache(path: str, *, verify: bool, repair: bool = False) -> int:
