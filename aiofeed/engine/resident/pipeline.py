@@ -16,16 +16,15 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import DeviceCopyError, IteratorClosedError
+from aiofeed.core.types import traits_of
 from aiofeed.devices.backend import poll, poll_pauses
 from aiofeed.engine.resident.device_tokens import DeviceTokenWindows
 from aiofeed.engine.resident.device_windows import DeviceWindows
-from aiofeed.engine.resident.host_windows import GatheredWindows, HostWindows, Rows, Windows
+from aiofeed.engine.resident.host_windows import HostWindows, Windows
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
 from aiofeed.sampling.epochs import EpochStart, EpochStream
 from aiofeed.sampling.order import BatchLists
 from aiofeed.sampling.schedule import BatchRange, BatchRanges
-from aiofeed.sources.arrays.tokens import Tokens
-from aiofeed.sources.tables.memory import MemoryTable
 
 if TYPE_CHECKING:
     import torch
@@ -40,16 +39,15 @@ class ResidentData:
     """Resident data, uploaded when first used. Outlives the pipelines that use it.
 
     Args:
-        source: The data.
+        source: ``Tensors`` or ``CachedData``, of which rows are gathered; or a source that gathers samples by itself:
+            ``Tokens``, or without a device a ``Table``.
         batch_size: Samples per batch.
         backend: The device; ``None`` for the host.
         memory_bytes: Limit of all windows together, excluding those the user keeps.
     """
 
-    def __init__(
-        self, source: Rows | Tokens | MemoryTable, *, batch_size: int, backend: DeviceBackend | None, memory_bytes: int
-    ) -> None:
-        self.source = source
+    def __init__(self, source: Any, *, batch_size: int, backend: DeviceBackend | None, memory_bytes: int) -> None:
+        self.source: Any = source
         self.windows: Windows | None = None
         self._batch_size = batch_size
         self._backend = backend
@@ -58,16 +56,12 @@ class ResidentData:
     def open(self) -> Windows:
         """Upload the data, if necessary, and return the object that makes windows of it."""
         if self.windows is None:
-            source, backend, sizes = self.source, self._backend, (self._batch_size, self._memory_bytes)
-            if isinstance(source, MemoryTable) or (isinstance(source, Tokens) and backend is None):
-                self.windows = GatheredWindows(source, *sizes)
-            elif isinstance(source, Tokens):
-                assert backend is not None
-                self.windows = DeviceTokenWindows(backend, source, *sizes)
-            elif backend is None:
+            source, sizes = self.source, (self._batch_size, self._memory_bytes)
+            if self._backend is None:
                 self.windows = HostWindows(source, *sizes)
             else:
-                self.windows = DeviceWindows(backend, source, *sizes)
+                kind = DeviceTokenWindows if traits_of(source).rows else DeviceWindows
+                self.windows = kind(self._backend, source, *sizes)
         return self.windows
 
     def clear(self, timeout_s: float) -> None:
