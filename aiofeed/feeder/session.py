@@ -171,8 +171,8 @@ class FeederSession(Generic[BatchT]):
             self._last_epoch = None
             self.close_bar()
 
-    def place(self) -> tuple[int, int, int | None]:
-        """The running epoch, the batches of it before its first one here, and the last epoch of running ``epochs``."""
+    def running_epoch(self) -> tuple[int, int, int | None]:
+        """The running epoch, how many of its batches came before this iterator, and the last epoch of ``epochs``."""
         assert self._epoch is not None
         assert self._stream is not None
         start, schedule = self._epoch.start, self._stream.schedule

@@ -59,7 +59,7 @@ class ProgressFeed(Generic[BatchT]):
         # With a bar of rich before version 15, standard error is no terminal.
         if session.rank or not (session.bar or shows_progress()):
             return iterator  # type: ignore[no-any-return]
-        epoch, before, last = session.place()
+        epoch, before, last = session.running_epoch()
         try:
             batches: int | None = self._batches()
         except TypeError:  # a stream without a length
@@ -93,7 +93,7 @@ class _ShownEpoch:
         self._bar = bar
         self._before = before
         self._due = time.perf_counter() + BAR_EVERY_S
-        epoch, _, self._last = session.place()
+        epoch, _, self._last = session.running_epoch()
         self._epoch = "" if self._last is None else f"epoch {epoch + 1} of {self._last + 1}, "
         self._ends = self._last in (None, epoch)
         self._slots: Any = getattr(session.config.cache, "slots", None)

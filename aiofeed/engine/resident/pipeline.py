@@ -71,8 +71,8 @@ class ResidentData:
             windows.close(timeout_s)
 
 
-class _Epoch:
-    """The batches of an epoch that are not made yet."""
+class _EpochWindows:
+    """The windows of an epoch that are not made yet."""
 
     def __init__(self, stream: EpochStream, start: EpochStart) -> None:
         self.stream = stream
@@ -85,10 +85,10 @@ class _Epoch:
         """Return the batches of the next window; ``None`` at the end of the epoch."""
         return self._ranges.at(self.next_number, windows.max_batches)
 
-    def following(self) -> _Epoch | None:
+    def next_epoch(self) -> _EpochWindows | None:
         """Return the next epoch of the stream; ``None`` if the stream ends."""
         start = self.stream.after(self.start)
-        return None if start is None else _Epoch(self.stream, start)
+        return None if start is None else _EpochWindows(self.stream, start)
 
     def make(self, windows: Windows, batch_range: BatchRange) -> list[QueueItem]:
         """Make a window and return its batches."""
@@ -117,7 +117,7 @@ class WindowQueue(BatchQueue[QueueItem]):
     def __init__(self, data: ResidentData) -> None:
         super().__init__()
         self._data = data
-        self._epoch: _Epoch | None = None
+        self._epoch: _EpochWindows | None = None
         # Windows made ahead, each as the list of its batches, and ends of epochs between them.
         self._ahead: deque[list[QueueItem]] = deque()
         # True while state changes in several steps; if it is still True at the next `peek`, Ctrl-C interrupted them.
@@ -130,7 +130,7 @@ class WindowQueue(BatchQueue[QueueItem]):
     def start(self, stream: EpochStream) -> None:
         """Give the batches of a stream from now on."""
         self.stop()
-        self._epoch, self._changing = _Epoch(stream, stream.first), False
+        self._epoch, self._changing = _EpochWindows(stream, stream.first), False
         self.items.clear()
 
     def stop(self) -> None:
@@ -188,7 +188,7 @@ class WindowQueue(BatchQueue[QueueItem]):
                 if batch_range is not None:
                     self._ahead.append(epoch.make(windows, batch_range))
                 else:
-                    self._epoch = epoch.following()
+                    self._epoch = epoch.next_epoch()
                     self._ahead.append([EndOfEpoch()])
                 self._changing = False
             self._changing = True
@@ -200,7 +200,7 @@ class WindowQueue(BatchQueue[QueueItem]):
         except Exception as error:  # noqa: BLE001 - the consumer raises it
             self.items.append(FeedFailure(error))
 
-    def _to_make(self, windows: Windows) -> _Epoch | None:
+    def _to_make(self, windows: Windows) -> _EpochWindows | None:
         """Return the epoch of which a window must be made before the next items can be queued; ``None`` if none."""
         if self._ahead and isinstance(self._ahead[0][0], EndOfEpoch):
             return None
