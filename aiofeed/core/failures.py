@@ -45,7 +45,7 @@ class FailureCounter:
     """Counts the failed samples of one epoch, each once. Used on the engine's loop only.
 
     Attributes:
-        known: The samples that are known to fail, by index, counted or not; they replace no other sample.
+        known: The first error of each failed sample, by index; these samples replace no other sample.
     """
 
     def __init__(self, policy: FailurePolicy, length: int) -> None:
@@ -54,8 +54,8 @@ class FailureCounter:
         self._counted: set[int] = set()
         self.known: dict[int, SampleError] = {}
 
-    def know(self, error: SampleError) -> SampleError:
-        """Remember that a sample fails; return its first error."""
+    def remember(self, error: SampleError) -> SampleError:
+        """Record that a sample fails; return its first error."""
         return self.known.setdefault(error.index, error)
 
     @property

@@ -190,7 +190,7 @@ class DecodeStage:
             # Samples that do not fit together are not the failure of one sample.
             batch.error = next(error for _, error in errors if not isinstance(error, SampleError))
             return
-        failed = [(position, batch.failure_counter.know(error)) for position, error in failed]
+        failed = [(position, batch.failure_counter.remember(error)) for position, error in failed]
         batch.errors.clear()
         if self._policy.action == "skip":
             recovery = skip_failed(batch.plan, failed)
@@ -299,7 +299,7 @@ async def _replace_one(
             error = await attempt(replace(plan, indices=indices), position)
             if not isinstance(error, SampleError):
                 return list(failed.values()), error
-            failed[index] = failure_counter.know(error)
+            failed[index] = failure_counter.remember(error)
         if len(failed) > failure_counter.allowed:
             break  # more than max_failures have failed, whatever the next candidate does
     return list(failed.values()), BatchFailedError(

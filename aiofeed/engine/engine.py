@@ -87,9 +87,9 @@ class Assembly:
             engine.admission, fetcher=fetcher, executor=executor, tuner=tuner, on_gil_limit=on_gil_limit
         )
 
-    def following(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
-        """The same steps; within the block, their samples may be read before batches begin."""
-        return self._fetcher.following(steps)
+    def reading_ahead(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
+        """Yield the same steps; samples of later steps may be read until the end of the block."""
+        return self._fetcher.reading_ahead(steps)
 
     def begin_epoch(self, start: EpochStart) -> None:
         """The batches that begin from now on belong to another epoch."""
@@ -171,7 +171,7 @@ class Engine:
             if isinstance(self._steps, AsyncIterable):
                 await self._run(self._steps)
             else:
-                with self.assembly.following(self._steps) as steps:
+                with self.assembly.reading_ahead(self._steps) as steps:
                     await self._run(steps)
         except BaseExceptionGroup as errors:
             # A bug in the engine or a fetcher: raise it in the consumer, which would wait forever.

@@ -213,7 +213,7 @@ def check_decoder(decode: Any, items: object) -> Callable[..., Any] | None:
     return decode  # type: ignore[no-any-return]
 
 
-def an_engine(value: object) -> tuple[int, RayEngine | None]:
+def check_engine(value: object) -> tuple[int, RayEngine | None]:
     """Return the number of worker processes or actors that ``engine=`` requests, and the options of Ray.
 
     Raises:
@@ -244,7 +244,7 @@ def an_engine(value: object) -> tuple[int, RayEngine | None]:
     return int(number) if colon else 1, None
 
 
-def a_batch_size(value: object) -> int:
+def check_batch_size(value: object) -> int:
     """Return ``value`` if it is a valid ``batch_size``."""
     if value is None:
         raise TypeError(
@@ -307,7 +307,7 @@ class Arguments:
         self.source, decode = unpack_clips(source, given["decode"])
         self.adopted: Any = adopt_source(self.source)
         self.decode: Callable[..., Any] | None = check_decoder(decode, getattr(self.adopted, "dataset", None))
-        self.shuffle: Shuffle = a_shuffle(given["shuffle"])
+        self.shuffle: Shuffle = check_shuffle(given["shuffle"])
         self.seed: int = check_seed(given["seed"])
         self.drop_last: bool = check_bool("drop_last", given["drop_last"])
         self.pad: bool = check_bool("pad", given["pad"])
@@ -317,7 +317,7 @@ class Arguments:
         self.batch_size: Any = given["batch_size"]
         self.samples: int = 1
         if self.batch_sampler is None and not isinstance(self.batch_size, LengthPlan):
-            self.samples = a_batch_size(self.batch_size)
+            self.samples = check_batch_size(self.batch_size)
         self.collate_fn: Collate | None = check_callable("collate_fn", given["collate_fn"])
         self.transform: Transform | None = check_callable("transform", given["transform"])
         self.backend: DeviceBackend | DeviceGroup | None = resolve_devices(given["device"])
@@ -329,7 +329,7 @@ class Arguments:
         self.engine: Any = given["engine"]
         self.engines: int
         self.ray: RayEngine | None
-        self.engines, self.ray = an_engine(self.engine)
+        self.engines, self.ray = check_engine(self.engine)
         self.static_batches: bool = check_bool("static_batches", given["static_batches"])
         self.timeline: bool = check_bool("timeline", given["timeline"])
         self._choose_source()
@@ -352,7 +352,7 @@ class Arguments:
 # --- the order ---
 
 
-def a_shuffle(value: object) -> Shuffle:
+def check_shuffle(value: object) -> Shuffle:
     """Return ``value`` if it is a valid ``shuffle``."""
     if is_shuffle(value):
         return value
@@ -528,7 +528,7 @@ def allows(config: FeederConfig, **options: Any) -> bool:
     facts = set(config.facts)
     try:
         if "engine" in options:
-            engines, ray = an_engine(options["engine"])
+            engines, ray = check_engine(options["engine"])
             facts.add('engine="process"')
             limits_for(config.user_limits, config.batch_size, config.source, engines, ray)
             _check_picklable(config, "process")

@@ -20,7 +20,7 @@ from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES, Limits
 from aiofeed.core.types import Transform, public
 from aiofeed.feeder.feeder import Feeder
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator
-from aiofeed.feeder.prefetch import Prefetch, ThreadPull
+from aiofeed.feeder.prefetch import IterableProducer, Prefetch
 from aiofeed.processes.loader_workers.batches import InProcessBatches, WorkerBatches
 from aiofeed.processes.loader_workers.state import LoaderPosition, LoaderState, OrderState, Progress, saved_dataset
 from aiofeed.processes.loader_workers.workers import LoaderWorkers
@@ -283,8 +283,8 @@ class _Epochs:
     def new_feed(self, batches: WorkerBatches, *, pins: bool) -> FeedIterator[Any]:
         """Receive batches ahead, in a thread that copies them to the device."""
 
-        def new_pull(_: object, *arguments: Any, **options: Any) -> ThreadPull:
-            batches.pull = pull = ThreadPull(batches.received(pins=pins), *arguments, **options)
+        def new_pull(_: object, *arguments: Any, **options: Any) -> IterableProducer:
+            batches.pull = pull = IterableProducer(batches.received(pins=pins), *arguments, **options)
             return pull
 
         return self.bridge.start(new_pull, partial(_PulledObserver, batches))

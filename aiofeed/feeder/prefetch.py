@@ -126,14 +126,14 @@ class Prefetch(Generic[BatchT]):
 
     def __iter__(self) -> FeedIterator[BatchT]:
         """Start an iteration."""
-        return self.start(ThreadPull if not isinstance(self._batches, AsyncIterable) else LoopPull)
+        return self.start(IterableProducer if not isinstance(self._batches, AsyncIterable) else AsyncIterableProducer)
 
     def start(
         self,
-        new_producer: Callable[..., ThreadPull | LoopPull],
+        new_producer: Callable[..., IterableProducer | AsyncIterableProducer],
         new_observer: Callable[[Delivery], EpochObserver] = EpochObserver,
     ) -> FeedIterator[BatchT]:
-        """Start an iteration with a producer, made with the arguments of ``ThreadPull``, and an observer."""
+        """Start an iteration with a producer, made with the arguments of ``IterableProducer``, and an observer."""
         copier, transform = self.new_copier()
         memory = None
         if self._backend is not None:
@@ -171,7 +171,7 @@ def _ready(batch: Any, number: int, memory: PinnedBufferPool | None) -> ReadyBat
     return ReadyBatch(number, 0, staged, lease)
 
 
-class ThreadPull(BoundedThread):
+class IterableProducer(BoundedThread):
     """A producer that iterates an iterable in a thread of its own, a bounded number of batches ahead.
 
     Args:
@@ -234,8 +234,8 @@ class ThreadPull(BoundedThread):
             number += 1
 
 
-class LoopPull(LoopProducer):
-    """A producer that iterates an async iterable in a task of its own event loop; otherwise like ``ThreadPull``."""
+class AsyncIterableProducer(LoopProducer):
+    """A producer that iterates an async iterable in a task of its own event loop. Arguments as ``IterableProducer``."""
 
     def __init__(
         self, batches: AsyncIterable[Any], queue: BatchQueue[QueueItem], *, room: int, memory: PinnedBufferPool | None

@@ -10,13 +10,13 @@ import operator
 import sys
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from aiofeed.core.errors import FeedError
 from aiofeed.core.failures import FailureLog
 from aiofeed.core.statistics import EpochStats, FeedStatistics
-from aiofeed.core.types import decodes_in_place
+from aiofeed.core.types import decodes_in_place, traits_of
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.feeder.arguments import FeederConfig, allows
 from aiofeed.feeder.iterator import Beginnings, Delivery, EpochObserver, FeedIterator, clocks, take_end
@@ -32,12 +32,8 @@ from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.dataset_slots import check_iteration
 from aiofeed.sources.tables.columns import collate_rows
-from aiofeed.sources.tables.memory import MemoryTable
-from aiofeed.sources.tensors import Tensors
 
 if TYPE_CHECKING:
-    import torch
-
     from aiofeed.cache.resident import ResidentStore
     from aiofeed.core.types import Row
     from aiofeed.engine.resident.cached_data import CachedData
@@ -113,6 +109,9 @@ class FeederSession(Generic[BatchT]):
         self._hinted = False
         # A progress bar explains again and again, and whether processes are possible is found by pickling.
         self._allows = functools.cache(functools.partial(allows, config))
+        # Data of which batches are made without a streaming pipeline: the source, or a cache that has enough samples.
+        self._data = _data_in_memory(config)
+        self._cache = _resident_cache(config)
         self.bar: ProgressBar | None = None
         self._beginnings = Beginnings()
         if config.cache is not None:
@@ -172,8 +171,8 @@ class FeederSession(Generic[BatchT]):
             self._last_epoch = None
             self.close_bar()
 
-    def place(self) -> tuple[int, int, int | None]:
-        """The running epoch, the batches of it before its first one here, and the last epoch of running ``epochs``."""
+    def running_epoch(self) -> tuple[int, int, int | None]:
+        """The running epoch, how many of its batches came before this iterator, and the last epoch of ``epochs``."""
         assert self._epoch is not None
         assert self._stream is not None
         start, schedule = self._epoch.start, self._stream.schedule
@@ -247,11 +246,11 @@ class FeederSession(Generic[BatchT]):
         start = first.position
         stats, stream = None, self._stream
         # Take over the epoch that was read ahead, if it is the one that begins now.
-        if completed and stream is not None and first.followed and _may_read_ahead(self.config, self.pipeline):
+        if completed and stream is not None and first.followed and self._may_read_ahead(self.pipeline):
             stats = stream.take_over(schedule, start)
         if stats is None or stream is None:
             stats, stream = first.counters, planned
-        if first.followed and _may_read_ahead(self.config, None):
+        if first.followed and self._may_read_ahead(None):
             # Before the stream is fed: a short epoch is planned at once, and the engine then ends.
             self._read_ahead(stream, start)
         # Before the stream is fed, because the engine may see the end of a short epoch at once.
@@ -289,14 +288,22 @@ class FeederSession(Generic[BatchT]):
         pipeline = self.pipeline
         if pipeline is None or not pipeline.reusable() or old_stream is None or not old_stream.drained():
             return False
-        if (cache := _resident_cache(self.config)) is None:
+        if (cache := self._cache) is None:
             return True
         return not _has_all(cache, stream) if isinstance(pipeline, StreamingPipeline) else cache.has_all()
+
+    def _may_read_ahead(self, running: BatchPipeline | None) -> bool:
+        """Return whether the next epoch may be read ahead.
+
+        Not while a resident cache is being filled: the next epoch is faster from the cache.
+        """
+        cache = self._cache
+        return cache is None or (cache.has_all() and not isinstance(running, StreamingPipeline))
 
     def _replace_pipeline(self, stream: EpochStream) -> None:
         """Create the pipeline for a stream, and its delivery."""
         config, backend, transform = self.config, self.config.backend, self.config.transform
-        resident = _resident_pipeline(config, stream, self.pipeline)
+        resident = self._resident_pipeline(stream)
         if resident is not None:
             if backend is not None and transform is not None:
                 from aiofeed.engine.resident.pipeline import on_consumer_stream
@@ -315,6 +322,33 @@ class FeederSession(Generic[BatchT]):
             self.delivery = Delivery(streaming, copier, transform, config.limits.device_batches)
             self._streaming = streaming, self.delivery
         self.delivery.watch(self)
+
+    def _resident_pipeline(self, stream: EpochStream) -> ResidentPipeline | None:
+        """Return a pipeline of data in memory, which shares those of the running one if possible.
+
+        ``None``: samples of the stream are not in memory.
+        """
+        config, data, cache, old = self.config, self._data, self._cache, self.pipeline
+        if isinstance(stream.first.sampled, BatchLists):
+            return None  # windows have room for batches of one size
+        if data is None and (cache is None or not _has_all(cache, stream)):
+            return None
+        from aiofeed.engine.resident.pipeline import ResidentData, ResidentPipeline
+
+        if isinstance(old, ResidentPipeline) and not old.inherited:
+            complete = cache is None or old.data.source.samples == cache.cached_samples
+            if complete:
+                return old.successor()
+        if cache is not None:
+            data = _cached_data(config, cache)
+        form_batch = getattr(data, "form_batch", None)
+        if isinstance(data, Tokens) and not data.targets:
+            form_batch = operator.itemgetter(0)
+        assert not isinstance(config.backend, DeviceGroup)
+        resident = ResidentData(
+            data, batch_size=config.batch_size, backend=config.backend, memory_bytes=config.limits.memory_bytes
+        )
+        return ResidentPipeline(resident, form_batch)
 
     def _finish_complete_epoch(self) -> bool:
         """Finish an epoch whose last batch was handed out if its consumer, counting batches, never asked for the end.
@@ -511,64 +545,37 @@ class _SessionObserver(EpochObserver):
         self._session._epoch_ended(self._epoch)
 
 
-# --- which pipeline: batches that are streamed, or data that are in memory; chosen at each iter() ---
+# --- data in memory: the source or a cache, from which batches are made without a streaming pipeline ---
 
 
-def _resident_pipeline(config: FeederConfig, stream: EpochStream, old: BatchPipeline | None) -> ResidentPipeline | None:
-    """Return a pipeline of resident data if a stream's samples are all in memory; reuse the data of ``old``."""
-    if isinstance(stream.first.sampled, BatchLists):
-        return None  # windows have room for batches of one size
-    source, cache = config.source, _resident_cache(config)
-    gathered = _gathered(config)
-    if not isinstance(source, Tensors) and gathered is None and (cache is None or not _has_all(cache, stream)):
-        return None
-    from aiofeed.engine.resident.cached_data import CachedData
-    from aiofeed.engine.resident.pipeline import ResidentData, ResidentPipeline
-
-    if isinstance(old, ResidentPipeline) and not old.inherited:
-        cached = old.data.source
-        if not isinstance(cached, CachedData) or (cache is not None and cached.samples == cache.cached_samples):
-            return old.successor()
-    data: Tensors | Tokens | MemoryTable | CachedData
-    form_batch: Callable[[list[torch.Tensor]], Any] | None = None
-    if isinstance(source, Tensors):
-        data = source
-    elif isinstance(gathered, MemoryTable):
-        data, form_batch = gathered, gathered.form_batch
-    elif gathered is not None:
-        data, form_batch = gathered, None if gathered.targets else operator.itemgetter(0)
-    else:
-        assert cache is not None
-        row: Row | None = config.decode.row if decodes_in_place(config.decode) else None  # type: ignore[union-attr]
-        targets = getattr(source, "target", None) is not None
-        data = CachedData(cache, None if row is None else row.axes, targets=targets)
-        form_batch = data.batch
-    assert not isinstance(config.backend, DeviceGroup)
-    resident = ResidentData(
-        data, batch_size=config.batch_size, backend=config.backend, memory_bytes=config.limits.memory_bytes
-    )
-    return ResidentPipeline(resident, form_batch)
-
-
-def _gathered(config: FeederConfig) -> Tokens | MemoryTable | None:
-    """Return the source that the consumer's thread gathers: it is in memory, and no option needs other threads.
+def _data_in_memory(config: FeederConfig) -> Any:
+    """Return the source if the consumer's thread makes batches of it: it is in memory, and no option needs threads.
 
     For a device, threads gather into pinned memory, unless the tokens are kept on the device.
     """
-    source = config.source
-    if not isinstance(source, Tokens | MemoryTable):
-        return None
+    source: Any = config.source
+    traits = traits_of(source)
     elsewhere = config.backend or config.collate_fn not in (None, collate_rows) or config.engines
-    return source if config.tokens_resident or (source.in_memory and not elsewhere) else None
+    gathered = traits.rows and not elsewhere and getattr(source, "in_memory", False)
+    return source if traits.in_memory or config.tokens_resident or gathered else None
 
 
-def _may_read_ahead(config: FeederConfig, running: BatchPipeline | None) -> bool:
-    """Return whether the next epoch may be read ahead.
+def _resident_cache(config: FeederConfig) -> ResidentStore | None:
+    """Return the cache if it keeps samples where batches are wanted."""
+    if config.cache is None:
+        return None
+    from aiofeed.cache.resident import ResidentStore
 
-    Not while a resident cache is being filled: the next epoch is faster from the cache.
-    """
-    cache = _resident_cache(config)
-    return cache is None or (cache.has_all() and not isinstance(running, StreamingPipeline))
+    return config.cache if isinstance(config.cache, ResidentStore) else None
+
+
+def _cached_data(config: FeederConfig, cache: ResidentStore) -> CachedData:
+    """Return the samples of a cache as resident data."""
+    from aiofeed.engine.resident.cached_data import CachedData
+
+    row: Row | None = config.decode.row if decodes_in_place(config.decode) else None  # type: ignore[union-attr]
+    targets = getattr(config.source, "target", None) is not None
+    return CachedData(cache, None if row is None else row.axes, targets=targets)
 
 
 def _has_all(cache: ResidentStore, stream: EpochStream) -> bool:
@@ -579,12 +586,3 @@ def _has_all(cache: ResidentStore, stream: EpochStream) -> bool:
     assert not isinstance(first.sampled, BatchLists)
     wanted = BatchRanges(stream.schedule, first.position, first.sampled).at(0, sys.maxsize)
     return wanted is not None and cache.has_all(wanted.indices)
-
-
-def _resident_cache(config: FeederConfig) -> ResidentStore | None:
-    """Return the cache if it keeps samples where batches are wanted."""
-    if config.cache is None:
-        return None
-    from aiofeed.cache.resident import ResidentStore
-
-    return config.cache if isinstance(config.cache, ResidentStore) else None

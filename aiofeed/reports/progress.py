@@ -51,7 +51,7 @@ class ProgressFeed(Generic[BatchT]):
         iterator: Any = session.begin()
         if session.rank or not shows_progress():
             return iterator  # type: ignore[no-any-return]
-        epoch, before, last = session.place()
+        epoch, before, last = session.running_epoch()
         try:
             batches: int | None = self._batches()
         except TypeError:  # a stream without a length
@@ -85,7 +85,7 @@ class _ShownEpoch:
         self._bar = bar
         self._before = before
         self._due = time.perf_counter() + BAR_EVERY_S
-        epoch, _, self._last = session.place()
+        epoch, _, self._last = session.running_epoch()
         self._epoch = "" if self._last is None else f"epoch {epoch + 1} of {self._last + 1}, "
         self._ends = self._last in (None, epoch)
         self._slots: Any = getattr(session.config.cache, "slots", None)

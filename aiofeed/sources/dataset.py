@@ -139,7 +139,7 @@ def is_map_dataset(value: object) -> bool:
     return hasattr(value, "__getitem__") and hasattr(value, "__len__") and not hasattr(value, "read")
 
 
-def takes_groups(dataset: Any) -> bool:
+def has_getitems(dataset: Any) -> bool:
     """Whether a dataset makes several items in one call; the ``__getitems__`` of ``Subset`` may just call its whole."""
     data = sys.modules.get("torch.utils.data")
     while data is not None and type(dataset) is data.Subset:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from aiofeed import DeviceCopyError, FeedError, IteratorClosedError, prefetch
-from aiofeed.feeder.prefetch import LoopPull
+from aiofeed.feeder.prefetch import AsyncIterableProducer
 from aiofeed.runtime.cancellation import ended_by
 from aiofeed.runtime.queue import BatchQueue, FeedFailure, QueueItem, ReadyBatch
 from aiofeed.testing import SimulatedDevice
@@ -243,7 +243,7 @@ async def test_an_error_of_a_stopped_iterable_is_dropped(ending: bool) -> None:
         raise KeyError(1)
 
     queue: BatchQueue[QueueItem] = BatchQueue()
-    pull = LoopPull(failing(), queue, room=2, memory=None)
+    pull = AsyncIterableProducer(failing(), queue, room=2, memory=None)
     with ended_by(lambda: ending and bool(queue.items)):
         await pull.run()
     assert [type(item) for item in queue.items] == ([ReadyBatch] if ending else [ReadyBatch, FeedFailure])

@@ -298,7 +298,7 @@ class CachedFetcher(Fetcher):
         """Put items into the batch. Returns the positions of those that another process is making."""
         missing = _before_error(chunk, self._put_available(chunk, positions))
         left: list[int] = []
-        for group in [missing] if self._inner.takes_groups else [[position] for position in missing]:
+        for group in [missing] if self._inner.gets_several else [[position] for position in missing]:
             claimed = [position for position in group if self._store.claim(chunk.plan.indices[position])]
             try:
                 wanted = group if ignore_claims else claimed

@@ -21,7 +21,7 @@ from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.retry import retry_blocking
 from aiofeed.runtime.thread_pool import ThreadHost
 from aiofeed.runtime.time_limits import AbandonedError
-from aiofeed.sources.dataset import FromDataset, takes_groups
+from aiofeed.sources.dataset import FromDataset, has_getitems
 from aiofeed.sources.dataset_slots import DatasetCalls, DatasetSlot
 
 ItemT = TypeVar("ItemT")
@@ -42,7 +42,7 @@ class DatasetFetcher(Fetcher):
         self._source = source
         self._calls = DatasetCalls(source)
         self.thread: ThreadHost | None = self._calls.thread
-        self.takes_groups: bool = takes_groups(source.dataset)
+        self.gets_several: bool = has_getitems(source.dataset)
         # Threads that call it at the same time would share the generators.
         self._seeds = own_process and source.threads == 1
         self._detector = DrawDetector(source.dataset)
@@ -98,7 +98,7 @@ class DatasetFetcher(Fetcher):
 
         That is for a time limit per item, or to find out which item fails.
         """
-        if not self.takes_groups or chunk.control.deadline is not None:
+        if not self.gets_several or chunk.control.deadline is not None:
             return False
         request = partial(self._source.items, [chunk.plan.indices[position] for position in positions])
         try:

@@ -168,8 +168,8 @@ class Fetcher(ABC):
         """
         return None
 
-    def following(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
-        """The same steps; within the block, their samples may be read before the engine asks for them."""
+    def reading_ahead(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
+        """Yield the same steps; a subclass may read samples of later steps until the end of the block."""
         return contextlib.nullcontext(steps)
 
     def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:

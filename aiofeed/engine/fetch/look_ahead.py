@@ -38,19 +38,19 @@ class LookAhead:
         self._source: Any = source
         self._limit_bytes = limit_bytes
         self.read: Callable[[int], Coroutine[Any, Any, Any]] = source.read
-        self._window = _Window(source)
+        self._upcoming = _UpcomingSamples(source)
 
     @contextmanager
-    def following(self, steps: Iterable[Step]) -> Iterator[Iterator[Step]]:
-        """The same steps, ahead of which samples are read until the end of the block."""
-        # A window of its own: the next epoch's block may begin before this one ends.
-        self._window = window = _Window(self._source)
+    def reading_ahead(self, steps: Iterable[Step]) -> Iterator[Iterator[Step]]:
+        """Yield an iterator over the same steps, which reads the samples of later steps until the end of the block."""
+        # Not those of the last call: the next epoch's block may begin before this one ends.
+        self._upcoming = upcoming = _UpcomingSamples(self._source)
         try:
-            yield self._follow(iter(steps), window)
+            yield self._follow(iter(steps), upcoming)
         finally:
-            window.close()
+            upcoming.close()
 
-    def _follow(self, steps: Iterator[Step], window: _Window) -> Iterator[Step]:
+    def _follow(self, steps: Iterator[Step], upcoming: _UpcomingSamples) -> Iterator[Step]:
         # Steps in order: first those whose samples are being read.
         soon: deque[tuple[Step, int]] = deque()
         later: deque[tuple[Step, int]] = deque()
@@ -60,12 +60,12 @@ class LookAhead:
             # The look-ahead grows with the bytes read, so that the first batch does not wait for all of it.
             limit = min(self._limit_bytes, GROWTH * given_bytes)
             while (not later or soon_bytes + later_bytes < limit) and (step := next(steps, None)) is not None:
-                later.append((step, window.note(step) if isinstance(step, BatchPlan) else 0))
+                later.append((step, upcoming.note(step) if isinstance(step, BatchPlan) else 0))
                 later_bytes += later[-1][1]
             while later and (not soon or soon_bytes < limit // SOON):
                 step, nbytes = later.popleft()
                 if isinstance(step, BatchPlan):
-                    window.read_soon(step.indices)
+                    upcoming.read_soon(step.indices)
                 soon.append((step, nbytes))
                 soon_bytes += nbytes
                 later_bytes -= nbytes
@@ -78,8 +78,8 @@ class LookAhead:
 
     async def read_many(self, indices: Sequence[int]) -> list[Any]:
         """Samples that were read ahead, and others, such as replacements for failed samples, which are read now."""
-        window = self._window
-        samples = [window.taken(index) for index in indices]
+        upcoming = self._upcoming
+        samples = [upcoming.taken(index) for index in indices]
         if unfinished := {sample.read for sample in samples if sample.read is not None and not sample.read.done()}:
             await asyncio.wait(unfinished)  # which does not cancel them if this coroutine is cancelled
         unread = [index for index, sample in zip(indices, samples, strict=True) if sample.value is _UNREAD]
@@ -87,8 +87,8 @@ class LookAhead:
         return [next(found) if sample.value is _UNREAD else sample.value for sample in samples]
 
 
-class _Window:
-    """The samples that are noted in one run of an engine."""
+class _UpcomingSamples:
+    """The samples of the plans that one run of an engine has taken from the order early."""
 
     def __init__(self, source: Source[Any]) -> None:
         self._source: Any = source

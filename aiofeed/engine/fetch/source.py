@@ -60,7 +60,8 @@ class SourceFetcher(Fetcher):
         lookahead_bytes: See ``Limits``.
     """
 
-    takes_groups = True
+    # Whether one call reads or makes several samples.
+    gets_several = True
 
     def __init__(
         self,
@@ -97,9 +98,9 @@ class SourceFetcher(Fetcher):
         self._takes_seed = bool(getattr(decoder, "takes_seed", False))
         self._read_s = 0.0
 
-    def following(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
-        """The same steps, whose samples are read ahead if they are in shards."""
-        return super().following(steps) if self._look_ahead is None else self._look_ahead.following(steps)
+    def reading_ahead(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
+        """Yield the same steps; samples of later steps are read meanwhile, if the source has shards."""
+        return super().reading_ahead(steps) if self._look_ahead is None else self._look_ahead.reading_ahead(steps)
 
     def announce(self, plan: BatchPlan) -> None:
         """Announce a plan to the source, if it has the method."""

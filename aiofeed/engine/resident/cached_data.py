@@ -50,7 +50,7 @@ class CachedData:
     def __repr__(self) -> str:
         return self._name
 
-    def batch(self, rows: list[torch.Tensor]) -> Any:
+    def form_batch(self, rows: list[torch.Tensor]) -> Any:
         """Return the batch that the source would give, made of the rows of each tensor."""
         if self._items is not None:
             return ItemCodec().batch(rows, self._items)

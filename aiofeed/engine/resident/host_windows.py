@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
+from aiofeed.core.types import traits_of
 from aiofeed.runtime.buffers import HostBufferPool, array
 from aiofeed.runtime.tensors import is_tensor, tensor_of, tensor_row_bytes, view_as_integers
 from aiofeed.runtime.threads import is_ending, may_be_fork
 from aiofeed.sampling.schedule import BatchRange
-from aiofeed.sources.arrays.tokens import Tokens
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 # Two windows of this size fit into the cache of one or two cores, and making one takes a fraction of a millisecond.
 HOST_WINDOW_BYTES = 1 << 20
-# Windows of gathered samples: 64 windows of 1,024 tokens with targets take 73 us of CPU time per batch in windows of 2
-# or 3 MiB, 84 in windows of 1 or 4.
+# Windows of samples that their source gathers: 64 windows of 1,024 tokens with targets take 73 us of CPU time per batch
+# in windows of 2 or 3 MiB, 84 in windows of 1 or 4.
 GATHERED_WINDOW_BYTES = 2 << 20
 # The window in use, and the previous one, of which the consumer still holds a batch.
 HOST_WINDOWS = 2
@@ -53,19 +53,6 @@ class Rows(Protocol):
     @property
     def rows(self) -> NDArray[np.int64] | None:
         """The row of each sample; ``None``: sample ``i`` is row ``i``. Data on a device have no such list."""
-        ...
-
-
-class Gathers(Protocol):
-    """A source that gathers samples by itself, in the consumer's thread."""
-
-    @property
-    def sample_bytes(self) -> int:
-        """Bytes of one sample."""
-        ...
-
-    def gathered(self, indices: NDArray[np.int64], memory: HostBufferPool) -> list[NDArray[Any]]:
-        """Return the samples as arrays [N, ...], whose memory may be of the pool."""
         ...
 
 
@@ -105,11 +92,9 @@ def window_batches(batch_bytes: int, *bounds: int) -> int:
     return max(min(bounds) // max(batch_bytes, 1), 1)
 
 
-def row_bytes(source: Rows | Tokens) -> int:
+def row_bytes(source: Any) -> int:
     """Return the bytes of one sample in a batch."""
-    if isinstance(source, Tokens):
-        return source.sample_bytes
-    return sum(map(tensor_row_bytes, source.tensors))
+    return source.sample_bytes if traits_of(source).rows else sum(map(tensor_row_bytes, source.tensors))
 
 
 def _host_batch(
@@ -134,18 +119,21 @@ class HostWindows:
     ahead = 0
     statistic = "collate_s"
 
-    def __init__(self, source: Rows, batch_size: int, memory_bytes: int) -> None:
+    def __init__(self, source: Any, batch_size: int, memory_bytes: int) -> None:
         import torch
 
         self._torch = torch
-        self._data, dtypes = zip(*map(_host_rows, source.tensors), strict=True)
-        self._dtypes = dtypes if any(dtypes) else None
-        self._torch_rows = list(map(_torch_rows, self._data))
-        self._alias = source.alias
-        self._rows = source.rows
-        self._memory = HostBufferPool(keep=HOST_WINDOWS * len(self._data))
-        batch_bytes = batch_size * row_bytes(source)
-        self.max_batches: int = window_batches(batch_bytes, HOST_WINDOW_BYTES, memory_bytes // HOST_WINDOWS)
+        self._dtypes: Sequence[torch.dtype | None] | None = None
+        self._gather: Callable[[BatchRange, HostBufferPool], list[NDArray[Any]]]
+        if traits_of(source).rows:
+            self._gather = lambda batch_range, memory: source.gathered(batch_range.indices, memory)
+            buffers, most = 1, GATHERED_WINDOW_BYTES
+        else:
+            data = _HostData(source)
+            self._gather, self._dtypes = data.gather, data.dtypes
+            buffers, most = len(source.tensors), HOST_WINDOW_BYTES
+        self._memory = HostBufferPool(keep=HOST_WINDOWS * buffers)
+        self.max_batches: int = window_batches(batch_size * row_bytes(source), most, memory_bytes // HOST_WINDOWS)
 
     def device_ready(self) -> bool:
         """Return True: nothing is queued on the host."""
@@ -159,48 +147,50 @@ class HostWindows:
 
     def make(self, batch_range: BatchRange) -> tuple[BatchRange, Window]:
         """Make a window of a batch range."""
+        return batch_range, partial(_host_batch, self._torch, self._gather(batch_range, self._memory), self._dtypes)
+
+
+class _HostData:
+    """Tensors in host memory, of which rows are gathered.
+
+    Attributes:
+        dtypes: The torch dtype of each tensor whose dtype numpy lacks; ``None`` if there is no such tensor.
+    """
+
+    def __init__(self, source: Rows) -> None:
+        self._data, dtypes = zip(*map(_host_rows, source.tensors), strict=True)
+        self.dtypes: Sequence[torch.dtype | None] | None = dtypes if any(dtypes) else None
+        self._torch_rows = list(map(_torch_rows, self._data))
+        self._alias = source.alias
+        self._rows = source.rows
+
+    def gather(self, batch_range: BatchRange, memory: HostBufferPool) -> list[NDArray[Any]]:
+        """Return the rows of a batch range, of each tensor: a copy, or with ``alias`` and without a shuffle a view."""
         indices = batch_range.indices
         if self._rows is not None:
             indices = self._rows[indices]
         elif batch_range.run:
             start, end = int(indices[0]), int(indices[-1]) + 1
             rows = [data[start:end] for data in self._data]
-            if not self._alias:
-                rows = [self._copy(each) for each in rows]
-            return batch_range, partial(_host_batch, self._torch, rows, self._dtypes)
-        rows = [self._gather(*columns, indices) for columns in zip(self._data, self._torch_rows, strict=True)]
-        return batch_range, partial(_host_batch, self._torch, rows, self._dtypes)
-
-    def _copy(self, rows: NDArray[Any]) -> NDArray[Any]:
-        target = array(self._memory, rows.shape, rows.dtype)
-        np.copyto(target, rows)
-        return target
-
-    def _gather(self, data: NDArray[Any], rows: torch.Tensor | None, indices: NDArray[np.int64]) -> NDArray[Any]:
-        target = array(self._memory, (len(indices), *data.shape[1:]), data.dtype)
-        if rows is None or target.nbytes < PARALLEL_BYTES or not _threads() or not _torch_gather(rows, indices, target):
-            # All indices are valid; with mode "raise" numpy would gather into a temporary buffer.
-            np.take(data, indices, axis=0, out=target, mode="clip")
-        return target
+            return rows if self._alias else [_copy(each, memory) for each in rows]
+        return [_take(*columns, indices, memory) for columns in zip(self._data, self._torch_rows, strict=True)]
 
 
-class GatheredWindows(HostWindows):
-    """Makes windows of samples that the source gathers. Arguments as for ``ResidentData``."""
+def _copy(rows: NDArray[Any], memory: HostBufferPool) -> NDArray[Any]:
+    target = array(memory, rows.shape, rows.dtype)
+    np.copyto(target, rows)
+    return target
 
-    def __init__(self, source: Gathers, batch_size: int, memory_bytes: int) -> None:
-        import torch
 
-        self._torch = torch
-        self._dtypes = None
-        self._source = source
-        self._memory = HostBufferPool(keep=HOST_WINDOWS)
-        batch_bytes = batch_size * source.sample_bytes
-        self.max_batches: int = window_batches(batch_bytes, GATHERED_WINDOW_BYTES, memory_bytes // HOST_WINDOWS)
-
-    def make(self, batch_range: BatchRange) -> tuple[BatchRange, Window]:
-        """Make a window of a batch range."""
-        rows = self._source.gathered(batch_range.indices, self._memory)
-        return batch_range, partial(_host_batch, self._torch, rows, None)
+def _take(
+    data: NDArray[Any], rows: torch.Tensor | None, indices: NDArray[np.int64], memory: HostBufferPool
+) -> NDArray[Any]:
+    """Return a copy of the rows of ``data`` at indices; ``rows`` are the same data for torch, if torch can gather."""
+    target = array(memory, (len(indices), *data.shape[1:]), data.dtype)
+    if rows is None or target.nbytes < PARALLEL_BYTES or not _threads() or not _torch_gather(rows, indices, target):
+        # All indices are valid; with mode "raise" numpy would gather into a temporary buffer.
+        np.take(data, indices, axis=0, out=target, mode="clip")
+    return target
 
 
 def _torch_gather(rows: torch.Tensor, indices: NDArray[np.int64], target: NDArray[Any]) -> bool:

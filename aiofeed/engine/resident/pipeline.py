@@ -16,16 +16,15 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import DeviceCopyError, IteratorClosedError
+from aiofeed.core.types import traits_of
 from aiofeed.devices.backend import poll, poll_pauses
 from aiofeed.engine.resident.device_tokens import DeviceTokenWindows
 from aiofeed.engine.resident.device_windows import DeviceWindows
-from aiofeed.engine.resident.host_windows import GatheredWindows, HostWindows, Rows, Windows
+from aiofeed.engine.resident.host_windows import HostWindows, Windows
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
 from aiofeed.sampling.epochs import EpochStart, EpochStream
 from aiofeed.sampling.order import BatchLists
 from aiofeed.sampling.schedule import BatchRange, BatchRanges
-from aiofeed.sources.arrays.tokens import Tokens
-from aiofeed.sources.tables.memory import MemoryTable
 
 if TYPE_CHECKING:
     import torch
@@ -40,16 +39,15 @@ class ResidentData:
     """Resident data, uploaded when first used. Outlives the pipelines that use it.
 
     Args:
-        source: The data.
+        source: ``Tensors`` or ``CachedData``, of which rows are gathered; or a source that gathers samples by itself:
+            ``Tokens``, or without a device a ``Table``.
         batch_size: Samples per batch.
         backend: The device; ``None`` for the host.
         memory_bytes: Limit of all windows together, excluding those the user keeps.
     """
 
-    def __init__(
-        self, source: Rows | Tokens | MemoryTable, *, batch_size: int, backend: DeviceBackend | None, memory_bytes: int
-    ) -> None:
-        self.source = source
+    def __init__(self, source: Any, *, batch_size: int, backend: DeviceBackend | None, memory_bytes: int) -> None:
+        self.source: Any = source
         self.windows: Windows | None = None
         self._batch_size = batch_size
         self._backend = backend
@@ -58,16 +56,12 @@ class ResidentData:
     def open(self) -> Windows:
         """Upload the data, if necessary, and return the object that makes windows of it."""
         if self.windows is None:
-            source, backend, sizes = self.source, self._backend, (self._batch_size, self._memory_bytes)
-            if isinstance(source, MemoryTable) or (isinstance(source, Tokens) and backend is None):
-                self.windows = GatheredWindows(source, *sizes)
-            elif isinstance(source, Tokens):
-                assert backend is not None
-                self.windows = DeviceTokenWindows(backend, source, *sizes)
-            elif backend is None:
+            source, sizes = self.source, (self._batch_size, self._memory_bytes)
+            if self._backend is None:
                 self.windows = HostWindows(source, *sizes)
             else:
-                self.windows = DeviceWindows(backend, source, *sizes)
+                kind = DeviceTokenWindows if traits_of(source).rows else DeviceWindows
+                self.windows = kind(self._backend, source, *sizes)
         return self.windows
 
     def clear(self, timeout_s: float) -> None:
@@ -77,8 +71,8 @@ class ResidentData:
             windows.close(timeout_s)
 
 
-class _Epoch:
-    """The batches of an epoch that are not made yet."""
+class _EpochWindows:
+    """The windows of an epoch that are not made yet."""
 
     def __init__(self, stream: EpochStream, start: EpochStart) -> None:
         self.stream = stream
@@ -91,10 +85,10 @@ class _Epoch:
         """Return the batches of the next window; ``None`` at the end of the epoch."""
         return self._ranges.at(self.next_number, windows.max_batches)
 
-    def following(self) -> _Epoch | None:
+    def next_epoch(self) -> _EpochWindows | None:
         """Return the next epoch of the stream; ``None`` if the stream ends."""
         start = self.stream.after(self.start)
-        return None if start is None else _Epoch(self.stream, start)
+        return None if start is None else _EpochWindows(self.stream, start)
 
     def make(self, windows: Windows, batch_range: BatchRange) -> list[QueueItem]:
         """Make a window and return its batches."""
@@ -123,7 +117,7 @@ class WindowQueue(BatchQueue[QueueItem]):
     def __init__(self, data: ResidentData) -> None:
         super().__init__()
         self._data = data
-        self._epoch: _Epoch | None = None
+        self._epoch: _EpochWindows | None = None
         # Windows made ahead, each as the list of its batches, and ends of epochs between them.
         self._ahead: deque[list[QueueItem]] = deque()
         # True while state changes in several steps; if it is still True at the next `peek`, Ctrl-C interrupted them.
@@ -136,7 +130,7 @@ class WindowQueue(BatchQueue[QueueItem]):
     def start(self, stream: EpochStream) -> None:
         """Give the batches of a stream from now on."""
         self.stop()
-        self._epoch, self._changing = _Epoch(stream, stream.first), False
+        self._epoch, self._changing = _EpochWindows(stream, stream.first), False
         self.items.clear()
 
     def stop(self) -> None:
@@ -194,7 +188,7 @@ class WindowQueue(BatchQueue[QueueItem]):
                 if batch_range is not None:
                     self._ahead.append(epoch.make(windows, batch_range))
                 else:
-                    self._epoch = epoch.following()
+                    self._epoch = epoch.next_epoch()
                     self._ahead.append([EndOfEpoch()])
                 self._changing = False
             self._changing = True
@@ -206,7 +200,7 @@ class WindowQueue(BatchQueue[QueueItem]):
         except Exception as error:  # noqa: BLE001 - the consumer raises it
             self.items.append(FeedFailure(error))
 
-    def _to_make(self, windows: Windows) -> _Epoch | None:
+    def _to_make(self, windows: Windows) -> _EpochWindows | None:
         """Return the epoch of which a window must be made before the next items can be queued; ``None`` if none."""
         if self._ahead and isinstance(self._ahead[0][0], EndOfEpoch):
             return None

@@ -104,8 +104,8 @@ class ThreadTuner:
 
     def _advance(self, search: _Search) -> None:
         """Try the next count of a search, or choose one if the search has ended."""
-        if (following := search.step(self._score)) is not None:
-            self._run(following)
+        if (next_count := search.step(self._score)) is not None:
+            self._run(next_count)
             return
         assert search.best is not None
         unchanged = self._chosen is not None and self._chosen.threads == search.best.threads

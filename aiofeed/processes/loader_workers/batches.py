@@ -138,7 +138,7 @@ class WorkerBatches:
     Attributes:
         workers: The processes.
         progress: The batches that were handed out.
-        pull: The ``ThreadPull`` that iterates over ``received``, if there is one.
+        pull: The ``IterableProducer`` that iterates over ``received``, if there is one.
     """
 
     def __init__(self, iterator: Any, loader: Any, spare: list[LoaderWorkers]) -> None:

@@ -65,10 +65,10 @@ class RemoteAssembly(Assembly):
         self._zero_copy = isinstance(memory, HostBufferPool)
         self._taken: deque[ReadyBatch] = deque()
 
-    def following(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
-        """See ``Assembly.following``. A worker that fails ends the engine."""
+    def reading_ahead(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
+        """See ``Assembly.reading_ahead``. A worker that fails ends the engine."""
         self._pool.call_on_error(self._engine.fail)
-        return super().following(steps)
+        return super().reading_ahead(steps)
 
     def stop(self) -> None:
         """Drop the batches that were taken and not released."""
@@ -131,7 +131,7 @@ class RemoteAssembly(Assembly):
             batch.kept = range(reply.samples)
             borrowed = await self._receive(batch, worker, assigned, reply)
         failures = map(rebuild, reply.failures)
-        batch.failures = [batch.failure_counter.know(error) for error in failures if isinstance(error, SampleError)]
+        batch.failures = [batch.failure_counter.remember(error) for error in failures if isinstance(error, SampleError)]
         batch.encoded_bytes = reply.nbytes
         self._engine.complete(batch)
         if borrowed is not None:
