@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 from aiofeed.core.errors import FeedError
 from aiofeed.core.failures import FailureLog
 from aiofeed.core.statistics import EpochStats, FeedStatistics
-from aiofeed.core.types import decodes_in_place
+from aiofeed.core.types import Members, decodes_in_place
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.feeder.arguments import FeederConfig, allows
 from aiofeed.feeder.iterator import Beginnings, Delivery, EpochObserver, FeedIterator, clocks, take_end
@@ -131,7 +131,7 @@ class FeederSession(Generic[BatchT]):
         stats.add(self.stats)
         limits, pipeline = self.config.limits, self.pipeline
         tuner = pipeline.tuner if pipeline is not None else None
-        storage = getattr(self.config.source, "storage_statistics", None)
+        storage = Members.of(self.config.source).storage_statistics
         return FeedStatistics(
             **stats.totals(),  # type: ignore[arg-type]
             queue_depth=len(self.delivery.queue) if self.delivery is not None else 0,
@@ -540,7 +540,7 @@ def _resident_pipeline(config: FeederConfig, stream: EpochStream, old: BatchPipe
     else:
         assert cache is not None
         row: Row | None = config.decode.row if decodes_in_place(config.decode) else None  # type: ignore[union-attr]
-        targets = getattr(source, "target", None) is not None
+        targets = Members.of(source).target is not None
         data = CachedData(cache, None if row is None else row.axes, targets=targets)
         form_batch = data.batch
     assert not isinstance(config.backend, DeviceGroup)
