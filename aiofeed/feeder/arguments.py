@@ -30,13 +30,11 @@ from aiofeed.engine.fetch.sequences import PackCollate
 from aiofeed.feeder.rules import check, conflict, facts_of
 from aiofeed.runtime import machine
 from aiofeed.sampling.feed_order import FeedOrder, Lister
-from aiofeed.sampling.listers.computed import ComputedOrder
+from aiofeed.sampling.listers.computed import ComputedOrder, WeightedOrder, WindowOrder
 from aiofeed.sampling.listers.length_plans import LengthPlan, PlanLister
 from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.listers.packing import Pack
 from aiofeed.sampling.listers.sampler import BatchSamplerAdapter
-from aiofeed.sampling.listers.weighted import WeightedOrder
-from aiofeed.sampling.listers.window import WindowOrder
 from aiofeed.sampling.samples import SampleSchedule
 from aiofeed.sampling.schedule import SHUFFLES, Schedule, Shuffle, is_shuffle, window_shards
 from aiofeed.sampling.state import InOrder, check_in_order
