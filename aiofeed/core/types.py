@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
@@ -106,6 +106,25 @@ def traits_of(source: Any) -> Traits:
     """Return the traits of a source."""
     traits = getattr(source, "traits", None)
     return traits if isinstance(traits, Traits) else Traits()
+
+
+@dataclass(frozen=True)
+class Members:
+    """The optional methods of a source, which ``Source`` describes; ``None`` for each that it lacks."""
+
+    open: Callable[[], Awaitable[None]] | None
+    aclose: Callable[[], Awaitable[None]] | None
+    read_many: Callable[[Sequence[int]], Awaitable[Sequence[Any]]] | None
+    read_now: Callable[[Sequence[int]], Sequence[Any]] | None
+    target: Callable[[int], Any] | None
+    version: Callable[[int], str] | None
+    announce: Callable[[BatchPlan], object] | None
+    storage_statistics: Callable[[], Any] | None
+
+    @classmethod
+    def of(cls, source: Any) -> Members:
+        """Return the methods that a source has now."""
+        return cls(*(getattr(source, field.name, None) for field in fields(cls)))
 
 
 @public

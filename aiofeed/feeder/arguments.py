@@ -30,21 +30,19 @@ from aiofeed.engine.fetch.sequences import PackCollate
 from aiofeed.feeder.rules import check, conflict, facts_of
 from aiofeed.runtime import machine
 from aiofeed.sampling.feed_order import FeedOrder, Lister
-from aiofeed.sampling.listers.computed import ComputedOrder
+from aiofeed.sampling.listers.computed import ComputedOrder, WeightedOrder, WindowOrder
 from aiofeed.sampling.listers.length_plans import LengthPlan, PlanLister
 from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.listers.packing import Pack
 from aiofeed.sampling.listers.sampler import BatchSamplerAdapter
-from aiofeed.sampling.listers.weighted import WeightedOrder
-from aiofeed.sampling.listers.window import WindowOrder
 from aiofeed.sampling.samples import SampleSchedule
 from aiofeed.sampling.schedule import SHUFFLES, Schedule, Shuffle, is_shuffle, window_shards
 from aiofeed.sampling.state import InOrder, check_in_order
+from aiofeed.sampling.stream_epochs import StreamOrder
 from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset, check_parts, fingerprint_of, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
-from aiofeed.sources.stream_epochs import StreamOrder
 from aiofeed.sources.tables.columns import collate_rows
 from aiofeed.sources.tensors import Tensors, are_on_host, as_dataset, tensors_of
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from aiofeed.core.errors import add_note, as_exception
 from aiofeed.core.statistics import EpochStats
+from aiofeed.core.types import Members
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.admission import MemoryBudget
 from aiofeed.engine.chunks import ChunkAssembly
@@ -169,11 +170,11 @@ class StreamingPipeline(LoopProducer):
             self.loop_thread.at_stop(self._processes.aclose)
             await self._processes.start()  # the processes open the source
             return
-        source = self._config.source
-        if (opener := getattr(source, "open", None)) is not None:
-            await opener()
-        if (closer := getattr(source, "aclose", None)) is not None:
-            self.loop_thread.at_stop(closer)
+        members = Members.of(self._config.source)
+        if members.open is not None:
+            await members.open()
+        if members.aclose is not None:
+            self.loop_thread.at_stop(members.aclose)
         self._opened = True
 
     @property
@@ -231,7 +232,7 @@ def measurements(
         reads_given=user_limits.read_concurrency is not None,
         reads_saturated=tuner is not None and tuner.reading.saturated,
         # Files on a file system need a thread for each read.
-        reads_most=MOST_READ_THREADS if hasattr(source, "read_now") else READS_MOST,
+        reads_most=MOST_READ_THREADS if Members.of(source).read_now else READS_MOST,
         dataset_threads=source.threads if isinstance(source, FromDataset) else None,
         processes=config.engines,
         in_order=config.in_order,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 from aiofeed.core.errors import FeedError
 from aiofeed.core.failures import FailureLog
 from aiofeed.core.statistics import EpochStats, FeedStatistics
-from aiofeed.core.types import decodes_in_place, traits_of
+from aiofeed.core.types import Members, decodes_in_place, traits_of
 from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.feeder.arguments import FeederConfig, allows
 from aiofeed.feeder.iterator import Beginnings, Delivery, EpochObserver, FeedIterator, clocks, take_end
@@ -130,7 +130,7 @@ class FeederSession(Generic[BatchT]):
         stats.add(self.stats)
         limits, pipeline = self.config.limits, self.pipeline
         tuner = pipeline.tuner if pipeline is not None else None
-        storage = getattr(self.config.source, "storage_statistics", None)
+        storage = Members.of(self.config.source).storage_statistics
         return FeedStatistics(
             **stats.totals(),  # type: ignore[arg-type]
             queue_depth=len(self.delivery.queue) if self.delivery is not None else 0,
@@ -574,7 +574,7 @@ def _cached_data(config: FeederConfig, cache: ResidentStore) -> CachedData:
     from aiofeed.engine.resident.cached_data import CachedData
 
     row: Row | None = config.decode.row if decodes_in_place(config.decode) else None  # type: ignore[union-attr]
-    targets = getattr(config.source, "target", None) is not None
+    targets = Members.of(config.source).target is not None
     return CachedData(cache, None if row is None else row.axes, targets=targets)
 
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
 from aiofeed.core.statistics import StorageStatistics
-from aiofeed.core.types import Source, public
+from aiofeed.core.types import Members, Source, public
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.sampling.listers.mixture import Blocks, ChangingShares, ConstantShares, Interleaving, MixtureOrder, Shares
 from aiofeed.sources.arrays.tokens import Tokens
@@ -234,15 +234,15 @@ class CombinedSource:
         self._names, self._sources = list(sources), list(sources.values())
         self._parts = _Parts(self._sources)
         self._adds_names = names
-        without = [name for name, source in sources.items() if getattr(source, "target", None) is None]
+        without = [name for name, source in sources.items() if Members.of(source).target is None]
         if without and len(without) < len(sources):
             raise ValueError(f"Mixture: the sources {without} have no targets, and the others have: give all of them")
         self._has_targets = not without
         if self._has_targets or names:
             self.target: Callable[[int], Any] = self._target
-        if all(hasattr(source, "read_now") for source in self._sources):
+        if all(Members.of(source).read_now for source in self._sources):
             self.read_now: Callable[[Sequence[int]], list[Any]] = self._read_now
-        if all(hasattr(source, "version") for source in self._sources):
+        if all(Members.of(source).version for source in self._sources):
             self.version: Callable[[int], str] = self._version
 
     def __len__(self) -> int:
@@ -275,7 +275,7 @@ class CombinedSource:
 
     def storage_statistics(self) -> StorageStatistics | None:
         """The requests of all sources together."""
-        asked = [getattr(source, "storage_statistics", None) for source in self._sources]
+        asked = [Members.of(source).storage_statistics for source in self._sources]
         return StorageStatistics.joined([found for ask in asked if ask is not None and (found := ask()) is not None])
 
     async def read(self, index: int, /) -> Any:
@@ -289,8 +289,9 @@ class CombinedSource:
 
         async def read_part(number: int, places: list[int], local: list[int]) -> None:
             source = self._sources[number]
-            if hasattr(source, "read_many"):
-                samples = await source.read_many(local)
+            samples: Sequence[Any]
+            if (read_many := Members.of(source).read_many) is not None:
+                samples = await read_many(local)
             else:
                 samples = await asyncio.gather(*map(source.read, local), return_exceptions=True)
             for place, sample in zip(places, samples, strict=True):
@@ -316,13 +317,13 @@ class CombinedSource:
     async def open(self) -> None:
         """Open every source."""
         for source in self._sources:
-            if (opener := getattr(source, "open", None)) is not None:
+            if (opener := Members.of(source).open) is not None:
                 await opener()
 
     async def aclose(self) -> None:
         """Close every source."""
         for source in self._sources:
-            if (closer := getattr(source, "aclose", None)) is not None:
+            if (closer := Members.of(source).aclose) is not None:
                 await closer()
 
 

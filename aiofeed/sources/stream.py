@@ -1,4 +1,4 @@
-"""``Stream``: an iterable as a source. ``stream_epochs.py`` forms batches of its items."""
+"""``Stream``: an iterable as a source. ``sampling/stream_epochs.py`` forms batches of its items."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import json
 import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass, field
 from typing import Any
 
 from aiofeed.core.errors import FeedError, ReadError, StateError, as_exception
 from aiofeed.core.formatting import format_error
 from aiofeed.core.types import Traits, public, takes_keyword
-from aiofeed.core.validation import check_bool, check_epoch, check_int_from, explain_arguments, is_async_function
+from aiofeed.core.validation import check_bool, check_int_from, explain_arguments, is_async_function
 from aiofeed.runtime.cancellation import clear_cancellation
 from aiofeed.runtime.thread_pool import ThreadPool
-from aiofeed.sampling.schedule import Position
+from aiofeed.sampling.stream_epochs import Block, ItemNumber, Snapshot
 
 log: logging.Logger = logging.getLogger("aiofeed.sources")
 
@@ -152,15 +151,9 @@ class Stream:
         """The items of ``ItemNumber``s."""
         return [index.item for index in indices if isinstance(index, ItemNumber)]
 
-    def first_item(self, position: Position) -> int:
-        """The number of the first item to read for a position: the start of its group."""
-        return position.consumed - position.consumed % max(self.shuffle_buffer, 1)
-
-    def last_before(self, position: Position, snapshots: Iterable[Snapshot]) -> Snapshot | None:
-        """The last of some states from which a position can be reached, if any."""
-        first = self.first_item(position)
-        before = (each for each in snapshots if each.epoch == position.epoch and each.item <= first)
-        return max(before, key=lambda each: each.item, default=None)
+    def read_blocks(self, epoch: int, first: int, snapshot: Snapshot | None, size: int) -> AsyncGenerator[Block, None]:
+        """The items of an epoch, as ``StreamReader.blocks`` returns them."""
+        return StreamReader(self, epoch, first, snapshot).blocks(size)
 
     def open_epoch(self, epoch: int) -> Any:
         """Return the iterable or async iterable of an epoch.
@@ -178,44 +171,6 @@ class Stream:
         return made
 
 
-class ItemNumber(int):
-    """The number of an item in its stream, from 0, which is its index in a batch plan; refers to the item.
-
-    So an item lives as long as the plan of its batch, and the other items of the batch can replace it.
-    """
-
-    item: Any
-
-    @classmethod
-    def of(cls, number: int, item: Any) -> ItemNumber:
-        """The number of an item."""
-        index = cls(number)
-        index.item = item
-        return index
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The state of an iterable.
-
-    Args:
-        epoch: The epoch.
-        item: The number of items that the iterable had given.
-        state: The state as JSON; ``None`` if it is not plain, which ``reason`` explains.
-    """
-
-    epoch: int
-    item: int
-    state: str | None
-    reason: str = ""
-
-    def __post_init__(self) -> None:
-        check_epoch("epoch", self.epoch)
-        check_int_from(0, "item", self.item)
-        if not isinstance(self.state, str | None):
-            raise TypeError(f"state must be a str or None, got {self.state!r}")
-
-
 def snapshot_of(state: Any, epoch: int, item: int) -> Snapshot:
     """A snapshot of a state, which the iterable may change later."""
     try:
@@ -225,23 +180,6 @@ def snapshot_of(state: Any, epoch: int, item: int) -> Snapshot:
     except (TypeError, ValueError) as error:
         return Snapshot(epoch, item, None, str(error))
     return Snapshot(epoch, item, text)
-
-
-@dataclass(eq=False)
-class Block:
-    """Consecutive items of a stream.
-
-    Args:
-        items: The items.
-        snapshot: The state before the last item, if the iterable has a state.
-        ended: Whether the iterable has ended after these items.
-        error: The error of the iterable after these items.
-    """
-
-    items: list[Any] = field(default_factory=list)
-    snapshot: Snapshot | None = None
-    ended: bool = False
-    error: Exception | None = None
 
 
 class StreamReader:

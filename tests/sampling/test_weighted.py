@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from aiofeed import StateError
-from aiofeed.sampling.listers.weighted import WeightedOrder
+from aiofeed.sampling.listers.computed import WeightedOrder
 from aiofeed.sampling.schedule import Position, Schedule
 
 

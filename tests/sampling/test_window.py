@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import aiofeed
 from aiofeed.core.errors import StateError
-from aiofeed.sampling.listers.window import WindowOrder
+from aiofeed.sampling.listers.computed import WindowOrder
 from aiofeed.sampling.schedule import Position, is_shuffle, window_shards
 
 

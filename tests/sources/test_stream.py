@@ -15,7 +15,8 @@ import pytest
 
 from aiofeed import FeedError, ReadError, Stream
 from aiofeed.runtime.cancellation import ended_by
-from aiofeed.sources.stream import Block, Snapshot, StreamReader, snapshot_of
+from aiofeed.sampling.stream_epochs import Block, Snapshot
+from aiofeed.sources.stream import StreamReader, snapshot_of
 
 
 def count(n: int = 10) -> Iterator[int]:

@@ -19,7 +19,7 @@ import numpy as np
 from aiofeed.cache.encoded.database import CacheDatabase, EncodedCache, Entry, code_of
 from aiofeed.core.errors import CacheError
 from aiofeed.core.statistics import StorageStatistics
-from aiofeed.core.types import BatchPlan, Source
+from aiofeed.core.types import BatchPlan, Members, Source
 from aiofeed.sources.dataset import fingerprint_of
 
 ResultT = TypeVar("ResultT")
@@ -75,14 +75,15 @@ class CachedSource:
 
     def __init__(self, source: Source[Any], cache: EncodedCache) -> None:
         self._source = source
+        self._members = Members.of(source)
         self._cache = cache
         module = type(source).__module__.replace("__mp_main__", "__main__")  # as worker processes import the script
         self._kind = f"{module}.{type(source).__qualname__}"
         self._fingerprint = fingerprint_of(source, len(source))
         digest = hashlib.blake2b(f"{self._kind}\0{self._fingerprint}".encode(), digest_size=8).digest()
         self._run = int.from_bytes(digest, "little", signed=True)
-        if (target := getattr(source, "target", None)) is not None:
-            self.target = target
+        if self._members.target is not None:
+            self.target: Callable[[int], Any] = self._members.target
         self.looks_ahead: bool = bool(getattr(source, "looks_ahead", False))
         if self.looks_ahead:
             given: Any = source
@@ -129,14 +130,14 @@ class CachedSource:
 
     def storage_statistics(self) -> StorageStatistics:
         """The source's requests, and the hits and misses of this process."""
-        inner = getattr(self._source, "storage_statistics", None)
+        inner = self._members.storage_statistics
         found = (None if inner is None else inner()) or StorageStatistics()
         return replace(found, cache_hits=self._hits, cache_misses=self._misses, cached_bytes=self._total)
 
     def announce(self, plan: BatchPlan) -> None:
         """Remember the order of samples that are read next, from which their next use follows."""
-        if (announce := getattr(self._source, "announce", None)) is not None:
-            announce(plan)
+        if self._members.announce is not None:
+            self._members.announce(plan)
         order = plan.order
         if getattr(order, "next_use", None) is None:
             return
@@ -147,8 +148,8 @@ class CachedSource:
 
     async def open(self) -> None:
         """Open the source."""
-        if (opener := getattr(self._source, "open", None)) is not None:
-            await opener()
+        if self._members.open is not None:
+            await self._members.open()
 
     async def aclose(self) -> None:
         """Write what is pending, for 2 s at most, and close the source."""
@@ -156,8 +157,8 @@ class CachedSource:
             await asyncio.wait([asyncio.ensure_future(asyncio.to_thread(self._close))], timeout=CLOSE_S)
             with self._lock:
                 self._pending, self._damaged, self._pending_bytes = {}, set(), 0
-        if (closer := getattr(self._source, "aclose", None)) is not None:
-            await closer()
+        if self._members.aclose is not None:
+            await self._members.aclose()
 
     def _close(self) -> None:
         self._write_pending(wait=True)
@@ -173,7 +174,7 @@ class CachedSource:
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Samples of the cache, and the others of the source in one call."""
-        return await self._cached(indices, getattr(self._source, "read_many", None) or self._read_each)
+        return await self._cached(indices, self._members.read_many or self._read_each)
 
     async def _read_one(self, indices: Sequence[int]) -> list[Any]:
         return [await self._source.read(indices[0])]
@@ -252,7 +253,7 @@ class CachedSource:
     def _name(self, index: int) -> Name:
         """The name of a sample; (0, 0) if its source raises, whose read then does, too."""
         try:
-            version = getattr(self._source, "version", None)
+            version = self._members.version
             described = f"{self._kind}\0{self.key(index)}\0{version(index) if version else self._fingerprint}"
         except Exception:  # noqa: BLE001 - the user's methods; reading the sample shows what is wrong with it
             return 0, 0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiofeed.core.failure_policy import FailurePolicy, backoff_s
-from aiofeed.core.types import Source
+from aiofeed.core.types import Members, Source
 from aiofeed.engine.fetch.look_ahead import LookAhead
 from aiofeed.runtime.cancellation import clear_cancellation, is_cancelled
 
@@ -31,7 +31,7 @@ class AsyncReader:
     def __init__(self, source: Source[Any] | LookAhead, policy: FailurePolicy) -> None:
         self._source = source
         self._policy = policy
-        self._read_many: Callable[[Sequence[int]], Any] | None = getattr(source, "read_many", None)
+        self._read_many = Members.of(source).read_many
         self._jitter = random.Random()
         # Reads over their time limit that ignore cancellation; referred to here so that they are not garbage collected.
         self._abandoned: set[asyncio.Future[Any]] = set()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from aiofeed.core.types import BatchPlan, Source
+from aiofeed.core.types import BatchPlan, Members, Source
 from aiofeed.sampling.epochs import Step
 
 # The share of the look-ahead in which samples are needed soon.
@@ -92,7 +92,7 @@ class _UpcomingSamples:
 
     def __init__(self, source: Source[Any]) -> None:
         self._source: Any = source
-        self._announce = getattr(source, "announce", None)
+        self._announce = Members.of(source).announce
         self.samples: dict[int, _Sample] = {}
         # For each shard the samples that will be read together.
         self._groups: dict[int, list[_Sample]] = {}

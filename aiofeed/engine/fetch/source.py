@@ -16,7 +16,7 @@ from aiofeed.core.errors import DecodeError, FeedError, ReadError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.formatting import format_error
 from aiofeed.core.limits import ResolvedLimits
-from aiofeed.core.types import BatchPlan, RowDecoder, Source, takes_rng, takes_target
+from aiofeed.core.types import BatchPlan, Members, RowDecoder, Source, takes_rng, takes_target
 from aiofeed.engine.fetch.async_reader import AsyncReader, ReadResult, total_bytes
 from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, RowBatchBuilder, misfit_error
 from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, Place
@@ -80,8 +80,9 @@ class SourceFetcher(Fetcher):
         self._in_place = in_place
         self._length = len(source) if length is None else length
         self.limit_s: float | None = self.policy.decode_timeout_s
-        self.target: Callable[[int], Any] | None = getattr(source, "target", None)
-        self._announce: Callable[[BatchPlan], object] | None = getattr(source, "announce", None)
+        members = Members.of(source)
+        self.target: Callable[[int], Any] | None = members.target
+        self._announce = members.announce
         self._look_ahead: LookAhead | None = None
         if lookahead_bytes and getattr(source, "looks_ahead", False):
             self._look_ahead = LookAhead(source, lookahead_bytes)
@@ -89,8 +90,8 @@ class SourceFetcher(Fetcher):
         self._reader = AsyncReader(self._look_ahead or source, self.policy)
         # Reads in decode threads, if the source can do it, and without a time limit.
         self._blocking_reader: BlockingReader | None = None
-        if (read_now := getattr(source, "read_now", None)) is not None and self.policy.read_timeout_s is None:
-            self._blocking_reader = BlockingReader(read_now, self.policy)
+        if members.read_now is not None and self.policy.read_timeout_s is None:
+            self._blocking_reader = BlockingReader(members.read_now, self.policy)
         self._decode_many: Callable[..., Sequence[Exception | None]] | None = None
         if in_place:
             self._decode_many = getattr(decoder, "decode_many_into", None)

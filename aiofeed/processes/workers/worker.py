@@ -14,6 +14,7 @@ import numpy as np
 
 from aiofeed.core.errors import CollateError, FeedError, add_note
 from aiofeed.core.statistics import EpochStats, new_events
+from aiofeed.core.types import Members
 from aiofeed.engine.engine import Engine
 from aiofeed.processes.ipc.error_codec import describe
 from aiofeed.processes.ipc.framing import MAX_MESSAGE_BYTES, ProtocolError
@@ -66,17 +67,18 @@ class Worker:
     async def run(self) -> None:
         """Open the source and assemble batches, until cancelled."""
         source = self._config.source
+        members = Members.of(source)
         try:
-            if (opener := getattr(source, "open", None)) is not None:
-                await opener()
+            if members.open is not None:
+                await members.open()
         except BaseException as error:  # the user's coroutine may raise anything; the trainer raises it
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             add_note(error, f"in {type(source).__name__}.open()")
             self.send(WorkerEnded(describe(error)))
             return
-        if (closer := getattr(source, "aclose", None)) is not None:
-            self._loop_thread.at_stop(closer)
+        if members.aclose is not None:
+            self._loop_thread.at_stop(members.aclose)
         self._engine = worker_engine(
             self._steps(),
             self._outbox,

@@ -1,15 +1,23 @@
-"""The base of orders that are computed from seed and epoch, position by position."""
+"""Orders that are computed from seed and epoch, position by position: draws by weight, and mixed shards."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
 
 from aiofeed.core.errors import StateError
-from aiofeed.sampling.order import ComputedEpoch, Permutation
+from aiofeed.core.random_numbers import mix64
+from aiofeed.sampling.order import ComputedEpoch, Int64, Permutation, drawn_from, epoch_seed, feistel
 from aiofeed.sampling.schedule import Position
 from aiofeed.sampling.state import json_dict
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 class ComputedOrder(ABC):
@@ -58,3 +66,96 @@ class ComputedOrder(ABC):
         """
         if json_dict(text).get(self.argument) != self._digest:
             raise StateError(f"the state was saved with {self.differs}")
+
+
+class WindowOrder(ComputedOrder):
+    """The order of a feeder with ``shuffle="window"``: shards in random order, mixed over a few shards at a time.
+
+    An epoch is cut into groups of ``width`` shards of the shuffled list of shards. The samples of a group are permuted.
+    Every sample comes once, and each shard is read within ``width`` shards' worth of samples.
+
+    Args:
+        starts: The index of the first sample of each shard, and the number of samples.
+        width: The number of shards whose samples are mixed.
+        seed: Seeds the order, together with the epoch.
+    """
+
+    argument = "shuffle"
+    differs = 'other shards, whose samples shuffle="window" mixes'
+
+    def __init__(self, starts: Sequence[int], width: int, seed: int) -> None:
+        self._starts = np.asarray(starts, np.int64)
+        super().__init__(int(starts[-1]), hashlib.sha256(f"{width} {list(starts)}".encode()).hexdigest()[:32])
+        self._width = width
+        self._seed = seed
+
+    def __str__(self) -> str:
+        return f"{self._width} shards"
+
+    def permutation(self, epoch: int) -> Permutation:
+        """The index at each position of an epoch."""
+        shards = feistel(len(self._starts) - 1, self._seed, epoch)(np.arange(len(self._starts) - 1))
+        first, ends = self._starts[shards], np.cumsum(np.diff(self._starts)[shards])
+        # The position where each group of shards ends.
+        groups = np.append(ends[self._width - 1 : -1 : self._width], ends[-1])
+        seed = epoch_seed(self._seed, epoch)
+
+        def indices(positions: Int64) -> Int64:
+            found = np.empty_like(positions)
+            numbers = np.searchsorted(groups, positions, side="right")
+            for group in np.unique(numbers).tolist():
+                start = int(groups[group - 1]) if group else 0
+                at = np.flatnonzero(numbers == group)
+                mixed = start + feistel(int(groups[group]) - start, mix64(seed ^ group), 0)(positions[at] - start)
+                shard = np.searchsorted(ends, mixed, side="right")
+                found[at] = first[shard] + mixed - np.where(shard > 0, ends[shard - 1], 0)
+            return found
+
+        return indices
+
+
+class WeightedOrder(ComputedOrder):
+    """The order of a feeder with ``weights=``: an epoch is as many draws, with replacement, as there are samples.
+
+    The draws are those of torch's ``WeightedRandomSampler``, but computed per position.
+
+    Args:
+        weights: One weight per sample, from 0. Samples of weight 0 never come.
+        samples: The number of samples of the source.
+        seed: Seeds the draws, together with the epoch.
+
+    Raises:
+        TypeError, ValueError: They are no such weights.
+    """
+
+    argument = "weights"
+    differs = "other weights="
+
+    def __init__(self, weights: Sequence[float] | NDArray[Any], samples: int, seed: int) -> None:
+        array = _checked_weights(weights, samples)
+        super().__init__(samples, hashlib.sha256(array.tobytes()).hexdigest()[:32])
+        cumulative = np.cumsum(array)
+        self._cumulative = cumulative / cumulative[-1:]
+        self._seed = seed
+
+    def __str__(self) -> str:
+        return f"{len(self)} weights"
+
+    def permutation(self, epoch: int) -> Permutation:
+        """The draws of an epoch."""
+        return drawn_from(self._cumulative, epoch_seed(self._seed, epoch))
+
+
+def _checked_weights(weights: Any, samples: int) -> NDArray[np.float64]:
+    try:
+        array = np.asarray(weights, np.float64)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"weights must be one number per sample: {error}") from None
+    if array.shape != (samples,):
+        raise ValueError(f"weights must be one number per sample, {samples} in all, got the shape {array.shape}")
+    wrong = np.flatnonzero(~np.isfinite(array) | (array < 0))
+    if wrong.size:
+        raise ValueError(f"weights must be finite and at least 0, got weights[{wrong[0]}]={array[wrong[0]]}")
+    if samples and not array.any():
+        raise ValueError("all weights are 0, so no sample can be drawn")
+    return array

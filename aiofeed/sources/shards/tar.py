@@ -1,26 +1,222 @@
-"""``TarShards``: samples of several files in tar files, grouped as WebDataset does."""
+"""``TarShards``: samples of several files in tar files, grouped as WebDataset does.
+
+Headers are those of POSIX ustar, pax, GNU and V7. Sources: POSIX.1-2017 "pax",
+https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html; GNU tar's "Basic Tar Format"; ``wds2idx`` of DALI;
+``TarIndexWriter`` of energon.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+
+import numpy as np
 
 from aiofeed.core.types import public
 from aiofeed.core.validation import explain_arguments
 from aiofeed.sources.shards.base import FieldShards, some_samples
-from aiofeed.sources.shards.index import ShardIndex
-from aiofeed.sources.shards.indexing import IndexRules, idx_key
-from aiofeed.sources.shards.tar_index import (
-    BLOCK,
-    foreign_index,
-    may_be_named,
-    member_size,
-    members_of,
-    scan_tar,
-)
+from aiofeed.sources.shards.index import IndexBuilder, ShardIndex, ranges_of, split_name
+from aiofeed.sources.shards.indexing import IndexRules, Scan, idx_key
 from aiofeed.sources.shards.urls import Shard
 
+BLOCK = 512
+_ZEROS = bytes(BLOCK)
+_FILE = b"0\x007"
+# Kinds of members that have no contents, whatever their size field says: links, devices, folders, FIFOs.
+_EMPTY = b"123456"
+# More than a pax header of a file has.
+_MOST_HEADER_BYTES = 1 << 20
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\x04\x22\x4d\x18": "lz4",
+}
 # More than the zeros at the end of a tar file: it fills a record, of 10 KiB by default.
 _END_BYTES = 1 << 20
+
+
+def scan_tar(size: int, target: Sequence[str] = ()) -> Scan:
+    """A pass over the headers of a tar file, which also reads the members with the fields of targets."""
+    builder = IndexBuilder(target)
+    members = _headers(size)
+    try:
+        request = next(members)
+        while True:
+            if len(request) == 2:
+                request = members.send((yield request))
+                continue
+            start, end, name = request
+            if builder.add(name, start, end):
+                builder.label((yield start + BLOCK, end))
+            request = next(members)
+    except StopIteration:
+        return builder.finish()
+
+
+def members_of(data: bytes) -> dict[str, bytes]:
+    """The fields of a sample, of all bytes of its members."""
+    found: dict[str, bytes] = {}
+    members = _headers(len(data), whole=False)
+    try:
+        request = next(members)
+        while True:
+            if len(request) == 2:
+                request = members.send(data[slice(*request)])
+                continue
+            start, end, name = request
+            key, field = split_name(name)
+            if key is not None:
+                found[field] = data[start + BLOCK : end]
+            request = next(members)
+    except StopIteration:
+        return found
+
+
+def _headers(size: int, *, whole: bool = True) -> Generator[tuple[int, int] | tuple[int, int, str], bytes | None, None]:
+    """Yields ``(start, end)`` to be sent these bytes, and ``(start, end, name)`` of each file with its last header.
+
+    Tar files joined by ``cat`` are read to the end of the last one, as by ``tar --ignore-zeros``.
+
+    Args:
+        size: The size of the tar file.
+        whole: Whether the end must be marked.
+    """
+    at, number, ended = 0, 0, not whole
+    name: str | None = None
+    long_size: int | None = None
+    while at < size or not ended:
+        header = yield at, at + BLOCK
+        assert header is not None
+        if header == _ZEROS[: len(header)] and (ended or len(header) == BLOCK):
+            at, ended = at + BLOCK, True
+            continue
+        if len(header) < BLOCK:
+            raise ValueError(f"the tar file is truncated: it ends at byte {size} without an end mark")
+        if number == 0 and (kind := _compression(header)) is not None:
+            raise ValueError(
+                f"it is compressed with {kind}, which has no random access: decompress the tar file; images and other "
+                f"members that are compressed themselves do not grow"
+            )
+        if _checksum(header) != _octal(header[148:156]):
+            what = "it is no tar file" if number == 0 else f"the tar file is damaged: there is no header at byte {at}"
+            raise ValueError(what)
+        number, ended = number + 1, not whole
+        kind_of, length = header[156:157], member_size(header)
+        body = at + BLOCK
+        if kind_of in (b"x", b"g", b"L", b"K"):
+            if length < 0 or length > _MOST_HEADER_BYTES or body + length > size:
+                raise ValueError(f"the tar file is damaged or truncated: a header of {length} bytes at byte {at}")
+            data = yield body, body + length
+            assert data is not None
+            if kind_of == b"L":
+                name = _text(data.split(b"\0", 1)[0])
+            elif kind_of == b"x":
+                records = _pax(data, at)
+                if any(record.startswith("GNU.sparse.") for record in records):
+                    raise ValueError(f"the member at byte {at} is sparse: write the tar file without --sparse")
+                name = _text(records["path"]) if "path" in records else name
+                long_size = int(records["size"]) if "size" in records else long_size
+            at = body + -(-length // BLOCK) * BLOCK
+            continue
+        if kind_of == b"S":
+            raise ValueError(f"the member at byte {at} is sparse: write the tar file without --sparse")
+        found, name = name if name is not None else _name(header), None
+        length, long_size = length if long_size is None else long_size, None
+        if kind_of in _EMPTY:
+            length = 0
+        if length < 0:
+            raise ValueError(f"the tar file is damaged: the size of {found!r} is no number")
+        if body + length > size:
+            raise ValueError(
+                f"the tar file is truncated: {found!r} ends at byte {body + length}, the file at byte {size}"
+            )
+        if kind_of in _FILE and not found.endswith("/"):
+            yield at, body + length, found
+        at = body + -(-length // BLOCK) * BLOCK
+
+
+def member_size(header: bytes) -> int:
+    """The size of a member; larger ones than 8 GiB are numbers to the base 256."""
+    return _octal(header[124:136])
+
+
+def _octal(field: bytes) -> int:
+    try:
+        return int(field.split(b"\0", 1)[0] or b"0", 8)
+    except ValueError:
+        if field[0] & 0x80:
+            return int.from_bytes(field, "big") & ~(0x80 << 8 * (len(field) - 1))
+        return 0 if not field.strip(b" \0") else -1
+
+
+def _checksum(header: bytes) -> int:
+    return sum(header) - sum(header[148:156]) + 8 * 32
+
+
+def _name(header: bytes) -> str:
+    name = header[:100].split(b"\0", 1)[0]
+    prefix = header[345:500].split(b"\0", 1)[0] if header[257:263] == b"ustar\0" else b""
+    return _text(prefix + b"/" + name if prefix else name)
+
+
+def may_be_named(header: bytes, name: bytes) -> bool:
+    """Whether a header may be that of a member. Long names, and others than ASCII, are in another header."""
+    found = header[:100].split(b"\0", 1)[0]
+    return len(found) == 100 or header[345] != 0 or not name.isascii() or found.lower() == name.lower()
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")
+
+
+def _pax(data: bytes, at: int) -> dict[str, bytes]:
+    """The records ``length key=value`` of a pax header."""
+    records, position = {}, 0
+    while position < len(data) and data[position : position + 1] != b"\0":
+        digits, _, _ = data[position : position + 20].partition(b" ")
+        if not digits.isdigit() or not len(digits) + 1 < int(digits) <= len(data) - position:
+            raise ValueError(f"the tar file is damaged: the pax header at byte {at} has a record without its length")
+        key, _, value = data[position + len(digits) + 1 : position + int(digits) - 1].partition(b"=")
+        records[key.decode("utf-8", "replace")] = value
+        position += int(digits)
+    return records
+
+
+def _compression(header: bytes) -> str | None:
+    return next((name for magic, name in _COMPRESSED.items() if header.startswith(magic)), None)
+
+
+def foreign_index(data: bytes, size: int) -> ShardIndex | None:
+    """The index in a file of DALI (text) or energon (offsets of samples); ``None`` for another file."""
+    if data.startswith(b"v1.2 "):
+        return _dali_index(data)
+    if data.startswith(b"v1.") or len(data) % 8 or len(data) < 16:
+        return None
+    offsets = np.frombuffer(data, "<u8")
+    if int(offsets[-1]) > size or not (offsets[1:] > offsets[:-1]).all() or (offsets % BLOCK).any():
+        raise ValueError("it has no ascending offsets of samples")
+    return ranges_of(offsets[:-1], offsets[1:])
+
+
+def _dali_index(data: bytes) -> ShardIndex:
+    """``v1.2 count``, then a line per sample: extension, offset of the contents, size and name of each member."""
+    head, *lines = data.decode().splitlines()
+    if len(lines) != int(head.split()[1]):
+        raise ValueError(f"it has {len(lines)} lines, its first line says {head!r}")
+    builder = IndexBuilder()
+    for line in lines:
+        words = line.split(" ")
+        if len(words) % 4:
+            raise ValueError(f"the names in {line!r} contain spaces")
+        for at in range(0, len(words), 4):
+            start, length = int(words[at + 1]) - BLOCK, int(words[at + 2])
+            builder.add(words[at + 3], start, start + BLOCK + length)
+    index = builder.finish()
+    if len(index) != len(lines):
+        raise ValueError(f"it has {len(lines)} samples, the names in it are those of {len(index)}")
+    return index
+
 
 TAR_RULES = IndexRules(
     "tar",

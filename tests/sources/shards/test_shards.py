@@ -28,7 +28,7 @@ from aiofeed.sources.objects import listing
 from aiofeed.sources.objects import reader as reader_module
 from aiofeed.sources.shards.index import ShardIndex
 from aiofeed.sources.shards.mds import scan_mds
-from aiofeed.sources.shards.tar_index import scan_tar
+from aiofeed.sources.shards.tar import scan_tar
 from aiofeed.sources.shards.tfrecord import scan_tfrecord
 from aiofeed.sources.shards.urls import expand_braces
 from aiofeed.sources.shards.zip import scan_zip

@@ -8,24 +8,109 @@ has a length that no stream reaches.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from aiofeed.core.errors import FeedError, StateError
 from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import BatchPlan
+from aiofeed.core.validation import check_epoch, check_int_from
 from aiofeed.sampling.epochs import EpochEnds, EpochStart, EpochStream, Step
 from aiofeed.sampling.feed_order import FeedOrder, check_shard, find_shard
 from aiofeed.sampling.order import epoch_seed, feistel
 from aiofeed.sampling.schedule import Position, Schedule
 from aiofeed.sampling.state import EpochProgress, InOrder, json_dict
-from aiofeed.sources.stream import Block, ItemNumber, Snapshot, Stream, StreamReader
 
 UNKNOWN_LENGTH = 1 << 61
+
+
+class ItemNumber(int):
+    """The number of an item in its stream, from 0, which is its index in a batch plan; refers to the item.
+
+    So an item lives as long as the plan of its batch, and the other items of the batch can replace it.
+    """
+
+    item: Any
+
+    @classmethod
+    def of(cls, number: int, item: Any) -> ItemNumber:
+        """The number of an item."""
+        index = cls(number)
+        index.item = item
+        return index
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of an iterable.
+
+    Args:
+        epoch: The epoch.
+        item: The number of items that the iterable had given.
+        state: The state as JSON; ``None`` if it is not plain, which ``reason`` explains.
+    """
+
+    epoch: int
+    item: int
+    state: str | None
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        check_epoch("epoch", self.epoch)
+        check_int_from(0, "item", self.item)
+        if not isinstance(self.state, str | None):
+            raise TypeError(f"state must be a str or None, got {self.state!r}")
+
+
+@dataclass(eq=False)
+class Block:
+    """Consecutive items of a stream.
+
+    Args:
+        items: The items.
+        snapshot: The state before the last item, if the iterable has a state.
+        ended: Whether the iterable has ended after these items.
+        error: The error of the iterable after these items.
+    """
+
+    items: list[Any] = field(default_factory=list)
+    snapshot: Snapshot | None = None
+    ended: bool = False
+    error: Exception | None = None
+
+
+class Items(Protocol):
+    """The items of a ``Stream``, which has these attributes."""
+
+    shuffle_buffer: int
+    sharded: bool
+
+    def __len__(self) -> int: ...
+
+    @property
+    def length(self) -> int | None:
+        """The number of items of an epoch; ``None`` if it is not known."""
+        ...
+
+    def read_blocks(self, epoch: int, first: int, snapshot: Snapshot | None, size: int) -> AsyncGenerator[Block, None]:
+        """The items of an epoch from one on, in blocks of ``size``; ``snapshot`` is a state at this item or before."""
+        ...
+
+
+def first_item(stream: Items, position: Position) -> int:
+    """The number of the first item to read for a position: the start of its group."""
+    return position.consumed - position.consumed % max(stream.shuffle_buffer, 1)
+
+
+def last_before(stream: Items, position: Position, snapshots: Iterable[Snapshot]) -> Snapshot | None:
+    """The last of some states from which a position can be reached, if any."""
+    first = first_item(stream, position)
+    before = (each for each in snapshots if each.epoch == position.epoch and each.item <= first)
+    return max(before, key=lambda each: each.item, default=None)
 
 
 class StreamOrder(FeedOrder):
@@ -40,7 +125,7 @@ class StreamOrder(FeedOrder):
         epochs: The epochs that the consumer iterates.
     """
 
-    def __init__(self, base: Schedule, shard: tuple[int, int] | Literal["auto"] | None, stream: Stream) -> None:
+    def __init__(self, base: Schedule, shard: tuple[int, int] | Literal["auto"] | None, stream: Items) -> None:
         super().__init__(base, None, None if stream.sharded else shard)
         self._own_shard: tuple[int, int] | Literal["auto"] | None = shard
         if shard is not None and shard != "auto":
@@ -87,7 +172,7 @@ class StreamOrder(FeedOrder):
         Raises:
             StateError: The state of the iterable is not plain.
         """
-        found = self.stream.last_before(position, self.snapshots)
+        found = last_before(self.stream, position, self.snapshots)
         if found is not None and found.state is None:
             raise StateError(f"the state_dict of {self.stream!r} must be plain values that JSON has: {found.reason}")
         shard = self._identity() if self.stream.sharded and not position.at_start else None
@@ -177,9 +262,9 @@ class StreamEpochs(EpochStream):
         """The batches of an epoch and its end."""
         stream, number = self._stream, 0
         window = ItemWindow(self.schedule, start, stream)
-        snapshot = stream.last_before(start, self.snapshots)
+        snapshot = last_before(stream, start, self.snapshots)
         error: Exception | None = None
-        async with aclosing(StreamReader(stream, start.epoch, window.read, snapshot).blocks(window.block)) as blocks:
+        async with aclosing(stream.read_blocks(start.epoch, window.read, snapshot, window.block)) as blocks:
             async for block in blocks:
                 window.add(block)
                 error = block.error
@@ -206,12 +291,12 @@ class StreamEpochs(EpochStream):
         """Add a state, and remove those that the consumer has passed."""
         assert self._progress is not None
         position, known = self._progress.position(), [*self.snapshots, snapshot]
-        needed = self._stream.last_before(position, known)
-        first = self._stream.first_item(position)
+        needed = last_before(self._stream, position, known)
+        first = first_item(self._stream, position)
         self.snapshots = [each for each in known if each is needed or (each.epoch, each.item) > (position.epoch, first)]
 
 
-def _missing(stream: Stream, start: Position, schedule: Schedule) -> FeedError | None:
+def _missing(stream: Items, start: Position, schedule: Schedule) -> FeedError | None:
     """The error of an epoch that has fewer items than the stream's length, or than were handed out before."""
     length, items = stream.length, schedule.length
     if start.ahead:
@@ -240,14 +325,14 @@ class ItemWindow:
         block: Items to read at a time: as many as a batch of all ranks has, in whole groups of ``shuffle_buffer``.
     """
 
-    def __init__(self, schedule: Schedule, start: Position, stream: Stream) -> None:
+    def __init__(self, schedule: Schedule, start: Position, stream: Items) -> None:
         self._schedule = schedule
         self._start = start
         self._group = stream.shuffle_buffer
         self._batch = schedule.batch_size * schedule.world_size
         self.block: int = -(-self._batch // max(self._group, 1)) * max(self._group, 1)
         # The positions up to `_ordered` have their items. Those of this rank are in `_own`.
-        self.read: int = stream.first_item(start)
+        self.read: int = first_item(stream, start)
         self._ordered = self.read
         self._unordered: list[Any] = []
         self._own: dict[int, ItemNumber] = {}
