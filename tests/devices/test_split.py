@@ -13,9 +13,8 @@ from torch.utils.data import TensorDataset
 import aiofeed
 from aiofeed.core.types import HostTensor
 from aiofeed.devices.backend import CpuBackend
-from aiofeed.devices.copier import copier_for
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
-from aiofeed.devices.split import split
+from aiofeed.devices.scatter import copier_for, split
 from aiofeed.testing import SimulatedDevice, check_feeder
 
 
