@@ -264,10 +264,18 @@ class StaticOutput:
         """
         import torch
 
-        found = [leaf for leaf in leaves(batch) if is_tensor(leaf)]
+        found: list[torch.Tensor] = []
+
+        def describe(leaf: Any) -> str:
+            if not is_tensor(leaf):
+                return "..."
+            found.append(leaf)
+            return f"{leaf.dtype}{list(leaf.shape)}"
+
+        layout = repr(map_leaves(describe, batch))
         # The tensors must not be inference tensors, because later batches may be written outside inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            tensors = self._tensors_for(batch, found)
+            tensors = self._tensors_for(layout, found)
             if self._stream is not None:
                 self._wait_for_last_use(stream)
             for tensor, leaf in zip(tensors, found, strict=True):
@@ -281,10 +289,9 @@ class StaticOutput:
         """Make a stream wait for the work that uses the previous batch."""
         self._backend.wait(stream, self._backend.record(self._stream))
 
-    def _tensors_for(self, batch: Any, found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _tensors_for(self, layout: str, found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         import torch
 
-        layout = repr(map_leaves(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}" if is_tensor(leaf) else "...", batch))
         if self._tensors is None:
             if any(leaf.layout is not torch.strided for leaf in found):
                 raise DeviceCopyError(f"static_batches=True takes dense tensors; on {self._backend.name}: {layout}")

@@ -193,6 +193,6 @@ def _slice(leaf: Any, samples: int, start: int, stop: int) -> Any:
     if isinstance(leaf, list):
         return like_list(leaf, leaf[start:stop])
     if isinstance(leaf, tuple):
-        return leaf[start:stop]
+        return leaf[start:stop] if _is_rows(leaf, samples) else leaf
     shape = getattr(leaf, "shape", None)
     return leaf[start:stop] if isinstance(shape, tuple) and shape[:1] == (samples,) else leaf

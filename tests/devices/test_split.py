@@ -98,6 +98,14 @@ class TestSplit:
         for name in ("other", "scale", "text", "nothing"):
             assert second[name] is batch[name]
 
+    def test_tuples_of_torch(self):
+        """What a function of torch returns is split like any tuple; other classes of tuples are repeated."""
+        batch = {"best": torch.arange(6.0).view(3, 2).max(1), "shape": torch.Size([7, 8])}
+        first, second = split(batch, 2)
+        assert listed(first) == {"best": ([1.0, 3.0], [1, 1]), "shape": torch.Size([7, 8])}
+        assert listed(second) == {"best": ([5.0], [1]), "shape": torch.Size([7, 8])}
+        assert type(first["best"]) is type(second["best"]) is torch.return_types.max
+
     def test_host_tensors(self):
         """A HostTensor with axes is split along the dimension that comes first for the user."""
         memory = np.arange(24, dtype=np.uint8).reshape(3, 2, 4)
