@@ -1,4 +1,7 @@
-"""Nested batches. Tuples, lists, mappings, namedtuples and dataclasses are nodes; everything else is a leaf."""
+"""Nested batches. Tuples, lists, mappings, namedtuples and dataclasses are nodes; everything else is a leaf.
+
+Of the other classes of tuples, those of ``torch.return_types`` are nodes: ``torch.max``, for example, returns one.
+"""
 
 from __future__ import annotations
 
@@ -66,6 +69,8 @@ def map_leaves(function: Leaf, tree: Any, is_leaf: Callable[[Any], bool] | None 
         for field in dataclasses.fields(tree):
             object.__setattr__(clone, field.name, map_leaves(function, getattr(tree, field.name), is_leaf))
         return clone
+    if kind.__module__ == "torch.return_types":
+        return kind([map_leaves(function, item, is_leaf) for item in tree])
     return function(tree)
 
 
@@ -89,7 +94,10 @@ def like_list(model: list[Any], items: list[Any]) -> Any:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """The leaves of a tree, depth first, in the order of ``map_leaves``."""
+    """The leaves of a tree, depth first, in the order of ``map_leaves``; also the items of tuples that it does not map.
+
+    A device must know each tensor of a batch, wherever it is.
+    """
     if isinstance(tree, tuple | list):
         for item in tree:
             yield from leaves(item)

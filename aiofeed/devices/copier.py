@@ -1,4 +1,4 @@
-"""Copies batches to one or several devices on side streams and hands them to the consumer's streams.
+"""Copies batches to a device on a side stream and hands them to the consumer's streams.
 
 Three rules keep the data correct:
 
@@ -17,15 +17,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.formatting import format_error
 from aiofeed.core.pytree import leaves, map_leaves
 from aiofeed.core.types import DeferredTensor, HostTensor, Transform
-from aiofeed.devices.backend import AllEvents, is_out_of_memory
-from aiofeed.devices.resolve import DeviceGroup
-from aiofeed.devices.split import split
+from aiofeed.devices.backend import is_out_of_memory
 from aiofeed.runtime.buffers import DropTracker, release_unused
 from aiofeed.runtime.tensors import is_tensor, restore_layout
 
@@ -266,10 +264,18 @@ class StaticOutput:
         """
         import torch
 
-        found = [leaf for leaf in leaves(batch) if is_tensor(leaf)]
+        found: list[torch.Tensor] = []
+
+        def describe(leaf: Any) -> str:
+            if not is_tensor(leaf):
+                return "..."
+            found.append(leaf)
+            return f"{leaf.dtype}{list(leaf.shape)}"
+
+        layout = repr(map_leaves(describe, batch))
         # The tensors must not be inference tensors, because later batches may be written outside inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            tensors = self._tensors_for(batch, found)
+            tensors = self._tensors_for(layout, found)
             if self._stream is not None:
                 self._wait_for_last_use(stream)
             for tensor, leaf in zip(tensors, found, strict=True):
@@ -283,10 +289,9 @@ class StaticOutput:
         """Make a stream wait for the work that uses the previous batch."""
         self._backend.wait(stream, self._backend.record(self._stream))
 
-    def _tensors_for(self, batch: Any, found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _tensors_for(self, layout: str, found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         import torch
 
-        layout = repr(map_leaves(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}" if is_tensor(leaf) else "...", batch))
         if self._tensors is None:
             if any(leaf.layout is not torch.strided for leaf in found):
                 raise DeviceCopyError(f"static_batches=True takes dense tensors; on {self._backend.name}: {layout}")
@@ -300,71 +305,3 @@ class StaticOutput:
                 f"{self._layout}, this one is {layout}"
             )
         return self._tensors
-
-
-class MultiDeviceCopier:
-    """A ``Copier`` for several devices: returns each batch as a tuple with one part per device.
-
-    It splits the batch on the host. A copy from one device to another would put a barrier on the streams of both.
-    """
-
-    def __init__(self, group: DeviceGroup, copiers: Sequence[Copier]) -> None:
-        self.backend = group
-        self._copiers = tuple(copiers)
-
-    def wait_for_caller(self) -> None:
-        """Make each side stream wait for the work that the calling thread has queued on its device."""
-        for copier in self._copiers:
-            copier.wait_for_caller()
-
-    def issue(self, batch: Any) -> PendingCopy:
-        """Split a batch and queue the copies of its parts, each on its device's side stream.
-
-        Raises:
-            DeviceCopyError: The batch cannot be split, or a copy failed; the message names the device. The host memory
-                is then no longer read.
-        """
-        try:
-            parts = split(batch, len(self._copiers))
-        except Exception as error:
-            raise DeviceCopyError(f"a batch for {self.backend.name} cannot be split: {error}") from error
-        issued: list[PendingCopy] = []
-        try:
-            for copier, part in zip(self._copiers, parts, strict=True):
-                issued.append(copier.issue(part))
-        except BaseException:
-            # The copier that failed has waited for its own copies.
-            for copier in self._copiers[: len(issued)]:
-                copier.wait_for_copies()
-            raise
-        return PendingCopy(
-            tuple(issued), AllEvents([part.copied for part in issued]), AllEvents([part.ready for part in issued])
-        )
-
-    def deliver(self, pending: PendingCopy) -> tuple[Any, ...]:
-        """Return the parts, each for work on the calling thread's current stream of its device. Never blocks."""
-        return tuple([copier.deliver(part) for copier, part in zip(self._copiers, pending.batch, strict=True)])
-
-    def last_use_event(self) -> Event:
-        """Return an event after all work queued so far on each device's stream of the last ``deliver``."""
-        return AllEvents([copier.last_use_event() for copier in self._copiers])
-
-    def release(self) -> None:
-        """Drop the host tensors whose copies are complete. Not thread-safe."""
-        for copier in self._copiers:
-            copier.release()
-
-
-AnyCopier: TypeAlias = Copier | MultiDeviceCopier
-
-
-def copier_for(
-    backend: DeviceBackend | DeviceGroup,
-    transform: Transform | None = None,
-    static_outputs: Sequence[StaticOutput] = (),
-) -> AnyCopier:
-    """Return the copier of one or several devices. Without ``static_outputs`` each batch gets its own tensors."""
-    backends = backend.backends if isinstance(backend, DeviceGroup) else (backend,)
-    outputs: Sequence[StaticOutput | None] = static_outputs or [None] * len(backends)
-    copiers = [Copier(each, transform, output) for each, output in zip(backends, outputs, strict=True)]
-    return MultiDeviceCopier(backend, copiers) if isinstance(backend, DeviceGroup) else copiers[0]

@@ -32,7 +32,7 @@ from aiofeed.runtime.threads import BoundedThread
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import Event
-    from aiofeed.devices.copier import AnyCopier
+    from aiofeed.devices.scatter import AnyCopier
 
 log: logging.Logger = logging.getLogger("aiofeed.devices")
 

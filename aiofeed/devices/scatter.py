@@ -1,18 +1,23 @@
-"""``scatter``: splits an existing batch over several devices."""
+"""Batches for several devices: tensors are split along dimension 0, as ``torch.tensor_split`` does, one part each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
-from aiofeed.core.types import public
-from aiofeed.devices.copier import copier_for
+from aiofeed.core.errors import DeviceCopyError
+from aiofeed.core.pytree import is_namedtuple, leaves, like_list, map_leaves
+from aiofeed.core.types import HostTensor, Transform, public
+from aiofeed.devices.backend import AllEvents
+from aiofeed.devices.copier import Copier, PendingCopy, StaticOutput
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
+from aiofeed.runtime.tensors import is_tensor
 
 if TYPE_CHECKING:
     import torch
 
-    from aiofeed.devices.backend import DeviceBackend
+    from aiofeed.devices.backend import DeviceBackend, Event
 
 BatchT = TypeVar("BatchT")
 
@@ -47,3 +52,147 @@ def scatter(batch: BatchT, devices: Sequence[str | int | torch.device | DeviceBa
     pending.copied.synchronize()
     copier.release()
     return parts
+
+
+class MultiDeviceCopier:
+    """A ``Copier`` for several devices: returns each batch as a tuple with one part per device.
+
+    It splits the batch on the host. A copy from one device to another would put a barrier on the streams of both.
+    """
+
+    def __init__(self, group: DeviceGroup, copiers: Sequence[Copier]) -> None:
+        self.backend = group
+        self._copiers = tuple(copiers)
+
+    def wait_for_caller(self) -> None:
+        """Make each side stream wait for the work that the calling thread has queued on its device."""
+        for copier in self._copiers:
+            copier.wait_for_caller()
+
+    def issue(self, batch: Any) -> PendingCopy:
+        """Split a batch and queue the copies of its parts, each on its device's side stream.
+
+        Raises:
+            DeviceCopyError: The batch cannot be split, or a copy failed; the message names the device. The host memory
+                is then no longer read.
+        """
+        try:
+            parts = split(batch, len(self._copiers))
+        except Exception as error:
+            raise DeviceCopyError(f"a batch for {self.backend.name} cannot be split: {error}") from error
+        issued: list[PendingCopy] = []
+        try:
+            for copier, part in zip(self._copiers, parts, strict=True):
+                issued.append(copier.issue(part))
+        except BaseException:
+            # The copier that failed has waited for its own copies.
+            for copier in self._copiers[: len(issued)]:
+                copier.wait_for_copies()
+            raise
+        return PendingCopy(
+            tuple(issued), AllEvents([part.copied for part in issued]), AllEvents([part.ready for part in issued])
+        )
+
+    def deliver(self, pending: PendingCopy) -> tuple[Any, ...]:
+        """Return the parts, each for work on the calling thread's current stream of its device. Never blocks."""
+        return tuple([copier.deliver(part) for copier, part in zip(self._copiers, pending.batch, strict=True)])
+
+    def last_use_event(self) -> Event:
+        """Return an event after all work queued so far on each device's stream of the last ``deliver``."""
+        return AllEvents([copier.last_use_event() for copier in self._copiers])
+
+    def release(self) -> None:
+        """Drop the host tensors whose copies are complete. Not thread-safe."""
+        for copier in self._copiers:
+            copier.release()
+
+
+AnyCopier: TypeAlias = Copier | MultiDeviceCopier
+
+
+def copier_for(
+    backend: DeviceBackend | DeviceGroup,
+    transform: Transform | None = None,
+    static_outputs: Sequence[StaticOutput] = (),
+) -> AnyCopier:
+    """Return the copier of one or several devices. Without ``static_outputs`` each batch gets its own tensors."""
+    backends = backend.backends if isinstance(backend, DeviceGroup) else (backend,)
+    outputs: Sequence[StaticOutput | None] = static_outputs or [None] * len(backends)
+    copiers = [Copier(each, transform, output) for each, output in zip(backends, outputs, strict=True)]
+    return MultiDeviceCopier(backend, copiers) if isinstance(backend, DeviceGroup) else copiers[0]
+
+
+def split(batch: Any, parts: int) -> list[Any]:
+    """Split a batch into parts of the same structure. The parts are views; nothing is copied.
+
+    The number of samples N is the size of the first tensor along dimension 0. Tensors, arrays of N rows, and lists and
+    tuples of length N without tensors (texts, keys) are split alike. As with ``torch.tensor_split``, the first
+    ``N % parts`` parts get one sample more, and the last parts are empty if there are fewer samples than parts. Other
+    leaves, including tensors without dimensions, are repeated in every part. In a list of lists of length N, the inner
+    lists are split.
+
+    Raises:
+        ValueError: Tensors differ in size along dimension 0.
+    """
+    samples = _samples(batch)
+    if samples is None:
+        return [batch] * parts
+    is_rows = partial(_is_rows, samples=samples)
+    each, larger = divmod(samples, parts)
+    found, start = [], 0
+    for number in range(parts):
+        stop = start + each + (number < larger)
+        found.append(map_leaves(partial(_slice, samples=samples, start=start, stop=stop), batch, is_rows))
+        start = stop
+    return found
+
+
+def _samples(batch: Any) -> int | None:
+    samples = None
+    for leaf in leaves(batch):
+        shape = _shape(leaf)
+        if not shape:
+            continue
+        if samples is None:
+            samples = shape[0]
+        elif shape[0] != samples:
+            raise ValueError(
+                f"for several devices the tensors of a batch are split along dimension 0 and must have equal sizes "
+                f"there; the first has {samples} rows; found shape {list(shape)}. Create tensors that belong to the "
+                f"whole batch in transform=, and pad or stack tensors that differ from sample to sample"
+            )
+    return samples
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    """Return the shape of a leaf that is or becomes a tensor, as the user sees it; empty for other leaves."""
+    if type(leaf) is HostTensor:
+        shape = leaf.memory.shape
+        return shape if leaf.axes is None else tuple(shape[axis] for axis in leaf.axes)
+    return tuple(leaf.shape) if is_tensor(leaf) else ()
+
+
+def _is_rows(tree: Any, samples: int) -> bool:
+    """Return whether a tree is a list or tuple with one entry per sample."""
+    if not isinstance(tree, list | tuple) or is_namedtuple(tree) or len(tree) != samples:
+        return False
+    if tree and all(isinstance(item, list | tuple) and len(item) == samples for item in tree):
+        return False
+    return not any(type(leaf) is HostTensor or is_tensor(leaf) for leaf in leaves(tree))
+
+
+def _slice(leaf: Any, samples: int, start: int, stop: int) -> Any:
+    if type(leaf) is HostTensor:
+        if leaf.memory.ndim == 0:
+            return leaf
+        axis = 0 if leaf.axes is None else leaf.axes[0]
+        rows = leaf.memory[(slice(None),) * axis + (slice(start, stop),)]
+        return HostTensor(rows, leaf.axes, leaf.torch_dtype, leaf.pinned)
+    if is_tensor(leaf):
+        return leaf.narrow(0, start, stop - start) if leaf.ndim else leaf
+    if isinstance(leaf, list):
+        return like_list(leaf, leaf[start:stop])
+    if isinstance(leaf, tuple):
+        return leaf[start:stop] if _is_rows(leaf, samples) else leaf
+    shape = getattr(leaf, "shape", None)
+    return leaf[start:stop] if isinstance(shape, tuple) and shape[:1] == (samples,) else leaf

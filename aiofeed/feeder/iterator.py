@@ -25,7 +25,7 @@ from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped, release
 
 if TYPE_CHECKING:
-    from aiofeed.devices.copier import AnyCopier
+    from aiofeed.devices.scatter import AnyCopier
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
 

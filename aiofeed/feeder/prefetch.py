@@ -27,8 +27,8 @@ ChangedT = TypeVar("ChangedT")
 if TYPE_CHECKING:
     from typing import TypeAlias, TypedDict, Unpack
 
-    from aiofeed.devices.copier import AnyCopier
     from aiofeed.devices.resolve import Device
+    from aiofeed.devices.scatter import AnyCopier
 
     Batches: TypeAlias = Iterable[BatchT] | AsyncIterable[BatchT]
 
@@ -158,7 +158,7 @@ class Prefetch(Generic[BatchT]):
         """Return the copier to the device, if any, and the transform that it does not call itself."""
         if self._backend is None:
             return None, self._transform
-        from aiofeed.devices.copier import copier_for
+        from aiofeed.devices.scatter import copier_for
 
         return copier_for(self._backend, self._transform), None
 

@@ -1,4 +1,4 @@
-"""Time limits of samples in decode threads, and the flag that stops running jobs.
+"""Time limits and retries of samples in decode threads, and the flag that stops running jobs.
 
 A thread cannot be interrupted. A job whose sample exceeds the limit is abandoned: it keeps its thread until the sample
 returns, its results are discarded, and another thread continues with the next sample.
@@ -7,6 +7,7 @@ returns, its results are discarded, and another thread continues with the next s
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +17,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from aiofeed.core.failure_policy import FailurePolicy, backoff_s
 from aiofeed.runtime.thread_pool import ABANDONED_MOST, ThreadPool
 
 T = TypeVar("T")
 # The shortest wait for a deadline: the loop's clock is coarser than that of the limit.
 _MIN_WAIT_S = 0.001
+
+_jitter = random.Random()
 
 
 class AbandonedError(Exception):
@@ -150,3 +154,22 @@ async def run_with_sample_timeout(
 def _set_threadsafe(loop: asyncio.AbstractEventLoop, event: asyncio.Event, _: Future[T]) -> None:
     with suppress(RuntimeError):  # the loop is closed, so no task waits
         loop.call_soon_threadsafe(event.set)
+
+
+def retry_blocking(
+    policy: FailurePolicy, failed: BaseException, attempt: Callable[[], Any], stop: threading.Event
+) -> tuple[Any, int]:
+    """Retry a call that failed; return its result or last error, and the number of further attempts.
+
+    ``failed`` is the error of the first attempt. ``stop`` ends the retries early, with the last error.
+    """
+    made = 0
+    while made < policy.retries and policy.is_transient(failed):
+        made += 1
+        if stop.wait(backoff_s(made, _jitter)):
+            break
+        try:
+            return attempt(), made
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; the caller raises it with the name of the sample
+            failed = error
+    return failed, made

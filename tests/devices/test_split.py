@@ -13,9 +13,8 @@ from torch.utils.data import TensorDataset
 import aiofeed
 from aiofeed.core.types import HostTensor
 from aiofeed.devices.backend import CpuBackend
-from aiofeed.devices.copier import copier_for
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
-from aiofeed.devices.split import split
+from aiofeed.devices.scatter import copier_for, split
 from aiofeed.testing import SimulatedDevice, check_feeder
 
 
@@ -98,6 +97,14 @@ class TestSplit:
         assert second["short"] == ["one", "two"]
         for name in ("other", "scale", "text", "nothing"):
             assert second[name] is batch[name]
+
+    def test_tuples_of_torch(self):
+        """What a function of torch returns is split like any tuple; other classes of tuples are repeated."""
+        batch = {"best": torch.arange(6.0).view(3, 2).max(1), "shape": torch.Size([7, 8])}
+        first, second = split(batch, 2)
+        assert listed(first) == {"best": ([1.0, 3.0], [1, 1]), "shape": torch.Size([7, 8])}
+        assert listed(second) == {"best": ([5.0], [1]), "shape": torch.Size([7, 8])}
+        assert type(first["best"]) is type(second["best"]) is torch.return_types.max
 
     def test_host_tensors(self):
         """A HostTensor with axes is split along the dimension that comes first for the user."""

@@ -264,6 +264,17 @@ class TestRefused:
         with feeder, pytest.raises(aiofeed.DeviceCopyError, match="all alike"):
             list(feeder)
 
+    def test_tuples_of_torch(self):
+        """The tensors that a function of torch returns are fixed, too, and keep their places."""
+        feeder = feeder_of(torch.arange(8.0), transform=lambda batch: (batch[0].view(2, 2).max(1), batch[0]))
+        found = []
+        with feeder:
+            for best, x in feeder:
+                found.append((best.values, best.indices, x))
+                assert best.values.tolist() == x.view(2, 2).max(1).values.tolist()
+                assert best.indices.tolist() == [1, 1]
+        assert all(one is other for one, other in zip(*found, strict=True))
+
     def test_sparse(self):
         """Sparse tensors are refused."""
         feeder = feeder_of(torch.arange(8.0), device=None, transform=lambda batch: batch[0].to_sparse())

@@ -18,9 +18,8 @@ from aiofeed.engine.fetch.generators import DrawDetector, seed_generators
 from aiofeed.engine.fetch.source import seed_of
 from aiofeed.engine.fetch.user_errors import sample_error
 from aiofeed.runtime.buffers import BufferLease
-from aiofeed.runtime.retry import retry_blocking
 from aiofeed.runtime.thread_pool import ThreadHost
-from aiofeed.runtime.time_limits import AbandonedError
+from aiofeed.runtime.time_limits import AbandonedError, retry_blocking
 from aiofeed.sources.dataset import FromDataset, has_getitems
 from aiofeed.sources.dataset_slots import DatasetCalls, DatasetSlot
 

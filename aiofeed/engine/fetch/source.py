@@ -24,8 +24,8 @@ from aiofeed.engine.fetch.look_ahead import LookAhead
 from aiofeed.engine.fetch.user_errors import sample_error, untrace
 from aiofeed.runtime import machine
 from aiofeed.runtime.buffers import BufferLease
-from aiofeed.runtime.retry import retry_blocking
 from aiofeed.runtime.tensors import unchanged
+from aiofeed.runtime.time_limits import retry_blocking
 from aiofeed.sampling.epochs import Step
 from aiofeed.sampling.order import sample_seed
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from aiofeed.processes.shared_tensors.server import TensorServer
+    from aiofeed.processes.shared_tensors.store import TensorServer
 
     Array: TypeAlias = torch.Tensor | NDArray[np.generic]
 
@@ -93,8 +93,7 @@ def share(
         FeedError: The address is taken, or there is not enough memory; the message has the figures.
     """
     from aiofeed.processes.ipc.address import TENSORS, check_free, resolve
-    from aiofeed.processes.shared_tensors.server import TensorServer
-    from aiofeed.processes.shared_tensors.store import TensorStore
+    from aiofeed.processes.shared_tensors.store import TensorServer, TensorStore
 
     path = resolve(address, TENSORS)
     check_free(path, TENSORS)

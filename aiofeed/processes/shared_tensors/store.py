@@ -1,12 +1,21 @@
-"""Tensors in shared memory, and the offers of them that other processes get."""
+"""Tensors in shared memory, and the thread that offers them to other processes.
+
+The thread has an event loop that accepts connections and answers requests. ``stop`` only signals it; it then removes
+the socket and closes the descriptors. ``join`` waits for that, for a bounded time. Interpreter exit and forks are
+handled in ``runtime/threads.py``.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import mmap
 import os
+import socket
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,18 +24,36 @@ import torch
 
 from aiofeed.core.errors import FeedError
 from aiofeed.core.formatting import format_bytes
+from aiofeed.processes.ipc.address import TENSORS, Listener
 from aiofeed.processes.ipc.cuda_ipc import CudaHandles, HandleError
-from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS, close_all
+from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS, Connection, close_all
+from aiofeed.processes.ipc.peers import Peer
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.ipc.shared_memory import anonymous_memory
-from aiofeed.processes.shared_tensors.offers import VERSION, Attach, AttachRefused, InSegment, Kind, Offer, OnDevice
+from aiofeed.processes.shared_tensors.offers import (
+    VERSION,
+    Attach,
+    AttachRefused,
+    InSegment,
+    Kind,
+    Offer,
+    OnDevice,
+    decode_attach,
+)
 from aiofeed.runtime import machine
 from aiofeed.runtime.buffers import Bytes
+from aiofeed.runtime.event_loop import EventLoopThread
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
 # Vector loads; a multiple of every dtype's own alignment.
 ALIGNMENT = 64
+
+# A request has a dozen bytes.
+_MAX_REQUEST_BYTES = 1024
+# A connection is closed after this time: processes send their request at once and read the reply.
+_TIMEOUT_S = 60.0
+_JOIN_S = 1.0
 
 
 class TensorStore:
@@ -42,13 +69,11 @@ class TensorStore:
     """
 
     def __init__(self, tensors: Any, handles: CudaHandles) -> None:
-        self.keys: list[str | int]
         self.tensors: list[torch.Tensor]
         self.kind, self.keys, parts = split_parts(tensors)
         self._handles = handles
         self._descriptors: list[int] = []
         self._sizes: list[int] = []
-        self._on_host: list[InSegment] | None = None
         try:
             self.tensors, self._places = self._place_in_shared_memory(parts)
         except BaseException:
@@ -73,7 +98,7 @@ class TensorStore:
             return encode(AttachRefused(reason)), []
         places: list[InSegment | OnDevice] | None = None if request.host else self._places_with_handles()
         if places is None:
-            places = list(self._places_on_host())
+            places = list(self._places_on_host)
         offer = Offer(self.kind, self.keys, places, self._sizes)
         return encode(offer), _duplicates(self._descriptors)
 
@@ -182,16 +207,83 @@ class TensorStore:
             places.append(OnDevice(list(tensor.shape), _name(tensor.dtype), int(tensor.storage_offset()), handle))
         return places
 
+    @cached_property
     def _places_on_host(self) -> list[InSegment]:
         """Where each tensor is in host memory; tensors on devices are copied there once."""
-        if self._on_host is None:
-            on_device = self._device_tensors()
-            copies = iter(
-                msgspec.structs.replace(place, device=self._handles.identity(tensor))
-                for tensor, (_, place) in zip(on_device, self._copy(on_device), strict=True)
-            )
-            self._on_host = [next(copies) if place is None else place for place in self._places]
-        return self._on_host
+        on_device = self._device_tensors()
+        copies = iter(
+            msgspec.structs.replace(place, device=self._handles.identity(tensor))
+            for tensor, (_, place) in zip(on_device, self._copy(on_device), strict=True)
+        )
+        return [next(copies) if place is None else place for place in self._places]
+
+
+class TensorServer:
+    """A listening socket and its thread, which uses and closes the store.
+
+    Raises:
+        FeedError: Another process listens there, or there can be no socket.
+    """
+
+    def __init__(self, path: Path, store: TensorStore) -> None:
+        self.path = path
+        self._store = store
+        self._connections: set[Connection] = set()
+        self._listener = Listener(path, TENSORS)
+        self._thread = EventLoopThread(read_threads=1, decode_threads=1)
+        self._thread.at_exit(self._close)
+        try:
+            self._thread.launch()
+            self._thread.start(self._serve)
+        except BaseException:
+            self._thread.stop()
+            self._close()  # the thread may not exist
+            raise
+
+    def stop(self) -> None:
+        """Tell the thread to end. Never blocks; idempotent."""
+        self._thread.stop()
+
+    def watch(self, owner: object) -> None:
+        """Stop when ``owner`` is collected."""
+        self._thread.watch(owner)
+
+    def join(self) -> None:
+        """Wait until the thread has ended, for a bounded time: it may be copying from a device."""
+        self._thread.join(_JOIN_S)
+
+    async def _serve(self) -> None:
+        """Answer requests until cancelled."""
+        self._listener.start_accepting(self._accepted, self._connections)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self._listener.stop_accepting()
+            for connection in self._connections:
+                connection.close()
+
+    def _close(self) -> None:
+        self._listener.close()
+        self._store.close()
+
+    def _accepted(self, sock: socket.socket, peer: Peer) -> None:
+        def end(error: Exception | None = None) -> None:
+            connection.close()
+            timeout.cancel()
+            self._connections.discard(connection)
+
+        def received(payload: bytes, descriptors: list[int]) -> None:
+            connection.send(*self._answer(decode_attach(payload)))
+
+        connection = Connection(sock, received=received, lost=end, limit_bytes=_MAX_REQUEST_BYTES)
+        timeout = asyncio.get_running_loop().call_later(_TIMEOUT_S, end)
+        self._connections.add(connection)
+
+    def _answer(self, request: Attach) -> tuple[bytes, list[int]]:
+        try:
+            return self._store.answer(request)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the process that attaches must get it
+            return encode(AttachRefused(f"{type(error).__name__}: {error}")), []
 
 
 def map_memory(descriptor: int, nbytes: int, *, private: bool) -> Bytes:
