@@ -188,6 +188,18 @@ def nothing_left_behind(opened_once: None, request: pytest.FixtureRequest) -> It
         pytest.fail(f"file descriptors still open after the test: {opened}")
 
 
+# --- worker processes -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the workers of ``engine="process"`` from this process, in which torch is imported; on Linux only."""
+    if sys.platform == "linux":
+        from tests.support.forked_workers import FORKING
+
+        monkeypatch.setattr("aiofeed.processes.workers.handle.subprocess", FORKING)
+
+
 # --- CUDA -------------------------------------------------------------------------------------------------------------
 
 

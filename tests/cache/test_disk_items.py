@@ -36,6 +36,8 @@ from tests.support.epochs_beside import same_after
 from tests.support.logged_items import Logged, LoggedMany
 from tests.support.paths import ROOT, environment
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 NAMES = [name for name in ITEMS if name != "mapped"]
 
 

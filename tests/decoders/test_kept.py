@@ -18,6 +18,8 @@ from PIL import Image
 from aiofeed import CollateError, DecodeError, DecodeImage, DiskCache, Feeder, Files
 from aiofeed.testing import SimulatedDevice
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 KEEP = DecodeImage(None, mode="keep")
 RANDOM = np.random.default_rng(0)
 DEPTH = RANDOM.integers(0, 65_536, (24, 30)).astype(np.uint16)

@@ -167,11 +167,12 @@ class TestResolve:
 
 
 class TestFeeder:
+    @pytest.mark.parametrize("batches", [200, pytest.param(600, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("latency", ["random", "late", "early"])
-    def test_no_wrong_byte(self, latency):
+    def test_no_wrong_byte(self, latency, batches):
         """With slow kernels on alternating streams of both devices and tensors dropped at once, every part is right."""
         devices = two(latency)
-        check_feeder(devices, streams=streams, slow=slow, batches=600, batch_size=5)
+        check_feeder(devices, streams=streams, slow=slow, batches=batches, batch_size=5)
         gc.collect()
         assert [device.allocated_bytes for device in devices] == [0, 0]
         assert [device.pinned_bytes for device in devices] == [0, 0]

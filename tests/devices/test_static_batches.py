@@ -98,10 +98,11 @@ MISTAKES = [
 
 
 class TestBytes:
+    @pytest.mark.parametrize("batches", [400, pytest.param(2_000, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("latency", ["random", "late", "early"])
-    def test_copier(self, latency):
+    def test_copier(self, latency, batches):
         """With slow kernels, three alternating streams and fixed memory, every batch has the right contents."""
-        check(SimulatedDevice(latency=latency), copier=static_copier, batches=2_000 if latency == "random" else 500)
+        check(SimulatedDevice(latency=latency), copier=static_copier, batches=batches)
 
     @pytest.mark.parametrize("mistake", MISTAKES)
     def test_the_check_sees_each_mistake(self, mistake):
@@ -109,11 +110,12 @@ class TestBytes:
         with pytest.raises(WrongBytesError):
             check(SimulatedDevice(), copier=mistake, batches=400)
 
+    @pytest.mark.parametrize("batches", [300, pytest.param(1_000, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("latency", ["random", "late", "early"])
-    def test_feeder(self, latency):
+    def test_feeder(self, latency, batches):
         """A slow consumer that changes its stream gets correct batches over two epochs."""
         device = SimulatedDevice(latency=latency)
-        check_feeder(device, streams=streams, slow=slow, batches=1_000, static_batches=True)
+        check_feeder(device, streams=streams, slow=slow, batches=batches, static_batches=True)
         gc.collect()
         assert device.allocated_bytes == 0
         assert device.pinned_bytes == 0

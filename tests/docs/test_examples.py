@@ -461,6 +461,7 @@ def test_timm_mixup_turns_mixup_off() -> None:
 
 @pytest.mark.integration
 @pytest.mark.skipif(sys.platform == "win32", reason="torchrun's rendezvous needs another build of torch on Windows")
+@pytest.mark.slow
 def test_torchrun_ddp_resumes_with_more_processes() -> None:
     """Two processes see 40 samples each, then three see the rest of the 300, with two repeated."""
     output = run("torchrun_ddp.py", "--self-test", attempts=3)
@@ -508,6 +509,7 @@ def test_checkpoint_dcp_sees_each_sample_once() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs Unix sockets")
+@pytest.mark.slow
 def test_three_trainings_share_decoded_images() -> None:
     """Each of three trainings sees 120 images in each of three epochs, 360 are decoded, and the losses fall."""
     output = run("three_trainings.py")

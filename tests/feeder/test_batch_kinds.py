@@ -16,7 +16,7 @@ from aiofeed import Feeder, Limits, StateError, attach, serve
 from aiofeed.testing import SimulatedDevice
 from tests.support.batch_kinds import KINDS, all_tokens, tokens
 
-pytestmark = pytest.mark.parametrize("kind", KINDS)
+pytestmark = [pytest.mark.usefixtures("forked_workers"), pytest.mark.parametrize("kind", KINDS)]
 
 EPOCHS = 3
 

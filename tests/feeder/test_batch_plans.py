@@ -16,6 +16,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from aiofeed import Buckets, DiskCache, Feeder, StateError, Tensors, TokenBudget, pad_collate
 from aiofeed.testing import SimulatedDevice
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 LENGTHS = np.random.default_rng(0).integers(1, 30, 60)
 
 

@@ -187,6 +187,7 @@ def test_resume_over_a_feeder() -> None:
     assert same(list(resumed), after)
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("options", [{"threads": 2}, {"cache": "host"}, {"engine": "process"}])
 def test_the_batches_of_a_batch_sampler_in_threads(options: dict[str, Any]) -> None:
     """Torch's batches in two epochs, and a resume in the middle of one."""

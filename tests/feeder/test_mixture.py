@@ -27,6 +27,8 @@ from aiofeed import (
 )
 from aiofeed.testing import SimulatedDevice
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 SIZES = {"web": 37, "books": 11, "code": 23}
 SHARES = {"web": 0.5, "books": 0.3, "code": 0.2}
 

@@ -27,6 +27,8 @@ from aiofeed import (
 from aiofeed.testing import SimulatedDevice
 from tests.support.packed import PAD, SEPARATOR, STEP, Documents, all_tokens, document, lognormal, pieces_of, tokens_of
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 LENGTHS = [int(length) for length in lognormal(60, 12)]
 EXPECTED = all_tokens(LENGTHS, separated=True)
 

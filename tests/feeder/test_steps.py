@@ -16,6 +16,8 @@ import torch
 from aiofeed import Feeder, FeedError, IteratorClosedError, TokenBudget, pad_collate
 from aiofeed.testing import SimulatedDevice
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 class Counted:
     """30 samples, and how often each was read."""

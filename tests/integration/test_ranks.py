@@ -62,6 +62,7 @@ def test_accelerate(torchrun: TorchRun, tmp_path: Path) -> None:
         assert rank["feeder rates"] == pytest.approx([0.75, 0.5, 0.25, 0])
 
 
+@pytest.mark.slow
 def test_lightning_and_fabric(torchrun: TorchRun, tmp_path: Path) -> None:
     """Lightning and Fabric make `aiofeed.DataLoader` again with a sampler of their own; `predict` returns each sample
     once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import random
 import re
 import sys
 import threading
@@ -155,10 +156,11 @@ class TestBatches:
 
     # An interrupt between opening a file of /proc and the `with` block leaves it to the garbage collector.
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-    def test_an_interrupted_next_loses_no_batch(self, terminal: Terminal) -> None:
+    @pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+    def test_an_interrupted_next_loses_no_batch(self, terminal: Terminal, step: int) -> None:
         """After Ctrl-C anywhere in `next`, the state does not count the batch, and the next `next` returns it, once."""
         feeder = new_feeder()
-        for place in range(3000):
+        for place in range(random.randrange(step), 3000, step):
             iterator = iter(feeder.progress())
             seen = [next(iterator)]
             iterator._queue.peek(30)

@@ -115,6 +115,7 @@ def test_it_is_on_the_clock_of_the_profiler(files: aiofeed.Files, tmp_path: Path
     )
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("engine", ["process", "process:2"])
 def test_worker_processes_have_lanes(files: aiofeed.Files, tmp_path: Path, engine: Any) -> None:
     """Their events are on the same clock: each batch is decoded before the training gets it."""

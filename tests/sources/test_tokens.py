@@ -24,6 +24,8 @@ from aiofeed import DiskCache, Feeder, Mixture, StateError, Tokens
 from aiofeed.testing import SimulatedDevice
 from tests.support.token_files import write_header, write_megatron, write_raw
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 BLOCK = 8
 COUNT = 500
 NUMBERS = np.arange(COUNT) * 101 % 60_000

@@ -47,6 +47,7 @@ DATASETS = {"items": Drawn(), "a part": Subset(Drawn(), range(23, -1, -1)), "tog
 
 
 @pytest.mark.parametrize("dataset", DATASETS.values(), ids=DATASETS)
+@pytest.mark.usefixtures("forked_workers")
 def test_items_depend_on_seed_epoch_and_position_only(dataset: Any) -> None:
     """Not on the number of processes or on a resume; they differ between samples, and this process draws nothing."""
 

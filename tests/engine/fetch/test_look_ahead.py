@@ -18,6 +18,8 @@ from aiofeed.engine.fetch.look_ahead import LookAhead
 from aiofeed.testing import SimulatedDevice
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 SHARD = 50
 SAMPLES = 500
 SAMPLE_BYTES = 1000
