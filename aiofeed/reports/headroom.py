@@ -68,7 +68,7 @@ class Headroom(Generic[BatchT]):
         self._position = position
         self._go_to = go_to
         self._kept: list[Any] = []
-        self._began = self._repeats_s = 0.0
+        self._began = 0.0
         self.loaded_s: float = 0.0
         self.floor_s: float = 0.0
 
@@ -101,11 +101,7 @@ class Headroom(Generic[BatchT]):
                 break
         self._began = _now()
         yield from islice(epoch, self._batches)
-        for number in range(self._end_timing(epoch)):
-            batch, began = self._repeated(number), time.perf_counter()
-            yield batch
-            del batch
-            self._count(number, began, epoch)
+        yield from self._repeats(epoch)
         yield from epoch
 
     async def __aiter__(self) -> AsyncIterator[BatchT]:
@@ -124,18 +120,16 @@ class Headroom(Generic[BatchT]):
                 self._began = _now()
             elif number == self._needed:
                 break
-        for repeat in range(self._end_timing(epoch)):
-            batch, began = self._repeated(repeat), time.perf_counter()
+        for batch in self._repeats(epoch):
             yield batch
             del batch
-            self._count(repeat, began, epoch)
         if number == self._needed:
             async for batch in epoch:
                 yield batch
                 del batch
 
     def _start(self) -> EpochIterator:
-        self._kept, self._repeats_s, self._began = [], 0.0, 0.0
+        self._kept, self._began = [], 0.0
         self.loaded_s = self.floor_s = 0.0
         return self._begin()
 
@@ -147,28 +141,25 @@ class Headroom(Generic[BatchT]):
             self._go_to(position)
             raise
 
-    def _end_timing(self, epoch: EpochIterator) -> int:
-        """The number of batches to hand out again; 0 if too few were timed."""
+    def _repeats(self, epoch: EpochIterator) -> Iterator[Any]:
+        """End the timing with loading, hand out batches again, and print the result; not if too few were timed."""
         if epoch.batches < self._needed:
             self._kept = []
             print(self)
-            return 0
+            return
         self.loaded_s = (_now() - self._began) / self._batches
-        return self._batches
-
-    def _repeated(self, number: int) -> Any:
-        return self._kept[-1] if self._static else copied(self._kept[number % len(self._kept)])
-
-    def _count(self, number: int, began: float, epoch: EpochIterator) -> None:
-        """Count the step of a repeated batch; print the result after the last one."""
-        last = number == self._batches - 1
-        seconds = (_now() if last else time.perf_counter()) - began
-        self._repeats_s += seconds
-        epoch.leave_out(seconds)
-        if last:
-            self.floor_s = self._repeats_s / self._batches
-            self._kept = []
-            print(self)
+        repeats_s = 0.0
+        for number in range(self._batches):
+            batch = self._kept[-1] if self._static else copied(self._kept[number % len(self._kept)])
+            began = time.perf_counter()
+            yield batch
+            del batch
+            seconds = (_now() if number == self._batches - 1 else time.perf_counter()) - began
+            repeats_s += seconds
+            epoch.leave_out(seconds)
+        self.floor_s = repeats_s / self._batches
+        self._kept = []
+        print(self)
 
 
 def copied(batch: Any) -> Any:

@@ -85,7 +85,7 @@ def _name(dataset: Any, index: Any) -> str:
 
 def dataset_state(fetcher: Any, dataset: Any) -> Any:
     """Return the ``state_dict`` of an iterable dataset's iterator, or else of the dataset; ``None`` if it has none."""
-    owner = _stateful(fetcher, dataset)
+    owner = first_stateful(getattr(fetcher, "dataset_iter", None), dataset)
     return None if owner is None else owner.state_dict()
 
 
@@ -94,15 +94,17 @@ def restore_dataset(fetcher: Any, dataset: Any, state: Any) -> bool:
 
     A dataset that loads the state itself reads it in ``__iter__``.
     """
-    owner = _stateful(fetcher, dataset)
+    iterator = getattr(fetcher, "dataset_iter", None)
+    owner = first_stateful(iterator, dataset)
     if owner is None:
         raise StateError(f"the state has one of the dataset, and {type(dataset).__name__} has no load_state_dict")
     owner.load_state_dict(state)
-    return owner is dataset and owner is not getattr(fetcher, "dataset_iter", None)
+    return owner is dataset and owner is not iterator
 
 
-def _stateful(fetcher: Any, dataset: Any) -> Any:
-    for owner in (getattr(fetcher, "dataset_iter", None), dataset):
+def first_stateful(*owners: Any) -> Any:
+    """Return the first object that has ``state_dict`` and ``load_state_dict``; ``None`` if none has them."""
+    for owner in owners:
         if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
             return owner
     return None

@@ -13,7 +13,7 @@ from torch.utils.data.dataloader import _DatasetKind, _get_distributed_settings
 
 from aiofeed.core.errors import StateError
 from aiofeed.processes.loader_workers import random_state as rng
-from aiofeed.processes.loader_workers.fetching import dataset_state
+from aiofeed.processes.loader_workers.fetching import dataset_state, first_stateful
 
 VERSION = 1
 
@@ -29,7 +29,7 @@ class OrderState:
     @classmethod
     def of(cls, loader: Any) -> OrderState:
         """The present states of a loader."""
-        stateful = _stateful_sampler(loader)
+        stateful = first_stateful(loader.batch_sampler, loader.sampler)
         return cls(
             rng.random_state(),
             [generator.get_state() for generator in _own_generators(loader)],
@@ -79,7 +79,7 @@ class OrderState:
 
     def restore_sampler(self, loader: Any) -> None:
         """Load the state of the sampler, if it has one."""
-        stateful = _stateful_sampler(loader)
+        stateful = first_stateful(loader.batch_sampler, loader.sampler)
         if self.sampler is not None and stateful is not None:
             stateful.load_state_dict(self.sampler)
 
@@ -92,13 +92,6 @@ def _own_generators(loader: Any) -> list[torch.Generator]:
         holders += [each for each in inner if each is not None and not any(each is other for other in holders)]
     generators = [getattr(holder, "generator", None) for holder in holders]
     return list(dict.fromkeys(each for each in generators if isinstance(each, torch.Generator)))
-
-
-def _stateful_sampler(loader: Any) -> Any:
-    for sampler in (loader.batch_sampler, loader.sampler):
-        if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
-            return sampler
-    return None
 
 
 @dataclass(frozen=True)
@@ -222,7 +215,8 @@ class Progress:
         state = _unpickled(self._states[worker])
         if not self._iterable or (handed and state is not None and state[1] is not None):
             return state
-        return _without_dataset(_unpickled(self._first_states[worker]))
+        first = _unpickled(self._first_states[worker])
+        return first and [first[0], None]
 
     def after(self) -> LoaderPosition:
         """The position before the next epoch. Persistent workers go on, and read an iterable dataset from its start."""
@@ -235,10 +229,6 @@ class Progress:
 
 def _unpickled(state: bytes | None) -> list[Any] | None:
     return None if state is None else pickle.loads(state)
-
-
-def _without_dataset(state: list[Any] | None) -> list[Any] | None:
-    return None if state is None else [state[0], None]
 
 
 @dataclass
