@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -108,8 +108,7 @@ def traits_of(source: Any) -> Traits:
     return traits if isinstance(traits, Traits) else Traits()
 
 
-@dataclass(frozen=True)
-class Members:
+class Members(NamedTuple):
     """The optional methods of a source, which ``Source`` describes; ``None`` for each that it lacks."""
 
     open: Callable[[], Awaitable[None]] | None
@@ -124,7 +123,7 @@ class Members:
     @classmethod
     def of(cls, source: Any) -> Members:
         """Return the methods that a source has now."""
-        return cls(*(getattr(source, field.name, None) for field in fields(cls)))
+        return cls._make(getattr(source, name, None) for name in cls._fields)
 
 
 @public

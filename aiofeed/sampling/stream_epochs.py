@@ -96,21 +96,17 @@ class Items(Protocol):
         """The number of items of an epoch; ``None`` if it is not known."""
         ...
 
-    def read_blocks(self, epoch: int, first: int, snapshot: Snapshot | None, size: int) -> AsyncGenerator[Block, None]:
-        """The items of an epoch from one on, in blocks of ``size``; ``snapshot`` is a state at this item or before."""
+    def first_item(self, position: Position) -> int:
+        """The number of the first item to read for a position."""
         ...
 
+    def last_before(self, position: Position, snapshots: Iterable[Snapshot]) -> Snapshot | None:
+        """The last of some states from which a position can be reached, if any."""
+        ...
 
-def first_item(stream: Items, position: Position) -> int:
-    """The number of the first item to read for a position: the start of its group."""
-    return position.consumed - position.consumed % max(stream.shuffle_buffer, 1)
-
-
-def last_before(stream: Items, position: Position, snapshots: Iterable[Snapshot]) -> Snapshot | None:
-    """The last of some states from which a position can be reached, if any."""
-    first = first_item(stream, position)
-    before = (each for each in snapshots if each.epoch == position.epoch and each.item <= first)
-    return max(before, key=lambda each: each.item, default=None)
+    def _read_blocks(self, epoch: int, first: int, snapshot: Snapshot | None, size: int) -> AsyncGenerator[Block, None]:
+        """The items of an epoch from one on, in blocks of ``size``; ``snapshot`` is a state at this item or before."""
+        ...
 
 
 class StreamOrder(FeedOrder):
@@ -172,7 +168,7 @@ class StreamOrder(FeedOrder):
         Raises:
             StateError: The state of the iterable is not plain.
         """
-        found = last_before(self.stream, position, self.snapshots)
+        found = self.stream.last_before(position, self.snapshots)
         if found is not None and found.state is None:
             raise StateError(f"the state_dict of {self.stream!r} must be plain values that JSON has: {found.reason}")
         shard = self._identity() if self.stream.sharded and not position.at_start else None
@@ -262,9 +258,9 @@ class StreamEpochs(EpochStream):
         """The batches of an epoch and its end."""
         stream, number = self._stream, 0
         window = ItemWindow(self.schedule, start, stream)
-        snapshot = last_before(stream, start, self.snapshots)
+        snapshot = stream.last_before(start, self.snapshots)
         error: Exception | None = None
-        async with aclosing(stream.read_blocks(start.epoch, window.read, snapshot, window.block)) as blocks:
+        async with aclosing(stream._read_blocks(start.epoch, window.read, snapshot, window.block)) as blocks:
             async for block in blocks:
                 window.add(block)
                 error = block.error
@@ -291,8 +287,8 @@ class StreamEpochs(EpochStream):
         """Add a state, and remove those that the consumer has passed."""
         assert self._progress is not None
         position, known = self._progress.position(), [*self.snapshots, snapshot]
-        needed = last_before(self._stream, position, known)
-        first = first_item(self._stream, position)
+        needed = self._stream.last_before(position, known)
+        first = self._stream.first_item(position)
         self.snapshots = [each for each in known if each is needed or (each.epoch, each.item) > (position.epoch, first)]
 
 
@@ -332,7 +328,7 @@ class ItemWindow:
         self._batch = schedule.batch_size * schedule.world_size
         self.block: int = -(-self._batch // max(self._group, 1)) * max(self._group, 1)
         # The positions up to `_ordered` have their items. Those of this rank are in `_own`.
-        self.read: int = first_item(stream, start)
+        self.read: int = stream.first_item(start)
         self._ordered = self.read
         self._unordered: list[Any] = []
         self._own: dict[int, ItemNumber] = {}

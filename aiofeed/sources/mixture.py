@@ -289,9 +289,8 @@ class CombinedSource:
 
         async def read_part(number: int, places: list[int], local: list[int]) -> None:
             source = self._sources[number]
-            samples: Sequence[Any]
-            if (read_many := Members.of(source).read_many) is not None:
-                samples = await read_many(local)
+            if hasattr(source, "read_many"):
+                samples = await source.read_many(local)
             else:
                 samples = await asyncio.gather(*map(source.read, local), return_exceptions=True)
             for place, sample in zip(places, samples, strict=True):

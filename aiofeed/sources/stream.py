@@ -16,6 +16,7 @@ from aiofeed.core.types import Traits, public, takes_keyword
 from aiofeed.core.validation import check_bool, check_int_from, explain_arguments, is_async_function
 from aiofeed.runtime.cancellation import clear_cancellation
 from aiofeed.runtime.thread_pool import ThreadPool
+from aiofeed.sampling.schedule import Position
 from aiofeed.sampling.stream_epochs import Block, ItemNumber, Snapshot
 
 log: logging.Logger = logging.getLogger("aiofeed.sources")
@@ -151,8 +152,17 @@ class Stream:
         """The items of ``ItemNumber``s."""
         return [index.item for index in indices if isinstance(index, ItemNumber)]
 
-    def read_blocks(self, epoch: int, first: int, snapshot: Snapshot | None, size: int) -> AsyncGenerator[Block, None]:
-        """The items of an epoch, as ``StreamReader.blocks`` returns them."""
+    def first_item(self, position: Position) -> int:
+        """The number of the first item to read for a position: the start of its group."""
+        return position.consumed - position.consumed % max(self.shuffle_buffer, 1)
+
+    def last_before(self, position: Position, snapshots: Iterable[Snapshot]) -> Snapshot | None:
+        """The last of some states from which a position can be reached, if any."""
+        first = self.first_item(position)
+        before = (each for each in snapshots if each.epoch == position.epoch and each.item <= first)
+        return max(before, key=lambda each: each.item, default=None)
+
+    def _read_blocks(self, epoch: int, first: int, snapshot: Snapshot | None, size: int) -> AsyncGenerator[Block, None]:
         return StreamReader(self, epoch, first, snapshot).blocks(size)
 
     def open_epoch(self, epoch: int) -> Any:
