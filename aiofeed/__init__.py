@@ -16,6 +16,7 @@ _HOMES: dict[str, dict[str, str]] = {
         "Pack": "aiofeed.sampling.listers.packing",
         "pad_collate": "aiofeed.engine.fetch.sequences",
         "Limits": "aiofeed.core.limits",
+        "Processes": "aiofeed.feeder.arguments",
         "RayEngine": "aiofeed.processes.actors.cluster",
         "FailurePolicy": "aiofeed.core.failure_policy",
         "FeedStatistics": "aiofeed.core.statistics",

@@ -32,6 +32,7 @@ from aiofeed.decoders.records import DecodeNumpy as DecodeNumpy
 from aiofeed.decoders.records import DecodeTensor as DecodeTensor
 from aiofeed.devices.scatter import scatter as scatter
 from aiofeed.engine.fetch.sequences import pad_collate as pad_collate
+from aiofeed.feeder.arguments import Processes as Processes
 from aiofeed.feeder.attach import attach as attach
 from aiofeed.feeder.dataloader import DataLoader as DataLoader
 from aiofeed.feeder.feeder import Feeder as Feeder

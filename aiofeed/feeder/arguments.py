@@ -21,7 +21,7 @@ from aiofeed.core.failure_policy import FailurePolicy, as_policy
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.limits import Limits, ResolvedLimits, resolve_limits
 from aiofeed.core.statistics import new_events
-from aiofeed.core.types import Collate, Row, Source, Traits, Transform, decodes_in_place, traits_of
+from aiofeed.core.types import Collate, Row, Source, Traits, Transform, decodes_in_place, public, traits_of
 from aiofeed.core.validation import check_bool, check_callable, check_positive_int, check_seed, is_async_function
 from aiofeed.decoders.media.clips import Clips
 from aiofeed.devices.backend import CpuBackend
@@ -211,16 +211,36 @@ def check_decoder(decode: Any, items: object) -> Callable[..., Any] | None:
     return decode  # type: ignore[no-any-return]
 
 
+@public
+@dataclass(frozen=True)
+class Processes:
+    """Worker processes that read and decode: ``Feeder(engine=Processes(4))``, or in short ``engine="process:4"``.
+
+    Args:
+        number: How many.
+
+    Raises:
+        TypeError, ValueError: ``number`` is not a positive int.
+    """
+
+    number: int
+
+    def __post_init__(self) -> None:
+        check_positive_int("Processes(number=...)", self.number)
+
+
 def check_engine(value: object) -> tuple[int, RayEngine | None]:
     """Return the number of worker processes or actors that ``engine=`` requests, and the options of Ray.
 
     Raises:
-        TypeError, ValueError: The value is not "thread", "process", of the form "process:4", "ray" or a ``RayEngine``.
+        TypeError, ValueError: The value is not "thread", "process", "process:4", ``Processes``, "ray" or ``RayEngine``.
         ImportError: Ray is not installed.
     """
     expected = 'expected "thread", "process", or "process:4" for four processes; for a Ray cluster "ray" or RayEngine()'
     if value == "thread":
         return 0, None
+    if isinstance(value, Processes):
+        value = f"process:{value.number}"
     kind, colon, number = value.partition(":") if isinstance(value, str) else ("", "", "")
     if isinstance(value, str) and (
         kind not in ("process", "ray") or (colon and not (number.isascii() and number.isdigit() and int(number) > 0))
@@ -250,11 +270,6 @@ def check_batch_size(value: object) -> int:
             "batch_size=None) gives single items; aiofeed.prefetch(batches, device=...) takes batches that you made"
         )
     return check_positive_int("batch_size", value)
-
-
-def length_of(source: Source[Any] | FromDataset | Tensors) -> int:
-    """Return the number of samples of a source; 0 for a stream, whose end is not known before it is read."""
-    return 0 if isinstance(source, Stream) else len(source)
 
 
 def limits_for(
@@ -359,18 +374,6 @@ def check_shuffle(value: object) -> Shuffle:
     raise kind(f"shuffle must be True, False, {SHUFFLES}, got {value!r}{hint}")
 
 
-def new_lister(source: Any, weights: Any, order: Schedule) -> ComputedOrder | None:
-    """Return the order of weights or of shards; ``None`` for the schedule's own order.
-
-    Raises:
-        TypeError, ValueError: The weights do not fit the source.
-    """
-    if weights is not None:
-        return WeightedOrder(weights, order.length, order.seed)
-    shards = window_shards(order.shuffle)
-    return None if shards is None else WindowOrder(source.shard_starts, shards, order.seed)
-
-
 def new_batches(
     batch_size: object, batch_sampler: Any, order: Schedule, lister: MixtureOrder | ComputedOrder | None
 ) -> BatchSamplerAdapter | PlanLister | None:
@@ -396,9 +399,13 @@ def new_order(a: Arguments) -> FeedOrder:
     """
     kind = SampleSchedule if a.in_order == "samples" else Schedule
     order = kind(length=a.length, batch_size=1, shuffle=a.shuffle, seed=a.seed, drop_last=a.drop_last, pad=a.pad)
-    drawn: MixtureOrder | ComputedOrder | None = new_lister(a.source, a.weights, order)
+    drawn: MixtureOrder | ComputedOrder | None = None
     if a.traits.ordered:
         drawn = a.source.order(a.seed, shuffle=bool(a.shuffle))
+    elif a.weights is not None:
+        drawn = WeightedOrder(a.weights, a.length, a.seed)
+    elif (shards := window_shards(a.shuffle)) is not None:
+        drawn = WindowOrder(a.source.shard_starts, shards, a.seed)
     batches = new_batches(a.batch_size, a.batch_sampler, order, drawn)
     lister: Lister | None = drawn
     if batches is None:
@@ -451,11 +458,6 @@ class FeederConfig:
         """The engine, as ``Feeder(engine=)`` takes it."""
         return self.ray or (f"process:{self.engines}" if self.engines else "thread")
 
-    @property
-    def engine_kind(self) -> str:
-        """ "thread", "process" or "ray"."""
-        return "ray" if self.ray else "process" if self.engines else "thread"
-
 
 def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     """Check the arguments of a feeder against each other; return its order and its configuration.
@@ -499,7 +501,7 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     )
     _warn_of_large_batches(config)
     if config.engines:
-        _check_picklable(config, config.engine_kind)
+        _check_picklable(config, "ray" if config.ray else "process")
     if cache is not None:
         config = replace(config, cache=_new_store(cache, config))
     if a.static_batches:

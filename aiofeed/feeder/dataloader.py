@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from aiofeed.cache.disk import DiskCache
     from aiofeed.cache.host import HostCache
     from aiofeed.devices.resolve import Device
+    from aiofeed.feeder.arguments import Processes
 
 # Batches that a feeder gets at a time from a sampler without a length.
 _PART_BATCHES = 1024
@@ -52,7 +53,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         transform: Called with each batch, on the device if there is one.
         on_error: ``"skip"``, ``"replace"`` or a ``FailurePolicy`` for samples that fail; see ``Feeder``.
         cache: Where samples are kept after the first epoch; see ``Feeder``.
-        engine: ``"thread"`` or ``"process:N"``; see ``Feeder``.
+        engine: ``"thread"``, ``"process:N"`` or ``Processes(N)``; see ``Feeder``.
         threads: Number of threads that call the dataset, which must be thread-safe, at the same time.
         limits: ``Limits(prefetch_batches=, device_batches=)``; see ``Feeder``.
         snapshot_every_n_steps: Without effect: a state is exact after each batch. For torchdata's
@@ -86,7 +87,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         transform: Transform | None = None,
         on_error: Action | FailurePolicy = "raise",
         cache: Literal["host", "device"] | HostCache | DiskCache | None = None,
-        engine: str | None = None,
+        engine: str | Processes | None = None,
         threads: int | None = None,
         limits: Limits | None = None,
         snapshot_every_n_steps: int | None = 1,

@@ -26,6 +26,7 @@ from aiofeed.feeder.arguments import (
     DATALOADER_POSITIONS,
     Arguments,
     FeederConfig,
+    Processes,
     new_config,
     with_static_outputs,
 )
@@ -72,16 +73,9 @@ if TYPE_CHECKING:
         MapDataset[Any] | FromDataset | Tensors | Tokens | Table | Clips | Stream | IterableDataset[Any] | Mixture
     )
     # A literal, so that a typing error such as "processes" is a type error.
-    # fmt: off
-    Engine: TypeAlias = Literal[
-        "thread", "process", "process:1", "process:2", "process:3", "process:4", "process:5", "process:6",
-        "process:7", "process:8", "process:9", "process:10", "process:11", "process:12", "process:13", "process:14",
-        "process:15", "process:16", "process:17", "process:18", "process:19", "process:20", "process:21",
-        "process:22", "process:23", "process:24", "process:25", "process:26", "process:27", "process:28",
-        "process:29", "process:30", "process:31", "process:32", "process:48", "process:64", "process:96",
-        "process:128", "ray",
-    ] | RayEngine
-    # fmt: on
+    Engine: TypeAlias = (
+        Literal["thread", "process", "process:2", "process:4", "process:8", "process:16", "ray"] | Processes | RayEngine
+    )
 
     class _Options(TypedDict, total=False):
         """Arguments of ``Feeder`` that do not change the type of its batches."""
@@ -161,12 +155,12 @@ class Feeder(Generic[BatchT]):
         in_order: ``False`` hands out batches as they are finished, so that a slow file delays only its own batch.
             "samples" fills each batch with whichever samples are ready, so that a slow one joins a later batch; the
             number and the sizes of batches stay. Not with ``engine="process"``, ``batch_sampler=`` and plans.
-        engine: "thread" reads and decodes in threads of this process. "process", or "process:4" for four, uses worker
-            processes, which do not hold the GIL of the training loop. Type checkers know the numbers up to 32, 48, 64,
-            96 and 128; for a computed number write ``cast(Any, f"process:{n}")``. The processes share
-            ``read_concurrency`` and ``decode_threads``; each one beyond the first adds a batch to ``prefetch_batches``.
-            Each process has its own copy of a ``Dataset``, with ``threads`` of its own. Source, decoder and
-            ``collate_fn`` are pickled at ``iter()``. "ray", or ``RayEngine(...)``, uses actors of a Ray cluster.
+        engine: "thread" reads and decodes in threads of this process. "process", or ``Processes(4)`` for four, uses
+            worker processes, which do not hold the GIL of the training loop. "process:4" is short for
+            ``Processes(4)``; type checkers know it for 2, 4, 8 and 16. The processes share ``read_concurrency`` and
+            ``decode_threads``; each one beyond the first adds a batch to ``prefetch_batches``. Each process has its own
+            copy of a ``Dataset``, with ``threads`` of its own. Source, decoder and ``collate_fn`` are pickled at
+            ``iter()``. "ray", or ``RayEngine(...)``, uses actors of a Ray cluster.
         static_batches: Hand out every batch in the same tensors, at fixed addresses, for CUDA graphs. A batch is valid
             until the next ``next``. Costs one copy within device memory per batch. Needs ``drop_last=True`` (or a
             length that ``batch_size`` divides) and batches of equal structure and shapes; excludes ``on_error="skip"``.

@@ -288,6 +288,9 @@ async def share_a_feeder(feeder: aiofeed.Feeder[Any]) -> None:
     with aiofeed.share({"x": torch.zeros(3)}, "tensors") as shared:
         assert_type(shared, aiofeed.SharedTensors)
     print(aiofeed.attach_tensors("tensors", "cuda")["x"])
+    for number in (1, 3):
+        aiofeed.Feeder(Store(), decode=len, batch_size=2, engine=aiofeed.Processes(number))
+        aiofeed.DataLoader(Rows(), batch_size=2, engine=aiofeed.Processes(number))
     ray = aiofeed.RayEngine(actors=8, options={"num_gpus": 0})
     limits = aiofeed.Limits(read_concurrency=64, memory_bytes=1 << 30)
     aiofeed.Feeder(Store(), decode=len, batch_size=2, engine=ray, limits=limits, shard=(0, 8), in_order=False)

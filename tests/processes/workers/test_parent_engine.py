@@ -18,6 +18,7 @@ from PIL import Image
 
 from aiofeed import (
     CollateError,
+    DataLoader,
     DecodeError,
     DecodeImage,
     FailurePolicy,
@@ -26,6 +27,7 @@ from aiofeed import (
     ImageFolder,
     IteratorClosedError,
     Limits,
+    Processes,
     ReadError,
     TooManyFailures,
 )
@@ -546,6 +548,24 @@ def test_an_unknown_engine_is_refused(engine: str) -> None:
         Feeder(parts.Numbers(4), decode=parts.number, batch_size=2, engine=engine)
     with pytest.raises(TypeError, match="engine must be a str"):
         Feeder(parts.Numbers(4), decode=parts.number, batch_size=2, engine=4)  # type: ignore[arg-type]
+
+
+def test_processes_are_the_engine_of_the_string() -> None:
+    """``Processes(2)`` is ``"process:2"``, for a ``DataLoader``, too; the number must be a positive int."""
+    with Feeder(parts.Numbers(64), decode=parts.process_id, batch_size=1, engine=Processes(2)) as feeder:
+        assert {int(batch) for batch in feeder} == {each.pid for each in children()}
+        assert len(children()) == 2
+        assert "engine='process:2'" in repr(feeder)
+    with pytest.raises(ValueError, match=r"decode_threads=1.*process:2.*at least 2"):
+        Feeder(
+            parts.Numbers(4), decode=parts.number, batch_size=2, engine=Processes(2), limits=Limits(decode_threads=1)
+        )
+    batches = [batch.tolist() for batch in DataLoader(list(range(8)), batch_size=2, engine=Processes(2))]
+    assert batches == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(ValueError, match=r"Processes\(number=...\).*got 0"):
+        Processes(0)
+    with pytest.raises(TypeError, match=r"Processes\(number=...\).*got '4'"):
+        Processes("4")  # type: ignore[arg-type]
 
 
 def test_a_forked_child_cannot_use_the_iterator() -> None:
