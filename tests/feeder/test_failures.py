@@ -34,26 +34,7 @@ from aiofeed.engine.fetch.fetcher import ChunkOutcome
 from aiofeed.engine.fetch.source import BlockingReader
 from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
-
-
-class Numbers:
-    """A source of n numbers; reading those in `bad` fails."""
-
-    def __init__(self, n: int, bad: tuple[int, ...] = ()) -> None:
-        self.n = n
-        self.bad = bad
-        self.error: Exception = OSError(5, "input/output error")
-
-    def __len__(self) -> int:
-        return self.n
-
-    def key(self, index: int) -> str:
-        return f"number {index}"
-
-    async def read(self, index: int) -> bytes:
-        if index in self.bad:
-            raise self.error
-        return b"%d" % index
+from tests.support.process_parts import Numbers
 
 
 def number(data: bytes) -> torch.Tensor:

@@ -42,24 +42,9 @@ from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.testing import SimulatedDevice
 from aiofeed.testing.simulated_streams import SimulatedEvent
 from tests.soak.faulty import threads_refused
+from tests.support.process_parts import Numbers
 
 WIDE = SMALL_BYTES  # bytes of a sample; a batch of these has a memory block of its own
-
-
-class Numbers:
-    """A source of n numbers, 0 to n - 1."""
-
-    def __init__(self, n: int = 40) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def key(self, index: int) -> str:
-        return f"number {index}"
-
-    async def read(self, index: int) -> bytes:
-        return b"%d" % index
 
 
 class Threaded(Numbers):

@@ -13,25 +13,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from aiofeed import Feeder, Limits
+from tests.support.process_parts import Numbers
 
 # `make test-long` sets this.
 EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "250"))
-
-
-class Numbers:
-    """A source of n samples; sample i is i."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def key(self, index: int) -> str:
-        return f"number {index}"
-
-    async def read(self, index: int) -> bytes:
-        return b"%d" % index
 
 
 def augmented(data: bytes, *, rng: torch.Generator) -> tuple[int, torch.Tensor]:

@@ -17,7 +17,7 @@ import numpy as np
 class Numbers:
     """n numbers; reading those in `bad` raises `error`."""
 
-    def __init__(self, n: int, bad: tuple[int, ...] = (), error: Exception | None = None) -> None:
+    def __init__(self, n: int = 40, bad: tuple[int, ...] = (), error: Exception | None = None) -> None:
         self.n = n
         self.bad = bad
         self.error = error or OSError(5, "input/output error")
