@@ -183,12 +183,11 @@ def joined(tars: Path) -> bytes:
 
 
 @pytest.mark.parametrize("place", ["file", "object"])
-def test_joined_shards(tars: Path, read_all: Any, place: str, request: pytest.FixtureRequest) -> None:
+def test_joined_shards(tars: Path, read_all: Any, place: str, server: Any) -> None:
     """Tar files joined by `cat` have the samples of all of them, in a file and at a URL."""
     url, options = str(tars / "both.tar"), None
     (tars / "both.tar").write_bytes(joined(tars))
     if place == "object":
-        server = request.getfixturevalue("server")
         server.objects["bucket/both.tar"] = joined(tars)
         url, options = "s3://bucket/both.tar", server.options
     for _ in range(2):  # the second time, the index is that of the cache
