@@ -23,8 +23,6 @@ from tests.support.fault_server import Fault
 from tests.support.number_decoders import scalar
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.usefixtures("forked_workers")
-
 EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "250")) // 10
 SAMPLES = 200
 

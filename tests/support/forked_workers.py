@@ -1,7 +1,8 @@
 """Worker processes of ``engine="process"`` that are forked from the tests' process instead of started afresh.
 
 A new interpreter that imports torch takes more than a second of CPU time; a fork has imported it already. Tests of how
-workers start and end, `tests/processes`, start new ones.
+workers start and end, `tests/processes`, start new ones, and so do tests of libraries that are not safe in a fork
+because they have threads of their own in native code (obstore, Arrow).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from aiofeed.sources.tables.memory import MemoryTable
 from aiofeed.testing import SimulatedDevice
 from tests.support.tables import NUMBERS, ROWS, TABLES, TEXTS, TOKENS, arrow_table, dataset, in_chunks, parquet
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("forked_workers")]
+pytestmark = pytest.mark.integration
 pytest.importorskip("pyarrow")
 
 
