@@ -69,6 +69,7 @@ class TensorStore:
     """
 
     def __init__(self, tensors: Any, handles: CudaHandles) -> None:
+        self.keys: list[str | int]
         self.tensors: list[torch.Tensor]
         self.kind, self.keys, parts = split_parts(tensors)
         self._handles = handles
