@@ -117,6 +117,10 @@ def check_file(cache: EncodedCache) -> None:
         log.warning("the cache %s cannot be opened now: %s", cache.path, error)
 
 
+_IDENTITY = """SELECT (SELECT count(*) FROM sqlite_master), application_id, user_version
+FROM pragma_application_id, pragma_user_version"""
+
+
 class Entry(NamedTuple):
     """An entry of a sample.
 
@@ -198,9 +202,8 @@ class CacheDatabase:
 
     def _is_cache(self, path: str) -> bool:
         """Whether the file is a cache; False if it is empty. Raises ``CacheError`` for another file."""
-        # First, because another process may be creating the cache: it sets all of these at once.
-        tables = self._number("SELECT count(*) FROM sqlite_master")
-        application, version = self._number("PRAGMA application_id"), self._number("PRAGMA user_version")
+        # In one statement, because another process may be creating the cache: it sets all of these at once.
+        tables, application, version = _numbers(self._execute(_IDENTITY).fetchone())
         if application == APPLICATION:
             if version != FORMAT:
                 raise CacheError(
