@@ -27,6 +27,8 @@ from tests.support.fault_server import FaultServer, start_obstore
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Generator, Iterator
 
+    from tests.support.fork_server import ForkServer
+
 ASYNC_TIMEOUT_S = 100.0
 """An async test is cancelled after this time, so that it can clean up before pytest-timeout interrupts it."""
 
@@ -198,6 +200,17 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         from tests.support.forked_workers import FORKING
 
         monkeypatch.setattr("aiofeed.processes.workers.handle.subprocess", FORKING)
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Runs Python programs in forks of a process in which torch and aiofeed are imported; needs a system that forks."""
+    from tests.support.fork_server import ForkServer
+
+    if not hasattr(os, "fork"):
+        pytest.skip("no fork")
+    with ForkServer() as server:
+        yield server
 
 
 # --- CUDA -------------------------------------------------------------------------------------------------------------

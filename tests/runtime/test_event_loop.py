@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.support.paths import environment
+from tests.support.fork_server import Child, End, ForkServer
 from tests.support.signal_cases import (
+    FORKED,
     FRESH_SPREAD_S,
     GRACE_S,
     PROMISE_S,
     WITHOUT_TORCH,
-    Child,
-    End,
-    ForkServer,
     complaints,
     fresh,
     interrupted,
@@ -36,10 +34,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def start() -> Iterator[ForkServer]:
-    with ForkServer() as server:
-        yield server
+@pytest.fixture
+def start(fork_server: ForkServer) -> Callable[[str], Child]:
+    return functools.partial(fork_server.start, FORKED)
 
 
 def begun(child: Child) -> Child:
@@ -55,7 +52,7 @@ def right(end: End, returncode: int = 0, error: str | None = None, out: str = ""
     assert end.out == out
 
 
-def test_the_fork_server_distinguishes_its_children(start: ForkServer) -> None:
+def test_the_fork_server_distinguishes_its_children(start: Callable[[str], Child]) -> None:
     """The end of a child is not taken for that of another, whenever it is read."""
     endless = begun(start("slow"))
     ended = start("no such script")
@@ -63,20 +60,20 @@ def test_the_fork_server_distinguishes_its_children(start: ForkServer) -> None:
     again = start("end_by_sys_exit")
     assert len({endless.pid, ended.pid, again.pid}) == 3
     right(begun(again).end(), 3)
-    for child in (endless, ended):
-        child.drop()
+    endless.send(signal.SIGKILL)
+    assert (endless.end().returncode, ended.end().returncode) == (-signal.SIGKILL, 1)
 
 
-def test_ctrl_c_at_random_moments() -> None:
+def test_ctrl_c_at_random_moments(fork_server: ForkServer) -> None:
     """At any moment SIGINT causes one KeyboardInterrupt, and the process ends in time; each script gets one signal."""
-    totals = run_signal_cases(len(TRAINING), seed=random.randrange(2**32))
+    totals = run_signal_cases(fork_server, len(TRAINING), seed=random.randrange(2**32))
     totals.check()
     assert set(totals.scripts) == set(TRAINING)
 
 
-def test_sigterm_at_random_moments() -> None:
+def test_sigterm_at_random_moments(fork_server: ForkServer) -> None:
     """At any moment SIGTERM ends the process at once, without output and with nothing left behind."""
-    totals = run_signal_cases(5, seed=random.randrange(2**32), number=signal.SIGTERM, servers=1)
+    totals = run_signal_cases(fork_server, 5, seed=random.randrange(2**32), number=signal.SIGTERM)
     totals.check()
     assert totals.signals == 5
 
@@ -131,7 +128,7 @@ def test_sigterm_in_a_fresh_interpreter() -> None:
     assert not terminated(child.end())
 
 
-def test_two_signals_at_once(start: ForkServer) -> None:
+def test_two_signals_at_once(start: Callable[[str], Child]) -> None:
     """A second SIGINT may interrupt the report of the first; aiofeed reports nothing."""
     child = begun(start("stuck"))
     time.sleep(0.2)
@@ -148,7 +145,7 @@ def test_two_signals_at_once(start: ForkServer) -> None:
         assert "/aiofeed/" not in ignored, end.err
 
 
-def test_ctrl_c_with_a_handler_of_the_user(start: ForkServer) -> None:
+def test_ctrl_c_with_a_handler_of_the_user(start: Callable[[str], Child]) -> None:
     """The handler runs, and the script goes on to its own end."""
     child = begun(start("own_handler"))
     assert child.line() == "listening"
@@ -157,7 +154,7 @@ def test_ctrl_c_with_a_handler_of_the_user(start: ForkServer) -> None:
     right(child.end(), out="asked to end\n")
 
 
-def test_ctrl_c_with_a_handler_that_raises(start: ForkServer) -> None:
+def test_ctrl_c_with_a_handler_that_raises(start: Callable[[str], Child]) -> None:
     """The handler's exception leaves the loop, and the feeder works again."""
     child = begun(start("own_exception"))
     assert child.line() == "listening"
@@ -166,7 +163,7 @@ def test_ctrl_c_with_a_handler_that_raises(start: ForkServer) -> None:
     right(child.end(), out="16\n")
 
 
-def test_ctrl_c_while_closing(start: ForkServer) -> None:
+def test_ctrl_c_while_closing(start: Callable[[str], Child]) -> None:
     """SIGINT interrupts a close() that waits for a decoder, and the exit takes no longer than otherwise."""
     child = begun(start("close_of_a_stuck_feeder"))
     assert child.line() == "closing"
@@ -175,7 +172,7 @@ def test_ctrl_c_while_closing(start: ForkServer) -> None:
     right(child.end(), -signal.SIGINT, "KeyboardInterrupt")
 
 
-def test_ctrl_c_while_the_interpreter_ends(start: ForkServer) -> None:
+def test_ctrl_c_while_the_interpreter_ends(start: Callable[[str], Child]) -> None:
     """SIGINT ends the wait at interpreter exit and does not change the exit code."""
     right(begun(start("ctrl_c_at_the_exit_of_a_stuck_feeder")).end())
 
@@ -192,27 +189,27 @@ def test_ctrl_c_while_the_interpreter_ends(start: ForkServer) -> None:
         "end_of_a_device",
     ],
 )
-def test_the_end_of_main(start: ForkServer, name: str) -> None:
+def test_the_end_of_main(start: Callable[[str], Child], name: str) -> None:
     """A script that ends with a running feeder exits with 0, promptly and without output."""
     right(begun(start(name)).end())
 
 
-def test_sys_exit_in_the_loop(start: ForkServer) -> None:
+def test_sys_exit_in_the_loop(start: Callable[[str], Child]) -> None:
     """The process has that exit code and no output."""
     right(begun(start("end_by_sys_exit")).end(), 3)
 
 
-def test_os_exit_in_the_loop(start: ForkServer) -> None:
+def test_os_exit_in_the_loop(start: Callable[[str], Child]) -> None:
     """The process has that exit code and no output."""
     right(begun(start("end_by_os_exit")).end(), 4)
 
 
-def test_an_error_in_the_loop(start: ForkServer) -> None:
+def test_an_error_in_the_loop(start: Callable[[str], Child]) -> None:
     """The process prints exactly the traceback of the error."""
     right(begun(start("end_by_an_error")).end(), 1, "ZeroDivisionError: in the loop")
 
 
-def test_an_error_of_a_decoder(start: ForkServer) -> None:
+def test_an_error_of_a_decoder(start: Callable[[str], Child]) -> None:
     """The process prints DecodeError with its cause and its note, and nothing else."""
     end = begun(start("end_by_a_decoder")).end()
     assert (end.returncode, end.left) == (1, ())
@@ -235,9 +232,7 @@ next(left)
 """
 
 
-def test_global_variables_at_the_end_of_a_script(tmp_path: Path) -> None:
+def test_global_variables_at_the_end_of_a_script(fork_server: ForkServer, tmp_path: Path) -> None:
     """A script whose variables are destroyed after their modules prints nothing."""
-    done = subprocess.run(
-        [sys.executable, "-c", GLOBALS], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
-    )
+    done = fork_server.run(GLOBALS, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

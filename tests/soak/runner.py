@@ -34,9 +34,11 @@ KINDS: dict[str, tuple[Kind, float]] = {
 
 
 def _signals(seed: int) -> str:
+    from tests.support.fork_server import ForkServer
     from tests.support.signal_cases import run_signal_cases
 
-    totals = run_signal_cases(200, seed)
+    with ForkServer() as server:
+        totals = run_signal_cases(server, 200, seed)
     totals.check()
     return f"{totals.signals} sent, the slowest process ended after {totals.slowest_s:.2f} s"
 
