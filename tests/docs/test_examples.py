@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,8 +39,15 @@ def environment(**changes: str) -> dict[str, str]:
 ABORTED_AT_EXIT = "terminate called without an active exception"
 
 
-def run(name: str, *arguments: str | Path, code: int = 0, attempts: int = 1) -> str:
-    """Run an example, which must exit with ``code``; returns its stdout and stderr.
+def checked(done: subprocess.CompletedProcess[str], code: int) -> str:
+    """The output of an example, which must have exited with ``code``."""
+    assert done.returncode == code, done.stdout
+    assert "Traceback" not in done.stdout
+    return done.stdout
+
+
+def run_fresh(name: str, *arguments: str | Path, code: int = 0, attempts: int = 1) -> str:
+    """Run an example in a new interpreter; returns its stdout and stderr.
 
     Further attempts are for torch's abort at the exit of a process only.
     """
@@ -53,10 +61,22 @@ def run(name: str, *arguments: str | Path, code: int = 0, attempts: int = 1) -> 
         check=False,
     )
     if attempts > 1 and ABORTED_AT_EXIT in done.stdout:
-        return run(name, *arguments, code=code, attempts=attempts - 1)
-    assert done.returncode == code, done.stdout
-    assert "Traceback" not in done.stdout
-    return done.stdout
+        return run_fresh(name, *arguments, code=code, attempts=attempts - 1)
+    return checked(done, code)
+
+
+@pytest.fixture(scope="session")
+def run(request: pytest.FixtureRequest) -> Callable[..., str]:
+    """`run(name, *arguments, code=0)` is `run_fresh` in a process in which torch is imported, where there are forks."""
+    if not hasattr(os, "fork"):
+        return run_fresh
+    server = request.getfixturevalue("fork_server")
+
+    def forked(name: str, *arguments: str | Path, code: int = 0) -> str:
+        done = server.run(EXAMPLES / name, *arguments, env=environment(), merge=True, timeout=150)
+        return checked(done, code)
+
+    return forked
 
 
 def cells(output: str, label: str) -> list[str]:
@@ -94,7 +114,7 @@ class DemoRun:
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
+def demo(run: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
     pytest.importorskip("skimage")
     pytest.importorskip("sklearn")
     data = tmp_path_factory.mktemp("demo")
@@ -137,7 +157,7 @@ def test_demo_shows_where_the_time_went(demo: DemoRun) -> None:
 
 
 @pytest.mark.slow
-def test_demo_generates_its_images_once(demo: DemoRun) -> None:
+def test_demo_generates_its_images_once(run: Callable[..., str], demo: DemoRun) -> None:
     """The demo writes sixty JPEGs of 1600 x 1280 in ten classes; the next run does not change them."""
     [folder] = demo.data.glob("photographs-*")
     assert f"The images stay in {folder}" in demo.output
@@ -181,7 +201,7 @@ def test_demo_prints_no_traceback_on_ctrl_c(demo: DemoRun) -> None:
     assert process.returncode == 130
 
 
-def test_demo_refuses_too_few_images(tmp_path: Path) -> None:
+def test_demo_refuses_too_few_images(run: Callable[..., str], tmp_path: Path) -> None:
     """Fewer images than a batch has is an error with both numbers."""
     output = run("demo.py", "--images", "10", "--batch-size", "64", "--data", tmp_path, code=2)
     assert "--images must be at least 10 and fill a batch of 64, got 10" in output
@@ -191,7 +211,7 @@ def test_demo_refuses_too_few_images(tmp_path: Path) -> None:
 # --- overlap ----------------------------------------------------------------------------------------------------------
 
 
-def test_overlap_loads_the_next_sample_during_a_step() -> None:
+def test_overlap_loads_the_next_sample_during_a_step(run: Callable[..., str]) -> None:
     """With one load at a time, load N + 1 begins after load N ends and before step N ends."""
     one_by_one, four = run("overlap.py", "--samples", "3", "--scale", "0.5").split("4 loads at a time")
     events = re.findall(r"((?:load|step) \d (?:begins|ends))", one_by_one)
@@ -211,7 +231,7 @@ def test_overlap_loads_the_next_sample_during_a_step() -> None:
 # --- train_images -----------------------------------------------------------------------------------------------------
 
 
-def test_train_images_saves_a_model(jpeg_folder: Path, tmp_path: Path) -> None:
+def test_train_images_saves_a_model(run: Callable[..., str], jpeg_folder: Path, tmp_path: Path) -> None:
     """Training on a folder prints loss and statistics per epoch, and saves the weights with the class names."""
     saved = tmp_path / "model.pt"
     arguments = ("--epochs", "2", "--size", "32", "--batch-size", "8", "--checkpoint", saved)
@@ -224,13 +244,13 @@ def test_train_images_saves_a_model(jpeg_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_train_images_without_a_path_mentions_the_demo() -> None:
+def test_train_images_without_a_path_mentions_the_demo(run: Callable[..., str]) -> None:
     """Without PATH the error says how to generate images."""
     assert "`make demo` creates one" in run("train_images.py", code=2)
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "file", "broken"])
-def test_train_images_names_the_bad_path(kind: str, tmp_path: Path) -> None:
+def test_train_images_names_the_bad_path(run: Callable[..., str], kind: str, tmp_path: Path) -> None:
     """A path that is missing, empty or a file, and a file that is not an image, is named in one line."""
     path = culprit = tmp_path / kind
     if kind == "empty":
@@ -249,7 +269,7 @@ def test_train_images_names_the_bad_path(kind: str, tmp_path: Path) -> None:
 # --- async_training ---------------------------------------------------------------------------------------------------
 
 
-def test_async_training_answers_while_it_trains() -> None:
+def test_async_training_answers_while_it_trains(run: Callable[..., str]) -> None:
     """The answers to /progress advance through the batches, and the loss falls."""
     output = run("async_training.py", "--self-test", "--samples", "12000", "--epochs", "2")
     assert re.search(r"^listening on http://127\.0\.0\.1:[0-9]+/progress$", output, re.MULTILINE)
@@ -265,7 +285,7 @@ def test_async_training_answers_while_it_trains() -> None:
 # --- existing_dataset -------------------------------------------------------------------------------------------------
 
 
-def test_existing_dataset_gives_the_same_batches_in_every_way() -> None:
+def test_existing_dataset_gives_the_same_batches_in_every_way(run: Callable[..., str]) -> None:
     """The batches of Feeder, Feeder with two threads and prefetch equal DataLoader's."""
     output = run("existing_dataset.py", "--samples", "50", "--batch-size", "16", "--step-s", "0.005")
     for way in ("Feeder(dataset)", "Feeder(FromDataset(dataset, threads=2))", "prefetch(DataLoader(dataset))"):
@@ -275,7 +295,7 @@ def test_existing_dataset_gives_the_same_batches_in_every_way() -> None:
 # --- detection --------------------------------------------------------------------------------------------------------
 
 
-def test_detection_learns_from_pictures_of_two_shapes() -> None:
+def test_detection_learns_from_pictures_of_two_shapes(run: Callable[..., str]) -> None:
     """The loss falls to less than half, over epochs, with batches of both shapes."""
     output = run("detection.py", "--samples", "320", "--steps", "60", "--report", "20")
     lines = re.findall(r"^step +(\d+), epoch (\d): loss ([0-9.]+), (\d+) images/s, (.*)$", output, re.MULTILINE)
@@ -307,7 +327,7 @@ def test_detection_ignores_padded_boxes(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.slow
 def test_packed_text_is_resumed_with_another_number_of_processes() -> None:
     """The loss falls, documents come in the proportions of the mixture, and no batch is lost or repeated."""
-    output = run("packed_text.py", attempts=3)
+    output = run_fresh("packed_text.py", attempts=3)
     lines = re.findall(
         r"^(\d) processes: loss ([0-9.]+) to ([0-9.]+), .* prose (\d+), code (\d+)$", output, re.MULTILINE
     )
@@ -321,7 +341,7 @@ def test_packed_text_is_resumed_with_another_number_of_processes() -> None:
 # --- segmentation -----------------------------------------------------------------------------------------------------
 
 
-def test_segmentation_learns_the_masks() -> None:
+def test_segmentation_learns_the_masks(run: Callable[..., str]) -> None:
     """The loss falls, objects are found, and the boxes are on their objects."""
     pytest.importorskip("skimage")
     output = run("segmentation.py", "--steps", "60", "--samples", "96")
@@ -337,7 +357,7 @@ def test_segmentation_learns_the_masks() -> None:
 # --- nanogpt ----------------------------------------------------------------------------------------------------------
 
 
-def test_nanogpt_is_resumed_with_its_next_batches() -> None:
+def test_nanogpt_is_resumed_with_its_next_batches(run: Callable[..., str]) -> None:
     """The loss on other text falls, and the resumed training gets the batches of an uninterrupted one."""
     output = run("nanogpt.py", "--steps", "60")
     lines = re.findall(r"^steps (\d+) to (\d+), .* val loss ([0-9.]+), [0-9,]+ tokens/s$", output, re.MULTILINE)
@@ -353,7 +373,7 @@ def test_nanogpt_is_resumed_with_its_next_batches() -> None:
 def test_tables_is_resumed_with_its_next_batches() -> None:
     """Both trainings on the dataset learn, and the resumed one gets the batches of an uninterrupted one."""
     pytest.importorskip("datasets")
-    output = run("tables.py")
+    output = run_fresh("tables.py")
     for name in ("columns", "images"):
         [(first, last)] = re.findall(rf"^{name}: loss ([0-9.]+) to ([0-9.]+)$", output, re.MULTILINE)
         assert float(last) < 0.5 < float(first)
@@ -363,7 +383,7 @@ def test_tables_is_resumed_with_its_next_batches() -> None:
 # --- video_clips ------------------------------------------------------------------------------------------------------
 
 
-def test_video_clips_learns_and_is_resumed_with_its_next_clips() -> None:
+def test_video_clips_learns_and_is_resumed_with_its_next_clips(run: Callable[..., str]) -> None:
     """The network tells the directions of other videos apart, and the resumed training sees the same clips."""
     pytest.importorskip("av")
     output = run("video_clips.py")
@@ -376,7 +396,7 @@ def test_video_clips_learns_and_is_resumed_with_its_next_clips() -> None:
 # --- several_devices --------------------------------------------------------------------------------------------------
 
 
-def test_several_devices_equal_one_device() -> None:
+def test_several_devices_equal_one_device(run: Callable[..., str]) -> None:
     """The loss falls, and is the same with two devices as with one."""
     losses = {}
     for devices in (["cpu"], ["cpu", "cpu"]):
@@ -390,7 +410,7 @@ def test_several_devices_equal_one_device() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no Unix sockets that pass descriptors")
-def test_shared_tensors_are_one_copy() -> None:
+def test_shared_tensors_are_one_copy(run: Callable[..., str]) -> None:
     """Both children train on 16 MiB that three processes map, and each accounts for a third."""
     output = run("shared_tensors.py", "--samples", "16384")
     assert "16 MiB shared" in output
@@ -413,7 +433,7 @@ def test_shared_tensors_are_one_copy() -> None:
 def test_lightning_resume_sees_each_sample_once() -> None:
     """The Trainer sees 40 samples before it stops, the other 60 after it resumes, then the next epoch."""
     pytest.importorskip("lightning")
-    output = run("lightning_resume.py")
+    output = run_fresh("lightning_resume.py")
     assert "stopped after step 5 of 13: 40 samples seen" in output
     assert "resumed: 60 more samples in epoch 0, 100 in epoch 1" in output
     assert "epoch 0, each sample once: True" in output
@@ -424,7 +444,7 @@ def test_lightning_resume_sees_each_sample_once() -> None:
 def test_accelerate_loop_sees_each_sample_once() -> None:
     """After ``load_state`` the training continues in mid-epoch and sees each sample once."""
     pytest.importorskip("accelerate")
-    output = run("accelerate_loop.py")
+    output = run_fresh("accelerate_loop.py")
     assert "saved in epoch 0, after 40 samples" in output
     assert "trained to the end" in output
     assert "epoch 0, each sample once: True" in output
@@ -444,7 +464,7 @@ def test_framework_example_sees_each_sample_once(package: str, example: str) -> 
     """The training stops after 40 of 100 samples, resumes, and sees each sample of the epoch once."""
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    output = run(example)
+    output = run_fresh(example)
     assert "after 40 samples" in output
     assert "epoch 0, each sample once: True" in output
 
@@ -454,7 +474,7 @@ def test_timm_mixup_turns_mixup_off() -> None:
     """`create_loader` makes aiofeed's loader; mixup is off in the last epoch."""
     if find_spec("timm") is None:
         pytest.skip("timm is not installed")
-    output = run("timm_mixup.py")
+    output = run_fresh("timm_mixup.py")
     assert "made an aiofeed.DataLoader" in output
     assert re.findall(r"mixup (\w+)$", output, re.MULTILINE) == ["True", "True", "False"]
 
@@ -464,13 +484,13 @@ def test_timm_mixup_turns_mixup_off() -> None:
 @pytest.mark.slow
 def test_torchrun_ddp_resumes_with_more_processes() -> None:
     """Two processes see 40 samples each, then three see the rest of the 300, with two repeated."""
-    output = run("torchrun_ddp.py", "--self-test", attempts=3)
+    output = run_fresh("torchrun_ddp.py", "--self-test", attempts=3)
     lines = re.findall(r"^process (\d) of (\d): (\d+) samples$", output, re.MULTILINE)
     assert sorted(lines) == [("0", "2", "40"), ("0", "3", "74"), ("1", "2", "40"), ("1", "3", "74"), ("2", "3", "74")]
     assert "self-test: 302 samples seen: 300, and 2 repeated" in output
 
 
-def test_torchrun_ddp_shows_its_command() -> None:
+def test_torchrun_ddp_shows_its_command(run: Callable[..., str]) -> None:
     """Without torchrun the error shows the command to use."""
     assert "torchrun --nproc-per-node=2" in run("torchrun_ddp.py", code=2)
 
@@ -480,7 +500,7 @@ def test_torchrun_ddp_shows_its_command() -> None:
 def test_ray_train_resumes_with_more_workers() -> None:
     """Two workers see 40 samples each, then three see the rest of the 300, with two repeated."""
     pytest.importorskip("ray")
-    assert "self-test: 302 samples seen: 300, and 2 repeated" in run("ray_train.py", "--self-test")
+    assert "self-test: 302 samples seen: 300, and 2 repeated" in run_fresh("ray_train.py", "--self-test")
 
 
 @pytest.mark.integration
@@ -488,7 +508,7 @@ def test_ray_train_resumes_with_more_workers() -> None:
 def test_ray_data_is_resumed_with_its_next_batches() -> None:
     """Ray's batches and the feeder's rows are all images, and the resumed feeder gets the batches after its state."""
     pytest.importorskip("ray")
-    output = run("ray_data.py")
+    output = run_fresh("ray_data.py")
     assert re.findall(r"^(\d+) images, loss", output, re.MULTILINE) == ["120", "120", "48", "72"]
     assert "one uninterrupted epoch: True" in output
 
@@ -500,7 +520,7 @@ def test_checkpoint_dcp_sees_each_sample_once() -> None:
 
     if "no_dist" not in inspect.signature(save).parameters:
         pytest.skip("torch 2.6 finds out by itself that there is one process, and warns")
-    output = run("checkpoint_dcp.py")
+    output = run_fresh("checkpoint_dcp.py")
     assert "loaded: 60 samples are left, each sample once: True" in output
     assert "the weights equal the saved ones: True" in output
 
@@ -510,7 +530,7 @@ def test_checkpoint_dcp_sees_each_sample_once() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs Unix sockets")
 @pytest.mark.slow
-def test_three_trainings_share_decoded_images() -> None:
+def test_three_trainings_share_decoded_images(run: Callable[..., str]) -> None:
     """Each of three trainings sees 120 images in each of three epochs, 360 are decoded, and the losses fall."""
     output = run("three_trainings.py")
     lines = re.findall(r"rate [0-9.]+: 360 images, loss ([0-9.]+) in the first epoch, ([0-9.]+) in the last", output)
@@ -522,7 +542,7 @@ def test_three_trainings_share_decoded_images() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="needs Unix sockets")
 def test_ddp_one_host_distributes_the_batches() -> None:
     """Two ranks get half of the 32 batches each, no sample twice, and end with the same weights."""
-    output = run("ddp_one_host.py", attempts=3)
+    output = run_fresh("ddp_one_host.py", attempts=3)
     assert len(re.findall(r"^rank [01]: 16 batches", output, re.MULTILINE)) == 2
     assert "each sample once: True, same weights: True" in output
 
@@ -539,7 +559,7 @@ def test_every_example_is_listed() -> None:
 # --- resident_digits --------------------------------------------------------------------------------------------------
 
 
-def test_resident_digits_learns_and_compares() -> None:
+def test_resident_digits_learns_and_compares(run: Callable[..., str]) -> None:
     """The test accuracy is above 95 %, and every way has a time."""
     pytest.importorskip("sklearn")
     output = run("resident_digits.py", "--samples", "2000", "--epochs", "8")
