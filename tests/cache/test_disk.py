@@ -25,6 +25,7 @@ from aiofeed import CacheError, DecodeImage, DiskCache, Feeder, ImageFolder, Lim
 from aiofeed.cache import disk_format as cache_file
 from aiofeed.cache.disk_format import open_file
 from aiofeed.cache.fingerprint import identity
+from tests.support.fork_server import ForkServer
 from tests.support.paths import ROOT, environment
 
 
@@ -370,10 +371,9 @@ with Feeder(Rows(), decode=block, batch_size=8, cache=DiskCache(path)) as feeder
 
 
 @pytest.mark.parametrize("left", [0, 5000, 20_000])
-def test_a_file_that_is_truncated_while_it_is_used_is_an_error(path: Path, left: int) -> None:
+def test_a_file_that_is_truncated_while_it_is_used_is_an_error(fork_server: ForkServer, path: Path, left: int) -> None:
     """Another program cuts the file, as ``> train.cache`` does: a `CacheError`, and the process goes on."""
-    command = [sys.executable, "-c", TRUNCATED_WHILE_USED, str(path), str(left)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    done = fork_server.run(TRUNCATED_WHILE_USED, path, left)
     assert done.returncode == 0, done.stderr
     assert f"is truncated: it has {left} of" in done.stdout
 

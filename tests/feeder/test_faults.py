@@ -8,7 +8,6 @@ import errno
 import gc
 import mmap
 import random
-import subprocess
 import sys
 import textwrap
 import threading
@@ -42,6 +41,7 @@ from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.testing import SimulatedDevice
 from aiofeed.testing.simulated_streams import SimulatedEvent
 from tests.soak.faulty import threads_refused
+from tests.support.fork_server import ForkServer
 from tests.support.process_parts import Numbers
 
 WIDE = SMALL_BYTES  # bytes of a sample; a batch of these has a memory block of its own
@@ -335,10 +335,6 @@ def test_a_source_out_of_descriptors() -> None:
     feeder.close()
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
-
-
 OLD_LOOP = pytest.mark.skipif(
     sys.platform != "win32" and metadata.version("uvloop") < "0.22", reason="a loop that cannot open keeps descriptors"
 )
@@ -346,12 +342,11 @@ OLD_LOOP = pytest.mark.skipif(
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs resource")
 @pytest.mark.parametrize("when", ["before iter", pytest.param("while reading", marks=OLD_LOOP)])
-def test_a_process_out_of_descriptors(tmp_path: Path, when: str) -> None:
+def test_a_process_out_of_descriptors(fork_server: ForkServer, tmp_path: Path, when: str) -> None:
     """Without free descriptors the error has EMFILE; with descriptors again, the epoch is complete."""
     for index in range(8):
         (tmp_path / str(index)).write_bytes(b"%d" % index)
-    found = run(
-        f"""
+    program = f"""
         import errno, os, resource
         import torch
         from aiofeed import Feeder, Files, ReadError
@@ -398,7 +393,7 @@ def test_a_process_out_of_descriptors(tmp_path: Path, when: str) -> None:
         print(sorted(x for batch in feeder for x in batch.tolist()))
         feeder.close()
         """
-    )
+    found = fork_server.run(textwrap.dedent(program))
     first, *rest = found.stdout.splitlines()
     assert first in ("EMFILE", "ReadError", "enough")
     assert rest == ["[0, 1, 2, 3, 4, 5, 6, 7]"]

@@ -6,9 +6,7 @@ import contextlib
 import functools
 import json
 import logging
-import os
 import pickle
-import subprocess
 import sys
 import threading
 import time
@@ -35,6 +33,7 @@ from aiofeed import (
     Stream,
 )
 from aiofeed.testing import SimulatedDevice
+from tests.support.fork_server import ForkServer
 from tests.support.interrupts import Interrupt
 
 Batches = list[list[int]]
@@ -766,23 +765,23 @@ def test_close_while_next_blocks(is_async: bool, monkeypatch: pytest.MonkeyPatch
         one.close()
 
 
-def test_exit_while_next_blocks() -> None:
+def test_exit_while_next_blocks(fork_server: ForkServer) -> None:
     """The interpreter ends."""
     program = """
-import time, aiofeed
+import time, warnings, aiofeed
+warnings.simplefilter("error")
 def blocks():
     yield from range(3)
     time.sleep(600)
 feeder = aiofeed.Feeder(aiofeed.Stream(blocks), batch_size=2)
 print(next(iter(feeder)).tolist())
 """
-    environment = {**os.environ, "PYTHONWARNINGS": "error"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
+    done = fork_server.run(program, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1]\n", "")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's on_exit")
-def test_no_timer_fires_after_exit_while_next_blocks() -> None:
+def test_no_timer_fires_after_exit_while_next_blocks(fork_server: ForkServer) -> None:
     """An event loop that waits for the iterable is halted: its timers would crash a finalized interpreter."""
     program = """
 import ctypes, sys, time, aiofeed
@@ -797,5 +796,5 @@ libc = ctypes.CDLL(None)
 libc.on_exit(libc.sleep, None)  # called with the exit status, after the interpreter was finalized
 sys.exit(2)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = fork_server.run(program, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (2, "[0, 1]\n", "")

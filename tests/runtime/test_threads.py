@@ -20,6 +20,7 @@ import torch
 from aiofeed import Feeder, IteratorClosedError, Limits, WorkerDiedError, prefetch
 from aiofeed.runtime.threads import DaemonThread
 from aiofeed.testing import SimulatedDevice
+from tests.support.fork_server import ForkServer
 
 # The target is 0.2 s; this allows for a busy machine.
 GONE_S = 20.0
@@ -300,7 +301,7 @@ def test_closing_one_of_two_feeders() -> None:
     other.close()
 
 
-def run(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def run(server: ForkServer, code: str) -> subprocess.CompletedProcess[str]:
     prelude = """
         import asyncio, os, signal, sys, threading, time
         import torch
@@ -316,13 +317,14 @@ def run(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
         def number(data): return torch.tensor(int(data))
     """
     script = textwrap.dedent(prelude) + textwrap.dedent(code)
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, **options)
+    return server.run(script)
 
 
 @pytest.mark.parametrize("state", ["iterating", "idle", "closed", "before the first batch"])
-def test_the_interpreter_ends_in_silence(state: str) -> None:
+def test_the_interpreter_ends_in_silence(fork_server: ForkServer, state: str) -> None:
     """A script that ends with a feeder in any state exits with 0 and prints nothing."""
     ended = run(
+        fork_server,
         f"""
         feeder = Feeder(Numbers(), decode=number, batch_size=4)
         state = {state!r}
@@ -330,7 +332,7 @@ def test_the_interpreter_ends_in_silence(state: str) -> None:
         if state != "before the first batch": next(iterator)
         if state == "idle": list(iterator)
         if state == "closed": feeder.close()
-        """
+        """,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
@@ -375,9 +377,10 @@ def test_a_feeder_begun_while_the_interpreter_exits_is_refused(first: str, messa
     assert message in ended.stdout
 
 
-def test_a_feeder_works_in_an_atexit_handler_that_is_younger_than_aiofeed() -> None:
+def test_a_feeder_works_in_an_atexit_handler_that_is_younger_than_aiofeed(fork_server: ForkServer) -> None:
     """An atexit handler that was registered after the import of aiofeed can iterate a feeder."""
     ended = run(
+        fork_server,
         """
         import atexit
 
@@ -386,43 +389,46 @@ def test_a_feeder_works_in_an_atexit_handler_that_is_younger_than_aiofeed() -> N
             print([batch.sum().item() for batch in feeder])
 
         atexit.register(late)
-        """
+        """,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[124750, 374750]\n", "")
 
 
-def test_the_interpreter_does_not_wait_for_a_stuck_decoder() -> None:
+def test_the_interpreter_does_not_wait_for_a_stuck_decoder(fork_server: ForkServer) -> None:
     """A decoder that sleeps for a minute does not delay the exit."""
     ended = run(
+        fork_server,
         """
         def stuck(data): time.sleep(60)
         feeder = Feeder(Numbers(), decode=stuck, batch_size=4)
         iterator = iter(feeder)
         while not any(t.name.startswith("aiofeed-decode") for t in threading.enumerate()): time.sleep(0.001)
-        """
+        """,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
-def test_ctrl_c_interrupts_the_wait() -> None:
+def test_ctrl_c_interrupts_the_wait(fork_server: ForkServer) -> None:
     """SIGINT while the main thread waits for a batch raises KeyboardInterrupt and prints one traceback."""
     ended = run(
+        fork_server,
         """
         class Stuck(Numbers):
             async def read(self, index):
                 threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
                 await asyncio.Event().wait()
         for batch in Feeder(Stuck(), decode=number, batch_size=1, limits=Limits(read_concurrency=1)): pass
-        """
+        """,
     )
     assert ended.stderr.count("Traceback") == 1
     assert ended.stderr.rstrip().endswith("KeyboardInterrupt")
 
 
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="needs fork")
-def test_a_forked_child_gets_a_feeder_of_its_own() -> None:
+def test_a_forked_child_gets_a_feeder_of_its_own(fork_server: ForkServer) -> None:
     """In a fork the inherited iterator raises, the feeder works, and the parent is not disturbed."""
     ended = run(
+        fork_server,
         """
         import warnings
         warnings.simplefilter("ignore")
@@ -443,7 +449,7 @@ def test_a_forked_child_gets_a_feeder_of_its_own() -> None:
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0, status
         print(1 + sum(1 for _ in iterator))
-        """
+        """,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "250\n", "")
 

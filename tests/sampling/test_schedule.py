@@ -16,7 +16,7 @@ from aiofeed import Feeder, Limits
 from tests.support.process_parts import Numbers
 
 # `make test-long` sets this.
-EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "250"))
+EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "100"))
 
 
 def augmented(data: bytes, *, rng: torch.Generator) -> tuple[int, torch.Tensor]:
@@ -123,7 +123,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
 
 
 @pytest.mark.timeout(3600)
-@settings(max_examples=max(EXAMPLES // 4, 100), suppress_health_check=list(HealthCheck))
+@settings(max_examples=max(EXAMPLES // 4, 40), suppress_health_check=list(HealthCheck))
 @given(
     case=cases,
     limits=limits_of_all_kinds,
@@ -169,7 +169,7 @@ def test_a_resume_with_other_shards_sees_the_rest_once(
 
 
 @pytest.mark.timeout(3600)
-@settings(max_examples=max(EXAMPLES // 10, 50), suppress_health_check=list(HealthCheck))
+@settings(max_examples=max(EXAMPLES // 10, 30), suppress_health_check=list(HealthCheck))
 @given(case=cases, limits=limits_of_all_kinds, cut=st.integers(0, 12))
 def test_out_of_order_the_rest_is_exact(case: Case, limits: Limits, cut: int) -> None:
     """With in_order=False, the batches before and after the resume are all batches of the epoch, bit for bit."""

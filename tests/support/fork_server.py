@@ -33,7 +33,7 @@ HANG_S = 90.0
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 SERVER = """
-import faulthandler, sys
+import faulthandler, gc, sys
 import aiofiles.os, numpy, torch, PIL.Image
 try: import uvloop
 except ImportError: pass
@@ -41,6 +41,7 @@ import aiofeed, aiofeed.testing
 from tests.support import fork_server, training
 for name in aiofeed.__all__: getattr(aiofeed, name)
 faulthandler.enable()
+gc.freeze()  # A child that collects garbage does not copy the memory of all that is imported.
 exec(fork_server.serve(int(sys.argv[1])))
 """
 

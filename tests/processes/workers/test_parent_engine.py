@@ -36,6 +36,8 @@ from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
 from tests.support.waiting import children, until
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 def numbers(feeder: Feeder[Any]) -> list[list[int]]:
     return [batch.tolist() for batch in feeder]
@@ -209,25 +211,6 @@ async def test_async_for() -> None:
 
 
 # --- processes ---
-
-
-def test_a_worker_does_not_import_torch() -> None:
-    """Neither aiofeed nor the trainer's script imports it there."""
-    with Feeder(parts.Numbers(4), decode=parts.modules, batch_size=4, engine="process") as feeder:
-        [batch] = feeder
-    assert batch.tolist() == [[False, True]] * 4
-
-
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
-def test_a_worker_that_decodes_images_does_not_load_torch(jpeg_folder: Path) -> None:
-    """Not even its libraries, which are hundreds of megabytes."""
-    decode = DecodeImage(16)
-    with Feeder(ImageFolder(jpeg_folder), decode=decode, batch_size=2, engine="process") as feeder:
-        iterator = iter(feeder)  # if it is dropped, the worker ends
-        next(iterator)
-        [child] = children()
-        assert "libtorch" in Path("/proc/self/maps").read_text()
-        assert "libtorch" not in Path(f"/proc/{child.pid}/maps").read_text()
 
 
 def test_batches_are_spread_over_the_workers() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from aiofeed import Feeder, FeedError, IteratorClosedError, WorkerDiedError
+from aiofeed import DecodeImage, Feeder, FeedError, ImageFolder, IteratorClosedError, WorkerDiedError
 from aiofeed.processes.workers.handle import _command
 from tests.soak.shared_tensors import kill_at_random_moments
 from tests.support import process_parts as parts
@@ -37,6 +37,25 @@ def endless(decode: Any = parts.number, engine: str = "process", **more: Any) ->
 
 
 # --- starting ---
+
+
+def test_a_worker_does_not_import_torch() -> None:
+    """Neither aiofeed nor the trainer's script imports it there."""
+    with Feeder(parts.Numbers(4), decode=parts.modules, batch_size=4, engine="process") as feeder:
+        [batch] = feeder
+    assert batch.tolist() == [[False, True]] * 4
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_a_worker_that_decodes_images_does_not_load_torch(jpeg_folder: Path) -> None:
+    """Not even its libraries, which are hundreds of megabytes."""
+    decode = DecodeImage(16)
+    with Feeder(ImageFolder(jpeg_folder), decode=decode, batch_size=2, engine="process") as feeder:
+        iterator = iter(feeder)  # if it is dropped, the worker ends
+        next(iterator)
+        [child] = children()
+        assert "libtorch" in Path("/proc/self/maps").read_text()
+        assert "libtorch" not in Path(f"/proc/{child.pid}/maps").read_text()
 
 
 def test_ctrl_c_while_a_worker_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:

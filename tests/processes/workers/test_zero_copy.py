@@ -9,10 +9,13 @@ import warnings
 from typing import Any
 
 import numpy as np
+import pytest
 
 from aiofeed import Feeder, Limits
 from tests.support import process_parts as parts
 from tests.support.waiting import children, until
+
+pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
 def large(n: int = 2000, **more: Any) -> Feeder[Any]:
