@@ -21,6 +21,10 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+BATCHES = 50
+"""So many show each mistake; ten thousand are tested, too."""
+
+
 def in_turn(simulated):
     """Return the default stream and two others."""
     return [simulated.current_stream(), simulated.new_stream(), simulated.new_stream()]
@@ -41,7 +45,7 @@ def slow(simulated):
 def test_no_wrong_byte(latency, streams, static):
     """Batches are right on one or several streams, after slow kernels, if dropped or overwritten at once."""
     device = SimulatedDevice(latency=latency)
-    check_feeder(device, streams=streams, slow=slow, batches=150, static_batches=static)
+    check_feeder(device, streams=streams, slow=slow, batches=BATCHES, static_batches=static)
     gc.collect()
     assert device.allocated_bytes == 0
     assert device.pinned_bytes == 0
@@ -109,7 +113,7 @@ def test_the_check_sees_mistakes(mistake, monkeypatch):
     """A feeder whose copier has a mistake fails the check."""
     monkeypatch.setattr(Copier, "deliver", mistake.deliver)
     with pytest.raises(WrongBytesError):
-        check_feeder(SimulatedDevice(), streams=in_turn, slow=slow, batches=150)
+        check_feeder(SimulatedDevice(), streams=in_turn, slow=slow, batches=BATCHES)
 
 
 @pytest.mark.parametrize("latency", ["random", "late", "early"])

@@ -167,7 +167,7 @@ class TestResolve:
 
 
 class TestFeeder:
-    @pytest.mark.parametrize("batches", [200, pytest.param(600, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("batches", [100, pytest.param(600, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("latency", ["random", "late", "early"])
     def test_no_wrong_byte(self, latency, batches):
         """With slow kernels on alternating streams of both devices and tensors dropped at once, every part is right."""

@@ -98,7 +98,7 @@ MISTAKES = [
 
 
 class TestBytes:
-    @pytest.mark.parametrize("batches", [400, pytest.param(2_000, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("batches", [150, pytest.param(2_000, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("latency", ["random", "late", "early"])
     def test_copier(self, latency, batches):
         """With slow kernels, three alternating streams and fixed memory, every batch has the right contents."""
@@ -108,9 +108,9 @@ class TestBytes:
     def test_the_check_sees_each_mistake(self, mistake):
         """A copier with a mistake fails the check that the real copier passes."""
         with pytest.raises(WrongBytesError):
-            check(SimulatedDevice(), copier=mistake, batches=400)
+            check(SimulatedDevice(), copier=mistake, batches=150)
 
-    @pytest.mark.parametrize("batches", [300, pytest.param(1_000, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("batches", [150, pytest.param(1_000, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("latency", ["random", "late", "early"])
     def test_feeder(self, latency, batches):
         """A slow consumer that changes its stream gets correct batches over two epochs."""
@@ -124,7 +124,7 @@ class TestBytes:
     def test_several_devices(self, latency):
         """Each device has its own tensors and waits for its own streams."""
         devices = [SimulatedDevice(1, latency=latency), SimulatedDevice(2, latency=latency, index=1)]
-        check_feeder(devices, streams=streams, slow=slow, batches=400, static_batches=True)
+        check_feeder(devices, streams=streams, slow=slow, batches=150, static_batches=True)
 
 
 class TestAddresses:

@@ -540,6 +540,7 @@ def test_three_trainings_share_decoded_images(run: Callable[..., str]) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs Unix sockets")
+@pytest.mark.slow
 def test_ddp_one_host_distributes_the_batches() -> None:
     """Two ranks get half of the 32 batches each, no sample twice, and end with the same weights."""
     output = run_fresh("ddp_one_host.py", attempts=3)

@@ -12,8 +12,6 @@ import os
 import pickle
 import resource
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -28,6 +26,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from aiofeed import DataLoader, FailurePolicy, Feeder, FeedError, HostCache, IteratorClosedError, WorkerDiedError
 from aiofeed.testing import SimulatedDevice
+from tests.support.fork_server import ForkServer
 from tests.support.interrupts import Interrupt
 from tests.support.loader_parts import Plain, Random, same, seed_all, without_none
 from tests.support.waiting import children, until
@@ -415,26 +414,17 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
-def test_the_end_of_the_script_ends_the_workers(number: signal.Signals, tmp_path: Path) -> None:
+def test_the_end_of_the_script_ends_the_workers(number: signal.Signals, fork_server: ForkServer) -> None:
     """Ctrl-C, SIGTERM and SIGKILL of the script end its workers; Ctrl-C prints one traceback."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    process = subprocess.Popen(
-        [sys.executable, script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    pids = [int(pid) for pid in process.stdout.readline().split()]
+    script = fork_server.start(SCRIPT)
+    pids = [int(pid) for pid in script.line().split()]
     assert len(pids) == 2
     if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # a terminal sends it to all processes
+        os.killpg(script.pid, number)  # a terminal sends it to all processes
     else:
-        process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+        script.send(number)
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    errors = script.end().err
     assert errors.count("Traceback") == (number == signal.SIGINT), errors
     assert errors.count("KeyboardInterrupt") == (number == signal.SIGINT), errors
 

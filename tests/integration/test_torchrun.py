@@ -133,6 +133,7 @@ def test_uninterrupted_training_follows_distributed_sampler(whole: Run) -> None:
             assert indices == sharded(rank, 2, epoch)
 
 
+@pytest.mark.slow
 def test_resume_with_as_many_processes(
     torchrun: TorchRun, killed: tuple[Path, Run], whole: Run, tmp_path: Path
 ) -> None:

@@ -1,6 +1,6 @@
 """One rank of test_ranks.py: trains with torch's DataLoader and with aiofeed's, and saves what each run returned.
 
-python -m torch.distributed.run --standalone --nproc-per-node=2 train_ranks.py FRAMEWORK FOLDER
+python -m torch.distributed.run --standalone --nproc-per-node=2 train_ranks.py FOLDER FRAMEWORK ...
 """
 
 from __future__ import annotations
@@ -176,17 +176,18 @@ FRAMEWORKS: dict[str, Callable[[type[DataLoader[Any]]], Run]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("framework", choices=FRAMEWORKS)
-    parser.add_argument("folder", type=Path, help="folder for the results, a file for each rank")
+    parser.add_argument("folder", type=Path, help="folder for the results, a file for each framework and rank")
+    parser.add_argument("frameworks", choices=FRAMEWORKS, nargs="+")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    results = {}
-    for name, new_loader in (("torch", DataLoader), ("aiofeed", aiofeed.DataLoader)):
-        torch.manual_seed(5)
-        results[name] = FRAMEWORKS[options.framework](new_loader)
-        results[name]["random"] = torch.rand(1)
-    torch.save(results, options.folder / f"{os.environ['RANK']}.pt")
+    for framework in options.frameworks:
+        results = {}
+        for name, new_loader in (("torch", DataLoader), ("aiofeed", aiofeed.DataLoader)):
+            torch.manual_seed(5)
+            results[name] = FRAMEWORKS[framework](new_loader)
+            results[name]["random"] = torch.rand(1)
+        torch.save(results, options.folder / f"{framework}-{os.environ['RANK']}.pt")
     leave_group()
 
 

@@ -78,7 +78,14 @@ def test_sigterm_at_random_moments(fork_server: ForkServer) -> None:
     assert totals.signals == 5
 
 
-@pytest.mark.parametrize("name", ["plain", "device", "asynchronous_closing"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        pytest.param("device", marks=pytest.mark.slow),
+        pytest.param("asynchronous_closing", marks=pytest.mark.slow),
+    ],
+)
 def test_ctrl_c_in_a_fresh_interpreter(name: str) -> None:
     """SIGINT from the import of aiofeed on causes one KeyboardInterrupt."""
     after_s = random.uniform(0, FRESH_SPREAD_S)
