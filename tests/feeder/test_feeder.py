@@ -19,22 +19,11 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import aiofeed
 from aiofeed import DecodeImage, Feeder, Files, FromDataset, ImageFolder, IteratorClosedError, Limits
 from aiofeed.core.types import Row
+from tests.support import process_parts as parts
 
 
-class Numbers:
-    """A source of n samples. Sample i is i as text; its target is i squared."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def key(self, index: int) -> str:
-        return f"number {index}"
-
-    async def read(self, index: int) -> bytes:
-        return b"%d" % index
+class Numbers(parts.Numbers):
+    """Sample i is i as text; its target is i squared."""
 
     def target(self, index: int) -> int:
         return index * index

@@ -23,21 +23,8 @@ from aiofeed.runtime.queue import BatchQueue
 from aiofeed.runtime.threads import DaemonThread
 from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
-from tests.support.interrupts import Interrupt
-
-
-class Numbers:
-    def __init__(self, n: int = 12) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def key(self, index: int) -> str:
-        return str(index)
-
-    async def read(self, index: int) -> bytes:
-        return b"%d" % index
+from tests.support.interrupts import Interrupt, interrupted_next
+from tests.support.process_parts import Numbers
 
 
 def number(data: bytes) -> torch.Tensor:
@@ -57,20 +44,14 @@ def test_an_interrupted_next_loses_no_batch(options: dict[str, Any], step: int) 
     for place in range(1000):
         iterator = iter(feeder)
         seen = [next(iterator) for _ in range(step)]
-        # Wait for the batch here, so that the same code runs each time.
-        iterator._queue.peek(30)
-        with Interrupt(place) as interrupt:
-            try:
-                seen.append(next(iterator))
-            except KeyboardInterrupt:
-                interrupt.left = -1
-        if interrupt.left == -1:
+        interrupted, reached = interrupted_next(iterator, place, seen)
+        if interrupted:
             state = feeder.state_dict()
             ahead = len(state["handed_out"]) * (1 if options.get("in_order") == "samples" else 4)
             assert (state["position"] + ahead) % 16 == 4 * step, place
         seen += iterator
         assert sorted(torch.cat([batch.cpu() for batch in seen]).tolist()) == list(range(16)), place
-        if interrupt.left >= 0:
+        if not reached:
             break
     assert place > 10
     feeder.close()
@@ -130,10 +111,12 @@ def end_early(batch: torch.Tensor) -> torch.Tensor:
 
 
 FAILING: dict[str, Callable[[], Feeder[torch.Tensor]]] = {
-    "source": lambda: Feeder(BadNumbers(), decode=number, batch_size=4),
-    "source of a device": lambda: Feeder(BadNumbers(), decode=number, batch_size=4, device=SimulatedDevice()),
-    "transform": lambda: Feeder(Numbers(), decode=number, batch_size=4, transform=refuse),
-    "transform that raises StopIteration": lambda: Feeder(Numbers(), decode=number, batch_size=4, transform=end_early),
+    "source": lambda: Feeder(BadNumbers(12), decode=number, batch_size=4),
+    "source of a device": lambda: Feeder(BadNumbers(12), decode=number, batch_size=4, device=SimulatedDevice()),
+    "transform": lambda: Feeder(Numbers(12), decode=number, batch_size=4, transform=refuse),
+    "transform that raises StopIteration": lambda: Feeder(
+        Numbers(12), decode=number, batch_size=4, transform=end_early
+    ),
     "transform of resident data": lambda: Feeder(
         Tensors(torch.arange(12)), batch_size=4, transform=lambda rows: refuse(*rows)
     ),
@@ -327,8 +310,8 @@ def test_a_queue_emptied_while_its_batch_is_handed_out(device: bool, monkeypatch
 
 
 FEEDERS: dict[str, Callable[[], Feeder[Any]]] = {
-    "host": lambda: Feeder(Numbers(), decode=number, batch_size=4),
-    "device": lambda: Feeder(Numbers(), decode=number, batch_size=4, device=SimulatedDevice()),
+    "host": lambda: Feeder(Numbers(12), decode=number, batch_size=4),
+    "device": lambda: Feeder(Numbers(12), decode=number, batch_size=4, device=SimulatedDevice()),
     "resident": lambda: Feeder(Tensors(torch.arange(12)), batch_size=4),
 }
 
@@ -400,7 +383,7 @@ def quick_collector() -> Iterator[None]:
 def test_an_interrupted_iter_leaves_no_threads(device: bool) -> None:
     """After Ctrl-C anywhere in `iter`, the threads of the epoch end, and the feeder can be iterated again."""
     feeder: Feeder[torch.Tensor] = Feeder(
-        Numbers(), decode=number, batch_size=4, device=SimulatedDevice() if device else None
+        Numbers(12), decode=number, batch_size=4, device=SimulatedDevice() if device else None
     )
     before = set(threading.enumerate())
     for place in range(1000):
@@ -493,7 +476,7 @@ def stuck_feeder() -> Iterator[tuple[Feeder[torch.Tensor], threading.Event]]:
         return number(data)
 
     feeder: Feeder[torch.Tensor] = Feeder(
-        Numbers(), decode=decode, batch_size=4, limits=Limits(decode_threads=1, prefetch_batches=1)
+        Numbers(12), decode=decode, batch_size=4, limits=Limits(decode_threads=1, prefetch_batches=1)
     )
     iterator = iter(feeder)
     try:
@@ -567,7 +550,7 @@ def test_threads_and_the_loop_are_created_where_no_signal_handler_runs(monkeypat
 
     monkeypatch.setattr(threading.Thread, "start", recording_start)
     monkeypatch.setattr(event_loop, "new_event_loop", recording_new_loop)
-    with Feeder(Numbers(), decode=number, batch_size=4, device=SimulatedDevice()) as feeder:
+    with Feeder(Numbers(12), decode=number, batch_size=4, device=SimulatedDevice()) as feeder:
         list(feeder)
     assert len(callers) >= 3
     assert threading.main_thread() not in callers
@@ -590,7 +573,7 @@ def test_join_does_not_wait_for_a_thread_that_was_never_started(monkeypatch: pyt
 
 def test_the_collector_runs_no_python_code_of_aiofeed() -> None:
     """Collecting a feeder runs no Python code, in which a Ctrl-C would be printed and lost."""
-    feeder: Feeder[torch.Tensor] = Feeder(Numbers(), decode=number, batch_size=4)
+    feeder: Feeder[torch.Tensor] = Feeder(Numbers(12), decode=number, batch_size=4)
     list(feeder)
     feeder.close()
     called = []
@@ -612,7 +595,7 @@ def test_the_collector_runs_no_python_code_of_aiofeed() -> None:
 def test_signal_handlers_are_not_changed() -> None:
     """Iterating does not change the signal handlers."""
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    feeder: Feeder[torch.Tensor] = Feeder(Numbers(), decode=number, batch_size=4)
+    feeder: Feeder[torch.Tensor] = Feeder(Numbers(12), decode=number, batch_size=4)
     list(feeder)
     feeder.close()
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from aiofeed import Feeder, FromDataset, Limits, ReadError
+from tests.support import process_parts as parts
 
 FEW = Limits(read_concurrency=1, decode_threads=1, prefetch_batches=1)
 MANY = Limits(read_concurrency=64, decode_threads=3, prefetch_batches=4)
@@ -113,20 +114,10 @@ def test_the_first_and_a_later_state_in_the_same_feeder(make: MakeFeeder) -> Non
 def test_random_augmentation_resumes_bit_for_bit() -> None:
     """A decoder's rng depends on seed, epoch and position, so a resume repeats the augmentation exactly."""
 
-    class Numbers:
-        def __len__(self) -> int:
-            return 40
-
-        def key(self, index: int) -> str:
-            return str(index)
-
-        async def read(self, index: int) -> bytes:
-            return b""
-
     def noise(data: bytes, *, rng: torch.Generator) -> torch.Tensor:
         return torch.rand(3, generator=rng)
 
-    with Feeder(Numbers(), decode=noise, batch_size=6, shard=None) as feeder:
+    with Feeder(parts.Numbers(40), decode=noise, batch_size=6, shard=None) as feeder:
         iterator = iter(feeder)
         for _ in range(3):
             next(iterator)

@@ -24,7 +24,8 @@ from aiofeed.sources.objects import listing
 from aiofeed.sources.objects.listing import LoadProgress
 from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
-from tests.support.interrupts import Interrupt
+from tests.support.interrupts import interrupted_next
+from tests.support.process_parts import Numbers
 
 
 class Terminal:
@@ -46,30 +47,12 @@ class Terminal:
         return re.split(r"[\r\n]+", self.getvalue().strip())
 
 
-class Numbers:
-    """12 samples; those in `bad` cannot be read."""
-
-    def __init__(self, bad: tuple[int, ...] = ()) -> None:
-        self.bad = bad
-
-    def __len__(self) -> int:
-        return 12
-
-    def key(self, index: int) -> str:
-        return str(index)
-
-    async def read(self, index: int) -> bytes:
-        if index in self.bad:
-            raise FileNotFoundError(index)
-        return b"%d" % index
-
-
 def number(data: bytes) -> torch.Tensor:
     return torch.tensor(int(data))
 
 
 def new_feeder(**options: Any) -> Feeder[torch.Tensor]:
-    return Feeder(Numbers(), decode=number, batch_size=2, **options)
+    return Feeder(Numbers(12), decode=number, batch_size=2, **options)
 
 
 @pytest.fixture
@@ -114,7 +97,7 @@ class TestBatches:
                 made.append(Feeder(parts.Numbers(12), decode=parts.number, **chosen))
             else:
                 bad = (3,) if "on_error" in options else ()
-                made.append(Feeder(Numbers(bad), decode=number, **chosen))
+                made.append(Feeder(Numbers(12, bad), decode=number, **chosen))
         plain, shown = made
         with plain, shown:
             for _ in plain.epochs(3):
@@ -163,17 +146,12 @@ class TestBatches:
         for place in range(random.randrange(step), 3000, step):
             iterator = iter(feeder.progress())
             seen = [next(iterator)]
-            iterator._queue.peek(30)
-            with Interrupt(place) as interrupt:
-                try:
-                    seen.append(next(iterator))
-                except KeyboardInterrupt:
-                    interrupt.left = -1
-            if interrupt.left == -1:
+            interrupted, reached = interrupted_next(iterator, place, seen)
+            if interrupted:
                 assert feeder.state_dict()["position"] == 2, place
             seen += iterator
             assert torch.cat(seen).tolist() == list(range(12)), place
-            if interrupt.left >= 0:
+            if not reached:
                 break
         assert place > 30
         feeder.close()
@@ -265,7 +243,7 @@ class TestBar:
 
     def test_error_of_a_sample(self, terminal: Terminal) -> None:
         """An error at the `for` line closes the bar before it is raised."""
-        feeder = Feeder(Numbers(bad=(7,)), decode=number, batch_size=2)
+        feeder = Feeder(Numbers(12, bad=(7,)), decode=number, batch_size=2)
         iterator = iter(feeder.progress())
         with pytest.raises(ReadError):
             list(iterator)

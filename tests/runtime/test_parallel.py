@@ -18,6 +18,7 @@ from aiofeed import DiskCache, EncodedCache, Feeder, Limits
 from aiofeed.runtime.buffers import DropTracker, HostBufferPool
 from aiofeed.runtime.queue import BatchQueue
 from aiofeed.runtime.thread_pool import ThreadPool
+from tests.support.process_parts import Numbers
 
 THREADS = 8
 BLOCK = 128 * 1024
@@ -118,22 +119,9 @@ def test_a_pool_runs_each_job_once_while_its_size_changes() -> None:
     assert pool.join(10)
 
 
-class Numbers:
-    """Sample i is i, as four bytes."""
-
-    def __len__(self) -> int:
-        return 500
-
-    def key(self, index: int) -> str:
-        return f"number {index}"
-
-    async def read(self, index: int) -> bytes:
-        return index.to_bytes(4, "little")
-
-
 def decode(data: bytes) -> torch.Tensor:
     """int32 [64]: the number, 64 times."""
-    return torch.full((64,), int.from_bytes(data, "little"), dtype=torch.int32)
+    return torch.full((64,), int(data), dtype=torch.int32)
 
 
 def epochs(feeder: Feeder[torch.Tensor]) -> None:
@@ -157,6 +145,6 @@ def test_feeders_in_parallel(tmp_path: Path, kind: str) -> None:
             "encoded": lambda: EncodedCache(tmp_path / "cache", 1 << 20),
         }
         options: dict[str, Any] = {"cache": caches[kind](), "limits": limits, "shard": None}
-        epochs(Feeder(Numbers(), decode=decode, batch_size=16, shuffle=True, seed=number, **options))
+        epochs(Feeder(Numbers(500), decode=decode, batch_size=16, shuffle=True, seed=number, **options))
 
     in_threads(iterate, 4)

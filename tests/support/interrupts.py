@@ -98,6 +98,20 @@ class Interrupt:
         thread.join()
 
 
+def interrupted_next(iterator: Any, place: int, seen: list[Any]) -> tuple[bool, bool]:
+    """Append what `next` returns to `seen`, with Ctrl-C at a place: whether that came, and whether there was the place.
+
+    The batch is awaited before, so that the same code runs each time.
+    """
+    iterator._queue.peek(30)
+    with Interrupt(place) as interrupt:
+        try:
+            seen.append(next(iterator))
+        except KeyboardInterrupt:
+            return True, True
+    return False, interrupt.left < 0
+
+
 def _counts(code: CodeType) -> bool:
     # The simulated device stands for C code, which is not interrupted.
     return "/aiofeed/" in code.co_filename and "/testing/" not in code.co_filename

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from tests.support.process_parts import Numbers
+
 SCRIPTS: dict[str, Callable[[], None]] = {}
 
 # Objects that live until the end of the process.
@@ -37,22 +39,16 @@ def script(function: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-class Numbers:
+class SlowNumbers(Numbers):
     """A source of numbers; each read waits `delay_s` without blocking others."""
 
     def __init__(self, n: int = 64, delay_s: float = 0.0) -> None:
-        self.n = n
+        super().__init__(n)
         self.delay_s = delay_s
-
-    def __len__(self) -> int:
-        return self.n
-
-    def key(self, index: int) -> str:
-        return str(index)
 
     async def read(self, index: int) -> bytes:
         await asyncio.sleep(self.delay_s)
-        return b"%d" % index
+        return await super().read(index)
 
 
 def number(data: bytes) -> torch.Tensor:
@@ -73,7 +69,7 @@ def stuck_in_sleep(data: bytes) -> torch.Tensor:
 def feeder(source: Any = None, decode: Any = number, **options: Any) -> Any:
     from aiofeed import Feeder
 
-    return Feeder(source or Numbers(), decode=decode, batch_size=4, **options)
+    return Feeder(source or SlowNumbers(), decode=decode, batch_size=4, **options)
 
 
 def step(batch: Any) -> None:
@@ -186,7 +182,7 @@ def images() -> None:
     jpeg = io.BytesIO()
     Image.fromarray(np.arange(64 * 48 * 3, dtype=np.uint8).reshape(48, 64, 3)).save(jpeg, "JPEG")
 
-    class Images(Numbers):
+    class Images(SlowNumbers):
         async def read(self, index: int) -> bytes:
             return jpeg.getvalue()
 
@@ -197,7 +193,7 @@ def images() -> None:
 
 @script
 def slow() -> None:
-    for batch in feeder(Numbers(10**6, delay_s=0.05)):
+    for batch in feeder(SlowNumbers(10**6, delay_s=0.05)):
         step(batch)
 
 
@@ -218,14 +214,14 @@ def stuck_while_closing() -> None:
 
 @script
 def global_feeder() -> None:
-    references.append(feeder(Numbers(10**6)))
+    references.append(feeder(SlowNumbers(10**6)))
     for batch in references[0]:
         step(batch)
 
 
 @script
 def live_iterator() -> None:
-    references.append(iter(feeder(Numbers(10**6))))
+    references.append(iter(feeder(SlowNumbers(10**6))))
     for batch in references[0]:
         step(batch)
 
@@ -244,7 +240,7 @@ def own_handler() -> None:
     signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
     write_line("listening")
     while not received:
-        with feeder(Numbers(delay_s=0.001)) as loader:
+        with feeder(SlowNumbers(delay_s=0.001)) as loader:
             for batch in loader:
                 step(batch)
     write_line("asked to end")
@@ -260,7 +256,7 @@ def own_exception() -> None:
     def handler(number: int, frame: object) -> None:
         raise Interrupted
 
-    loader = feeder(Numbers(delay_s=0.001))
+    loader = feeder(SlowNumbers(delay_s=0.001))
     try:
         signal.signal(signal.SIGINT, handler)
         write_line("listening")
