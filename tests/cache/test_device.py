@@ -26,53 +26,9 @@ from aiofeed.feeder.pipeline import StreamingPipeline
 from aiofeed.testing import SimulatedDevice
 from tests.support.dropping import python_calls_while_dropping
 from tests.support.epochs_beside import same_after
+from tests.support.number_decoders import CountedNumbers, array, half, scalar, tensor
 
 LATENCIES = ("random", "late", "early")
-
-
-class Numbers:
-    """A source of n numbers as bytes that counts its reads; those in ``bad`` cannot be decoded."""
-
-    def __init__(self, n: int = 22, bad: frozenset[int] = frozenset(), target: Any = lambda index: -index) -> None:
-        self.n = n
-        self.bad = bad
-        self.reads: Counter[int] = Counter()
-        self.opened = 0
-        if target is not None:
-            self.target = target
-
-    def __len__(self) -> int:
-        return self.n
-
-    def key(self, index: int) -> str:
-        return f"number {index}"
-
-    async def open(self) -> None:
-        self.opened += 1
-
-    async def aclose(self) -> None:
-        self.opened -= 1
-
-    async def read(self, index: int) -> bytes:
-        assert self.opened == 1
-        self.reads[index] += 1
-        return b"bad" if index in self.bad else b"%d" % index
-
-
-def tensor(data: bytes) -> torch.Tensor:
-    return torch.arange(5, dtype=torch.float32) + int(data)
-
-
-def half(data: bytes) -> torch.Tensor:
-    return tensor(data).to(torch.bfloat16)
-
-
-def array(data: bytes) -> np.ndarray:
-    return np.full((2, 3), int(data), np.int16)
-
-
-def scalar(data: bytes) -> torch.Tensor:
-    return torch.tensor(int(data))
 
 
 def wide(data: bytes) -> torch.Tensor:
@@ -128,9 +84,9 @@ TARGETS: list[Any] = [
 @pytest.mark.parametrize("target", range(len(TARGETS)))
 def test_batches_equal_those_without_a_cache(kind: str | None, decode: Any, target: int) -> None:
     """They are equal in bytes, dtypes, strides and structure; each sample is read once, and one to learn the layout."""
-    source = Numbers(target=TARGETS[target])
+    source = CountedNumbers(target=TARGETS[target])
     options: dict[str, Any] = {"decode": decode, "batch_size": 4, "shuffle": True, "seed": 3}
-    plain: Feeder[Any] = Feeder(Numbers(target=TARGETS[target]), device=device_of(kind), **options)
+    plain: Feeder[Any] = Feeder(CountedNumbers(target=TARGETS[target]), device=device_of(kind), **options)
     feeder: Feeder[Any] = Feeder(source, cache="device", device=device_of(kind), **options)
     with plain, feeder:
         for epoch in range(3):
@@ -172,8 +128,10 @@ def test_epochs_that_are_left_resumed_and_set_equal_those_without_a_cache(
         "shard": rank_of,
         "limits": Limits(memory_bytes=200),
     }
-    cached: Feeder[Any] = Feeder(Numbers(n), cache="device", device=SimulatedDevice() if simulated else None, **options)
-    plain: Feeder[Any] = Feeder(Numbers(n), **options)
+    cached: Feeder[Any] = Feeder(
+        CountedNumbers(n), cache="device", device=SimulatedDevice() if simulated else None, **options
+    )
+    plain: Feeder[Any] = Feeder(CountedNumbers(n), **options)
     with cached, plain:
         for step, stop in enumerate(stops):
             same_after(step, stop, cached, plain, flat)
@@ -183,7 +141,7 @@ def test_epochs_that_are_left_resumed_and_set_equal_those_without_a_cache(
 def test_out_of_order(kind: str | None) -> None:
     """Every epoch has all samples, and a state the samples that were not handed out."""
     options: dict[str, Any] = {"decode": scalar, "batch_size": 4, "shuffle": True, "in_order": False}
-    feeder: Feeder[Any] = Feeder(Numbers(30, target=None), cache="device", device=device_of(kind), **options)
+    feeder: Feeder[Any] = Feeder(CountedNumbers(30, target=None), cache="device", device=device_of(kind), **options)
     with feeder:
         for stop in (3, 8, 2, 5, 8):
             found = [batch for batch, _ in zip(feeder, range(stop), strict=False)]
@@ -197,7 +155,7 @@ def test_out_of_order(kind: str | None) -> None:
 @DEVICES
 def test_epochs_in_a_row_become_resident(kind: str | None) -> None:
     """This includes ``epochs(n)``, which otherwise starts the next epoch early."""
-    source = Numbers()
+    source = CountedNumbers()
     feeder: Feeder[Any] = Feeder(source, decode=tensor, batch_size=4, cache="device", device=device_of(kind))
     with feeder:
         for epoch in feeder.epochs(4):
@@ -212,7 +170,9 @@ def test_resident_epochs_copy_no_samples_from_the_host(kind: str | None) -> None
     if kind is None:
         pytest.skip("nothing is copied")
     backend = SimulatedDevice(latency=kind)  # type: ignore[arg-type]
-    feeder: Feeder[Any] = Feeder(Numbers(), decode=tensor, batch_size=4, shuffle=True, cache="device", device=backend)
+    feeder: Feeder[Any] = Feeder(
+        CountedNumbers(), decode=tensor, batch_size=4, shuffle=True, cache="device", device=backend
+    )
     with feeder:
         list(feeder)
         list(feeder)
@@ -226,9 +186,9 @@ def test_resident_epochs_copy_no_samples_from_the_host(kind: str | None) -> None
 def test_a_rank_streams_samples_that_are_new_to_it(kind: str | None) -> None:
     """Over several epochs each rank reads every sample once, and mixed batches equal those of streaming."""
     options: dict[str, Any] = {"decode": tensor, "batch_size": 4, "shuffle": True, "shard": (0, 2)}
-    source = Numbers(40)
+    source = CountedNumbers(40)
     cached: Feeder[Any] = Feeder(source, cache="device", device=device_of(kind), **options)
-    plain: Feeder[Any] = Feeder(Numbers(40), **options)
+    plain: Feeder[Any] = Feeder(CountedNumbers(40), **options)
     with cached, plain:
         for _ in range(12):
             assert [flat(batch) for batch in cached] == [flat(batch) for batch in plain]
@@ -238,7 +198,7 @@ def test_a_rank_streams_samples_that_are_new_to_it(kind: str | None) -> None:
 
 def test_a_shard_that_never_changes_is_resident_from_the_second_epoch() -> None:
     """Samples of other ranks need not be cached."""
-    source = Numbers(40)
+    source = CountedNumbers(40)
     feeder: Feeder[Any] = Feeder(source, decode=tensor, batch_size=4, shard=(1, 2), cache="device")
     with feeder:
         first = [flat(batch) for batch in feeder]
@@ -255,9 +215,9 @@ def test_samples_that_fail(kind: str | None, action: Any, decode_timeout_s: floa
     policy = FailurePolicy(action, max_failures=20, decode_timeout_s=decode_timeout_s)
     options: dict[str, Any] = {"decode": tensor, "batch_size": 4, "shuffle": True, "on_error": policy}
     bad = frozenset({0, 7, 11})
-    source = Numbers(22, bad)
+    source = CountedNumbers(22, bad)
     cached: Feeder[Any] = Feeder(source, cache="device", device=device_of(kind), **options)
-    plain: Feeder[Any] = Feeder(Numbers(22, bad), **options)
+    plain: Feeder[Any] = Feeder(CountedNumbers(22, bad), **options)
     with cached, plain:
         first: dict[int, int] = {}
         for _ in range(4):
@@ -274,8 +234,8 @@ def test_samples_that_fail(kind: str | None, action: Any, decode_timeout_s: floa
 def test_transform_gets_the_same_batches_as_when_streaming(kind: str | None) -> None:
     """The cached samples are the decoder's."""
     options: dict[str, Any] = {"decode": tensor, "batch_size": 4, "transform": lambda batch: [batch[0] * 2, batch[1]]}
-    cached: Feeder[Any] = Feeder(Numbers(), cache="device", device=device_of(kind), **options)
-    with cached, Feeder(Numbers(), device=device_of(kind), **options) as plain:
+    cached: Feeder[Any] = Feeder(CountedNumbers(), cache="device", device=device_of(kind), **options)
+    with cached, Feeder(CountedNumbers(), device=device_of(kind), **options) as plain:
         for _ in range(3):
             assert [flat(batch) for batch in cached] == [flat(batch) for batch in plain]
 
@@ -284,9 +244,9 @@ def test_transform_gets_the_same_batches_as_when_streaming(kind: str | None) -> 
 def test_writing_into_a_batch_changes_nothing_else(kind: str | None) -> None:
     """Other batches and later epochs stay the same, streamed or resident, and batches stay over epochs."""
     feeder: Feeder[Any] = Feeder(
-        Numbers(), decode=tensor, batch_size=4, shuffle=True, cache="device", device=device_of(kind)
+        CountedNumbers(), decode=tensor, batch_size=4, shuffle=True, cache="device", device=device_of(kind)
     )
-    plain: Feeder[Any] = Feeder(Numbers(), decode=tensor, batch_size=4, shuffle=True)
+    plain: Feeder[Any] = Feeder(CountedNumbers(), decode=tensor, batch_size=4, shuffle=True)
     with feeder, plain:
         batches = []
         for _ in range(4):
@@ -303,7 +263,7 @@ def test_samples_that_do_not_fit_on_the_device_are_an_error_with_the_figures(lat
     for decode in (Planar(), tensor):
         backend = SimulatedDevice(latency=latency, memory_bytes=4096)
         feeder: Feeder[Any] = Feeder(
-            Numbers(1000), decode=decode, batch_size=8, cache="device", device=backend, on_error="skip"
+            CountedNumbers(1000), decode=decode, batch_size=8, cache="device", device=backend, on_error="skip"
         )
         with pytest.raises(CacheError, match=r"1,000 samples of 2\d bytes .*two batches .*cache=\"host\"") as error:
             next(iter(feeder))
@@ -324,7 +284,7 @@ def test_the_consumers_modes_do_not_affect_transform_on_a_device(mode: Any) -> N
         return batch[0] @ weight, batch[1]
 
     feeder: Feeder[Any] = Feeder(
-        Numbers(), decode=tensor, batch_size=4, cache="device", device=SimulatedDevice(), transform=transform
+        CountedNumbers(), decode=tensor, batch_size=4, cache="device", device=SimulatedDevice(), transform=transform
     )
     with mode(), feeder:
         for _ in range(3):
@@ -345,7 +305,12 @@ def test_targets_that_do_not_fit_on_the_device_are_an_error_before_the_first_bat
     def feed(memory_bytes: int) -> Feeder[Any]:
         backend = SimulatedDevice(memory_bytes=memory_bytes)
         return Feeder(
-            Numbers(100, target=mask), decode=decode, batch_size=8, cache="device", device=backend, on_error="skip"
+            CountedNumbers(100, target=mask),
+            decode=decode,
+            batch_size=8,
+            cache="device",
+            device=backend,
+            on_error="skip",
         )
 
     with feed(64 << 10) as feeder, pytest.raises(CacheError, match=r"100 targets of 2\.0 KiB each .*cache=\"host\""):
@@ -357,7 +322,7 @@ def test_targets_that_do_not_fit_on_the_device_are_an_error_before_the_first_bat
 def test_a_device_error_during_allocation_is_raised() -> None:
     """It is raised at the ``for`` line, and the next epoch allocates again."""
     backend = SimulatedDevice(copy_fails_at=1)
-    with Feeder(Numbers(), decode=tensor, batch_size=4, cache="device", device=backend) as feeder:
+    with Feeder(CountedNumbers(), decode=tensor, batch_size=4, cache="device", device=backend) as feeder:
         with pytest.raises(DeviceCopyError, match=r"memory for the cache on simulated:0 failed.*at copy 1"):
             next(iter(feeder))
         for _ in range(2):
@@ -369,10 +334,10 @@ def test_samples_that_do_not_fit_into_host_memory_are_an_error_with_the_figures(
 ) -> None:
     """Without a device the limit is free host memory, which the ranks of a host share."""
     monkeypatch.setattr("aiofeed.runtime.machine.free_memory", lambda: 1000)
-    feeder: Feeder[Any] = Feeder(Numbers(22), decode=tensor, batch_size=4, cache="device")
+    feeder: Feeder[Any] = Feeder(CountedNumbers(22), decode=tensor, batch_size=4, cache="device")
     assert len(list(feeder)) == 6
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    other: Feeder[Any] = Feeder(Numbers(22), decode=tensor, batch_size=4, cache="device")
+    other: Feeder[Any] = Feeder(CountedNumbers(22), decode=tensor, batch_size=4, cache="device")
     with pytest.raises(CacheError, match=r"2 ranks, which has 500 bytes free: 22 samples of 20 bytes"):
         next(iter(other))
     other.close()
@@ -412,7 +377,12 @@ def test_tensors_in_memory_are_refused() -> None:
 def test_targets_that_do_not_fit_into_a_tensor_are_an_error(kind: str | None, target: Any, message: str) -> None:
     """The error names the sample in the first epoch."""
     feeder: Feeder[Any] = Feeder(
-        Numbers(target=target), decode=tensor, batch_size=4, cache="device", device=device_of(kind), on_error="skip"
+        CountedNumbers(target=target),
+        decode=tensor,
+        batch_size=4,
+        cache="device",
+        device=device_of(kind),
+        on_error="skip",
     )
     with feeder, pytest.raises(CacheError, match=message):
         list(feeder)
@@ -425,7 +395,7 @@ def test_samples_that_differ_are_an_error(kind: str | None) -> None:
     def decode(data: bytes) -> torch.Tensor:
         return torch.zeros(3 if data == b"9" else 2)
 
-    feeder: Feeder[Any] = Feeder(Numbers(), decode=decode, batch_size=4, cache="device", device=device_of(kind))
+    feeder: Feeder[Any] = Feeder(CountedNumbers(), decode=decode, batch_size=4, cache="device", device=device_of(kind))
     with feeder, pytest.raises(CacheError, match=r"number 9.*\[2\].*\[3\]"):
         list(feeder)
 
@@ -433,7 +403,7 @@ def test_samples_that_differ_are_an_error(kind: str | None) -> None:
 @DEVICES
 def test_memory_is_freed_with_the_feeder(kind: str | None) -> None:
     """The cache survives ``close``, so nothing is read again, and its memory is freed with the feeder."""
-    source = Numbers()
+    source = CountedNumbers()
     backend = device_of(kind)
     feeder: Feeder[Any] = Feeder(source, decode=tensor, batch_size=4, cache="device", device=backend)
     with feeder:
@@ -505,7 +475,12 @@ def test_memory_is_allocated_beside_captures(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_epoch_begun_under_inference_mode(kind: str | None, decode: Any) -> None:
     """Samples cached then can be trained on outside it, and more can be cached."""
     feeder: Feeder[Any] = Feeder(
-        Numbers(), decode=decode, batch_size=4, cache="device", device=device_of(kind), limits=Limits(memory_bytes=64)
+        CountedNumbers(),
+        decode=decode,
+        batch_size=4,
+        cache="device",
+        device=device_of(kind),
+        limits=Limits(memory_bytes=64),
     )
     with feeder:
         for _ in range(2):
@@ -525,7 +500,7 @@ def test_epochs_of_the_same_shard_collate_and_upload_targets_once(kind: str | No
         return index
 
     feeder: Feeder[Any] = Feeder(
-        Numbers(target=target), decode=tensor, batch_size=4, shard=(0, 2), cache="device", device=device_of(kind)
+        CountedNumbers(target=target), decode=tensor, batch_size=4, shard=(0, 2), cache="device", device=device_of(kind)
     )
     with feeder:
         list(feeder)
@@ -539,7 +514,7 @@ def test_epochs_of_the_same_shard_collate_and_upload_targets_once(kind: str | No
 @DEVICES
 def test_close_waits_for_the_threads_of_the_first_epoch(kind: str | None) -> None:
     """They end when an epoch is resident; after ``close`` they have ended and the source is closed."""
-    source = Numbers()
+    source = CountedNumbers()
     feeder: Feeder[Any] = Feeder(source, decode=tensor, batch_size=4, cache="device", device=device_of(kind))
     list(feeder)
     pipeline = feeder._session.pipeline
@@ -567,9 +542,9 @@ def test_a_sampler_is_respected(kind: str | None) -> None:
     """Repeats are handed out, and epochs are resident once all samples of the sampler are cached."""
     order = [3, 1, 3, 5, 8, 8, 8, 2]
     feeder: Feeder[Any] = Feeder(
-        Numbers(), decode=tensor, batch_size=3, sampler=order, cache="device", device=device_of(kind)
+        CountedNumbers(), decode=tensor, batch_size=3, sampler=order, cache="device", device=device_of(kind)
     )
-    plain: Feeder[Any] = Feeder(Numbers(), decode=tensor, batch_size=3, sampler=order)
+    plain: Feeder[Any] = Feeder(CountedNumbers(), decode=tensor, batch_size=3, sampler=order)
     with feeder, plain:
         for epoch in range(3):
             assert [flat(batch) for batch in feeder] == [flat(batch) for batch in plain]
@@ -580,8 +555,10 @@ def test_a_sampler_is_respected(kind: str | None) -> None:
 def test_an_epoch_after_one_that_was_left_is_right(latency: Any) -> None:
     """Samples whose copies were in flight when the epoch was left count as cached once they are on the device."""
     backend = SimulatedDevice(latency=latency)
-    feeder: Feeder[Any] = Feeder(Numbers(64), decode=tensor, batch_size=4, shuffle=True, cache="device", device=backend)
-    plain: Feeder[Any] = Feeder(Numbers(64), decode=tensor, batch_size=4, shuffle=True)
+    feeder: Feeder[Any] = Feeder(
+        CountedNumbers(64), decode=tensor, batch_size=4, shuffle=True, cache="device", device=backend
+    )
+    plain: Feeder[Any] = Feeder(CountedNumbers(64), decode=tensor, batch_size=4, shuffle=True)
     with feeder, plain:
         for stop in (1, 5, 0, 9, 16, 16):
             for ours, theirs in zip(range(stop), zip(feeder, plain, strict=True), strict=False):

@@ -29,28 +29,7 @@ from aiofeed import (
     Tensors,
 )
 from aiofeed.decoders.geometry import map_box
-from tests.support.number_decoders import array, half, scalar, tensor
-
-
-class Numbers:
-    """A source of n numbers as bytes that counts its reads; those in ``bad`` cannot be decoded."""
-
-    def __init__(self, n: int = 22, bad: frozenset[int] = frozenset(), targets: bool = True) -> None:
-        self.n = n
-        self.bad = bad
-        self.reads: Counter[int] = Counter()
-        if targets:
-            self.target = lambda index: -index
-
-    def __len__(self) -> int:
-        return self.n
-
-    def key(self, index: int) -> str:
-        return f"number {index}"
-
-    async def read(self, index: int) -> bytes:
-        self.reads[index] += 1
-        return b"bad" if index in self.bad else b"%d" % index
+from tests.support.number_decoders import CountedNumbers, array, half, scalar, tensor
 
 
 class Split:
@@ -100,16 +79,16 @@ KINDS = pytest.mark.parametrize("kind", ["host", "disk"])
 @KINDS
 @pytest.mark.parametrize("decode", [tensor, half, array, scalar, Split("array"), Split("tensor")])
 @pytest.mark.parametrize("collated", [False, True])
-@pytest.mark.parametrize("targets", [False, True])
+@pytest.mark.parametrize("target", [None, lambda index: -index])
 def test_batches_equal_those_without_a_cache(
-    decode: Any, kind: str, collated: bool, targets: bool, tmp_path: Path
+    decode: Any, kind: str, collated: bool, target: Any, tmp_path: Path
 ) -> None:
     """This holds in every epoch, and each sample is read once."""
     arguments: dict[str, Any] = {"decode": decode, "batch_size": 4, "shuffle": True, "seed": 3}
     if collated:
         arguments["collate_fn"] = list
-    source = Numbers(targets=targets)
-    expected = epochs(Feeder(Numbers(targets=targets), **arguments))
+    source = CountedNumbers(target=target)
+    expected = epochs(Feeder(CountedNumbers(target=target), **arguments))
     assert epochs(Feeder(source, cache=cache_of(kind, tmp_path), **arguments)) == expected
     assert source.reads == Counter(range(22))
 
@@ -249,10 +228,10 @@ def test_resuming_with_and_without_a_warm_cache(kind: str, threads: int, jpeg_fo
 
 @KINDS
 def test_ranks_see_what_they_see_without_a_cache(kind: str, tmp_path: Path) -> None:
-    source = Numbers()
+    source = CountedNumbers()
     for rank in range(3):
         arguments: dict[str, Any] = {"decode": tensor, "batch_size": 3, "shuffle": True, "shard": (rank, 3)}
-        expected = epochs(Feeder(Numbers(), **arguments), 4)
+        expected = epochs(Feeder(CountedNumbers(), **arguments), 4)
         assert epochs(Feeder(source, cache=cache_of(kind, tmp_path), **arguments), 4) == expected
     if kind == "disk":
         # Samples are read twice if they are read ahead while another batch still decodes them.
@@ -267,8 +246,8 @@ def test_failed_samples_are_not_cached(kind: str, action: Any, limit_s: float | 
     bad = frozenset({3, 4, 11, 21})
     policy = FailurePolicy(action, max_failures=0.5, decode_timeout_s=limit_s)
     arguments: dict[str, Any] = {"decode": tensor, "batch_size": 4, "shuffle": True, "on_error": policy}
-    expected = epochs(Feeder(Numbers(bad=bad), **arguments))
-    source = Numbers(bad=bad)
+    expected = epochs(Feeder(CountedNumbers(bad=bad), **arguments))
+    source = CountedNumbers(bad=bad)
     feeder = Feeder(source, cache=cache_of(kind, tmp_path), **arguments)
     assert epochs(feeder) == expected
     assert feeder.statistics().failures == len(bad)
@@ -292,11 +271,11 @@ def test_the_first_failure_of_a_batch_is_raised(missing: int, cached: int, tmp_p
     """It is the first by position, whether decoding a missing sample or augmenting a cached one fails."""
     decode = Failing("array")
     arguments: dict[str, Any] = {"decode": decode, "batch_size": 8, "cache": DiskCache(tmp_path / "samples.cache")}
-    with Feeder(Numbers(8, frozenset({missing})), on_error="skip", **arguments) as feeder:
+    with Feeder(CountedNumbers(8, frozenset({missing})), on_error="skip", **arguments) as feeder:
         list(feeder)
     decode.bad = b"%d" % cached
     with (
-        Feeder(Numbers(8, frozenset({missing})), **arguments) as feeder,
+        Feeder(CountedNumbers(8, frozenset({missing})), **arguments) as feeder,
         pytest.raises(DecodeError, match="number 3"),
     ):
         list(feeder)
@@ -305,7 +284,7 @@ def test_the_first_failure_of_a_batch_is_raised(missing: int, cached: int, tmp_p
 @KINDS
 def test_raising_names_the_sample_in_every_epoch(kind: str, tmp_path: Path) -> None:
     feeder = Feeder(
-        Numbers(bad=frozenset({9})), decode=tensor, batch_size=4, cache=cache_of(kind, tmp_path), limits=Limits()
+        CountedNumbers(bad=frozenset({9})), decode=tensor, batch_size=4, cache=cache_of(kind, tmp_path), limits=Limits()
     )
     for _ in range(2):
         with pytest.raises(DecodeError, match="number 9") as caught:
@@ -315,7 +294,7 @@ def test_raising_names_the_sample_in_every_epoch(kind: str, tmp_path: Path) -> N
 
 
 def test_a_target_that_fails_with_a_warm_cache_names_the_sample() -> None:
-    source = Numbers()
+    source = CountedNumbers()
     feeder = Feeder(source, decode=tensor, batch_size=4, cache="host")
     list(feeder)
     feeder.close()
@@ -326,7 +305,7 @@ def test_a_target_that_fails_with_a_warm_cache_names_the_sample() -> None:
 
 
 def test_writing_into_a_batch_does_not_change_the_cache(jpeg_folder: Path) -> None:
-    for decode, source in ((DecodeImage(16), ImageFolder(jpeg_folder)), (tensor, Numbers())):
+    for decode, source in ((DecodeImage(16), ImageFolder(jpeg_folder)), (tensor, CountedNumbers())):
         for collate_fn in (None, list):
             with Feeder(source, decode=decode, batch_size=4, cache="host", collate_fn=collate_fn) as feeder:
                 seen = []
@@ -348,11 +327,11 @@ def test_augment_cannot_write_into_the_cache() -> None:
             return cached
 
     with (
-        Feeder(Numbers(4), decode=Writing("array"), batch_size=4, cache="host") as feeder,
+        Feeder(CountedNumbers(4), decode=Writing("array"), batch_size=4, cache="host") as feeder,
         pytest.raises(DecodeError, match="read-only"),
     ):
         list(feeder)
-    assert epochs(Feeder(Numbers(4), decode=Writing("tensor"), batch_size=4, cache="host"), 3)[2] == flat(
+    assert epochs(Feeder(CountedNumbers(4), decode=Writing("tensor"), batch_size=4, cache="host"), 3)[2] == flat(
         [[torch.stack([tensor(b"%d" % n) + 1 for n in range(4)]), torch.arange(0, -4, -1)]]
     )
 
@@ -362,11 +341,11 @@ def test_augment_cannot_write_into_the_cache() -> None:
 
 def test_samples_that_do_not_fit_are_decoded_in_every_epoch(caplog: pytest.LogCaptureFixture) -> None:
     """The samples decoded first are cached, and one log line says how many."""
-    source = Numbers()
+    source = CountedNumbers()
     caplog.set_level(logging.WARNING, "aiofeed")
     cache = HostCache(max_bytes=20 * 7 + 3)
     limits = Limits(decode_threads=1)
-    expected = epochs(Feeder(Numbers(), decode=tensor, batch_size=4), 3)
+    expected = epochs(Feeder(CountedNumbers(), decode=tensor, batch_size=4), 3)
     assert epochs(Feeder(source, decode=tensor, batch_size=4, cache=cache, limits=limits), 3) == expected
     assert [index for index in range(22) if source.reads[index] == 1] == list(range(7))
     assert [record.getMessage()[:40] for record in caplog.records] == ["the cache has room for 7 of 22 samples: "]
@@ -377,7 +356,7 @@ def test_half_of_the_free_memory_is_divided_among_the_ranks_of_the_host(monkeypa
 
     monkeypatch.setattr(machine, "free_memory", lambda: 20 * 10 * 2 * 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    source = Numbers()
+    source = CountedNumbers()
     epochs(Feeder(source, decode=tensor, batch_size=4, cache="host", limits=Limits(decode_threads=1)), 2)
     assert [index for index in range(22) if source.reads[index] == 1] == list(range(10))
 
@@ -386,7 +365,7 @@ def test_half_of_the_free_memory_is_divided_among_the_ranks_of_the_host(monkeypa
 
 
 def test_a_cache_survives_close_and_belongs_to_one_feeder() -> None:
-    source, cache = Numbers(), HostCache()
+    source, cache = CountedNumbers(), HostCache()
     feeder = Feeder(source, decode=tensor, batch_size=4, cache=cache)
     for _ in range(2):
         with feeder:
@@ -401,7 +380,7 @@ def test_memory_is_freed_with_the_feeder() -> None:
     import gc
     import weakref
 
-    feeder = Feeder(Numbers(), decode=tensor, batch_size=4, cache="host")
+    feeder = Feeder(CountedNumbers(), decode=tensor, batch_size=4, cache="host")
     batches = list(feeder)
     arena = weakref.ref(feeder._config.cache._arena)  # type: ignore[union-attr]
     feeder.close()
@@ -411,9 +390,9 @@ def test_memory_is_freed_with_the_feeder() -> None:
     assert len(batches) == 6
 
 
-class Portable(Numbers):
+class Portable(CountedNumbers):
     def __init__(self, n: int = 22) -> None:
-        super().__init__(n, targets=False)
+        super().__init__(n, target=None)
 
 
 @KINDS
@@ -431,7 +410,7 @@ def test_a_pickled_feeder_starts_with_an_empty_cache(kind: str, tmp_path: Path) 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_uses_the_samples_cached_before(kind: str, tmp_path: Path) -> None:
-    source = Numbers()
+    source = CountedNumbers()
     feeder = Feeder(source, decode=tensor, batch_size=4, cache=cache_of(kind, tmp_path))
     first = flat(list(feeder))
     pid = os.fork()
@@ -467,7 +446,7 @@ class Rows:
 @pytest.mark.parametrize("decode", [drawn, Rows()])
 def test_a_random_decoder_without_separate_augmentation_is_refused(decode: Any) -> None:
     with pytest.raises(TypeError, match=r"decode_cached\(data\).*augment\(cached, \*, rng\)"):
-        Feeder(Numbers(), decode=decode, batch_size=4, cache="host")
+        Feeder(CountedNumbers(), decode=decode, batch_size=4, cache="host")
 
 
 @pytest.mark.parametrize(
@@ -475,7 +454,7 @@ def test_a_random_decoder_without_separate_augmentation_is_refused(decode: Any) 
 )
 def test_an_argument_that_is_not_a_cache_is_refused(cache: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=r'"host", "device", aiofeed\.HostCache'):
-        Feeder(Numbers(), decode=tensor, batch_size=4, cache=cache)
+        Feeder(CountedNumbers(), decode=tensor, batch_size=4, cache=cache)
 
 
 def test_tensors_in_memory_are_refused() -> None:
@@ -523,7 +502,7 @@ def test_samples_without_a_common_layout_are_an_error_that_names_one(
 ) -> None:
     """The error is raised with every policy, since the decoder cannot be used with a cache."""
     feeder = Feeder(
-        Numbers(),
+        CountedNumbers(),
         decode=decode,
         batch_size=4,
         cache=cache_of(kind, tmp_path),

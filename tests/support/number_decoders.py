@@ -1,7 +1,8 @@
-"""Decoders of a number in decimal digits to samples of several types."""
+"""A source of numbers in decimal digits, and decoders of them to samples of several types."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +10,35 @@ import torch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+class CountedNumbers:
+    """A source of n numbers as bytes that counts its reads; those in `bad` cannot be decoded. It is opened once."""
+
+    def __init__(self, n: int = 22, bad: frozenset[int] = frozenset(), target: Any = lambda index: -index) -> None:
+        self.n = n
+        self.bad = bad
+        self.reads: Counter[int] = Counter()
+        self.opened = 0
+        if target is not None:
+            self.target = target
+
+    def __len__(self) -> int:
+        return self.n
+
+    def key(self, index: int) -> str:
+        return f"number {index}"
+
+    async def open(self) -> None:
+        self.opened += 1
+
+    async def aclose(self) -> None:
+        self.opened -= 1
+
+    async def read(self, index: int) -> bytes:
+        assert self.opened == 1
+        self.reads[index] += 1
+        return b"bad" if index in self.bad else b"%d" % index
 
 
 def tensor(data: bytes) -> torch.Tensor:
