@@ -155,7 +155,7 @@ MISTAKES = [
 
 
 class TestStreams:
-    @pytest.mark.parametrize("batches", [400, pytest.param(2_000, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("batches", [150, pytest.param(2_000, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("latency", ["random", "late", "early"])
     def test_no_wrong_byte(self, latency, batches):
         """With slow kernels, three alternating streams and tensors dropped at once, every batch arrives unchanged."""
@@ -171,12 +171,12 @@ class TestStreams:
     def test_the_check_sees_each_mistake(self, mistake):
         """A copier with a mistake fails the check that the real copier passes."""
         with pytest.raises(WrongBytesError):
-            check(SimulatedDevice(), copier=mistake, batches=400)
+            check(SimulatedDevice(), copier=mistake, batches=150)
 
     def test_memory_in_use_is_flat(self):
         """The device memory reserved does not grow with the number of batches."""
         reserved = []
-        for batches in (400, 1200):
+        for batches in (200, 600):
             simulated = SimulatedDevice(latency="late")
             check(simulated, batches=batches)
             # Subtract the checksums of the check itself, one row per batch.
