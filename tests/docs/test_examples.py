@@ -369,6 +369,7 @@ def test_nanogpt_is_resumed_with_its_next_batches(run: Callable[..., str]) -> No
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # tests/sources/tables has these resumes, too
 @pytest.mark.integration
 def test_tables_is_resumed_with_its_next_batches() -> None:
     """Both trainings on the dataset learn, and the resumed one gets the batches of an uninterrupted one."""

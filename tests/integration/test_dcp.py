@@ -62,6 +62,7 @@ def two_epochs(feeder: Feeder[torch.Tensor]) -> Iterator[tuple[int, list[list[fl
             yield epoch, batch.tolist()
 
 
+@pytest.mark.slow
 def test_two_ranks_share_a_checkpoint(torchrun: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     """Two ranks save one checkpoint and load it; each continues with its own part."""
     process = torchrun(2, SCRIPT, tmp_path)
