@@ -267,7 +267,7 @@ def serve(descriptor: int) -> CodeType:
     os.chdir(request["cwd"])
     main = vars(sys.modules["__main__"])
     main.clear()
-    main.update({"__name__": "__main__", "__builtins__": builtins})
+    main.update({"__name__": "__main__", "__builtins__": builtins, "__spec__": None, "__doc__": None})
     if path := request.get("file"):
         main["__file__"] = path
         sys.argv[:] = [path, *request["arguments"]]
