@@ -35,7 +35,7 @@ class LocalObjects:
         self, key: str, starts: Sequence[int], ends: Sequence[int], *, etag: str | None = None
     ) -> list[bytes]:
         """Parts of a file."""
-        return await asyncio.to_thread(read_ranges, self.url(key), starts, ends, etag)
+        return await asyncio.to_thread(read_ranges, self.url(key), list(zip(starts, ends, strict=True)), etag)
 
     async def list(self, prefix: str) -> AsyncIterator[list[tuple[str, ObjectInfo]]]:
         """The files of a folder and of those in it."""
@@ -49,17 +49,20 @@ class LocalObjects:
 
 
 def _info(status: os.stat_result) -> ObjectInfo:
-    etag = f'"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"'
-    return ObjectInfo(status.st_size, etag, status.st_mtime)
+    return ObjectInfo(status.st_size, _etag(status), status.st_mtime)
 
 
-def read_ranges(path: str, starts: Sequence[int], ends: Sequence[int], etag: str | None = None) -> list[bytes]:
+def _etag(status: os.stat_result) -> str:
+    return f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
+
+
+def read_ranges(path: str, ranges: Sequence[tuple[int, int]], etag: str | None = None) -> list[bytes]:
     """Parts of a file, in the calling thread."""
     with open(open_file(path), "rb", buffering=0) as file:
-        if etag is not None and _info(os.fstat(file.fileno())).etag != etag:
+        if etag is not None and _etag(os.fstat(file.fileno())) != etag:
             raise changed(path)
         found = []
-        for start, end in zip(starts, ends, strict=True):
+        for start, end in ranges:
             data = read_range(file, start, end)
             if len(data) != end - start:
                 raise too_short(path, start, end)

@@ -273,7 +273,8 @@ class Manifest(Files):
         for places in self.paths.by_object(indices):
             chosen = [indices[place] for place in places]
             try:
-                parts: list[Any] = read_ranges(self.paths[chosen[0]], starts[chosen].tolist(), ends[chosen].tolist())
+                ranges = zip(starts[chosen].tolist(), ends[chosen].tolist(), strict=True)
+                parts: list[Any] = read_ranges(self.paths[chosen[0]], list(ranges))
             except OSError as error:  # it may be that of one sample
                 one = len(chosen) == 1
                 parts = [error.with_traceback(None)] if one else [self._contents([each])[0] for each in chosen]
