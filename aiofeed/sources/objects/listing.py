@@ -27,9 +27,9 @@ import numpy as np
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.threads import JOIN_S, POLL_INTERVAL_S
 from aiofeed.sampling.feed_order import find_shard
-from aiofeed.sources.objects.faults import ObjectInfo
 from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
 from aiofeed.sources.objects.reader import ObjectReader, run_all
+from aiofeed.sources.objects.requests import ObjectInfo
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 from aiofeed.core.statistics import StorageStatistics
 from aiofeed.sources.file_io import ReadRules, open_file, read_file, read_range
-from aiofeed.sources.objects.faults import ObjectInfo, changed, too_short
+from aiofeed.sources.objects.requests import ObjectInfo, changed, too_short
 
 _PAGE = 1000
 

@@ -19,17 +19,18 @@ from aiofeed.core.failure_policy import backoff_s
 from aiofeed.core.statistics import StorageStatistics
 from aiofeed.sources.file_io import MAX_BYTES, too_large
 from aiofeed.sources.objects.clients import open_requests, shared_client
-from aiofeed.sources.objects.faults import (
+from aiofeed.sources.objects.local import LocalObjects
+from aiofeed.sources.objects.requests import (
     Fault,
     ObjectInfo,
     RangesIgnoredError,
+    RequestMonitor,
     changed,
     fault_of,
     other_size,
+    percentile,
     too_short,
 )
-from aiofeed.sources.objects.local import LocalObjects
-from aiofeed.sources.objects.requests import RequestMonitor, percentile
 from aiofeed.sources.objects.urls import QUERY, join_url, split_url
 
 ResultT = TypeVar("ResultT")

@@ -1,0 +1,81 @@
+"""Tables of Parquet files and of Lance datasets, from which each batch is read."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aiofeed.sources.shards.parquet import ParquetRows
+from aiofeed.sources.shards.urls import Shard
+from aiofeed.sources.tables.columns import Columns, problem_of
+from aiofeed.sources.tables.table import Table, as_list, check_columns
+
+
+class ParquetTable(ParquetRows, Table):
+    """Rows of Parquet files, read by row groups as ``ParquetRows`` reads them."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        Table.__init__(self, *arguments, **options)
+
+    def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
+        ParquetRows.__init__(self, table, columns, data=self.data, target=target, **storage)
+        self.name: str = self._shards[0].url
+        if self.data is not None:
+            self._data = [self.data]  # a dot in the name of a column parts no fields
+
+    def __repr__(self) -> str:
+        return f"Table({len(self)} rows in {len(self._shards)} Parquet files)"
+
+    def _take(self, shard: Shard, table: Any, first: int, rows: Sequence[int]) -> list[Any]:
+        return self._samples_read(table.take([row - first for row in rows]))
+
+    def _problems(self) -> Mapping[str, str | None]:
+        found, schemas = {}, [shard.extra.metadata.schema.to_arrow_schema() for shard in self._shards]
+        for name in self._columns or schemas[0].names:
+            kind = schemas[0].field(name).type
+            for shard, schema in zip(self._shards, schemas, strict=True):
+                if schema.field(name).type != kind:
+                    raise ValueError(
+                        f"{shard.url}: column {name!r} has the type {schema.field(name).type}, and {kind} in "
+                        f"{self._shards[0].url}"
+                    )
+            found[name] = problem_of(kind)
+        return found
+
+
+class LanceTable(Table):
+    """Rows of a Lance dataset; a read is one ``take``."""
+
+    def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
+        if isinstance(table, str | os.PathLike):
+            try:
+                table = importlib.import_module("lance").dataset(os.fspath(table), **(storage["options"] or {}))
+            except ImportError:
+                raise ImportError(f"{table}: Lance datasets are read by pylance: pip install pylance") from None
+        self._dataset, names = table, table.schema.names
+        self.name: str = table.uri
+        self._chosen = columns or (names if self.data is None else [self.data])
+        check_columns(self.name, names, [*self._chosen, *as_list(target)])
+        self._length = int(table.count_rows())
+        if not self._length:
+            raise ValueError(f"{self.name}: the table has no rows")
+        # `target` is asked for one sample at a time.
+        read = Columns.of(table.to_table(columns=as_list(target))) if target is not None else Columns({})
+        self._set_targets(read, target)
+
+    def _problems(self) -> Mapping[str, str | None]:
+        return {name: problem_of(self._dataset.schema.field(name).type) for name in self._chosen}
+
+    async def read_many(self, indices: Sequence[int], /) -> list[Any]:
+        """Read rows."""
+        return await asyncio.to_thread(self._take, list(indices))
+
+    def _take(self, indices: list[int]) -> list[Any]:
+        return self._samples_read(self._dataset.take(indices, columns=self._chosen))
+
+    def fingerprint(self) -> str:
+        """Name, version, number of rows and columns of the dataset."""
+        return f"{os.path.basename(self.name)} {self._dataset.version} {len(self)} {self._chosen}"
