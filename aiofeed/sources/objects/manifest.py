@@ -21,8 +21,7 @@ from aiofeed.sources.file_io import MAX_BYTES, check_beneath, open_file
 from aiofeed.sources.files import Files, path_of
 from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
 from aiofeed.sources.objects.listing import run_blocking
-from aiofeed.sources.objects.local import read_ranges
-from aiofeed.sources.objects.reader import ObjectReader, run_all
+from aiofeed.sources.objects.reader import ObjectReader, read_ranges, run_all
 from aiofeed.sources.objects.samples import ObjectList, objects_of
 from aiofeed.sources.objects.urls import redacted, scheme_of, split_url
 from aiofeed.sources.tables.columns import ValueColumn

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
-from aiofeed.sources.objects.local import read_ranges
-from aiofeed.sources.objects.reader import ObjectReader
+from aiofeed.sources.objects.reader import ObjectReader, read_ranges
 from aiofeed.sources.objects.requests import ObjectInfo
 from aiofeed.sources.objects.urls import redacted, split_url
 from aiofeed.sources.shards.index import ShardIndex, ranges_of
