@@ -443,10 +443,6 @@ class LocalObjects:
         while page := await asyncio.to_thread(next, pages, None):
             yield page
 
-    def statistics(self) -> StorageStatistics | None:
-        """``None``: there are no requests."""
-        return None
-
 
 def _file_info(status: os.stat_result) -> ObjectInfo:
     return ObjectInfo(status.st_size, _etag(status), status.st_mtime)
