@@ -98,7 +98,10 @@ class ImageFolder(Files):
             raise FileNotFoundError(_no_classes(shown, loose))
         for name, count in counts.items():
             if not count:
-                raise FileNotFoundError(_no_images(shown, name))
+                raise FileNotFoundError(
+                    f"ImageFolder: class {name!r} of {shown!r} has no images ({', '.join(EXTENSIONS)}): remove the "
+                    f"folder, or list files of your own in Files(paths, targets)"
+                )
         self.classes: list[str] = list(counts)
         self.class_to_idx: dict[str, int] = {name: number for number, name in enumerate(self.classes)}
         targets = array("i")
@@ -252,7 +255,8 @@ def _list_folder(root: str, follow_symlinks: bool) -> tuple[list[str], dict[str,
             raise NotADirectoryError(f"ImageFolder: {root!r} is not a folder")
         raise FileNotFoundError(f"ImageFolder: the folder {root!r} does not exist{_missing_part(root)}")
     with os.scandir(root) as entries:
-        classes = sorted(entry.name for entry in entries if _is_class(entry, follow_symlinks))
+        folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=follow_symlinks)]
+    classes = sorted(name for name in folders if not name.startswith("."))
     images = {name: _images(os.path.join(root, name), follow_symlinks) for name in classes}
     loose = 0 if classes else sum(path.suffix.lower() in EXTENSIONS for path in Path(root).iterdir())
     return list(chain.from_iterable(images.values())), {name: len(found) for name, found in images.items()}, loose
@@ -292,13 +296,6 @@ def _missing_part(root: str) -> str:
     return f"; {parent!r} exists and has no {missing!r}"
 
 
-def _no_images(root: str, name: str) -> str:
-    return (
-        f"ImageFolder: class {name!r} of {root!r} has no images ({', '.join(EXTENSIONS)}): remove the "
-        f"folder, or list files of your own in Files(paths, targets)"
-    )
-
-
 def _no_classes(root: str, loose: int) -> str:
     if loose:
         return (
@@ -306,7 +303,3 @@ def _no_classes(root: str, loose: int) -> str:
             f"for images without labels pass their paths to aiofeed.Files"
         )
     return f"ImageFolder: {root!r} has no sub-folders with images ({', '.join(EXTENSIONS)})"
-
-
-def _is_class(entry: os.DirEntry[str], follow_symlinks: bool) -> bool:
-    return not entry.name.startswith(".") and entry.is_dir(follow_symlinks=follow_symlinks)

@@ -67,11 +67,12 @@ class Mixture:
     ) -> None:
         if not isinstance(sources, Mapping) or not sources:
             raise TypeError(f"Mixture takes a dict of sources by name, got {sources!r}")
-        self.names: list[str] = [_checked_name(name) for name in sources]
+        for name in sources:
+            if not isinstance(name, str) or not name:
+                raise TypeError(f"Mixture: the names of sources are non-empty strings, got {name!r}")
+        self.names: list[str] = list(sources)
         self._random = check_bool("Mixture(random=)", random)
-        self.combined: CombinedSource | CombinedDatasets | Tokens = _combined(
-            dict(zip(self.names, sources.values(), strict=True)), check_bool("names", names)
-        )
+        self.combined: CombinedSource | CombinedDatasets | Tokens = _combined(sources, check_bool("names", names))
         self.lengths: dict[str, int] = {name: len(source) for name, source in sources.items()}
         for name, length in self.lengths.items():
             if not length:
@@ -148,12 +149,6 @@ class Mixture:
                 f"number of samples"
             )
         return length
-
-
-def _checked_name(name: Any) -> str:
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"Mixture: the names of sources are non-empty strings, got {name!r}")
-    return name
 
 
 def _checked_weight(name: str, weight: Any) -> Fraction:
