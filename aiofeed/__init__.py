@@ -48,7 +48,7 @@ _HOMES: dict[str, dict[str, str]] = {
         "Manifest": "aiofeed.sources.objects.manifest",
         "FromDataset": "aiofeed.sources.dataset",
         "Tensors": "aiofeed.sources.tensors",
-        "Tokens": "aiofeed.sources.arrays.tokens",
+        "Tokens": "aiofeed.sources.tokens",
         "Table": "aiofeed.sources.tables.table",
         "Clips": "aiofeed.decoders.media.clips",
         "Mixture": "aiofeed.sources.mixture",

@@ -51,7 +51,6 @@ from aiofeed.reports.machine import device_report as device_report
 from aiofeed.sampling.listers.length_plans import Buckets as Buckets
 from aiofeed.sampling.listers.length_plans import TokenBudget as TokenBudget
 from aiofeed.sampling.listers.packing import Pack as Pack
-from aiofeed.sources.arrays.tokens import Tokens as Tokens
 from aiofeed.sources.dataset import FromDataset as FromDataset
 from aiofeed.sources.files import Files as Files
 from aiofeed.sources.image_folder import FolderPairs as FolderPairs
@@ -66,5 +65,6 @@ from aiofeed.sources.shards.zip import ZipShards as ZipShards
 from aiofeed.sources.stream import Stream as Stream
 from aiofeed.sources.tables.table import Table as Table
 from aiofeed.sources.tensors import Tensors as Tensors
+from aiofeed.sources.tokens import Tokens as Tokens
 
 __version__: str

@@ -249,18 +249,18 @@ def many_keys(keys: int) -> Iterator[Measure]:
 
     import aiofeed
     from aiofeed.sources.objects.keys import KeyPacker
-    from aiofeed.sources.objects.listing import Listing, listing_path, save_listing
+    from aiofeed.sources.objects.listing import Listing, cache_path, listing_file, write_whole
     from aiofeed.sources.objects.reader import ObjectReader
 
     with tempfile.TemporaryDirectory() as folder:
         cache = os.environ.get("AIOFEED_CACHE", "")
         os.environ["AIOFEED_CACHE"] = folder
         url = "s3://bucket/train/"
-        path = listing_path(ObjectReader(url))
+        path = cache_path(ObjectReader(url).identity, "listing")
         assert path is not None
         packer = KeyPacker()
         packer.add(f"class-{number * 1000 // keys:04}/ILSVRC-train-{number:08}.JPEG" for number in range(keys))
-        save_listing(path, Listing(packer.packed(), np.zeros(keys, np.int64), "", time.time()), url)
+        write_whole(path, listing_file(Listing(packer.packed(), np.zeros(keys, np.int64), "", time.time()), url))
         del packer
 
         def start() -> Mapping[str, float]:

@@ -39,7 +39,6 @@ from aiofeed.sampling.samples import SampleSchedule
 from aiofeed.sampling.schedule import SHUFFLES, Schedule, Shuffle, is_shuffle, window_shards
 from aiofeed.sampling.state import InOrder, check_in_order
 from aiofeed.sampling.stream_epochs import StreamOrder
-from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset, check_parts, fingerprint_of, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
@@ -183,7 +182,7 @@ def unpack_clips(source: Any, decode: Any) -> tuple[Any, Any]:
         return source, decode
     if decode is not None:
         raise TypeError("Clips decode videos themselves, so decode= makes no sense; transform= gets each batch")
-    if isinstance(adopt_source(source.source), FromDataset | Tensors | Tokens):
+    if traits_of(adopt_source(source.source)).decode == "none":
         raise TypeError(
             f"Clips takes a source of encoded videos, such as aiofeed.Files(paths), got {source.source!r}, whose items "
             f"are decoded already"

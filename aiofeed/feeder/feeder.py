@@ -37,12 +37,12 @@ from aiofeed.runtime.threads import JOIN_S
 from aiofeed.sampling.listers.length_plans import LengthPlan
 from aiofeed.sampling.schedule import Shuffle
 from aiofeed.sampling.state import Checkpoint, SavedState
-from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset, fingerprint_of
 from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
 from aiofeed.sources.tables.table import Table
 from aiofeed.sources.tensors import Tensors
+from aiofeed.sources.tokens import Tokens
 
 if TYPE_CHECKING:
     from typing import TypeAlias, TypedDict, Unpack, overload

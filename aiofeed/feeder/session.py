@@ -6,7 +6,6 @@ import asyncio
 import functools
 import itertools
 import logging
-import operator
 import sys
 import time
 import weakref
@@ -28,7 +27,6 @@ from aiofeed.sampling.feed_order import FeedOrder
 from aiofeed.sampling.order import BatchLists
 from aiofeed.sampling.schedule import BatchRanges, Position
 from aiofeed.sampling.state import Checkpoint, EpochProgress
-from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.dataset_slots import check_iteration
 from aiofeed.sources.tables.columns import collate_rows
@@ -342,8 +340,6 @@ class FeederSession(Generic[BatchT]):
         if cache is not None:
             data = _cached_data(config, cache)
         form_batch = getattr(data, "form_batch", None)
-        if isinstance(data, Tokens) and not data.targets:
-            form_batch = operator.itemgetter(0)
         assert not isinstance(config.backend, DeviceGroup)
         resident = ResidentData(
             data, batch_size=config.batch_size, backend=config.backend, memory_bytes=config.limits.memory_bytes

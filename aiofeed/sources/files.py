@@ -16,15 +16,17 @@ from aiofeed.core.validation import check_bool, check_positive_int, explain_argu
 from aiofeed.sources.dataset import MapDataset
 from aiofeed.sources.file_io import (
     MAX_BYTES,
+    SMALL,
+    GroupReader,
     ReadRules,
     beneath,
+    group_reader,
     read_file,
     read_group,
     read_unchanged,
     refuse_links,
     unchanged_since,
 )
-from aiofeed.sources.native_files import SMALL, GroupReader, group_reader
 from aiofeed.sources.objects.urls import redacted, scheme_of, split_url
 
 if TYPE_CHECKING:

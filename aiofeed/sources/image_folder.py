@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,53 +81,41 @@ class ImageFolder(Files):
         refresh: bool = False,
     ) -> None:
         root = os.fspath(root)
-        if store is not None or scheme_of(root) not in (None, "file"):
-            self._list_url(root, store, options, check_bool("refresh", refresh))
-            super().__init__(self.paths, self.targets, max_bytes=max_bytes)
-            self.root = redacted(root)
-            return
-        if options is not None or refresh:
+        is_url = store is not None or scheme_of(root) not in (None, "file")
+        paths: Sequence[str]
+        if is_url:
+            from aiofeed.sources.objects.samples import list_classes
+
+            check_bool("refresh", refresh)
+            paths, counts, loose = list_classes(root, EXTENSIONS, store=store, options=options, refresh=refresh)
+            shown = redacted(root)
+        elif options is not None or refresh:
             raise ValueError(f"options= and refresh= are for URLs, and {root!r} is a folder: leave them out")
-        root = split_url(root)[1]
-        if not os.path.isdir(root):
-            if os.path.exists(root):
-                raise NotADirectoryError(f"ImageFolder: {root!r} is not a folder")
-            raise FileNotFoundError(f"ImageFolder: the folder {root!r} does not exist{_missing_part(root)}")
-        with os.scandir(root) as entries:
-            self.classes: list[str] = sorted(entry.name for entry in entries if _is_class(entry, follow_symlinks))
-        if not self.classes:
-            loose = sum(1 for path in Path(root).iterdir() if path.suffix.lower() in EXTENSIONS)
-            raise FileNotFoundError(_no_classes(root, loose))
-        self.class_to_idx: dict[str, int] = {name: number for number, name in enumerate(self.classes)}
-        paths: list[str] = []
-        targets: list[int] = []
-        for name, number in self.class_to_idx.items():
-            found = _images(os.path.join(root, name), follow_symlinks)
-            if not found:
-                raise FileNotFoundError(_no_images(root, name))
-            paths += found
-            targets += [number] * len(found)
-        super().__init__(paths, targets, follow_symlinks=follow_symlinks, max_bytes=max_bytes)
-        # The paths are below the root already, and links were checked while listing.
-        self.root = root
-        self._rules = ReadRules(max_bytes, follow_symlinks, root)
-
-    def _list_url(self, root: str, store: Any, options: Mapping[str, Any] | None, refresh: bool) -> None:
-        from aiofeed.sources.objects.samples import list_classes
-
-        paths, counts, loose = list_classes(root, EXTENSIONS, store=store, options=options, refresh=refresh)
-        self.paths: Sequence[str] = paths
-        root = redacted(root)
+        else:
+            shown = split_url(root)[1]
+            paths, counts, loose = _list_folder(shown, follow_symlinks)
         if not counts:
-            raise FileNotFoundError(_no_classes(root, loose))
+            raise FileNotFoundError(_no_classes(shown, loose))
         for name, count in counts.items():
             if not count:
-                raise FileNotFoundError(_no_images(root, name))
-        self.classes = list(counts)
-        self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
-        self.targets = array("i")
+                raise FileNotFoundError(
+                    f"ImageFolder: class {name!r} of {shown!r} has no images ({', '.join(EXTENSIONS)}): remove the "
+                    f"folder, or list files of your own in Files(paths, targets)"
+                )
+        self.classes: list[str] = list(counts)
+        self.class_to_idx: dict[str, int] = {name: number for number, name in enumerate(self.classes)}
+        targets = array("i")
         for number, count in enumerate(counts.values()):
-            self.targets.extend(array("i", [number]) * count)
+            targets.extend(array("i", [number]) * count)
+        super().__init__(
+            paths,
+            targets if is_url else targets.tolist(),
+            follow_symlinks=is_url or follow_symlinks,
+            max_bytes=max_bytes,
+        )
+        self.root = shown
+        if not is_url:  # the paths are below the root already, and links were checked while listing
+            self._rules = ReadRules(max_bytes, follow_symlinks, shown)
 
     def __repr__(self) -> str:
         return f"ImageFolder({self.root!r}: {len(self)} files, {len(self.classes)} classes)"
@@ -259,6 +248,20 @@ def _listed(what: str, names: Iterable[str]) -> str:
     return f"{len(first)} {what}: {', '.join(map(repr, first[:_LISTED]))}{more}"
 
 
+def _list_folder(root: str, follow_symlinks: bool) -> tuple[list[str], dict[str, int], int]:
+    """The images in the folders below a root, the number of those of each class, and of those in no folder."""
+    if not os.path.isdir(root):
+        if os.path.exists(root):
+            raise NotADirectoryError(f"ImageFolder: {root!r} is not a folder")
+        raise FileNotFoundError(f"ImageFolder: the folder {root!r} does not exist{_missing_part(root)}")
+    with os.scandir(root) as entries:
+        folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=follow_symlinks)]
+    classes = sorted(name for name in folders if not name.startswith("."))
+    images = {name: _images(os.path.join(root, name), follow_symlinks) for name in classes}
+    loose = 0 if classes else sum(path.suffix.lower() in EXTENSIONS for path in Path(root).iterdir())
+    return list(chain.from_iterable(images.values())), {name: len(found) for name, found in images.items()}, loose
+
+
 def _images(folder: str, follow_symlinks: bool, endings: tuple[str, ...] = EXTENSIONS) -> list[str]:
     found: list[tuple[str, list[str]]] = []
     # The real paths above each folder: following a link to one of them would not end.
@@ -293,13 +296,6 @@ def _missing_part(root: str) -> str:
     return f"; {parent!r} exists and has no {missing!r}"
 
 
-def _no_images(root: str, name: str) -> str:
-    return (
-        f"ImageFolder: class {name!r} of {root!r} has no images ({', '.join(EXTENSIONS)}): remove the "
-        f"folder, or list files of your own in Files(paths, targets)"
-    )
-
-
 def _no_classes(root: str, loose: int) -> str:
     if loose:
         return (
@@ -307,7 +303,3 @@ def _no_classes(root: str, loose: int) -> str:
             f"for images without labels pass their paths to aiofeed.Files"
         )
     return f"ImageFolder: {root!r} has no sub-folders with images ({', '.join(EXTENSIONS)})"
-
-
-def _is_class(entry: os.DirEntry[str], follow_symlinks: bool) -> bool:
-    return not entry.name.startswith(".") and entry.is_dir(follow_symlinks=follow_symlinks)

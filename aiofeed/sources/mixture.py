@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import bisect
 import hashlib
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
 from aiofeed.core.statistics import StorageStatistics
 from aiofeed.core.types import Members, Source, public
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.sampling.listers.mixture import Blocks, ChangingShares, ConstantShares, Interleaving, MixtureOrder, Shares
-from aiofeed.sources.arrays.tokens import Tokens
 from aiofeed.sources.dataset import FromDataset, MapDataset, fingerprint_of, is_iterable_dataset, is_map_dataset
+from aiofeed.sources.parts import Parts, in_order
 from aiofeed.sources.stream import Stream
 from aiofeed.sources.tensors import Tensors
+from aiofeed.sources.tokens import Tokens
 
 Weights: TypeAlias = "Mapping[str, float] | Sequence[float]"
 Until: TypeAlias = 'Literal["all", "first"] | int'
@@ -68,11 +67,12 @@ class Mixture:
     ) -> None:
         if not isinstance(sources, Mapping) or not sources:
             raise TypeError(f"Mixture takes a dict of sources by name, got {sources!r}")
-        self.names: list[str] = [_checked_name(name) for name in sources]
+        for name in sources:
+            if not isinstance(name, str) or not name:
+                raise TypeError(f"Mixture: the names of sources are non-empty strings, got {name!r}")
+        self.names: list[str] = list(sources)
         self._random = check_bool("Mixture(random=)", random)
-        self.combined: CombinedSource | CombinedDatasets | Tokens = _combined(
-            dict(zip(self.names, sources.values(), strict=True)), check_bool("names", names)
-        )
+        self.combined: CombinedSource | CombinedDatasets | Tokens = _combined(sources, check_bool("names", names))
         self.lengths: dict[str, int] = {name: len(source) for name, source in sources.items()}
         for name, length in self.lengths.items():
             if not length:
@@ -151,12 +151,6 @@ class Mixture:
         return length
 
 
-def _checked_name(name: Any) -> str:
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"Mixture: the names of sources are non-empty strings, got {name!r}")
-    return name
-
-
 def _checked_weight(name: str, weight: Any) -> Fraction:
     if not isinstance(weight, numbers.Real) or isinstance(weight, bool):
         raise TypeError(f"Mixture: the weight of {name!r} must be a number, got {weight!r}")
@@ -201,38 +195,13 @@ def _combined(sources: Mapping[str, Any], names: bool) -> CombinedSource | Combi
     return CombinedDatasets(datasets, names)
 
 
-class _Parts:
-    """Finds the part of an index that counts through several parts."""
-
-    def __init__(self, parts: Sequence[Any]) -> None:
-        self._starts = [0, *accumulate(map(len, parts))]
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def find(self, index: int) -> tuple[int, int]:
-        """The number of the part, and the index in it."""
-        number = bisect.bisect_right(self._starts, index) - 1
-        return number, index - self._starts[number]
-
-    def group(self, indices: Sequence[int]) -> dict[int, tuple[list[int], list[int]]]:
-        """For each part the places in ``indices``, and the indices in the part."""
-        groups: dict[int, tuple[list[int], list[int]]] = {}
-        for place, index in enumerate(indices):
-            number, local = self.find(index)
-            places, locals_ = groups.setdefault(number, ([], []))
-            places.append(place)
-            locals_.append(local)
-        return groups
-
-
 class CombinedSource:
     """Sources of bytes as one."""
 
     def __init__(self, sources: Mapping[str, Any], names: bool) -> None:
         self.sources: dict[str, Any] = dict(sources)
         self._names, self._sources = list(sources), list(sources.values())
-        self._parts = _Parts(self._sources)
+        self._parts = Parts(map(len, self._sources))
         self._adds_names = names
         without = [name for name, source in sources.items() if Members.of(source).target is None]
         if without and len(without) < len(sources):
@@ -285,21 +254,16 @@ class CombinedSource:
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Read several samples, those of each source together."""
-        found: list[Any] = [None] * len(indices)
 
-        async def read_part(number: int, places: list[int], local: list[int]) -> None:
+        async def read_part(number: int, places: list[int], local: list[int]) -> tuple[list[int], Sequence[Any]]:
             source = self._sources[number]
             if hasattr(source, "read_many"):
-                samples = await source.read_many(local)
-            else:
-                samples = await asyncio.gather(*map(source.read, local), return_exceptions=True)
-            for place, sample in zip(places, samples, strict=True):
-                found[place] = sample
+                return places, await source.read_many(local)
+            return places, await asyncio.gather(*map(source.read, local), return_exceptions=True)
 
         async with asyncio.TaskGroup() as group:
-            for number, (places, local) in self._parts.group(indices).items():
-                group.create_task(read_part(number, places, local))
-        return found
+            reads = [group.create_task(read_part(number, *part)) for number, part in self._parts.group(indices).items()]
+        return in_order(len(indices), [read.result() for read in reads])
 
     @property
     def answers_at_once(self) -> bool:
@@ -307,11 +271,10 @@ class CombinedSource:
         return all(getattr(source, "answers_at_once", False) for source in self._sources)
 
     def _read_now(self, indices: Sequence[int], /) -> list[Any]:
-        found: list[Any] = [None] * len(indices)
-        for number, (places, local) in self._parts.group(indices).items():
-            for place, sample in zip(places, self._sources[number].read_now(local), strict=True):
-                found[place] = sample
-        return found
+        groups = self._parts.group(indices).items()
+        return in_order(
+            len(indices), [(places, self._sources[number].read_now(local)) for number, (places, local) in groups]
+        )
 
     async def open(self) -> None:
         """Open every source."""
@@ -350,7 +313,7 @@ class CombinedDataset:
     def __init__(self, datasets: Mapping[str, FromDataset], names: bool) -> None:
         self.datasets: dict[str, MapDataset[Any]] = {name: source.dataset for name, source in datasets.items()}
         self._sources, self._names = list(datasets.values()), list(datasets)
-        self._parts = _Parts(self._sources)
+        self._parts = Parts(map(len, self._sources))
         self._adds_names = names
         if any(hasattr(source.dataset, "__getitems__") for source in self._sources):
             self.__getitems__: Callable[[Sequence[int]], list[Any]] = self._items
@@ -374,12 +337,13 @@ class CombinedDataset:
         return self._items([index])[0]
 
     def _items(self, indices: Sequence[int]) -> list[Any]:
-        found: list[Any] = [None] * len(indices)
+        found = []
         for number, (places, local) in self._parts.group(indices).items():
-            name = self._names[number]
-            for place, item in zip(places, self._sources[number].items(local), strict=True):
-                found[place] = _with_name(item, name) if self._adds_names else item
-        return found
+            items = self._sources[number].items(local)
+            found.append(
+                (places, [_with_name(item, self._names[number]) for item in items] if self._adds_names else items)
+            )
+        return in_order(len(indices), found)
 
 
 def _digest(lines: Iterable[str]) -> str:

@@ -24,7 +24,7 @@ enum { VERSION = 1, NOT_READ = -1 };
 #define MODIFIED(status) ((status)->st_mtim)
 #endif
 
-/* Version of the interface; native_files.py expects the same number. */
+/* Version of the interface; file_io.py expects the same number. */
 EXPORT int32_t aiofeed_files_version(void) { return VERSION; }
 
 static int is_unchanged(const struct stat *before, const struct stat *after)

@@ -14,9 +14,18 @@ import psutil
 import pytest
 
 from aiofeed import Files, ImageFolder
-from aiofeed.sources import native_files
-from aiofeed.sources.file_io import ReadRules, read_file, read_group
-from aiofeed.sources.native_files import CAPACITY, LIBRARY, SMALL, SPARE, GroupReader, group_reader
+from aiofeed.sources import file_io
+from aiofeed.sources.file_io import (
+    CAPACITY,
+    LIBRARY,
+    SMALL,
+    SPARE,
+    GroupReader,
+    ReadRules,
+    group_reader,
+    read_file,
+    read_group,
+)
 from tests.support.paths import ROOT
 from tests.support.rewriting import rewritten
 
@@ -30,7 +39,7 @@ def reader() -> GroupReader:
 
 @pytest.fixture
 def without_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(native_files, "LIBRARY", Path("/nowhere"))
+    monkeypatch.setattr(file_io, "LIBRARY", Path("/nowhere"))
     group_reader.cache_clear()
     yield
     group_reader.cache_clear()
@@ -243,7 +252,7 @@ def test_a_library_that_does_not_load_is_logged_once(
     """Files are read without it, and one log line has the reason."""
     broken = tmp_path / "_native_files.so"
     damage(broken)
-    monkeypatch.setattr(native_files, "LIBRARY", broken)
+    monkeypatch.setattr(file_io, "LIBRARY", broken)
     monkeypatch.setattr(GroupReader.__init__, "__defaults__", (broken,))
     group_reader.cache_clear()
     try:
@@ -259,7 +268,7 @@ def test_a_library_that_does_not_load_is_logged_once(
 @needs_library
 def test_a_library_of_another_release_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library built for another interface is refused."""
-    monkeypatch.setattr(native_files, "_VERSION", -1)
+    monkeypatch.setattr(file_io, "_VERSION", -1)
     with pytest.raises(OSError, match="another release"):
         GroupReader()
 

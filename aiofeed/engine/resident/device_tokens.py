@@ -9,7 +9,7 @@ import numpy as np
 
 from aiofeed.engine.resident.device_windows import DeviceData, DeviceWindows
 from aiofeed.sampling.schedule import BatchRange
-from aiofeed.sources.arrays.tokens import Tokens
+from aiofeed.sources.tokens import Tokens
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from typing import Any
 
 from aiofeed.reports.machine.report import Environment
 from aiofeed.runtime import machine
-from aiofeed.sources.native_files import group_reader
+from aiofeed.sources.file_io import group_reader
 
 # Modules that decode images, and the packages that install them.
 _DECODERS = {

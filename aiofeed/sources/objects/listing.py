@@ -27,9 +27,9 @@ import numpy as np
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.threads import JOIN_S, POLL_INTERVAL_S
 from aiofeed.sampling.feed_order import find_shard
-from aiofeed.sources.objects.faults import ObjectInfo
 from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
 from aiofeed.sources.objects.reader import ObjectReader, run_all
+from aiofeed.sources.objects.requests import ObjectInfo
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,6 +71,13 @@ def cache_folder() -> Path | None:
     if sys.platform == "darwin":
         return home / "Library" / "Caches" / "aiofeed"
     return home / ".cache" / "aiofeed"
+
+
+def cache_path(identity: str | None, suffix: str) -> Path | None:
+    """The file in the cache folder for an identity; ``None`` without an identity, or without such a folder."""
+    if identity is None or (folder := cache_folder()) is None:
+        return None
+    return folder / f"{hashlib.sha256(identity.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}.{suffix}"
 
 
 @functools.cache  # once per process
@@ -132,27 +139,15 @@ def list_objects(reader: ObjectReader, *, refresh: bool = False) -> Listing:
         OSError: The objects cannot be listed.
         FeedError: This process is a fork of one that has used object storage.
     """
-    path = listing_path(reader)
+    path, url = cache_path(reader.identity, "listing"), reader.url("")
     if path is not None and not refresh and (cached := _load(path)) is not None:
         hours = (time.time() - cached.listed_at) / 3600
-        log.info("%s: a listing %.1f hours old, in %s; refresh=True lists again", reader.url(""), hours, path)
+        log.info("%s: a listing %.1f hours old, in %s; refresh=True lists again", url, hours, path)
         return cached
     listing = run_blocking(lambda: read_listing(reader))
     if path is not None:
-        try:
-            save_listing(path, listing, reader.url(""))
-        except OSError as error:
-            log.warning("the listing of %s is not cached: %s; %s", reader.url(""), error, SET_FOLDER)
+        write_cached(path, listing_file(listing, url), f"the listing of {url} is not cached")
     return listing
-
-
-def listing_path(reader: ObjectReader) -> Path | None:
-    """The file of the cached listing of a reader's root; ``None`` if it is not cached."""
-    identity = reader.identity
-    if identity is None:
-        return None
-    folder = cache_folder()
-    return None if folder is None else folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.listing"
 
 
 def shows_progress() -> bool:
@@ -284,12 +279,8 @@ def _joined(parts: list[_Part]) -> Listing:
     return Listing(keys, sizes, digest.hexdigest()[:32], time.time())
 
 
-def save_listing(path: Path, listing: Listing, url: str) -> None:
-    """Write a listing into a file, which is complete or not there.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+def listing_file(listing: Listing, url: str) -> list[bytes | memoryview]:
+    """The parts of the file of a listing."""
     keys = listing.keys
     header = {
         "version": _VERSION,
@@ -302,7 +293,15 @@ def save_listing(path: Path, listing: Listing, url: str) -> None:
     line = json.dumps(header).encode()
     arrays: list[Any] = [keys.offsets, listing.sizes, keys.data]
     padded = line + b" " * (-(len(line) + 1) % _ALIGN) + b"\n"
-    write_whole(path, [padded, *[memoryview(values) for values in arrays]])
+    return [padded, *[memoryview(values) for values in arrays]]
+
+
+def write_cached(path: Path, parts: Iterable[bytes | memoryview], failure: str) -> None:
+    """Write a file of the cache folder; if that is not possible, log a warning that begins with ``failure``."""
+    try:
+        write_whole(path, parts)
+    except OSError as error:
+        log.warning("%s: %s; %s", failure, error, SET_FOLDER)
 
 
 def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> None:

@@ -21,10 +21,10 @@ from aiofeed.sources.file_io import MAX_BYTES, check_beneath, open_file
 from aiofeed.sources.files import Files, path_of
 from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
 from aiofeed.sources.objects.listing import run_blocking
-from aiofeed.sources.objects.local import read_ranges
-from aiofeed.sources.objects.reader import ObjectReader, run_all
+from aiofeed.sources.objects.reader import ObjectReader, read_ranges, run_all
 from aiofeed.sources.objects.samples import ObjectList, objects_of
 from aiofeed.sources.objects.urls import redacted, scheme_of, split_url
+from aiofeed.sources.parts import in_order
 from aiofeed.sources.tables.columns import ValueColumn
 
 # The usual names of the column of keys; Hugging Face's metadata files have "file_name".
@@ -248,38 +248,36 @@ class Manifest(Files):
         if self._objects is None or self._bounds is None:
             return await super().read_many(indices)
         objects, (starts, ends) = self._objects, self._bounds
-        found: list[Any] = [None] * len(indices)
 
-        async def read_parts(places: list[int]) -> None:
-            chosen = [indices[place] for place in places]
+        async def read_parts(chosen: list[int]) -> list[Any]:
             try:
-                parts = await objects.read_ranges(chosen[0], starts[chosen].tolist(), ends[chosen].tolist())
+                return list(await objects.read_ranges(chosen[0], starts[chosen].tolist(), ends[chosen].tolist()))
             except Exception as error:  # noqa: BLE001 - the error of each of these samples
-                if len(places) > 1 and not isinstance(error, FileNotFoundError | PermissionError):
-                    await run_all([read_parts([place]) for place in places])  # it may be that of one sample
-                    return
-                parts = [error.with_traceback(None)] * len(places)  # type: ignore[list-item]
-            for place, data in zip(places, parts, strict=True):
-                found[place] = data
+                if len(chosen) == 1 or isinstance(error, FileNotFoundError | PermissionError):
+                    return [error.with_traceback(None)] * len(chosen)
+            parts = await run_all([read_parts([each]) for each in chosen])  # it may be the error of one sample
+            return [part for [part] in parts]
 
-        await run_all([read_parts(places) for places in objects.by_object(indices)])
-        return found
+        groups = objects.by_object(indices)
+        found = await run_all([read_parts([indices[place] for place in places]) for places in groups])
+        return in_order(len(indices), zip(groups, found, strict=True))
 
     def _contents(self, indices: Sequence[int]) -> list[bytes | OSError]:
         if self._bounds is None:
             return super()._contents(indices)
         starts, ends = self._bounds
-        found: list[Any] = [None] * len(indices)
-        for places in self.paths.by_object(indices):
-            chosen = [indices[place] for place in places]
+
+        def read_parts(chosen: list[int]) -> list[Any]:
             try:
-                parts: list[Any] = read_ranges(self.paths[chosen[0]], starts[chosen].tolist(), ends[chosen].tolist())
-            except OSError as error:  # it may be that of one sample
-                one = len(chosen) == 1
-                parts = [error.with_traceback(None)] if one else [self._contents([each])[0] for each in chosen]
-            for place, data in zip(places, parts, strict=True):
-                found[place] = data
-        return found
+                ranges = zip(starts[chosen].tolist(), ends[chosen].tolist(), strict=True)
+                return list(read_ranges(self.paths[chosen[0]], list(ranges)))
+            except OSError as error:
+                if len(chosen) == 1:
+                    return [error.with_traceback(None)]
+            return [read_parts([each])[0] for each in chosen]  # it may be the error of one sample
+
+        groups = self.paths.by_object(indices)
+        return in_order(len(indices), [(places, read_parts([indices[place] for place in places])) for places in groups])
 
     def fingerprint(self) -> str:
         """A hash of all rows: of their keys without the root, their ranges and their targets."""

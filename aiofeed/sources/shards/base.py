@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import bisect
 import hashlib
 import os
 import time
@@ -12,8 +11,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from aiofeed.core.statistics import StorageStatistics
@@ -21,6 +19,7 @@ from aiofeed.core.validation import check_callable
 from aiofeed.sources.files import AT_ONCE_S
 from aiofeed.sources.objects.listing import LoadProgress, run_blocking
 from aiofeed.sources.objects.reader import run_all, statistics_of
+from aiofeed.sources.parts import Parts, in_order
 from aiofeed.sources.shards import indexing
 from aiofeed.sources.shards.index import ShardIndex, with_labels
 from aiofeed.sources.shards.urls import Shard, ShardFinder, Urls
@@ -34,8 +33,6 @@ LABEL_BYTES = 32 << 20
 # case.
 PARTS = 4
 CACHE_BYTES = 256 << 20
-
-_Group: TypeAlias = tuple[Shard, list[int], list[int]]
 
 
 class Shards(ABC):
@@ -53,13 +50,13 @@ class Shards(ABC):
         self._local = self._blocking and all(shard.local for shard in self._shards)
         # The average time of reading a sample.
         self._seconds = 0.0
-        self._starts = [0, *accumulate([self._samples(shard) for shard in self._shards])]
+        self._parts = Parts(map(self._samples, self._shards))
         if not len(self):
             raise ValueError(f"{type(self).__name__}: {self._shards[0].url} and all other shards are without samples")
 
     def __len__(self) -> int:
         """The number of samples."""
-        return self._starts[-1]
+        return len(self._parts)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} samples in {len(self._shards)} shards)"
@@ -73,7 +70,7 @@ class Shards(ABC):
     @property
     def shard_starts(self) -> Sequence[int]:
         """The index of the first sample of each shard, and the number of samples."""
-        return self._starts
+        return self._parts.starts
 
     def nbytes(self, index: int, /) -> int:
         """The encoded bytes of a sample."""
@@ -102,11 +99,11 @@ class Shards(ABC):
         if self.answers_at_once:
             return await asyncio.to_thread(self.read_now, indices)
         started = time.perf_counter()
-        groups = self._groups(indices)
-        reads = [self._read_group(shard, samples) for shard, _, samples in groups]
-        parts = [await reads[0]] if len(reads) == 1 else await asyncio.gather(*reads)
+        groups = self._parts.group(indices)
+        reads = [self._read_group(self._shards[number], samples) for number, (_, samples) in groups.items()]
+        found = [await reads[0]] if len(reads) == 1 else await asyncio.gather(*reads)
         self._observe(len(indices), time.perf_counter() - started)
-        return _in_order(len(indices), groups, parts)
+        return in_order(len(indices), zip([places for places, _ in groups.values()], found, strict=True))
 
     @property
     def answers_at_once(self) -> bool:
@@ -116,10 +113,10 @@ class Shards(ABC):
     def read_now(self, indices: Sequence[int], /) -> list[Any]:
         """``read_many`` of files in the calling thread."""
         started = time.perf_counter()
-        groups = self._groups(indices)
-        parts = [self._read_group_now(shard, samples) for shard, _, samples in groups]
+        groups = self._parts.group(indices).items()
+        found = [(places, self._read_group_now(self._shards[number], samples)) for number, (places, samples) in groups]
         self._observe(len(indices), time.perf_counter() - started)
-        return _in_order(len(indices), groups, parts)
+        return in_order(len(indices), found)
 
     def fingerprint(self) -> str:
         """Names, sizes, lengths and keys of the shards, and which part of the samples is read."""
@@ -206,20 +203,8 @@ class Shards(ABC):
     # --- reading
 
     def _find(self, index: int) -> tuple[Shard, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        number = bisect.bisect_right(self._starts, index) - 1
-        return self._shards[number], index - self._starts[number]
-
-    def _groups(self, indices: Sequence[int]) -> list[_Group]:
-        """For each shard the places in ``indices``, and the samples."""
-        groups: dict[Shard, _Group] = {}
-        for place, index in enumerate(indices):
-            shard, sample = self._find(index)
-            _, places, samples = groups.setdefault(shard, (shard, [], []))
-            places.append(place)
-            samples.append(sample)
-        return list(groups.values())
+        number, sample = self._parts.find(index)
+        return self._shards[number], sample
 
     def _observe(self, samples: int, seconds: float) -> None:
         # A moving average adapts to faster or slower storage within a few reads.
@@ -292,17 +277,6 @@ def _ranges(index: ShardIndex, samples: Iterable[int]) -> list[tuple[int, int]]:
     """The ranges of all members of samples."""
     starts, ends = index.starts, index.ends
     return [(int(starts[member]), int(ends[member])) for sample in samples for member in index.members(sample)]
-
-
-def _in_order(count: int, groups: Sequence[_Group], parts: Sequence[Sequence[Any]]) -> list[Any]:
-    """Samples of several shards in the order in which they were requested."""
-    if len(groups) == 1:
-        return list(parts[0])
-    found: list[Any] = [None] * count
-    for (_, places, _), part in zip(groups, parts, strict=True):
-        for place, sample in zip(places, part, strict=True):
-            found[place] = sample
-    return found
 
 
 def some_samples(index: ShardIndex) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from aiofeed.sources.file_io import open_file, read_range
-from aiofeed.sources.objects.listing import SET_FOLDER, cache_folder, write_whole
+from aiofeed.sources.objects.listing import cache_path, write_cached, write_whole
 from aiofeed.sources.shards.index import SUFFIX, ShardIndex
 from aiofeed.sources.shards.urls import Shard
 
@@ -89,10 +88,7 @@ async def find(
 def _cache_path(shard: Shard, rules: IndexRules, target: Sequence[str]) -> Path | None:
     """The file of an index in the cache folder; ``None`` for a store that has no name, or without such a folder."""
     place = os.path.abspath(shard.key) if shard.reader.is_local else shard.reader.identity
-    if place is None or (folder := cache_folder()) is None:
-        return None
-    name = "\n".join([rules.kind, place, shard.key, *target])
-    return folder / f"{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}.index"
+    return cache_path(None if place is None else "\n".join([rules.kind, place, shard.key, *target]), "index")
 
 
 async def save(
@@ -104,10 +100,7 @@ async def save(
     if path is not None:
         await asyncio.to_thread(write_whole, path, [data])
     elif (path := _cache_path(shard, rules, target)) is not None:
-        try:
-            await asyncio.to_thread(write_whole, path, [data])
-        except OSError as error:
-            log.warning("the index of %s is not saved: %s; %s", shard.url, error, SET_FOLDER)
+        await asyncio.to_thread(write_cached, path, [data], f"the index of {shard.url} is not saved")
 
 
 def _load(path: Path, shard: Shard) -> ShardIndex | None:

@@ -99,6 +99,11 @@ class CompressedShard(Shard):
     parts: RecentParts
     plain: bool = True
 
+    @property
+    def local(self) -> bool:
+        """Whether it is a file that is read as it is."""
+        return self.plain and super().local
+
     async def open(self) -> None:
         """Find out which of both there is, its version and the size."""
         try:
@@ -110,7 +115,7 @@ class CompressedShard(Shard):
                     f"{self.packed.url} has {self.unpacked_bytes} bytes compressed with {self.codec}; aiofeed reads "
                     f"less than 4 GiB compressed with {', '.join(_CODECS)}: decompress it with MosaicML Streaming"
                 ) from None
-            self.plain = self.local = False
+            self.plain = False
             self.size: int = self.unpacked_bytes
             self.version: str = self.packed.version
 
@@ -175,7 +180,7 @@ class MDSShards(FieldShards):
     async def _list(self, finder: ShardFinder, urls: Urls) -> list[Shard]:
         self._encodings: dict[str, str] = {}
         self._sizes: dict[str, int | None] = {}
-        self._parts = RecentParts()
+        self._unpacked = RecentParts()
         found: list[Shard] = []
         for url in [urls] if isinstance(urls, str | os.PathLike) else urls:
             text = os.fspath(url)
@@ -210,11 +215,10 @@ class MDSShards(FieldShards):
             shard = CompressedShard(
                 shard.reader,
                 shard.key,
-                shard.local,
                 packed=finder.shard(f"{base}/{entry['zip_data']['basename']}"),
                 codec=entry["compression"].partition(":")[0],
                 unpacked_bytes=int(entry["raw_data"]["bytes"]),
-                parts=self._parts,
+                parts=self._unpacked,
             )
         shard.samples = entry["samples"]
         return shard

@@ -8,6 +8,7 @@ import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_callable, explain_arguments
 from aiofeed.sources.objects.reader import run_all
+from aiofeed.sources.parts import in_order
 from aiofeed.sources.shards.base import RecentParts, Shards
 from aiofeed.sources.shards.index import ShardIndex
 from aiofeed.sources.shards.urls import Shard, Urls
@@ -167,10 +169,10 @@ class ParquetRows(Shards):
         groups: dict[int, list[int]] = {}
         for place, group in enumerate((np.searchsorted(shard.extra.first, samples, side="right") - 1).tolist()):
             groups.setdefault(group, []).append(place)
-        found: list[Any] = [None] * len(samples)
         kept = {group: table for group in groups if (table := self._tables.kept((shard, group))) is not None}
 
-        def take(tables: dict[int, Any]) -> None:
+        def take(tables: dict[int, Any]) -> list[tuple[list[int], list[Any]]]:
+            found = []
             for group, table in tables.items():
                 places = groups[group]
                 try:
@@ -180,21 +182,21 @@ class ParquetRows(Shards):
                     values = self._take(shard, table, int(shard.extra.first[group]), rows)
                 except Exception as error:  # noqa: BLE001 - the error of each of these samples
                     values = [error.with_traceback(None)] * len(places)
-                for place, value in zip(places, values, strict=True):
-                    found[place] = value
+                found.append((places, values))
+            return found
 
-        async def load(group: int) -> None:
+        async def load(group: int) -> list[tuple[list[int], list[Any]]]:
             try:
                 table = await self._table(shard, group)
             except Exception as error:  # noqa: BLE001 - `take` makes it the error of each of its samples
                 table = error
-            await asyncio.to_thread(take, {group: table})
+            return await asyncio.to_thread(take, {group: table})
 
         # One call of a thread for the row groups that are kept: under shuffle a batch has few rows of each. The others
         # are dropped one by one, so that their memory is bounded.
         reads = [load(group) for group in groups if group not in kept]
-        await run_all([asyncio.to_thread(take, kept), *reads] if kept else reads)
-        return found
+        found = await run_all([asyncio.to_thread(take, kept), *reads] if kept else reads)
+        return in_order(len(samples), chain.from_iterable(found))
 
     def _take(self, shard: Shard, table: Any, first: int, rows: Sequence[int]) -> list[Any]:
         """Samples of a row group, of which row ``first`` of the file is the first one."""

@@ -7,7 +7,8 @@ https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html; GNU tar's "
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -39,47 +40,43 @@ _END_BYTES = 1 << 20
 def scan_tar(size: int, target: Sequence[str] = ()) -> Scan:
     """A pass over the headers of a tar file, which also reads the members with the fields of targets."""
     builder = IndexBuilder(target)
-    members = _headers(size)
-    try:
-        request = next(members)
-        while True:
-            if len(request) == 2:
-                request = members.send((yield request))
-                continue
-            start, end, name = request
-            if builder.add(name, start, end):
-                builder.label((yield start + BLOCK, end))
-            request = next(members)
-    except StopIteration:
-        return builder.finish()
+    yield from _members(size, builder.add, builder.label)
+    return builder.finish()
 
 
 def members_of(data: bytes) -> dict[str, bytes]:
     """The fields of a sample, of all bytes of its members."""
     found: dict[str, bytes] = {}
-    members = _headers(len(data), whole=False)
-    try:
-        request = next(members)
+
+    def add(name: str, start: int, end: int) -> bool:
+        key, field = split_name(name)
+        if key is not None:
+            found[field] = data[start + BLOCK : end]
+        return False
+
+    scan = _members(len(data), add, whole=False)
+    with suppress(StopIteration):
+        start, end = next(scan)
         while True:
-            if len(request) == 2:
-                request = members.send(data[slice(*request)])
-                continue
-            start, end, name = request
-            key, field = split_name(name)
-            if key is not None:
-                found[field] = data[start + BLOCK : end]
-            request = next(members)
-    except StopIteration:
-        return found
+            start, end = scan.send(data[start:end])
+    return found
 
 
-def _headers(size: int, *, whole: bool = True) -> Generator[tuple[int, int] | tuple[int, int, str], bytes | None, None]:
-    """Yields ``(start, end)`` to be sent these bytes, and ``(start, end, name)`` of each file with its last header.
+def _members(
+    size: int,
+    add: Callable[[str, int, int], bool],
+    label: Callable[[bytes], None] | None = None,
+    *,
+    whole: bool = True,
+) -> Generator[tuple[int, int], bytes, None]:
+    """A pass over the headers of a tar file. It yields ``(start, end)`` and is sent these bytes.
 
     Tar files joined by ``cat`` are read to the end of the last one, as by ``tar --ignore-zeros``.
 
     Args:
         size: The size of the tar file.
+        add: Called with name, start and end of each file, its last header included; returns whether to read it.
+        label: Called with the contents of each file that is read.
         whole: Whether the end must be marked.
     """
     at, number, ended = 0, 0, not whole
@@ -87,7 +84,6 @@ def _headers(size: int, *, whole: bool = True) -> Generator[tuple[int, int] | tu
     long_size: int | None = None
     while at < size or not ended:
         header = yield at, at + BLOCK
-        assert header is not None
         if header == _ZEROS[: len(header)] and (ended or len(header) == BLOCK):
             at, ended = at + BLOCK, True
             continue
@@ -108,7 +104,6 @@ def _headers(size: int, *, whole: bool = True) -> Generator[tuple[int, int] | tu
             if length < 0 or length > _MOST_HEADER_BYTES or body + length > size:
                 raise ValueError(f"the tar file is damaged or truncated: a header of {length} bytes at byte {at}")
             data = yield body, body + length
-            assert data is not None
             if kind_of == b"L":
                 name = _text(data.split(b"\0", 1)[0])
             elif kind_of == b"x":
@@ -131,8 +126,8 @@ def _headers(size: int, *, whole: bool = True) -> Generator[tuple[int, int] | tu
             raise ValueError(
                 f"the tar file is truncated: {found!r} ends at byte {body + length}, the file at byte {size}"
             )
-        if kind_of in _FILE and not found.endswith("/"):
-            yield at, body + length, found
+        if kind_of in _FILE and not found.endswith("/") and add(found, at, body + length) and label is not None:
+            label((yield body, body + length))
         at = body + -(-length // BLOCK) * BLOCK
 
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
-from aiofeed.sources.file_io import open_file, read_range
-from aiofeed.sources.objects.faults import ObjectInfo, changed, too_short
-from aiofeed.sources.objects.reader import ObjectReader
+from aiofeed.sources.objects.reader import ObjectReader, read_ranges
+from aiofeed.sources.objects.requests import ObjectInfo
 from aiofeed.sources.objects.urls import redacted, split_url
 from aiofeed.sources.shards.index import ShardIndex, ranges_of
 
@@ -34,10 +33,9 @@ class Shard:
     Args:
         reader: Reads it.
         key: Its key in the reader.
-        local: Whether it is a file.
         samples: The number of its samples in the list that names it.
         size: Its size in bytes.
-        info: Its size, etag and time of change at a URL.
+        info: Its size, etag and time of change.
         version: Its etag, or the time of its last change.
         index: Where its samples are.
         extra: What else its format has to know.
@@ -45,7 +43,6 @@ class Shard:
 
     reader: ObjectReader
     key: str
-    local: bool
     samples: int | None = None
     size: int = 0
     info: ObjectInfo | None = None
@@ -54,22 +51,23 @@ class Shard:
     extra: Any = None
 
     @property
+    def local(self) -> bool:
+        """Whether it is a file."""
+        return self.reader.is_local
+
+    @property
     def url(self) -> str:
         """Its URL without credentials, or its path."""
         return self.reader.url(self.key)
 
     def beside(self, key: str) -> Shard:
         """Another object of the same store."""
-        return Shard(self.reader, key, self.local)
+        return Shard(self.reader, key)
 
     async def open(self) -> None:
         """Find out size and version."""
-        if self.local:
-            status = await asyncio.to_thread(os.stat, self.key)
-            self.size, self.version = status.st_size, _version(status)
-        else:
-            self.info = info = await self.reader.head(self.key)
-            self.size, self.version = info.size, info.etag or str(info.modified)
+        self.info = info = await self.reader.head(self.key)
+        self.size, self.version = info.size, info.etag or str(info.modified)
 
     async def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """The bytes of ranges.
@@ -77,21 +75,12 @@ class Shard:
         Raises:
             OSError: The shard cannot be read, or has changed since it was opened.
         """
-        if self.local:
-            return await asyncio.to_thread(self.read_now, ranges)
         starts, ends = zip(*ranges, strict=True)
         return await self.reader.read_ranges(self.key, starts, ends, info=self.info)
 
     def read_now(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """The bytes of ranges of a file."""
-        with open(open_file(self.key), "rb", buffering=0) as file:
-            if _version(os.fstat(file.fileno())) != self.version:
-                raise changed(self.key)
-            found = [read_range(file, start, end) for start, end in ranges]
-        for (start, end), data in zip(ranges, found, strict=True):
-            if len(data) != end - start:
-                raise too_short(self.key, start, end)
-        return found
+        return read_ranges(self.key, ranges, self.version)
 
 
 class ShardFinder:
@@ -115,7 +104,7 @@ class ShardFinder:
                 both = sorted(map(redacted, [base, *self._readers]))
                 raise ValueError(f"store= is one bucket or host, and the URLs have several: {both}")
             self._readers[base] = ObjectReader(base, store=self._store, options=self._options)
-        return Shard(self._readers[base], key, local=not base and self._store is None)
+        return Shard(self._readers[base], key)
 
     async def find(self, urls: Urls) -> list[Shard]:
         """All shards, in the order of the URLs; those of a glob are sorted.
@@ -203,10 +192,6 @@ def expand_braces(text: str) -> list[str]:
     else:
         raise ValueError(f"{redacted(text)!r}: braces contain a range {{000..099}} or a list {{a,b}}, not {{{body}}}")
     return [f"{head}{part}{rest}" for part in parts for rest in expand_braces(tail)]
-
-
-def _version(status: os.stat_result) -> str:
-    return f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
 
 
 def _local_matches(path: str) -> list[str]:

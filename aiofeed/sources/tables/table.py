@@ -66,8 +66,8 @@ class Table:
         if cls is not Table:
             return super().__new__(cls)
         name = _kind_of(table)
-        module = importlib.import_module(f"aiofeed.sources.tables.{name}")
-        kind: type[Self] = getattr(module, f"{name.capitalize()}Table")
+        module = importlib.import_module(f"aiofeed.sources.tables.{'memory' if name == 'MemoryTable' else 'stored'}")
+        kind: type[Self] = getattr(module, name)
         return super().__new__(kind)
 
     traits: Traits = Traits(decode="optional", rows=True)
@@ -187,9 +187,9 @@ def check_columns(name: str, known: Sequence[str], wanted: Sequence[str]) -> Non
 
 
 def _kind_of(table: Any) -> str:
-    """Return the module for a kind of table."""
+    """Return the name of the class for a kind of table."""
     path = table[0] if isinstance(table, list | tuple) and table else table
     if isinstance(path, str | os.PathLike):
         suffix = PurePath(path).suffix
-        return "lance" if suffix == ".lance" else "memory" if suffix in ARROW_FILES else "parquet"
-    return "lance" if type(table).__module__.startswith("lance.") else "memory"
+        return "LanceTable" if suffix == ".lance" else "MemoryTable" if suffix in ARROW_FILES else "ParquetTable"
+    return "LanceTable" if type(table).__module__.startswith("lance.") else "MemoryTable"

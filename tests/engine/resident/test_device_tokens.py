@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 import aiofeed
 from aiofeed import CacheError, DeviceCopyError, DiskCache, Feeder, HostCache, Limits, Mixture, Tokens
 from aiofeed.engine.resident import device_tokens
-from aiofeed.sources.arrays import tokens as token_source
+from aiofeed.sources import tokens as token_source
 from aiofeed.testing import SimulatedDevice
 from tests.support.token_files import write_header, write_raw
 

@@ -1,1 +1,0 @@
-"""Samples that are parts of large arrays on disk."""
