@@ -356,7 +356,7 @@ def code_of(error: sqlite3.Error) -> int:
 
 
 def _refusal(error: sqlite3.Error) -> str | None:
-    """Why a file cannot be used as a cache, for an error that does not pass."""
+    """Why a file cannot be a cache; ``None`` for errors that may end by themselves, such as a full disk."""
     code = code_of(error)
     if code == sqlite3.SQLITE_NOTADB:
         return _OTHER

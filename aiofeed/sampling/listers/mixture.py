@@ -81,7 +81,7 @@ class Shares(ABC):
 
     @abstractmethod
     def known_before(self, place: int) -> tuple[int, list[int]]:
-        """A place up to ``place``, as late as possible, where the counts are the ideal; and the counts."""
+        """The last place known, up to ``place``, at which the ideal counts are whole numbers; and these counts."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -342,7 +342,7 @@ class MixtureOrder:
         return self._interleaving.counts(self._interleaving.blocks.per_epoch)
 
     def _start(self, epoch: int, source: int) -> int:
-        """The number, among all samples of a source, of the one that the interleaving calls 0 in an epoch."""
+        """Where an epoch begins in the endless list of a source's passes; 0 unless every epoch restarts."""
         if not self._restarts or not epoch:
             return 0
         drawn, length = self._drawn_per_epoch()[source], self._lengths[source]
