@@ -70,15 +70,12 @@ class Source(Protocol[EncodedT_co]):
 
     def __len__(self) -> int:
         """The number of samples."""
-        ...
 
     def key(self, index: int, /) -> str:
         """The name of a sample for error messages, such as its path or URL."""
-        ...
 
     async def read(self, index: int, /) -> EncodedT_co:
         """Read an encoded sample: ``bytes``, or a tuple or dict of bytes for a sample of several files."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -139,7 +136,6 @@ class Decoder(Protocol[EncodedT_contra, SampleT_co]):
 
     def __call__(self, data: EncodedT_contra, /) -> SampleT_co:
         """Decode one sample."""
-        ...
 
 
 class RandomDecoder(Protocol[EncodedT_contra, SampleT_co]):
@@ -147,7 +143,6 @@ class RandomDecoder(Protocol[EncodedT_contra, SampleT_co]):
 
     def __call__(self, data: EncodedT_contra, /, *, rng: torch.Generator) -> SampleT_co:
         """Decode one sample."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -183,16 +178,13 @@ class RowDecoder(Protocol):
     @property
     def row(self) -> Row:
         """The memory layout of one sample."""
-        ...
 
     @property
     def takes_seed(self) -> bool:
         """Whether the sample depends on random numbers."""
-        ...
 
     def decode_into(self, data: Any, out: NDArray[Any], seed: int | None = None) -> None:
         """Decode ``data`` into ``out``, an array of ``row.shape`` and ``row.dtype``."""
-        ...
 
 
 def takes_rng(decoder: Callable[..., Any]) -> bool:
@@ -268,11 +260,9 @@ class EpochOrder(Protocol):
     @property
     def length(self) -> int:
         """The number of positions."""
-        ...
 
     def index_at(self, position: int) -> int | Awaitable[int]:
         """The index at a position, or an awaitable for it; positions from ``length`` on start again at 0."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -334,9 +334,11 @@ class DecodeImage:
 
     @property
     def _cached_shape(self) -> tuple[int, int]:
-        """(height, width) of a cached picture, with ``crop="random"``."""
+        """(height, width) of a cached picture."""
+        height, width, _ = self.row.shape
+        if self.crop != "random":
+            return height, width
         if self.cached_size is None:
-            height, width, _ = self.row.shape
             return -(-height * 5 // 4), -(-width * 5 // 4)
         return self.cached_size if isinstance(self.cached_size, tuple) else (self.cached_size, self.cached_size)
 

@@ -133,7 +133,7 @@ class DecodePair:
             )
         parts = [pixels.reshape(-1)]
         if mask is not None:
-            parts.append(self._decode_mask(mask, size, view, self._cached_shape).reshape(-1).view(np.uint8))
+            parts.append(self._decode_mask(mask, size, view, decoder._cached_shape).reshape(-1).view(np.uint8))
         return np.concatenate([*parts, np.frombuffer(_SIZE.pack(*size), np.uint8)])
 
     def augment_cached(self, cached: NDArray[np.uint8], /, *, rng: torch.Generator, target: Any = _NOTHING) -> Any:
@@ -145,7 +145,7 @@ class DecodePair:
         decoder.augment_into(stored[:masked].reshape(decoder.cached_row.shape), pixels, seed)
         view, numbers = decoder.view(*size, seed), None
         if len(stored) > masked:
-            height, width = self._cached_shape
+            height, width = decoder._cached_shape
             numbers = stored[masked:].view(self.mask_dtype).reshape(height, width)
             whole = (0.0, 0.0, float(width), float(height))
             box = map_box(view.box, size, (width, height)) if decoder.crop == "random" else whole
@@ -195,12 +195,6 @@ class DecodePair:
         with _of("image"):
             self.image._decode(data, out, choose)
         return size, view
-
-    @property
-    def _cached_shape(self) -> tuple[int, int]:
-        """(height, width) of a cached mask."""
-        height, width, _ = self.image.row.shape
-        return self.image._cached_shape if self.image.crop == "random" else (height, width)
 
     def _decode_mask(self, data: bytes, size: tuple[int, int], view: View, shape: tuple[int, ...]) -> NDArray[Any]:
         """The numbers of a view of the mask, resized to ``shape``."""

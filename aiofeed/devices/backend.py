@@ -36,11 +36,9 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Return whether the event is complete. Does not block."""
-        ...
 
     def synchronize(self) -> Any:
         """Block the calling thread until the event is complete."""
-        ...
 
 
 class AllEvents:
@@ -120,19 +118,15 @@ class DeviceBackend(Protocol):
 
     def enter_thread(self) -> None:
         """Make the device current in the calling thread. Current device and current stream are thread-local."""
-        ...
 
     def side_stream(self) -> Stream:
         """Return the stream for copies, one per device for the whole process: each stream has its own memory pool."""
-        ...
 
     def current_stream(self) -> Stream:
         """Return the calling thread's current stream of this device."""
-        ...
 
     def use_stream(self, stream: Stream, /) -> AbstractContextManager[None]:
         """Make a stream current in the calling thread; restore the previous one at exit. Can be nested."""
-        ...
 
     def copy(self, tensor: torch.Tensor, /) -> torch.Tensor:
         """Queue a copy to the device on the current stream. Keeps the dtype and, for dense tensors, the strides.
@@ -140,22 +134,18 @@ class DeviceBackend(Protocol):
         Returns the tensor itself if it is on the device already. The copy reads host memory when it runs: keep that
         memory alive and unchanged until an event recorded after the copy is complete.
         """
-        ...
 
     def record(self, stream: Stream, /) -> Event:
         """Return an event after all work queued on a stream so far."""
-        ...
 
     def wait(self, stream: Stream, event: Any, /) -> None:
         """Make later work on a stream wait for an event of ``record``. Does not block the host."""
-        ...
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream, /) -> None:
         """After the tensor is dropped, keep its memory until the work then queued on a stream is complete.
 
         Does nothing for tensors that are not on this device.
         """
-        ...
 
     def pin(self, nbytes: int, /) -> NDArray[np.uint8]:
         """Return page-locked host memory, uint8 [nbytes], contents undefined.
@@ -165,7 +155,6 @@ class DeviceBackend(Protocol):
         Raises:
             RuntimeError: Memory cannot be pinned.
         """
-        ...
 
 
 class TorchBackend:

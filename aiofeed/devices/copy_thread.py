@@ -164,18 +164,12 @@ class CopyThread(BoundedThread):
         while len(self._queued) - self._room.qsize() >= QUEUED_BATCHES:
             if self._unwanted() or self._end_is_next():
                 return True
-            if not self._oldest_complete():
+            if not is_complete(self._queued[0], self._copier.backend.name):
                 if self._copying and self._copying[0][0].query():
                     self._give_back_oldest()
                 return False
-        return True
-
-    def _oldest_complete(self) -> bool:
-        """Remove the event of the oldest take if it is complete; return whether it is."""
-        complete = is_complete(self._queued[0], self._copier.backend.name)
-        if complete:
             self._queued.popleft()
-        return complete
+        return True
 
     def _end_is_next(self) -> bool:
         """Return whether the next item is not a batch and so needs no device memory."""

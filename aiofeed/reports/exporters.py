@@ -20,7 +20,6 @@ class MeasuredFeed(Protocol):
 
     def statistics(self, total: bool = False) -> FeedStatistics:
         """The statistics of the current or last epoch, or with ``total=True`` of all epochs."""
-        ...
 
 
 @dataclass(frozen=True)

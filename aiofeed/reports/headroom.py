@@ -23,24 +23,19 @@ class EpochIterator(Protocol):
 
     def __next__(self) -> Any:
         """The next batch."""
-        ...
 
     def __iter__(self) -> Iterator[Any]:
         """The iterator itself."""
-        ...
 
     def __aiter__(self) -> AsyncIterator[Any]:
         """The iterator itself."""
-        ...
 
     @property
     def batches(self) -> int:
         """Batches handed out."""
-        ...
 
     def leave_out(self, seconds: float) -> None:
         """Leave these seconds out of the statistics."""
-        ...
 
 
 @public

@@ -161,7 +161,7 @@ class Schedule:
         return self.batches(start.consumed)
 
     def batch_numbers(self, start: Position) -> int:
-        """The number after that of the last batch, counted from ``start``."""
+        """The number of the last batch, counted from ``start``, plus one."""
         return self.batches(start.consumed)
 
     def batches_ahead(self, start: Position) -> Set[int]:

@@ -29,7 +29,7 @@ OTHER_STATES = {
     "_iterator_finished": "torchdata's StatefulDataLoader, whose order a Feeder does not have; a Feeder can begin at "
     "an epoch, with set_epoch(n)",
 }
-"""Whose state a dict is, by a key that it has."""
+"""The program that has saved a state, by a key that only its states have."""
 
 ORDERS = {
     "plan": "a plan (Buckets, TokenBudget or Pack)",

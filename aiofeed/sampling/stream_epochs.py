@@ -94,19 +94,15 @@ class Items(Protocol):
     @property
     def length(self) -> int | None:
         """The number of items of an epoch; ``None`` if it is not known."""
-        ...
 
     def first_item(self, position: Position) -> int:
         """The number of the first item to read for a position."""
-        ...
 
     def last_before(self, position: Position, snapshots: Iterable[Snapshot]) -> Snapshot | None:
         """The last of some states from which a position can be reached, if any."""
-        ...
 
     def _read_blocks(self, epoch: int, first: int, snapshot: Snapshot | None, size: int) -> AsyncGenerator[Block, None]:
         """The items of an epoch from one on, in blocks of ``size``; ``snapshot`` is a state at this item or before."""
-        ...
 
 
 class StreamOrder(FeedOrder):

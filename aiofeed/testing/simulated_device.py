@@ -449,6 +449,7 @@ class _Operation:
         return (values[0] if len(values) == 1 else tuple(values) or None), outputs
 
 
+# Without these, `check_copier` takes 1.5 times as much CPU time.
 _shapes: dict[Any, Any] = {}
 
 

@@ -13,7 +13,7 @@ QUERY_TIMEOUT_S = 20.0
 
 def conditions(backend: DeviceBackend, rounds: int) -> str:
     """The description with the number of rounds, in one line."""
-    from aiofeed.reports.machine.accelerators import describe_accelerator
+    from aiofeed.reports.machine.environment import describe_accelerator
 
     accelerator = describe_accelerator(backend)
     memory = "" if accelerator.total_bytes is None else f", {accelerator.total_bytes / 2**30:.0f} GiB"

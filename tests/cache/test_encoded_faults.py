@@ -334,18 +334,34 @@ def test_samples_are_never_wrong(tmp_path_factory: pytest.TempPathFactory, data:
 
 
 def test_a_cache_that_another_process_creates_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is empty when it is opened, and a cache after the first look at it: it is opened as a cache."""
-    path = str(tmp_path / "cache")
-    number, looks = CacheDatabase._number, []
+    """A file that another process makes a cache between any two statements of the one that opens it is opened."""
+    execute = CacheDatabase._execute
+    statements: list[str] = []
 
-    def look(database: CacheDatabase, statement: str) -> int:
-        found = number(database, statement)
-        looks.append(statement)
-        if len(looks) == 1:
-            CacheDatabase(path, 1000).close()
-        return found
+    def opened(path: str, created_before: int) -> tuple[int, int]:
+        """Open a new file; another connection makes it a cache before the statement of this number."""
+        statements.clear()
+        other: list[CacheDatabase] = []
 
-    monkeypatch.setattr(CacheDatabase, "_number", look)
-    database = CacheDatabase(path, 1000)
-    assert database.budget() == (0, 1000)
-    database.close()
+        def observed(database: CacheDatabase, statement: str, values: Any = ()) -> sqlite3.Cursor:
+            if database not in other:
+                if len(statements) == created_before:
+                    with monkeypatch.context() as patch:
+                        patch.setattr(CacheDatabase, "_execute", execute)
+                        other.append(CacheDatabase(path, 1000))
+                statements.append(statement)
+            return execute(database, statement, values)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CacheDatabase, "_execute", observed)
+            database = CacheDatabase(path, 1000)
+        for each in (*other, database):
+            budget = each.budget()
+            each.close()
+        return budget
+
+    opened(str(tmp_path / "cache"), created_before=-1)
+    transaction = statements.index("BEGIN IMMEDIATE")  # from here on the other process waits
+    for number in range(transaction + 1):
+        assert opened(str(tmp_path / f"cache {number}"), created_before=number) == (0, 1000)
+        assert not any(statement.startswith("CREATE") for statement in statements)

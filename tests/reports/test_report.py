@@ -15,9 +15,8 @@ import aiofeed
 from aiofeed.devices import resolve
 from aiofeed.reports import machine
 from aiofeed.reports.commands.cli import main
-from aiofeed.reports.machine import AcceleratorReport, Environment, accelerators, environment
-from aiofeed.reports.machine.advice import advise
-from aiofeed.reports.machine.report import DeviceReport
+from aiofeed.reports.machine import AcceleratorReport, Environment, environment
+from aiofeed.reports.machine.report import DeviceReport, advise
 from aiofeed.testing import SimulatedDevice
 
 GIB = 1 << 30
@@ -303,9 +302,9 @@ class TestAccelerators:
         device = SimulatedDevice()
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-        monkeypatch.setattr(accelerators, "resolve_device", lambda index: device)
-        monkeypatch.setattr(accelerators, "MEASURE_S", 0.0)
-        monkeypatch.setattr(accelerators, "COPY_BYTES", 4096)
+        monkeypatch.setattr(environment, "resolve_device", lambda index: device)
+        monkeypatch.setattr(environment, "MEASURE_S", 0.0)
+        monkeypatch.setattr(environment, "COPY_BYTES", 4096)
         return device
 
     def test_described(self, monkeypatch):
@@ -319,7 +318,7 @@ class TestAccelerators:
         for name in ("memory_allocated", "memory_reserved"):  # newer versions of torch return 0
             monkeypatch.delattr(torch.accelerator, name, raising=False)
         backend = SimpleNamespace(name="xpu:0", device=torch.device("xpu", 0))
-        assert accelerators.describe_accelerator(backend) == AcceleratorReport("xpu:0", "A card", 2, 1)
+        assert environment.describe_accelerator(backend) == AcceleratorReport("xpu:0", "A card", 2, 1)
 
     def test_described_by_torch_accelerator(self, monkeypatch):
         """If the device's module of torch does not report memory, torch.accelerator may."""
@@ -327,12 +326,12 @@ class TestAccelerators:
         for name, found in {"get_memory_info": (1, 2), "memory_allocated": 3, "memory_reserved": 4}.items():
             monkeypatch.setattr(torch.accelerator, name, lambda device, found=found: found, raising=False)
         backend = SimpleNamespace(name="xpu:0", device=torch.device("xpu", 0))
-        assert accelerators.describe_accelerator(backend) == AcceleratorReport("xpu:0", "xpu", 2, 1, 0, 4)
+        assert environment.describe_accelerator(backend) == AcceleratorReport("xpu:0", "xpu", 2, 1, 0, 4)
 
     def test_measured(self):
         """Pinned and pageable copies are measured with copies that the device makes."""
         device = SimulatedDevice()
-        report = accelerators.measure_copies(CARD, device, 4096)
+        report = environment.measure_copies(CARD, device, 4096)
         assert report.pinned_bytes_per_s > 0
         assert report.pageable_bytes_per_s > 0
         assert report.pin_error is None
@@ -342,21 +341,21 @@ class TestAccelerators:
     def test_rate(self, monkeypatch):
         """The rate is bytes per second, without the first copy."""
         ticks = iter([0.0, 0.5, 1.0])
-        monkeypatch.setattr(accelerators.time, "perf_counter", lambda: next(ticks))
+        monkeypatch.setattr(environment.time, "perf_counter", lambda: next(ticks))
         device = SimulatedDevice()
-        assert accelerators.copy_rate(device, device.pin(100), seconds=1.0) == 4 * 100
+        assert environment.copy_rate(device, device.pin(100), seconds=1.0) == 4 * 100
         assert device.copies == 5
 
     def test_memory_that_cannot_be_pinned(self):
         """The report has the driver's error, and the rate of pageable copies."""
-        report = accelerators.measure_copies(CARD, SimulatedDevice(pin_fails=True), 4096)
+        report = environment.measure_copies(CARD, SimulatedDevice(pin_fails=True), 4096)
         assert "cannot be pinned" in report.pin_error
         assert report.pinned_bytes_per_s is None
         assert report.pageable_bytes_per_s > 0
 
     def test_a_device_that_fails(self):
         """A device that cannot copy is reported without rates."""
-        report = accelerators.measure_copies(CARD, SimulatedDevice(memory_bytes=1024), 1 << 20)
+        report = environment.measure_copies(CARD, SimulatedDevice(memory_bytes=1024), 1 << 20)
         assert (report.pinned_bytes_per_s, report.pageable_bytes_per_s) == (None, None)
 
     def test_report(self, card):

@@ -54,6 +54,10 @@ _SCHEMA = (
     f"PRAGMA user_version = {FORMAT}",
 )
 
+# The number of tables, and what the file says that it is: all 0 of an empty file.
+_IDENTITY = """SELECT (SELECT count(*) FROM sqlite_master), application_id, user_version
+FROM pragma_application_id, pragma_user_version"""
+
 # For each source its first and its last next use: the first may have passed.
 _LATEST = """
 SELECT CASE
@@ -115,10 +119,6 @@ def check_file(cache: EncodedCache) -> None:
         CacheDatabase(str(cache.path), cache.max_bytes).close()
     except sqlite3.Error as error:  # a full disk, for example: samples are then read from the source
         log.warning("the cache %s cannot be opened now: %s", cache.path, error)
-
-
-_IDENTITY = """SELECT (SELECT count(*) FROM sqlite_master), application_id, user_version
-FROM pragma_application_id, pragma_user_version"""
 
 
 class Entry(NamedTuple):
@@ -183,9 +183,6 @@ class CacheDatabase:
     def _execute(self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> sqlite3.Cursor:
         assert self._connection is not None
         return self._connection.execute(statement, values)
-
-    def _number(self, statement: str) -> int:
-        return int(self._execute(statement).fetchone()[0])
 
     def _prepare(self, path: str, max_bytes: int | None) -> None:
         if not self._is_cache(path):
@@ -252,7 +249,7 @@ class CacheDatabase:
 
     def count(self) -> int:
         """The number of entries."""
-        return self._number("SELECT count(*) FROM entries")
+        return int(self._execute("SELECT count(*) FROM entries").fetchone()[0])
 
     def look_up(self, names: Mapping[int, int]) -> dict[int, Entry]:
         """The entries of ``names``, a dict of names and tags."""
@@ -359,7 +356,7 @@ def code_of(error: sqlite3.Error) -> int:
 
 
 def _refusal(error: sqlite3.Error) -> str | None:
-    """Why a file cannot be used as a cache, for an error that does not pass."""
+    """Why a file cannot be a cache; ``None`` for errors that may end by themselves, such as a full disk."""
     code = code_of(error)
     if code == sqlite3.SQLITE_NOTADB:
         return _OTHER

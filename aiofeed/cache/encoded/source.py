@@ -167,7 +167,7 @@ class CachedSource:
 
     async def read(self, index: int, /) -> Any:
         """A sample of the cache, or of the source's ``read``."""
-        [sample] = await self._cached([index], self._read_one)
+        [sample] = await self._cached([index], self._read_each)
         if isinstance(sample, BaseException):
             raise sample
         return sample
@@ -175,9 +175,6 @@ class CachedSource:
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Samples of the cache, and the others of the source in one call."""
         return await self._cached(indices, self._members.read_many or self._read_each)
-
-    async def _read_one(self, indices: Sequence[int]) -> list[Any]:
-        return [await self._source.read(indices[0])]
 
     async def _read_each(self, indices: Sequence[int]) -> list[Any]:
         async def read(index: int) -> Any:

@@ -214,7 +214,7 @@ class ClipDecoder:
 
 
 class VideoIndex(NamedTuple):
-    """What a video has, in the order in which it is shown.
+    """The frames of a video, in the order in which they are shown.
 
     Args:
         timestamps: The timestamp of each frame, ascending.
@@ -263,7 +263,7 @@ def _frames(container: Any, stream: Any, start: int, missing: set[int]) -> Itera
 
 
 def _identity(data: Any) -> object:
-    """What tells a file from others, cheaply."""
+    """A key of a file: its path, size and time, or the length of its bytes and a hash of both ends."""
     if isinstance(data, str | os.PathLike):
         status = os.stat(data)
         return os.fspath(data), status.st_size, status.st_mtime_ns

@@ -2,10 +2,8 @@
 
 from aiofeed.core.types import public
 from aiofeed.devices.resolve import explain_no_accelerator
-from aiofeed.reports.machine.accelerators import find_accelerators
-from aiofeed.reports.machine.advice import advise
-from aiofeed.reports.machine.environment import inspect_environment
-from aiofeed.reports.machine.report import AcceleratorReport, DeviceReport, Environment
+from aiofeed.reports.machine.environment import find_accelerators, inspect_environment
+from aiofeed.reports.machine.report import AcceleratorReport, DeviceReport, Environment, advise
 
 __all__ = ["AcceleratorReport", "DeviceReport", "Environment", "device_report"]
 

@@ -44,7 +44,10 @@ class LengthPlan(ABC):
         self._given = lengths
         self._lengths: Int64 | None = None
         if not callable(lengths):
-            self._lengths = _checked_lengths(lengths, None)
+            self._lengths = _checked_lengths(lengths)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._describe()})"
 
     def bind(self, samples: int) -> None:
         """Find the lengths of a source's samples and check them.
@@ -54,7 +57,7 @@ class LengthPlan(ABC):
         """
         if self._lengths is None:
             assert callable(self._given)
-            self._lengths = _checked_lengths([self._given(index) for index in range(samples)], samples)
+            self._lengths = _checked_lengths([self._given(index) for index in range(samples)])
         if len(self._lengths) != samples:
             raise ValueError(f"{type(self).__name__}(lengths=) has {len(self._lengths)} lengths for {samples} samples")
         self._check(self._lengths)
@@ -131,9 +134,6 @@ class Buckets(LengthPlan):
                 f"got {len(self.batch_sizes)} batch_sizes"
             )
 
-    def __repr__(self) -> str:
-        return f"Buckets({self._describe()})"
-
     def _describe(self) -> str:
         return f"boundaries={self.boundaries}, batch_sizes={self.batch_sizes}"
 
@@ -201,9 +201,6 @@ class TokenBudget(LengthPlan):
         )
         self.window: int = check_positive_int("TokenBudget(window=)", window)
         self.on_oversize = check_on_oversize("TokenBudget", on_oversize)
-
-    def __repr__(self) -> str:
-        return f"TokenBudget({self._describe()})"
 
     def _describe(self) -> str:
         return (
@@ -288,7 +285,7 @@ def starts_of(counts: NDArray[np.integer[Any]]) -> Int64:
     return starts
 
 
-def _checked_lengths(lengths: Sequence[int] | Int64, samples: int | None) -> Int64:
+def _checked_lengths(lengths: Sequence[int] | Int64) -> Int64:
     array = np.asarray(lengths)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise TypeError(f"lengths must be a list of ints, got {array.dtype} with shape {array.shape}")

@@ -17,11 +17,11 @@ import heapq
 import json
 import math
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 
@@ -66,29 +66,7 @@ class Blocks:
         return epoch * self.per_epoch + position // BLOCK
 
 
-class Shares(ABC):
-    """The samples of each source that the ideal mixture has drawn before each place, in ``unit`` parts of a sample."""
-
-    unit: int
-
-    @abstractmethod
-    def place(self, source: int, amount: int, block: int) -> int:
-        """The first place, or that of the block if it is later, before which ``amount`` parts have been drawn."""
-
-    @abstractmethod
-    def of_block(self, block: int) -> Sequence[int]:
-        """The parts of each source in one sample of a block."""
-
-    @abstractmethod
-    def known_before(self, place: int) -> tuple[int, list[int]]:
-        """A place up to ``place``, as late as possible, where the counts are the ideal; and the counts."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Identifies the weights in a state."""
-
-
-class ConstantShares(Shares):
+class ConstantShares:
     """Shares of weights that stay the same: exact fractions, so that the ideal is whole once per ``unit`` samples."""
 
     def __init__(self, weights: Sequence[Fraction]) -> None:
@@ -102,20 +80,20 @@ class ConstantShares(Shares):
         return -(-amount // self.parts[source])
 
     def of_block(self, block: int) -> Sequence[int]:
-        """The same parts for each block."""
+        """The parts of each source in one sample of a block: the same for each."""
         return self.parts
 
     def known_before(self, place: int) -> tuple[int, list[int]]:
-        """The last place where the ideal is whole."""
+        """The last place up to ``place`` at which the ideal counts are whole numbers; and these counts."""
         times = place // self.unit
         return times * self.unit, [parts * times for parts in self.parts]
 
     def describe(self) -> str:
-        """The parts."""
+        """Identifies the weights in a state."""
         return f"{self.parts}"
 
 
-class ChangingShares(Shares):
+class ChangingShares:
     """Shares that a function gives for each block.
 
     Args:
@@ -134,7 +112,7 @@ class ChangingShares(Shares):
         self._before: list[list[int]] = [[0] * len(self.of_block(0))]
 
     def of_block(self, block: int) -> Sequence[int]:
-        """The parts of a block; asks for its weights and those of all earlier blocks once."""
+        """The parts of each source in one sample of a block; asks for the weights of each block up to it once."""
         while len(self._parts) <= block:
             cumulative = np.cumsum(np.asarray(self._weights(self._start(len(self._parts))), np.float64))
             self._parts.append(np.diff(np.rint(cumulative / cumulative[-1] * UNIT), prepend=0).astype(int).tolist())
@@ -160,12 +138,16 @@ class ChangingShares(Shares):
         return self._start(stop) + -(-missing // parts) if parts else NEVER
 
     def known_before(self, place: int) -> tuple[int, list[int]]:
-        """The start of the mixture."""
+        """The start of the mixture, and counts of 0: the ideal counts of other places need not be whole."""
         return 0, [0] * len(self._before[0])
 
     def describe(self) -> str:
-        """Functions cannot be compared."""
+        """Identifies the weights in a state, as far as possible: functions cannot be compared."""
         return "a function"
+
+
+Shares: TypeAlias = ConstantShares | ChangingShares
+"""The samples of each source that the ideal mixture has drawn before each place, in ``unit`` parts of a sample."""
 
 
 class Interleaving:
@@ -342,7 +324,7 @@ class MixtureOrder:
         return self._interleaving.counts(self._interleaving.blocks.per_epoch)
 
     def _start(self, epoch: int, source: int) -> int:
-        """The number, among all samples of a source, of the one that the interleaving calls 0 in an epoch."""
+        """Where an epoch begins in the endless list of a source's passes; 0 unless every epoch restarts."""
         if not self._restarts or not epoch:
             return 0
         drawn, length = self._drawn_per_epoch()[source], self._lengths[source]

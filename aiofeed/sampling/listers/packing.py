@@ -89,9 +89,6 @@ class Pack(LengthPlan):
         if self.split and on_oversize != "error":
             raise ValueError(f"Pack(split=True) splits long documents, so leave out on_oversize={on_oversize!r}")
 
-    def __repr__(self) -> str:
-        return f"Pack({self._describe()})"
-
     def _describe(self) -> str:
         how = "" if self.split else f", window={self.window}, on_oversize={self.on_oversize!r}"
         return f"context={self.context}, rows={self.rows}, separator={self.separator!r}, split={self.split}{how}"
