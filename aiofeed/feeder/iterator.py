@@ -42,11 +42,9 @@ class Producer(Protocol):
     @property
     def queue(self) -> BatchQueue[QueueItem]:
         """The finished batches and the ends of epochs."""
-        ...
 
     def start(self) -> None:
         """Start the threads that do not run yet. Called in the consumer's thread before each iteration."""
-        ...
 
     def take(self, item: ReadyBatch) -> Any:
         """Return the batch of an item that leaves the queue, and allow one more to be produced.
@@ -54,23 +52,18 @@ class Producer(Protocol):
         An interrupted call may be repeated with the same item. A copy thread calls it, too, and so keeps the producer
         alive while it runs.
         """
-        ...
 
     def watch(self, owner: object) -> None:
         """Stop when ``owner`` is dropped. Replaces the previously watched owner."""
-        ...
 
     def stop(self) -> None:
         """Tell the threads to end. Never blocks."""
-        ...
 
     def join(self, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` for the threads to end; return whether they have ended."""
-        ...
 
     async def stopped(self) -> None:
         """Wait for the threads to end without blocking the caller's event loop."""
-        ...
 
 
 class LoopProducer:

@@ -55,7 +55,6 @@ class ProgressBar(Protocol):
 
     def close(self) -> None:
         """Draw the bar no more. Idempotent; must not raise."""
-        ...
 
 
 class FeederSession(Generic[BatchT]):

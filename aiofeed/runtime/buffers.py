@@ -109,15 +109,12 @@ class BufferLease(Protocol):
     @property
     def pinned(self) -> bool:
         """Whether the memory is page-locked."""
-        ...
 
     def take(self, nbytes: int) -> Bytes:
         """``nbytes`` of uninitialised memory."""
-        ...
 
     def give_back(self) -> None:
         """Return the memory to the pool. Nothing may read or write it any more."""
-        ...
 
 
 class BufferPool(Protocol):
@@ -125,7 +122,6 @@ class BufferPool(Protocol):
 
     def lease(self) -> BufferLease:
         """A lease for the memory of one batch."""
-        ...
 
 
 def _pop_fitting(blocks: list[BlockT], nbytes: int) -> BlockT | None:

@@ -106,7 +106,6 @@ class ThreadHost(Protocol):
 
     def host(self, run: HostedRun) -> bool:
         """Run a pool until it stops; return False if the thread is that of another pool."""
-        ...
 
 
 class ThreadPool(ThreadPoolExecutor):

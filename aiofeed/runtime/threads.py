@@ -211,11 +211,9 @@ class Stoppable(Protocol):
 
     def stop(self) -> None:
         """Signal the threads to end; never blocks."""
-        ...
 
     def join(self, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` for the threads; return whether they have ended."""
-        ...
 
 
 # Not a WeakSet: its callback is Python code, and a KeyboardInterrupt raised in it during a collection would be lost.

@@ -20,11 +20,9 @@ class MapDataset(Protocol[ItemT_co]):
 
     def __getitem__(self, index: int, /) -> ItemT_co:
         """A sample."""
-        ...
 
     def __len__(self) -> int:
         """The number of samples."""
-        ...
 
 
 @public

@@ -43,17 +43,14 @@ class Rows(Protocol):
     @property
     def tensors(self) -> Sequence[Any]:
         """Tensors or arrays, each [N, ...]. Sample ``i`` is row ``i`` of each."""
-        ...
 
     @property
     def alias(self) -> bool:
         """Whether a batch of consecutive rows may be a view of the data."""
-        ...
 
     @property
     def rows(self) -> NDArray[np.int64] | None:
         """The row of each sample; ``None``: sample ``i`` is row ``i``. Data on a device have no such list."""
-        ...
 
 
 Window: TypeAlias = "Callable[[int, int], list[torch.Tensor]]"
@@ -72,19 +69,15 @@ class Windows(Protocol):
 
     def device_ready(self) -> bool:
         """Return whether a window can be made now, without waiting for work queued on the device."""
-        ...
 
     def make(self, batch_range: BatchRange) -> tuple[BatchRange, Window]:
         """Make a window of a batch range, or of its head if memory is short; return the range made and the window."""
-        ...
 
     def wait_for_caller(self) -> None:
         """Make later windows wait for the work that the calling thread has queued on the device."""
-        ...
 
     def close(self, timeout_s: float) -> None:
         """Wait for windows that are being made of memory that another process may free; no more are made."""
-        ...
 
 
 def window_batches(batch_bytes: int, *bounds: int) -> int:

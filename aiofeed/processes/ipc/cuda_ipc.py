@@ -267,11 +267,9 @@ class SharedEvent(Protocol):
 
     def record(self, stream: Stream, /) -> Any:
         """Mark the event to complete when everything queued on the stream so far has completed."""
-        ...
 
     def query(self) -> bool:
         """Whether it is complete. Does not block."""
-        ...
 
 
 class SharedDevice(Protocol):
@@ -282,55 +280,42 @@ class SharedDevice(Protocol):
 
     def identity(self) -> str:
         """The device's name, the same in every process; at most 128 characters."""
-        ...
 
     def stream(self) -> Stream:
         """The stream that fills blocks: one per process, and not the stream of copies from the host."""
-        ...
 
     def holds(self, value: object, /) -> bool:
         """Whether a value is a tensor in the device's memory."""
-        ...
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
         """uint8 [nbytes] of device memory for work on the current stream; ``RuntimeError`` if there is not enough."""
-        ...
 
     def export(self, memory: torch.Tensor, /) -> DeviceMemoryHandle:
         """A handle of memory from ``allocate``, for one process; ``HandleError`` if it cannot be exported."""
-        ...
 
     def open(self, handle: DeviceMemoryHandle, /) -> torch.Tensor:
         """Another process's memory, uint8 [nbytes]; ``HandleError`` if it cannot be opened."""
-        ...
 
     def forget(self, handle: DeviceMemoryHandle, /) -> None:
         """Take back the export of a handle that no process has opened or will open."""
-        ...
 
     def event(self) -> SharedEvent:
         """A new event that can be exported."""
-        ...
 
     def export_event(self, event: SharedEvent, /) -> bytes:
         """A handle of an event, for any process; ``HandleError`` if it cannot be exported."""
-        ...
 
     def open_event(self, handle: bytes, /) -> SharedEvent:
         """Another process's event; ``HandleError`` if it cannot be opened."""
-        ...
 
     def put(self, target: torch.Tensor, source: torch.Tensor, /) -> None:
         """Queue a copy between tensors of the device, of the same shape and dtype, on the current stream."""
-        ...
 
     def clone(self, source: torch.Tensor, /) -> torch.Tensor:
         """Queue a copy to this process's own memory on the current stream; dense strides are preserved."""
-        ...
 
     def to_host(self, tensor: torch.Tensor, /) -> torch.Tensor:
         """A copy in host memory, after the work of the current stream. Blocks."""
-        ...
 
 
 def shared_device(backend: DeviceBackend) -> SharedDevice | None:

@@ -47,23 +47,18 @@ class ConsumerOwner(Protocol):
 
     def welcome(self) -> Welcome:
         """The answer to a consumer's greeting."""
-        ...
 
     def probe(self, consumer: Consumer) -> Probe:
         """A test of whether a consumer can read the server's device memory."""
-        ...
 
     def left(self, consumer: Consumer) -> None:
         """A consumer has ended its subscription."""
-        ...
 
     def read(self, consumer: Consumer, serial: int) -> None:
         """A consumer has read a batch."""
-        ...
 
     def gone(self, consumer: Consumer, *, reading: bool) -> None:
         """A consumer's connection has ended; ``reading``: its process may still read batches."""
-        ...
 
 
 class Consumer:

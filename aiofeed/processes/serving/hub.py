@@ -55,7 +55,6 @@ class ServedFeeder(Protocol):
 
     def epochs(self, n: int) -> Iterator[int]:
         """The numbers of those of the first ``n`` epochs that are left."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -52,15 +52,12 @@ class Handle(Protocol):
 
     def send(self, message: ToWorker) -> None:
         """Send a message; does nothing if the worker has ended."""
-        ...
 
     def release_slot(self, serial: int, ring: Ring, reusable: bool = True) -> None:
         """Give the memory of a batch back to the worker; see ``ReleaseSlot``."""
-        ...
 
     def kill(self) -> None:
         """End the worker at once."""
-        ...
 
 
 @dataclass(eq=False)
