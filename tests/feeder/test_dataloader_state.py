@@ -11,11 +11,13 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
 from aiofeed import DataLoader, StateError
+from aiofeed.processes.loader_workers.random_state import pack_random_state, unpack_random_state
 from tests.support.loader_parts import (
     Counting,
     DrawingSampler,
@@ -296,6 +298,15 @@ def test_damaged_states(workers: int) -> None:
         with pytest.raises(StateError):
             loader.load_state_dict(broken)  # type: ignore[arg-type]
     list(iterator)
+
+
+@pytest.mark.parametrize("generator", [[], ["MT19937"], ["MT19937", "AAAA", 0, 0], -1, 10**9])
+def test_a_damaged_state_of_numpys_generator(generator: Any) -> None:
+    """It is refused: NumPy itself would read memory outside its state."""
+    version, numpys, torchs = pack_random_state((random.getstate(), np.random.get_state(), torch.get_rng_state()))
+    damaged = generator if isinstance(generator, list) else [*numpys[:2], generator, *numpys[3:]]
+    with pytest.raises(StateError, match="damaged"):
+        unpack_random_state([version, damaged, torchs])
 
 
 def test_a_state_that_is_refused_changes_nothing() -> None:

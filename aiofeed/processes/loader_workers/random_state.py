@@ -70,6 +70,9 @@ def _check(state: tuple[Any, ...]) -> None:
     import torch
 
     random.Random().setstate(state[0])
+    _, keys, position, _, _ = state[1]
+    if not 0 <= position <= len(keys):  # NumPy does not check it, and would read other memory
+        raise ValueError(f"the position of NumPy's generator is {position}")
     np.random.RandomState().set_state(state[1])
     torch.Generator().set_state(state[2])
 
