@@ -18,7 +18,7 @@ import numpy as np
 
 from aiofeed.core.types import traits_of
 from aiofeed.runtime.buffers import HostBufferPool, array
-from aiofeed.runtime.tensors import is_tensor, tensor_of, tensor_row_bytes, view_as_integers
+from aiofeed.runtime.tensors import is_tensor, keep_memory, tensor_row_bytes, view_as_integers
 from aiofeed.runtime.threads import is_ending, may_be_fork
 from aiofeed.sampling.schedule import BatchRange
 
@@ -99,7 +99,10 @@ def _host_batch(
         with torch.inference_mode(False):
             return _host_batch(torch, rows, dtypes, first, last)
     # For torch each batch has a storage of its own, so that saving a batch saves only the batch.
-    batch = [tensor_of(each[first:last]) for each in rows]
+    batch = []
+    for each in rows:
+        batch.append(tensor := torch.from_numpy(memory := each[first:last]))
+        keep_memory(tensor.untyped_storage(), memory)
     if dtypes is None:
         return batch
     return [each if dtype is None else each.view(dtype) for each, dtype in zip(batch, dtypes, strict=True)]
