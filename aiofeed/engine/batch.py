@@ -43,6 +43,8 @@ class Batch:
         error: raised to the consumer instead of the batch.
         complete: whether it may be delivered.
         handed_out: see ``ReadyBatch``.
+        followers: the batches that the same job makes after this one. The engine plans, reserves memory for, delivers
+            and releases all of them as one.
     """
 
     plan: BatchPlan
@@ -64,6 +66,7 @@ class Batch:
     error: FeedError | None = None
     complete: bool = False
     handed_out: tuple[int, int] | None = None
+    followers: list[Batch] = field(default_factory=list)
 
     def count_read(self, read: ReadResult) -> None:
         """Add a read to the statistics; on the loop."""

@@ -25,6 +25,11 @@ from aiofeed.engine.tuning.gil import GilLimit
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.runtime.thread_pool import ThreadPool
 
+# Batches are made together until a job takes this long: a job costs the loop and three changes of threads, some hundred
+# microseconds, however little it does.
+JOB_S = 0.002
+TOGETHER_MOST = 32
+
 log: logging.Logger = logging.getLogger("aiofeed.engine")
 
 
@@ -34,6 +39,7 @@ class ChunkAssembly(Assembly):
     Args:
         policy: what happens to samples that fail.
         late_s: returns the seconds in all by which the loop was late; reads do not count them.
+        may_group: whether one job may make several small batches; the fetcher's ``read`` must leave all to the job.
         on_gil_limit: as of ``Assembly``, like ``engine``, ``fetcher``, ``executor`` and ``tuner``.
         options: ``new_builder``, ``wrap`` and ``memory``, as of ``DecodeStage``.
     """
@@ -50,6 +56,7 @@ class ChunkAssembly(Assembly):
         tuner: Tuner | None = None,
         on_gil_limit: Callable[[GilLimit], None] | None = None,
         late_s: Callable[[], float] = float,
+        may_group: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(engine, fetcher=fetcher, executor=executor, tuner=tuner, on_gil_limit=on_gil_limit)
@@ -66,6 +73,9 @@ class ChunkAssembly(Assembly):
         )
         # Samples whose reads have begun and not ended; `Admission.reading` also counts tasks that do not run yet.
         self._reading = 0
+        self._may_group = may_group
+        # Seconds that a batch took lately.
+        self._batch_s = 0.0
 
     def stop(self) -> None:
         """End running jobs."""
@@ -79,6 +89,10 @@ class ChunkAssembly(Assembly):
     async def begin(self, batch: Batch) -> None:
         """Start to read the chunks of a batch; wait until all of them may be read."""
         self.permit()
+        if batch.followers:
+            batch.unread = 0
+            self._engine.group.create_task(self._make_together(batch))
+            return
         admission, samples = self._admission, len(batch.plan.indices)
         chosen = self._fetcher.chunk_size(samples, admission.limits)
         self.chunk_size: int = min(chosen, admission.limits.read_concurrency)
@@ -152,15 +166,48 @@ class ChunkAssembly(Assembly):
         except asyncio.CancelledError:
             raise cancellation_error(batch) from None
 
-    def _count(self, batch: Batch, outcome: ChunkOutcome) -> None:
-        """Count a decoded chunk; after a batch's last chunk, recover from its errors or complete it."""
+    async def _make_together(self, first: Batch) -> None:
+        """Make a batch and its followers in one job; after a batch with errors, in another one."""
+        batches = [first, *first.followers]
+        for batch in batches:
+            batch.undecoded = 1
+        try:
+            if not first.decode_permit.is_set():
+                await first.decode_permit.wait()
+            while batches and first.error is None:
+                outcomes = await self._decode_stage.decode_together(batches)
+                for batch, outcome in zip(batches, outcomes, strict=False):
+                    self._observe(batch, outcome)
+                made, batches = batches[len(outcomes) - 1], batches[len(outcomes) :]
+                if made.errors and not self._admission.closed:
+                    await self._decode_stage.recover(made)
+                if made.error is not None or self._stop.is_set():
+                    break
+        except asyncio.CancelledError:
+            raise cancellation_error(first) from None
+        self.finished(first)
+
+    def _choose_group(self, outcome: ChunkOutcome) -> None:
+        """Choose how many batches the next job makes."""
+        seconds = outcome.decode_s + outcome.collate_s
+        self._batch_s += (seconds - self._batch_s) * (0.2 if self._batch_s else 1.0)
+        self.together = max(1, min(TOGETHER_MOST, 2 * self.together, int(JOB_S / self._batch_s)))
+
+    def _observe(self, batch: Batch, outcome: ChunkOutcome) -> None:
+        """Add a decode job to the statistics, and pass its timing to the tuner."""
         batch.count(outcome)
+        if self._may_group and outcome.collate_s:
+            self._choose_group(outcome)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("batch %d: decoded a chunk in %.1f ms", batch.plan.number, outcome.decode_s * 1e3)
         if outcome.job is not None and self._tuner is not None:
             self._concurrency.observe_job(self._tuner, outcome.job, saturated=not self._buffer.waiting)
             if (limit := self._tuner.decoding.gil) is not None:
                 batch.counters.gil_us = limit.held_s * 1e6
+
+    def _count(self, batch: Batch, outcome: ChunkOutcome) -> None:
+        """Count a decoded chunk; after a batch's last chunk, recover from its errors or complete it."""
+        self._observe(batch, outcome)
         batch.uncounted -= 1
         if batch.uncounted == 0:
             if batch.errors and not self._admission.closed:

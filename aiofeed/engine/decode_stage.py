@@ -25,7 +25,7 @@ from aiofeed.core.types import BatchPlan
 from aiofeed.engine.batch import Batch, BatchKeys
 from aiofeed.engine.concurrency import JobTimer
 from aiofeed.engine.fetch.collate import BatchBuilder
-from aiofeed.engine.fetch.fetcher import ChunkOutcome, Fetcher
+from aiofeed.engine.fetch.fetcher import UNREAD, ChunkOutcome, Fetcher
 from aiofeed.engine.tuning.threads import ThreadTuner
 from aiofeed.runtime import machine
 from aiofeed.runtime.buffers import BufferLease, BufferPool
@@ -99,6 +99,18 @@ class DecodeStage:
         job = self._executor.submit(self._decode, batch, start, encoded)
         del encoded
         return await asyncio.wrap_future(job)
+
+    async def decode_together(self, batches: Sequence[Batch]) -> list[ChunkOutcome]:
+        """Decode whole batches whose samples the job requests, one after the other, up to the first with an error."""
+        return await asyncio.wrap_future(self._executor.submit(self._decode_together, batches))
+
+    def _decode_together(self, batches: Sequence[Batch]) -> list[ChunkOutcome]:
+        outcomes: list[ChunkOutcome] = []
+        for batch in batches:
+            outcomes.append(self._decode(batch, 0, [UNREAD] * len(batch.plan.indices)))
+            if batch.errors or self._stop.is_set():
+                break
+        return outcomes
 
     async def _decode_with_limit(self, limit_s: float, batch: Batch, start: int, encoded: list[Any]) -> ChunkOutcome:
         """Like ``decode``; a sample that takes longer than ``limit_s`` fails, and another thread continues after it."""

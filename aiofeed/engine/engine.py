@@ -23,7 +23,7 @@ import asyncio
 import logging
 import time
 import weakref
-from collections.abc import AsyncIterable, Callable, Iterable
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing
 from functools import partial
 
@@ -32,6 +32,7 @@ from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.failures import FailureCounter
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.statistics import EpochStats
+from aiofeed.core.types import BatchPlan
 from aiofeed.engine.admission import Admission, MemoryBudget
 from aiofeed.engine.batch import Batch, ReorderBuffer
 from aiofeed.engine.concurrency import Concurrency
@@ -59,11 +60,13 @@ class Assembly:
     Attributes:
         batch_type: the class of its batches.
         on_taken: see ``ReadyBatch``.
+        together: how many batches, at most, the next job makes.
         chunk_size: samples per decode job, as last chosen.
     """
 
     batch_type: type[Batch] = Batch
     on_taken: Callable[[ReadyBatch], bool] | None = None
+    together = 1
     chunk_size = 0
 
     def __init__(
@@ -213,12 +216,24 @@ class Engine:
                         return
                     asked = time.perf_counter()
         else:
-            for step in steps:
-                await self._plan_step(step)
+            for step, followers in self._grouped(steps):
+                await self._plan_step(step, followers)
                 if self.admission.closed:
                     return
 
-    async def _plan_step(self, step: Step) -> None:
+    def _grouped(self, steps: Iterable[Step]) -> Iterator[tuple[Step, list[BatchPlan]]]:
+        """Yield each step, with a plan the plans behind it whose batches are made together with its batch."""
+        group: list[BatchPlan] = []
+        for step in steps:
+            if isinstance(step, BatchPlan):
+                group.append(step)
+            if group and (len(group) >= self.assembly.together or group[-1] is not step):
+                yield group[0], group[1:]
+                group = []
+            if not isinstance(step, BatchPlan):
+                yield step, []
+
+    async def _plan_step(self, step: Step, followers: Sequence[BatchPlan] = ()) -> None:
         if isinstance(step, EpochStart):
             self._counters = step.counters
             self._failure_counter = FailureCounter(self._policy, self._length)
@@ -227,7 +242,7 @@ class Engine:
             self.buffer.entries.append(step)
             self._deliver()
         else:
-            samples = len(step.indices)
+            samples = len(step.indices) + sum(len(plan.indices) for plan in followers)
             admission = self.admission
             if not admission.has_room(samples):
                 admission.waited_for_reads = False
@@ -239,13 +254,16 @@ class Engine:
                 return
             reserved = self.budget.reserve(samples)
             batch = self.assembly.batch_type(step, self._counters, self._failure_counter, reserved)
+            batch.followers = [Batch(plan, self._counters, self._failure_counter, 0) for plan in followers]
             self.buffer.entries.append(batch)
             self.buffer.assembling += 1
             await self.assembly.begin(batch)
 
     def complete(self, batch: Batch) -> None:
-        """Deliver a finished batch, or its error, when it is next."""
-        batch.reserved = self.budget.correct(batch.reserved, batch.nbytes, len(batch.plan.indices))
+        """Deliver a finished batch and its followers, or the first error, when it is next."""
+        group = (batch, *batch.followers)
+        nbytes, samples = sum(each.nbytes for each in group), sum(len(each.plan.indices) for each in group)
+        batch.reserved = self.budget.correct(batch.reserved, nbytes, samples)
         batch.complete = True
         self._deliver()
 
@@ -261,12 +279,17 @@ class Engine:
                 self._queue.put(EndOfEpoch())
                 self.assembly.permit()
             else:
-                self._deliver_batch(entry)
+                self.buffer.waiting += 1
+                last = entry.followers[-1] if entry.followers else entry
+                for batch in (entry, *entry.followers):
+                    if not self._deliver_batch(batch, entry.reserved if batch is last else None):
+                        return
         if self._full_since is None and self.buffer.waiting >= self.buffer.prefetch_batches:
             self._full_since = time.perf_counter()
         self.admission.room.set()
 
-    def _deliver_batch(self, batch: Batch) -> None:
+    def _deliver_batch(self, batch: Batch, reserved: int | None) -> bool:
+        """Deliver a batch or its error. ``reserved``: bytes to release when it is taken; ``None``: a later one does."""
         failures = tuple(batch.failures)
         if failures and self._judges:
             batch.failure_counter.count(failures)
@@ -276,8 +299,7 @@ class Engine:
             # Break the cycle: the error's traceback may refer to frames that refer to the batch.
             batch.error = None
             batch.failures = []
-            return
-        self.buffer.waiting += 1
+            return False
         if log.isEnabledFor(logging.DEBUG):
             log.debug("batch %d: delivered, %d waiting", batch.plan.number, self.buffer.waiting)
         self.assembly.delivered(batch)
@@ -287,8 +309,8 @@ class Engine:
                 len(batch.plan.indices) if batch.kept is None else len(batch.kept),
                 batch.result,
                 batch.lease,
-                batch.reserved,
-                self.taken,
+                reserved or 0,
+                None if reserved is None else self.taken,
                 batch.counters,
                 failures,
                 batch.handed_out,
@@ -297,6 +319,7 @@ class Engine:
                 error=batch.error,
             )
         )
+        return True
 
     def taken(self, item: ReadyBatch) -> None:
         """Release a batch that the consumer has taken from the queue; called on the loop."""

@@ -20,6 +20,7 @@ from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.admission import MemoryBudget
 from aiofeed.engine.chunks import ChunkAssembly
 from aiofeed.engine.engine import Assembly, Engine
+from aiofeed.engine.fetch.dataset import DatasetFetcher
 from aiofeed.engine.fetchers import builder_factory, new_fetcher
 from aiofeed.engine.samples import SampleAssembly
 from aiofeed.engine.tuning.gil import GilLimit, gil_message
@@ -136,7 +137,13 @@ class StreamingPipeline(LoopProducer):
         }
         if isinstance(stream.schedule, SampleSchedule):
             return partial(SampleAssembly, schedule=stream.schedule, batch_size=config.batch_size, **options)
-        return partial(ChunkAssembly, **options)
+        # A limit on finished batches that the user has chosen counts batches, not jobs.
+        may_group = (
+            isinstance(self._fetcher, DatasetFetcher)
+            and self._fetcher.limit_s is None
+            and config.user_limits.prefetch_batches is None
+        )
+        return partial(ChunkAssembly, may_group=may_group, **options)
 
     async def _run(self, engine: Engine) -> None:
         loop_thread = self.loop_thread
