@@ -37,7 +37,7 @@ def loaded_class(module: str, qualname: str, matches: Callable[[type], bool]) ->
 
 def is_dataclass_instance(value: object) -> bool:
     """Whether ``value`` is an instance of a dataclass, as opposed to a dataclass itself."""
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return hasattr(type(value), "__dataclass_fields__")
 
 
 def map_leaves(function: Leaf, tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
@@ -113,10 +113,11 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 def total_nbytes(tree: Any) -> int:
     """Total bytes of the arrays and tensors of a tree; sparse tensors count as 0."""
-    total = 0
-    for leaf in leaves(tree):
-        try:
-            total += int(getattr(leaf, "nbytes", 0))
-        except RuntimeError:
-            pass  # torch raises it for sparse tensors
-    return total
+    if type(tree) is tuple or type(tree) is list:  # several times as fast as ``leaves``
+        return sum(map(total_nbytes, tree))
+    if isinstance(tree, tuple | list | Mapping) or is_dataclass_instance(tree):
+        return sum(map(total_nbytes, leaves(tree)))
+    try:
+        return int(getattr(tree, "nbytes", 0))
+    except RuntimeError:
+        return 0  # torch raises it for sparse tensors

@@ -38,6 +38,8 @@ Positions: TypeAlias = Sequence[int] | None
 class BatchBuilder(ABC):
     """Collects the samples of a batch: ``put`` from any thread, ``finish`` once after all samples."""
 
+    kept: list[Any] | None = None
+    """The samples by position, if ``put`` does nothing but store them here."""
     encode: Callable[[Any], Any] | None = None
     """What ``finish`` applies to the batch; a worker process encodes it for the trainer."""
 
@@ -93,21 +95,21 @@ class DefaultCollateBuilder(BatchBuilder):
         self.may_keep = may_keep
         # One of both, from the first sample on.
         self._root: _Node | None = None
-        self._kept: list[Any] | None = None
+        self.kept: list[Any] | None = None
         self._kept_bytes = 0
         self._lock = threading.Lock()
 
     def put(self, position: int, sample: Any) -> None:
         """Copy a sample's arrays into their rows, and store its other parts; or keep a small sample."""
-        if self._kept is not None:
-            self._kept[position] = sample
+        if self.kept is not None:
+            self.kept[position] = sample
             return
         root = self._root
         if root is None:
             with self._lock:
-                if self._kept is None and self._root is None:
+                if self.kept is None and self._root is None:
                     if self.may_keep and _has_small_tensor(sample):
-                        self._kept = [None] * self._samples
+                        self.kept = [None] * self._samples
                     else:
                         self._root = _node(sample, self._samples, self._lease)
                 root = self._root
@@ -117,7 +119,7 @@ class DefaultCollateBuilder(BatchBuilder):
             self.put(position, sample)
 
     def _build(self, keys: Sequence[str], positions: Positions) -> Any:
-        kept, self._kept = self._kept, None
+        kept, self.kept = self.kept, None
         try:
             if kept is not None:
                 return self._collate(pick(kept, positions))
@@ -149,8 +151,10 @@ class DefaultCollateBuilder(BatchBuilder):
 def _has_small_tensor(sample: Any) -> bool:
     """Whether a sample, or a part of one that is a tuple, list or dict, is a plain tensor, and all of it is small."""
     parts = sample if type(sample) in (tuple, list) else sample.values() if type(sample) is dict else (sample,)
-    plain = any(is_tensor(part) and as_array(part)[0] is not None for part in parts)
-    return plain and total_nbytes(sample) <= TOGETHER_BYTES
+    for part in parts:
+        if is_tensor(part) and as_array(part)[0] is not None:
+            return total_nbytes(sample) <= TOGETHER_BYTES
+    return False
 
 
 class MisfitError(Exception):

@@ -81,7 +81,11 @@ class DatasetFetcher(Fetcher):
             if self._request_all(chunk, requested):
                 reached = chunk.decode_each(place)
             else:
-                reached = chunk.decode_each(self._request_one(chunk, place, slot))
+                request_one = self._request_one(chunk, place, slot)
+                reached = chunk.decode_each(request_one, 0, 1)
+                if reached and not chunk.outcome.errors and place == chunk.builder.put:
+                    reached = self._keep_rest(chunk, slot)
+                reached = chunk.decode_each(request_one, reached)
             seconds, cpu_s = time.perf_counter() - started, time.thread_time() - cpu_started
 
         with DatasetSlot(self._calls, chunk.plan.indices[requested[0]], chunk.control) as slot:
@@ -106,6 +110,28 @@ class DatasetFetcher(Fetcher):
             return False
         chunk.values = [next(items) if value is UNREAD else value for value in chunk.values]
         return True
+
+    def _keep_rest(self, chunk: Chunk, slot: DatasetSlot) -> int:
+        """Request the items after the first, up to one that fails, if the batch keeps them as they are.
+
+        Returns how many samples were reached. Small items take a microsecond each, and so must this loop.
+        """
+        kept, positions, indices, dataset = chunk.builder.kept, chunk.positions, chunk.plan.indices, self._source.dataset
+        plain = chunk.control.deadline is None and not self._seeds and self._detector.done and not self.policy.retries
+        if kept is None or not plain:
+            return 1
+        stopped, at = chunk.control.stop.is_set, 1
+        try:
+            for at in range(1, len(positions)):
+                if stopped():
+                    return at
+                position = positions[at]
+                slot.index = index = indices[position]
+                kept[position] = dataset[index]
+        except BaseException as error:  # noqa: BLE001 - the user's Dataset may raise anything; ``decode_each`` raises it again
+            chunk.values[at] = error
+            return at
+        return len(positions)
 
     def _called(self, request: Callable[[], ItemT], plan: BatchPlan, position: int) -> ItemT:
         """The result of a request, for which the global generators are seeded or watched."""

@@ -81,9 +81,10 @@ class Chunk:
         """The positions of values that are ``UNREAD``."""
         return [position for position, value in zip(self.positions, self.values, strict=True) if value is UNREAD]
 
-    def decode_each(self, place: Place) -> int:
+    def decode_each(self, place: Place, start: int = 0, end: int | None = None) -> int:
         """Call ``place`` for each position and value, until stopped. Returns how many samples were reached.
 
+        ``start`` and ``end`` limit it to a part of the chunk; samples before ``start`` count as reached.
         A value that is an exception is the sample's error.
         Under a deadline each call is timed as one sample; for a value that is ``UNREAD``, ``place`` starts the clock.
         It must change the batch inside ``commit`` only.
@@ -92,8 +93,8 @@ class Chunk:
             AbandonedError: The job ran over its time limit.
         """
         values, stop, deadline = self.values, self.control.stop, self.control.deadline
-        reached = 0
-        for position in self.positions:
+        reached = start
+        for position in self.positions[start:end]:
             if stop.is_set():
                 break
             value, values[reached] = values[reached], None
