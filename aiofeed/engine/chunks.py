@@ -167,25 +167,36 @@ class ChunkAssembly(Assembly):
             raise cancellation_error(batch) from None
 
     async def _make_together(self, first: Batch) -> None:
-        """Make a batch and its followers in one job; after a batch with errors, in another one."""
-        batches = [first, *first.followers]
-        for batch in batches:
-            batch.undecoded = 1
+        """Make a batch and its followers in one job; in another one those behind a batch with an error."""
+        rest: Batch | None = first
         try:
             if not first.decode_permit.is_set():
                 await first.decode_permit.wait()
-            while batches and first.error is None:
-                outcomes = await self._decode_stage.decode_together(batches)
-                for batch, outcome in zip(batches, outcomes, strict=False):
-                    self._observe(batch, outcome)
-                made, batches = batches[len(outcomes) - 1], batches[len(outcomes) :]
-                if made.errors and not self._admission.closed:
-                    await self._decode_stage.recover(made)
-                if made.error is not None or self._stop.is_set():
-                    break
+            while rest is not None and not self._admission.closed:
+                made: list[ChunkOutcome] = []
+                job = self._decode_stage.decode_together([rest, *rest.followers], made)
+                while rest is not None and (made or not job.done()):
+                    # The batches that are made need not wait for a slow sample behind them.
+                    await asyncio.wait([job], timeout=4 * JOB_S)
+                    rest = await self._deliver_made(rest, made)
+                await job
         except asyncio.CancelledError:
             raise cancellation_error(first) from None
+
+    async def _deliver_made(self, first: Batch, made: list[ChunkOutcome]) -> Batch | None:
+        """Deliver as many of a batch and its followers as are made; returns the first of the others, if any."""
+        outcomes = made[:]
+        del made[: len(outcomes)]
+        batches = [first, *first.followers][: len(outcomes)]
+        if not batches:
+            return first
+        for batch, outcome in zip(batches, outcomes, strict=True):
+            self._observe(batch, outcome)
+        rest = self._engine.split(first, len(batches)) if len(batches) <= len(first.followers) else None
+        if batches[-1].errors and not self._admission.closed:
+            await self._decode_stage.recover(batches[-1])
         self.finished(first)
+        return rest
 
     def _choose_group(self, outcome: ChunkOutcome) -> None:
         """Choose how many batches the next job makes."""

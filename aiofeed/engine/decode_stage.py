@@ -100,17 +100,21 @@ class DecodeStage:
         del encoded
         return await asyncio.wrap_future(job)
 
-    async def decode_together(self, batches: Sequence[Batch]) -> list[ChunkOutcome]:
-        """Decode whole batches whose samples the job requests, one after the other, up to the first with an error."""
-        return await asyncio.wrap_future(self._executor.submit(self._decode_together, batches))
+    def decode_together(self, batches: Sequence[Batch], made: list[ChunkOutcome]) -> asyncio.Future[None]:
+        """Start to decode whole batches whose samples the job requests, up to the first with an error.
 
-    def _decode_together(self, batches: Sequence[Batch]) -> list[ChunkOutcome]:
-        outcomes: list[ChunkOutcome] = []
+        The job adds their outcomes to ``made``.
+        """
+        return asyncio.wrap_future(self._executor.submit(self._decode_together, batches, made))
+
+    def _decode_together(self, batches: Sequence[Batch], made: list[ChunkOutcome]) -> None:
         for batch in batches:
-            outcomes.append(self._decode(batch, 0, [UNREAD] * len(batch.plan.indices)))
-            if batch.errors or self._stop.is_set():
-                break
-        return outcomes
+            batch.undecoded = 1
+            outcome = self._decode(batch, 0, [UNREAD] * len(batch.plan.indices))
+            ended = bool(batch.errors) or self._stop.is_set()
+            made.append(outcome)
+            if ended:
+                return
 
     async def _decode_with_limit(self, limit_s: float, batch: Batch, start: int, encoded: list[Any]) -> ChunkOutcome:
         """Like ``decode``; a sample that takes longer than ``limit_s`` fails, and another thread continues after it."""

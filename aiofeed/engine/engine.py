@@ -259,6 +259,19 @@ class Engine:
             self.buffer.assembling += 1
             await self.assembly.begin(batch)
 
+    def split(self, batch: Batch, size: int) -> Batch:
+        """Leave a batch and its followers ``size`` batches; returns the first of the others, which follow it."""
+        first, *first_followers = batch.followers[size - 1 :]
+        del batch.followers[size - 1 :]
+        first.followers = first_followers
+        first.reserved = self.budget.reserve(sum(len(each.plan.indices) for each in (first, *first_followers)))
+        first.unread = 0
+        first.decode_permit.set()
+        self.buffer.entries.insert(self.buffer.entries.index(batch) + 1, first)
+        self.buffer.assembling += 1
+        self.buffer.permitted += 1
+        return first
+
     def complete(self, batch: Batch) -> None:
         """Deliver a finished batch and its followers, or the first error, when it is next."""
         group = (batch, *batch.followers)

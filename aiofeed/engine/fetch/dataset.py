@@ -116,11 +116,11 @@ class DatasetFetcher(Fetcher):
 
         Returns how many samples were reached. Small items take a microsecond each, and so must this loop.
         """
-        kept, positions, indices, dataset = chunk.builder.kept, chunk.positions, chunk.plan.indices, self._source.dataset
+        kept, positions, indices = chunk.builder.kept, chunk.positions, chunk.plan.indices
         plain = chunk.control.deadline is None and not self._seeds and self._detector.done and not self.policy.retries
         if kept is None or not plain:
             return 1
-        stopped, at = chunk.control.stop.is_set, 1
+        dataset, stopped, at = self._source.dataset, chunk.control.stop.is_set, 1
         try:
             for at in range(1, len(positions)):
                 if stopped():
