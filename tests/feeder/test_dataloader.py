@@ -406,7 +406,7 @@ class Slow(Dataset):
         time.sleep(0.01)
         return torch.ones(20_000)
 if __name__ == "__main__":
-    iterator = iter(DataLoader(Slow(), 2, num_workers=2))
+    iterator = iter(DataLoader(Slow(), 2, num_workers=2, multiprocessing_context="fork"))
     next(iterator)
     print(*[each.pid for each in iterator._workers], flush=True)
     for _ in iterator: pass
