@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 
 from benchmarks.command_line import LEAST_ROUNDS, add_arguments, check_arguments, print_progress, warn_if_quick
 from benchmarks.gpu import MODULES
-from benchmarks.gpu.part import Task
 from benchmarks.gpu.results import PAGE, Part, from_json, merged, plain, tally, to_json, write
-from benchmarks.gpu.runner import PROJECT, run_all
+from benchmarks.gpu.runner import run_all
+from benchmarks.harness import PROJECT
 
 LIMIT_S = 480.0
 
@@ -24,7 +23,7 @@ LIMIT_S = 480.0
 def main(arguments: list[str] | None = None) -> int:
     """Run the selected benchmarks. Returns 1 if one failed, 0 otherwise, also if there is no GPU."""
     options = parse(arguments)
-    on_cuda = options.device is None or options.device.startswith("cuda")
+    on_cuda = options.device.startswith("cuda")
     if options.names and on_cuda and (reason := missing_cuda()):
         print(f"The GPU benchmarks were not run: {reason}.")
         print("If another Python has a CUDA build of torch: make bench-gpu GPU_PYTHON=python3")
@@ -42,8 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     for part in parts:
         show(part)
+    setup = {name: getattr(options, name) for name in ("device", "rounds", "quick")} | {"data": str(options.data)}
     # Saved after each part, so that an interrupted run loses nothing.
-    for part in run_all(options.names, partial(new_task, options), options.limit_s):
+    for part in run_all(options.names, setup, options.limit_s):
         show(part)
         parts = merged(parts, [part])
         save(parts, options)
@@ -53,11 +53,6 @@ def main(arguments: list[str] | None = None) -> int:
     if options.write:
         print(f"wrote {PROJECT / PAGE}")
     return 1 if any(part.failed for part in parts) else 0
-
-
-def new_task(options: argparse.Namespace, name: str, limit_s: float, result: str) -> Task:
-    device = options.device or "cuda"
-    return Task(name, device, options.rounds, options.quick, str(options.data), result, limit_s)
 
 
 def save(parts: list[Part], options: argparse.Namespace) -> None:
@@ -80,7 +75,7 @@ def missing_cuda() -> str:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Measures aiofeed on a GPU.")
     add_arguments(parser, "benchmark", MODULES)
-    parser.add_argument("--device", help="default: the current CUDA device; 'cpu' checks that everything runs")
+    parser.add_argument("--device", default="cuda", help="default: %(default)s; 'cpu' checks that everything runs")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of all parts together (default: %(default).0f)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the results to FILE, as JSON, after each part")
     parser.add_argument("--load", type=Path, metavar="FILE", nargs="+", help="add results that were saved")
@@ -95,20 +90,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         options.loaded = merged([], [part for path in options.load or () for part in from_json(path.read_text())])
     except (OSError, ValueError, KeyError, TypeError) as error:
         parser.error(f"--load: {error}")
-    check_write(parser, options)
+    if options.write:
+        # Refuse to write an incomplete page.
+        available = {*options.names, *(part.name for part in options.loaded if part.real)}
+        unreal = options.names and (options.quick or options.rounds < LEAST_ROUNDS or options.device == "cpu")
+        if unreal or available != set(MODULES):
+            parser.error(
+                f"--write needs a GPU, all benchmarks (measured or loaded), real inputs, {LEAST_ROUNDS} rounds or more"
+            )
     return options
-
-
-def check_write(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuse to write an incomplete page."""
-    if not options.write:
-        return
-    available = {*options.names, *(part.name for part in options.loaded if part.real)}
-    unreal = options.names and (options.quick or options.rounds < LEAST_ROUNDS or options.device == "cpu")
-    if unreal or available != set(MODULES):
-        parser.error(
-            f"--write needs a GPU, all benchmarks (measured or loaded), real inputs and {LEAST_ROUNDS} rounds or more"
-        )
 
 
 if __name__ == "__main__":

@@ -14,39 +14,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import repeat
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 import aiofeed
+from aiofeed.devices.backend import DeviceBackend
+from aiofeed.reports.machine.environment import describe_accelerator
 from benchmarks import data
 from benchmarks.figures import Figure, column, per
-from benchmarks.gpu.clock import drive, marker
-from benchmarks.gpu.setup import Setup, reason, synchronize
+from benchmarks.gpu.setup import Setup, drive, marker, steps_of, synchronize
 
 TITLE = "Training on JPEG files, a step of ResNet-50's size"
 
 FILES = 2048
 LARGE_BYTES = 40 << 30
+CLASSES = 1000
 
 
-def run(setup: Setup) -> list[Figure]:
-    return measure(setup, "thread")
-
-
-def measure(setup: Setup, engine: str) -> list[Figure]:
-    """The figures of a feeder with ``engine``."""
-    import torch
-
-    from benchmarks.gpu.resnet import normalise, resnet, training_step
-
+def run(setup: Setup, engine: str = "thread") -> list[Figure]:
     backend = setup.backend
-    batch_size, size = setup.size(256 if is_large(setup) else 64, 2), setup.size(224, 32)
+    large = (describe_accelerator(backend).total_bytes or 0) >= LARGE_BYTES
+    batch_size, size = setup.size(256 if large else 64, 2), setup.size(224, 32)
     settle, steps = setup.size(8, 1), setup.size(24, 2)
-    train = training_step(backend, resnet() if not setup.quick else resnet((1, 1), 8))
-
-    def step(batch: Any) -> None:
-        train(*batch)
-
-    feeder: aiofeed.Feeder[Any] = aiofeed.Feeder(
+    step = training_step(backend, resnet() if not setup.quick else resnet((1, 1), 8))
+    options: Any = {"engine": engine if not setup.quick or engine == "thread" else "process:1"}
+    feeder: Any = aiofeed.Feeder(
         endless(setup, (settle + steps + setup.size(8, 1)) * batch_size),
         decode=aiofeed.DecodeImage(size, crop="random", flip=True),
         batch_size=batch_size,
@@ -54,7 +49,7 @@ def measure(setup: Setup, engine: str) -> list[Figure]:
         drop_last=True,
         device=setup.device,
         transform=normalise,
-        engine=engine,
+        **options,
     )
     with feeder:
         # Real pictures here too: a device computes faster on zeros.
@@ -64,10 +59,7 @@ def measure(setup: Setup, engine: str) -> list[Figure]:
     def resident() -> Mapping[str, float]:
         return drive(marker(backend), repeat(batch), step, settle=settle, steps=steps)
 
-    def fed() -> Mapping[str, float]:
-        with feeder:
-            return drive(marker(backend), iter(feeder), step, settle=settle, steps=steps)
-
+    fed = steps_of(setup, feeder, step, settle=settle, steps=steps)
     cudnn: Any = torch.backends.cudnn
     before, cudnn.benchmark = cudnn.benchmark, True
     try:
@@ -93,13 +85,6 @@ def figures(samples: Mapping[str, list[Mapping[str, float]]], batch_size: int) -
     ]
 
 
-def is_large(setup: Setup) -> bool:
-    """Whether a step on 256 images fits on the device."""
-    memory: Callable[[], tuple[int, int] | None] | None = getattr(setup.backend, "memory", None)
-    free_and_total = None if memory is None else memory()
-    return free_and_total is not None and free_and_total[1] >= LARGE_BYTES
-
-
 def endless(setup: Setup, count: int) -> aiofeed.Files:
     """``count`` samples that repeat the files, labelled by folder: an epoch longer than the measurement."""
     paths = files(setup, setup.size(FILES, 12))
@@ -110,10 +95,63 @@ def endless(setup: Setup, count: int) -> aiofeed.Files:
 
 def files(setup: Setup, count: int) -> list[str]:
     """Photographs, or pictures of noise if the packages with photographs are missing or fail."""
-    setup.progress(f"generating {count} JPEG files, unless they exist")
     try:
-        folder = data.jpeg_folder(setup.data, count)
+        folder = data.jpeg_folder(Path(setup.data), count)
     except Exception as error:  # noqa: BLE001 - packages are missing, or cannot download their data
-        setup.note(f"The files are pictures of noise: there are no photographs ({reason(error)}).")
-        folder = data.noise_folder(setup.data, count)
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        setup.notes.append(f"The files are pictures of noise: there are no photographs ({why}).")
+        folder = data.noise_folder(Path(setup.data), count)
     return data.files_below(folder)
+
+
+class Bottleneck(nn.Module):
+    """Three convolutions with a residual connection."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        out = 4 * width
+        self.body = nn.Sequential(
+            *(nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
+            *(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
+            *(nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)),
+        )
+        short = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+        self.short = nn.Identity() if channels == out and stride == 1 else short
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.body(x) + self.short(x))
+
+
+def resnet(blocks: tuple[int, ...] = (3, 4, 6, 3), width: int = 64) -> nn.Module:
+    """ResNet-50 by default, of 25.6 million parameters. Source: He et al. 2015, table 1."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+    layers.append(nn.MaxPool2d(3, 2, 1))
+    channels = width
+    for stage, count in enumerate(blocks):
+        for block in range(count):
+            layers.append(Bottleneck(channels, width << stage, 2 if stage and not block else 1))
+            channels = 4 * (width << stage)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES))
+
+
+def training_step(backend: DeviceBackend, model: nn.Module) -> Callable[[Any], None]:
+    """Forward, backward and SGD on float images, in bfloat16 on accelerators."""
+    device = backend.device
+    model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def step(batch: Any) -> None:
+        images, labels = batch
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
+            loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def normalise(batch: Any) -> Any:
+    """Bytes to floats about zero, on the device."""
+    images, labels = batch
+    return images.float().div(127.5).sub(1.0), labels

@@ -2,8 +2,7 @@
 
 Batches of 128 images at 224 pixels are taken and dropped; the figures are the allocator's reserved memory after the
 first epoch and after ten more, in batches. Two ``device_batches`` and the consumer's one are three; a dropped batch may
-still be in use by its stream when the next one is requested. Also measured: page-locked host memory, and reserved
-memory if the host never waits for its device, so that dropped batches are reusable only after their steps.
+still be in use by its stream when the next one is requested. Also measured: page-locked host memory.
 
 The allocator reserves multiples of 2 MiB, so a batch of 18.4 MiB counts as 1.09.
 
@@ -12,65 +11,60 @@ Target: at most 8 batches, and at most 2 more later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import aiofeed
 from aiofeed.runtime import buffers
 from benchmarks.figures import Figure, at_most
 from benchmarks.gpu.overlap import Blank
-from benchmarks.gpu.setup import Setup, reserved_bytes
+from benchmarks.gpu.setup import Setup
 
 TITLE = "Device memory of a feeder"
 
-SLOW_CYCLES = 40_000_000
-"""About 20 ms of device time, much more than the host's time per batch."""
-
 
 def run(setup: Setup) -> list[Figure]:
-    backend = setup.backend
-    before, before_pinned = reserved_bytes(backend), pinned_bytes(setup)
+    before, before_pinned = reserved_bytes(setup), pinned_bytes(setup)
     if before is None:
         return []
     batch_size, batches, side = setup.size(128, 2), setup.size(60, 3), setup.size(224, 16)
     images = Blank(batch_size * batches, side)
-    batch_bytes = batch_size * side * side * 3
     feeder: aiofeed.Feeder[Any] = aiofeed.Feeder(
         images, decode=images.decode, batch_size=batch_size, device=setup.device
     )
 
-    def epoch(step: Callable[[], object] = lambda: None) -> Mapping[str, float]:
+    def epoch() -> Mapping[str, float]:
         for batch in feeder:
-            step()
             del batch
         return {}
 
-    def growth(since: int) -> tuple[float, ...]:
-        return (((reserved_bytes(backend) or 0) - since) / batch_bytes,)
+    def in_batches(nbytes: int) -> tuple[float, ...]:
+        return (nbytes / (batch_size * side * side * 3),)
 
     with feeder:
         setup.timed(epoch)
-        figures = [Figure("reserved after the first epoch", growth(before), "batches", at_most(8))]
-        first = reserved_bytes(backend) or 0
+        first = reserved_bytes(setup) or 0
         for _ in range(10):
             setup.timed(epoch)
-        figures.append(Figure("more after ten epochs", growth(first), "batches", at_most(2)))
+        later = reserved_bytes(setup) or 0
+        figures = [
+            Figure("reserved after the first epoch", in_batches(first - before), "batches", at_most(8)),
+            Figure("more after ten epochs", in_batches(later - first), "batches", at_most(2)),
+        ]
         if before_pinned is not None:
             pinned = (pinned_bytes(setup) or 0) - before_pinned
-            figures.append(Figure("page-locked memory of the host", (pinned / batch_bytes,), "batches"))
-        if setup.on_cuda:
-            last = reserved_bytes(backend) or 0
-            for _ in range(2):
-                setup.timed(lambda: epoch(slow_kernel))
-            figures.append(Figure("more if the host never waits for its device", growth(last), "batches"))
+            figures.append(Figure("page-locked memory of the host", in_batches(pinned), "batches"))
     return figures
 
 
-def slow_kernel() -> None:
+def reserved_bytes(setup: Setup) -> int | None:
+    """Device memory that the allocator has reserved; ``None`` if the backend does not report it."""
     import torch
 
-    cuda: Any = torch.cuda  # partly untyped
-    cuda._sleep(SLOW_CYCLES)
+    backend = setup.backend
+    if backend.device.type == "cuda":
+        return torch.cuda.memory_reserved(backend.device)
+    return getattr(backend, "reserved_bytes", None)
 
 
 def pinned_bytes(setup: Setup) -> int | None:

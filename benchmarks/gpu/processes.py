@@ -7,12 +7,10 @@ Target: none; compared with ``images`` it shows whether the GIL is the limit.
 
 from __future__ import annotations
 
-from benchmarks.figures import Figure
+from functools import partial
+
 from benchmarks.gpu import images
-from benchmarks.gpu.setup import Setup
 
 TITLE = "The same, decoded in four processes"
 
-
-def run(setup: Setup) -> list[Figure]:
-    return images.measure(setup, f"process:{setup.size(4, 1)}")
+run = partial(images.run, engine="process:4")

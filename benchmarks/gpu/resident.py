@@ -16,49 +16,49 @@ from typing import Any
 
 import aiofeed
 from benchmarks.figures import Figure, at_least, at_most, column, per
-from benchmarks.gpu.setup import Setup, Work, synchronize
+from benchmarks.gpu.overlap import on_device
+from benchmarks.gpu.setup import Setup, Work
 
 TITLE = "Epochs over data that fit on the device"
 
 FEATURES = 784
 CLASSES = 10
 
+Epochs = Callable[[int], Iterator[Any]]
+"""The batches of so many epochs."""
+
 
 def run(setup: Setup) -> list[Figure]:
     import torch
 
-    backend = setup.backend
     length, batch_size = setup.size(60_000, 64), setup.size(256, 8)
     host = torch.rand(length, FEATURES), torch.randint(CLASSES, (length,))
-    resident = [backend.copy(tensor) for tensor in host]
-    synchronize(backend)
+    resident = [on_device(setup, tensor) for tensor in host]
     step = training_step(setup)
-    ways: dict[str, Callable[[int], Iterator[Any]]] = {
+    ways: dict[str, Epochs] = {
         "DataLoader": loaded(setup, host, batch_size),
         "Tensors": fed(setup, resident, batch_size, shuffle=True),
         "Tensors, not shuffled": fed(setup, resident, batch_size, shuffle=False),
-        "slices, not shuffled": sliced(resident, batch_size),
-        "indexing": indexed(resident, batch_size),
+        "slices, not shuffled": lambda count: sliced(resident, batch_size, count),
+        "indexing": lambda count: indexed(resident, batch_size, count),
     }
     many, few = setup.size(20, 1), setup.size(5, 1)
-    contenders = {label: bare(way, 1 if label == "DataLoader" else many) for label, way in ways.items()}
-    contenders |= {
-        f"training: {label}": trained(way, 1 if label == "DataLoader" else few, step) for label, way in ways.items()
-    }
+    contenders: dict[str, Work] = {}
+    for label, way in ways.items():
+        slow = label == "DataLoader"
+        contenders[label] = epochs(way, 1 if slow else many)
+        contenders[f"training: {label}"] = epochs(way, 1 if slow else few, step)
     samples = setup.interleave(contenders)
     epoch = {label: per(column(rounds, "wall_s"), column(rounds, "epochs")) for label, rounds in samples.items()}
-    slices = epoch["training: slices, not shuffled"]
+    bare, slices = epoch["Tensors"], epoch["training: slices, not shuffled"]
+    ordered = per(epoch["training: Tensors, not shuffled"], slices)
     return [
-        Figure("bare: DataLoader / Tensors", per(epoch["DataLoader"], epoch["Tensors"]), target=at_least(10)),
+        Figure("bare: DataLoader / Tensors", per(epoch["DataLoader"], bare), target=at_least(10)),
         Figure("training: Tensors / slices", per(epoch["training: Tensors"], slices), target=at_most(1.05)),
-        Figure(
-            "training: Tensors, not shuffled / slices",
-            per(epoch["training: Tensors, not shuffled"], slices),
-            target=at_most(1.05),
-        ),
+        Figure("training: Tensors, not shuffled / slices", ordered, target=at_most(1.05)),
         Figure("training: DataLoader / Tensors", per(epoch["training: DataLoader"], epoch["training: Tensors"])),
-        Figure("bare: indexing / Tensors", per(epoch["indexing"], epoch["Tensors"])),
-        Figure("bare: Tensors / slices", per(epoch["Tensors"], epoch["slices, not shuffled"])),
+        Figure("bare: indexing / Tensors", per(epoch["indexing"], bare)),
+        Figure("bare: Tensors / slices", per(bare, epoch["slices, not shuffled"])),
         *[
             Figure(f"epoch, {label if ':' in label else f'bare: {label}'}", tuple(1e3 * s for s in values), "ms")
             for label, values in epoch.items()
@@ -66,20 +66,17 @@ def run(setup: Setup) -> list[Figure]:
     ]
 
 
-def bare(way: Callable[[int], Iterator[Any]], epochs: int) -> Work:
+def epochs(batches: Epochs, count: int, step: Callable[[Any], None] | None = None) -> Work:
+    """Work that iterates ``count`` epochs, with a step on each batch if there is one."""
+
     def work() -> Mapping[str, float]:
-        for _ in way(epochs):
-            pass
-        return {"epochs": float(epochs)}
-
-    return work
-
-
-def trained(way: Callable[[int], Iterator[Any]], epochs: int, step: Callable[[Any], None]) -> Work:
-    def work() -> Mapping[str, float]:
-        for batch in way(epochs):
-            step(batch)
-        return {"epochs": float(epochs)}
+        if step is None:
+            for _ in batches(count):
+                pass
+        else:
+            for batch in batches(count):
+                step(batch)
+        return {"epochs": float(count)}
 
     return work
 
@@ -102,62 +99,43 @@ def training_step(setup: Setup) -> Callable[[Any], None]:
     return step
 
 
-def loaded(setup: Setup, host: Any, batch_size: int) -> Callable[[int], Iterator[Any]]:
+def loaded(setup: Setup, host: Any, batch_size: int) -> Epochs:
     """Batches of a DataLoader, copied as its documentation recommends."""
     from torch.utils.data import DataLoader, TensorDataset
 
     backend, workers = setup.backend, setup.size(2, 0)
-    loader = DataLoader(
-        TensorDataset(*host),
-        batch_size,
-        shuffle=True,
-        drop_last=True,
-        num_workers=workers,
-        persistent_workers=workers > 0,
-        pin_memory=setup.on_cuda,
-    )
-
-    def batches(epochs: int) -> Iterator[Any]:
-        for _ in range(epochs):
-            for batch in loader:
-                yield [backend.copy(tensor) for tensor in batch]
-
-    return batches
+    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": setup.on_cuda}
+    loader: Any = DataLoader(TensorDataset(*host), batch_size, shuffle=True, drop_last=True, **options)
+    return lambda count: ([backend.copy(tensor) for tensor in batch] for _ in range(count) for batch in loader)
 
 
-def fed(setup: Setup, resident: Any, batch_size: int, *, shuffle: bool) -> Callable[[int], Iterator[Any]]:
+def fed(setup: Setup, resident: Any, batch_size: int, *, shuffle: bool) -> Epochs:
     """Batches of a feeder, inside ``epochs(n)``."""
     feeder: aiofeed.Feeder[Any] = aiofeed.Feeder(
         aiofeed.Tensors(*resident), batch_size=batch_size, shuffle=shuffle, drop_last=True, device=setup.device
     )
     started = 0
 
-    def batches(epochs: int) -> Iterator[Any]:
+    def batches(count: int) -> Iterator[Any]:
         nonlocal started
-        started += epochs
+        started += count
         for _ in feeder.epochs(started):
             yield from feeder
 
     return batches
 
 
-def sliced(resident: Any, batch_size: int) -> Callable[[int], Iterator[Any]]:
-    def batches(epochs: int) -> Iterator[Any]:
-        for _ in range(epochs):
-            for start in range(0, len(resident[0]) - batch_size + 1, batch_size):
-                yield [tensor[start : start + batch_size] for tensor in resident]
-
-    return batches
+def sliced(resident: Any, batch_size: int, count: int) -> Iterator[Any]:
+    for _ in range(count):
+        for start in range(0, len(resident[0]) - batch_size + 1, batch_size):
+            yield [tensor[start : start + batch_size] for tensor in resident]
 
 
-def indexed(resident: Any, batch_size: int) -> Callable[[int], Iterator[Any]]:
+def indexed(resident: Any, batch_size: int, count: int) -> Iterator[Any]:
     import torch
 
-    def batches(epochs: int) -> Iterator[Any]:
-        for _ in range(epochs):
-            order = torch.randperm(len(resident[0]), device=resident[0].device)
-            for start in range(0, len(order) - batch_size + 1, batch_size):
-                indices = order[start : start + batch_size]
-                yield [tensor[indices] for tensor in resident]
-
-    return batches
+    for _ in range(count):
+        order = torch.randperm(len(resident[0]), device=resident[0].device)
+        for start in range(0, len(order) - batch_size + 1, batch_size):
+            indices = order[start : start + batch_size]
+            yield [tensor[indices] for tensor in resident]

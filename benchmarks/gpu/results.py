@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks import report
 from benchmarks.figures import Figure, Target
@@ -49,22 +50,20 @@ def to_json(parts: Iterable[Part]) -> str:
 
 def from_json(text: str) -> list[Part]:
     """Parse the text of ``to_json``."""
-    parts = []
-    for fields in json.loads(text):
-        figures = tuple(_figure(figure) for figure in fields["figures"])
-        parts.append(Part(**{**fields, "figures": figures, "notes": tuple(fields["notes"])}))
-    return parts
 
+    def figure(what: str, values: list[float], unit: str, target: dict[str, Any] | None) -> Figure:
+        return Figure(what, tuple(values), unit, None if target is None else Target(**target))
 
-def _figure(fields: dict[str, object]) -> Figure:
-    target = fields["target"]
-    return Figure(
-        **{  # type: ignore[arg-type]
-            **fields,
-            "values": tuple(fields["values"]),  # type: ignore[arg-type]
-            "target": None if target is None else Target(**target),  # type: ignore[arg-type]
-        }
-    )
+    return [
+        Part(
+            **{
+                **fields,
+                "figures": tuple(figure(**each) for each in fields["figures"]),
+                "notes": tuple(fields["notes"]),
+            }
+        )
+        for fields in json.loads(text)
+    ]
 
 
 def merged(before: Iterable[Part], later: Iterable[Part]) -> list[Part]:
@@ -76,12 +75,11 @@ def merged(before: Iterable[Part], later: Iterable[Part]) -> list[Part]:
 def plain(part: Part) -> str:
     """A part for the terminal."""
     lines = [report.plain(part.result) if part.figures else f"{part.title}  [{part.name}]"]
-    if not part.figures and not part.failed:
-        lines.append("  does not apply here")
     if part.failed:
         lines.append(f"  FAILED: {part.failed}")
-    lines += [f"  {note}" for note in part.notes]
-    return "\n".join(lines)
+    elif not part.figures:
+        lines.append("  does not apply here")
+    return "\n".join([*lines, *(f"  {note}" for note in part.notes)])
 
 
 def tally(parts: Sequence[Part]) -> str:
@@ -94,20 +92,16 @@ def tally(parts: Sequence[Part]) -> str:
 def markdown(parts: Sequence[Part]) -> str:
     """All parts, for the page. If all are of one machine, it is described once."""
     machines = {part.machine for part in parts if part.machine}
-    text = [*machines] if len(machines) == 1 else []
-    text.append(tally(parts))
+    text = [*(machines if len(machines) == 1 else ()), tally(parts)]
     for part in parts:
-        if not (part.figures or part.failed):
-            continue
-        text.append(f"### {part.title}")
-        if len(machines) > 1 and part.machine:
-            text.append(part.machine)
-        if part.figures:
-            text.append(report.markdown_table(report.HEADER, [report.row(figure) for figure in part.figures]))
-        if part.failed:
-            text.append(f"Failed: {part.failed}")
-        text += part.notes
-    return "\n\n".join(text)
+        if part.figures or part.failed:
+            text.append(f"### {part.title}")
+            text.append(part.machine if len(machines) > 1 else "")
+            if part.figures:
+                text.append(report.markdown_table(report.HEADER, [report.row(figure) for figure in part.figures]))
+            text.append(f"Failed: {part.failed}" if part.failed else "")
+            text += part.notes
+    return "\n\n".join(filter(None, text))
 
 
 def write(parts: Sequence[Part], project: Path) -> Path:

@@ -1,7 +1,11 @@
-"""Runs each benchmark in its own process with a share of the time; ends a process that hangs."""
+"""Runs each benchmark in its own process with a share of the time; ends a process that hangs.
+
+The process runs ``python -m benchmarks.gpu.runner NAME SETUP RESULT``, with the arguments of ``Setup`` in JSON.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -9,27 +13,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from benchmarks.gpu.part import Task
-from benchmarks.gpu.results import Part, from_json
-
-PROJECT = Path(__file__).resolve().parent.parent.parent
+from benchmarks.gpu.results import Part, from_json, to_json
+from benchmarks.harness import PROJECT
 
 LEAST_S = 15.0
 """A part that would get less time is left out."""
 RESERVE = 0.25
 """Share of a part's time for the end of its last round; a part that runs longer than its time hangs."""
 
-Run = Callable[[Task, float], Part]
+Run = Callable[[str, Mapping[str, Any], float], Part]
 
 
 def run_all(
     names: Sequence[str],
-    new_task: Callable[[str, float, str], Task],
+    arguments: Mapping[str, Any],
     limit_s: float,
     *,
     run: Run | None = None,
@@ -39,21 +42,19 @@ def run_all(
 
     Args:
         names: names of the benchmarks.
-        new_task: creates the task of a name, with the seconds within which all rounds should end, and the result's
-            file.
+        arguments: arguments of ``Setup``, plain values; ``limit_s``, within which all rounds should end, is added.
         limit_s: time limit of all parts together.
-        run: runs a task within a number of seconds.
+        run: runs a benchmark with such arguments within a number of seconds.
         clock: time in seconds.
     """
     run = run or run_in_process
     ends = clock() + limit_s
-    with tempfile.TemporaryDirectory(prefix="aiofeed-benchmarks-gpu-") as folder:
-        for number, name in enumerate(names):
-            part_s = share(ends - clock(), len(names) - number)
-            if part_s < LEAST_S:
-                yield Part(name, title_of(name), failed=f"left out: the {limit_s:.0f} s of all parts are over")
-                continue
-            yield run(new_task(name, part_s * (1 - RESERVE), str(Path(folder) / f"{name}.json")), part_s)
+    for number, name in enumerate(names):
+        part_s = share(ends - clock(), len(names) - number)
+        if part_s < LEAST_S:
+            yield Part(name, title_of(name), failed=f"left out: the {limit_s:.0f} s of all parts are over")
+            continue
+        yield run(name, {**arguments, "limit_s": part_s * (1 - RESERVE)}, part_s)
 
 
 def share(left_s: float, parts: int) -> float:
@@ -61,25 +62,23 @@ def share(left_s: float, parts: int) -> float:
     return min(left_s, 2 * left_s / (parts + 1))
 
 
-def run_in_process(task: Task, limit_s: float) -> Part:
-    """Run a task in a new process; after ``limit_s`` that process and all its children are killed."""
+def run_in_process(name: str, arguments: Mapping[str, Any], limit_s: float) -> Part:
+    """Run a benchmark in a new process; after ``limit_s`` that process and all its children are killed."""
     started = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.gpu.part", json.dumps(asdict(task))], cwd=PROJECT, process_group=0
-    )
-    reason = ""
-    try:
-        code = process.wait(limit_s)
-        reason = f"its process ended with {code}"
-    except subprocess.TimeoutExpired:
-        reason = f"it did not end within {limit_s:.0f} s"
-    finally:
-        end(process)
-    try:
-        [part] = from_json(Path(task.result).read_text())
-    except (OSError, ValueError):  # no result, or an incomplete one
-        duration_s = time.monotonic() - started
-        return Part(task.name, title_of(task.name), failed=reason, duration_s=duration_s, real=not task.quick)
+    with tempfile.NamedTemporaryFile(prefix="aiofeed-benchmarks-gpu-") as result:
+        task = [name, json.dumps(arguments), result.name]
+        process = subprocess.Popen([sys.executable, "-m", "benchmarks.gpu.runner", *task], cwd=PROJECT, process_group=0)
+        try:
+            failed = f"its process ended with {process.wait(limit_s)}"
+        except subprocess.TimeoutExpired:
+            failed = f"it did not end within {limit_s:.0f} s"
+        finally:
+            end(process)
+        try:
+            [part] = from_json(Path(result.name).read_text())
+        except ValueError:  # no result, or an incomplete one
+            duration_s = time.monotonic() - started
+            return Part(name, title_of(name), failed=failed, duration_s=duration_s, real=not arguments["quick"])
     return part
 
 
@@ -99,3 +98,42 @@ def title_of(name: str) -> str:
     except Exception:  # noqa: BLE001 - the part reports the same error
         return name
     return title
+
+
+def run_here(name: str, arguments: Mapping[str, Any]) -> Part:
+    """Run a benchmark in this process; returns its part, failed or not."""
+    started = time.perf_counter()
+    figures: tuple[Any, ...] = ()
+    notes: list[str] = []
+    machine = failed = ""
+    real = not arguments["quick"]
+    try:
+        from benchmarks.gpu.setup import Setup
+
+        setup = Setup(**arguments, notes=notes)
+        setup.backend.enter_thread()
+        real = real and setup.on_cuda
+        machine = setup.conditions()
+        figures = tuple(import_module(f"benchmarks.gpu.{name}").run(setup))
+    except Exception as error:  # noqa: BLE001 - reported in the part; the other parts run
+        traceback.print_exc()
+        failed = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    duration_s = time.perf_counter() - started
+    return Part(name, title_of(name), figures, tuple(notes), failed, machine, duration_s, real)
+
+
+def main(name: str, setup: str, result: str) -> int:
+    """Run a benchmark and write its result; prints the tracebacks of all threads if it runs for too long."""
+    arguments = json.loads(setup)
+    faulthandler.dump_traceback_later(1.1 * arguments["limit_s"])
+    part = run_here(name, arguments)
+    faulthandler.cancel_dump_traceback_later()
+    Path(result).write_text(to_json([part]))
+    return 1 if part.failed else 0
+
+
+if __name__ == "__main__":
+    code = main(*sys.argv[1:])
+    sys.stderr.flush()
+    # The result is written. Skip the interpreter's exit, in which a worker or a driver may hang.
+    os._exit(code)

@@ -16,7 +16,7 @@ import aiofeed
 from aiofeed.runtime import machine
 from benchmarks.figures import Figure, column, per
 from benchmarks.gpu.images import endless
-from benchmarks.gpu.setup import Setup, synchronize
+from benchmarks.gpu.setup import Setup, Work, synchronize
 
 TITLE = "Images per second on the device, by decode threads"
 
@@ -31,37 +31,28 @@ def run(setup: Setup) -> list[Figure]:
     batch_size = setup.size(64, 2)
     source = endless(setup, setup.size(round(MOST_PER_S * (SETTLE_S + COUNT_S)), 12))
     settle_s, count_s = (0.0, 0.0) if setup.quick else (SETTLE_S, COUNT_S)
-    feeders = {
-        threads: aiofeed.Feeder[Any](
-            source,
-            decode=aiofeed.DecodeImage(setup.size(224, 32)),
-            batch_size=batch_size,
-            drop_last=True,
-            device=setup.device,
-            limits=aiofeed.Limits(decode_threads=threads),
-        )
-        for threads in THREADS
-        if threads <= max(1, machine.cpus())
-    }
 
-    def once(feeder: aiofeed.Feeder[Any]) -> Callable[[], Mapping[str, float]]:
-        def count() -> Mapping[str, float]:
+    def rate_of(threads: int) -> Work:
+        decode = aiofeed.DecodeImage(setup.size(224, 32))
+        limits = aiofeed.Limits(decode_threads=threads)
+        feeder: Any = aiofeed.Feeder(
+            source, decode=decode, batch_size=batch_size, drop_last=True, device=setup.device, limits=limits
+        )
+
+        def work() -> Mapping[str, float]:
             # Each measurement starts its own threads; those of the others have ended.
             with feeder:
                 batches, elapsed_s = counted(feeder, time.perf_counter, settle_s=settle_s, count_s=count_s)
-            return {"items": float(batches * batch_size), "count_s": elapsed_s}
+            return {"rate": batches * batch_size / elapsed_s}
 
-        return count
+        return work
 
-    samples = setup.interleave({str(threads): once(feeder) for threads, feeder in feeders.items()})
+    samples = setup.interleave({str(n): rate_of(n) for n in THREADS if n <= max(1, machine.cpus())})
     synchronize(setup.backend)
-    rates = {label: per(column(rounds, "items"), column(rounds, "count_s")) for label, rounds in samples.items()}
+    rates = {label: column(rounds, "rate") for label, rounds in samples.items()}
     return [
-        *[
-            Figure(f"images: {label} thread{'s' if label != '1' else ''}", values, "/s")
-            for label, values in rates.items()
-        ],
-        *[Figure(f"{label} threads / 1", per(values, rates["1"])) for label, values in rates.items() if label != "1"],
+        *[Figure(f"images: {n} thread{'s' if n != '1' else ''}", values, "/s") for n, values in rates.items()],
+        *[Figure(f"{n} threads / 1", per(values, rates["1"])) for n, values in rates.items() if n != "1"],
     ]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks import report
@@ -20,7 +20,7 @@ from benchmarks.command_line import (
     warn_if_quick,
 )
 from benchmarks.harness import PROJECT, Settings
-from benchmarks.peers import CASES, results, work
+from benchmarks.peers import CASES, results
 from benchmarks.peers.adapters import ADAPTERS
 from benchmarks.peers.contest import OURS, CaseResult, Participants
 from benchmarks.peers.install import failures
@@ -34,12 +34,9 @@ def main(arguments: list[str] | None = None) -> None:
     finished: list[tuple[str, CaseResult]] = []
     for name in options.names or CASES:
         started = time.perf_counter()
-        if missing := [each for each in getattr(case(name), "NEEDS", ()) if find_spec(each) is None]:
-            print(f"\n[{name}] was not run: {', '.join(missing)} is not installed", flush=True)
-            continue
         progress = partial(print_progress_of, name)
         settings = Settings(rounds=options.rounds, quick=options.quick, data=options.data, progress=progress)
-        finished.append((name, run(name, settings, participants)))
+        finished.append((name, case(name)(settings, participants)))
         print(f"\n{results.plain(*finished[-1])}\n  {time.perf_counter() - started:.0f} s", flush=True)
         print_progress("")
     print("\n" + report.tally(report.section(results.result(*each)) for each in finished))
@@ -49,29 +46,26 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"wrote {path}")
 
 
-def case(name: str) -> object:
-    return import_module(f"benchmarks.peers.{name}")
-
-
-def run(name: str, settings: Settings, participants: Participants) -> CaseResult:
-    """Run one case."""
-    result: CaseResult = case(name).run(settings, participants)  # type: ignore[attr-defined]
-    return result
+def case(name: str) -> Callable[[Settings, Participants], CaseResult]:
+    found: Callable[[Settings, Participants], CaseResult] = getattr(
+        import_module(f"benchmarks.peers.{CASES[name]}"), name
+    )
+    return found
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    peers = sorted({work.adapter(name).NAME for name in ADAPTERS} - {OURS})
+    peers = sorted({*ADAPTERS} - {OURS})
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.peers",
         description="Compares aiofeed with other loaders; prints tables and ratios.",
     )
-    add_arguments(parser, "case", CASES)
+    add_arguments(parser, "case", [*CASES])
     parser.add_argument(
         "--only", action="append", default=[], metavar="PEER", help=f"this peer (repeatable): {', '.join(peers)}"
     )
     parser.add_argument("--write", action="store_true", help=f"write {results.PAGE} and {results.PICTURE}")
     options = parser.parse_args(arguments)
-    check_arguments(parser, options, "case", CASES)
+    check_arguments(parser, options, "case", [*CASES])
     if unknown := set(options.only) - set(peers):
         parser.error(f"no peer named {', '.join(sorted(unknown))}; there are {', '.join(peers)}")
     if options.write and (options.names or options.only or options.quick or options.rounds < LEAST_ROUNDS):

@@ -1,19 +1,27 @@
-"""The parts of a case: its participants, their samples, and the figures with targets."""
+"""The parts of a case: its participants, their contenders and samples, and the figures with targets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
 
+from benchmarks import jpeg
 from benchmarks.figures import Figure, Sample, Target, at_least, cpu_us_per_item, per, rates
-from benchmarks.harness import BenchmarkError, Contender, Settings, interleave
-from benchmarks.peers import work
-
-Way = tuple[str, str]
-"""An adapter's module and one of its ways."""
+from benchmarks.harness import BenchmarkError, Contender, Measure, Settings, interleave
+from benchmarks.peers.adapters import ADAPTERS
+from benchmarks.peers.decoders import IMPORTS, Decode, Judge, quiet_helpers
+from benchmarks.peers.work import Epoch, Work, channels_first, checked
 
 OURS = "aiofeed"
 BARE = " bare "
+
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+"""Settings of glibc's malloc, so that it keeps freed memory."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +55,83 @@ class Participants:
     only: frozenset[str] = frozenset()
     failures: Mapping[str, str] = field(default_factory=dict)
 
-    def divide(self, ways: Iterable[Way]) -> tuple[list[Way], dict[str, str]]:
-        """The ways that can run, and the others with the reason; peers that are not in ``only`` are left out."""
-        present: list[Way] = []
+    def divide(self, labels: Iterable[str]) -> tuple[list[str], dict[str, str]]:
+        """The labels that can run, and the others with the reason; peers that are not in ``only`` are left out."""
+        present: list[str] = []
         absent: dict[str, str] = {}
-        for name, way in ways:
-            adapter = work.adapter(name)
-            if self.only and adapter.NAME not in self.only and adapter.NAME != OURS:
+        for label in labels:
+            name = label.partition(", ")[0]
+            if self.only and name not in self.only and name != OURS:
                 continue
-            if gone := work.missing(name):
-                why = self.failures.get(adapter.NAME) or f"{', '.join(gone)} is not installed"
-                absent[work.label_of(name, way)] = why
+            if gone := ADAPTERS[name].missing():
+                absent[label] = self.failures.get(name) or f"{', '.join(gone)} is not installed"
             else:
-                present.append((name, way))
+                present.append(label)
         return present, absent
+
+
+def contender(label: str, work: Mapping[str, Any], *, judged: bool = False) -> Contender:
+    """The contender of a loader.
+
+    Args:
+        label: the name of its adapter and one of its ways, with a comma.
+        work: the arguments of ``Work``.
+        judged: also measure the quality of its pictures.
+    """
+    imports = (*ADAPTERS[label.partition(", ")[0]].imports, *IMPORTS[str(work["decoder"])])
+    if judged:
+        imports = (*imports, *IMPORTS["pillow"])
+    return Contender(label, feed, {"label": label, "work": dict(work), "judged": judged}, imports)
+
+
+@contextmanager
+def epochs_of(label: str, work: Work) -> Iterator[Epoch]:
+    """The epochs of a loader, with views [B, 3, H, W] of its images."""
+    name, _, way = label.partition(", ")
+    with ADAPTERS[name].loader(work, way) as epoch:
+        yield lambda: ((channels_first(images), labels) for images, labels in epoch())
+
+
+@contextmanager
+def feed(label: str, work: Mapping[str, Any], judged: bool = False) -> Iterator[Measure]:
+    """Warm up with one epoch, which gives the time of the first batch and the quality; then measure single epochs."""
+    task = Work(**work)
+    quiet_helpers()
+    warm_up: dict[str, float] = {}
+    shape = (3, task.side, task.side)
+    ADAPTERS[label.partition(", ")[0]].prepare(task)
+    judge = Judge(task.paths, task.targets, task.side)
+    started = time.perf_counter()
+    with epochs_of(label, task) as epoch:
+
+        def measure() -> Mapping[str, float]:
+            items = sum(checked(images, labels, shape) for images, labels in epoch())
+            assert items == len(task.paths), f"{items} of {len(task.paths)} images"
+            return {"items": items, **warm_up}
+
+        for images, labels in epoch():
+            warm_up.setdefault("first_s", time.perf_counter() - started)
+            checked(images, labels, shape)
+            if judged:
+                judge.look(images, labels)
+        if judged:
+            warm_up["worst_db"] = judge.worst_db()
+        yield measure
+
+
+def bare(kind: str, work: Mapping[str, Any], workers: int = 2) -> Contender:
+    """Bare "threads" or "processes" that only read and decode, 16 files at a time, without batches and labels."""
+    options = {key: work[key] for key in ("folder", "side", "decoder")} | {"kind": kind, "workers": workers}
+    label = f"two bare {kind}" if workers == 2 else f"one bare {kind.rstrip('s')}"
+    return Contender(label, decode_only, options, IMPORTS[str(work["decoder"])])
+
+
+@contextmanager
+def decode_only(folder: str, side: int, decoder: str, kind: str, workers: int) -> Iterator[Measure]:
+    quiet_helpers()
+    way = jpeg.bare_threads if kind == "threads" else jpeg.bare_processes
+    with way(folder, Decode(decoder, side).file, side, workers) as measure:
+        yield measure
 
 
 @dataclass(frozen=True)
@@ -129,11 +200,15 @@ class Race:
 def race(contenders: Sequence[Contender], settings: Settings, absent: Mapping[str, str]) -> Race:
     """Measure the contenders in interleaved rounds. A peer that fails is left out, with the reason.
 
+    All processes run with ``MALLOC``: otherwise a bare process returns the pages of each image to the system and takes
+    new ones for the next, and a loader that keeps its memory is faster than this bound.
+
     Raises:
         BenchmarkError: aiofeed or a bare contender failed.
     """
     dropped: dict[str, str] = {}
-    samples = interleave(contenders, settings, dropped)
+    with mock.patch.dict(os.environ, MALLOC):
+        samples = interleave(contenders, settings, dropped)
     check(dropped)
     return Race(samples, {**absent, **dropped})
 

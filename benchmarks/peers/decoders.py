@@ -1,4 +1,4 @@
-"""The decoders that loaders share: bytes of a JPEG to uint8 [side, side, 3]. The tables use their names."""
+"""The decoders that loaders share: bytes of a JPEG to uint8 [side, side, 3]; and the quality of a loader's pictures."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def linear(data: bytes, side: int) -> NDArray[np.uint8]:
     return cv2.resize(pixels, (side, side), interpolation=cv2.INTER_LINEAR)  # type: ignore[return-value]
 
 
-def own(data: bytes, side: int, *, backend: str) -> NDArray[np.uint8]:
+def own(data: bytes, side: int, *, backend: Any) -> NDArray[np.uint8]:
     import numpy as np
 
     out = np.empty((side, side, 3), np.uint8)
@@ -106,3 +106,33 @@ def psnr(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> float:
 
     error = float(np.mean((first.astype(np.float64) - second.astype(np.float64)) ** 2))
     return 99.0 if error == 0 else float(min(99.0, 10 * np.log10(255**2 / error)))
+
+
+JUDGED = 48
+"""Pictures of an epoch that are compared, evenly spaced, so that some of each photograph are."""
+
+
+class Judge:
+    """Collects some pictures of an epoch in the order of the files, and compares them with Pillow's at full scale."""
+
+    def __init__(self, paths: list[str], targets: list[int], side: int) -> None:
+        self._paths, self._targets = paths, targets
+        self._whole = Decode("pillow", side)
+        self._stride = max(1, len(paths) // JUDGED)
+        self._seen = 0
+        self._pictures: list[tuple[str, Any]] = []
+
+    def look(self, images: Any, labels: Any) -> None:
+        """Add a batch: images [B, 3, side, side], and class numbers."""
+        import numpy as np
+
+        for position in range(self._seen, self._seen + len(labels)):
+            if position % self._stride == 0:
+                path, row = self._paths[position], position - self._seen
+                assert int(labels[row]) == self._targets[position], f"{path} has label {int(labels[row])}"
+                self._pictures.append((path, np.array(np.asarray(images[row]).transpose(1, 2, 0))))
+        self._seen += len(labels)
+
+    def worst_db(self) -> float:
+        """The worst PSNR of the collected pictures; about 10 dB if the loader mixes up the files."""
+        return min(psnr(picture, self._whole.file(path)) for path, picture in self._pictures)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from importlib import import_module
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,7 +13,7 @@ import torch
 from aiofeed.testing import SimulatedDevice
 from benchmarks import report
 from benchmarks.figures import Figure, at_least
-from benchmarks.gpu import MODULES, __main__, hardware, images, part, resnet, results, setup, threads
+from benchmarks.gpu import MODULES, __main__, images, results, runner, setup, threads
 from tests.support.benchmarking import check_refused
 
 if TYPE_CHECKING:
@@ -30,9 +28,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(name: str, device: object, folder: Path) -> results.Part:
-    return part.run(
-        name, device, rounds=1, quick=True, data=folder, until=time.perf_counter() + 60, progress=lambda line: None
-    )
+    return runner.run_here(name, {"device": device, "rounds": 1, "quick": True, "data": folder, "limit_s": 60.0})
 
 
 @pytest.mark.slow
@@ -52,7 +48,7 @@ def test_a_benchmark_that_fails_reports_its_error(inputs: Path, monkeypatch: pyt
     """The part of a benchmark that fails has the error in one line, its notes and the machine."""
 
     def fail(given: setup.Setup) -> list[Figure]:
-        given.note("Something was left out.")
+        given.notes.append("Something was left out.")
         raise RuntimeError("CUDA error:\nno kernel image")
 
     monkeypatch.setattr(import_module("benchmarks.gpu.copies"), "run", fail)
@@ -179,35 +175,20 @@ def test_every_benchmark_states_its_question_and_its_target() -> None:
 
 
 class TestHardware:
-    def test_nvidia_smi_reports_the_driver(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Without the kernel's file nvidia-smi gives the driver's version; without both the system is named."""
-        monkeypatch.setattr("aiofeed.reports.machine.environment._DRIVER", __main__.PROJECT / "nothing")
-        monkeypatch.setattr(hardware, "query", lambda fields: {"driver_version": "580.1"}[fields])
-        assert hardware.driver() == "580.1"
-        monkeypatch.setattr(hardware, "query", lambda fields: "")
-        assert hardware.driver().startswith("unknown (")
+    def test_nvidia_smi_reports_the_bus(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """The bus is the one that nvidia-smi reports; without nvidia-smi, or if it fails, it is unknown."""
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert setup.bus(0) == "unknown"
+        program = tmp_path / "nvidia-smi"
+        for text, bus in (("echo '5, 16'", "5 x16"), ("echo No devices; exit 6", "unknown")):
+            program.write_text(f"#!/bin/sh\n{text}\n")
+            program.chmod(0o755)
+            assert setup.bus(0) == bus
 
-    def test_versions_that_torch_was_built_with(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_versions_that_torch_was_built_with(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(torch.version, "cuda", "13.0")
-        for number, name in ((91_002, "9.10.2"), (8_902, "8.9.2")):
-            monkeypatch.setattr(torch.backends.cudnn, "version", lambda number=number: number)
-            assert hardware.versions() == ["CUDA 13.0", f"cuDNN {name}"]
-
-    def test_without_nvidia_smi_the_fields_are_empty(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("PATH", "")
-        assert hardware.query("driver_version") == ""
-
-    def test_the_decoder_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The decoder of plain JPEGs is the first available of native library, simplejpeg and Pillow."""
-        native = "native library with libjpeg-turbo"
-        for decoders, name in (
-            ({native: "3.1", "simplejpeg": "1.9"}, f"{native} 3.1"),
-            ({"simplejpeg": "1.9"}, "simplejpeg 1.9 and Pillow"),
-            ({}, "Pillow"),
-        ):
-            found = SimpleNamespace(pillow="12.1", decoders=decoders)
-            monkeypatch.setattr("aiofeed.reports.machine.environment.inspect_environment", lambda found=found: found)
-            assert hardware.decoder() == name
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91_002)
+        assert "; CUDA 13.0, cuDNN 91002; " in setup.Setup("cpu", 1, True, tmp_path).conditions()
 
     def test_without_pillow_the_report_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(__import__("sys").modules, "PIL", None)
@@ -242,8 +223,8 @@ class TestTurns:
             now += 10.0
             return {}
 
-        def rounds(until: float) -> int:
-            given = setup.Setup("cpu", 5, True, tmp_path, note=notes.append, until=now + until, clock=lambda: now)
+        def rounds(limit_s: float) -> int:
+            given = setup.Setup("cpu", 5, True, tmp_path, limit_s, clock=lambda: now, notes=notes)
             return len(given.interleave({"a": work})["a"])
 
         assert rounds(60.0) == 5
@@ -290,7 +271,7 @@ def test_without_photographs_there_are_pictures_of_noise(tmp_path: Path, monkeyp
 
     notes: list[str] = []
     monkeypatch.setattr("benchmarks.data.photographs", fetch)
-    found = images.files(setup.Setup("cpu", 1, True, tmp_path, note=notes.append), 12)
+    found = images.files(setup.Setup("cpu", 1, True, tmp_path, notes=notes), 12)
     assert len(found) == 12
     assert notes == ["The files are pictures of noise: there are no photographs (OSError: no network)."]
     assert len(images.endless(setup.Setup("cpu", 1, True, tmp_path), 30)) == 30
@@ -300,6 +281,6 @@ def test_without_photographs_there_are_pictures_of_noise(tmp_path: Path, monkeyp
 def test_the_network_is_of_resnet_50_s_size() -> None:
     """25.6 million parameters, 1,000 classes."""
     with torch.device("meta"):
-        model = resnet.resnet()
+        model = images.resnet()
         assert model(torch.zeros(2, 3, 224, 224)).shape == (2, 1000)
     assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032

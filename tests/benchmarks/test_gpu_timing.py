@@ -16,13 +16,12 @@ import torch
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.runtime.buffers import release_unused
 from aiofeed.testing import SimulatedDevice
-from benchmarks.gpu import clock, memory, runner, timeline, trace
-from benchmarks.gpu.part import Task
+from benchmarks.gpu import memory, runner, setup, trace
 from benchmarks.gpu.results import Part
 from benchmarks.gpu.setup import Setup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 
 @dataclass
@@ -67,7 +66,7 @@ class TestDrive:
             done.append(number)
             device.now += 100.0 if number < 3 else 4.0
 
-        found = clock.drive(device.mark, device.batches(1.0), step, settle=3, steps=5)
+        found = setup.drive(device.mark, device.batches(1.0), step, settle=3, steps=5)
         assert done == list(range(8))
         assert found["step_s"] == 5.0
         assert found["gap_s"] == 1.0
@@ -79,16 +78,16 @@ class TestDrive:
 
         def step(number: int) -> None:
             # Marks that the host has waited for; steps end at 1, 2, 3, ...
-            assert len(device.waited) == max(0, number - clock.LEAD)
+            assert len(device.waited) == max(0, number - setup.LEAD)
             device.now += 1.0
 
-        clock.drive(device.mark, device.batches(0.0), step, settle=1, steps=5)
+        setup.drive(device.mark, device.batches(0.0), step, settle=1, steps=5)
         assert device.waited == [1.0, 2.0, 3.0, 4.0, 6.0]
 
     @pytest.mark.parametrize("backend", [CpuBackend(), SimulatedDevice(latency="late")])
     def test_without_timing_events_the_host_waits(self, backend: Any) -> None:
         """A mark of a device without timing events waits for the queued work."""
-        mark = clock.marker(backend)
+        mark = setup.marker(backend)
         first = mark()
         if isinstance(backend, SimulatedDevice):
             backend.sleep()
@@ -124,7 +123,7 @@ def test_marks_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Marks on CUDA are blocking timing events on the current stream; their milliseconds become seconds."""
     monkeypatch.setattr(FakeEvent, "made", [])
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    mark = clock.marker(SimpleNamespace(device=torch.device("cuda", 0), current_stream=lambda: "the stream"))  # type: ignore[arg-type]
+    mark = setup.marker(SimpleNamespace(device=torch.device("cuda", 0), current_stream=lambda: "the stream"))  # type: ignore[arg-type]
     first, second = mark(), mark()
     second.wait()
     assert second.since(first) == 0.25
@@ -162,31 +161,30 @@ TRACE = {
 class TestTrace:
     def test_overlap_of_copies_and_kernels(self) -> None:
         """Copies are counted with their streams and the time during kernels, and the device's idle time is given."""
-        found = timeline.overlap(timeline.spans(TRACE))
-        assert (found.copies, found.kernels, found.beside_kernels, found.pageable) == (3, 3, 1, 1)
-        assert (found.copied_us, found.hidden_us) == (34.0, 19.0)
+        found = trace.overlap(TRACE)
+        assert (found.copies, found.beside_kernels, found.pageable) == (3, 1, 1)
+        assert found.copied_us == 34.0
         assert found.hidden == 19.0 / 34.0
-        assert (found.busy_us, found.whole_us) == (80.0, 90.0)
         assert found.idle == pytest.approx(1 / 9)
 
     def test_streams_of_two_devices_differ(self) -> None:
         """Streams of two devices with the same number are different streams."""
         other = event("gpu_memcpy", PINNED, 7, 0.0, 1.0)
         other["args"]["device"] = 1
-        found = timeline.overlap(timeline.spans({"traceEvents": [other, event("kernel", "gemm", 7, 0.0, 2.0)]}))
+        found = trace.overlap({"traceEvents": [other, event("kernel", "gemm", 7, 0.0, 2.0)]})
         assert found.beside_kernels == 0
 
     def test_copies_that_run_at_the_same_time_count_once(self) -> None:
         events = [event("gpu_memcpy", PINNED, stream, 1.0, 2.0) for stream in (20, 24)]
-        found = timeline.overlap(timeline.spans({"traceEvents": [*events, event("kernel", "gemm", 7, 0.0, 2.0)]}))
-        assert (found.copies, found.copied_us, found.hidden_us) == (2, 2.0, 1.0)
+        found = trace.overlap({"traceEvents": [*events, event("kernel", "gemm", 7, 0.0, 2.0)]})
+        assert (found.copies, found.copied_us, found.hidden) == (2, 2.0, 0.5)
 
     @pytest.mark.parametrize("kept", ["kernel", "gpu_memcpy"])
     def test_a_trace_without_kernels_or_copies_is_an_error(self, kept: str) -> None:
         """A trace without kernels, or without copies to the device, raises an error with both numbers."""
         events = [each for each in TRACE["traceEvents"] if each.get("cat") == kept]  # type: ignore[attr-defined]
         with pytest.raises(ValueError, match=r"the trace has \d kernels and \d copies"):
-            timeline.overlap(timeline.spans({"traceEvents": events}))
+            trace.overlap({"traceEvents": events})
 
 
 class TestOnCuda:
@@ -213,15 +211,13 @@ class TestOnCuda:
         assert found["copies from pageable memory"].values == (1.0, 1.0)
         assert found["one copy"].values == (34.0 / 3,) * 2
 
-    def test_memory_if_the_host_never_waits(self, fake_cuda: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-        """There is a figure for it, and one for page-locked memory if torch reports that, under either name."""
+    def test_page_locked_memory(self, fake_cuda: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+        """There is a figure for page-locked memory if torch reports that, under either name."""
         pinned = {"reserved_bytes.current": 3072, "allocated_bytes.current": 1}
-        monkeypatch.setattr(memory, "slow_kernel", fake_cuda.device.sleep)
         monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: dict(pinned), raising=False)
         found = {figure.what: figure.values for figure in memory.run(fake_cuda)}
         assert found["page-locked memory of the host"] > (1.0,)
         release_unused()
-        assert "more if the host never waits for its device" in found
         assert memory.pinned_bytes(fake_cuda) == 3072
         del pinned["reserved_bytes.current"]
         assert memory.pinned_bytes(fake_cuda) == 1
@@ -229,8 +225,7 @@ class TestOnCuda:
         assert memory.pinned_bytes(fake_cuda) is None
 
 
-def a_task(name: str, limit_s: float, result: str) -> Task:
-    return Task(name, "cpu", 1, True, "nowhere", result, limit_s)
+ARGUMENTS = {"device": "cpu", "rounds": 1, "quick": True, "data": "nowhere"}
 
 
 class TestShares:
@@ -239,14 +234,14 @@ class TestShares:
         now = 0.0
         limits: list[tuple[float, float]] = []
 
-        def run(task: Task, limit_s: float) -> Part:
+        def run(name: str, arguments: Mapping[str, Any], limit_s: float) -> Part:
             nonlocal now
-            limits.append((limit_s, task.limit_s))
+            limits.append((limit_s, arguments["limit_s"]))
             now += limit_s
-            return Part(task.name, task.name)
+            return Part(name, name)
 
         names = ["copies", "overlap", "trace", "resident", "memory", "threads", "images", "processes"]
-        parts = list(runner.run_all(names, a_task, 480.0, run=run, clock=lambda: now))
+        parts = list(runner.run_all(names, ARGUMENTS, 480.0, run=run, clock=lambda: now))
         assert [part.name for part in parts] == names
         assert now <= 480.0
         assert limits[0] == (480.0 * 2 / 9, 480.0 * 2 / 9 * 0.75)
@@ -267,7 +262,7 @@ class TestProcesses:
         end = runner.end
         monkeypatch.setattr(runner, "end", lambda process: (groups.append(process.pid), end(process)))
         monkeypatch.setattr(sys, "executable", a_script(tmp_path, "sleep 600 & sleep 600"))
-        found = runner.run_in_process(a_task("copies", 1.0, str(tmp_path / "result.json")), 0.2)
+        found = runner.run_in_process("copies", {**ARGUMENTS, "limit_s": 1.0}, 0.2)
         assert found.failed == "it did not end within 0 s"
         assert found.title == "Copies of batches to the device"
         assert not found.real
@@ -278,10 +273,11 @@ class TestProcesses:
 
     def test_a_process_that_crashes_is_reported(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         """The part of a process that crashes has its exit status, also if the result is incomplete."""
-        result = tmp_path / "result.json"
-        monkeypatch.setattr(sys, "executable", a_script(tmp_path, f"printf '[{{' > {result}; kill -ABRT $$"))
-        found = runner.run_in_process(a_task("copies", 1.0, str(result)), 30.0)
-        assert result.exists()
+        written = tmp_path / "written"
+        script = f"printf '[{{' > $5; cp $5 {written}; kill -ABRT $$"  # after -m, the module, the name and the setup
+        monkeypatch.setattr(sys, "executable", a_script(tmp_path, script))
+        found = runner.run_in_process("copies", {**ARGUMENTS, "limit_s": 1.0}, 30.0)
+        assert written.read_text() == "[{"
         assert found.failed == "its process ended with -6"
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
+import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,10 +12,9 @@ import pytest
 
 from benchmarks import data, harness
 from benchmarks.figures import Figure, at_least
-from benchmarks.peers import CASES, __main__, contest, install, results, work
+from benchmarks.peers import CASES, __main__, contest, install, races, results, training_step, work
 from benchmarks.peers.adapters import ADAPTERS
-from benchmarks.peers.decoders import Decode, psnr, quiet_helpers
-from benchmarks.peers.quality import Judge
+from benchmarks.peers.decoders import Decode, Judge, psnr, quiet_helpers
 from tests.support import benchmarking
 from tests.support.benchmarking import check_refused
 
@@ -51,26 +51,29 @@ RACE = contest.Race(
 # --- participants -----------------------------------------------------------------------------------------------------
 
 
+def without(monkeypatch: pytest.MonkeyPatch, name: str, needed: str) -> None:
+    """Let an adapter need a module that is missing."""
+    monkeypatch.setitem(ADAPTERS, name, replace(ADAPTERS[name], needs=(needed,)))
+
+
 def test_a_loader_that_is_not_installed_is_absent_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work.adapter("dali"), "NEEDS", ("no_such_module",))
-    monkeypatch.setattr(work.adapter("grain_threads"), "NEEDS", ("no_such_module",))
+    without(monkeypatch, "DALI", "no_such_module")
+    without(monkeypatch, "Grain", "no_such_module")
     participants = contest.Participants(failures={"DALI": "no wheel for this Python"})
-    present, absent = participants.divide(
-        [("dataloader", "persistent"), ("dali", "CPU"), ("grain_threads", "per item")]
-    )
-    assert present == [("dataloader", "persistent")]
+    present, absent = participants.divide(["DataLoader, persistent", "DALI, CPU", "Grain, per item"])
+    assert present == ["DataLoader, persistent"]
     assert absent == {"DALI, CPU": "no wheel for this Python", "Grain, per item": "no_such_module is not installed"}
 
 
 def test_a_module_of_a_missing_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work.adapter("dali"), "NEEDS", ("no_such_package.part",))
-    assert work.missing("dali") == ["no_such_package.part"]
+    without(monkeypatch, "DALI", "no_such_package.part")
+    assert ADAPTERS["DALI"].missing() == ["no_such_package.part"]
 
 
 def test_only_leaves_out_the_other_peers_and_never_aiofeed() -> None:
     participants = contest.Participants(frozenset({"DataLoader"}))
-    present, absent = participants.divide([("feeder", "thread"), ("dataloader", "persistent"), ("nodes", "per item")])
-    assert present == [("feeder", "thread"), ("dataloader", "persistent")]
+    present, absent = participants.divide(["aiofeed, thread", "DataLoader, persistent", "torchdata.nodes, per item"])
+    assert present == ["aiofeed, thread", "DataLoader, persistent"]
     assert not absent
 
 
@@ -81,23 +84,40 @@ def test_a_peer_may_fail_and_aiofeed_may_not() -> None:
             contest.check({label: "broke"})
 
 
-def test_every_adapter_is_documented_and_every_way_has_a_unique_label() -> None:
-    labels = []
-    for name in ADAPTERS:
-        adapter = work.adapter(name)
-        assert adapter.__doc__, name
-        assert adapter.WAYS, name
-        labels += [work.label_of(name, way) for way in adapter.WAYS]
-    assert len(set(labels)) == len(labels)
+def test_every_adapter_is_documented_and_has_different_ways() -> None:
+    for name, adapter in ADAPTERS.items():
+        assert adapter.loader.__doc__, name
+        assert adapter.ways, name
+        assert len(set(adapter.ways)) == len(adapter.ways), name
 
 
-def test_every_case_states_its_question_its_targets_and_existing_ways() -> None:
+def test_every_case_states_its_question_and_its_targets() -> None:
     for name in CASES:
-        case: Any = import_module(f"benchmarks.peers.{name}")
-        assert (case.__doc__ or "").partition("\n")[0].endswith("?"), name
-        assert "Target" in (case.__doc__ or ""), name
-        for adapter, way in getattr(case, "WAYS", ()):
-            assert not way or way in work.adapter(adapter).WAYS, f"{name}: {adapter}, {way}"
+        text = __main__.case(name).__doc__ or ""
+        assert text.partition("\n")[0].endswith("?"), name
+        assert "Target" in text, name
+
+
+def test_the_ways_of_all_cases_exist() -> None:
+    labels = [*races.SAME, *races.BEST, *races.SCALED, *races.OWN_SCALE, *races.SMALL, *training_step.FED]
+    existing = {f"{name}, {way}" for name, adapter in ADAPTERS.items() for way in adapter.ways}
+    assert set(labels) == existing
+
+
+def test_freed_memory_is_kept_in_all_contenders_of_a_race(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The settings of malloc are in the environment in which the contenders start, and only there."""
+    seen: list[dict[str, str]] = []
+
+    def interleave(*given: object) -> dict[str, list[Any]]:
+        seen.append({name: os.environ[name] for name in contest.MALLOC})
+        return {}
+
+    monkeypatch.setattr(contest, "interleave", interleave)
+    for name in contest.MALLOC:
+        monkeypatch.delenv(name, raising=False)
+    contest.race([], harness.Settings(rounds=1, quick=True, data=tmp_path), {})
+    assert seen == [contest.MALLOC]
+    assert not contest.MALLOC.keys() & os.environ.keys()
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
@@ -157,10 +177,9 @@ def test_requirements_name_the_peer_in_a_comment() -> None:
 
 
 def test_every_requirement_has_a_version_and_its_peer_an_adapter() -> None:
-    names = {work.adapter(name).NAME for name in ADAPTERS}
     for line in install.lines(install.REQUIREMENTS.read_text()):
         assert "==" in line.requirement, line
-        assert not line.peer or line.peer in names, line
+        assert not line.peer or line.peer in ADAPTERS, line
 
 
 def test_the_reason_is_the_line_with_the_cause() -> None:
@@ -243,8 +262,8 @@ def test_invalid_arguments_are_refused(arguments: list[str], message: str, capsy
 @pytest.mark.slow
 def test_a_contender_that_fails_is_dropped_with_its_reason_and_the_others_continue(inputs: Path) -> None:
     options = {"folder": str(data.jpeg_folder(inputs, 12)), "side": 32, "decoder": "pillow"}
-    good = work.contender("dataloader", "persistent", options)
-    bad = harness.Contender("bad", work.feed, {"adapter_name": "dataloader", "way": "x", "work": {**options, "y": 1}})
+    good = contest.contender("DataLoader, persistent", options)
+    bad = harness.Contender("bad", contest.feed, {"label": "DataLoader, x", "work": {**options, "y": 1}})
     dropped: dict[str, str] = {}
     settings = harness.Settings(rounds=2, quick=True, data=inputs)
     samples = harness.interleave([bad, good], settings, dropped)
@@ -256,9 +275,9 @@ def test_a_contender_that_fails_is_dropped_with_its_reason_and_the_others_contin
 
 SHARED = [
     (name, way)
-    for name in ADAPTERS
-    if work.adapter(name).NAME not in ("tf.data", "DALI", "FFCV")
-    for way in work.adapter(name).WAYS
+    for name, adapter in ADAPTERS.items()
+    if name not in ("tf.data", "DALI", "FFCV")
+    for way in adapter.ways
     if way != "ffmpeg"
 ]
 """Loaders that accept a decoder."""
@@ -267,14 +286,14 @@ SHARED = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), SHARED)
 def test_loaders_with_the_same_decoder_give_the_same_samples(name: str, way: str, inputs: Path) -> None:
-    if missing := work.missing(name):
+    """Every loader gives the samples in the order of the files, in every epoch."""
+    if missing := ADAPTERS[name].missing():
         pytest.skip(f"{', '.join(missing)} is not installed")
     quiet_helpers()
     task = work.Work(str(data.jpeg_folder(inputs, 12)), 48, "pillow", batch=5)
     whole = Decode("pillow", 48)
     expected = [(whole.file(path).tobytes(), label) for path, label in zip(task.paths, task.targets, strict=True)]
-    ordered = getattr(work.adapter(name), "ORDERED", True)
-    with work.adapter(name).loader(task, way) as epoch:
+    with contest.epochs_of(f"{name}, {way}", task) as epoch:
         for _ in range(2):
             received = [
                 (np.asarray(image).transpose(1, 2, 0).tobytes(), int(label))
@@ -282,21 +301,20 @@ def test_loaders_with_the_same_decoder_give_the_same_samples(name: str, way: str
                 for image, label in zip(images, labels, strict=True)
                 if work.checked(images, labels, (3, 48, 48))
             ]
-            assert (sorted(received) == sorted(expected)) if not ordered else (received == expected)
+            assert received == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ordered", [True, False])
-def test_the_worst_picture_of_an_epoch_is_reported(ordered: bool, inputs: Path) -> None:
+def test_the_worst_picture_of_an_epoch_is_reported(inputs: Path) -> None:
     paths = data.files_below(data.jpeg_folder(inputs, 12))
     pictures = np.stack([Decode("pillow", 32).file(path) for path in paths])
     labels = np.arange(12)
-    judge = Judge(paths, list(range(12)), 32, ordered=ordered)
+    judge = Judge(paths, list(range(12)), 32)
     judge.look(pictures[:5].transpose(0, 3, 1, 2), labels[:5])
     judge.look(pictures[5:].transpose(0, 3, 1, 2), labels[5:])
     assert judge.worst_db() == 99.0
     pictures[7] = 255 - pictures[7]
-    judge = Judge(paths, list(range(12)), 32, ordered=ordered)
+    judge = Judge(paths, list(range(12)), 32)
     judge.look(pictures.transpose(0, 3, 1, 2), labels)
     assert judge.worst_db() < 15
 
@@ -318,11 +336,10 @@ def test_scaled_decoders_equal_aiofeed(decoder: str, inputs: Path) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_runs_with_only_torch_installed(name: str, inputs: Path) -> None:
-    case: Any = import_module(f"benchmarks.peers.{name}")
-    for module in getattr(case, "NEEDS", ()):
-        pytest.importorskip(module)
+    if name == "small_files_simplejpeg":
+        pytest.importorskip("simplejpeg")
     settings = harness.Settings(rounds=1, quick=True, data=inputs, own_processes=False)
-    found = case.run(settings, contest.Participants(frozenset({"DataLoader"})))
+    found = __main__.case(name)(settings, contest.Participants(frozenset({"DataLoader"})))
     assert found.columns
     assert any(figure.target for figure in found.targets)
     assert not found.absent
