@@ -202,7 +202,7 @@ class ChunkAssembly(Assembly):
         """Choose how many batches the next job makes."""
         seconds = outcome.decode_s + outcome.collate_s
         self._batch_s += (seconds - self._batch_s) * (0.2 if self._batch_s else 1.0)
-        self.together = max(1, min(TOGETHER_MOST, 2 * self.together, int(JOB_S / self._batch_s)))
+        self.together: int = max(1, min(TOGETHER_MOST, 2 * self.together, int(JOB_S / self._batch_s)))
 
     def _observe(self, batch: Batch, outcome: ChunkOutcome) -> None:
         """Add a decode job to the statistics, and pass its timing to the tuner."""

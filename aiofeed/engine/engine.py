@@ -66,7 +66,7 @@ class Assembly:
 
     batch_type: type[Batch] = Batch
     on_taken: Callable[[ReadyBatch], bool] | None = None
-    together = 1
+    together: int = 1
     chunk_size = 0
 
     def __init__(
