@@ -45,8 +45,8 @@ def run(settings: Settings) -> list[Figure]:
     options = {"folder": str(jpeg_folder(settings.data, settings.size(1024, 96)))}
     feeder = Contender("aiofeed", aiofeed_feeder, options, ("torch", "aiofeed:Feeder", "aiofeed:DecodeImage"))
     loader = Contender("DataLoader", data_loader, options, ("torch.utils.data", "numpy", "PIL.Image"))
-    threads = Contender("two bare threads", bare_threads, options, ("numpy", "PIL.Image"))
-    processes = Contender("two bare processes", bare_processes, options, ("numpy", "PIL.Image"))
+    threads = Contender("two bare threads", bare_threads, options, ("numpy", "PIL.Image"), bound=True)
+    processes = Contender("two bare processes", bare_processes, options, ("numpy", "PIL.Image"), bound=True)
     samples = interleave([feeder, threads, processes, loader], settings)
     rate = {label: rates(rounds) for label, rounds in samples.items()}
     cpu = {label: cpu_us_per_item(rounds) for label, rounds in samples.items()}

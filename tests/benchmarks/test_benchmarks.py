@@ -246,6 +246,19 @@ def test_a_contender_that_fails_ends_the_benchmark_with_its_traceback(tmp_path: 
 
 
 @pytest.mark.slow
+def test_a_contender_that_beats_every_bound_is_an_error() -> None:
+    """A bound is the best bare program; one that another contender beats by more than noise is none."""
+
+    def at(*seconds: float) -> list[dict[str, float]]:
+        return [{"items": 100.0, "wall_s": wall_s} for wall_s in seconds]
+
+    samples = {"threads": at(2.0, 2.0, 9.0), "processes": at(1.0, 1.1, 1.0), "loader": at(0.97, 1.06, 0.97)}
+    harness.check_bounds(["threads", "processes"], samples)
+    harness.check_bounds([], samples)
+    with pytest.raises(harness.BenchmarkError, match="loader does 2.06 times the items of threads: no bound"):
+        harness.check_bounds(["threads"], {label: samples[label] for label in ("threads", "loader")})
+
+
 def test_all_contenders_decode_to_the_same_pixels(inputs: Path) -> None:
     import aiofeed
 
