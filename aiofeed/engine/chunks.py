@@ -88,9 +88,10 @@ class ChunkAssembly(Assembly):
 
     async def begin(self, batch: Batch) -> None:
         """Start to read the chunks of a batch; wait until all of them may be read."""
+        if batch.followers:
+            batch.unread = 0  # the job requests the samples
         self.permit()
         if batch.followers:
-            batch.unread = 0
             self._engine.group.create_task(self._make_together(batch))
             return
         admission, samples = self._admission, len(batch.plan.indices)
@@ -198,17 +199,18 @@ class ChunkAssembly(Assembly):
         self.finished(first)
         return rest
 
-    def _choose_group(self, outcome: ChunkOutcome) -> None:
-        """Choose how many batches the next job makes."""
+    def _choose_group(self, batch: Batch, outcome: ChunkOutcome) -> None:
+        """Choose how many batches the next job makes, by the time that one takes and its share of the memory limit."""
         seconds = outcome.decode_s + outcome.collate_s
         self._batch_s += (seconds - self._batch_s) * (0.2 if self._batch_s else 1.0)
-        self.together: int = max(1, min(TOGETHER_MOST, 2 * self.together, int(JOB_S / self._batch_s)))
+        most = min(int(JOB_S / self._batch_s), self._budget.limit_bytes // (4 * max(batch.nbytes, 1)))
+        self.together: int = max(1, min(TOGETHER_MOST, 2 * self.together, most))
 
     def _observe(self, batch: Batch, outcome: ChunkOutcome) -> None:
         """Add a decode job to the statistics, and pass its timing to the tuner."""
         batch.count(outcome)
         if self._may_group and outcome.collate_s:
-            self._choose_group(outcome)
+            self._choose_group(batch, outcome)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("batch %d: decoded a chunk in %.1f ms", batch.plan.number, outcome.decode_s * 1e3)
         if outcome.job is not None and self._tuner is not None:

@@ -149,7 +149,7 @@ def test_a_break_and_an_error_of_collate_fn() -> None:
 def test_a_dataset_that_becomes_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches that are made are delivered while their job waits for a slow item."""
     monkeypatch.setattr(chunks, "JOB_S", 0.001)
-    monkeypatch.setattr(chunks.ChunkAssembly, "_choose_group", lambda self, _: setattr(self, "together", 32))
+    monkeypatch.setattr(chunks.ChunkAssembly, "_choose_group", lambda self, *_: setattr(self, "together", 32))
     dataset = Small()
     dataset.slow = 1_000
     with Feeder(dataset, batch_size=SIZE) as feeder:
@@ -158,6 +158,20 @@ def test_a_dataset_that_becomes_slow(monkeypatch: pytest.MonkeyPatch) -> None:
             if first >= 1_000:
                 dataset.go_on.release(SIZE)
             assert next(iterator)[1].tolist() == [*range(first, first + SIZE)]
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_limit_on_memory_holds(in_order: bool, sizes: list[int]) -> None:
+    """A job makes no more batches than fit into a quarter of the limit, and none waits for room forever."""
+    nbytes = SIZE * (8 * 4 + 8)
+    for batches, most in ((20, 5), (2, 1)):
+        sizes.clear()
+        with Feeder(
+            Small(), batch_size=SIZE, limits=Limits(memory_bytes=batches * nbytes), in_order=in_order
+        ) as feeder:
+            for _ in range(2):
+                assert sorted(number for batch in labels(feeder) for number in batch) == list(range(LENGTH))
+        assert max(sizes, default=1) <= most
 
 
 def test_a_limit_on_finished_batches_holds(sizes: list[int]) -> None:
