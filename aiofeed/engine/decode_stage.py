@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from aiofeed.core.errors import BatchFailedError, CollateError, FeedError, SampleError, add_note, notes_of
+from aiofeed.core.errors import BatchFailedError, CollateError, FeedError, SampleError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.failures import FailureCounter
 from aiofeed.core.types import BatchPlan
@@ -26,6 +26,7 @@ from aiofeed.engine.batch import Batch, BatchKeys
 from aiofeed.engine.concurrency import JobTimer
 from aiofeed.engine.fetch.collate import BatchBuilder
 from aiofeed.engine.fetch.fetcher import UNREAD, ChunkOutcome, Fetcher
+from aiofeed.engine.fetch.user_errors import suggest_policy
 from aiofeed.engine.tuning.threads import ThreadTuner
 from aiofeed.runtime import machine
 from aiofeed.runtime.buffers import BufferLease, BufferPool
@@ -38,7 +39,6 @@ from aiofeed.runtime.time_limits import (
     run_with_sample_timeout,
 )
 
-_WAY = 'Feeder(on_error="skip") leaves out samples that fail, "replace" takes others instead'
 BuilderFactory = Callable[[BatchPlan, BufferLease], BatchBuilder]
 
 # Decode threads measure this often, after a job, how long one waits for the GIL: some microseconds, or the 5 ms of
@@ -197,9 +197,7 @@ class DecodeStage:
         failed = [(position, error) for position, error in errors if isinstance(error, SampleError)]
         if self._policy.action == "raise":
             # The first error in the batch's order, so that the same files give the same error in every run.
-            if isinstance(first, SampleError) and _WAY not in notes_of(first):
-                add_note(first, _WAY)
-            batch.error = first
+            batch.error = suggest_policy(first)
             batch.failures = [first] if isinstance(first, SampleError) else []
             return
         if len(failed) < len(errors):

@@ -17,6 +17,7 @@ from aiofeed.core.failures import FailureLog
 from aiofeed.core.statistics import EpochStats, FeedStatistics
 from aiofeed.core.types import Members, decodes_in_place, traits_of
 from aiofeed.devices.resolve import DeviceGroup
+from aiofeed.engine.resident.dataset_windows import DatasetWindows, SmallItems
 from aiofeed.feeder.arguments import FeederConfig, allows
 from aiofeed.feeder.iterator import Beginnings, Delivery, EpochObserver, FeedIterator, clocks, take_end
 from aiofeed.feeder.pipeline import StreamingPipeline, measurements
@@ -109,6 +110,8 @@ class FeederSession(Generic[BatchT]):
         # Data of which batches are made without a streaming pipeline: the source, or a cache that has enough samples.
         self._data = _data_in_memory(config)
         self._cache = _resident_cache(config)
+        # Chooses whether the consumer's thread calls a Dataset, without a streaming pipeline.
+        self._small = SmallItems() if _may_be_called_here(config) else None
         self.bar: ProgressBar | None = None
         self._beginnings = Beginnings()
         if config.cache is not None:
@@ -286,7 +289,7 @@ class FeederSession(Generic[BatchT]):
         if pipeline is None or not pipeline.reusable() or old_stream is None or not old_stream.drained():
             return False
         if (cache := self._cache) is None:
-            return True
+            return self._small is None or isinstance(pipeline, StreamingPipeline) is not self._small.here
         return not _has_all(cache, stream) if isinstance(pipeline, StreamingPipeline) else cache.has_all()
 
     def _may_read_ahead(self, running: BatchPipeline | None) -> bool:
@@ -295,6 +298,8 @@ class FeederSession(Generic[BatchT]):
         Not while a resident cache is being filled: the next epoch is faster from the cache.
         """
         cache = self._cache
+        if running is not None and self._small is not None:
+            return isinstance(running, StreamingPipeline) is not self._small.here
         return cache is None or (cache.has_all() and not isinstance(running, StreamingPipeline))
 
     def _replace_pipeline(self, stream: EpochStream) -> None:
@@ -328,7 +333,8 @@ class FeederSession(Generic[BatchT]):
         config, data, cache, old = self.config, self._data, self._cache, self.pipeline
         if isinstance(stream.first.sampled, BatchLists):
             return None  # windows have room for batches of one size
-        if data is None and (cache is None or not _has_all(cache, stream)):
+        small = self._small if self._small is not None and self._small.here else None
+        if data is None and small is None and (cache is None or not _has_all(cache, stream)):
             return None
         from aiofeed.engine.resident.pipeline import ResidentData, ResidentPipeline
 
@@ -336,6 +342,9 @@ class FeederSession(Generic[BatchT]):
             complete = cache is None or old.data.source.samples == cache.cached_samples
             if complete:
                 return old.successor()
+        if small is not None:
+            assert isinstance(config.source, FromDataset)
+            return ResidentPipeline(DatasetWindows(config.source, small.batch_s))
         if cache is not None:
             data = _cached_data(config, cache)
         form_batch = getattr(data, "form_batch", None)
@@ -371,6 +380,8 @@ class FeederSession(Generic[BatchT]):
             # Dropping the iterator after its end is not a break.
             self._iterator = None
             self._completed_in_a_row += 1
+            if self._small is not None:
+                self._small.ended(self.stats)
             if self.delivery is not None:
                 self.delivery.watch(self)
 
@@ -553,6 +564,15 @@ def _data_in_memory(config: FeederConfig) -> Any:
     elsewhere = config.backend or config.collate_fn not in (None, collate_rows) or config.engines
     gathered = traits.rows and not elsewhere and getattr(source, "in_memory", False)
     return source if traits.in_memory or config.tokens_resident or gathered else None
+
+
+def _may_be_called_here(config: FeederConfig) -> bool:
+    """Return whether the source is a ``Dataset`` that needs no thread of its own, and no option needs threads."""
+    source, policy = config.source, config.policy
+    plain = isinstance(source, FromDataset) and source.threads == 1 and not source.has_setup
+    elsewhere = config.backend or config.collate_fn or config.engines or config.cache or config.in_order == "samples"
+    recovers = policy.action != "raise" or policy.retries or policy.read_timeout_s or policy.decode_timeout_s
+    return plain and not elsewhere and not recovers and config.user_limits.prefetch_batches is None
 
 
 def _resident_cache(config: FeederConfig) -> ResidentStore | None:

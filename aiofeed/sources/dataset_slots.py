@@ -127,8 +127,10 @@ class DatasetSlot:
         self.thread: int = 0
 
     def __enter__(self) -> DatasetSlot:
+        _calls.append(self)
+        if _calls[0] is self:  # the usual case: no lock, which a signal handler could leave locked
+            return self
         with _changed:
-            _calls.append(self)
             try:
                 self._wait()
             except BaseException:
@@ -137,10 +139,12 @@ class DatasetSlot:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with _changed:
-            if self in _calls:
-                _calls.remove(self)
-            _changed.notify_all()
+        """Leave the slot; may be called again."""
+        if self in _calls:
+            _calls.remove(self)
+        if _calls:  # they may wait
+            with _changed:
+                _changed.notify_all()
 
     def call(self, work: Callable[[], None]) -> None:
         """Run ``work`` in the thread that may call the dataset, after the source's ``setup`` hook."""
@@ -162,7 +166,8 @@ class DatasetSlot:
             if self._control.stop.is_set():
                 raise AbandonedError
             if given_up := [slot for slot in earlier if slot._is_overdue()]:
-                _calls[:] = [slot for slot in _calls if slot not in given_up]
+                for slot in given_up:
+                    slot.__exit__()
                 continue
             if time.monotonic() >= log_at:
                 log_at = math.inf

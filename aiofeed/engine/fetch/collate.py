@@ -130,10 +130,8 @@ class DefaultCollateBuilder(BatchBuilder):
             raise CollateError(misfit.explain(named)) from misfit.__cause__
 
     def _collate(self, samples: list[Any]) -> Any:
-        from torch.utils.data import default_collate
-
         try:
-            batch = default_collate(samples)
+            batch = collate_plain(samples)
         except Exception:  # noqa: BLE001 - of any kind; one by one, the error gets a name
             self._root = _node(samples[0], len(samples), self._lease)
             for position, sample in enumerate(samples):
@@ -146,6 +144,26 @@ class DefaultCollateBuilder(BatchBuilder):
     def nbytes(self) -> int:
         """Bytes of the batch's memory."""
         return self._kept_bytes if self._root is None else self._root.nbytes
+
+
+def collate_plain(samples: list[Any]) -> Any:
+    """``default_collate``; the usual samples, tuples of tensors and numbers, take half of its time."""
+    import torch
+    from torch.utils.data import default_collate
+
+    if set(map(type, samples)) != {tuple} or len(set(map(len, samples))) > 1:
+        return default_collate(samples)
+    batch = []
+    for column in zip(*samples, strict=True):
+        kinds = set(map(type, column))
+        kind = kinds.pop()
+        if kinds or kind not in (torch.Tensor, int, float):
+            batch.append(default_collate(list(column)))
+        elif kind is torch.Tensor:
+            batch.append(torch.stack(column))
+        else:
+            batch.append(torch.from_numpy(np.array(column, NUMBER_DTYPES[kind])))
+    return batch
 
 
 def _has_small_tensor(sample: Any) -> bool:

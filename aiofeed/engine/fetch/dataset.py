@@ -39,8 +39,8 @@ class DatasetFetcher(Fetcher):
     def __init__(self, source: FromDataset, policy: FailurePolicy | None = None, *, own_process: bool = False) -> None:
         super().__init__(policy or FailurePolicy())
         self._source = source
-        self._calls = DatasetCalls(source)
-        self.thread: ThreadHost | None = self._calls.thread
+        self.calls: DatasetCalls = DatasetCalls(source)
+        self.thread: ThreadHost | None = self.calls.thread
         self.gets_several: bool = has_getitems(source.dataset)
         # Threads that call it at the same time would share the generators.
         self._seeds = own_process and source.threads == 1
@@ -88,7 +88,7 @@ class DatasetFetcher(Fetcher):
                 reached = chunk.decode_each(request_one, reached)
             seconds, cpu_s = time.perf_counter() - started, time.thread_time() - cpu_started
 
-        with DatasetSlot(self._calls, chunk.plan.indices[requested[0]], chunk.control) as slot:
+        with DatasetSlot(self.calls, chunk.plan.indices[requested[0]], chunk.control) as slot:
             slot.call(work)
         outcome.decode_s += seconds
         outcome.decode_cpu_s += cpu_s

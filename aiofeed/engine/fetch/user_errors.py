@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from aiofeed.core.errors import DecodeError, ReadError, SampleError
+from aiofeed.core.errors import DecodeError, FeedError, ReadError, SampleError, add_note, notes_of
 from aiofeed.core.formatting import format_error
 
 # Modules that call the user's code. Frames of sources and decoders stay in a traceback: they show where it failed.
 _OURS = ("aiofeed.engine.", "aiofeed.cache.", "aiofeed.runtime.")
 _NAMED = (ReadError, DecodeError)
+_WAY = 'Feeder(on_error="skip") leaves out samples that fail, "replace" takes others instead'
 
 
 def sample_error(
@@ -28,6 +29,13 @@ def sample_error(
     if not traced:
         untrace(named)
     return named
+
+
+def suggest_policy(error: FeedError) -> FeedError:
+    """The error; that of a sample with a note on what else may be done with samples that fail."""
+    if isinstance(error, SampleError) and _WAY not in notes_of(error):
+        add_note(error, _WAY)
+    return error
 
 
 def without_our_frames(error: BaseException) -> BaseException:

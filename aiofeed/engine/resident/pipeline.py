@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from aiofeed.core.errors import DeviceCopyError, IteratorClosedError
+from aiofeed.core.errors import DeviceCopyError, IteratorClosedError, SampleError
 from aiofeed.core.types import traits_of
 from aiofeed.devices.backend import poll, poll_pauses
 from aiofeed.engine.resident.device_tokens import DeviceTokenWindows
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from aiofeed.core.types import Transform
     from aiofeed.devices.backend import DeviceBackend
+    from aiofeed.engine.resident.dataset_windows import DatasetWindows
 
 log: logging.Logger = logging.getLogger("aiofeed.engine")
 
@@ -90,17 +91,16 @@ class _EpochWindows:
         start = self.stream.after(self.start)
         return None if start is None else _EpochWindows(self.stream, start)
 
-    def make(self, windows: Windows, batch_range: BatchRange) -> list[QueueItem]:
+    def make(self, windows: Windows, batch_range: BatchRange) -> list[ReadyBatch]:
         """Make a window and return its batches."""
         began = time.perf_counter()
         batch_range, window = windows.make(batch_range)
         seconds, stats = time.perf_counter() - began, self.start.counters
         setattr(stats, windows.statistic, getattr(stats, windows.statistic) + seconds)
         numbers, samples, size = batch_range.numbers, len(batch_range.indices), batch_range.batch_size
-        self.next_number = numbers[-1] + 1
         if log.isEnabledFor(logging.DEBUG):
             log.debug("batches %d to %d: window made in %.1f ms", numbers[0], numbers[-1], seconds * 1e3)
-        items: list[QueueItem] = []
+        items = []
         for at, number in enumerate(numbers):
             first, last = at * size, min((at + 1) * size, samples)
             items.append(ReadyBatch(number, last - first, (window, first, last), counters=stats))
@@ -110,11 +110,11 @@ class _EpochWindows:
 class WindowQueue(BatchQueue[QueueItem]):
     """A queue without a producer: when it is empty, the consumer's thread makes the next window and queues its batches.
 
-    Ctrl-C loses nothing between batches and while the queue waits for the device. A Ctrl-C that interrupts the making
-    of a window closes the queue, because it may have been made in part.
+    Ctrl-C loses nothing between batches, while the queue waits for the device, and in the making of a window on the
+    host. A Ctrl-C that interrupts the making of one on a device closes the queue, as it may have been made in part.
     """
 
-    def __init__(self, data: ResidentData) -> None:
+    def __init__(self, data: ResidentData | DatasetWindows) -> None:
         super().__init__()
         self._data = data
         self._epoch: _EpochWindows | None = None
@@ -184,9 +184,13 @@ class WindowQueue(BatchQueue[QueueItem]):
                 batch_range = epoch.next_range(windows)
                 if batch_range is not None:
                     waited = poll(windows.device_ready) or waited
+                # On the host, an interrupted window is made again; on a device it may have been made in part.
+                self._changing = windows.ahead > 0
+                items = [] if batch_range is None else epoch.make(windows, batch_range)
                 self._changing = True
-                if batch_range is not None:
-                    self._ahead.append(epoch.make(windows, batch_range))
+                if items:
+                    epoch.next_number = items[-1].number + 1
+                    self._ahead.append([*items])
                 else:
                     self._epoch = epoch.next_epoch()
                     self._ahead.append([EndOfEpoch()])
@@ -198,7 +202,7 @@ class WindowQueue(BatchQueue[QueueItem]):
             self.items.extend(items)
             self._changing = False
         except Exception as error:  # noqa: BLE001 - the consumer raises it
-            self.items.append(FeedFailure(error))
+            self.items.append(FeedFailure(error, failures=(error,) if isinstance(error, SampleError) else ()))
 
     def _to_make(self, windows: Windows) -> _EpochWindows | None:
         """Return the epoch of which a window must be made before the next items can be queued; ``None`` if none."""
@@ -225,8 +229,8 @@ class ResidentPipeline:
     chunk_size = 0
     tuner = None
 
-    def __init__(self, data: ResidentData, form_batch: Callable[[list[torch.Tensor]], Any] | None = None) -> None:
-        self.data = data
+    def __init__(self, data: ResidentData | DatasetWindows, form_batch: Callable[[list[torch.Tensor]], Any] | None = None) -> None:
+        self.data: ResidentData | DatasetWindows = data
         self.queue: WindowQueue = WindowQueue(data)
         self._form_batch = form_batch
         self._pid = os.getpid()
@@ -286,7 +290,7 @@ def on_consumer_stream(transform: Transform, backend: DeviceBackend) -> Transfor
 
     def transformed(batch: Any) -> Any:
         try:
-            with _default_modes(backend.device.type):
+            with default_modes(backend.device.type):
                 return transform(batch)
         except Exception as error:
             raise DeviceCopyError(f"transform raised {type(error).__name__} on {backend.name}: {error}") from error
@@ -295,7 +299,7 @@ def on_consumer_stream(transform: Transform, backend: DeviceBackend) -> Transfor
 
 
 @contextmanager
-def _default_modes(device_type: str) -> Iterator[None]:
+def default_modes(device_type: str) -> Iterator[None]:
     """Turn off autocast and inference mode and turn on gradients, as in a new thread."""
     import torch
 

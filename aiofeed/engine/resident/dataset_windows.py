@@ -1,0 +1,164 @@
+"""Batches of a ``Dataset`` whose items take microseconds, made in the consumer's thread: nothing is handed over."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from aiofeed.core.statistics import EpochStats
+from aiofeed.core.types import BatchPlan
+from aiofeed.engine.fetch.collate import collate_plain
+from aiofeed.engine.fetch.dataset import DatasetFetcher
+from aiofeed.engine.fetch.fetcher import UNREAD
+from aiofeed.engine.fetch.user_errors import suggest_policy
+from aiofeed.engine.resident.pipeline import default_modes
+from aiofeed.runtime.buffers import HostBufferPool
+from aiofeed.runtime.tensors import as_tensors
+from aiofeed.runtime.time_limits import JobControl
+from aiofeed.sampling.schedule import BatchRange
+from aiofeed.sources.dataset_slots import DatasetSlot
+
+if TYPE_CHECKING:
+    from aiofeed.sources.dataset import FromDataset
+
+# A window takes about this long: beside it, one call of the dataset's slot counts nothing.
+WINDOW_S = 0.0005
+# An epoch with fewer batches says nothing.
+LEAST_BATCHES = 64
+# To hand a batch over takes the threads up to 0.1 ms. Threads that work longer for a batch are worth that.
+SMALL_S = 0.0003
+# Share of its time that the training must have waited for batches.
+WAITING = 0.2
+
+
+class SmallItems:
+    """Decides after each epoch of a ``Dataset`` whether the consumer's thread makes the batches of the next one.
+
+    It does so for batches that take little time, if the training has waited for them; and goes on as long as its epochs
+    are faster than the last one with threads, which can work during a step.
+
+    Attributes:
+        here: Whether the consumer's thread makes the batches of the next epoch.
+        batch_s: Seconds that a batch took in the last epoch with threads.
+    """
+
+    def __init__(self) -> None:
+        self.here = False
+        self.batch_s: float = 0.0
+        self._wall_s = math.inf
+        self._slower = False
+
+    def ended(self, stats: EpochStats) -> None:
+        """An epoch has ended."""
+        if stats.batches < LEAST_BATCHES:
+            return
+        wall_s = stats.wall_s / stats.batches
+        if self.here:
+            self.here = wall_s < self._wall_s
+            self._slower = not self.here
+            return
+        self._wall_s, self.batch_s = wall_s, (stats.decode_s + stats.collate_s) / stats.batches
+        self.here = not self._slower and self.batch_s < SMALL_S and stats.stall_s > WAITING * stats.wall_s
+
+
+class DatasetWindows:
+    """Windows of batches of a ``Dataset``, and the data of a ``ResidentPipeline``: there is nothing to upload.
+
+    A call that fails is repeated in the dataset's own thread, where all calls of earlier epochs were made: objects such
+    as an SQLite connection work only there. Then all further calls are made there. If it fails there, too, it is the
+    error of the sample.
+
+    Args:
+        source: The dataset, which one thread at a time may call.
+        batch_s: Seconds that a batch takes.
+    """
+
+    ahead = 0
+    statistic = "collate_s"
+
+    def __init__(self, source: FromDataset, batch_s: float) -> None:
+        self.source = source
+        self.max_batches: int = max(int(WINDOW_S / max(batch_s, 1e-6)), 1)
+        self._fetcher = DatasetFetcher(source)
+        self._control = JobControl(threading.Event())
+        self._here = True
+
+    @property
+    def windows(self) -> DatasetWindows:
+        """Itself."""
+        return self
+
+    def open(self) -> DatasetWindows:
+        """Itself."""
+        return self
+
+    def clear(self, timeout_s: float) -> None:
+        """Do nothing: nothing is uploaded."""
+
+    def device_ready(self) -> bool:
+        """Return True: nothing is queued on the host."""
+        return True
+
+    def wait_for_caller(self) -> None:
+        """Do nothing: nothing is queued on the host."""
+
+    def close(self, timeout_s: float) -> None:
+        """Do nothing: nothing is made ahead."""
+
+    def make(self, batch_range: BatchRange) -> tuple[BatchRange, Callable[[int, int], Any]]:
+        """Make a window of a batch range, or of the batches before one that fails.
+
+        Raises:
+            FeedError: The first batch failed.
+        """
+        size, indices = batch_range.batch_size, batch_range.indices.tolist()
+        pieces = [indices[first : first + size] for first in range(0, len(indices), size)]
+        batches: list[Any] = []
+        if self._here and not _has_modes():
+            try:
+                self._make_here(pieces, batches)
+            except Exception:  # noqa: BLE001 - the user's Dataset may raise anything; its own thread is asked again
+                self._here = bool(batches)  # the batch that failed is the first one of the next window
+        if not batches:
+            batches.append(self._made_there(batch_range.numbers[0], pieces[0]))
+        return batch_range.head(len(batches)), partial(_batch, batches, size)
+
+    def _make_here(self, pieces: list[list[int]], batches: list[Any]) -> None:
+        slot = DatasetSlot(self._fetcher.calls, pieces[0][0], self._control)
+        source = self.source
+        try:
+            with slot, default_modes("cpu"):
+                slot.thread = threading.get_ident()
+                for piece in pieces:
+                    batches.append(collate_plain(source.items(piece)))
+        except BaseException:
+            slot.__exit__()  # Ctrl-C may have interrupted the first call of it
+            raise
+
+    def _made_there(self, number: int, indices: list[int]) -> Any:
+        """A batch made in the dataset's thread.
+
+        Raises:
+            FeedError: A sample failed, or the samples do not fit together; the error names them.
+        """
+        fetcher, plan = self._fetcher, BatchPlan(number, indices, indices, 0)
+        builder = fetcher.new_builder(len(indices), HostBufferPool(0).lease())
+        outcome = fetcher.decode(plan, 0, [UNREAD] * len(indices), builder, self._control)
+        if outcome.errors:
+            raise suggest_policy(min(outcome.errors, key=lambda entry: entry[0])[1])
+        return as_tensors(builder.finish([fetcher.key(index) for index in indices]))
+
+
+def _has_modes() -> bool:
+    """Whether the user has set a mode, such as a default device, that applies to all tensors made in this thread."""
+    import torch
+
+    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
+
+
+def _batch(batches: list[Any], size: int, first: int, last: int) -> Any:
+    """The batch of samples ``first`` to ``last - 1`` of a window."""
+    return batches[first // size]
