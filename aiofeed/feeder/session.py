@@ -338,21 +338,21 @@ class FeederSession(Generic[BatchT]):
             return None
         from aiofeed.engine.resident.pipeline import ResidentData, ResidentPipeline
 
+        sizes = {"batch_size": config.batch_size, "memory_bytes": config.limits.memory_bytes}
+        if small is not None:
+            assert isinstance(config.source, FromDataset)
+            called = ResidentData(config.source, backend=None, **sizes)
+            called.windows = DatasetWindows(config.source, small.batch_s)
+            return ResidentPipeline(called)
         if isinstance(old, ResidentPipeline) and not old.inherited:
             complete = cache is None or old.data.source.samples == cache.cached_samples
             if complete:
                 return old.successor()
-        if small is not None:
-            assert isinstance(config.source, FromDataset)
-            return ResidentPipeline(DatasetWindows(config.source, small.batch_s))
         if cache is not None:
             data = _cached_data(config, cache)
         form_batch = getattr(data, "form_batch", None)
         assert not isinstance(config.backend, DeviceGroup)
-        resident = ResidentData(
-            data, batch_size=config.batch_size, backend=config.backend, memory_bytes=config.limits.memory_bytes
-        )
-        return ResidentPipeline(resident, form_batch)
+        return ResidentPipeline(ResidentData(data, backend=config.backend, **sizes), form_batch)
 
     def _finish_complete_epoch(self) -> bool:
         """Finish an epoch whose last batch was handed out if its consumer, counting batches, never asked for the end.

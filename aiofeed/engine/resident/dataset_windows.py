@@ -14,7 +14,7 @@ from aiofeed.engine.fetch.collate import collate_plain
 from aiofeed.engine.fetch.dataset import DatasetFetcher
 from aiofeed.engine.fetch.fetcher import UNREAD
 from aiofeed.engine.fetch.user_errors import suggest_policy
-from aiofeed.engine.resident.pipeline import default_modes
+from aiofeed.engine.resident.host_windows import HostWindows, default_modes
 from aiofeed.runtime.buffers import HostBufferPool
 from aiofeed.runtime.tensors import as_tensors
 from aiofeed.runtime.time_limits import JobControl
@@ -64,8 +64,8 @@ class SmallItems:
         self.here = not self._slower and self.batch_s < SMALL_S and stats.stall_s > WAITING * stats.wall_s
 
 
-class DatasetWindows:
-    """Windows of batches of a ``Dataset``, and the data of a ``ResidentPipeline``: there is nothing to upload.
+class DatasetWindows(HostWindows):
+    """Makes windows of batches of a ``Dataset``, in the consumer's thread.
 
     A call that fails is repeated in the dataset's own thread, where all calls of earlier epochs were made: objects such
     as an SQLite connection work only there. Then all further calls are made there. If it fails there, too, it is the
@@ -76,37 +76,12 @@ class DatasetWindows:
         batch_s: Seconds that a batch takes.
     """
 
-    ahead = 0
-    statistic = "collate_s"
-
     def __init__(self, source: FromDataset, batch_s: float) -> None:
-        self.source = source
         self.max_batches: int = max(int(WINDOW_S / max(batch_s, 1e-6)), 1)
+        self._source = source
         self._fetcher = DatasetFetcher(source)
         self._control = JobControl(threading.Event())
         self._here = True
-
-    @property
-    def windows(self) -> DatasetWindows:
-        """Itself."""
-        return self
-
-    def open(self) -> DatasetWindows:
-        """Itself."""
-        return self
-
-    def clear(self, timeout_s: float) -> None:
-        """Do nothing: nothing is uploaded."""
-
-    def device_ready(self) -> bool:
-        """Return True: nothing is queued on the host."""
-        return True
-
-    def wait_for_caller(self) -> None:
-        """Do nothing: nothing is queued on the host."""
-
-    def close(self, timeout_s: float) -> None:
-        """Do nothing: nothing is made ahead."""
 
     def make(self, batch_range: BatchRange) -> tuple[BatchRange, Callable[[int, int], Any]]:
         """Make a window of a batch range, or of the batches before one that fails.
@@ -128,12 +103,11 @@ class DatasetWindows:
 
     def _make_here(self, pieces: list[list[int]], batches: list[Any]) -> None:
         slot = DatasetSlot(self._fetcher.calls, pieces[0][0], self._control)
-        source = self.source
         try:
             with slot, default_modes("cpu"):
                 slot.thread = threading.get_ident()
                 for piece in pieces:
-                    batches.append(collate_plain(source.items(piece)))
+                    batches.append(collate_plain(self._source.items(piece)))  # noqa: PERF401 - they stay after an error
         except BaseException:
             slot.__exit__()  # Ctrl-C may have interrupted the first call of it
             raise

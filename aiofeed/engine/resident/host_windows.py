@@ -10,7 +10,8 @@ into one batch for a write into every batch of the window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -248,3 +249,18 @@ def _host_rows(data: Any) -> tuple[NDArray[Any], torch.dtype | None]:
         return tensor.numpy(), None
     except TypeError:  # a dtype that numpy lacks
         return view_as_integers(tensor).numpy(), tensor.dtype
+
+
+@contextmanager
+def default_modes(device_type: str) -> Iterator[None]:
+    """Turn off autocast and inference mode and turn on gradients, as in a new thread."""
+    import torch
+
+    with ExitStack() as modes:
+        if torch.is_inference_mode_enabled():
+            modes.enter_context(torch.inference_mode(False))
+        if not torch.is_grad_enabled():
+            modes.enter_context(torch.enable_grad())
+        if torch.is_autocast_enabled(device_type):
+            modes.enter_context(torch.autocast(device_type, enabled=False))
+        yield

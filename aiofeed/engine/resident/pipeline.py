@@ -11,8 +11,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import DeviceCopyError, IteratorClosedError, SampleError
@@ -20,7 +19,7 @@ from aiofeed.core.types import traits_of
 from aiofeed.devices.backend import poll, poll_pauses
 from aiofeed.engine.resident.device_tokens import DeviceTokenWindows
 from aiofeed.engine.resident.device_windows import DeviceWindows
-from aiofeed.engine.resident.host_windows import HostWindows, Windows
+from aiofeed.engine.resident.host_windows import HostWindows, Windows, default_modes
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
 from aiofeed.sampling.epochs import EpochStart, EpochStream
 from aiofeed.sampling.order import BatchLists
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
     from aiofeed.core.types import Transform
     from aiofeed.devices.backend import DeviceBackend
-    from aiofeed.engine.resident.dataset_windows import DatasetWindows
 
 log: logging.Logger = logging.getLogger("aiofeed.engine")
 
@@ -114,7 +112,7 @@ class WindowQueue(BatchQueue[QueueItem]):
     host. A Ctrl-C that interrupts the making of one on a device closes the queue, as it may have been made in part.
     """
 
-    def __init__(self, data: ResidentData | DatasetWindows) -> None:
+    def __init__(self, data: ResidentData) -> None:
         super().__init__()
         self._data = data
         self._epoch: _EpochWindows | None = None
@@ -186,11 +184,11 @@ class WindowQueue(BatchQueue[QueueItem]):
                     waited = poll(windows.device_ready) or waited
                 # On the host, an interrupted window is made again; on a device it may have been made in part.
                 self._changing = windows.ahead > 0
-                items = [] if batch_range is None else epoch.make(windows, batch_range)
+                made = [] if batch_range is None else epoch.make(windows, batch_range)
                 self._changing = True
-                if items:
-                    epoch.next_number = items[-1].number + 1
-                    self._ahead.append([*items])
+                if made:
+                    epoch.next_number = made[-1].number + 1
+                    self._ahead.append([*made])
                 else:
                     self._epoch = epoch.next_epoch()
                     self._ahead.append([EndOfEpoch()])
@@ -229,8 +227,8 @@ class ResidentPipeline:
     chunk_size = 0
     tuner = None
 
-    def __init__(self, data: ResidentData | DatasetWindows, form_batch: Callable[[list[torch.Tensor]], Any] | None = None) -> None:
-        self.data: ResidentData | DatasetWindows = data
+    def __init__(self, data: ResidentData, form_batch: Callable[[list[torch.Tensor]], Any] | None = None) -> None:
+        self.data = data
         self.queue: WindowQueue = WindowQueue(data)
         self._form_batch = form_batch
         self._pid = os.getpid()
@@ -296,18 +294,3 @@ def on_consumer_stream(transform: Transform, backend: DeviceBackend) -> Transfor
             raise DeviceCopyError(f"transform raised {type(error).__name__} on {backend.name}: {error}") from error
 
     return transformed
-
-
-@contextmanager
-def default_modes(device_type: str) -> Iterator[None]:
-    """Turn off autocast and inference mode and turn on gradients, as in a new thread."""
-    import torch
-
-    with ExitStack() as modes:
-        if torch.is_inference_mode_enabled():
-            modes.enter_context(torch.inference_mode(False))
-        if not torch.is_grad_enabled():
-            modes.enter_context(torch.enable_grad())
-        if torch.is_autocast_enabled(device_type):
-            modes.enter_context(torch.autocast(device_type, enabled=False))
-        yield
