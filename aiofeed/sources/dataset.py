@@ -31,8 +31,9 @@ class FromDataset:
     """A map-style ``Dataset``; uses ``__getitems__`` if the dataset has it.
 
     A ``Dataset`` is usually written for worker processes, each with its own copy, so by default one thread calls it:
-    the same one for as long as the dataset exists, or if a batch takes microseconds the thread that iterates. Parts of a dataset share its thread: what ``Subset``,
-    ``ConcatDataset`` or another object with an attribute ``dataset`` or ``datasets`` leads to counts as the dataset.
+    the same one for as long as the dataset exists, or if a batch takes microseconds the thread that iterates. Parts of
+    a dataset share its thread: what ``Subset``, ``ConcatDataset`` or another object with an attribute ``dataset`` or
+    ``datasets`` leads to counts as the dataset.
 
     Args:
         dataset: Any object with ``__getitem__`` and ``__len__``.
