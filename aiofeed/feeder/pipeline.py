@@ -81,8 +81,8 @@ class StreamingPipeline(LoopProducer):
         # Go on from the tuning results of the previous pipeline. Worker processes are new and tune themselves. A fork
         # may have copied the parent's tuner in the middle of a step.
         self.tuner: Tuner = _new_tuner(config) if after is None or config.engines else after.tuner
-        # One buffer more than batches that may wait or be decoded, for the batch that the consumer uses.
-        keep = limits.prefetch_batches + 1 + max(config.engines - 1, 0)
+        # Two more than batches that may wait or be decoded: a loop still has its last batch when it takes the next one.
+        keep = limits.prefetch_batches + 2 + max(config.engines - 1, 0)
         self._memory: HostBufferPool | PinnedBufferPool
         if config.backend is None:
             self._memory = HostBufferPool(keep)
