@@ -20,7 +20,6 @@ from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.admission import MemoryBudget
 from aiofeed.engine.chunks import ChunkAssembly
 from aiofeed.engine.engine import Assembly, Engine
-from aiofeed.engine.fetch.dataset import DatasetFetcher
 from aiofeed.engine.fetchers import builder_factory, new_fetcher
 from aiofeed.engine.samples import SampleAssembly
 from aiofeed.engine.tuning.gil import GilLimit, gil_message
@@ -139,7 +138,7 @@ class StreamingPipeline(LoopProducer):
             return partial(SampleAssembly, schedule=stream.schedule, batch_size=config.batch_size, **options)
         # A limit on finished batches that the user has chosen counts batches, not jobs.
         may_group = (
-            isinstance(self._fetcher, DatasetFetcher)
+            self._fetcher.reads_in_jobs
             and self._fetcher.limit_s is None
             and config.user_limits.prefetch_batches is None
         )
