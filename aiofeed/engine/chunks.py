@@ -201,7 +201,7 @@ class ChunkAssembly(Assembly):
 
     def _choose_group(self, batch: Batch, outcome: ChunkOutcome) -> None:
         """Choose how many batches the next job makes, by the time that one takes and its share of the memory limit."""
-        seconds = outcome.decode_s + outcome.collate_s
+        seconds = outcome.read_s + outcome.decode_s + outcome.collate_s
         self._batch_s += (seconds - self._batch_s) * (0.2 if self._batch_s else 1.0)
         most = min(int(JOB_S / self._batch_s), self._budget.limit_bytes // (4 * max(batch.nbytes, 1)))
         self.together: int = max(1, min(TOGETHER_MOST, 2 * self.together, most))

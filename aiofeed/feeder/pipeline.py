@@ -20,7 +20,6 @@ from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.admission import MemoryBudget
 from aiofeed.engine.chunks import ChunkAssembly
 from aiofeed.engine.engine import Assembly, Engine
-from aiofeed.engine.fetch.dataset import DatasetFetcher
 from aiofeed.engine.fetchers import builder_factory, new_fetcher
 from aiofeed.engine.samples import SampleAssembly
 from aiofeed.engine.tuning.gil import GilLimit, gil_message
@@ -81,8 +80,8 @@ class StreamingPipeline(LoopProducer):
         # Go on from the tuning results of the previous pipeline. Worker processes are new and tune themselves. A fork
         # may have copied the parent's tuner in the middle of a step.
         self.tuner: Tuner = _new_tuner(config) if after is None or config.engines else after.tuner
-        # One buffer more than batches that may wait or be decoded, for the batch that the consumer uses.
-        keep = limits.prefetch_batches + 1 + max(config.engines - 1, 0)
+        # Two more than batches that may wait or be decoded: a loop still has its last batch when it takes the next one.
+        keep = limits.prefetch_batches + 2 + max(config.engines - 1, 0)
         self._memory: HostBufferPool | PinnedBufferPool
         if config.backend is None:
             self._memory = HostBufferPool(keep)
@@ -139,7 +138,7 @@ class StreamingPipeline(LoopProducer):
             return partial(SampleAssembly, schedule=stream.schedule, batch_size=config.batch_size, **options)
         # A limit on finished batches that the user has chosen counts batches, not jobs.
         may_group = (
-            isinstance(self._fetcher, DatasetFetcher)
+            self._fetcher.reads_in_jobs
             and self._fetcher.limit_s is None
             and config.user_limits.prefetch_batches is None
         )

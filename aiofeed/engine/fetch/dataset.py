@@ -36,6 +36,8 @@ class DatasetFetcher(Fetcher):
             of ``__getitems__`` gets the seed of its first sample.
     """
 
+    reads_in_jobs = True
+
     def __init__(self, source: FromDataset, policy: FailurePolicy | None = None, *, own_process: bool = False) -> None:
         super().__init__(policy or FailurePolicy())
         self._source = source

@@ -149,6 +149,8 @@ class Fetcher(ABC):
         policy: Retries, time limits, and whether the first failure ends a chunk.
     """
 
+    reads_in_jobs = False
+    """Whether decode jobs read all samples, so that one job may make several batches."""
     limit_s: float | None = None
     """Most seconds that ``decode`` may spend on one sample."""
     thread: ThreadHost | None = None

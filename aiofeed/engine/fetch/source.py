@@ -16,7 +16,7 @@ from aiofeed.core.errors import DecodeError, FeedError, ReadError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.formatting import format_error
 from aiofeed.core.limits import ResolvedLimits
-from aiofeed.core.types import BatchPlan, Members, RowDecoder, Source, takes_rng, takes_target
+from aiofeed.core.types import BatchPlan, Members, RowDecoder, Source, takes_rng, takes_target, traits_of
 from aiofeed.engine.fetch.async_reader import AsyncReader, ReadResult, total_bytes
 from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, RowBatchBuilder, misfit_error
 from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, Place
@@ -92,6 +92,8 @@ class SourceFetcher(Fetcher):
         self._blocking_reader: BlockingReader | None = None
         if members.read_now is not None and self.policy.read_timeout_s is None:
             self._blocking_reader = BlockingReader(members.read_now, self.policy)
+            # Rows of a table, and windows of tokens, cost less than a change of threads.
+            self.reads_in_jobs: bool = traits_of(source).rows and bool(getattr(source, "answers_at_once", False))
         self._decode_many: Callable[..., Sequence[Exception | None]] | None = None
         if in_place:
             self._decode_many = getattr(decoder, "decode_many_into", None)

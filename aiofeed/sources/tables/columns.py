@@ -196,15 +196,17 @@ def collate_rows(samples: Sequence[tuple[Columns, int]]) -> dict[str, torch.Tens
     """
     import torch
 
+    found, numbers = zip(*samples, strict=True)
+    if found.count(found[0]) == len(found):  # rows of a table in memory
+        return {name: torch.from_numpy(column) for name, column in found[0].take(np.array(numbers)).items()}
     groups: dict[Columns, tuple[list[int], list[int]]] = {}
     for place, (columns, row) in enumerate(samples):
         places, rows = groups.setdefault(columns, ([], []))
         places.append(place)
         rows.append(row)
     parts = [(places, columns.take(np.array(rows))) for columns, (places, rows) in groups.items()]
-    batch = parts[0][1]
-    if len(parts) > 1:
-        batch = {name: _merged(name, [(places, part[name]) for places, part in parts], len(samples)) for name in batch}
+    names = parts[0][1]
+    batch = {name: _merged(name, [(places, part[name]) for places, part in parts], len(samples)) for name in names}
     return {name: torch.from_numpy(column) for name, column in batch.items()}
 
 
