@@ -27,7 +27,9 @@ from aiofeed.runtime.thread_pool import ThreadPool
 
 # Batches are made together until a job takes this long: a job costs the loop and three changes of threads, some hundred
 # microseconds, however little it does.
-JOB_S = 0.002
+JOB_S = 0.008
+# The batches that are made need not wait longer for a slow sample behind them.
+MADE_S = 0.008
 TOGETHER_MOST = 32
 
 log: logging.Logger = logging.getLogger("aiofeed.engine")
@@ -177,8 +179,7 @@ class ChunkAssembly(Assembly):
                 made: list[ChunkOutcome] = []
                 job = self._decode_stage.decode_together([rest, *rest.followers], made)
                 while rest is not None and (made or not job.done()):
-                    # The batches that are made need not wait for a slow sample behind them.
-                    await asyncio.wait([job], timeout=4 * JOB_S)
+                    await asyncio.wait([job], timeout=MADE_S)
                     rest = await self._deliver_made(rest, made)
                 await job
         except asyncio.CancelledError:

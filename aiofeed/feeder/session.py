@@ -289,17 +289,22 @@ class FeederSession(Generic[BatchT]):
         if pipeline is None or not pipeline.reusable() or old_stream is None or not old_stream.drained():
             return False
         if (cache := self._cache) is None:
-            return self._small is None or isinstance(pipeline, StreamingPipeline) is not self._small.here
+            return self._small is None or self._small.here is not isinstance(pipeline, StreamingPipeline)
         return not _has_all(cache, stream) if isinstance(pipeline, StreamingPipeline) else cache.has_all()
 
     def _may_read_ahead(self, running: BatchPipeline | None) -> bool:
         """Return whether the next epoch may be read ahead.
 
-        Not while a resident cache is being filled: the next epoch is faster from the cache.
+        Not while a resident cache is being filled: the next epoch is faster from the cache. ``running`` is the pipeline
+        of the epoch before it; ``None``: one that is yet to begin.
         """
         cache = self._cache
-        if running is not None and self._small is not None:
-            return isinstance(running, StreamingPipeline) is not self._small.here
+        if (small := self._small) is not None:
+            return (
+                not small.short or small.here
+                if running is None
+                else small.here is not isinstance(running, StreamingPipeline)
+            )
         return cache is None or (cache.has_all() and not isinstance(running, StreamingPipeline))
 
     def _replace_pipeline(self, stream: EpochStream) -> None:

@@ -31,7 +31,7 @@ class FromDataset:
     """A map-style ``Dataset``; uses ``__getitems__`` if the dataset has it.
 
     A ``Dataset`` is usually written for worker processes, each with its own copy, so by default one thread calls it:
-    the same one for as long as the dataset exists, or if a batch takes microseconds the thread that iterates. Parts of
+    the same one for as long as the dataset exists, or for small batches the thread that iterates. Parts of
     a dataset share its thread: what ``Subset``, ``ConcatDataset`` or another object with an attribute ``dataset`` or
     ``datasets`` leads to counts as the dataset.
 
@@ -115,7 +115,8 @@ class FromDataset:
         """The samples, from one call if the dataset has ``__getitems__``."""
         many: Callable[[list[int]], Sequence[Any]] | None = getattr(self.dataset, "__getitems__", None)
         if many is None:
-            return [self.dataset[index] for index in indices]
+            dataset = self.dataset  # small items take a microsecond each
+            return [dataset[index] for index in indices]
         found = list(many(list(indices)))
         if len(found) != len(indices):
             name = type(self.dataset).__name__

@@ -251,29 +251,44 @@ def small(monkeypatch: pytest.MonkeyPatch) -> SmallItems:
     return SmallItems()
 
 
-def epoch(batches: int = LEAST_BATCHES, wall_s: float = 1.0, made_s: float = 1e-5, stall: float = 0.9) -> EpochStats:
-    """Statistics of an epoch with these seconds per batch, and share of waiting."""
-    return EpochStats(
-        batches=batches, wall_s=wall_s * batches, stall_s=stall * wall_s * batches, decode_s=made_s * batches
-    )
+def epoch(batches: int = LEAST_BATCHES, wall_s: float = 1e-4, made_s: float = 9e-5, step_s: float = 1e-5) -> EpochStats:
+    """Statistics of an epoch with these seconds per batch."""
+    waits = (wall_s - step_s) * batches
+    return EpochStats(batches=batches, wall_s=wall_s * batches, stall_s=waits, decode_s=made_s * batches)
 
 
-def test_the_consumer_makes_small_batches_it_waits_for(small: SmallItems) -> None:
+def test_the_consumer_makes_batches_after_two_epochs_of_short_steps(small: SmallItems) -> None:
+    small.ended(epoch())
+    assert not small.here
     small.ended(epoch())
     assert small.here
-    small.ended(epoch(wall_s=0.9))
+    small.ended(epoch(wall_s=9e-5))
     assert small.here
 
 
-@pytest.mark.parametrize("stats", [epoch(batches=LEAST_BATCHES - 1), epoch(made_s=SMALL_S), epoch(stall=0.1)])
+@pytest.mark.parametrize(
+    "stats",
+    [epoch(batches=LEAST_BATCHES - 1), epoch(wall_s=1.01 * SMALL_S, made_s=SMALL_S), epoch(step_s=5e-5)],
+    ids=["few batches", "large batches", "steps"],
+)
 def test_threads_make_the_others(small: SmallItems, stats: EpochStats) -> None:
     small.ended(stats)
+    small.ended(stats)
+    assert not small.here
+
+
+def test_an_epoch_with_steps_comes_between(small: SmallItems) -> None:
+    small.ended(epoch())
+    small.ended(epoch(step_s=5e-5))
+    small.ended(epoch())
     assert not small.here
 
 
 def test_threads_that_were_faster_come_back_for_good(small: SmallItems) -> None:
     small.ended(epoch())
-    small.ended(epoch(wall_s=1.1))
+    small.ended(epoch())
+    small.ended(epoch(wall_s=2e-4))
     assert not small.here
+    small.ended(epoch())
     small.ended(epoch())
     assert not small.here

@@ -6,11 +6,13 @@ import threading
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from aiofeed import BatchFailedError, FailurePolicy, Feeder, FromDataset, Limits, ReadError
+from aiofeed import BatchFailedError, FailurePolicy, Feeder, FromDataset, Limits, ReadError, Table
 from aiofeed.engine import chunks
+from aiofeed.sources.tables.memory import MemoryTable
 
 LENGTH = 2_000
 SIZE = 4
@@ -181,3 +183,21 @@ def test_a_limit_on_finished_batches_holds(sizes: list[int]) -> None:
         for number, _ in enumerate(feeder):
             assert len(dataset.calls) <= (number + 1 + 4) * SIZE
     assert not sizes
+
+
+def test_batches_of_a_table_made_together_are_those_made_alone(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MemoryTable, "in_memory", False)
+    rows = np.zeros(LENGTH, [("x", "f4", 3), ("y", "i8")])
+    rows["x"], rows["y"] = np.arange(3.0 * LENGTH).reshape(LENGTH, 3), np.arange(LENGTH)
+
+    def epochs(**options: Any) -> list[Any]:
+        with Feeder(Table(rows), batch_size=SIZE, shuffle=True, **options) as feeder:
+            return [batch for _ in range(2) for batch in feeder]
+
+    together, single = epochs(), epochs(limits=Limits(prefetch_batches=2))
+    for ours, theirs in zip(together, single, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert max(sizes) > 1

@@ -170,6 +170,7 @@ async def _caught(coroutine: Any) -> tuple[Any, BaseException | None]:
         return None, error
 
 
+# Types whose bytes are counted; others, such as numbers, have none.
 _SIZED = (bytes, bytearray, memoryview, tuple, list, dict)
 
 

@@ -149,20 +149,18 @@ class DefaultCollateBuilder(BatchBuilder):
 def collate_plain(samples: list[Any]) -> Any:
     """``default_collate``; the usual samples, tuples of tensors and numbers, take half of its time."""
     import torch
-    from torch.utils.data import default_collate
 
-    if set(map(type, samples)) != {tuple} or len(set(map(len, samples))) > 1:
-        return default_collate(samples)
+    if set(map(type, samples)) != {tuple}:
+        return torch.utils.data.default_collate(samples)
     batch = []
     for column in zip(*samples, strict=True):
-        kinds = set(map(type, column))
-        kind = kinds.pop()
-        if kinds or kind not in (torch.Tensor, int, float):
-            batch.append(default_collate(list(column)))
-        elif kind is torch.Tensor:
+        (kind, *others) = set(map(type, column))
+        if kind is torch.Tensor and not others:
             batch.append(torch.stack(column))
-        else:
+        elif (kind is int or kind is float) and not others:
             batch.append(torch.from_numpy(np.array(column, NUMBER_DTYPES[kind])))
+        else:
+            batch.append(torch.utils.data.default_collate(list(column)))
     return batch
 
 

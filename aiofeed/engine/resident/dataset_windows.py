@@ -1,4 +1,4 @@
-"""Batches of a ``Dataset`` whose items take microseconds, made in the consumer's thread: nothing is handed over."""
+"""Small batches of a ``Dataset``, made in the consumer's thread: nothing is handed over."""
 
 from __future__ import annotations
 
@@ -27,21 +27,23 @@ if TYPE_CHECKING:
 # A window takes about this long: beside it, one call of the dataset's slot counts nothing.
 WINDOW_S = 0.0005
 # An epoch with fewer batches says nothing.
-LEAST_BATCHES = 64
-# To hand a batch over takes the threads up to 0.1 ms. Threads that work longer for a batch are worth that.
-SMALL_S = 0.0003
-# Share of its time that the training must have waited for batches.
-WAITING = 0.2
+LEAST_BATCHES = 32
+# The consumer's thread, which may have an event loop, is not blocked for longer.
+SMALL_S = 0.005
+# So much longer may the steps and the batches take one after the other, because nothing is handed over: 0.3 ms.
+APART = 1.1
 
 
 class SmallItems:
     """Decides after each epoch of a ``Dataset`` whether the consumer's thread makes the batches of the next one.
 
-    It does so for batches that take little time, if the training has waited for them; and goes on as long as its epochs
-    are faster than the last one with threads, which can work during a step.
+    It does so after two epochs in which steps were so short that threads could do hardly anything meanwhile, and goes
+    on as long as its epochs are faster than the last one with threads.
 
     Attributes:
         here: Whether the consumer's thread makes the batches of the next epoch.
+        short: Whether steps were that short in the last epoch with threads: the next one decides, and threads then do
+            not begin the one after it.
         batch_s: Seconds that a batch took in the last epoch with threads.
     """
 
@@ -49,7 +51,7 @@ class SmallItems:
         self.here = False
         self.batch_s: float = 0.0
         self._wall_s = math.inf
-        self._slower = False
+        self._slower = self.short = False
 
     def ended(self, stats: EpochStats) -> None:
         """An epoch has ended."""
@@ -60,8 +62,10 @@ class SmallItems:
             self.here = wall_s < self._wall_s
             self._slower = not self.here
             return
+        before, step_s = self.short, wall_s - stats.stall_s / stats.batches
         self._wall_s, self.batch_s = wall_s, (stats.decode_s + stats.collate_s) / stats.batches
-        self.here = not self._slower and self.batch_s < SMALL_S and stats.stall_s > WAITING * stats.wall_s
+        self.short = not self._slower and self.batch_s < SMALL_S and step_s + self.batch_s < APART * wall_s
+        self.here = before and self.short
 
 
 class DatasetWindows(HostWindows):
