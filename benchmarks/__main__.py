@@ -28,27 +28,27 @@ def main(arguments: list[str] | None = None) -> None:
         started = time.perf_counter()
         progress = partial(print_progress_of, name)
         settings = Settings(rounds=options.rounds, quick=options.quick, data=options.data, progress=progress)
-        results.append(run(name, settings))
+        results.append(run(name, settings, conditions))
         print("\n" + report.plain(results[-1]), flush=True)
         print_progress(f"{name}: {time.perf_counter() - started:.0f} s\n")
-    print("\n" + report.tally(map(report.section, results)))
+    print("\n" + report.tally(results))
     warn_if_quick(options)
     if options.write:
-        for path in report.write(results, conditions, PROJECT, some=bool(options.names)):
+        for path in report.write(results, PROJECT):
             print(f"wrote {path}")
 
 
-def run(name: str, settings: Settings) -> report.Result:
+def run(name: str, settings: Settings, conditions: str = "") -> report.Result:
     """Run one benchmark."""
     module = import_module(f"benchmarks.{name}")
-    return report.Result(name, module.TITLE, module.run(settings))
+    return report.Result(name, module.TITLE, module.run(settings), conditions)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures aiofeed; prints ratios.")
     add_arguments(parser, "benchmark", MODULES)
     parser.add_argument(
-        "--write", action="store_true", help="write these results to docs/benchmarks.md, and the charts"
+        "--write", action="store_true", help=f"write these results to {report.DATA}; make the page and its chart"
     )
     options = parser.parse_args(arguments)
     check_arguments(parser, options, "benchmark", MODULES)

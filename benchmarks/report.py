@@ -1,62 +1,36 @@
-"""Formats results as plain text, Markdown and a picture, with a description of the machine."""
+"""Formats results for the terminal, keeps them in docs/benchmarks.json, and fills in the page and its chart.
+
+``python -m benchmarks.report`` fills in the page and draws the chart again, without measuring.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from benchmarks.figures import RATIO, Figure, Target
 
 HEADER = ("", "median", "min to max", "target", "")
-PAGE, CHART = "docs/benchmarks.md", "docs/readme-chart.svg"
-SUMMARY_HEADER = ("workload", "speed / `DataLoader`", "min to max")
-SUMMARY_ROWS = (
-    ("Reads of 20 ms, 128 in flight", "Reads of 20 ms, 128 and 512 in flight, batch 64", "/ DataLoader, 2 workers"),
-    ("Samples in memory", "60,000 samples in memory, batch 64, shuffled", "uint8: speed / DataLoader, no workers"),
-    ("Three trainings, one server", "Three trainings on one host", "three attached / three DataLoaders"),
-    (
-        "JPEG 3000x2000, native / Pillow",
-        "Backends for JPEGs, batch 64, second epoch",
-        "3000x2000 to 224: speed, native / DataLoader, Pillow",
-    ),
-    (
-        "JPEG 3000x2000, native / simplejpeg",
-        "JPEG 3000x2000 to 224, batch 16, second epoch",
-        "native / DataLoader, persistent, turbo",
-    ),
-    ("Files of 2 KB", "20,000 files of 2 KB, trivial decoder, batch 64", "speed / DataLoader, 2 workers"),
-    (
-        "JPEG 500x400, native / OpenCV",
-        "JPEG 500x400 to 224, each with its fastest decoder, batch 64, second epoch",
-        "/ DataLoader, persistent",
-    ),
-    ("JPEG 500x400, Pillow / Pillow", "JPEG 500x400 to 224, batch 64, second epoch", "speed / DataLoader, 2 workers"),
-    (
-        "JPEG 64x64, simplejpeg / simplejpeg",
-        "20,000 JPEGs of 2 KB, 64x64, simplejpeg, batch 64, second epoch",
-        "process:2 / DataLoader, persistent",
-    ),
-    (
-        "JPEG 64x64, Pillow / Pillow",
-        "20,000 JPEGs of 2 KB, 64x64, Pillow decode, batch 64, second epoch",
-        "process:2 / DataLoader, persistent",
-    ),
-)
-"""The rows of the summary: a label, a title in docs/benchmarks.md, and how the figure's name there ends."""
+DATA, PAGE, CHART = "docs/benchmarks.json", "docs/benchmarks.md", "docs/readme-chart.svg"
+_ANSWER = re.compile(r"^\| ([^|]+) \| <!-- ([^:]+): (.+?) -->[^|]*\|[^|]*\|", re.MULTILINE)
+"""A row of the page: its label, in a comment a benchmark and one of its figures, then that figure and its spread."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The figures of one benchmark."""
+    """The figures of one benchmark, with the machine, the versions and the number of rounds."""
 
     name: str
     title: str
     figures: Sequence[Figure]
+    conditions: str = ""
 
 
 def number(value: float, unit: str = RATIO) -> str:
@@ -99,107 +73,70 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def section(result: Result, note: str = "") -> str:
-    """All figures of a benchmark, for docs/benchmarks.md; ``note`` comes first."""
-    return "\n\n".join(filter(None, [f"### {result.title}", note, markdown_table(HEADER, map(row, result.figures))]))
+def load(path: Path) -> dict[str, Result]:
+    """The results in a file, by name."""
+    if not path.exists():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        name: Result(name, fields["title"], [_figure(**each) for each in fields["figures"]], fields["conditions"])
+        for name, fields in found.items()
+    }
 
 
-def markdown(sections: Sequence[str], conditions: str) -> str:
-    """The results in docs/benchmarks.md."""
-    return "\n\n".join([conditions, "![The ratios that have a target](benchmarks.png)", tally(sections), *sections])
+def _figure(what: str, values: list[float], unit: str = RATIO, target: dict[str, Any] | None = None) -> Figure:
+    return Figure(what, tuple(values), unit, None if target is None else Target(**target))
 
 
-def updated(old: str, results: Sequence[Result], conditions: str) -> str:
-    """The results ``old`` of docs/benchmarks.md, with new sections for some benchmarks, which note their conditions."""
-    head, *sections = old.strip().split("\n\n### ")
-    found = {text.partition("\n")[0]: f"### {text}" for text in sections}
-    found |= {result.title: section(result, conditions) for result in results}
-    return markdown([*found.values()], head.partition("\n")[0])
+def save(results: Mapping[str, Result], path: Path) -> None:
+    """Write results; one line per figure, so that a difference can be read."""
+    parts = []
+    for name, result in results.items():
+        fields = [{key: value for key, value in asdict(figure).items() if value} for figure in result.figures]
+        figures = ",\n".join(json.dumps(each, ensure_ascii=False) for each in fields)
+        title, conditions = (json.dumps(text, ensure_ascii=False) for text in (result.title, result.conditions))
+        parts.append(f'"{name}": {{"title": {title}, "conditions": {conditions}, "figures": [\n{figures}]}}')
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 
 
-_RATIO = re.compile(r"\| (.+?) \| ([\d.,]+) \| ([\d.,]+) to ([\d.,]+) \| (?:([≥≤]) ([\d.,]+))? *\|.*")
+def write(results: Iterable[Result], project: Path) -> list[Path]:
+    """Replace the results of the same names in docs/benchmarks.json; fill in the page, and draw the chart."""
+    save(load(project / DATA) | {result.name: result for result in results}, project / DATA)
+    return [project / DATA, *draw(project)]
 
 
-def ratios_in(text: str) -> list[tuple[str, Figure]]:
-    """The ratios in the sections of docs/benchmarks.md, each with the title of its section."""
-    found: list[tuple[str, Figure]] = []
-    title = ""
-    for line in text.splitlines():
-        if line.startswith("### "):
-            title = line.removeprefix("### ")
-        if ratio := _RATIO.fullmatch(line):
-            median, low, high = (float(ratio[group].replace(",", "")) for group in (2, 3, 4))
-            target = Target(float(ratio[6].replace(",", "")), at_least=ratio[5] == "≥") if ratio[5] else None
-            found.append((title, Figure(ratio[1], (low, median, high), target=target)))
-    return found
+def draw(project: Path) -> list[Path]:
+    """Fill in the figures on the page, and draw README.md's chart of them, from docs/benchmarks.json."""
+    page, chart, results = project / PAGE, project / CHART, load(project / DATA)
+    text, answers = answered(page.read_text(encoding="utf-8"), results)
+    page.write_text(text, encoding="utf-8")
+    readme_chart(answers, chart)
+    return [page, chart]
 
 
-def ratios_of_page(page: str) -> list[tuple[str, Figure]]:
-    """The figures of ``SUMMARY_ROWS`` in the text of docs/benchmarks.md, by label: lowest, median and highest round.
+def answered(page: str, results: Mapping[str, Result]) -> tuple[str, list[tuple[str, Figure]]]:
+    """The page with the figures that its rows name, and these figures by label; those without a result stay."""
+    answers: list[tuple[str, Figure]] = []
 
-    A figure that the page lacks is left out: its benchmark may need a library that the machine does not have.
-    """
-    rows = []
-    for label, wanted, ending in SUMMARY_ROWS:
-        rows += [
-            (label, figure)
-            for title, figure in ratios_in(page)
-            if title == wanted and figure.what.endswith(ending) and " / " in figure.what
-        ][:1]
-    return rows
+    def fill(row: re.Match[str]) -> str:
+        label, name, what = row.groups()
+        figures = results[name].figures if name in results else ()
+        for figure in figures:
+            if figure.what == what:
+                answers.append((label, figure))
+                spread = f"{number(figure.low, figure.unit)} to {number(figure.high, figure.unit)}"
+                return f"| {label} | <!-- {name}: {what} --> **{number(figure.median, figure.unit)}** | {spread} |"
+        return row[0]
 
-
-def summary_table(page: str) -> str:
-    """The speed of aiofeed divided by that of ``DataLoader``, for each of ``SUMMARY_ROWS``; then the machine."""
-    rows = [
-        (label, f"**{number(figure.median)}**", f"{number(figure.low)} to {number(figure.high)}")
-        for label, figure in ratios_of_page(page)
-    ]
-    machine = between(page, "results").partition("\n")[0]
-    return "\n\n".join([markdown_table(SUMMARY_HEADER, rows), machine])
+    return _ANSWER.sub(fill, page), answers
 
 
-def tally(sections: Iterable[str]) -> str:
+def tally(results: Iterable[Result]) -> str:
     """The number of targets that are met, and a list of those that are not."""
-    met, title, short = 0, "", []
-    for line in "\n".join(sections).splitlines():
-        if line.startswith("### "):
-            title = line.removeprefix("### ")
-        met += line.endswith("| met |")
-        if line.endswith("| SHORT |"):
-            short.append(f"{title}: {line.split('|')[1].strip()}")
-    counted = f"{met} of {met + len(short)} targets met"
-    return counted + ("." if not short else "; short:\n\n" + "\n".join(f"- {name}" for name in short))
-
-
-def picture(ratios: Sequence[tuple[str, Figure]], path: Path) -> None:
-    """Draw the ratios with a target as bars with their spread; a line marks the target."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    bars = [(f"{figure.what}\n{title}", figure) for title, figure in ratios if figure.target is not None]
-    chart, axes = pyplot.subplots(figsize=(9, 1 + 0.55 * len(bars)), layout="constrained")
-    for position, (_, figure) in enumerate(bars):
-        assert figure.target is not None
-        spread = [[figure.median - figure.low], [figure.high - figure.median]]
-        colour = "#4878a8" if figure.verdict == "met" else "#c8553d"
-        axes.barh(position, figure.median, 0.55, color=colour, xerr=spread, error_kw={"ecolor": "0.25", "capsize": 2})
-        axes.plot([figure.target.bound] * 2, [position - 0.4, position + 0.4], color="black", linewidth=1.6)
-        label = f"{number(figure.median)}  ({bound(figure.target)})"
-        axes.annotate(
-            label, (max(figure.high, figure.target.bound), position), (6, 0), textcoords="offset points", va="center"
-        )
-    axes.set_yticks(range(len(bars)), [label for label, _ in bars], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlim(
-        0, 1.25 * max((max(figure.high, figure.target.bound) for _, figure in bars if figure.target), default=1)
-    )
-    axes.set_xlabel("ratio: median and spread over the rounds; black line: target; blue: met, red: short")
-    axes.spines[["top", "right"]].set_visible(False)
-    chart.savefig(path, dpi=130, metadata={"Software": None})
-    pyplot.close(chart)
+    judged = [(result.title, figure) for result in results for figure in result.figures if figure.target]
+    short = [f"- {title}: {figure.what}" for title, figure in judged if figure.verdict == "SHORT"]
+    counted = f"{len(judged) - len(short)} of {len(judged)} targets met"
+    return "\n".join([f"{counted}; short:\n", *short]) if short else f"{counted}."
 
 
 def readme_chart(ratios: Sequence[tuple[str, Figure]], path: Path) -> None:
@@ -234,51 +171,12 @@ def readme_chart(ratios: Sequence[tuple[str, Figure]], path: Path) -> None:
     pyplot.close(chart)
 
 
-def between(text: str, name: str) -> str:
-    """What is between ``<!-- name:begin -->`` and ``<!-- name:end -->``."""
-    return text.partition(f"<!-- {name}:begin -->")[2].partition(f"<!-- {name}:end -->")[0].strip()
-
-
 def replace_between(text: str, name: str, new: str) -> str:
     """``text`` with ``new`` between its ``<!-- name:begin -->`` and ``<!-- name:end -->``."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"expected {begin} and {end}, once each and in this order")
     return text[: text.index(begin) + len(begin)] + "\n" + new.strip() + "\n" + text[text.index(end) :]
-
-
-def write(results: Sequence[Result], conditions: str, project: Path, *, some: bool = False) -> list[Path]:
-    """Put the results into docs/benchmarks.md, draw them beside it, and update its summary; returns the files.
-
-    Args:
-        results: Results.
-        conditions: The machine and the number of rounds.
-        project: The root of the project.
-        some: Keep the results of other benchmarks.
-    """
-    page, image = project / PAGE, project / "docs/benchmarks.png"
-    text = markdown([section(result) for result in results], conditions)
-    if some:
-        text = updated(between(page.read_text(encoding="utf-8"), "results"), results, conditions)
-    _replace_in(page, "results", text)
-    picture(ratios_in(text), image)
-    return [page, image, write_summary(project)]
-
-
-def write_summary(project: Path) -> Path:
-    """Copy the ratios to ``DataLoader`` to the page's summary, and draw README.md's chart; returns the chart."""
-    page = (project / PAGE).read_text(encoding="utf-8")
-    _replace_in(project / PAGE, "summary", summary_table(page))
-    readme_chart(ratios_of_page(page), project / CHART)
-    return project / CHART
-
-
-def _replace_in(path: Path, name: str, text: str) -> None:
-    try:
-        new = replace_between(path.read_text(encoding="utf-8"), name, text)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    path.write_text(new, encoding="utf-8")
 
 
 def conditions(rounds: int) -> str:
@@ -323,4 +221,5 @@ def pillow() -> str:
 
 
 if __name__ == "__main__":
-    print(f"wrote {write_summary(Path(__file__).parents[1])}")
+    for written in draw(Path(__file__).parents[1]):
+        print(f"wrote {written}")

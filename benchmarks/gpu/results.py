@@ -84,7 +84,7 @@ def plain(part: Part) -> str:
 
 def tally(parts: Sequence[Part]) -> str:
     """The number of targets that are met, the names of those that are not, and of the parts that failed."""
-    line = report.tally(report.section(part.result) for part in parts)
+    line = report.tally(part.result for part in parts)
     failed = [part.name for part in parts if part.failed]
     return line + (f"\n\nFailed: {', '.join(failed)}." if failed else "")
 

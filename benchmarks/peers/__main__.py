@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
         finished.append((name, case(name)(settings, participants)))
         print(f"\n{results.plain(*finished[-1])}\n  {time.perf_counter() - started:.0f} s", flush=True)
         print_progress("")
-    print("\n" + report.tally(report.section(results.result(*each)) for each in finished))
+    print("\n" + report.tally(results.result(*each) for each in finished))
     warn_if_quick(options)
     if options.write:
         for path in results.write(finished, conditions, PROJECT):
@@ -63,7 +63,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", default=[], metavar="PEER", help=f"this peer (repeatable): {', '.join(peers)}"
     )
-    parser.add_argument("--write", action="store_true", help=f"write {results.PAGE} and {results.PICTURE}")
+    parser.add_argument("--write", action="store_true", help=f"write {report.DATA} and {results.PICTURE}")
     options = parser.parse_args(arguments)
     check_arguments(parser, options, "case", [*CASES])
     if unknown := set(options.only) - set(peers):

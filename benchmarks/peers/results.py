@@ -1,8 +1,9 @@
-"""Formats the cases as tables in text and Markdown, and as a picture with one panel per case."""
+"""Formats the cases as tables in text, as results to keep, and as a picture with one panel per case."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from benchmarks.figures import Figure
 from benchmarks.peers.contest import BARE, OURS, CaseResult
 from benchmarks.peers.install import REQUIREMENTS, lines
 
-PAGE, PICTURE, MARKERS = "docs/benchmarks.md", "docs/benchmarks-peers.png", "peers"
+PICTURE = "docs/benchmarks-peers.png"
 
 COLOURS = {"ours": "#c8553d", "bare": "#b8b8b8", "peer": "#4878a8"}
 
@@ -49,25 +50,6 @@ def plain(name: str, case: CaseResult) -> str:
     text += ["", *report.plain(result(name, case)).splitlines()[1:]]
     text += [f"  absent: {label}: {why}" for label, why in case.absent.items()]
     return "\n".join(text)
-
-
-def markdown(results: Sequence[tuple[str, CaseResult]], conditions: str) -> str:
-    """All cases, for docs/benchmarks.md."""
-    parts = [conditions, f"![What each loader does]({Path(PICTURE).name})"]
-    parts.append(report.tally(report.section(result(name, case)) for name, case in results))
-    for _, case in results:
-        parts += [f"### {case.title}", report.markdown_table(header(case), list(rows(case)))]
-        parts.append(report.markdown_table(report.HEADER, [report.row(figure) for figure in case.targets]))
-        if case.absent:
-            parts.append(
-                "Absent: " + "; ".join(f"{label} ({escaped(why)})" for label, why in case.absent.items()) + "."
-            )
-    return "\n\n".join(parts)
-
-
-def escaped(text: str) -> str:
-    """``text`` with Markdown's special characters escaped."""
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
 
 
 def picture(results: Sequence[tuple[str, CaseResult]], path: Path) -> None:
@@ -110,11 +92,21 @@ def draw(panel: Any, case: CaseResult) -> None:
 
 
 def write(results: Sequence[tuple[str, CaseResult]], conditions: str, project: Path) -> list[Path]:
-    """Put the results into docs/benchmarks.md, draw them beside it, and update its summary; returns the files."""
-    page, image = project / PAGE, project / PICTURE
-    page.write_text(report.replace_between(page.read_text(), MARKERS, markdown(results, conditions)))
-    picture(results, image)
-    return [page, image, report.write_summary(project)]
+    """Put the results into docs/benchmarks.json, make the page of it, and draw the cases; returns the files."""
+    picture(results, project / PICTURE)
+    kept = [kept_result(name, case, conditions) for name, case in results]
+    return [*report.write(kept, project), project / PICTURE]
+
+
+def kept_result(name: str, case: CaseResult, conditions: str) -> report.Result:
+    """All figures of a case, and the loaders that are absent, with the reason."""
+    columns = [
+        replace(figure, what=f"{figure.what if at else case.unit or figure.what}: {label}")
+        for label, figures in case.columns.items()
+        for at, figure in enumerate(figures)
+    ]
+    absent = "".join(f" Absent: {label} ({why})." for label, why in case.absent.items())
+    return report.Result(f"peers {name}", case.title, [*columns, *case.targets], conditions + absent)
 
 
 def conditions(rounds: int) -> str:

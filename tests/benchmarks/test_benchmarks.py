@@ -90,69 +90,42 @@ def test_the_plain_table_shows_median_spread_target_and_verdict() -> None:
     assert lines[4] == ["rate:", "other", "31,000/s", "31,000/s", "to", "31,000/s"]
 
 
-def test_the_markdown_lists_every_figure_and_the_missed_targets() -> None:
-    text = report.markdown([report.section(result) for result in RESULTS], "A machine.")
-    assert text.startswith("A machine.\n")
-    assert "1 of 2 targets met; short:\n\n- A race: speed / other\n" in text
-    assert "| speed / other | 1.10 | 0.900 to 1.20 | ≥ 1.15 | SHORT |" in text
-    assert "| rate: other | 31,000/s | 31,000/s to 31,000/s |  |  |" in text
+def test_the_tally_lists_the_missed_targets() -> None:
+    assert report.tally(RESULTS) == "1 of 2 targets met; short:\n\n- A race: speed / other"
 
 
-PAGE = """<!-- summary:begin -->
-<!-- summary:end -->
+PAGE = """A page.
 
-<!-- results:begin -->
-A machine.
-
-### 60,000 samples in memory, batch 64, shuffled
-
-|  | median | min to max | target |  |
-| --- | --- | --- | --- | --- |
-| uint8: speed / index per batch | 2.83 | 2.29 to 2.89 | ≥ 3.00 | SHORT |
-| uint8: speed / DataLoader, no workers | 17.64 | 11.56 to 18.25 | ≥ 15.00 | met |
-| uint8 epoch: DataLoader | 230 ms | 225 ms to 238 ms |  |  |
-<!-- results:end -->
-
-### 20,000 JPEGs of 2 KB, 64x64, Pillow decode, batch 64, second epoch
-
-| speed: aiofeed, process:2 / DataLoader, persistent | 0.846 | 0.827 to 1.16 | ≥ 1.30 | SHORT |
+| label | times | range | to repeat |
+| --- | --- | --- | --- |
+| A race | <!-- speed: speed / other --> | | `make bench ARGS=speed` |
+| Losses | <!-- other: a / b --> **0.500** | 0.400 to 0.600 | `make bench ARGS=other` |
 """
 
 
-def test_the_results_of_some_benchmarks_leave_the_others_on_the_page() -> None:
-    """A section is replaced or added, with its conditions, and the targets of the whole page are counted."""
-    old = report.between(PAGE, "results")
-    found = report.updated(old, RESULTS, "Another machine.")
-    assert found.startswith("A machine.\n")
-    assert old.partition("### ")[2] in found
-    assert "### A race\n\nAnother machine.\n\n|" in found
-    assert "2 of 4 targets met" in found
-    again = report.updated(found, RESULTS, "A third machine.")
-    assert again == found.replace("Another", "A third")
+def test_results_are_the_same_after_saving(tmp_path: Path) -> None:
+    results = {result.name: result for result in RESULTS}
+    report.save(results, tmp_path / "found.json")
+    assert report.load(tmp_path / "found.json") == results
+    assert report.load(tmp_path / "absent.json") == {}
 
 
-def test_ratios_of_a_page_have_their_targets() -> None:
-    ratios = {figure.what: figure for _, figure in report.ratios_in(PAGE)}
-    assert ratios["uint8: speed / index per batch"].target == at_least(3.0)
-    assert ratios["uint8: speed / DataLoader, no workers"].verdict == "met"
-    assert "uint8 epoch: DataLoader" not in ratios
+def test_the_page_has_the_figures_that_it_names() -> None:
+    """Rows without a result stay as they are; filling in again changes nothing."""
+    text, answers = report.answered(PAGE, {result.name: result for result in RESULTS})
+    assert "| A race | <!-- speed: speed / other --> **1.10** | 0.900 to 1.20 | `make bench ARGS=speed` |" in text
+    assert text.splitlines()[5] == PAGE.splitlines()[5]
+    assert [(label, figure.what) for label, figure in answers] == [("A race", "speed / other")]
+    assert report.answered(text, {result.name: result for result in RESULTS})[0] == text
 
 
-def test_the_summary_has_the_ratios_to_dataloader_and_no_targets() -> None:
-    """Those of SUMMARY_ROWS that the page has, losses too, and the machine that they were measured on."""
-    text = report.summary_table(PAGE)
-    assert "| Samples in memory | **17.64** | 11.56 to 18.25 |" in text
-    assert "| JPEG 64x64, Pillow / Pillow | **0.846** | 0.827 to 1.16 |" in text
-    assert text.endswith("A machine.")
-    assert len(report.ratios_of_page(PAGE)) == 2
-    assert "SHORT" not in text
-
-
-def test_the_summary_agrees_with_the_results() -> None:
-    """The summary of docs/benchmarks.md has every row of SUMMARY_ROWS, as the results below it."""
+def test_the_page_agrees_with_the_results() -> None:
+    """Every row of docs/benchmarks.md has its figure of docs/benchmarks.json."""
     page = (harness.PROJECT / report.PAGE).read_text()
-    assert [label for label, _ in report.ratios_of_page(page)] == [label for label, _, _ in report.SUMMARY_ROWS]
-    assert report.replace_between(page, "summary", report.summary_table(page)) == page
+    text, answers = report.answered(page, report.load(harness.PROJECT / report.DATA))
+    assert text == page
+    assert len(answers) == page.count("<!-- ")
+    assert "SHORT" not in page
 
 
 def test_ratios_below_1_show_three_digits() -> None:
@@ -175,34 +148,21 @@ def test_missing_markers_are_an_error(text: str) -> None:
 def fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Let matplotlib open the font files, which it keeps open."""
     pytest.importorskip("matplotlib")
-    folder = tmp_path_factory.mktemp("picture")
-    report.picture(report.ratios_in(PAGE), folder / "first.png")
-    report.readme_chart(report.ratios_of_page(PAGE), folder / "first.svg")
+    report.readme_chart([("A race", RESULTS[0].figures[0])], tmp_path_factory.mktemp("picture") / "first.svg")
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fonts_open")
-def test_writing_fills_the_page_and_draws_its_pictures(tmp_path: Path) -> None:
+def test_writing_keeps_other_results_and_fills_in_page_and_chart(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs/benchmarks.md").write_text(PAGE)
-    written = report.write(RESULTS, "A machine.", tmp_path)
-    assert sorted(path.name for path in written) == [
-        "benchmarks.md",
-        "benchmarks.png",
-        "readme-chart.svg",
-    ]
-    assert "| speed / other | 1.10 |" in (tmp_path / "docs/benchmarks.md").read_text()
-    assert "**0.846**" in (tmp_path / "docs/benchmarks.md").read_text()
-    assert (tmp_path / "docs/benchmarks.png").read_bytes().startswith(b"\x89PNG")
-    chart = (tmp_path / "docs/readme-chart.svg").read_text()
-    assert "JPEG 64x64, Pillow / Pillow" in chart
-    report.write_summary(tmp_path)
-    assert (tmp_path / "docs/readme-chart.svg").read_text() == chart
-
-
-def test_the_page_has_the_markers() -> None:
-    for name in ("results", "summary"):
-        report.replace_between((harness.PROJECT / report.PAGE).read_text(), name, "")
+    (tmp_path / report.PAGE).write_text(PAGE)
+    other = report.Result("other", "Another", [Figure("a / b", (0.25,))], "A machine.")
+    report.write([other], tmp_path)
+    written = report.write(RESULTS, tmp_path)
+    assert [path.relative_to(tmp_path).as_posix() for path in written] == [report.DATA, report.PAGE, report.CHART]
+    assert list(report.load(tmp_path / report.DATA)) == ["other", "speed"]
+    assert "**0.250**" in (tmp_path / report.PAGE).read_text()
+    assert "A race" in (tmp_path / report.CHART).read_text()
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

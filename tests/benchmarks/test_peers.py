@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from benchmarks import data, harness
+from benchmarks import data, harness, report
 from benchmarks.figures import Figure, at_least
 from benchmarks.peers import CASES, __main__, contest, install, races, results, training_step, work
 from benchmarks.peers.adapters import ADAPTERS
@@ -207,18 +207,13 @@ def test_the_plain_table_has_all_participants_and_the_absent_ones() -> None:
     assert "SHORT" in text
 
 
-def test_the_markdown_has_missed_targets_and_absent_participants() -> None:
-    text = results.markdown([("race", RESULT)], "A machine.")
-    assert "0 of 1 targets met; short:\n\n- A race: speed: aiofeed, thread / Other\n" in text
-    assert "| Other | 80/s | 80/s to 80/s | 1 us | 33 dB |" in text
-    assert "| two bare threads | 90/s | 90/s to 90/s | 800 us |  |" in text
-    assert "Third (needs &lt;x> \\| y)" in text
-
-
-def test_the_document_has_the_markers() -> None:
-    from benchmarks import report
-
-    report.replace_between((harness.PROJECT / results.PAGE).read_text(), results.MARKERS, "")
+def test_kept_results_have_all_figures_and_the_absent_participants() -> None:
+    kept = results.kept_result("race", RESULT, "A machine.")
+    assert (kept.name, kept.title) == ("peers race", "A race")
+    assert {"images: Other", "CPU per item: two bare threads", "speed: aiofeed, thread / Other"} <= {
+        figure.what for figure in kept.figures
+    }
+    assert kept.conditions == "A machine. Absent: Third (needs <x> | y)."
 
 
 @pytest.fixture(scope="module")
@@ -230,14 +225,12 @@ def fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fonts_open")
-def test_writing_fills_the_document_and_draws_the_picture(tmp_path: Path) -> None:
+def test_writing_keeps_the_figures_and_draws_the_picture(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
-    (tmp_path / results.PAGE).write_text(
-        "before\n<!-- summary:begin -->\n<!-- summary:end -->\n<!-- peers:begin -->\n<!-- peers:end -->\nafter\n"
-    )
-    page, picture, _ = results.write([("race", RESULT), ("again", RESULT)], "A machine.", tmp_path)
-    assert "SHORT" in page.read_text()
-    assert page.read_text().endswith("<!-- peers:end -->\nafter\n")
+    (tmp_path / report.PAGE).write_text("| Race | <!-- peers race: images: Other --> | | |\n")
+    *_, picture = results.write([("race", RESULT)], "A machine.", tmp_path)
+    assert "**80/s**" in (tmp_path / report.PAGE).read_text()
+    assert list(report.load(tmp_path / report.DATA)) == ["peers race"]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
