@@ -574,7 +574,7 @@ def _data_in_memory(config: FeederConfig) -> Any:
 def _may_be_called_here(config: FeederConfig) -> bool:
     """Return whether the source is a ``Dataset`` that needs no thread of its own, and no option needs threads."""
     source, policy = config.source, config.policy
-    plain = isinstance(source, FromDataset) and source.threads == 1 and not source.has_setup
+    plain = isinstance(source, FromDataset) and source.threads == 1
     elsewhere = config.backend or config.collate_fn or config.engines or config.cache or config.in_order == "samples"
     recovers = policy.action != "raise" or policy.retries or policy.read_timeout_s or policy.decode_timeout_s
     return plain and not elsewhere and not recovers and config.user_limits.prefetch_batches is None

@@ -85,11 +85,6 @@ class FromDataset:
         """The number of samples."""
         return len(self.dataset)
 
-    @property
-    def has_setup(self) -> bool:
-        """Whether each thread that calls the dataset calls ``setup`` before."""
-        return self._setup is not None
-
     def __repr__(self) -> str:
         return f"FromDataset({type(self.dataset).__name__}, threads={self.threads})"
 

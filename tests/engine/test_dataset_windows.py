@@ -237,12 +237,22 @@ def test_options_that_need_threads_keep_them(options: dict[str, Any], rows: Rows
 
 
 def test_a_dataset_that_threads_may_call_keeps_them(rows: Rows) -> None:
-    for source in (aiofeed.FromDataset(rows, threads=2), aiofeed.FromDataset(rows, setup=lambda dataset: None)):
-        with aiofeed.Feeder(source, batch_size=BATCH) as feeder:
-            for _ in range(2):
-                for _ in feeder:
-                    pass
+    with aiofeed.Feeder(aiofeed.FromDataset(rows, threads=2), batch_size=BATCH) as feeder:
+        for _ in range(2):
+            for _ in feeder:
+                pass
     assert threading.get_ident() not in rows.threads
+
+
+def test_setup_is_called_once_in_each_thread(rows: Rows) -> None:
+    threads: list[int] = []
+    source = aiofeed.FromDataset(rows, setup=lambda dataset: threads.append(threading.get_ident()))
+    with aiofeed.Feeder(source, batch_size=BATCH) as feeder:
+        for _ in range(3):
+            for _ in feeder:
+                pass
+    assert set(threads) == set(rows.threads)
+    assert len(threads) == 2
 
 
 @pytest.fixture

@@ -110,6 +110,7 @@ class DatasetWindows(HostWindows):
         try:
             with slot, default_modes("cpu"):
                 slot.thread = threading.get_ident()
+                self._source.set_up()
                 for piece in pieces:
                     batches.append(collate_plain(self._source.items(piece)))  # noqa: PERF401 - they stay after an error
         except BaseException:
