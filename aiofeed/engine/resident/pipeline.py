@@ -76,13 +76,18 @@ class _EpochWindows:
     def __init__(self, stream: EpochStream, start: EpochStart) -> None:
         self.stream = stream
         self.start = start
-        self.next_number = 0
+        self.made: list[ReadyBatch] = []
         assert not isinstance(start.sampled, BatchLists)  # the session streams those
         self._ranges = BatchRanges(stream.schedule, start.position, start.sampled)
 
     def next_range(self, windows: Windows) -> BatchRange | None:
         """Return the batches of the next window; ``None`` at the end of the epoch."""
-        return self._ranges.at(self.next_number, windows.max_batches)
+        first = 0
+        if self.made:
+            # Ctrl-C may have come before they were queued: on the host, those that were not taken are made again.
+            done = windows.ahead or self.made[-1].batch is None
+            first = self.made[-1].number + 1 if done else self.made[0].number
+        return self._ranges.at(first, windows.max_batches)
 
     def next_epoch(self) -> _EpochWindows | None:
         """Return the next epoch of the stream; ``None`` if the stream ends."""
@@ -109,7 +114,8 @@ class WindowQueue(BatchQueue[QueueItem]):
     """A queue without a producer: when it is empty, the consumer's thread makes the next window and queues its batches.
 
     Ctrl-C loses nothing between batches, while the queue waits for the device, and in the making of a window on the
-    host. A Ctrl-C that interrupts the making of one on a device closes the queue, as it may have been made in part.
+    host. A Ctrl-C that interrupts the making of one on a device closes the queue, as it may have been made in part; so
+    does one that comes in the microsecond in which an epoch ends.
     """
 
     def __init__(self, data: ResidentData) -> None:
@@ -182,15 +188,18 @@ class WindowQueue(BatchQueue[QueueItem]):
                 batch_range = epoch.next_range(windows)
                 if batch_range is not None:
                     waited = poll(windows.device_ready) or waited
-                # On the host, an interrupted window is made again; on a device it may have been made in part.
-                self._changing = windows.ahead > 0
-                made = [] if batch_range is None else epoch.make(windows, batch_range)
+                if batch_range is not None and not windows.ahead:
+                    epoch.made = epoch.make(windows, batch_range)
+                    epoch.made[0].device_backlog = waited
+                    self.items.extend(epoch.made)
+                    return
+                following = epoch.next_epoch() if batch_range is None else None
                 self._changing = True
-                if made:
-                    epoch.next_number = made[-1].number + 1
-                    self._ahead.append([*made])
+                if batch_range is not None:
+                    epoch.made = epoch.make(windows, batch_range)
+                    self._ahead.append([*epoch.made])
                 else:
-                    self._epoch = epoch.next_epoch()
+                    self._epoch = following
                     self._ahead.append([EndOfEpoch()])
                 self._changing = False
             self._changing = True
