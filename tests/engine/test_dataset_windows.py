@@ -16,6 +16,7 @@ from aiofeed.core.errors import CollateError, ReadError, notes_of
 from aiofeed.core.statistics import EpochStats
 from aiofeed.engine.resident.dataset_windows import LEAST_BATCHES, SMALL_S, SmallItems
 from aiofeed.engine.resident.pipeline import ResidentPipeline
+from tests.support.interrupts import Interrupt
 
 SAMPLES, BATCH = 100, 4
 THREADS = aiofeed.Limits(prefetch_batches=2)
@@ -302,3 +303,22 @@ def test_threads_that_were_faster_come_back_for_good(small: SmallItems) -> None:
     small.ended(epoch())
     small.ended(epoch())
     assert not small.here
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_ctrl_c_anywhere_in_next_loses_nothing(feeder: aiofeed.Feeder[Any], step: int) -> None:
+    order = labels(feeder)
+    for place in range(2000):
+        feeder.set_epoch(1)
+        iterator = iter(feeder)
+        found = [next(iterator) for _ in range(step)]
+        with Interrupt(place) as interrupt:
+            try:
+                found.append(next(iterator))
+            except KeyboardInterrupt:
+                interrupt.left = -1
+        found += iterator
+        assert labels(found) == order, place
+        if interrupt.left >= 0:
+            break
+    assert place > 10
