@@ -279,6 +279,9 @@ def wait_for_decoder() -> None:
 
 @script
 def close_of_a_stuck_feeder() -> None:
+    import aiofeed.feeder.feeder as module
+
+    module.JOIN_S = 60.0  # the signal comes meanwhile on a busy machine, too
     loader = feeder(decode=stuck_in_c)
     references.append(iter(loader))
     wait_for_decoder()
