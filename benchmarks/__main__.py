@@ -1,4 +1,4 @@
-"""``python -m benchmarks [names...] [--rounds N] [--quick] [--write]``."""
+"""``python -m benchmarks [names...] [--rounds N] [--quick] [--write] [--list]``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ from benchmarks.harness import PROJECT, Settings
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
+    if options.list:
+        for name in MODULES:
+            print(f"{name:16}{(import_module(f'benchmarks.{name}').__doc__ or '').partition(chr(10))[0]}")
+        return
     conditions = report.conditions(options.rounds)
     print(conditions)
     results = []
@@ -47,6 +51,7 @@ def run(name: str, settings: Settings, conditions: str = "") -> report.Result:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures aiofeed; prints ratios.")
     add_arguments(parser, "benchmark", MODULES)
+    parser.add_argument("--list", action="store_true", help="print each benchmark with its question")
     parser.add_argument(
         "--write", action="store_true", help=f"write these results to {report.DATA}; make the page and its chart"
     )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from benchmarks import MODULES, __main__, data, figures, gil_probe, harness, jpeg, report, worker
+from benchmarks import MODULES, __main__, data, figures, harness, jpeg, report, worker
 from benchmarks.figures import Figure, at_least, at_most
 from tests.support import benchmarking
 from tests.support.benchmarking import check_refused
@@ -181,6 +180,13 @@ def test_invalid_arguments_are_refused(arguments: list[str], message: str, capsy
     check_refused(__main__.parse, arguments, message, capsys)
 
 
+def test_the_list_has_each_benchmark_with_its_question(capsys: pytest.CaptureFixture[str]) -> None:
+    __main__.main(["--list"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(MODULES)
+    assert all(line.endswith("?") for line in lines)
+
+
 def test_every_benchmark_states_its_question_and_its_target() -> None:
     for name in MODULES:
         text = import_module(f"benchmarks.{name}").__doc__ or ""
@@ -230,16 +236,6 @@ def test_all_contenders_decode_to_the_same_pixels(inputs: Path) -> None:
             ours = decoder(file.read()).numpy()
         assert np.array_equal(ours, jpeg.decode_file(path).transpose(2, 0, 1))
         assert np.array_equal(ours, dataset[number][0].numpy())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("kind", "low", "high"), [("python", 0.95, 1.0), ("hashing", 0.0, 0.1)])
-def test_the_gil_probe_measures_work_with_a_known_share(kind: str, low: float, high: float) -> None:
-    with gil_probe.ProbedProcess("benchmarks.gil_probe:control", {"kind": kind}) as process:
-        sample = process.measure()
-    assert sample["probes"] > 0
-    assert low <= sample["held_s"] / sample["cpu_s"] <= high
 
 
 @pytest.mark.slow
