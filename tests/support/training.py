@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -55,8 +56,12 @@ def number(data: bytes) -> torch.Tensor:
     return torch.tensor(int(data))
 
 
+decoding = threading.Event()
+
+
 def stuck_in_c(data: bytes) -> torch.Tensor:
     """Release the GIL and sleep in C for 30 s."""
+    decoding.set()
     ctypes.CDLL(None).sleep(30)
     return number(data)
 
@@ -270,18 +275,12 @@ def own_exception() -> None:
 
 
 def wait_for_decoder() -> None:
-    """Wait until a decode thread runs."""
-    import threading
-
-    while not any(thread.name.startswith("aiofeed-decode") for thread in threading.enumerate()):
-        time.sleep(0.001)
+    """Wait until a decode thread is in ``stuck_in_c``."""
+    assert decoding.wait(60)
 
 
 @script
 def close_of_a_stuck_feeder() -> None:
-    import aiofeed.feeder.feeder as module
-
-    module.JOIN_S = 60.0  # the signal comes meanwhile on a busy machine, too
     loader = feeder(decode=stuck_in_c)
     references.append(iter(loader))
     wait_for_decoder()
