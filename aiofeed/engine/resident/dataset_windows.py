@@ -48,10 +48,11 @@ class SmallItems:
     """
 
     def __init__(self) -> None:
-        self.here = False
+        self.here: bool = False
         self.batch_s: float = 0.0
         self._wall_s = math.inf
-        self._slower = self.short = False
+        self._slower = False
+        self.short: bool = False
 
     def ended(self, stats: EpochStats) -> None:
         """An epoch has ended."""
