@@ -33,8 +33,8 @@ def main(arguments: list[str] | None = None) -> None:
         progress = partial(print_progress_of, name)
         settings = Settings(rounds=options.rounds, quick=options.quick, data=options.data, progress=progress)
         results.append(run(name, settings, conditions))
-        print("\n" + report.plain(results[-1]), flush=True)
-        print_progress(f"{name}: {time.perf_counter() - started:.0f} s\n")
+        print_progress("")
+        print(f"\n{report.plain(results[-1])}\n  {time.perf_counter() - started:.0f} s", flush=True)
     print("\n" + report.tally(results))
     warn_if_quick(options)
     if options.write:

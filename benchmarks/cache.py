@@ -3,8 +3,7 @@
 JPEG files of 500 x 400 to 224 x 224, uint8, batch 64, shuffled, everything in the page cache. "First" is the first
 epoch of a new feeder with that cache, which decodes and fills the cache; "second" is the next one, "later" the mean of
 three more; "reopened" is the first epoch of another feeder over a finished file, which verifies every checksum.
-"Copying" copies as many contiguous rows with numpy into three batches in rotation, in one thread. A third contender
-takes random crops and flips from the cache, so it resizes each sample.
+"Copying" copies as many contiguous rows with numpy into three batches in rotation, in one thread.
 
 Targets: the second epoch at least 40 times as fast as the first; later ones at least 0.85 of copying.
 """
@@ -19,10 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.contenders import labelled, single_epochs
 from benchmarks.data import jpeg_folder
-from benchmarks.figures import Figure, at_least, column, per
+from benchmarks.figures import Figure, at_least, per
 from benchmarks.harness import Contender, Measure, Settings, interleave
-from benchmarks.single_epochs import single_epochs
 
 if TYPE_CHECKING:
     import aiofeed
@@ -32,44 +31,39 @@ TITLE = "Cached samples: 500x400 to 224, batch 64, shuffled"
 SIZE = 224
 BATCH = 64
 LATER = 3
-IMPORTS = ("torch", "aiofeed:Feeder", "aiofeed:DecodeImage", "aiofeed:DiskCache")
 
 
 def run(settings: Settings) -> list[Figure]:
     images = settings.size(1024, 96)
     options = {"folder": str(jpeg_folder(settings.data, images))}
-    host = Contender("host", feeders, options | {"kind": "host"}, IMPORTS)
-    disk = Contender("file", feeders, options | {"kind": "disk"}, IMPORTS)
-    cropped = Contender("host, random crops", feeders, options | {"kind": "host", "crop": "random"}, IMPORTS)
-    plain = Contender("copying", copying, {"images": images}, ("numpy",))
-    samples = interleave([host, disk, cropped, plain], settings)
+    contenders = [
+        Contender("host", feeders, {**options, "kind": "host"}),
+        Contender("file", feeders, {**options, "kind": "disk"}),
+        Contender("copying", copying, {"images": images}),
+    ]
+    race = interleave(contenders, settings)
     figures = []
-    copied = column(samples[plain.label], "wall_s", 1e3)
-    for contender in (host, disk):
-        epochs = {name: column(samples[contender.label], name, 1e3) for name in ("first", "second", "later")}
-        label = contender.label
+    copied = race.column("copying", "wall_s", 1e3)
+    for label in ("host", "file"):
+        epochs = {name: race.column(label, name, 1e3) for name in ("first", "second", "later")}
         figures += [
             Figure(f"{label}: second epoch / first", per(epochs["first"], epochs["second"]), target=at_least(40)),
             Figure(f"{label}: later epochs / copying", per(copied, epochs["later"]), target=at_least(0.85)),
             *[Figure(f"{label}: {name} epoch", values, "ms") for name, values in epochs.items()],
         ]
-    epochs = {name: column(samples[cropped.label], name, 1e3) for name in ("first", "second", "later")}
-    figures.append(Figure(f"{cropped.label}: second epoch / first", per(epochs["first"], epochs["second"])))
-    figures += [Figure(f"{cropped.label}: {name} epoch", values, "ms") for name, values in epochs.items()]
-    figures.append(Figure("file: epoch of a reopened file", column(samples[disk.label], "reopened", 1e3), "ms"))
+    figures.append(Figure("file: epoch of a reopened file", race.column("file", "reopened", 1e3), "ms"))
     figures.append(Figure("copying as many bytes", copied, "ms"))
     return figures
 
 
 @contextmanager
-def feeders(folder: str, kind: str, crop: str = "center") -> Iterator[Measure]:
+def feeders(folder: str, kind: str) -> Iterator[Measure]:
     """Each measurement uses new feeders and a new file."""
     import aiofeed
 
     source = aiofeed.ImageFolder(folder)
     folder_of_caches = tempfile.mkdtemp(prefix="aiofeed-cache-")
-    size: Any = SIZE if crop == "random" else (SIZE, SIZE)
-    decode = aiofeed.DecodeImage(size, crop=crop, flip=crop == "random")  # type: ignore[arg-type]
+    decode = aiofeed.DecodeImage((SIZE, SIZE))
     number = 0
 
     def feeder(cache: Any) -> aiofeed.Feeder[Any]:
@@ -100,7 +94,7 @@ def feeders(folder: str, kind: str, crop: str = "center") -> Iterator[Measure]:
 
 def timed(batches: Iterable[Any], expected: int) -> float:
     started = time.perf_counter()
-    images = sum(len(labels) for _, labels in batches)
+    images = sum(map(labelled, batches))
     elapsed = time.perf_counter() - started
     assert images == expected, f"{images} of {expected} images"
     return elapsed

@@ -10,9 +10,6 @@ The slow thread and the processes on the same cores have no exact prediction: ho
 depends on threads and processes that are not measured. Their gains have no target.
 
 Targets: the right stage and resource in 95 of 100 runs; a gain within 15 % of the predicted one.
-
-The tests explain counters that ``record()`` has written, so that they need no quiet machine. Call it again if counters
-are added: ``python -c "from benchmarks.explain import record; record()"``.
 """
 
 from __future__ import annotations
@@ -20,23 +17,19 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import hashlib
-import json
-import os
 import re
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.figures import Figure, at_least, at_most, column
-from benchmarks.harness import PROJECT, Contender, Measure, Settings, interleave
+from benchmarks.harness import Contender, Measure, Settings, interleave
 
 if TYPE_CHECKING:
     import aiofeed
@@ -45,7 +38,6 @@ TITLE = "The stages that explain() names, and the gains that it predicts"
 
 BATCH = 8
 BURNERS = 8
-RECORDED = PROJECT / "tests" / "reports" / "explain_counters.json"
 WITHIN = 0.15
 
 
@@ -253,7 +245,7 @@ class Plant:
     exact: bool = True
 
 
-def _limits(**limits: int) -> dict[str, int]:
+def limits_of(**limits: int) -> dict[str, int]:
     return {"decode_threads": 2, "read_concurrency": 32, **limits}
 
 
@@ -262,30 +254,32 @@ PLANTS = {
         "read",
         "storage latency",
         partial(Numbers, read_s=0.03),
-        {"decode": decode, "limits": _limits(read_concurrency=8)},
+        {"decode": decode, "limits": limits_of(read_concurrency=8)},
         samples=240,
     ),
     "slow storage by bandwidth": Plant(
         "read",
         "storage bandwidth",
         partial(Numbers, transfer_s=0.008),
-        {"decode": decode, "limits": _limits()},
+        {"decode": decode, "limits": limits_of()},
         step_s=0.02,
     ),
     "heavy decode": Plant(
         "decode",
         "blocking calls",
         Numbers,
-        {"decode": partial(decode, seconds=0.02), "limits": _limits()},
+        {"decode": partial(decode, seconds=0.02), "limits": limits_of()},
         step_s=0.02,
         samples=240,
     ),
-    "GIL-bound decode": Plant("decode", "GIL", Numbers, {"decode": decode_with_gil, "limits": _limits()}, samples=240),
+    "GIL-bound decode": Plant(
+        "decode", "GIL", Numbers, {"decode": decode_with_gil, "limits": limits_of()}, samples=240
+    ),
     "one slow thread": Plant(
         "decode",
         "",  # it depends on how the threads share the work
         Numbers,
-        {"decode": SlowThread(), "limits": _limits()},
+        {"decode": SlowThread(), "limits": limits_of()},
         step_s=0.001,
         samples=320,
         exact=False,
@@ -294,7 +288,7 @@ PLANTS = {
         "decode",
         "uneven samples",
         Numbers,
-        {"decode": decode_unevenly, "batch_size": 2, "limits": _limits(prefetch_batches=1)},
+        {"decode": decode_unevenly, "batch_size": 2, "limits": limits_of(prefetch_batches=1)},
         step_s=0.001,
         samples=160,
     ),
@@ -302,30 +296,30 @@ PLANTS = {
         "read",
         "uneven samples",
         partial(Numbers, read_s=0.002, slow_s=0.3),
-        {"decode": decode, "batch_size": 2, "limits": _limits(prefetch_batches=1, read_concurrency=16)},
+        {"decode": decode, "batch_size": 2, "limits": limits_of(prefetch_batches=1, read_concurrency=16)},
         step_s=0.001,
     ),
     "slow sampler": Plant(
         "first batch",
         "the order",
         Numbers,
-        {"decode": decode, "sampler": SlowSampler(160, 0.004), "limits": _limits()},
+        {"decode": decode, "sampler": SlowSampler(160, 0.004), "limits": limits_of()},
     ),
     "slow iterable": Plant("read", "the iterable", slow_iterable, {"limits": {}}, step_s=0.001),
     "heavy collate": Plant(
         "collate",
         "blocking calls",
         Numbers,
-        {"decode": decode, "collate_fn": partial(collate, seconds=0.06), "limits": _limits()},
+        {"decode": decode, "collate_fn": partial(collate, seconds=0.06), "limits": limits_of()},
         step_s=0.02,
         samples=320,
     ),
-    "slow step": Plant("step", "the step itself", Numbers, {"decode": decode, "limits": _limits()}, step_s=0.02),
+    "slow step": Plant("step", "the step itself", Numbers, {"decode": decode, "limits": limits_of()}, step_s=0.02),
     "consumer that copies to the host": Plant(
         "step",
         "the step itself",
         Numbers,
-        {"decode": decode, "device": "simulated", "limits": _limits()},
+        {"decode": decode, "device": "simulated", "limits": limits_of()},
         step_s=0.01,
         step=copy_to_host,
     ),
@@ -333,7 +327,7 @@ PLANTS = {
         "decode",
         "memory_bytes",
         partial(Numbers, read_s=0.03),
-        {"decode": partial(decode, seconds=0.005, nbytes=1 << 18), "limits": _limits(memory_bytes=BATCH << 18)},
+        {"decode": partial(decode, seconds=0.005, nbytes=1 << 18), "limits": limits_of(memory_bytes=BATCH << 18)},
     ),
     "Dataset of one thread": Plant(
         "decode", "one thread", partial(Items, seconds=0.01), {"limits": {}}, step_s=0.02, samples=240
@@ -342,14 +336,14 @@ PLANTS = {
         "decode",
         "cold cache",
         Numbers,
-        {"decode": partial(decode, seconds=0.01), "cache": "host", "limits": _limits()},
+        {"decode": partial(decode, seconds=0.01), "cache": "host", "limits": limits_of()},
         step_s=0.02,
     ),
     "cores used by other processes": Plant(
         "decode",
         "other processes",
         Numbers,
-        {"decode": decode_on_processor, "limits": _limits()},
+        {"decode": decode_on_processor, "limits": limits_of()},
         step_s=0.001,
         around=others_on_the_cores,
         exact=False,
@@ -424,61 +418,3 @@ def take(plant: Plant, advice: str) -> Plant | None:
     if advice.startswith("end the other processes"):
         return replace(plant, around=nobody)
     return None
-
-
-def record() -> None:
-    """Write the counters of an epoch of each plant, those that are 0 or the default left out."""
-    recorded = {}
-    for name, plant in PLANTS.items():
-        with feeder_of(plant) as feeder, plant.around():
-            found = explained(plant, feeder)
-            measured = feeder._session.measurements()
-        if (found.stage, found.resource) != (plant.stage, plant.resource or found.resource):
-            raise RuntimeError(f"{name}: other work on this machine changes the limit. Begin again.\n{found}")
-        recorded[name] = _changed(measured) | {"stats": _changed(measured.stats)}
-    RECORDED.write_text(json.dumps(recorded, indent=1) + "\n")
-
-
-def _changed(counters: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are not their defaults, as far as JSON has them."""
-    values = {entry.name: (getattr(counters, entry.name), entry.default) for entry in fields(counters)}
-    left_out = ("events", "allows", "asked_at", "cpu_started_s")
-    return {name: value for name, (value, default) in values.items() if value != default and name not in left_out}
-
-
-# --- ranks
-
-
-def slow_rank() -> dict[str, Any]:
-    """The explanation by rank 0 of two processes, of which rank 1 reads slowly."""
-    with tempfile.TemporaryDirectory() as folder:
-        program = "import sys; from benchmarks.explain import rank_main; rank_main(*sys.argv[1:])"
-        ranks = [
-            subprocess.Popen([sys.executable, "-c", program, str(rank), folder], cwd=PROJECT, stdout=subprocess.PIPE)
-            for rank in range(2)
-        ]
-        try:
-            answers = [process.communicate(timeout=100)[0] for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        result: dict[str, Any] = json.loads(answers[0])
-        return result
-
-
-def rank_main(rank: str, folder: str) -> None:
-    from torch import distributed
-
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
-    rendezvous = (Path(folder) / "rendezvous").as_uri()
-    distributed.init_process_group("gloo", init_method=rendezvous, rank=int(rank), world_size=2)
-    source = partial(Numbers, read_s=0.04 if rank == "1" else 0.0)
-    plant = Plant("read", "storage latency", source, {"decode": decode, "limits": _limits(read_concurrency=4)})
-    with feeder_of(plant) as feeder:
-        for _ in feeder:
-            time.sleep(plant.step_s)
-            distributed.barrier()  # as the all-reduce of gradients
-        found = feeder.explain(ranks=True)
-    distributed.destroy_process_group()
-    print(json.dumps(found.to_dict()))

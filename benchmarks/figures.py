@@ -88,14 +88,38 @@ def per(values: Sequence[float], divisors: Sequence[float]) -> tuple[float, ...]
     return tuple(value / divisor for value, divisor in zip(values, divisors, strict=True))
 
 
-def rates(samples: Sequence[Sample]) -> tuple[float, ...]:
-    """Items per second, round by round."""
-    return per(column(samples, "items"), column(samples, "wall_s"))
+class Race(dict[str, list[Sample]]):
+    """The samples of contenders by label, round by round, and figures of them."""
+
+    def column(self, label: str, name: str, scale: float = 1.0) -> tuple[float, ...]:
+        """One quantity of a contender, round by round, times ``scale``."""
+        return column(self[label], name, scale)
+
+    def rate(self, label: str) -> tuple[float, ...]:
+        """Items per second, round by round."""
+        return per(self.column(label, "items"), self.column(label, "wall_s"))
+
+    def cpu_us(self, label: str) -> tuple[float, ...]:
+        """CPU time of the process tree per item, in microseconds, round by round."""
+        return per(self.column(label, "cpu_s", 1e6), self.column(label, "items"))
+
+    def speed(self, label: str, other: str, least: float | None = None, name: str = "") -> Figure:
+        """Items per second of ``label`` divided by those of ``other``: "NAME: speed / OTHER"."""
+        target = None if least is None else at_least(least)
+        return Figure(f"{prefix(name)}speed / {other}", per(self.rate(label), self.rate(other)), target=target)
+
+    def cpu(self, label: str, other: str, most: float | None = None, name: str = "") -> Figure:
+        """CPU time per item of ``label`` divided by that of ``other``: "NAME: CPU / OTHER"."""
+        target = None if most is None else at_most(most)
+        return Figure(f"{prefix(name)}CPU / {other}", per(self.cpu_us(label), self.cpu_us(other)), target=target)
+
+    def rates(self, items: str, name: str = "") -> list[Figure]:
+        """The items per second of each contender: "NAME: ITEMS, LABEL"."""
+        return [Figure(f"{prefix(name)}{items}, {label}", self.rate(label), "/s") for label in self]
 
 
-def cpu_us_per_item(samples: Sequence[Sample]) -> tuple[float, ...]:
-    """CPU time of the process tree per item, in microseconds, round by round."""
-    return per(column(samples, "cpu_s", 1e6), column(samples, "items"))
+def prefix(name: str) -> str:
+    return f"{name}: " if name else ""
 
 
 def turns(count: int, round_number: int) -> list[int]:

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.figures import Sample, per, rates, turns
-from benchmarks.process_tree import Memory, peak, tree_memory
+from benchmarks.figures import Race, Sample, per, turns
+from benchmarks.process_tree import tree_memory
 from benchmarks.worker import Measure as Measure
 from benchmarks.worker import measured, resolve
 
@@ -197,9 +197,7 @@ def start(contender: Contender, settings: Settings) -> Process | Inline:
     return Process(contender) if settings.own_processes else Inline(contender)
 
 
-def interleave(
-    contenders: Sequence[Contender], settings: Settings, dropped: dict[str, str] | None = None
-) -> dict[str, list[Sample]]:
+def interleave(contenders: Sequence[Contender], settings: Settings, dropped: dict[str, str] | None = None) -> Race:
     """Measure every contender once per round, in rotating order; each has one process for all rounds.
 
     Args:
@@ -209,7 +207,7 @@ def interleave(
     Raises:
         BenchmarkError: a contender failed, and ``dropped`` is ``None``.
     """
-    samples: dict[str, list[Sample]] = {contender.label: [] for contender in contenders}
+    samples = Race({contender.label: [] for contender in contenders})
     with ExitStack() as stack:
         processes: dict[str, Process | Inline] = {
             contender.label: stack.enter_context(start(contender, settings)) for contender in contenders
@@ -241,22 +239,25 @@ def interleave(
     return samples
 
 
-def check_bounds(bounds: Sequence[str], samples: Mapping[str, Sequence[Sample]]) -> None:
+def check_bounds(bounds: Sequence[str], samples: Race) -> None:
     """Check that no contender does more items per second than the fastest of ``bounds``.
 
     Raises:
         BenchmarkError: one does, so the reference is not the best bare program, and ratios to it say nothing.
     """
-    rate = {label: rates(found) for label, found in samples.items() if bounds}
-    for label in rate.keys() - set(bounds):
-        ratios = {bound: statistics.median(per(rate[label], rate[bound])) for bound in bounds if bound in rate}
+    for label in samples.keys() - set(bounds):
+        ratios = {
+            bound: statistics.median(per(samples.rate(label), samples.rate(bound)))
+            for bound in bounds
+            if bound in samples
+        }
         if ratios and (least := min(ratios.values())) > BOUND_NOISE:
             raise BenchmarkError(f"{label} does {least:.2f} times the items of {' and of '.join(ratios)}: no bound")
 
 
-def interleave_fresh(contenders: Sequence[Contender], settings: Settings) -> dict[str, list[Sample]]:
+def interleave_fresh(contenders: Sequence[Contender], settings: Settings) -> Race:
     """Measure every contender once per round, in rotating order, each time in a new process, one at a time."""
-    samples: dict[str, list[Sample]] = {contender.label: [] for contender in contenders}
+    samples = Race({contender.label: [] for contender in contenders})
     for number in range(settings.rounds):
         for position in turns(len(contenders), number):
             contender = contenders[position]
@@ -268,14 +269,9 @@ def interleave_fresh(contenders: Sequence[Contender], settings: Settings) -> dic
     return samples
 
 
-def added_memory(contender: Contender, settings: Settings, measures: Sequence[int] = (2,)) -> list[Memory]:
-    """Peak memory of the process tree above its level after the imports; see ``measure_memory``."""
-    return measure_memory(contender, settings, measures)[0]
-
-
 def measure_memory(
     contender: Contender, settings: Settings, measures: Sequence[int] = (2,)
-) -> tuple[list[Memory], list[Sample]]:
+) -> tuple[list[int], list[Sample]]:
     """Peak memory of the process tree above its level after the imports, and the samples measured meanwhile.
 
     The contender runs alone, sets up, and measures ``measures[0]`` times, then ``measures[1]`` times, and so on. There
@@ -283,7 +279,7 @@ def measure_memory(
     """
     with start(contender, settings) as process:
         process.imported()
-        peaks: list[Memory] = []
+        peaks: list[int] = []
         samples: list[Sample] = []
         level = highest = tree_memory(process.pid)
         done = threading.Event()
@@ -291,7 +287,7 @@ def measure_memory(
         def sample_memory() -> None:
             nonlocal highest
             while not done.wait(MEMORY_INTERVAL_S):
-                highest = peak(highest, tree_memory(process.pid))
+                highest = max(highest, tree_memory(process.pid))
 
         sampler = threading.Thread(target=sample_memory)
         sampler.start()

@@ -1,130 +1,186 @@
-"""How fast is the feeder, compared with decoding alone and with ``DataLoader``?
+"""How fast are files of pictures, and files with hardly any work, compared with decoding alone and ``DataLoader``?
 
-JPEG files of 500 x 400 to 224 x 224, uint8, batch 64, decoded by Pillow or Pillow-SIMD in every contender
-(antialiased bilinear, full scale), files in the page cache, epochs after the first. Two bare threads and two bare
-processes only read and decode, 16 files at a time, without batches and labels.
-``DataLoader(num_workers=2, persistent_workers=True)`` has a Dataset with the same decode that, like torchvision,
-returns a [3, H, W] view.
+JPEG files of 500 x 400 to 224 x 224, uint8, batch 64, files in the page cache, epochs after the first: with Pillow or
+Pillow-SIMD in every contender (antialiased bilinear, full scale), and with "native", aiofeed's library, which is also
+measured for files of 64 x 64 and 3000 x 2000. Two bare threads and two bare processes only read and decode, 16 files at
+a time, without batches and labels. ``DataLoader(num_workers=2, persistent_workers=True)`` has a Dataset with Pillow
+that, like torchvision, returns a [3, H, W] view. Then 20,000 files of 2 KB, decoded by ``np.frombuffer``.
 
-Targets: at least 0.98 of two bare threads; at least 1.10 of ``DataLoader``; no more CPU time per image than it; at
-most 60 MB of memory above the imports, and no more than 1.05 times that after 20 epochs.
+Targets, with Pillow: at least 0.98 of two bare threads; at least 1.10 of ``DataLoader``; no more CPU time per image
+than it; at most 60 MB of memory above the imports, and no more than 1.05 times that after 20 epochs. Native: 64x64 at
+least 1.3 times Pillow and 0.65 of two bare processes; 500x400 at least 1.4 times two bare threads with Pillow and 0.95
+of two bare processes; 3000x2000 at least 5 times ``DataLoader`` and 0.95 of two bare processes. Files of 2 KB: at least
+2.0 times ``DataLoader``.
 """
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.data import files_below, jpeg_folder
-from benchmarks.figures import Figure, at_least, at_most, cpu_us_per_item, per, rates
-from benchmarks.harness import Contender, Measure, Settings, added_memory, interleave
-from benchmarks.process_tree import Memory
-from benchmarks.single_epochs import single_epochs
+from benchmarks.contenders import as_array, fed, labelled, loaded
+from benchmarks.data import files_below, jpeg_folder, tiny_folder
+from benchmarks.figures import Figure, Race, at_most
+from benchmarks.harness import Contender, Measure, Settings, interleave, measure_memory
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    DecodeFile = Callable[[str], NDArray[np.uint8]]
+    DecodePiece = Callable[[list[str], NDArray[np.uint8]], None]
+    """Reads and decodes files into rows."""
 
-TITLE = "JPEG 500x400 to 224, batch 64, second epoch"
+TITLE = "JPEG files, and files of 2 KB; batch 64, second epoch"
 
 SIZE = 224
 BATCH = 64
 WORKERS = 2
 PIECE = 16
-MEMORY_RUNS = 3
 # Epochs after which memory is compared.
 SHORT, LONG = 2, 20
+OURS, LOADER = "aiofeed", "DataLoader, 2 workers"
+THREADS, PROCESSES = "two bare threads", "two bare processes"
 
 
 def run(settings: Settings) -> list[Figure]:
+    figures = with_pillow(settings)
+    if has_native():
+        for width, height, side, count in ((64, 64, 64, 6000), (500, 400, SIZE, 512), (3000, 2000, SIZE, 64)):
+            figures += native(settings, width, height, side, count)
+    return figures + small(settings)
+
+
+def with_pillow(settings: Settings) -> list[Figure]:
     options = {"folder": str(jpeg_folder(settings.data, settings.size(1024, 96)))}
-    feeder = Contender("aiofeed", aiofeed_feeder, options, ("torch", "aiofeed:Feeder", "aiofeed:DecodeImage"))
-    loader = Contender("DataLoader", data_loader, options, ("torch.utils.data", "numpy", "PIL.Image"))
-    threads = Contender("two bare threads", bare_threads, options, ("numpy", "PIL.Image"), bound=True)
-    processes = Contender("two bare processes", bare_processes, options, ("numpy", "PIL.Image"), bound=True)
-    samples = interleave([feeder, threads, processes, loader], settings)
-    rate = {label: rates(rounds) for label, rounds in samples.items()}
-    cpu = {label: cpu_us_per_item(rounds) for label, rounds in samples.items()}
-    memory: dict[str, list[Memory]] = {feeder.label: [], loader.label: []}
-    longer: list[Memory] = []
-    long = settings.size(LONG, SHORT + 1)
-    for number in range(min(MEMORY_RUNS, settings.rounds)):
-        for contender in (feeder, loader):
-            settings.progress(f"memory {number + 1}: {contender.label}")
-            measures = (SHORT, long - SHORT) if contender is feeder else (SHORT,)
-            after, *later = added_memory(contender, settings, measures)
-            memory[contender.label].append(after)
-            longer += later
+    feeder = Contender(OURS, aiofeed_feeder, {**options, "scaled": False}, ("torch", "aiofeed:Feeder", "PIL.Image"))
+    loader = Contender(LOADER, data_loader, options, ("torch.utils.data", "numpy", "PIL.Image"))
+    threads = Contender(THREADS, bare_threads, options, bound=True)
+    processes = Contender(PROCESSES, bare_processes, options, bound=True)
+    race = interleave([feeder, threads, processes, loader], settings)
+    (after, later), _ = measure_memory(feeder, settings, (SHORT, settings.size(LONG, SHORT + 1) - SHORT))
+    (theirs,), _ = measure_memory(loader, settings, (SHORT,))
+    name = "500x400, Pillow"
     return [
-        Figure("speed / two bare threads", per(rate["aiofeed"], rate["two bare threads"]), target=at_least(0.98)),
-        Figure("speed / two bare processes", per(rate["aiofeed"], rate["two bare processes"])),
-        Figure("speed / DataLoader, 2 workers", per(rate["aiofeed"], rate["DataLoader"]), target=at_least(1.10)),
-        Figure("CPU per image / DataLoader", per(cpu["aiofeed"], cpu["DataLoader"]), target=at_most(1.0)),
-        Figure("CPU per image / two bare threads", per(cpu["aiofeed"], cpu["two bare threads"])),
-        Figure("memory above the imports", tuple(m.total / 1e6 for m in memory["aiofeed"]), "MB", at_most(60)),
-        Figure("  without mapped files", tuple(m.unmapped / 1e6 for m in memory["aiofeed"]), "MB"),
-        Figure(
-            "memory, 20 epochs / 2",
-            tuple(b.total / a.total for a, b in zip(memory["aiofeed"], longer, strict=True)),
-            target=at_most(1.05),
-        ),
-        Figure("memory above the imports: DataLoader", tuple(m.total / 1e6 for m in memory["DataLoader"]), "MB"),
-        Figure("  without mapped files: DataLoader", tuple(m.unmapped / 1e6 for m in memory["DataLoader"]), "MB"),
-        *[Figure(f"images: {label}", values, "/s") for label, values in rate.items()],
-        *[Figure(f"CPU per image: {label}", values, "us") for label, values in cpu.items()],
+        race.speed(OURS, THREADS, 0.98, name),
+        race.speed(OURS, PROCESSES, None, name),
+        race.speed(OURS, LOADER, 1.10, name),
+        race.cpu(OURS, LOADER, 1.0, name),
+        Figure(f"{name}: memory above the imports", (after / 1e6,), "MB", at_most(60)),
+        Figure(f"{name}: memory, 20 epochs / 2", (later / after,), target=at_most(1.05)),
+        Figure(f"{name}: memory above the imports, DataLoader", (theirs / 1e6,), "MB"),
+        *race.rates("images", name),
     ]
 
 
-@contextmanager
-def aiofeed_feeder(folder: str) -> Iterator[Measure]:
+def native(settings: Settings, width: int, height: int, side: int, count: int) -> list[Figure]:
+    folder = str(jpeg_folder(settings.data, settings.size(count, 12), width, height))
+    files = {"folder": folder, "side": side}
+    contenders = [
+        Contender("native", aiofeed_feeder, {**files, "backend": "native"}),
+        Contender(PROCESSES, bare_native_processes, files, bound=True),
+    ]
+    least = {PROCESSES: 0.65 if width == 64 else 0.95}
+    if width == 64:
+        contenders.append(Contender("Pillow", aiofeed_feeder, {**files, "backend": "pillow"}))
+        least["Pillow"] = 1.3
+    elif width == 500:
+        contenders.append(Contender(f"{THREADS}, Pillow", bare_threads, {"folder": folder}))
+        least[f"{THREADS}, Pillow"] = 1.4
+    else:
+        contenders.append(Contender("DataLoader, Pillow", data_loader, {"folder": folder}))
+        least["DataLoader, Pillow"] = 5.0
+    race: Race = interleave(contenders, settings)
+    name = f"{width}x{height} to {side}, native"
+    return [*[race.speed("native", other, bar, name) for other, bar in least.items()], *race.rates("images", name)]
+
+
+def small(settings: Settings) -> list[Figure]:
+    options = {"folder": str(tiny_folder(settings.data, settings.size(20_000, 200)))}
+    race = interleave([Contender(OURS, tiny_feeder, options), Contender(LOADER, tiny_loader, options)], settings)
+    return [
+        race.speed(OURS, LOADER, 2.0, "2 KB"),
+        race.cpu(OURS, LOADER, None, "2 KB"),
+        *race.rates("files", "2 KB"),
+    ]
+
+
+def has_native() -> bool:
+    """Whether the native library was built."""
+    from aiofeed.decoders.native_jpeg import native_decoder
+
+    return native_decoder() is not None
+
+
+def aiofeed_feeder(
+    folder: str, side: int = SIZE, threads: int | None = None, **decoder: Any
+) -> AbstractContextManager[Measure]:
     import aiofeed
 
-    source = aiofeed.ImageFolder(folder)
-    decode = aiofeed.DecodeImage((SIZE, SIZE), scaled=False)
-    with aiofeed.Feeder(source, decode=decode, batch_size=BATCH) as feeder:
-        one_epoch = single_epochs(feeder)
-
-        def epoch() -> Mapping[str, float]:
-            return counted(one_epoch(), len(source))
-
-        epoch()
-        yield epoch
+    decode, limits = aiofeed.DecodeImage((side, side), **decoder), aiofeed.Limits(decode_threads=threads)
+    feeder = aiofeed.Feeder(aiofeed.ImageFolder(folder), decode=decode, batch_size=BATCH, limits=limits)
+    return fed(feeder, labelled)
 
 
-@contextmanager
-def data_loader(folder: str) -> Iterator[Measure]:
-    from torch.utils.data import DataLoader
+def data_loader(folder: str) -> AbstractContextManager[Measure]:
+    return loaded(Images(files_below(folder)), BATCH, WORKERS, labelled)
 
-    dataset = Images(files_below(folder))
-    loader = DataLoader(dataset, BATCH, num_workers=WORKERS, persistent_workers=True)  # type: ignore[arg-type,var-annotated]
 
-    def epoch() -> Mapping[str, float]:
-        return counted(loader, len(dataset))
+def decode_file(path: str) -> NDArray[np.uint8]:
+    """A file to uint8 [224, 224, 3], with the usual Pillow code."""
+    import numpy as np
+    from PIL import Image
 
-    epoch()
-    yield epoch
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BILINEAR))
+
+
+def one_by_one(paths: list[str], rows: NDArray[np.uint8], decode: Callable[[str], Any] = decode_file) -> None:
+    for path, row in zip(paths, rows, strict=True):
+        row[:] = decode(path)
+
+
+def native_chunk(paths: list[str], rows: NDArray[np.uint8]) -> None:
+    files = []
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            files.append(file.read())
+    assert not any(native_decoder(rows.shape[1]).decode_many_into(files, rows))
+
+
+@functools.cache
+def native_decoder(side: int) -> Any:
+    from aiofeed import DecodeImage
+
+    return DecodeImage((side, side), backend="native")
+
+
+def decoded(pieces: Iterable[list[str]], side: int, decode: DecodePiece) -> Iterator[None]:
+    """Decode piece after piece into the same 64 rows."""
+    import numpy as np
+
+    rows, position = np.empty((BATCH, side, side, 3), np.uint8), 0
+    for piece in pieces:
+        decode(piece, rows[position : position + len(piece)])
+        position = (position + PIECE) % BATCH
+        yield
 
 
 @contextmanager
 def bare_threads(
-    folder: str, decode: DecodeFile | None = None, side: int = SIZE, workers: int = WORKERS
+    folder: str, decode: DecodePiece = one_by_one, side: int = SIZE, workers: int = WORKERS
 ) -> Iterator[Measure]:
-    """Threads that decode into the same 64 rows."""
-    import numpy as np
-
+    """Threads that only read and decode."""
     paths = files_below(folder)
-    rows = [np.empty((BATCH, side, side, 3), np.uint8) for _ in range(workers)]
-    one = decode or decode_file
 
     def epoch() -> Mapping[str, float]:
         # next() of a list's iterator is atomic under the GIL, so the threads can share it.
         pieces = iter([paths[start : start + PIECE] for start in range(0, len(paths), PIECE)])
-        threads = [threading.Thread(target=lambda rows: decode_all(pieces, rows, one), args=(mine,)) for mine in rows]
+        threads = [threading.Thread(target=list, args=(decoded(pieces, side, decode),)) for _ in range(workers)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -135,20 +191,17 @@ def bare_threads(
     yield epoch
 
 
-def bare_processes(
-    folder: str, decode: DecodeFile | None = None, side: int = SIZE, workers: int = WORKERS
-) -> AbstractContextManager[Measure]:
-    """The same in processes, which are forked beforehand."""
-    return forked(folder, bare_worker, (decode or decode_file, side), workers)
-
-
 @contextmanager
-def forked(folder: str, worker: Callable[..., None], options: tuple[Any, ...], workers: int) -> Iterator[Measure]:
-    """Processes of ``worker(todo, done, *options)``, each of which takes ``PIECE`` files of a folder at a time."""
+def bare_processes(
+    folder: str, decode: DecodePiece = one_by_one, side: int = SIZE, workers: int = WORKERS
+) -> Iterator[Measure]:
+    """The same in processes, which are forked beforehand."""
     context = multiprocessing.get_context("fork")
     paths = files_below(folder)
     todo, done = context.SimpleQueue(), context.SimpleQueue()
-    processes = [context.Process(target=worker, args=(todo, done, *options), daemon=True) for _ in range(workers)]
+    processes = [
+        context.Process(target=decode_on_request, args=(todo, done, side, decode), daemon=True) for _ in range(workers)
+    ]
     for process in processes:
         process.start()
 
@@ -171,30 +224,13 @@ def forked(folder: str, worker: Callable[..., None], options: tuple[Any, ...], w
         done.close()
 
 
-def bare_worker(todo: Any, done: Any, decode: DecodeFile, side: int) -> None:
-    import numpy as np
-
-    rows = np.empty((BATCH, side, side, 3), np.uint8)
-    for piece in iter(todo.get, None):
-        decode_all(iter([piece]), rows, decode)
+def decode_on_request(todo: Any, done: Any, side: int, decode: DecodePiece) -> None:
+    for _ in decoded(iter(todo.get, None), side, decode):
         done.put(None)
 
 
-def decode_all(pieces: Iterator[list[str]], rows: NDArray[np.uint8], decode: DecodeFile) -> None:
-    position = 0
-    for piece in pieces:
-        for path in piece:
-            rows[position] = decode(path)
-            position = (position + 1) % len(rows)
-
-
-def decode_file(path: str) -> NDArray[np.uint8]:
-    """A file to uint8 [224, 224, 3], with the usual Pillow code."""
-    import numpy as np
-    from PIL import Image
-
-    with Image.open(path) as image:
-        return np.asarray(image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BILINEAR))
+def bare_native_processes(folder: str, side: int) -> AbstractContextManager[Measure]:
+    return bare_processes(folder, native_chunk, side)
 
 
 class Images:
@@ -210,19 +246,32 @@ class Images:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        import numpy as np
         import torch
-        from PIL import Image
 
-        with Image.open(self.paths[index]) as image:
-            small = image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BILINEAR)
-        return torch.from_numpy(np.array(small)).permute(2, 0, 1), self.targets[index]
+        return torch.from_numpy(decode_file(self.paths[index]).copy()).permute(2, 0, 1), self.targets[index]
 
 
-def counted(loader: Any, expected: int) -> Mapping[str, float]:
-    """Iterate one epoch; returns the number of images, which must be ``expected``."""
-    items = 0
-    for _, labels in loader:
-        items += len(labels)
-    assert items == expected, f"{items} of {expected} images"
-    return {"items": items}
+def tiny_feeder(folder: str) -> AbstractContextManager[Measure]:
+    import aiofeed
+
+    return fed(aiofeed.Feeder(aiofeed.Files(files_below(folder)), decode=as_array, batch_size=BATCH))
+
+
+def tiny_loader(folder: str) -> AbstractContextManager[Measure]:
+    # The arrays are views of bytes objects; default_collate only copies them.
+    warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+    return loaded(TinyFiles(files_below(folder)), BATCH, WORKERS)
+
+
+class TinyFiles:
+    """The Dataset of files of 2 KB for ``DataLoader``."""
+
+    def __init__(self, paths: list[str]) -> None:
+        self._paths = paths
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: int) -> NDArray[np.uint8]:
+        with open(self._paths[index], "rb") as file:
+            return as_array(file.read())

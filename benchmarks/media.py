@@ -1,71 +1,64 @@
-"""How fast are random clips of H.264 videos?
+"""How fast are random clips of H.264 videos, and images with masks?
 
 Generated videos of 250 frames of 320 x 240 with a key frame every 50, in H.264 as x264 writes it by default, in the
 page cache. A clip is every second of 32 frames from a random start, with the shorter side resized to 112 pixels and the
 centre cropped; batches of 8 shuffled clips, no step. ``Clips`` in two decode threads is compared with ``DataLoader`` in
-two workers that stay alive, over a ``Dataset`` that opens each video with torchcodec and resizes its frames with torch;
-and over the same with PyAV. "4 per video" has four clips of each video, for which both open it once.
+two workers that stay alive, over a ``Dataset`` that opens each video with PyAV and resizes its frames with torch; and
+over the same with torchcodec, which is left out if it does not load (it needs the shared libraries of FFmpeg, and a
+build for this torch: `pip install torchcodec==0.13.0` has one for the CPU).
 
-Targets: 1.2 times ``DataLoader`` with torchcodec, which is left out if it does not load (it needs the shared libraries
-of FFmpeg, and a build for this torch: `pip install torchcodec==0.13.0` has one for the CPU), and with PyAV.
+Photographs of 500 x 400 as JPEG and their masks as PNG with a palette, in the page cache; a random crop to 224 x 224
+and a flip for both, batch 32, shuffled. ``FolderPairs`` with ``DecodePair`` is compared with ``DataLoader`` and two
+workers, with Pillow, as in the references of torchvision; then both with boxes: a list of samples.
+
+Targets: clips 1.2 times as fast as each ``DataLoader``, images with masks 1.1 times.
 """
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.figures import Figure, at_least, column, per
+from benchmarks.contenders import fed, loaded
+from benchmarks.data import HEIGHT as PHOTO_HEIGHT
+from benchmarks.data import WIDTH as PHOTO_WIDTH
+from benchmarks.data import files_below, generate, jpeg_folder
+from benchmarks.figures import Figure
 from benchmarks.harness import Contender, Measure, Settings, interleave
-from benchmarks.single_epochs import single_epochs
 
 if TYPE_CHECKING:
     import torch
 
-TITLE = "random clips of 16 frames, 320 x 240 to 112 x 112, batch 8"
+TITLE = "random clips of 16 frames, batch 8; images with masks, random crops to 224, batch 32"
 
 BATCH, FRAMES, STRIDE, SIZE = 8, 16, 2, 112
 WIDTH, HEIGHT, LENGTH, RATE, KEY_EVERY = 320, 240, 250, 25, 50
-PER_VIDEO = 4
+PAIR_BATCH, PAIR_SIZE, BOX = 32, 224, [60, 50, 400, 350]
+PAIRS, LOADER = "DecodePair", "DataLoader, Pillow"
 
 
 def run(settings: Settings) -> list[Figure]:
     paths = videos(settings.data / "videos", settings.size(24, 4), settings.size(LENGTH, 60))
-    epochs = settings.size(4, 1)
-    options = {"paths": paths, "epochs": epochs}
-    ours, torchs = ("torch", "av", "aiofeed:Feeder", "aiofeed:Clips"), ("torch.utils.data", "av")
-    contenders = [
-        Contender("Clips", clips, options, ours),
-        Contender("Clips, 4 per video", clips, options | {"per_video": PER_VIDEO}, ours),
-        Contender("DataLoader + PyAV", loader, options | {"library": "av"}, torchs),
-    ]
-    if torchcodec_loads():
-        torchs = ("torch.utils.data", "torchcodec.decoders")
-        for label, more in {
-            "DataLoader + torchcodec": {},
-            "DataLoader + torchcodec, approximate": {"seek_mode": "approximate"},
-            "DataLoader + torchcodec, 4 per video": {"per_video": PER_VIDEO},
-        }.items():
-            contenders.append(Contender(label, loader, options | {"library": "torchcodec"} | more, torchs))
-    samples = interleave(contenders, settings)
-    per_item = {label: 1e3 / (len(paths) * epochs * (PER_VIDEO if "4" in label else 1)) for label in samples}
-    wall = {label: column(rounds, "wall_s", per_item[label]) for label, rounds in samples.items()}
-    cpu = {label: column(rounds, "cpu_s", per_item[label]) for label, rounds in samples.items()}
-    figures = [
-        Figure(
-            f"speed / {label}",
-            per(wall[label], wall["Clips, 4 per video" if "4" in label else "Clips"]),
-            target=at_least(1.2) if label in ("DataLoader + torchcodec", "DataLoader + PyAV") else None,
-        )
-        for label in samples
-        if not label.startswith("Clips")
-    ]
-    figures += [Figure(f"clip: {label}", values, "ms") for label, values in wall.items()]
-    return figures + [Figure(f"CPU per clip: {label}", values, "ms") for label, values in cpu.items()]
+    options = {"paths": paths, "repeat": settings.size(3, 1)}
+    libraries = {"DataLoader + PyAV": "av", **({"DataLoader + torchcodec": "torchcodec"} if torchcodec_loads() else {})}
+    loaders = [Contender(name, loader, {**options, "library": library}) for name, library in libraries.items()]
+    race = interleave([Contender("Clips", clips, options), *loaders], settings)
+    figures = [race.speed("Clips", label, 1.2, "clips") for label in libraries] + race.rates("clips")
+    count = settings.size(384, 64)
+    folder = str(generate(settings.data / f"pairs-{count}", lambda root: write_pairs(settings.data, root, count)))
+    for name, boxes in (("pairs", False), ("pairs with boxes", True)):
+        options = {"folder": folder, "boxes": boxes}
+        contenders = [Contender(PAIRS, decode_pair, options), Contender(LOADER, pairs_loader, options)]
+        race = interleave(contenders, settings)
+        figures += [
+            race.speed(PAIRS, LOADER, 1.1, name),
+            race.cpu(PAIRS, LOADER, None, name),
+            *race.rates("samples", name),
+        ]
+    return figures
 
 
 def videos(folder: Path, count: int, frames: int) -> list[str]:
@@ -100,7 +93,6 @@ def write_video(path: Path, frames: int, seed: int) -> None:
         output.mux(stream.encode(None))
 
 
-@functools.cache
 def torchcodec_loads() -> bool:
     try:
         import torchcodec.decoders  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
@@ -109,74 +101,50 @@ def torchcodec_loads() -> bool:
     return True
 
 
-@contextmanager
-def clips(paths: Sequence[str], epochs: int, per_video: Any = "random") -> Iterator[Measure]:
+def clips(paths: Sequence[str], repeat: int) -> AbstractContextManager[Measure]:
     import aiofeed
 
-    source = aiofeed.Clips(aiofeed.Files(paths), FRAMES, STRIDE, per_video, SIZE)
+    source = aiofeed.Clips(aiofeed.Files(paths), FRAMES, STRIDE, "random", SIZE)
     limits = aiofeed.Limits(decode_threads=2)
-    with aiofeed.Feeder(source, batch_size=BATCH, shuffle=True, limits=limits) as feeder:
-        one_epoch = single_epochs(feeder)
-
-        def epoch() -> Mapping[str, float]:
-            return {"items": sum(len(batch) for _ in range(epochs) for batch in one_epoch())}
-
-        epoch()
-        yield epoch
+    return fed(aiofeed.Feeder(source, batch_size=BATCH, shuffle=True, limits=limits), repeat=repeat)
 
 
-@contextmanager
-def loader(
-    paths: Sequence[str], epochs: int, library: str, per_video: Any = "random", seek_mode: str = "exact"
-) -> Iterator[Measure]:
-    from torch.utils.data import DataLoader
-
-    dataset = Videos(paths, library, per_video, seek_mode)
-    batches: DataLoader[Any] = DataLoader(
-        dataset,  # type: ignore[arg-type]
-        BATCH,
-        shuffle=True,
-        num_workers=2,
-        persistent_workers=True,
-    )
-
-    def epoch() -> Mapping[str, float]:
-        return {"items": sum(len(batch) for _ in range(epochs) for batch in batches)}
-
-    epoch()
-    yield epoch
+def loader(paths: Sequence[str], repeat: int, library: str) -> AbstractContextManager[Measure]:
+    return loaded(Videos(paths, library), BATCH, 2, repeat=repeat, shuffle=True)
 
 
 class Videos:
     """A Dataset of clips, as one writes it for ``DataLoader``."""
 
-    def __init__(self, paths: Sequence[str], library: str, per_video: Any, seek_mode: str) -> None:
-        self.paths, self.library, self.per_video, self.seek_mode = paths, library, per_video, seek_mode
+    def __init__(self, paths: Sequence[str], library: str) -> None:
+        self.paths = paths
+        self.read = self.with_torchcodec if library == "torchcodec" else self.with_av
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> torch.Tensor:
+        """Frames with the shorter side of `SIZE` pixels, cropped to a square."""
         import torch
 
-        read = self.with_torchcodec if self.library == "torchcodec" else self.with_av
-        frames = torch.cat([resized(clip) for clip in read(self.paths[index])])
-        return frames if self.per_video == "random" else frames.unflatten(0, (self.per_video, FRAMES))
+        frames = self.read(self.paths[index])
+        height, width = SIZE, SIZE * frames.shape[3] // frames.shape[2]
+        small = torch.nn.functional.interpolate(frames, (height, width), mode="bilinear", antialias=True)
+        left = (width - SIZE) // 2
+        return small[:, :, :, left : left + SIZE].contiguous()
 
-    def starts(self, length: int) -> list[int]:
-        last = length - 1 - (FRAMES - 1) * STRIDE
-        if self.per_video == "random":
-            return [random.randint(0, last)]
-        return [(2 * number + 1) * (last + 1) // (2 * self.per_video) for number in range(self.per_video)]
+    def start(self, length: int) -> int:
+        return random.randint(0, length - 1 - (FRAMES - 1) * STRIDE)
 
-    def with_torchcodec(self, path: str) -> Iterator[torch.Tensor]:
+    def with_torchcodec(self, path: str) -> torch.Tensor:
         from torchcodec.decoders import VideoDecoder
 
-        decoder = VideoDecoder(path, seek_mode=self.seek_mode)
-        for start in self.starts(len(decoder)):
-            yield decoder.get_frames_in_range(start, start + (FRAMES - 1) * STRIDE + 1, STRIDE).data
+        decoder = VideoDecoder(path)
+        start = self.start(len(decoder))
+        frames: torch.Tensor = decoder.get_frames_in_range(start, start + (FRAMES - 1) * STRIDE + 1, STRIDE).data
+        return frames
 
-    def with_av(self, path: str) -> Iterator[torch.Tensor]:
+    def with_av(self, path: str) -> torch.Tensor:
         import av
         import numpy as np
         import torch
@@ -186,23 +154,88 @@ class Videos:
             assert stream.time_base is not None
             stream.thread_count = 1  # as torchcodec: the workers are the threads
             ticks = round(1 / (RATE * stream.time_base))
-            for start in self.starts(stream.frames):
-                wanted = {(start + STRIDE * at) * ticks for at in range(FRAMES)}
-                container.seek(start * ticks, stream=stream)
-                found = []
-                for frame in container.decode(stream):
-                    if frame.pts in wanted:
-                        found.append(frame.to_ndarray(format="rgb24"))
-                    if len(found) == FRAMES:
-                        break
-                yield torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2)
+            start = self.start(stream.frames)
+            wanted = {(start + STRIDE * at) * ticks for at in range(FRAMES)}
+            container.seek(start * ticks, stream=stream)
+            found: list[Any] = []
+            for frame in container.decode(stream):
+                if frame.pts in wanted:
+                    found.append(frame.to_ndarray(format="rgb24"))
+                if len(found) == FRAMES:
+                    break
+            return torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2)
 
 
-def resized(frames: torch.Tensor) -> torch.Tensor:
-    """Frames with the shorter side of `SIZE` pixels, cropped to a square."""
-    import torch
+def write_pairs(data: Path, root: Path, count: int) -> None:
+    """Photographs, and masks of their bright parts in 8 classes."""
+    import numpy as np
+    from PIL import Image
 
-    height, width = SIZE, SIZE * frames.shape[3] // frames.shape[2]
-    small = torch.nn.functional.interpolate(frames, (height, width), mode="bilinear", antialias=True)
-    left = (width - SIZE) // 2
-    return small[:, :, :, left : left + SIZE].contiguous()
+    for folder in ("images", "masks"):
+        (root / folder).mkdir()
+    for number, path in enumerate(files_below(jpeg_folder(data, count))):
+        (root / "images" / f"{number:05}.jpg").write_bytes(Path(path).read_bytes())
+        grey = Image.open(path).convert("L").resize((PHOTO_WIDTH // 8, PHOTO_HEIGHT // 8))
+        mask = Image.fromarray(np.asarray(grey.resize((PHOTO_WIDTH, PHOTO_HEIGHT))) // 32)
+        mask.putpalette(np.random.default_rng(0).integers(0, 256, 768).astype(np.uint8).tobytes())
+        mask.save(root / "masks" / f"{number:05}.png")
+
+
+def samples_of_pairs(batch: Any) -> int:
+    return PAIR_BATCH
+
+
+def decode_pair(folder: str, boxes: bool) -> AbstractContextManager[Measure]:
+    import aiofeed
+
+    target = {path.name: [BOX] for path in Path(folder, "images").iterdir()} if boxes else None
+    source = aiofeed.FolderPairs(f"{folder}/images", f"{folder}/masks", target)
+    decode = aiofeed.DecodePair(aiofeed.DecodeImage(PAIR_SIZE, crop="random", scale=(0.2, 1.0), flip=True))
+    options: dict[str, Any] = {"shuffle": True, "drop_last": True, "batch_size": PAIR_BATCH}
+    collate_fn = aiofeed.pad_collate() if boxes else None
+    return fed(aiofeed.Feeder(source, decode=decode, collate_fn=collate_fn, **options), samples_of_pairs)
+
+
+def pairs_loader(folder: str, boxes: bool) -> AbstractContextManager[Measure]:
+    options: dict[str, Any] = {"shuffle": True, "drop_last": True, "collate_fn": list if boxes else None}
+    return loaded(PillowPairs(folder, boxes), PAIR_BATCH, 2, samples_of_pairs, **options)
+
+
+class PillowPairs:
+    """Images and masks with Pillow: one random crop, as ``RandomResizedCrop`` chooses it, and one flip for both."""
+
+    def __init__(self, folder: str, boxes: bool) -> None:
+        self.images = sorted(map(str, Path(folder, "images").iterdir()))
+        self.masks = sorted(map(str, Path(folder, "masks").iterdir()))
+        self.boxes = boxes
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        import numpy as np
+        import torch
+        from PIL import Image
+
+        from aiofeed.core.random_numbers import SplitMix64
+        from aiofeed.decoders.geometry import random_box
+
+        size = PAIR_SIZE
+        with Image.open(self.images[index]) as file:
+            image = file.convert("RGB")
+        mask = Image.open(self.masks[index])
+        box = random_box(*image.size, (0.2, 1.0), (3 / 4, 4 / 3), SplitMix64(random.getrandbits(64)))
+        image = image.resize((size, size), Image.Resampling.BILINEAR, box)
+        mask = mask.resize((size, size), Image.Resampling.NEAREST, box)
+        if flip := random.random() < 0.5:
+            image, mask = (each.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for each in (image, mask))
+        sample = torch.from_numpy(np.array(image)).permute(2, 0, 1), torch.from_numpy(np.array(mask))
+        if not self.boxes:
+            return sample
+        left, upper, right, lower = box
+        boxes = torch.tensor([BOX], dtype=torch.float32) - torch.tensor([left, upper, left, upper])
+        boxes *= torch.tensor([size / (right - left), size / (lower - upper)]).repeat(2)
+        if flip:
+            boxes = torch.stack([size - boxes[:, 2], boxes[:, 1], size - boxes[:, 0], boxes[:, 3]], 1)
+        boxes = boxes.clip(0, size)
+        return *sample, boxes[((boxes[:, 2:] - boxes[:, :2]) >= 1).all(1)]

@@ -1,15 +1,17 @@
-"""How close to the ideal are reads of objects in storage that answers after 20 ms?
+"""How close to the ideal are reads of objects, and of shards, in storage that answers after 20 ms?
 
-Also: slow answers, processor time, and the start with many keys. A server on this machine answers in place of the
-storage, so that both share its cores. "obstore" is the same client library with as many reads in flight and nothing
-else, on an event loop or in threads. 128 reads are in flight where no other number is named.
+Objects of 100 KB; also slow answers, processor time, and the start with many keys. A server on this machine answers in
+place of the storage, so that both share its cores. "obstore" is the same client library with as many reads in flight
+and nothing else, on an event loop or in threads. ``DataLoader`` has two workers that read through obstore.
 
-LitData, where it is installed, reads batches on a loop of its own in this process, up to its own limit in flight.
+Eight tar shards of 64 MiB with samples of 100 KB: a full shuffle, whose look-ahead has 256 MiB, half of the data,
+beside reading the shards from end to end.
 
-Targets: at least 0.95 of the ideal rate, in-flight / latency, 0.97 of obstore on a loop, as fast as in threads, 3 times
-LitData's ``StreamingRawDataset`` and 5 times ``DataLoader`` with two workers; with 2 % of the answers after 1 s at
-least 3 times the rate without second requests, with at most 6 % more requests; at most 6 us of the loop's time for a
-range of 2 KB that is joined with others, 80 us for one alone; 10 million keys in 10 s and 120 bytes each.
+Targets with 128 reads in flight: at least 0.95 of the ideal rate, in-flight / latency, 0.97 of obstore on a loop, as
+fast as in threads, and 5 times ``DataLoader``; with 64 and 256 in flight 0.97 of obstore. With 2 % of the answers after
+1 s at least 3 times the rate without second requests, with at most 6 % more requests; at most 6 us of the loop's time
+for a range of 2 KB that is joined with others, 80 us for one alone; a million keys in 1 s, with 120 bytes each. Shards:
+a full shuffle at least 0.9 of reading in order, and ahead of ``DataLoader``.
 """
 
 from __future__ import annotations
@@ -22,15 +24,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from importlib.util import find_spec
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from benchmarks.figures import Figure, at_least, at_most, column, per, rates
+from benchmarks.contenders import loaded, single_epochs
+from benchmarks.figures import Figure, at_least, at_most, per
 from benchmarks.harness import PROJECT, Contender, Measure, Settings, interleave
-from benchmarks.single_epochs import single_epochs
 
-TITLE = "Objects of 100 KB, 20 ms to the first byte"
+TITLE = "Objects of 100 KB and shards of 64 MiB, 20 ms to the first byte"
 
 DELAY_S = 0.020
 IN_FLIGHT = 128
@@ -39,63 +40,81 @@ BATCH = 64
 OBJECTS = 1000
 RANGE = 2000
 JOINED = 16
-LITDATA = "LitData, raw"
+SHARD_BYTES, SHARDS, BLOCK, LOOKAHEAD = 64 << 20, 8, 512, 256 << 20
+LOADER = "DataLoader, 2 workers"
 
 
 def run(settings: Settings) -> list[Figure]:
-    reads = settings.size(6400, 64)
-    with ExitStack() as stack:
-        size = settings.size(100_000, 100)
-        port = stack.enter_context(server("--size", str(size), "--delay", str(DELAY_S)))
-        tail = stack.enter_context(server("--size", "2000", "--delay", str(DELAY_S), "--slow-every", "50"))
-        small = stack.enter_context(server("--size", str(RANGE * JOINED)))
-        options = {"port": port, "reads": reads}
-        loader_reads = settings.size(512, 4)
-        contenders = [
-            Contender("aiofeed", aiofeed_feeder, options, ("torch", "aiofeed:Feeder")),
-            Contender("obstore", bare_obstore, options, ("obstore",)),
-            Contender("obstore, threads", obstore_in_threads, options, ("obstore",)),
-            *[
-                Contender(f"{label}, {count}", function, {**options, "in_flight": count}, imports)
-                for count in FEWER_AND_MORE
-                for label, function, imports in (
-                    ("aiofeed", aiofeed_feeder, ("torch", "aiofeed:Feeder")),
-                    ("obstore", bare_obstore, ("obstore",)),
-                )
-            ],
-            Contender("DataLoader, 2 workers", data_loader, {"port": port, "reads": loader_reads}, ("torch",)),
-            *([Contender(LITDATA, lit_data, options, ("torch",))] if find_spec("litdata") else []),
-            Contender("hedged", aiofeed_feeder, {"port": tail, "reads": reads}, ("torch", "aiofeed:Feeder")),
-            Contender("unhedged", aiofeed_feeder, {"port": tail, "reads": loader_reads, "hedges": 0.0}, ("torch",)),
-            Contender("ranges", ranges, {"port": small, "times": settings.size(2000, 4)}, ("obstore",)),
-            Contender("keys", many_keys, {"keys": settings.size(10_000_000, 1000)}, ("torch", "aiofeed:ImageFolder")),
+    size = settings.size(100_000, 100)
+    with server("--size", str(size), "--delay", str(DELAY_S)) as port:
+        figures = objects(settings, port)
+    with server("--size", "2000", "--delay", str(DELAY_S), "--slow-every", "50") as port:
+        options = {"port": port, "reads": settings.size(6400, 64)}
+        unhedged = {"port": port, "reads": settings.size(512, 4), "hedges": 0.0}
+        contenders = [Contender("hedged", aiofeed_feeder, options), Contender("unhedged", aiofeed_feeder, unhedged)]
+        race = interleave(contenders, settings)
+        ratio = per(race.rate("hedged"), race.rate("unhedged"))
+        figures += [
+            Figure("2 % at 1 s: hedged / unhedged", ratio, target=at_least(3)),
+            Figure("2 % at 1 s: requests per read", race.column("hedged", "requests"), target=at_most(1.06)),
         ]
-        samples = interleave(contenders, settings)
-    rate = {label: rates(rounds) for label, rounds in samples.items() if label not in ("ranges", "keys")}
-    ideal, peers = IN_FLIGHT / DELAY_S, [LITDATA] if LITDATA in rate else []
+    with server("--size", str(RANGE * JOINED)) as port:
+        keys = settings.size(2_000_000, 1000)
+        contenders = [
+            Contender("ranges", ranges, {"port": port, "times": settings.size(2000, 4)}),
+            Contender("keys", many_keys, {"keys": keys}, ("torch", "aiofeed:ImageFolder")),
+        ]
+        race = interleave(contenders, settings)
+        per_million = race.column("keys", "start_s", 1e9 / keys)
+        figures += [
+            Figure("loop per joined range", race.column("ranges", "joined_us"), "us", at_most(6)),
+            Figure("loop per single range", race.column("ranges", "single_us"), "us", at_most(80)),
+            Figure("start with a million keys", per_million, "ms", at_most(1000)),
+            Figure("memory per key", race.column("keys", "key_bytes"), "bytes", at_most(120)),
+        ]
+    return figures + shards(settings, size)
+
+
+def objects(settings: Settings, port: int) -> list[Figure]:
+    figures = []
+    for count in (IN_FLIGHT, *FEWER_AND_MORE):
+        options = {"port": port, "reads": settings.size(6400, 64), "in_flight": count}
+        contenders = [
+            Contender("aiofeed", aiofeed_feeder, options),
+            Contender("obstore", bare_obstore, options, bound=True),
+        ]
+        name = f"{count} in flight"
+        if count == IN_FLIGHT:
+            contenders.append(Contender("obstore, threads", obstore_in_threads, options, bound=True))
+            contenders.append(Contender(LOADER, data_loader, {"port": port, "reads": settings.size(128, 4)}))
+        race = interleave(contenders, settings)
+        figures.append(race.speed("aiofeed", "obstore", 0.97, name))
+        if count == IN_FLIGHT:
+            ideal = tuple(value / (IN_FLIGHT / DELAY_S) for value in race.rate("aiofeed"))
+            figures.append(race.speed("aiofeed", "obstore, threads", 1, name))
+            figures.append(race.speed("aiofeed", LOADER, 5, name))
+            figures.append(Figure(f"{name}: objects/s / ideal", ideal, target=at_least(0.95)))
+        figures += race.rates("objects", name)
+    return figures
+
+
+def shards(settings: Settings, size: int) -> list[Figure]:
+    shards, members = settings.size(SHARDS, 2), settings.size(SHARD_BYTES // 100_000, 20)
+    numbers = ("--objects", str(shards), "--size", str(size), "--members", str(members))
+    with server(*numbers, "--delay", str(DELAY_S)) as port:
+        options = {"port": port, "shards": shards}
+        fewer = {**options, "members": members, "samples": settings.size(128, 8), "size": size}
+        contenders = [
+            Contender("in order", shard_feeder, {**options, "shuffle": False}),
+            Contender("full shuffle", shard_feeder, {**options, "shuffle": True}),
+            Contender(LOADER, shard_loader, fewer),
+        ]
+        race = interleave(contenders, settings)
     return [
-        Figure("objects/s / ideal", tuple(value / ideal for value in rate["aiofeed"]), target=at_least(0.95)),
-        Figure("objects/s / obstore", per(rate["aiofeed"], rate["obstore"]), target=at_least(0.97)),
-        Figure("objects/s / obstore, threads", per(rate["aiofeed"], rate["obstore, threads"]), target=at_least(1)),
-        *[
-            Figure(
-                f"{count} in flight: objects/s / obstore",
-                per(rate[f"aiofeed, {count}"], rate[f"obstore, {count}"]),
-                target=at_least(0.97),
-            )
-            for count in FEWER_AND_MORE
-        ],
-        Figure(
-            "objects/s / DataLoader, 2 workers", per(rate["aiofeed"], rate["DataLoader, 2 workers"]), target=at_least(5)
-        ),
-        *[Figure(f"objects/s / {peer}", per(rate["aiofeed"], rate[peer]), target=at_least(3)) for peer in peers],
-        Figure("2 % at 1 s: hedged / unhedged", per(rate["hedged"], rate["unhedged"]), target=at_least(3)),
-        Figure("requests: hedged", column(samples["hedged"], "requests"), target=at_most(1.06)),
-        Figure("loop per joined range", column(samples["ranges"], "joined_us"), "us", at_most(6)),
-        Figure("loop per single range", column(samples["ranges"], "single_us"), "us", at_most(80)),
-        Figure("start with 10 million keys", column(samples["keys"], "start_s", 1e3), "ms", at_most(10_000)),
-        Figure("memory per key", column(samples["keys"], "key_bytes"), "bytes", at_most(120)),
-        *[Figure(f"objects: {label}", values, "/s") for label, values in rate.items()],
+        race.speed("full shuffle", "in order", 0.9, "shards"),
+        race.speed("full shuffle", LOADER, 1, "shards"),
+        Figure("shards: requests per sample", race.column("full shuffle", "requests")),
+        *race.rates("samples", "shards"),
     ]
 
 
@@ -121,24 +140,35 @@ def name(number: int) -> str:
     return f"{number % OBJECTS:08}.bin"
 
 
-@contextmanager
-def aiofeed_feeder(port: int, reads: int, hedges: float | None = None, in_flight: int = IN_FLIGHT) -> Iterator[Measure]:
+def aiofeed_feeder(
+    port: int, reads: int, hedges: float | None = None, in_flight: int = IN_FLIGHT
+) -> AbstractContextManager[Measure]:
     import aiofeed
     from aiofeed.sources.objects import requests
 
-    share, requests.HEDGE_SHARE = requests.HEDGE_SHARE, requests.HEDGE_SHARE if hedges is None else hedges
     source = aiofeed.Files([f"s3://bucket/{name(number)}" for number in range(reads)], options=options_of(port))
     limits = aiofeed.Limits(read_concurrency=in_flight)
-    with aiofeed.Feeder(source, decode=len, batch_size=BATCH, shuffle=True, limits=limits) as feeder:
+    feeder = aiofeed.Feeder(source, decode=len, batch_size=BATCH, shuffle=True, limits=limits)
+    return counting_requests(feeder, requests.HEDGE_SHARE if hedges is None else hedges)
+
+
+@contextmanager
+def counting_requests(feeder: Any, hedges: float) -> Iterator[Measure]:
+    """Measures epochs of a feeder, and the requests per sample."""
+    from aiofeed.sources.objects import requests
+
+    share, requests.HEDGE_SHARE = requests.HEDGE_SHARE, hedges
+    with feeder:
         one_epoch = single_epochs(feeder)
 
+        def sent() -> int:
+            storage = feeder.statistics().storage
+            return 0 if storage is None else storage.requests
+
         def epoch() -> Mapping[str, float]:
-            storage = feeder.statistics().storage
-            before = 0 if storage is None else storage.requests
+            before = sent()
             items = sum(map(len, one_epoch()))
-            storage = feeder.statistics().storage
-            assert storage is not None
-            return {"items": items, "requests": (storage.requests - before) / items}
+            return {"items": items, "requests": (sent() - before) / items}
 
         epoch()
         yield epoch
@@ -171,11 +201,11 @@ def bare_obstore(port: int, reads: int, in_flight: int = IN_FLIGHT) -> Iterator[
 
 
 @contextmanager
-def obstore_in_threads(port: int, reads: int) -> Iterator[Measure]:
+def obstore_in_threads(port: int, reads: int, in_flight: int = IN_FLIGHT) -> Iterator[Measure]:
     from obstore.store import S3Store
 
     store = S3Store("bucket", **options_of(port), client_options={"allow_http": True})
-    with ThreadPoolExecutor(IN_FLIGHT) as threads:
+    with ThreadPoolExecutor(in_flight) as threads:
 
         def read_all() -> Mapping[str, float]:
             found = threads.map(lambda number: len(bytes(store.get(name(number)).bytes())) > 0, range(reads))
@@ -188,61 +218,55 @@ def obstore_in_threads(port: int, reads: int) -> Iterator[Measure]:
 class Objects:
     """A ``Dataset`` that reads objects one after the other."""
 
-    def __init__(self, port: int, reads: int) -> None:
-        self._options, self._reads, self._store = options_of(port), reads, None
+    def __init__(self, port: int, samples: int) -> None:
+        self._options, self._samples = options_of(port), samples
+        self._store: Any = None
 
     def __len__(self) -> int:
-        return self._reads
+        return self._samples
 
     def __getitem__(self, index: int) -> int:
         if self._store is None:
             from obstore.store import S3Store
 
             self._store = S3Store("bucket", **self._options, client_options={"allow_http": True})
-        return len(bytes(self._store.get(name(index)).bytes()))
+        return len(self.read(self._store, index))
+
+    def read(self, store: Any, index: int) -> bytes:
+        return bytes(store.get(name(index)).bytes())
 
 
-@contextmanager
-def data_loader(port: int, reads: int) -> Iterator[Measure]:
-    from torch.utils.data import DataLoader
+class Ranges(Objects):
+    """A ``Dataset`` that reads the range of one sample of a shard after the other."""
 
+    def __init__(self, port: int, shards: int, members: int, samples: int, size: int) -> None:
+        super().__init__(port, samples)
+        self._shards, self._members, self._size = shards, members, size
+
+    def read(self, store: Any, index: int) -> bytes:
+        start = BLOCK + index // self._shards % self._members * (BLOCK + -(-self._size // BLOCK) * BLOCK)
+        return bytes(store.get_range(name(index % self._shards), start=start, length=self._size))
+
+
+def data_loader(port: int, reads: int) -> AbstractContextManager[Measure]:
     # Spawned: in a test of this benchmark, obstore has threads in this process, and a fork would never get an answer.
-    loader = DataLoader(
-        Objects(port, reads),
-        BATCH,
-        shuffle=True,
-        num_workers=2,
-        persistent_workers=True,
-        multiprocessing_context="spawn",
-    )
-    list(loader)
-    yield lambda: {"items": sum(map(len, loader))}
+    return loaded(Objects(port, reads), BATCH, 2, shuffle=True, multiprocessing_context="spawn")
 
 
-@contextmanager
-def lit_data(port: int, reads: int) -> Iterator[Measure]:
-    from litdata import StreamingRawDataset
-    from obstore import store
-    from torch.utils.data import DataLoader
+def shard_loader(port: int, shards: int, members: int, samples: int, size: int) -> AbstractContextManager[Measure]:
+    dataset = Ranges(port, shards, members, samples, size)
+    return loaded(dataset, BATCH, 2, shuffle=True, multiprocessing_context="spawn")
 
-    keys = options_of(port)
-    os.environ["AWS_ACCESS_KEY_ID"] = os.environ["AWS_SECRET_ACCESS_KEY"] = "test"
-    os.environ["AWS_REGION"], os.environ["AWS_ENDPOINT_URL"] = keys["region"], keys["endpoint"]
-    original: Any = store.S3Store
 
-    def without_tls(*arguments: Any, client_options: Mapping[str, Any] | None = None, **more: Any) -> Any:
-        return original(*arguments, client_options={**(client_options or {}), "allow_http": True}, **more)
+def shard_feeder(port: int, shards: int, shuffle: bool) -> AbstractContextManager[Measure]:
+    import aiofeed
+    from aiofeed.sources.objects import requests
 
-    store.S3Store = without_tls  # type: ignore[misc, assignment]
-    loader: Any = DataLoader(
-        StreamingRawDataset("s3://bucket/", cache_files=False), BATCH, shuffle=True, collate_fn=len
-    )
-
-    def read_all() -> Mapping[str, float]:
-        return {"items": sum(sum(loader) for _ in range(-(-reads // OBJECTS)))}
-
-    sum(loader)
-    yield read_all
+    urls = [f"s3://bucket/{name(number)}" for number in range(shards)]
+    source = aiofeed.TarShards(urls, "jpg", options=options_of(port))
+    limits = aiofeed.Limits(lookahead_bytes=LOOKAHEAD)
+    feeder = aiofeed.Feeder(source, decode=len, batch_size=BATCH, shuffle=shuffle, limits=limits)
+    return counting_requests(feeder, requests.HEDGE_SHARE)
 
 
 @contextmanager

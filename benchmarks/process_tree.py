@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -29,51 +28,32 @@ def _cpu_s(process: psutil.Process) -> float:
         return 0.0
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Memory in bytes.
+def tree_memory(pid: int) -> int:
+    """Memory in bytes of a process and its descendants.
 
-    Args:
-        total: ``unmapped`` plus mapped files (libraries, mostly): those of the process with the most of them, since the
-            other processes of the tree map the same ones. PSS of files is not used: it rises whenever another program
-            that maps them ends. RSS if the system does not report the parts.
-        unmapped: memory without mapped files; a page that n processes share counts 1/n in each.
+    That is memory without mapped files, in which a page that n processes share counts 1/n in each, plus the mapped
+    files (libraries, mostly) of the process with the most of them, since the other processes map the same ones. PSS of
+    files is not used: it rises whenever another program that maps them ends. RSS if the system does not report parts.
     """
-
-    total: int
-    unmapped: int
-
-    def __sub__(self, other: Memory) -> Memory:
-        return Memory(self.total - other.total, self.unmapped - other.unmapped)
-
-
-def peak(first: Memory, second: Memory) -> Memory:
-    return Memory(max(first.total, second.total), max(first.unmapped, second.unmapped))
-
-
-def tree_memory(pid: int) -> Memory:
-    """Memory of a process and its descendants."""
     try:
         root = psutil.Process(pid)
         parts = [_memory(process) for process in (root, *root.children(recursive=True))]
     except psutil.NoSuchProcess:
-        return Memory(0, 0)
-    unmapped = sum(memory.unmapped for memory in parts)
-    return Memory(unmapped + max(memory.total - memory.unmapped for memory in parts), unmapped)
+        return 0
+    return sum(unmapped for unmapped, _ in parts) + max(mapped for _, mapped in parts)
 
 
-def _memory(process: psutil.Process) -> Memory:
+def _memory(process: psutil.Process) -> tuple[int, int]:
+    """Memory without mapped files, and mapped files."""
     try:
         sizes = _sizes(f"/proc/{process.pid}/smaps_rollup") | _sizes(f"/proc/{process.pid}/status")
-        unmapped = sizes["Pss_Anon"] + sizes["Pss_Shmem"]
-        return Memory(unmapped + sizes["RssFile"], unmapped)
+        return sizes["Pss_Anon"] + sizes["Pss_Shmem"], sizes["RssFile"]
     except (OSError, KeyError):
         pass  # another system, an older kernel, or the process has just ended
     try:
-        resident = int(process.memory_info().rss)
+        return int(process.memory_info().rss), 0
     except psutil.Error:
-        return Memory(0, 0)
-    return Memory(resident, resident)
+        return 0, 0
 
 
 def _sizes(path: str) -> dict[str, int]:

@@ -1,91 +1,101 @@
-"""Are as many reads of slow storage in flight as allowed?
+"""Are as many reads of slow storage in flight as allowed, and do slow samples hold up batches?
 
 A source whose reads take 20 ms, 128 in flight, batch 64, a trivial decoder: the ideal is 6,400 reads/s, and 25,600 with
 512 in flight. Compared with ``DataLoader`` with two workers, each of which waits for one read after the other.
 
-Targets: at least 0.98 of in-flight / latency with 128, 0.93 with 512; at most 18 us of CPU time per read.
+Then one sample in ten takes ten times as long. Decoding takes 10 ms or 100 ms, in two threads (``time.sleep`` in the
+place of native code, which releases the GIL, too), in batches of 2, as large samples need it; the look-ahead is the
+default, or a batch (``prefetch_batches=1``). Reads take 20 ms or 200 ms, 64 in flight, in batches of 32. The bound is
+the throughput of the mean cost: 2 threads / 19 ms and 64 reads / 38 ms. The end of an epoch counts, when nothing is
+left to start beside the slow samples.
+
+Targets: at least 0.98 of in-flight / latency with 128, 0.93 with 512; at most 18 us of CPU time per read; for
+``in_order="samples"`` at least 0.95 of the bound, and at least 1.5 times ``in_order=True`` for slow reads and for slow
+decodes with the short look-ahead.
 """
 
 from __future__ import annotations
 
+import asyncio
+import random
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.figures import Figure, at_least, at_most, cpu_us_per_item, per, rates
+from benchmarks.contenders import WaitingSource, as_array, fed, loaded
+from benchmarks.figures import Figure, at_least, at_most
 from benchmarks.harness import Contender, Measure, Settings, interleave
-from benchmarks.overlap import WaitingSource
-from benchmarks.single_epochs import single_epochs
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-TITLE = "Reads of 20 ms, 128 and 512 in flight, batch 64"
+TITLE = "Reads of 20 ms, 128 and 512 in flight; samples that take ten times as long"
 
 READ_S = 0.020
 IN_FLIGHT = 128
 MORE_IN_FLIGHT = 512
 BATCH = 64
+LOADER = "DataLoader, 2 workers"
+
+THREADS = 2
+READS = 64
+COST_S = {"decode": 0.010, "read": READ_S}
+BOUND = {"decode": THREADS / (1.9 * COST_S["decode"]), "read": READS / (1.9 * COST_S["read"])}
 
 
 def run(settings: Settings) -> list[Figure]:
-    reads = settings.size(19_200, 256)
-    imports = ("torch", "aiofeed:Feeder")
-    feeder = Contender("aiofeed", aiofeed_feeder, {"reads": reads, "in_flight": IN_FLIGHT}, imports)
-    more = Contender(
-        "aiofeed, 512", aiofeed_feeder, {"reads": settings.size(4, 1) * reads, "in_flight": MORE_IN_FLIGHT}, imports
-    )
-    loader_options = {"reads": settings.size(2 * BATCH, 4), "batch": settings.size(BATCH, 2)}
-    loader = Contender("DataLoader, 2 workers", data_loader, loader_options, ("torch.utils.data",))
-    samples = interleave([feeder, more, loader], settings)
-    rate = {label: rates(rounds) for label, rounds in samples.items()}
-    cpu = {label: cpu_us_per_item(rounds) for label, rounds in samples.items()}
+    reads = settings.size(12_800, 256)
+    more = {"reads": settings.size(4, 1) * reads, "in_flight": MORE_IN_FLIGHT}
+    few = {"reads": settings.size(2 * BATCH, 4), "batch": settings.size(BATCH, 2)}
+    contenders = [
+        Contender("aiofeed", aiofeed_feeder, {"reads": reads, "in_flight": IN_FLIGHT}),
+        Contender("aiofeed, 512", aiofeed_feeder, more),
+        Contender(LOADER, data_loader, few),
+    ]
+    race = interleave(contenders, settings)
     ideal, more_ideal = IN_FLIGHT / READ_S, MORE_IN_FLIGHT / READ_S
     return [
-        Figure("reads/s / ideal", tuple(value / ideal for value in rate["aiofeed"]), target=at_least(0.98)),
-        Figure("reads/s / ideal, 512", tuple(value / more_ideal for value in rate[more.label]), target=at_least(0.93)),
-        Figure("CPU per read", cpu["aiofeed"], "us", at_most(18)),
-        Figure("reads/s / DataLoader, 2 workers", per(rate["aiofeed"], rate["DataLoader, 2 workers"])),
-        *[Figure(f"reads: {label}", values, "/s") for label, values in rate.items()],
-        *[Figure(f"CPU per read: {label}", values, "us") for label, values in cpu.items() if label != "aiofeed"],
+        Figure("reads/s / ideal", share(race.rate("aiofeed"), ideal), target=at_least(0.98)),
+        Figure("reads/s / ideal, 512", share(race.rate("aiofeed, 512"), more_ideal), target=at_least(0.93)),
+        Figure("CPU per read", race.cpu_us("aiofeed"), "us", at_most(18)),
+        Figure("CPU per read, 512", race.cpu_us("aiofeed, 512"), "us"),
+        race.speed("aiofeed", LOADER),
+        *slow_samples(settings, "decode", 2, 2, 320),
+        *slow_samples(settings, "decode", 2, 1, 320),
+        *slow_samples(settings, "read", 32, 2, 6_400),
     ]
 
 
-def decode(data: bytes | bytearray) -> NDArray[np.uint8]:
-    import numpy as np
+def slow_samples(settings: Settings, load: str, batch: int, prefetch: int, samples: int) -> list[Figure]:
+    options = {"load": load, "batch": batch, "prefetch": prefetch, "samples": settings.size(samples, 2 * batch)}
+    contenders = [Contender('"samples"', uneven_feeder, {**options, "in_order": "samples"})]
+    held_up = load == "read" or prefetch == 1
+    if held_up:
+        fewer = settings.size({"decode": 160, "read": 960}[load], 2 * batch)  # it is slower
+        contenders.append(Contender("True", uneven_feeder, {**options, "samples": fewer, "in_order": True}))
+    race = interleave(contenders, settings)
+    name = f"slow {load}s, batch {batch}" + (", 1 ahead" if prefetch == 1 else "")
+    ours = share(race.rate('"samples"'), BOUND[load])
+    return [
+        Figure(f'{name}: "samples" / bound', ours, target=at_least(0.95)),
+        *([race.speed('"samples"', "True", 1.5, name)] if held_up else []),
+    ]
 
-    return np.frombuffer(data, np.uint8)
+
+def share(values: tuple[float, ...], whole: float) -> tuple[float, ...]:
+    return tuple(value / whole for value in values)
 
 
-@contextmanager
-def aiofeed_feeder(reads: int, in_flight: int = IN_FLIGHT) -> Iterator[Measure]:
+def aiofeed_feeder(reads: int, in_flight: int = IN_FLIGHT) -> AbstractContextManager[Measure]:
     import aiofeed
 
     limits = aiofeed.Limits(read_concurrency=in_flight)
-    source = WaitingSource(reads, READ_S)
-    with aiofeed.Feeder(source, decode=decode, batch_size=BATCH, limits=limits) as feeder:
-        one_epoch = single_epochs(feeder)
-
-        def epoch() -> Mapping[str, float]:
-            return {"items": sum(map(len, one_epoch()))}
-
-        epoch()
-        yield epoch
+    return fed(aiofeed.Feeder(WaitingSource(reads, READ_S), decode=as_array, batch_size=BATCH, limits=limits))
 
 
-@contextmanager
-def data_loader(reads: int, batch: int) -> Iterator[Measure]:
-    from torch.utils.data import DataLoader
-
-    loader = DataLoader(SlowReads(reads), batch, num_workers=2, persistent_workers=True)  # type: ignore[arg-type,var-annotated]
-
-    def epoch() -> Mapping[str, float]:
-        return {"items": sum(map(len, loader))}
-
-    epoch()
-    yield epoch
+def data_loader(reads: int, batch: int) -> AbstractContextManager[Measure]:
+    return loaded(SlowReads(reads), batch, 2)
 
 
 class SlowReads:
@@ -99,4 +109,38 @@ class SlowReads:
 
     def __getitem__(self, index: int) -> NDArray[np.uint8]:
         time.sleep(READ_S)
-        return decode(bytearray(b"sample"))
+        return as_array(bytearray(b"sample"))
+
+
+class Uneven:
+    """A source and a decoder of samples of which one in ten costs ten times as much."""
+
+    def __init__(self, samples: int, load: str) -> None:
+        slow = set(random.Random(0).sample(range(samples), samples // 10))
+        self._costs = [10 * COST_S[load] if index in slow else COST_S[load] for index in range(samples)]
+        self._load = load
+
+    def __len__(self) -> int:
+        return len(self._costs)
+
+    def key(self, index: int) -> str:
+        return str(index)
+
+    async def read(self, index: int) -> int:
+        if self._load == "read":
+            await asyncio.sleep(self._costs[index])
+        return index
+
+    def decode(self, index: int) -> int:
+        if self._load == "decode":
+            time.sleep(self._costs[index])
+        return index
+
+
+def uneven_feeder(load: str, batch: int, samples: int, prefetch: int, in_order: Any) -> AbstractContextManager[Measure]:
+    import aiofeed
+
+    source = Uneven(samples, load)
+    limits = aiofeed.Limits(decode_threads=THREADS, read_concurrency=READS, prefetch_batches=prefetch)
+    feeder = aiofeed.Feeder(source, decode=source.decode, batch_size=batch, in_order=in_order, limits=limits)
+    return fed(feeder)

@@ -16,32 +16,30 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.data import files_below, jpeg_folder
-from benchmarks.figures import Figure, at_most, column
+from benchmarks.figures import Figure, at_most
 from benchmarks.harness import PROJECT, Contender, Measure, Settings, interleave_fresh
 from benchmarks.jpeg import BATCH, SIZE, Images
 
 TITLE = "Start: import, and the first batch of 64 JPEGs"
+
+LOADER = "DataLoader, 2 workers"
 
 
 def run(settings: Settings) -> list[Figure]:
     options = {"folder": str(jpeg_folder(settings.data, settings.size(1024, 96)))}
     contenders = [
         Contender("aiofeed", aiofeed_feeder, options, ("torch",)),
-        Contender("DataLoader, 2 workers", data_loader, options, ("torch.utils.data", "numpy", "PIL.Image")),
+        Contender(LOADER, data_loader, options, ("torch.utils.data", "numpy", "PIL.Image")),
     ]
     # Otherwise every round would compile with PYTHONDONTWRITEBYTECODE set, which takes twice as long as the import.
     compileall.compile_dir(PROJECT / "aiofeed", quiet=2)
-    samples = interleave_fresh(contenders, settings)
-    ours = samples["aiofeed"]
+    race = interleave_fresh(contenders, settings)
+    first = "iter() to first batch"
     return [
-        Figure("import of aiofeed beyond torch", column(ours, "import_s", 1e3), "ms", at_most(50)),
-        Figure("import of its decoder and Pillow", column(ours, "decoder_import_s", 1e3), "ms"),
-        Figure("iter() to first batch", column(ours, "first_batch_s", 1e3), "ms", at_most(100)),
-        Figure(
-            "iter() to first batch: DataLoader, 2 workers",
-            column(samples["DataLoader, 2 workers"], "first_batch_s", 1e3),
-            "ms",
-        ),
+        Figure("import of aiofeed beyond torch", race.column("aiofeed", "import_s", 1e3), "ms", at_most(50)),
+        Figure("import of its decoder and Pillow", race.column("aiofeed", "decoder_import_s", 1e3), "ms"),
+        Figure(first, race.column("aiofeed", "first_batch_s", 1e3), "ms", at_most(100)),
+        Figure(f"{first}: {LOADER}", race.column(LOADER, "first_batch_s", 1e3), "ms"),
     ]
 
 

@@ -7,21 +7,19 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
-from benchmarks import jpeg
-from benchmarks.figures import Figure, Sample, Target, at_least, cpu_us_per_item, per, rates
-from benchmarks.harness import BenchmarkError, Contender, Measure, Settings, interleave
+from benchmarks import figures, jpeg
+from benchmarks.figures import Figure, Target, at_least, per
+from benchmarks.harness import KEEP_FREED_MEMORY, BenchmarkError, Contender, Measure, Settings, interleave
 from benchmarks.peers.adapters import ADAPTERS
 from benchmarks.peers.decoders import IMPORTS, Decode, Judge, quiet_helpers
 from benchmarks.peers.work import Epoch, Work, channels_first, checked
 
 OURS = "aiofeed"
 BARE = " bare "
-
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-"""Settings of glibc's malloc, so that it keeps freed memory."""
 
 
 @dataclass(frozen=True)
@@ -130,46 +128,41 @@ def bare(kind: str, work: Mapping[str, Any], workers: int = 2) -> Contender:
 def decode_only(folder: str, side: int, decoder: str, kind: str, workers: int) -> Iterator[Measure]:
     quiet_helpers()
     way = jpeg.bare_threads if kind == "threads" else jpeg.bare_processes
-    with way(folder, Decode(decoder, side).file, side, workers) as measure:
+    pieces = partial(jpeg.one_by_one, decode=Decode(decoder, side).file)
+    with way(folder, pieces, side, workers) as measure:
         yield measure
 
 
-@dataclass(frozen=True)
-class Race:
+class Race(figures.Race):
     """The samples of one race, by label, and the reasons of contenders that did not finish."""
 
-    samples: Mapping[str, Sequence[Sample]]
-    absent: Mapping[str, str]
-
-    def rate(self, label: str) -> tuple[float, ...]:
-        return rates(self.samples[label])
-
-    def cpu_us(self, label: str) -> tuple[float, ...]:
-        return cpu_us_per_item(self.samples[label])
+    def __init__(self, samples: figures.Race, absent: Mapping[str, str]) -> None:
+        super().__init__(samples)
+        self.absent = absent
 
     def median(self, label: str) -> float:
         return Figure(label, self.rate(label)).median
 
     def ours(self) -> list[str]:
-        return [label for label in self.samples if label.startswith(OURS)]
+        return [label for label in self if label.startswith(OURS)]
 
     def peers(self) -> list[str]:
-        return [label for label in self.samples if not label.startswith(OURS) and BARE not in label]
+        return [label for label in self if not label.startswith(OURS) and BARE not in label]
 
     def best(self, labels: Iterable[str]) -> str:
         """The fastest of ``labels``, by the median."""
         return max(labels, key=self.median)
 
-    def speed(self, label: str, other: str, least: float | None = None) -> list[Figure]:
+    def faster(self, label: str, other: str, least: float | None = None) -> list[Figure]:
         """Speed of ``label`` relative to ``other``; empty if one of them is missing."""
-        if label not in self.samples or other not in self.samples:
+        if label not in self or other not in self:
             return []
         target = None if least is None else at_least(least)
         return [Figure(f"speed: {label} / {other}", per(self.rate(label), self.rate(other)), target=target)]
 
-    def cpu(self, label: str, other: str, target: Target) -> list[Figure]:
+    def cheaper(self, label: str, other: str, target: Target) -> list[Figure]:
         """CPU time per item of ``label`` relative to ``other``; empty if one of them is missing."""
-        if label not in self.samples or other not in self.samples:
+        if label not in self or other not in self:
             return []
         ratio = per(self.cpu_us(label), self.cpu_us(other))
         return [Figure(f"CPU per item: {label} / {other}", ratio, target=target)]
@@ -184,12 +177,12 @@ class Race:
 
     def db(self, label: str) -> float:
         """Worst PSNR against Pillow at full scale, in dB; 0 if it was not measured."""
-        return self.samples[label][0].get("worst_db", 0.0)
+        return self[label][0].get("worst_db", 0.0)
 
     def columns(self) -> dict[str, list[Figure]]:
         """Rate, CPU time and quality, label by label, the fastest first."""
         columns = {}
-        for label in sorted(self.samples, key=self.median, reverse=True):
+        for label in sorted(self, key=self.median, reverse=True):
             figures = [Figure("rate", self.rate(label), "/s"), Figure("CPU per item", self.cpu_us(label), "us")]
             if self.db(label):
                 figures.append(Figure("worst PSNR", (self.db(label),), "dB"))
@@ -200,14 +193,14 @@ class Race:
 def race(contenders: Sequence[Contender], settings: Settings, absent: Mapping[str, str]) -> Race:
     """Measure the contenders in interleaved rounds. A peer that fails is left out, with the reason.
 
-    All processes run with ``MALLOC``: otherwise a bare process returns the pages of each image to the system and takes
+    All processes keep freed memory: otherwise a bare process returns the pages of each image to the system and takes
     new ones for the next, and a loader that keeps its memory is faster than this bound.
 
     Raises:
         BenchmarkError: aiofeed or a bare contender failed.
     """
     dropped: dict[str, str] = {}
-    with mock.patch.dict(os.environ, MALLOC):
+    with mock.patch.dict(os.environ, KEEP_FREED_MEMORY):
         samples = interleave(contenders, settings, dropped)
     check(dropped)
     return Race(samples, {**absent, **dropped})

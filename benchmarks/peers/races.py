@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.data import jpeg_folder
 from benchmarks.figures import Figure, at_most, per
 from benchmarks.harness import BenchmarkError, Contender, Measure, Settings, measure_memory
-from benchmarks.jpeg_backends import aiofeed_feeder, has_native
+from benchmarks.jpeg import aiofeed_feeder, has_native
 from benchmarks.peers.contest import OURS, CaseResult, Participants, bare, check, contender, race
 
 THREAD, PROCESS = "aiofeed, thread", "aiofeed, process:2"
@@ -64,11 +64,11 @@ def same_decode(settings: Settings, participants: Participants) -> CaseResult:
     better = outcome.best(outcome.ours())
     least = {peer: 2.0 if peer == "SPDL, per item" else 1.15 for peer in outcome.peers()}
     targets = [
-        *outcome.speed(THREAD, THREADS, 1.0),
-        *outcome.speed(PROCESS, PROCESSES, 0.97),
-        *[figure for peer in outcome.peers() for figure in outcome.speed(better, peer, least[peer])],
-        *outcome.cpu(THREAD, THREADS, at_most(1.03)),
-        *outcome.cpu(PROCESS, PROCESSES, at_most(1.03)),
+        *outcome.faster(THREAD, THREADS, 1.0),
+        *outcome.faster(PROCESS, PROCESSES, 0.97),
+        *[figure for peer in outcome.peers() for figure in outcome.faster(better, peer, least[peer])],
+        *outcome.cheaper(THREAD, THREADS, at_most(1.03)),
+        *outcome.cheaper(PROCESS, PROCESSES, at_most(1.03)),
     ]
     title = "JPEG 500x400 to 224, the same Pillow decode for all, batch 64, second epoch"
     return CaseResult(title, "images", outcome.columns(), targets, outcome.absent)
@@ -103,12 +103,12 @@ def footprint(settings: Settings, participants: Participants) -> CaseResult:
                 (peak,), samples = measure_memory(each, settings, (SOME,))
                 if label in long:
                     (later,), _ = measure_memory(each, settings, (settings.size(EPOCHS, 3),))
-                    long[label].append(later.total / 1e6)
+                    long[label].append(later / 1e6)
             except BenchmarkError as error:
                 dropped[label] = str(error).strip().splitlines()[-1]
                 continue
             first[label].append(1e3 * samples[0]["first_s"])
-            memory[label].append(peak.total / 1e6)
+            memory[label].append(peak / 1e6)
     check(dropped)
     labels = sorted((label for label in present if label not in dropped), key=lambda label: median(first[label]))
     columns = {
@@ -146,9 +146,9 @@ def best_decoder(settings: Settings, participants: Participants) -> CaseResult:
     better = outcome.best(outcome.ours())
     targets = [
         *outcome.first(better, outcome.peers(), "the peers"),
-        *outcome.speed(better, PROCESSES, 0.95),
-        *outcome.speed(better, pillow.label, 1.4),
-        *[figure for peer in outcome.peers() for figure in outcome.speed(better, peer)],
+        *outcome.faster(better, PROCESSES, 0.95),
+        *outcome.faster(better, pillow.label, 1.4),
+        *[figure for peer in outcome.peers() for figure in outcome.faster(better, peer)],
     ]
     title = "JPEG 500x400 to 224, each with its fastest decoder, batch 64, second epoch"
     return CaseResult(title, "images", outcome.columns(), targets, outcome.absent)
@@ -195,10 +195,10 @@ def large_files(settings: Settings, participants: Participants) -> CaseResult:
     best = outcome.best(better.values())
     comparable = [peer for peer in outcome.peers() if outcome.db(peer) >= outcome.db(best) - QUALITY_DB]
     targets = [
-        *[figure for name, ours in better.items() for figure in outcome.speed(ours, plain, least[name])],
-        *[figure for name, ours in better.items() for figure in outcome.speed(ours, f"{PROCESSES}, {name}", 0.95)],
+        *[figure for name, ours in better.items() for figure in outcome.faster(ours, plain, least[name])],
+        *[figure for name, ours in better.items() for figure in outcome.faster(ours, f"{PROCESSES}, {name}", 0.95)],
         *outcome.first(best, comparable, "those of the same quality"),
-        *[figure for peer in outcome.peers() for figure in outcome.speed(best, peer) if peer != plain],
+        *[figure for peer in outcome.peers() for figure in outcome.faster(best, peer) if peer != plain],
     ]
     title = "JPEG 3000x2000 to 224, batch 16, second epoch"
     return CaseResult(title, "images", outcome.columns(), targets, outcome.absent)
@@ -220,11 +220,11 @@ def small_files(settings: Settings, participants: Participants) -> CaseResult:
     outcome = race([*(contender(label, work) for label in present), *others], settings, absent)
     in_python = [peer for peer in outcome.peers() if not peer.startswith("tf.data")]
     targets = [
-        *outcome.speed(PROCESS, PROCESSES, 0.85),
-        *outcome.speed(PROCESS, LOADER, 1.3),
+        *outcome.faster(PROCESS, PROCESSES, 0.85),
+        *outcome.faster(PROCESS, LOADER, 1.3),
         *outcome.first(PROCESS, in_python, "the peers in Python"),
-        *outcome.speed(THREAD, one.label, 0.9),
-        *[figure for peer in outcome.peers() for figure in outcome.speed(PROCESS, peer) if peer != LOADER],
+        *outcome.faster(THREAD, one.label, 0.9),
+        *[figure for peer in outcome.peers() for figure in outcome.faster(PROCESS, peer) if peer != LOADER],
     ]
     title = "20,000 JPEGs of 2 KB, 64x64, Pillow decode, batch 64, second epoch"
     return CaseResult(title, "images", outcome.columns(), targets, outcome.absent)
@@ -249,11 +249,11 @@ def small_files_simplejpeg(settings: Settings, participants: Participants) -> Ca
     pairs = zip(outcome.cpu_us(single.label), outcome.cpu_us(one.label), strict=True)
     added = tuple(ours - decoding for ours, decoding in pairs)
     targets = [
-        *outcome.speed(THREAD, PROCESSES, 0.65),
-        *outcome.speed(THREAD, LOADER, 1.0),
-        *outcome.speed(PROCESS, PROCESSES, 0.85),
+        *outcome.faster(THREAD, PROCESSES, 0.65),
+        *outcome.faster(THREAD, LOADER, 1.0),
+        *outcome.faster(PROCESS, PROCESSES, 0.85),
         Figure("framework's own CPU per sample, one thread", added, "us", at_most(20)),
-        *[figure for peer in outcome.peers() for figure in outcome.speed(PROCESS, peer)],
+        *[figure for peer in outcome.peers() for figure in outcome.faster(PROCESS, peer)],
     ]
     title = "20,000 JPEGs of 2 KB, 64x64, simplejpeg, batch 64, second epoch"
     return CaseResult(title, "images", outcome.columns(), targets, outcome.absent)
@@ -261,5 +261,5 @@ def small_files_simplejpeg(settings: Settings, participants: Participants) -> Ca
 
 @contextmanager
 def one_thread(folder: str) -> Iterator[Measure]:
-    with aiofeed_feeder(folder, 64, "turbo", threads=1) as measure:
+    with aiofeed_feeder(folder, 64, threads=1, backend="turbo") as measure:
         yield measure

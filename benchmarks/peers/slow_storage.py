@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
+from benchmarks.contenders import as_array, epochs
 from benchmarks.figures import Figure, at_least, at_most
 from benchmarks.harness import Contender, Measure, Settings
 from benchmarks.peers.adapters import ADAPTERS
 from benchmarks.peers.contest import OURS, CaseResult, Participants, race
-from benchmarks.slow_reads import BATCH, READ_S, aiofeed_feeder, data_loader, decode
+from benchmarks.slow_reads import BATCH, READ_S, aiofeed_feeder, data_loader
 
 IN_FLIGHT = {128: 0.95, 512: 0.85}
 """Reads in flight, and the target as a share of the ideal."""
@@ -50,20 +51,7 @@ def slow_storage(settings: Settings, participants: Participants) -> CaseResult:
     )
 
 
-def warm(reads: int, batches: Callable[[], Iterable[Any]]) -> Measure:
-    """Measures one epoch, which must have ``reads`` reads; does so once as a warm-up."""
-
-    def measure() -> Mapping[str, float]:
-        items = sum(map(len, batches()))
-        assert items == reads, f"{items} of {reads} reads"
-        return {"items": items}
-
-    measure()
-    return measure
-
-
-@contextmanager
-def spdl(reads: int, in_flight: int) -> Iterator[Measure]:
+def spdl(reads: int, in_flight: int) -> AbstractContextManager[Measure]:
     """Its asynchronous pipe, with as many tasks as reads may be in flight."""
     import numpy as np
     import torch
@@ -74,7 +62,7 @@ def spdl(reads: int, in_flight: int) -> Iterator[Measure]:
         return b"sample"
 
     def collate(data: list[bytes]) -> Any:
-        return torch.from_numpy(np.stack([decode(each) for each in data]))
+        return torch.from_numpy(np.stack([as_array(each) for each in data]))
 
     def batches() -> Iterator[Any]:
         builder: Any = PipelineBuilder().add_source(range(reads))
@@ -83,27 +71,25 @@ def spdl(reads: int, in_flight: int) -> Iterator[Measure]:
         with pipeline.auto_stop():
             yield from pipeline
 
-    yield warm(reads, batches)
+    return epochs(batches)
 
 
 def read_in_thread(index: int) -> Any:
     time.sleep(READ_S)
-    return decode(b"sample")
+    return as_array(b"sample")
 
 
-@contextmanager
-def grain(reads: int, in_flight: int) -> Iterator[Measure]:
+def grain(reads: int, in_flight: int) -> AbstractContextManager[Measure]:
     """Its read threads, as many as reads may be in flight, and twice as many samples read ahead."""
     import grain as package
 
     dataset: Any = package.MapDataset.range(reads).map(read_in_thread)
     options = package.ReadOptions(num_threads=in_flight, prefetch_buffer_size=2 * in_flight)
     batched = dataset.to_iter_dataset(options).batch(BATCH, drop_remainder=False)
-    yield warm(reads, lambda: batched)
+    return epochs(lambda: batched)
 
 
-@contextmanager
-def nodes(reads: int, in_flight: int) -> Iterator[Measure]:
+def nodes(reads: int, in_flight: int) -> AbstractContextManager[Measure]:
     """``ParallelMapper`` in threads, as many as reads may be in flight."""
     from torch.utils.data import SequentialSampler, default_collate
     from torchdata.nodes import Batcher, Loader, Mapper, ParallelMapper, Prefetcher, SamplerWrapper
@@ -112,7 +98,7 @@ def nodes(reads: int, in_flight: int) -> Iterator[Measure]:
     node: Any = ParallelMapper(sampler, read_in_thread, num_workers=in_flight, method="thread")
     node = Prefetcher(Mapper(Batcher(node, BATCH, drop_last=False), default_collate), 2)
     loader: Any = Loader(node)
-    yield warm(reads, lambda: loader)
+    return epochs(lambda: loader)
 
 
 PEERS = {"SPDL": spdl, "Grain": grain, "torchdata.nodes": nodes}

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.figures import Figure, at_most, column
+from benchmarks.figures import Figure, at_most
 from benchmarks.harness import Contender, Measure, Settings
 from benchmarks.peers.contest import OURS, CaseResult, Participants, bare, contender, epochs_of, race
 from benchmarks.peers.decoders import quiet_helpers
@@ -46,7 +46,7 @@ def training_step(settings: Settings, participants: Participants) -> CaseResult:
     outcome = race([*contenders, decoding], settings, absent)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = tuple(us * 1e-6 * work["batch"] / cores for us in outcome.cpu_us(decoding.label))
-    step_s = {label: column(outcome.samples[label], "step_s") for label in (ALONE, *outcome.ours(), *outcome.peers())}
+    step_s = {label: outcome.column(label, "step_s") for label in (ALONE, *outcome.ours(), *outcome.peers())}
     columns = {label: [Figure("step", tuple(1e3 * each for each in values), "ms")] for label, values in step_s.items()}
     without = step_s.pop(ALONE)
     targets = []

@@ -48,7 +48,8 @@ def test_a_figure_without_rounds_is_refused() -> None:
 def test_ratios_are_taken_within_each_round_before_the_median() -> None:
     ours = [{"items": 10.0, "wall_s": 1.0}, {"items": 10.0, "wall_s": 4.0}, {"items": 10.0, "wall_s": 1.0}]
     theirs = [{"items": 10.0, "wall_s": 2.0}, {"items": 10.0, "wall_s": 8.0}, {"items": 10.0, "wall_s": 1.0}]
-    assert figures.per(figures.rates(ours), figures.rates(theirs)) == (2.0, 2.0, 1.0)
+    figure = figures.Race(ours=ours, theirs=theirs).speed("ours", "theirs", 1.5, "case")
+    assert (figure.what, figure.values, figure.verdict) == ("case: speed / theirs", (2.0, 2.0, 1.0), "met")
 
 
 def test_ratios_of_different_numbers_of_rounds_are_refused() -> None:
@@ -57,7 +58,9 @@ def test_ratios_of_different_numbers_of_rounds_are_refused() -> None:
 
 
 def test_cpu_time_is_given_per_item_in_microseconds() -> None:
-    assert figures.cpu_us_per_item([{"cpu_s": 0.5, "items": 1000.0}]) == (500.0,)
+    race = figures.Race(ours=[{"cpu_s": 0.5, "items": 1000.0}], theirs=[{"cpu_s": 1.0, "items": 1000.0}])
+    assert race.cpu_us("ours") == (500.0,)
+    assert race.cpu("ours", "theirs", 0.5).values == (0.5,)
 
 
 @pytest.mark.parametrize(
@@ -218,11 +221,11 @@ def test_a_contender_that_beats_every_bound_is_an_error() -> None:
     def at(*seconds: float) -> list[dict[str, float]]:
         return [{"items": 100.0, "wall_s": wall_s} for wall_s in seconds]
 
-    samples = {"threads": at(2.0, 2.0, 9.0), "processes": at(1.0, 1.1, 1.0), "loader": at(0.97, 1.06, 0.97)}
+    samples = figures.Race(threads=at(2.0, 2.0, 9.0), processes=at(1.0, 1.1, 1.0), loader=at(0.97, 1.06, 0.97))
     harness.check_bounds(["threads", "processes"], samples)
     harness.check_bounds([], samples)
     with pytest.raises(harness.BenchmarkError, match=r"loader does 2\.06 times the items of threads: no bound"):
-        harness.check_bounds(["threads"], {label: samples[label] for label in ("threads", "loader")})
+        harness.check_bounds(["threads"], figures.Race({label: samples[label] for label in ("threads", "loader")}))
 
 
 def test_all_contenders_decode_to_the_same_pixels(inputs: Path) -> None:

@@ -109,15 +109,15 @@ def test_freed_memory_is_kept_in_all_contenders_of_a_race(monkeypatch: pytest.Mo
     seen: list[dict[str, str]] = []
 
     def interleave(*given: object) -> dict[str, list[Any]]:
-        seen.append({name: os.environ[name] for name in contest.MALLOC})
+        seen.append({name: os.environ[name] for name in harness.KEEP_FREED_MEMORY})
         return {}
 
     monkeypatch.setattr(contest, "interleave", interleave)
-    for name in contest.MALLOC:
+    for name in harness.KEEP_FREED_MEMORY:
         monkeypatch.delenv(name, raising=False)
     contest.race([], harness.Settings(rounds=1, quick=True, data=tmp_path), {})
-    assert seen == [contest.MALLOC]
-    assert not contest.MALLOC.keys() & os.environ.keys()
+    assert seen == [harness.KEEP_FREED_MEMORY]
+    assert not harness.KEEP_FREED_MEMORY.keys() & os.environ.keys()
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_bare_contenders_are_not_peers() -> None:
 
 
 def test_a_ratio_to_a_missing_contender_is_left_out() -> None:
-    assert RACE.speed("aiofeed, thread", "C", 1.0) == []
+    assert RACE.faster("aiofeed, thread", "C", 1.0) == []
     assert RACE.first("aiofeed, thread", [], "nobody") == []
 
 

@@ -22,7 +22,8 @@ from aiofeed.reports.ranks import compare, figures_of
 from aiofeed.reports.remedies import explain
 from aiofeed.runtime import machine
 from benchmarks import explain as plants
-from benchmarks.explain import PLANTS, RECORDED, Items, Numbers
+from benchmarks.explain import PLANTS, Items, Numbers
+from tests.support.explained_plants import RECORDED, slow_rank
 
 COUNTERS: dict[str, Any] = json.loads(RECORDED.read_text())
 
@@ -46,7 +47,7 @@ def test_a_planted_bottleneck_is_named(name: str) -> None:
 @pytest.mark.slow
 def test_the_figures_of_all_ranks_are_gathered() -> None:
     """Two processes: the explanation of rank 0 has the figures of both."""
-    assert [rank["rank"] for rank in plants.slow_rank()["ranks"]] == [0, 1]
+    assert [rank["rank"] for rank in slow_rank()["ranks"]] == [0, 1]
 
 
 # --- plain counters

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from benchmarks.contenders import single_epochs
 from benchmarks.peers.work import Batches, Epoch, Work
-from benchmarks.single_epochs import single_epochs
 
 
 @contextmanager

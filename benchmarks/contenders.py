@@ -1,0 +1,104 @@
+"""What many contenders are made of: epochs of a feeder, of a ``DataLoader`` or of a loop; sources that cost nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from benchmarks.worker import Measure
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    import aiofeed
+
+BatchT = TypeVar("BatchT")
+
+
+def single_epochs(feeder: aiofeed.Feeder[BatchT]) -> Callable[[], Iterator[BatchT]]:
+    """A function whose every call iterates the feeder's next epoch, declared as the last one.
+
+    So each starts with nothing prefetched, and prefetches nothing beyond its end. From the second epoch in a row on, a
+    feeder prefetches batches of the next epoch: between two measurements it would do that work unmeasured.
+    """
+    started = 0
+
+    def one_epoch() -> Iterator[BatchT]:
+        nonlocal started
+        started += 1
+        for _ in feeder.epochs(started):
+            yield from feeder
+
+    return one_epoch
+
+
+@contextmanager
+def epochs(
+    batches: Callable[[], Iterable[Any]], samples_in: Callable[[Any], int] = len, warm: int = 1, repeat: int = 1
+) -> Iterator[Measure]:
+    """Measures ``repeat`` epochs at a time, after ``warm`` times; ``samples_in(batch)`` is its number of samples."""
+
+    def measure() -> Mapping[str, float]:
+        return {"items": sum(sum(map(samples_in, batches())) for _ in range(repeat))}
+
+    for _ in range(warm):
+        measure()
+    yield measure
+
+
+@contextmanager
+def fed(
+    feeder: aiofeed.Feeder[Any], samples_in: Callable[[Any], int] = len, warm: int = 1, repeat: int = 1
+) -> Iterator[Measure]:
+    """Measures single epochs of a feeder."""
+    with feeder, epochs(single_epochs(feeder), samples_in, warm, repeat) as measure:
+        yield measure
+
+
+def loaded(
+    dataset: Any,
+    batch_size: int,
+    workers: int = 0,
+    samples_in: Callable[[Any], int] = len,
+    repeat: int = 1,
+    **options: Any,
+) -> AbstractContextManager[Measure]:
+    """Measures epochs of a ``DataLoader`` with persistent workers."""
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(dataset, batch_size, num_workers=workers, persistent_workers=workers > 0, **options)
+    return epochs(lambda: loader, samples_in, repeat=repeat)
+
+
+def labelled(batch: Any) -> int:
+    """The number of samples of a batch whose second part are labels."""
+    return len(batch[1])
+
+
+def as_array(data: bytes | bytearray) -> NDArray[np.uint8]:
+    """A decoder with hardly any work."""
+    import numpy as np
+
+    return np.frombuffer(data, np.uint8)
+
+
+class WaitingSource:
+    """A source whose reads wait for ``wait_s``, all samples of a batch at the same time."""
+
+    def __init__(self, length: int, wait_s: float) -> None:
+        self._length = length
+        self._wait_s = wait_s
+
+    def __len__(self) -> int:
+        return self._length
+
+    def key(self, index: int) -> str:
+        return str(index)
+
+    async def read(self, index: int) -> bytes:
+        if self._wait_s:
+            await asyncio.sleep(self._wait_s)
+        return b"sample"

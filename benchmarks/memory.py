@@ -1,0 +1,172 @@
+"""How long is an epoch of data that are in memory already: tensors, and tokens in a memory-mapped file?
+
+60,000 samples of 28 x 28 with labels, shuffled, batch 64, epochs after the first, no step: as bytes, like MNIST, and as
+float32, which moves four times as much memory. ``Tensors`` is compared with ``DataLoader`` without workers, with
+indexing per batch by a permutation (``x[order[i : i + 64]]``), and with a new ``x[order]`` per epoch whose slices are
+the batches.
+
+64 shuffled windows of 1,024 uint16 tokens per batch and their targets, as int64, from a file of 20 million tokens in
+the page cache. ``Tokens`` is compared with one ``np.take`` per batch from the same memmap, converted to the same two
+tensors, and with ``DataLoader`` over a ``Dataset`` of slices, without workers and with two.
+
+Targets: at least 15 times ``DataLoader`` and 4.0 times indexing per batch; for tokens at least 0.7 of ``np.take``, and
+20 times ``DataLoader`` with workers. Without workers ``np.take`` itself is less than 20 times as fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.contenders import epochs, fed, labelled, loaded
+from benchmarks.figures import Figure
+from benchmarks.harness import Contender, Measure, Settings, interleave
+
+if TYPE_CHECKING:
+    import torch
+
+TITLE = "60,000 samples in memory; windows of 1,024 tokens; batch 64, shuffled"
+
+BATCH, BLOCK = 64, 1024
+LOADER, LOADER_2 = "DataLoader, no workers", "DataLoader, 2 workers"
+
+
+def run(settings: Settings) -> list[Figure]:
+    figures = []
+    for dtype in ("uint8", "float32"):
+        options = {"samples": settings.size(60_000, 640), "dtype": dtype}
+        contenders = [
+            Contender("aiofeed", aiofeed_feeder, options),
+            Contender(LOADER, data_loader, options),
+            Contender("index per batch", index_per_batch, options),
+            Contender("fresh copy per epoch", fresh_copy, options),
+        ]
+        race = interleave(contenders, settings)
+        figures += [
+            race.speed("aiofeed", LOADER, 15, dtype),
+            race.speed("aiofeed", "index per batch", 4.0, dtype),
+            race.speed("aiofeed", "fresh copy per epoch", None, dtype),
+            *race.rates("samples", dtype),
+        ]
+    path = token_file(settings)
+    options = {"path": path, "epochs_at_a_time": settings.size(5, 1)}
+    contenders = [
+        Contender("Tokens", tokens, options),
+        Contender("np.take", take, options),
+        Contender(LOADER, slices_loader, {"path": path}),
+        Contender(LOADER_2, slices_loader, {"path": path, "workers": 2}),
+    ]
+    race = interleave(contenders, settings)
+    bars = {"np.take": 0.7, LOADER_2: 20, LOADER: None}
+    figures += [race.speed("Tokens", other, bar, "tokens") for other, bar in bars.items()]
+    return [*figures, *race.rates("windows", "tokens")]
+
+
+def data(samples: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (samples, 1, 28, 28), generator=generator, dtype=torch.uint8)
+    return pixels.to(getattr(torch, dtype)), torch.randint(10, (samples,), generator=generator)
+
+
+def aiofeed_feeder(samples: int, dtype: str) -> AbstractContextManager[Measure]:
+    import aiofeed
+
+    return fed(aiofeed.Feeder(aiofeed.Tensors(*data(samples, dtype)), batch_size=BATCH, shuffle=True), labelled)
+
+
+def data_loader(samples: int, dtype: str) -> AbstractContextManager[Measure]:
+    from torch.utils.data import TensorDataset
+
+    return loaded(TensorDataset(*data(samples, dtype)), BATCH, samples_in=labelled, shuffle=True)
+
+
+def index_per_batch(samples: int, dtype: str) -> AbstractContextManager[Measure]:
+    import torch
+
+    images, labels = data(samples, dtype)
+
+    def batches() -> Iterator[Any]:
+        order = torch.randperm(samples)
+        parts = [order[first : first + BATCH] for first in range(0, samples, BATCH)]
+        return ((images[part], labels[part]) for part in parts)
+
+    return epochs(batches, labelled)
+
+
+def fresh_copy(samples: int, dtype: str) -> AbstractContextManager[Measure]:
+    import torch
+
+    images, labels = data(samples, dtype)
+
+    def batches() -> Iterator[Any]:
+        order = torch.randperm(samples)
+        rows, names = images[order], labels[order]
+        return ((rows[at : at + BATCH], names[at : at + BATCH]) for at in range(0, samples, BATCH))
+
+    return epochs(batches, labelled)
+
+
+def token_file(settings: Settings) -> str:
+    """The path of a file of random tokens, which is written once."""
+    import numpy as np
+
+    settings.data.mkdir(parents=True, exist_ok=True)
+    count = settings.size(20_000_000, 200_000)
+    path = settings.data / f"tokens-{count}.bin"
+    if not path.exists():
+        np.random.default_rng(0).integers(50_257, size=count, dtype=np.uint16).tofile(path)
+    return str(path)
+
+
+def tokens(path: str, epochs_at_a_time: int) -> AbstractContextManager[Measure]:
+    import aiofeed
+
+    source = aiofeed.Tokens(path, BLOCK, targets=True)
+    feeder = aiofeed.Feeder(source, batch_size=BATCH, shuffle=True, drop_last=True)
+    return fed(feeder, labelled, repeat=epochs_at_a_time)
+
+
+def take(path: str, epochs_at_a_time: int) -> AbstractContextManager[Measure]:
+    import numpy as np
+    import torch
+
+    data = np.asarray(np.memmap(path, np.uint16, "r"))
+    windows = data[: (len(data) - 1) // BLOCK * BLOCK].reshape(-1, BLOCK)
+    following = data[1 : 1 + windows.size].reshape(-1, BLOCK)
+    generator = np.random.default_rng(0)
+
+    def batches() -> Iterator[Any]:
+        order = generator.permutation(len(windows))
+        for first in range(0, len(windows) // BATCH * BATCH, BATCH):
+            chosen = order[first : first + BATCH]
+            x, y = (np.take(each, chosen, axis=0).astype(np.int64) for each in (windows, following))
+            yield torch.from_numpy(x), torch.from_numpy(y)
+
+    return epochs(batches, labelled, repeat=epochs_at_a_time)
+
+
+def slices_loader(path: str, workers: int = 0) -> AbstractContextManager[Measure]:
+    import numpy as np
+
+    return loaded(Slices(np.memmap(path, np.uint16, "r")), BATCH, workers, labelled, shuffle=True, drop_last=True)
+
+
+class Slices:
+    """A Dataset of windows, as one writes it for ``DataLoader``."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return (len(self.data) - 1) // BLOCK
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        import numpy as np
+        import torch
+
+        start = index * BLOCK
+        window = torch.from_numpy(self.data[start : start + BLOCK + 1].astype(np.int64))
+        return window[:-1], window[1:]
