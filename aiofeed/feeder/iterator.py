@@ -362,7 +362,7 @@ class FeedIterator(Generic[BatchT_co]):
         self.observer.handing_out(item)
         now = time.perf_counter()
         waited = now - late_s
-        stall_s = waited - asked - _overlap_s(item.device_backlog, asked, waited)
+        stall_s = waited - asked - (_overlap_s(*backlog, asked, waited) if (backlog := item.device_backlog) else 0.0)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("batch %d: handed out after a wait of %.1f ms", item.number, stall_s * 1e3)
         stats = self._stats
@@ -504,9 +504,9 @@ def clocks() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
 
-def _overlap_s(span: tuple[float, float] | None, start: float, end: float) -> float:
-    """Return the seconds of a time span that lie between two points in time."""
-    return 0.0 if span is None else max(min(span[1], end) - max(span[0], start), 0.0)
+def _overlap_s(began: float, ended: float, start: float, end: float) -> float:
+    """Return the seconds from ``began`` to ``ended`` that lie between two points in time."""
+    return max(min(ended, end) - max(began, start), 0.0)
 
 
 def take_end(queue: BatchQueue[QueueItem]) -> bool:

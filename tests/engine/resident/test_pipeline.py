@@ -32,7 +32,7 @@ from aiofeed import (
     testing,
 )
 from aiofeed.engine.resident.device_windows import QUEUED_WINDOWS, DeviceWindows
-from aiofeed.engine.resident.host_windows import HOST_WINDOW_BYTES, HostWindows
+from aiofeed.engine.resident.host_windows import WINDOW_BYTES, HostWindows
 from aiofeed.sampling.schedule import BatchRange
 
 EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "250"))
@@ -803,7 +803,7 @@ def test_a_failed_upload_names_the_data() -> None:
 
 def test_memory_bytes_bounds_the_windows_of_the_host() -> None:
     """Two windows fit into memory_bytes, with at least one batch each."""
-    for memory_bytes, batches in ((1, 1), (2 * 4 * 8 * 100, 4), (1 << 40, HOST_WINDOW_BYTES // 800)):
+    for memory_bytes, batches in ((1, 1), (2 * 4 * 8 * 100, 4), (1 << 40, WINDOW_BYTES // 800)):
         assert HostWindows(Tensors(torch.zeros(10, 25)), 8, memory_bytes).max_batches == batches
 
 
