@@ -13,6 +13,7 @@ _HOMES: dict[str, dict[str, str]] = {
         "DataLoader": "aiofeed.feeder.dataloader",
         "Buckets": "aiofeed.sampling.listers.length_plans",
         "TokenBudget": "aiofeed.sampling.listers.length_plans",
+        "Balanced": "aiofeed.sampling.listers.balanced",
         "Pack": "aiofeed.sampling.listers.packing",
         "pad_collate": "aiofeed.engine.fetch.sequences",
         "Limits": "aiofeed.core.limits",

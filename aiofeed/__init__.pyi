@@ -48,6 +48,7 @@ from aiofeed.reports.exporters import PrometheusCollector as PrometheusCollector
 from aiofeed.reports.headroom import Headroom as Headroom
 from aiofeed.reports.machine import DeviceReport as DeviceReport
 from aiofeed.reports.machine import device_report as device_report
+from aiofeed.sampling.listers.balanced import Balanced as Balanced
 from aiofeed.sampling.listers.length_plans import Buckets as Buckets
 from aiofeed.sampling.listers.length_plans import TokenBudget as TokenBudget
 from aiofeed.sampling.listers.packing import Pack as Pack

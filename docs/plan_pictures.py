@@ -147,12 +147,49 @@ def mixture() -> str:
     return svg(title, low + 36, shapes)
 
 
+def balanced() -> str:
+    """The cost of each of 8 ranks in the first steps of two plans, as a bar from 0."""
+    lengths = [round(400 * math.exp(0.7 * NormalDist().inv_cdf((number + 0.5) / 2000))) for number in range(2000)]
+    plans = {
+        "TokenBudget": aiofeed.TokenBudget(lengths, max_tokens=16_384, window=500),
+        "Balanced": aiofeed.Balanced(lengths, 16_384, cost=attention, groups=8),
+    }
+    shapes, worst = [], {}
+    ranks, steps, wide, high = 8, 5, 10, 70
+    for row, (name, plan) in enumerate(plans.items()):
+        low = 132 + row * (high + 60)
+        with aiofeed.Feeder(lengths, batch_size=plan, shuffle=True, collate_fn=list, shard=None) as feeder:
+            costs = [sum(map(attention, batch)) for batch in feeder]
+            if name == "TokenBudget":
+                costs = [len(batch) * attention(max(batch)) for batch in feeder]
+        worst[name] = 0.0
+        for step in range(steps):
+            each, x = costs[step * ranks : (step + 1) * ranks], MARGIN + step * 138
+            mean = sum(each) / ranks
+            worst[name] = max(worst[name], max(each) / mean)
+            for rank, cost in enumerate(each):
+                height = cost / mean * high / 1.5
+                shapes.append(rect(x + rank * (wide + 4), low - height, wide, height, COLOURS[0]))
+            top = low - high / 1.5
+            shapes.append(f'<path d="M{x - 2} {top:g}h{ranks * (wide + 4)}" stroke="#d55e00" stroke-dasharray="4 3"/>')
+            shapes.append(text(x, low + 16, f"step {step + 1}: {max(each) / mean:.2f}"))
+        shapes.append(text(MARGIN, low - high - 8, f"{name}: the cost of each of {ranks} ranks, and the mean (dashed)"))
+    title = f"Balanced: the slowest of {ranks} ranks costs up to {worst['Balanced']:.2f} times the mean of a step, "
+    return svg(title + f"with TokenBudget {worst['TokenBudget']:.2f}", 132 + high + 60 + 32, shapes)
+
+
+def attention(length: float) -> float:
+    """The cost of a sample with attention, in tokens."""
+    return length + length * length / 12_288
+
+
 def pictures() -> dict[str, str]:
     """The text of each picture by the name of its file."""
     return {
         "batches-plain.svg": padded("Plain batches", 8),
         "batches-buckets.svg": padded("Buckets", aiofeed.Buckets(LENGTHS, [20, 36], [12, 6, 4])),
         "batches-token-budget.svg": padded("TokenBudget", aiofeed.TokenBudget(LENGTHS, max_tokens=256)),
+        "batches-balanced.svg": balanced(),
         "batches-packed.svg": packed(),
         "batches-mixture.svg": mixture(),
     }

@@ -118,7 +118,7 @@ class Feeder(Generic[BatchT]):
         decode: A ``Decoder``, e.g. ``DecodeImage(size=224)``. Leave it out for a ``Dataset``, which returns decoded
             items, for ``Tokens``, ``Clips`` and a ``Table`` of numbers, and for a ``Stream`` of decoded items.
         batch_size: Samples per batch; or a plan that forms batches by the lengths of samples: ``Buckets``,
-            ``TokenBudget`` or ``Pack``.
+            ``TokenBudget``, ``Balanced`` or ``Pack``.
         batch_sampler: An iterable of lists of indices, such as torch's ``BatchSampler``, listed once per epoch. Rank r
             of R takes the batches r, r + R, ..., unless its sampler is a ``DistributedSampler``. Excludes
             ``batch_size``, ``shuffle``, ``sampler`` and ``drop_last``.

@@ -94,6 +94,8 @@ class FeedOrder:
         """
         if self._shard is None:
             self._shard = find_shard()
+        if isinstance(self._sampler, PlanLister):
+            self._sampler.plan.check_ranks(self._shard[1])
         if length is None:
             length = self._base.length if self._sampler is None else len(self._sampler)
         return replace(self._base, length=length, rank=self._shard[0], world_size=self._shard[1])

@@ -40,11 +40,17 @@ class BatchLists:
 
     def samples(self, batch: int) -> Int64:
         """The indices of a batch."""
-        return self.indices[self.offsets[batch] : self.offsets[batch + 1]]
+        indices: Int64 = self.indices[self.positions(batch)]
+        return indices
 
     def positions(self, batch: int) -> Int64:
         """The positions of a batch's samples in the epoch, from which their random numbers derive."""
         return np.arange(self.offsets[batch], self.offsets[batch + 1])
+
+    def consumed(self, batches: int) -> Int64:
+        """The indices of the first batches; of a sample with several parts, only its first part counts."""
+        indices = self.indices[: self.offsets[batches]]
+        return indices if self.spans is None else indices[self.spans[: len(indices), 1] == 0]
 
     def digest(self) -> str:
         """A digest of all batches."""

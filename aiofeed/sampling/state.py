@@ -32,7 +32,7 @@ OTHER_STATES = {
 """The program that has saved a state, by a key that only its states have."""
 
 ORDERS = {
-    "plan": "a plan (Buckets, TokenBudget or Pack)",
+    "plan": "a plan (Buckets, TokenBudget, Balanced or Pack)",
     "mixture": "a Mixture",
     "weights": "weights=",
     "shuffle": 'shuffle="window"',

@@ -40,6 +40,13 @@ class LengthPlan(ABC):
         lengths: The length of each sample, an int from 1; or a function of the index, called once per sample.
     """
 
+    groups: int | None = None
+    """The largest number of ranks whose costs a plan balances, if it does."""
+    costs: Int64 = np.empty(0, np.int64)
+    """The costs that it balances, after ``bind``."""
+    examined = False
+    """Whether it has looked for costs that cannot be balanced."""
+
     def __init__(self, lengths: Lengths) -> None:
         self._given = lengths
         self._lengths: Int64 | None = None
@@ -68,17 +75,35 @@ class LengthPlan(ABC):
         assert self._lengths is not None
         return self._lengths
 
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ``ValueError`` if the plan has no batches for that many ranks."""
+        if self.groups is not None and self.groups % ranks:
+            allowed = [number for number in range(1, self.groups + 1) if self.groups % number == 0]
+            raise ValueError(
+                f"{type(self).__name__}(groups={self.groups}) balances batches for as many ranks as divide groups, "
+                f"{', '.join(map(str, allowed))}, and there are {ranks}: pass groups={ranks} or a multiple of it"
+            )
+
     def fingerprint(self) -> str:
         """Identifies the plan in saved states."""
-        return f"{type(self).__name__}({self._describe()}, lengths={self._digest})"
+        costs = "" if self.groups is None else f", costs={self._digests[1]}"
+        return f"{type(self).__name__}({self._describe()}{costs}, lengths={self._digests[0]})"
 
     @cached_property
-    def _digest(self) -> str:
-        # Every state has it; 10 million lengths take 0.1 s.
-        return hashlib.sha256(self.lengths.tobytes()).hexdigest()[:16]
+    def _digests(self) -> list[str]:
+        # Every state has them; 10 million lengths take 0.1 s.
+        return [hashlib.sha256(each.tobytes()).hexdigest()[:16] for each in (self.lengths, self.costs)]
 
     def _check(self, lengths: Int64) -> None:  # noqa: B027 - most plans take any length
         """Raise ``ValueError`` if a sample cannot be in a batch."""
+
+    def _check_longest(self, lengths: Int64, max_tokens: int, on_oversize: OnOversize) -> None:
+        if on_oversize == "error" and len(lengths) and lengths.max() > max_tokens:
+            index = int(lengths.argmax())
+            raise ValueError(
+                f"sample {index} has {lengths[index]} tokens, more than max_tokens={max_tokens}: raise it, "
+                f'or pass on_oversize="skip" or "truncate"'
+            )
 
     @property
     @abstractmethod
@@ -209,12 +234,7 @@ class TokenBudget(LengthPlan):
         )
 
     def _check(self, lengths: Int64) -> None:
-        if self.on_oversize == "error" and len(lengths) and lengths.max() > self.max_tokens:
-            index = int(lengths.argmax())
-            raise ValueError(
-                f"sample {index} has {lengths[index]} tokens, more than max_tokens={self.max_tokens}: raise it, "
-                f'or pass on_oversize="skip" or "truncate"'
-            )
+        self._check_longest(lengths, self.max_tokens, self.on_oversize)
 
     @property
     def typical_samples(self) -> int:
@@ -374,10 +394,7 @@ class PlanLister:
         if not isinstance(self._order, MixtureOrder):
             return {}
         lists = self.list_epoch(position.epoch, resumed=True)
-        end = lists.offsets[min(position.consumed, len(lists))]
-        consumed = lists.indices[:end]
-        if lists.spans is not None:  # a document with several parts counts with its first tokens
-            consumed = consumed[lists.spans[:end, 1] == 0]
+        consumed = lists.consumed(min(position.consumed, len(lists)))
         before = self._order.counts(Position(position.epoch))
         return {name: before[name] + more for name, more in self._order.count(consumed).items()}
 

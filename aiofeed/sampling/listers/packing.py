@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from aiofeed.core.types import public
-from aiofeed.core.validation import check_bool, check_positive_int
+from aiofeed.core.validation import check_bool, check_callable, check_int_from, check_positive_int
+from aiofeed.sampling.listers.balanced import Cost, assign, integer_costs, warn_of_large
 from aiofeed.sampling.listers.length_plans import LengthPlan, Lengths, OnOversize, check_on_oversize, starts_of
 from aiofeed.sampling.order import BatchLists, Int64
 
@@ -59,6 +60,10 @@ class Pack(LengthPlan):
         pad: The token in places without one, or a dict of one for each column (0 for columns without one).
         on_oversize: With ``split=False``, what to do about a document that is longer than a row with its separator:
             "error"; "skip" it; or "truncate" it, the separator included.
+        cost: Balances the costs of rows over ranks. Returns the costs of pieces of these lengths, positive numbers,
+            from an array of lengths, see ``Balanced``. The cost of a row is the sum of those of its pieces.
+        groups: With ``cost``, the largest number of ranks, at least 2: each ``groups`` batches of an epoch have equal
+            costs. Other numbers of ranks must divide it.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or is out of range.
@@ -75,8 +80,12 @@ class Pack(LengthPlan):
         window: int = 16_384,
         pad: Fill = 0,
         on_oversize: OnOversize = "error",
+        cost: Cost | None = None,
+        groups: int = 64,
     ) -> None:
         super().__init__(lengths)
+        self.cost: Cost | None = check_callable("Pack(cost=)", cost)
+        self.groups = None if cost is None else check_int_from(2, "Pack(groups=)", groups)
         self.context: int = check_positive_int("Pack(context=)", context)
         self.rows: int = check_positive_int("Pack(rows=)", rows)
         if self.context * self.rows > MOST_TOKENS:
@@ -91,6 +100,7 @@ class Pack(LengthPlan):
 
     def _describe(self) -> str:
         how = "" if self.split else f", window={self.window}, on_oversize={self.on_oversize!r}"
+        how += "" if self.groups is None else f", groups={self.groups}"
         return f"context={self.context}, rows={self.rows}, separator={self.separator!r}, split={self.split}{how}"
 
     @property
@@ -99,6 +109,8 @@ class Pack(LengthPlan):
         return self.lengths.astype(np.int32) + np.int32(self.separator is not None)
 
     def _check(self, lengths: Int64) -> None:
+        if self.groups is not None:
+            self.costs = integer_costs("Pack", self.cost, np.arange(1, self.context + 1))
         longest = int(lengths.max(initial=0)) + (self.separator is not None)
         if longest <= (MOST_TOKENS if self.split or self.on_oversize != "error" else self.context):
             return
@@ -133,6 +145,15 @@ class Pack(LengthPlan):
         by_place = np.argsort(places, kind="stable")
         if drop_last:
             by_place = by_place[: len(by_place) - len(by_place) % self.rows]
+        if self.groups is not None and len(by_place):
+            costs = np.add.reduceat(self.costs[rows.stops - rows.starts - 1], rows.offsets[:-1])[by_place]
+            warn_of_large(self, costs, len(by_place) / self.rows, "rows", self.rows)
+            # The rows of the last batch are not moved if they do not fill it.
+            for first in range(0, len(by_place) - self.rows + 1, self.groups * self.rows):
+                groups = min(self.groups, (len(by_place) - first) // self.rows)
+                step = slice(first, first + groups * self.rows)
+                numbers = assign(costs[step], np.ones(groups * self.rows, np.int64), groups, 1, self.rows)
+                by_place[step] = by_place[step][np.argsort(numbers, kind="stable")]
         return self._batches(rows, by_place, order)
 
     def _batches(self, rows: _Rows, numbers: Int64, order: Int64) -> BatchLists:
