@@ -32,6 +32,9 @@ log: logging.Logger = logging.getLogger("aiofeed.feeder")
 # Time limit for the end of an epoch to arrive after its last batch. It arrives as soon as its thread is scheduled.
 END_S = 1.0
 
+# The number of this process; to ask the system for it takes half a microsecond.
+_pid = os.getpid()
+
 BatchT = TypeVar("BatchT")
 BatchT_co = TypeVar("BatchT_co", covariant=True)
 
@@ -249,13 +252,15 @@ class FeedIterator(Generic[BatchT_co]):
         self._stats = stats
         self._queue = delivery.queue
         self.observer: EpochObserver = observer or EpochObserver(delivery)
-        self._pid = os.getpid()
+        self._pid = _pid
         self._started, stats.cpu_started_s = asked or clocks()
         stats.asked_at = self._started
         stats.stall_s = time.perf_counter() - self._started
         self._finished = self._running = False
         # When the last batch was handed out, its number and its samples.
         self._handed_out: tuple[float, int, int] | None = None
+        # Further batches of the last item, see `ReadyBatch`.
+        self._following: list[Any] = []
 
     def __repr__(self) -> str:
         status = "ended" if self._finished else "open" if self.live else "closed"
@@ -280,7 +285,21 @@ class FeedIterator(Generic[BatchT_co]):
         Raises:
             RuntimeError: Another thread is in this method.
         """
-        if self._finished or self._delivery.closed is not None or self._pid != os.getpid():
+        asked = time.perf_counter()
+        if (following := self._following) and self._delivery.closed is None and self._pid == _pid:
+            assert self._handed_out is not None
+            stats, (began, number, samples) = self._stats, self._handed_out
+            stats.events.append(("step", "training", began, asked, number, samples, 0))
+            # No call from here to the caller's line, so that neither Ctrl-C nor another thread comes between.
+            if following:
+                batch: BatchT_co = following[-1]
+                del following[-1]
+                self._handed_out = asked, number + 1, samples
+                stats.batches += 1
+                stats.samples += samples
+                stats.wall_s = asked - self._started
+                return batch
+        if self._finished or self._delivery.closed is not None or self._pid != _pid:
             self._raise_if_closed()
             raise StopIteration
         if self._running:
@@ -290,7 +309,6 @@ class FeedIterator(Generic[BatchT_co]):
             )
         self._running = True
         try:
-            asked = time.perf_counter()
             item = self._queue.peek()
             if self._delivery.closed is not None:
                 self._raise_if_closed()  # `close` in another thread may have dropped the batches before this item
@@ -300,9 +318,10 @@ class FeedIterator(Generic[BatchT_co]):
                 finally:
                     del item  # an error's traceback refers to this frame
                 raise StopIteration
-            batch: BatchT_co = self._take(item, asked)
+            batch = self._take(item, asked)
             # From here to the caller's line the interpreter runs no signal handler (see runtime/queue.py).
             self.observer.handed_out(item)
+            self._following = item.following
             item.batch = None  # the engine's loop may still refer to the item
             # `close` in another thread may have emptied the queue.
             if (items := self._queue.items) and items[0] is item:
@@ -313,7 +332,9 @@ class FeedIterator(Generic[BatchT_co]):
 
     async def __anext__(self) -> BatchT_co:
         """Return the next batch; suspend the calling task until it is ready. Cancelling the task loses no batch."""
-        if self._finished or self._delivery.closed is not None or self._pid != os.getpid():
+        if self._following:
+            return self.__next__()
+        if self._finished or self._delivery.closed is not None or self._pid != _pid:
             self._raise_if_closed()
             raise StopAsyncIteration
         if self._running:
@@ -335,6 +356,7 @@ class FeedIterator(Generic[BatchT_co]):
                 raise StopAsyncIteration
             batch: BatchT_co = self._take(item, asked, late_s)
             self.observer.handed_out(item)
+            self._following = item.following
             item.batch = None  # the engine's loop may still refer to the item
             if (items := self._queue.items) and items[0] is item:
                 del items[0]
@@ -346,7 +368,7 @@ class FeedIterator(Generic[BatchT_co]):
         """Raise ``IteratorClosedError`` if the iterator is closed or belongs to another process."""
         if (reason := self._delivery.closed) is not None and not self._finished:
             raise IteratorClosedError(reason)
-        if self._pid != os.getpid():
+        if self._pid != _pid:
             raise IteratorClosedError(
                 "this iterator belongs to the parent process, whose threads a fork does not copy; "
                 "call iter() on the feeder in the child"
@@ -515,3 +537,12 @@ def take_end(queue: BatchQueue[QueueItem]) -> bool:
         return isinstance(queue.get(END_S), EndOfEpoch)
     except Empty:
         return False
+
+
+def _after_fork_in_child() -> None:
+    global _pid
+    _pid = os.getpid()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

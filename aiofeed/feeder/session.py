@@ -256,6 +256,8 @@ class FeederSession(Generic[BatchT]):
         # Before the stream is fed, because the engine may see the end of a short epoch at once.
         epoch = stream.new_progress(start, self.config.in_order)
         delivery = self._start(stream)
+        config, logged = self.config, log.isEnabledFor(logging.DEBUG)
+        delivery.queue.runs = config.in_order is True and config.transform is None and not logged
         # In this order, a thread that reads the totals meanwhile counts no epoch twice.
         ended, self.stats = self.stats, stats
         self._earlier_stats.add(ended)
@@ -355,9 +357,8 @@ class FeederSession(Generic[BatchT]):
                 return old.successor()
         if cache is not None:
             data = _cached_data(config, cache)
-        form_batch = getattr(data, "form_batch", None)
         assert not isinstance(config.backend, DeviceGroup)
-        return ResidentPipeline(ResidentData(data, backend=config.backend, **sizes), form_batch)
+        return ResidentPipeline(ResidentData(data, backend=config.backend, **sizes))
 
     def _finish_complete_epoch(self) -> bool:
         """Finish an epoch whose last batch was handed out if its consumer, counting batches, never asked for the end.
@@ -544,7 +545,7 @@ class _SessionObserver(EpochObserver):
             self._delivery.watch(session)
 
     def handed_out(self, item: ReadyBatch) -> None:
-        self._epoch.record(item.number, item.handed_out)
+        self._epoch.record(item.number, item.handed_out, item.following, item.followers)
 
     def failed(self, item: FeedFailure) -> None:
         session = self._session

@@ -65,6 +65,7 @@ class ProgressFeed(Generic[BatchT]):
             session.bar = bar = EpochBar(self._name, batches, before)
         shown = _ShownEpoch(iterator.observer, session, bar, before)
         iterator.observer = shown
+        session.delivery.queue.runs = False
         # The iterator is dropped by `break` and by an exception in the loop.
         weakref.finalize(iterator, shown.left)
         return iterator  # type: ignore[no-any-return]

@@ -35,7 +35,10 @@ class BatchQueue(Generic[T]):
     Attributes:
         items: The queued items. The consumer deletes the first one when it is done with it.
         woken_at: When an item last arrived for which a task was waiting, in ``time.perf_counter`` seconds.
+        runs: Whether items may have ``following`` batches: nothing is done with a single batch when it is handed out.
     """
+
+    runs: bool = False
 
     def __init__(self) -> None:
         self.items: deque[T] = deque()
@@ -165,6 +168,9 @@ class ReadyBatch:
             tasks. ``None``: it did not wait.
         plan: Its plan, if an engine made it.
         error: In a worker, the error to raise in its place.
+        following: Batches that are handed out after it without an item of their own, the last one first. Each has as
+            many samples as this one and the next number.
+        followers: Their number at first. The consumer deletes them from the list.
     """
 
     number: int
@@ -184,6 +190,8 @@ class ReadyBatch:
     device_backlog: tuple[float, float] | None = None
     plan: BatchPlan | None = None
     error: FeedError | None = None
+    following: list[Any] = field(default_factory=list)
+    followers: int = 0
 
 
 @dataclass(frozen=True, eq=False)

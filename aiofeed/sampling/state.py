@@ -8,7 +8,7 @@ first batch on, ``EpochProgress`` counts the batches that the user gets; ``Check
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -255,6 +255,8 @@ class EpochProgress:
         self.start = start
         self._schedule = schedule
         self._last = -1
+        # Batches that `_last` and `_left` count as handed out, and that still wait here.
+        self._following: Sized = ()
         self._batches = self._left = schedule.batches_left(start)
         # The batches that `_left` counts and that do not exist, because the epoch is shorter than the schedule.
         self._surplus = 0
@@ -269,15 +271,20 @@ class EpochProgress:
         """Whether a batch was handed out."""
         return self._last >= 0
 
-    def record(self, number: int, handed_out: HandedOut | None = None) -> None:
+    def record(
+        self, number: int, handed_out: HandedOut | None = None, following: Sized = (), followers: int = 0
+    ) -> None:
         """Count a batch. Makes no call, so that Ctrl-C arrives before or after it and never in the middle.
 
         Args:
             number: The number of the batch.
             handed_out: With ``in_order="samples"`` the samples that are now handed out.
+            following: The batches after it that are counted when they are deleted from this list, if in order.
+            followers: Their number at first.
         """
-        self._last = number
-        self._left -= 1
+        self._last = number + followers
+        self._left -= 1 + followers
+        self._following = following
         self._handed_out = handed_out
         if self._numbers is not None:
             self._numbers[number] = None
@@ -294,17 +301,17 @@ class EpochProgress:
     @property
     def handed_out(self) -> int:
         """The number of batches that were handed out."""
-        return self._batches - self._left
+        return self._batches - self._left - len(self._following)
 
     @property
     def one_left(self) -> bool:
         """Whether all batches but one were handed out."""
-        return self._left - self._surplus == 1
+        return self._left + len(self._following) - self._surplus == 1
 
     @property
     def complete(self) -> bool:
         """Whether all batches were handed out."""
-        return self._left == self._surplus
+        return self._left + len(self._following) == self._surplus
 
     def position(self) -> Position:
         """The position after the batches that were handed out."""
@@ -314,7 +321,7 @@ class EpochProgress:
             assert isinstance(self._schedule, SampleSchedule)
             return self._schedule.position_at(self.start, self._handed_out)
         numbers = None if self._numbers is None else self._numbers.keys()
-        return self._schedule.position_after(self.start, self._last, numbers)
+        return self._schedule.position_after(self.start, self._last - len(self._following), numbers)
 
 
 @dataclass(eq=False)

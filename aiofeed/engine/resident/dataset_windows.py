@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.statistics import EpochStats
@@ -88,7 +86,7 @@ class DatasetWindows(HostWindows):
         self._control = JobControl(threading.Event())
         self._here = True
 
-    def make(self, batch_range: BatchRange) -> tuple[BatchRange, Callable[[int, int], Any]]:
+    def make(self, batch_range: BatchRange) -> tuple[BatchRange, list[Any]]:
         """Make a window of a batch range, or of the batches before one that fails.
 
         Raises:
@@ -104,7 +102,7 @@ class DatasetWindows(HostWindows):
                 self._here = bool(batches)  # the batch that failed is the first one of the next window
         if not batches:
             batches.append(self._made_there(batch_range.numbers[0], pieces[0]))
-        return batch_range.head(len(batches)), partial(_batch, batches, size)
+        return batch_range.head(len(batches)), batches
 
     def _make_here(self, pieces: list[list[int]], batches: list[Any]) -> None:
         slot = DatasetSlot(self._fetcher.calls, pieces[0][0], self._control)
@@ -137,8 +135,3 @@ def _has_modes() -> bool:
     import torch
 
     return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
-
-
-def _batch(batches: list[Any], size: int, first: int, last: int) -> Any:
-    """The batch of samples ``first`` to ``last - 1`` of a window."""
-    return batches[first // size]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -53,8 +52,9 @@ class Rows(Protocol):
         """The row of each sample; ``None``: sample ``i`` is row ``i``. Data on a device have no such list."""
 
 
-Window: TypeAlias = "Callable[[int, int], list[torch.Tensor]]"
-"""Returns rows ``first`` to ``last - 1`` of each tensor, for work on the calling thread's current stream."""
+Window: TypeAlias = "Callable[[int, int], list[torch.Tensor]] | list[Any]"
+"""On a device: returns rows ``first`` to ``last - 1`` of each tensor, for work on the calling thread's current stream.
+On the host: the rows of each batch."""
 
 
 class Windows(Protocol):
@@ -90,22 +90,23 @@ def row_bytes(source: Any) -> int:
     return source.sample_bytes if traits_of(source).rows else sum(map(tensor_row_bytes, source.tensors))
 
 
-def _host_batch(
-    torch: Any, rows: list[NDArray[Any]], dtypes: Sequence[torch.dtype | None] | None, first: int, last: int
-) -> list[torch.Tensor]:
-    """Return rows ``first`` to ``last - 1`` of each array; their memory is reused when nothing refers to it."""
+def _host_batches(
+    torch: Any, rows: list[NDArray[Any]], dtypes: Sequence[torch.dtype | None] | None, size: int
+) -> list[list[torch.Tensor]]:
+    """Split the rows of each array into batches; their memory is reused when nothing refers to it."""
     if torch.is_inference_mode_enabled():
         # Inference tensors could not be trained on later; batches of other sources can.
         with torch.inference_mode(False):
-            return _host_batch(torch, rows, dtypes, first, last)
-    # For torch each batch has a storage of its own, so that saving a batch saves only the batch.
-    batch = []
-    for each in rows:
-        batch.append(tensor := torch.from_numpy(memory := each[first:last]))
-        keep_memory(tensor.untyped_storage(), memory)
-    if dtypes is None:
-        return batch
-    return [each if dtype is None else each.view(dtype) for each, dtype in zip(batch, dtypes, strict=True)]
+            return _host_batches(torch, rows, dtypes, size)
+    columns = []
+    for each, dtype in zip(rows, dtypes or [None] * len(rows), strict=True):
+        parts = [each[first : first + size] for first in range(0, len(each), size)]
+        # For torch each batch has a storage of its own, so that saving a batch saves only the batch.
+        tensors = list(map(torch.from_numpy, parts))
+        for storage, part in zip(map(torch.Tensor.untyped_storage, tensors), parts, strict=True):
+            keep_memory(storage, part)
+        columns.append(tensors if dtype is None else [tensor.view(dtype) for tensor in tensors])
+    return list(map(list, zip(*columns, strict=True)))
 
 
 class HostWindows:
@@ -120,6 +121,7 @@ class HostWindows:
 
         self._torch = torch
         self._dtypes: Sequence[torch.dtype | None] | None = None
+        self._form_batch: Callable[[list[torch.Tensor]], Any] | None = getattr(source, "form_batch", None)
         self._gather: Callable[[BatchRange, HostBufferPool], list[NDArray[Any]]]
         if traits_of(source).rows:
             self._gather = lambda batch_range, memory: source.gathered(batch_range.indices, memory)
@@ -143,7 +145,9 @@ class HostWindows:
 
     def make(self, batch_range: BatchRange) -> tuple[BatchRange, Window]:
         """Make a window of a batch range."""
-        return batch_range, partial(_host_batch, self._torch, self._gather(batch_range, self._memory), self._dtypes)
+        rows = self._gather(batch_range, self._memory)
+        batches = _host_batches(self._torch, rows, self._dtypes, batch_range.batch_size)
+        return batch_range, batches if self._form_batch is None else list(map(self._form_batch, batches))
 
 
 class _HostData:

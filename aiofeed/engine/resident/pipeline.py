@@ -43,11 +43,17 @@ class ResidentData:
         batch_size: Samples per batch.
         backend: The device; ``None`` for the host.
         memory_bytes: Limit of all windows together, excluding those the user keeps.
+
+    Attributes:
+        form_batch: Makes a batch of the rows of each tensor; ``None``: the list of rows is the batch.
+        on_host: Whether there is no device.
     """
 
     def __init__(self, source: Any, *, batch_size: int, backend: DeviceBackend | None, memory_bytes: int) -> None:
         self.source: Any = source
         self.windows: Windows | None = None
+        self.form_batch: Callable[[list[torch.Tensor]], Any] | None = getattr(source, "form_batch", None)
+        self.on_host: bool = backend is None
         self._batch_size = batch_size
         self._backend = backend
         self._memory_bytes = memory_bytes
@@ -79,14 +85,16 @@ class _EpochWindows:
         self.made: list[ReadyBatch] = []
         assert not isinstance(start.sampled, BatchLists)  # the session streams those
         self._ranges = BatchRanges(stream.schedule, start.position, start.sampled)
+        self._last = stream.schedule.batch_numbers(start.position) - 1
 
     def next_range(self, windows: Windows) -> BatchRange | None:
         """Return the batches of the next window; ``None`` at the end of the epoch."""
         first = 0
         if self.made:
             # Ctrl-C may have come before they were queued: on the host, those that were not taken are made again.
-            done = windows.ahead or self.made[-1].batch is None
-            first = self.made[-1].number + 1 if done else self.made[0].number
+            last = self.made[-1]
+            done = windows.ahead or last.batch is None
+            first = last.number + last.followers + 1 if done else self.made[0].number
         return self._ranges.at(first, windows.max_batches)
 
     def next_epoch(self) -> _EpochWindows | None:
@@ -94,8 +102,8 @@ class _EpochWindows:
         start = self.stream.after(self.start)
         return None if start is None else _EpochWindows(self.stream, start)
 
-    def make(self, windows: Windows, batch_range: BatchRange) -> list[ReadyBatch]:
-        """Make a window and return its batches."""
+    def make(self, windows: Windows, batch_range: BatchRange, runs: bool = False) -> list[ReadyBatch]:
+        """Make a window and return its batches; with ``runs`` the first one may have others that follow it."""
         began = time.perf_counter()
         batch_range, window = windows.make(batch_range)
         seconds, stats = time.perf_counter() - began, self.start.counters
@@ -103,10 +111,17 @@ class _EpochWindows:
         numbers, samples, size = batch_range.numbers, len(batch_range.indices), batch_range.batch_size
         if log.isEnabledFor(logging.DEBUG):
             log.debug("batches %d to %d: window made in %.1f ms", numbers[0], numbers[-1], seconds * 1e3)
+        followers = 0
+        if runs and isinstance(window, list) and numbers[-1] - numbers[0] == len(numbers) - 1:
+            # The last batch of the epoch may be smaller, and the session acts when it is handed out.
+            followers = max(len(numbers) - 1 - (numbers[-1] == self._last), 0)
         items = []
-        for at, number in enumerate(numbers):
+        for at in (0, *range(followers + 1, len(numbers))):
             first, last = at * size, min((at + 1) * size, samples)
-            items.append(ReadyBatch(number, last - first, (window, first, last), counters=stats))
+            batch = window[at] if isinstance(window, list) else (window, first, last)
+            items.append(ReadyBatch(numbers[at], last - first, batch, counters=stats))
+        if followers and isinstance(window, list):
+            items[0].following, items[0].followers = window[followers:0:-1], followers
         return items
 
 
@@ -189,7 +204,7 @@ class WindowQueue(BatchQueue[QueueItem]):
                 if batch_range is not None:
                     waited = poll(windows.device_ready) or waited
                 if batch_range is not None and not windows.ahead:
-                    epoch.made = epoch.make(windows, batch_range)
+                    epoch.made = epoch.make(windows, batch_range, self.runs)
                     epoch.made[0].device_backlog = waited
                     self.items.extend(epoch.made)
                     return
@@ -230,22 +245,20 @@ class ResidentPipeline:
 
     Args:
         data: May be shared with earlier pipelines.
-        form_batch: Makes a batch of the rows of each tensor; ``None``: the list of rows is the batch.
     """
 
     chunk_size = 0
     tuner = None
 
-    def __init__(self, data: ResidentData, form_batch: Callable[[list[torch.Tensor]], Any] | None = None) -> None:
+    def __init__(self, data: ResidentData) -> None:
         self.data = data
         self.queue: WindowQueue = WindowQueue(data)
-        self._form_batch = form_batch
         self._pid = os.getpid()
         self._stopped = False
 
     def successor(self) -> ResidentPipeline:
         """Return a new pipeline with the same data, which is not uploaded again."""
-        return ResidentPipeline(self.data, self._form_batch)
+        return ResidentPipeline(self.data)
 
     @property
     def inherited(self) -> bool:
@@ -266,9 +279,11 @@ class ResidentPipeline:
 
     def take(self, item: ReadyBatch) -> Any:
         """Return the batch of an item; the calling thread's current stream waits for it."""
+        if self.data.on_host:
+            return item.batch
         window, first, last = item.batch
         rows = window(first, last)
-        return rows if self._form_batch is None else self._form_batch(rows)
+        return rows if self.data.form_batch is None else self.data.form_batch(rows)
 
     def reusable(self) -> bool:
         """Return whether it can feed another stream."""

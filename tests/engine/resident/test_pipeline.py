@@ -919,9 +919,10 @@ def test_a_pickled_feeder_resumes() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_goes_on_by_itself() -> None:
+@pytest.mark.parametrize("width", [2, BIG])
+def test_a_forked_child_goes_on_by_itself(width: int) -> None:
     """In a forked child the parent's iterator raises; a new one works and does not change the parent's batches."""
-    feeder: Feeder[Any] = Feeder(Tensors(*data(12, BIG)), batch_size=3, shuffle=True)
+    feeder: Feeder[Any] = Feeder(Tensors(*data(12, width)), batch_size=3, shuffle=True)
     iterator = iter(feeder)
     kept = next(iterator)
     before = host(kept)
