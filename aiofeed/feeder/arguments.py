@@ -35,6 +35,7 @@ from aiofeed.sampling.listers.length_plans import LengthPlan, PlanLister
 from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.listers.packing import Pack
 from aiofeed.sampling.listers.sampler import BatchSamplerAdapter
+from aiofeed.sampling.mesh import MeshPlace, find_place, sequence_part
 from aiofeed.sampling.samples import SampleSchedule
 from aiofeed.sampling.schedule import SHUFFLES, Schedule, Shuffle, is_shuffle, window_shards
 from aiofeed.sampling.state import InOrder, check_in_order
@@ -331,12 +332,17 @@ class Arguments:
         if self.batch_sampler is None and not isinstance(self.batch_size, LengthPlan):
             self.samples = check_batch_size(self.batch_size)
         self.collate_fn: Collate | None = check_callable("collate_fn", given["collate_fn"])
-        self.transform: Transform | None = check_callable("transform", given["transform"])
+        transform = check_callable("transform", given["transform"])
+        self.transform: Transform | None = sequence_part(given["split_sequence"], transform)
         self.backend: DeviceBackend | DeviceGroup | None = resolve_devices(given["device"])
         self.on_error: FailurePolicy = as_policy(given["on_error"])
         self.cache: Any = given["cache"]
         self.limits: Any = given["limits"]
         self.shard: Any = given["shard"]
+        self.place: MeshPlace | None = find_place("shard", self.shard)
+        if self.place is not None:
+            self.shard = (self.place.rank, self.place.size)
+            log.info("shard %d of %d, from the mesh", *self.shard)
         self.in_order: InOrder = check_in_order("in_order", given["in_order"])
         self.engine: Any = given["engine"]
         self.engines: int
@@ -416,6 +422,7 @@ def new_order(a: Arguments) -> FeedOrder:
     else:
         feed_order = StreamOrder(order, a.shard, a.adopted)
     feed_order.events = new_events(a.timeline)
+    feed_order.replica = 0 if a.place is None else a.place.replica
     return feed_order
 
 
@@ -514,7 +521,7 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
 _ADVISED = {
     "host": ("cache=", "cache= on the host", "cache in host memory"),
     "disk": ("cache=", "cache= on the host"),
-    "samples": ('in_order="samples"',),
+    "samples": ('in_order="samples"', "in_order= other than True"),
 }
 
 

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     import torch
     import typing_extensions
     from numpy.typing import NDArray
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data import IterableDataset
 
     from aiofeed.cache.disk import DiskCache
@@ -72,6 +73,13 @@ if TYPE_CHECKING:
     Decoded: TypeAlias = (
         MapDataset[Any] | FromDataset | Tensors | Tokens | Table | Clips | Stream | IterableDataset[Any] | Mixture
     )
+    Shard: TypeAlias = tuple[int, int] | tuple[str | tuple[str, ...], DeviceMesh] | DeviceMesh | Literal["auto"] | None
+    SequenceSplit: TypeAlias = (
+        tuple[int, int]
+        | tuple[str, DeviceMesh]
+        | tuple[int, int, Literal["zigzag"]]
+        | tuple[str, DeviceMesh, Literal["zigzag"]]
+    )
     # A literal, so that a typing error such as "processes" is a type error.
     Engine: TypeAlias = (
         Literal["thread", "process", "process:2", "process:4", "process:8", "process:16", "ray"] | Processes | RayEngine
@@ -91,7 +99,8 @@ if TYPE_CHECKING:
         on_error: Action | FailurePolicy
         cache: Literal["host", "device"] | HostCache | DiskCache | EncodedCache | None
         limits: Limits | None
-        shard: tuple[int, int] | Literal["auto"] | None
+        shard: Shard
+        split_sequence: SequenceSplit | None
         in_order: bool | Literal["samples"]
         engine: Engine
         static_batches: bool
@@ -151,7 +160,12 @@ class Feeder(Generic[BatchT]):
             slow sources of bytes on a local disk.
         limits: Upper limits for resources. By default they are chosen at run time.
         shard: "auto" asks ``torch.distributed``, then ``RANK`` and ``WORLD_SIZE``, when first needed, and keeps the
-            answer. (rank, world_size) sets it. ``None`` gives all samples to every process.
+            answer. (rank, world_size) sets it. ``None`` gives all samples to every process. A ``DeviceMesh`` shards by
+            its dimensions named "dp..." or "data...", and ("dp", mesh) or (("replicate", "shard"), mesh) by those
+            named: ranks that differ in other dimensions only get the same batches.
+        split_sequence: ("cp", mesh) or (rank, size): this rank gets its part of dimension 1 of all tensors
+            [N, T, ...] of a batch, after ``transform``. Parts are equal and contiguous; with "zigzag" as a third item,
+            rank r of R gets pieces r and 2R - 1 - r of 2R pieces.
         in_order: ``False`` hands out batches as they are finished, so that a slow file delays only its own batch.
             "samples" fills each batch with whichever samples are ready, so that a slow one joins a later batch; the
             number and the sizes of batches stay. Not with ``engine="process"``, ``batch_sampler=`` and plans.
@@ -302,7 +316,8 @@ class Feeder(Generic[BatchT]):
         on_error: Action | FailurePolicy = "raise",
         cache: Literal["host", "device"] | HostCache | DiskCache | EncodedCache | None = None,
         limits: Limits | None = None,
-        shard: tuple[int, int] | Literal["auto"] | None = "auto",
+        shard: Shard = "auto",
+        split_sequence: SequenceSplit | None = None,
         in_order: bool | Literal["samples"] = True,
         engine: Engine = "thread",
         static_batches: bool = False,

@@ -58,6 +58,8 @@ EXCLUDED: tuple[tuple[str, str, type[Exception], str], ...] = (
      "it moves samples to other batches: pass in_order=False, which hands out whole batches as they are finished"),
     ('in_order="samples"', 'engine="process"', ValueError,
      'workers send whole batches: pass engine="thread", or in_order=False'),
+    ("in_order= other than True", "a mesh with other dimensions", ValueError,
+     "ranks that should get the same batches would get them in different orders: pass in_order=True"),
     # data in memory
     ("batch_sampler=|a plan", "Tensors on a device", ValueError,
      f"{_IN_MEMORY}: pass torch.utils.data.TensorDataset(...) as the source"),
@@ -128,6 +130,7 @@ _SHOWN = {
     **dict.fromkeys(("cache=", "cache= on the host", "cache in host memory", "EncodedCache"), "cache"),
     **dict.fromkeys(("retries", "max_failures as a share"), "on_error"),
     **{"a plan": "batch_size", 'engine="process"': "engine", "Tokens on the device": "cache"},
+    "in_order= other than True": "in_order",
 }
 
 
@@ -166,6 +169,8 @@ def facts_of(a: Any) -> set[str]:
         "Pack": isinstance(a.batch_size, Pack),
         "drop_last=": a.drop_last,
         'in_order="samples"': a.in_order == "samples",
+        "in_order= other than True": a.in_order is not True,
+        "a mesh with other dimensions": a.place is not None and a.place.replicas > 1,
         "decode=": a.decode is not None,
         "no decode=": a.decode is None,
         "rows with parts": bool(getattr(getattr(a.decode, "row", None), "parts", False)),

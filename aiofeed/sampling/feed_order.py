@@ -39,6 +39,7 @@ class FeedOrder:
 
     Attributes:
         events: Receives the events of all epochs.
+        replica: The number of this process among those that get the same batches.
 
     Raises:
         TypeError: The sampler or the shard has the wrong type.
@@ -67,6 +68,7 @@ class FeedOrder:
         # Whether the epoch planned last has handed out a batch, or has ended without one.
         self._epoch_used = True
         self.events: deque[Event] = new_events(keep=False)
+        self.replica = 0
         self._suggested = False
         self._warned = False
         self._warned_of_scheduler = False
@@ -102,8 +104,8 @@ class FeedOrder:
 
     @property
     def rank(self) -> int:
-        """The rank, once it was needed; 0 before."""
-        return 0 if self._shard is None else self._shard[0]
+        """The rank, once it was needed; 0 before, and on one of the processes that get the same batches only."""
+        return (0 if self._shard is None else self._shard[0]) + self.replica
 
     def batches_of_rank(self) -> int:
         """The number of batches per epoch of this rank. Under Accelerate, which expects all ranks', warns once."""
@@ -246,7 +248,7 @@ def check_shard(shard: tuple[int, int]) -> tuple[int, int]:
         or len(shard) != 2
         or not all(isinstance(number, int) and not isinstance(number, bool) for number in shard)
     ):
-        raise TypeError(f"shard must be (rank, world_size), None or 'auto', got {shard!r}")
+        raise TypeError(f"shard must be (rank, world_size), a DeviceMesh, (name, mesh), None or 'auto', got {shard!r}")
     rank, world_size = shard
     if not 0 <= rank < world_size:
         raise ValueError(f"shard must be (rank, world_size) with 0 <= rank < world_size, got {shard!r}")

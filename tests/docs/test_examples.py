@@ -549,6 +549,20 @@ def test_ddp_one_host_distributes_the_batches() -> None:
     assert "each sample once: True, same weights: True" in output
 
 
+# --- device_mesh ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="four processes that each import torch take too long")
+@pytest.mark.parametrize("arguments", [(), pytest.param(("--accelerate",), marks=pytest.mark.slow)], ids=str)
+def test_device_mesh_is_resumed_on_another_mesh(run: Callable[..., str], arguments: tuple[str, ...]) -> None:
+    """Tensor-parallel processes see the same samples, and a resume on another mesh has the rest of the epoch."""
+    if arguments:
+        pytest.importorskip("accelerate")
+    output = run("device_mesh.py", *arguments)
+    assert "2 x 2: the processes of a group saw the same samples: True" in output
+    assert "4 x 1: each sample once: True" in output
+
+
 # --- all --------------------------------------------------------------------------------------------------------------
 
 
