@@ -23,6 +23,7 @@ _HOMES: dict[str, dict[str, str]] = {
         "FeedStatistics": "aiofeed.core.statistics",
         "StorageStatistics": "aiofeed.core.statistics",
         "Failure": "aiofeed.core.failures",
+        "StepSample": "aiofeed.sampling.receipts",
         "Explanation": "aiofeed.reports.explanation",
         "Headroom": "aiofeed.reports.headroom",
         "prefetch": "aiofeed.feeder.prefetch",

@@ -52,6 +52,7 @@ from aiofeed.sampling.listers.balanced import Balanced as Balanced
 from aiofeed.sampling.listers.length_plans import Buckets as Buckets
 from aiofeed.sampling.listers.length_plans import TokenBudget as TokenBudget
 from aiofeed.sampling.listers.packing import Pack as Pack
+from aiofeed.sampling.receipts import StepSample as StepSample
 from aiofeed.sources.dataset import FromDataset as FromDataset
 from aiofeed.sources.files import Files as Files
 from aiofeed.sources.image_folder import FolderPairs as FolderPairs

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+from aiofeed.core.errors import StateError
 from aiofeed.core.failure_policy import Action, FailurePolicy
 from aiofeed.core.failures import Failure, FailureLog
 from aiofeed.core.limits import Limits
 from aiofeed.core.statistics import EpochStats, FeedStatistics
-from aiofeed.core.types import Source, public
+from aiofeed.core.types import Source, public, traits_of
 from aiofeed.core.validation import (
     check_bool,
     check_epoch,
@@ -35,6 +36,7 @@ from aiofeed.feeder.session import FeederSession, OpenEpoch, Steps
 from aiofeed.runtime import threads
 from aiofeed.runtime.threads import JOIN_S
 from aiofeed.sampling.listers.length_plans import LengthPlan
+from aiofeed.sampling.receipts import StepSample, named
 from aiofeed.sampling.schedule import Shuffle
 from aiofeed.sampling.state import Checkpoint, SavedState
 from aiofeed.sources.dataset import FromDataset, fingerprint_of
@@ -487,14 +489,58 @@ class Feeder(Generic[BatchT]):
         saved.check_compatible(self._state())
         if saved.sampler:
             self._order.load_sampler_state(saved.sampler)
-        self._checkpoint.load(saved.position)
+        self._checkpoint.load(saved.position, saved.trail)
 
     def _state(self) -> SavedState:
         if self._fingerprint is None:
             self._fingerprint = fingerprint_of(self._source, self._length)
         position = self._checkpoint.position
         schedule, sampler = self._order.schedule(self._length), self._order.sampler_state(position)
-        return SavedState(schedule, position, self._fingerprint, self._config.in_order, sampler)
+        trail = self._checkpoint.trail
+        return SavedState(schedule, position, self._fingerprint, self._config.in_order, sampler, trail)
+
+    def receipt(self) -> str:
+        """Return a hash of the samples seen: of the source's fingerprint, the order, and the positions handed out.
+
+        Two runs have it in common if they have seen the same samples, with the same seeds, in the same order on all
+        ranks together, and otherwise not; interruptions, batch size and world size do not count. ``state_dict`` has it,
+        and ``load_state_dict`` checks it. It does not know which samples ``on_error`` has left out, and with
+        ``in_order=False`` and "samples" not in which order they came; with these and ``pad=False`` it is that of this
+        rank. A function that gives the weights of a ``Mixture`` does not count. After a state of an older version it
+        stands for an unknown past.
+
+        Raises:
+            StateError: The source is a ``Stream``, whose items have no names.
+        """
+        receipt = self._state().receipt
+        if not receipt:
+            raise StateError(f"{self._source!r} has no receipt: the items of a stream have no names, only numbers")
+        return receipt
+
+    def samples(self, step: int, *, epoch: int = 0, rank: int | None = None) -> list[StepSample]:
+        """Return the names of the samples of any step, past or future, without reading them.
+
+        Steps are the batches of a rank, counted from 0 at the start of an epoch, on into the following ones, with this
+        batch size and world size. After a run that was resumed with others, or has left out batches, pass the epoch of
+        the step, and count as if that epoch had begun with them. With ``in_order=False`` and "samples" it is the batch
+        that was planned.
+
+        With ``shuffle="keyed"`` it takes milliseconds for any source; ``shuffle=True`` makes the permutation: 8 bytes a
+        sample, and a second for 100 million. A plan lists each epoch up to the step.
+
+        Args:
+            step: The number of the step.
+            epoch: The epoch from whose start on steps are counted.
+            rank: The rank; by default this one.
+
+        Raises:
+            TypeError, ValueError: An argument is no such number, there are no batches, or the order is that of a
+                ``Stream``, ``sampler=`` or ``batch_sampler=``, which is known only by listing it.
+        """
+        if not traits_of(self._source).indexed:
+            raise ValueError(f"the samples of a step are not known with {self._source!r}: its items have no names")
+        found, plan = self._order.plan_at(step, epoch, rank)
+        return named(plan, found, lambda index: str(self._source.key(index)), self._order.source_name)
 
     def statistics(self, total: bool = False) -> FeedStatistics:
         """Return the statistics of the current or last epoch, or with ``total=True`` of all epochs."""

@@ -26,6 +26,7 @@ from aiofeed.runtime.queue import FeedFailure, ReadyBatch
 from aiofeed.sampling.epochs import EpochStream
 from aiofeed.sampling.feed_order import FeedOrder
 from aiofeed.sampling.order import BatchLists
+from aiofeed.sampling.receipts import order_digest
 from aiofeed.sampling.schedule import BatchRanges, Position
 from aiofeed.sampling.state import Checkpoint, EpochProgress
 from aiofeed.sources.dataset import FromDataset
@@ -255,6 +256,7 @@ class FeederSession(Generic[BatchT]):
             self._read_ahead(stream, start)
         # Before the stream is fed, because the engine may see the end of a short epoch at once.
         epoch = stream.new_progress(start, self.config.in_order)
+        epoch.order = order_digest(schedule, self.config.in_order, self._order.identity())
         delivery = self._start(stream)
         config, logged = self.config, log.isEnabledFor(logging.DEBUG)
         delivery.queue.runs = config.in_order is True and config.transform is None and not logged

@@ -11,12 +11,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
+
 from aiofeed.core.statistics import EpochStats, Event, new_events
+from aiofeed.core.types import BatchPlan
+from aiofeed.core.validation import check_epoch, check_int_from
 from aiofeed.sampling.epochs import EpochStart, EpochStream
 from aiofeed.sampling.listers.computed import ComputedOrder
 from aiofeed.sampling.listers.length_plans import PlanLister
 from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.listers.sampler import BatchSamplerAdapter, SamplerAdapter
+from aiofeed.sampling.order import BatchLists, EpochList
 from aiofeed.sampling.schedule import Position, Schedule
 
 Lister: TypeAlias = BatchSamplerAdapter | PlanLister | MixtureOrder | ComputedOrder
@@ -158,24 +163,59 @@ class FeedOrder:
         Raises:
             ValueError: An epoch has no batches.
         """
+        if isinstance(self._sampler, SamplerAdapter):
+            self._sampler.load_state(self._sampler.state(position))
+        return self._seek(position, batches)[0]
+
+    def plan_at(self, step: int, epoch: int, rank: int | None) -> tuple[int, BatchPlan]:
+        """The epoch and the batch of a step, counted from the start of an epoch; ``rank``: by default this one.
+
+        Raises:
+            TypeError, ValueError: An argument is no such number, an epoch has no batches, or the order is a sampler's.
+        """
+        step, epoch = check_int_from(0, "step", step), check_epoch("epoch", epoch)
+        if isinstance(self._sampler, SamplerAdapter):
+            raise ValueError(
+                f"the samples of a step are not known with {self.describe()}, which lists one epoch after another and "
+                f"not any epoch: the receipt and the state have a digest of the list"
+            )
+        position, schedule, listed = self._seek(Position(epoch), step, rank)
+        return position.epoch, next(schedule.plans(position, listed))
+
+    def _seek(
+        self, position: Position, batches: int, rank: int | None = None
+    ) -> tuple[Position, Schedule, EpochList | None]:
+        """The position so many batches after another one, with the schedule and the list of its epoch."""
         sampler = self._sampler
-        if isinstance(sampler, SamplerAdapter):
-            sampler.load_state(sampler.state(position))
         while True:
             listed = None if sampler is None else sampler.list_epoch(position.epoch, resumed=not position.at_start)
             schedule = self.schedule(None if listed is None else len(listed))
+            if rank is not None:
+                schedule = replace(schedule, rank=check_shard((rank, schedule.world_size))[0])
             schedule.check(position)
             if not schedule.batches():
-                raise ValueError("an epoch has no batches, so none can be left out")
+                raise ValueError("an epoch has no batches, so there are no steps")
             left = schedule.batches_left(position)
             if batches < left:
-                return schedule.after(position, batches)
-            batches -= left
-            position = Position(position.epoch + 1)
+                return schedule.after(position, batches), schedule, listed
+            # All epochs are equally long, unless they are listed.
+            epochs = 1 if isinstance(listed, BatchLists | np.ndarray) or not position.at_start else batches // left
+            batches -= epochs * left
+            position = Position(position.epoch + epochs)
 
     def counts(self, position: Position) -> dict[str, int]:
         """The samples drawn from each source of a mixture before a position, by all ranks; otherwise empty."""
         return self._sampler.counts(position) if isinstance(self._sampler, MixtureOrder | PlanLister) else {}
+
+    def identity(self) -> str:
+        """Identifies the order of the epoch planned last, besides the schedule."""
+        return "" if self._sampler is None else self._sampler.identity()
+
+    def source_name(self, index: int) -> str | None:
+        """The name of the source of a sample in a mixture; otherwise ``None``."""
+        sampler = self._sampler
+        lister = sampler.order if isinstance(sampler, PlanLister) else sampler
+        return lister.name_of(index) if isinstance(lister, MixtureOrder) else None
 
     def _suggest_keyed(self, schedule: Schedule) -> None:
         if schedule.shuffle is True and schedule.length > LARGE_EPOCH and not self._suggested:

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from aiofeed.core.errors import StateError
 from aiofeed.core.validation import check_bool, check_epoch, check_int_from, check_positive_int, check_seed
+from aiofeed.sampling.receipts import Trail, digest
 from aiofeed.sampling.samples import HandedOut, SampleSchedule
 from aiofeed.sampling.schedule import SHUFFLES, Position, Schedule, Shuffle, is_shuffle
 
@@ -23,6 +24,9 @@ T = TypeVar("T")
 InOrder: TypeAlias = bool | Literal["samples"]
 
 VERSION = 1
+
+# Stands for the samples seen before a state that has no receipt.
+UNKNOWN = "unknown"
 
 OTHER_STATES = {
     "own_generators": "an aiofeed.DataLoader; a Feeder saves and loads states of its own",
@@ -52,6 +56,7 @@ class SavedState:
         fingerprint: Identifies the source.
         in_order: The order in which batches are handed out, see ``Feeder``.
         sampler: The state of the sampler as the JSON of a dict; empty without one.
+        trail: What was seen before the position.
     """
 
     schedule: Schedule
@@ -59,6 +64,12 @@ class SavedState:
     fingerprint: str
     in_order: InOrder = True
     sampler: str = ""
+    trail: Trail = field(default_factory=Trail)
+
+    @property
+    def receipt(self) -> str:
+        """See ``Feeder.receipt``; empty for a stream."""
+        return "" if self.order == ORDERS["snapshot"] else digest(self.fingerprint, self.trail.digest())
 
     def to_dict(self) -> dict[str, Any]:
         """The state as plain values, for JSON and ``torch.load(weights_only=True)``; always with the same keys."""
@@ -71,6 +82,8 @@ class SavedState:
             "in_order": self.in_order,
             "fingerprint": self.fingerprint,
             "sampler": self.sampler,
+            "receipt": self.receipt,
+            "trail": [self.trail.before, self.trail.order, self.trail.first],
         }
 
     @classmethod
@@ -96,6 +109,7 @@ class SavedState:
             return check(name, state[name])
 
         natural = partial(check_int_from, 0)
+        older = not state.keys() & {"receipt", "trail"}
         try:
             position = Position(
                 field_of("epoch", check_epoch), field_of("position", natural), field_of("handed_out", _batch_numbers)
@@ -104,7 +118,7 @@ class SavedState:
             rank = field_of("rank", natural)
             if rank >= world_size:
                 raise ValueError(f"rank must be less than world_size={world_size}, got {rank}")
-            return cls(
+            saved = cls(
                 Schedule(
                     length=field_of("length", natural),
                     batch_size=field_of("batch_size", check_positive_int),
@@ -119,7 +133,12 @@ class SavedState:
                 field_of("fingerprint", _text),
                 field_of("in_order", check_in_order),
                 field_of("sampler", partial(_sampler, position.epoch)),
+                Trail(UNKNOWN) if older else field_of("trail", partial(_trail, position)),
             )
+            if not older and field_of("receipt", _text) != saved.receipt:
+                names = "epoch, position, handed_out, trail and fingerprint"
+                raise ValueError(f"its receipt is not that of its {names}")
+            return saved
         except (TypeError, ValueError) as error:
             raise StateError(f"the state is damaged: {error}") from error
 
@@ -233,6 +252,12 @@ def _sampler(epoch: int, name: str, value: object) -> str:
     return text
 
 
+def _trail(end: Position, name: str, value: object) -> Trail:
+    if not isinstance(value, list | tuple) or len(value) != 3:
+        raise TypeError(f"{name} must be two digests and a position, got {value!r:.200}")
+    return Trail(_text(name, value[0]), _text(name, value[1]), check_int_from(0, name, value[2]), end)
+
+
 def _batch_numbers(name: str, value: object) -> frozenset[int]:
     if not isinstance(value, list | tuple):
         raise TypeError(f"{name} must be a list of ints, got {value!r}")
@@ -249,10 +274,14 @@ class EpochProgress:
 
     Attributes:
         ended: Whether the consumer has seen the end of the epoch, after the last batch.
+        order: The digest of the order.
+        before: What was seen before.
     """
 
     def __init__(self, schedule: Schedule, start: Position, in_order: InOrder) -> None:
         self.start = start
+        self.order: str = ""
+        self.before: Trail = Trail()
         self._schedule = schedule
         self._last = -1
         # Batches that `_last` and `_left` count as handed out, and that still wait here.
@@ -323,6 +352,14 @@ class EpochProgress:
         numbers = None if self._numbers is None else self._numbers.keys()
         return self._schedule.position_after(self.start, self._last - len(self._following), numbers)
 
+    def trail(self) -> Trail:
+        """What was seen up to the batches that were handed out."""
+        end = self.position()
+        if end.epoch != self.start.epoch and self.started:
+            schedule, consumed = self._schedule, self.start.consumed
+            end = Position(self.start.epoch, schedule.consumed_after(consumed, schedule.batches(consumed)))
+        return self.before.extended(self.order, self.start, end if self.started else self.start)
+
 
 @dataclass(eq=False)
 class Checkpoint:
@@ -335,6 +372,7 @@ class Checkpoint:
         next_epoch: The epoch that the next ``iter()`` starts if no position is loaded.
         current_epoch: The epoch that is being iterated, or was iterated last.
         chosen: Whether the next epoch was chosen, by ``load`` or ``set_epoch``, after the last ``iter()``.
+        before: What was seen while ``progress`` is ``None``.
     """
 
     start: Position = field(default_factory=Position)
@@ -343,6 +381,12 @@ class Checkpoint:
     next_epoch: int = 0
     current_epoch: int = 0
     chosen: bool = False
+    before: Trail = field(default_factory=Trail)
+
+    @property
+    def trail(self) -> Trail:
+        """What was seen up to ``position``."""
+        return (self.before if self.progress is None else self.progress.trail()).at(self.position)
 
     @property
     def position(self) -> Position:
@@ -350,17 +394,19 @@ class Checkpoint:
         return self.start if self.progress is None else self.progress.position()
 
     def _reset(self, position: Position) -> None:
+        self.before = self.before if self.progress is None else self.progress.trail()
         self.start, self.progress = position, None
 
     def next_position(self) -> Position:
         """Where the next ``iter()`` starts."""
         return self.loaded if self.loaded is not None else Position(self.next_epoch)
 
-    def load(self, position: Position) -> None:
-        """Let the next ``iter()`` start at ``position``."""
+    def load(self, position: Position, trail: Trail | None = None) -> None:
+        """Let the next ``iter()`` start at ``position``, by default of the same run."""
         self.loaded = position
         self.chosen = True
         self._reset(position)
+        self.before = self.before if trail is None else trail
         self.next_epoch = self.current_epoch = position.epoch
 
     def set_epoch(self, epoch: int, live: bool) -> None:
@@ -390,6 +436,7 @@ class Checkpoint:
             self.loaded = None
             self.next_epoch = progress.start.epoch + 1
         if self.loaded is None:
+            progress.before = self.before if self.progress is None else self.progress.trail()
             self.progress = progress
 
     def on_failure(self, progress: EpochProgress) -> None:

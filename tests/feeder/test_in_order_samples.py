@@ -46,6 +46,7 @@ from aiofeed.engine.samples import SampleAssembly
 from aiofeed.feeder.pipeline import StreamingPipeline
 from aiofeed.testing import SimulatedDevice
 from tests.support.interrupts import Interrupt
+from tests.support.states import edited_state
 
 SECONDS = 20
 
@@ -668,7 +669,7 @@ def test_tensors_never_wait_and_are_in_order(make: MakeFeeder) -> None:
     data = torch.arange(11)
     feeder = make(Tensors(data), decode=None)
     assert [batch.tolist() for [batch] in feeder] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
-    feeder.load_state_dict(feeder.state_dict() | {"epoch": 0, "position": 2, "handed_out": [1, 4]})
+    feeder.load_state_dict(edited_state(feeder.state_dict(), epoch=0, position=2, handed_out=[1, 4]))
     iterator = iter(feeder)
     assert next(iterator)[0].tolist() == [2, 4]
     state = feeder.state_dict()
@@ -682,7 +683,7 @@ def test_a_device_cache_goes_on_from_a_state_with_gaps(make: MakeFeeder) -> None
     """Resident batches leave out the samples that were handed out ahead."""
     feeder = make(Numbers(12), decode=row, batch_size=3, cache="device")
     list(feeder)
-    feeder.load_state_dict(feeder.state_dict() | {"epoch": 1, "position": 1, "handed_out": [2, 3, 9]})
+    feeder.load_state_dict(edited_state(feeder.state_dict(), epoch=1, position=1, handed_out=[2, 3, 9]))
     assert [batch[:, 0].tolist() for batch in feeder] == [[1, 2, 5], [6, 7, 8], [9, 11]]
     assert feeder.state_dict()["epoch"] == 2
 

@@ -15,6 +15,7 @@ import torch
 
 from aiofeed import Feeder, Limits, ReadError, StateError
 from aiofeed.testing import SimulatedDevice
+from tests.support.states import edited_state
 
 SECONDS = 10
 LIMITS = Limits(prefetch_batches=2, read_concurrency=4, decode_threads=1)
@@ -504,7 +505,7 @@ def test_another_batch_size_or_world_is_refused(
     with pytest.raises(StateError, match=f"{message}.*in_order=False"):
         make(Watched(20), **options).load_state_dict(state)
     list(first)
-    make(Watched(20), **options).load_state_dict({**state, "position": 0, "handed_out": []})
+    make(Watched(20), **options).load_state_dict(edited_state(state, position=0, handed_out=[]))
 
 
 def test_no_batch_of_the_next_epoch_comes_before_the_end_of_this_one(make: MakeFeeder) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from aiofeed import Feeder, FeedError, IteratorClosedError, TokenBudget, pad_collate
 from aiofeed.testing import SimulatedDevice
+from tests.support.states import edited_state
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
@@ -214,7 +215,7 @@ def test_skip_after_a_loaded_state_counts_from_it() -> None:
 def test_skip_out_of_order_leaves_out_batches_that_were_not_handed_out() -> None:
     """Those handed out ahead of their turn are not counted."""
     with new_feeder(shuffle=False, in_order=False) as feeder:
-        state = feeder.state_dict() | {"position": 4, "handed_out": [1, 3]}
+        state = edited_state(feeder.state_dict(), position=4, handed_out=[1, 3])
         feeder.load_state_dict(state)
         feeder.skip(2)  # the batches 1 and 3 of the epoch; 2 and 4 were handed out
         assert sorted(lists(feeder)) == [[20, 21, 22, 23], [24, 25, 26, 27], [28, 29]]

@@ -13,7 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"aiofeed {version('aiofeed')}")
     parser.set_defaults(run=lambda options: parser.print_help())
     commands = parser.add_subparsers(metavar="command")
-    for add in (_add_doctor, _add_bench, _add_profile, _add_index, _add_cache):
+    for add in (_add_doctor, _add_bench, _add_profile, _add_index, _add_cache, _add_replay):
         add(commands)
     options = parser.parse_args(arguments)
     return options.run(options) or 0
@@ -102,3 +102,19 @@ def _cache(options: argparse.Namespace) -> int:
     from aiofeed.reports.commands.prepare import show_cache
 
     return show_cache(options.path, verify=options.verify, repair=options.repair)
+
+
+def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser("replay", help="print the samples of any step of a training, from a saved state")
+    command.add_argument("state", metavar="STATE", help="a feeder's state or a checkpoint with one: JSON or torch.save")
+    command.add_argument("--step", type=int, required=True, help="the batch of a rank, from 0")
+    command.add_argument("--epoch", type=int, default=0, help="the epoch from which on steps count (default: 0)")
+    command.add_argument("--rank", type=int, help="the rank (default: that of the state)")
+    command.add_argument("--data", nargs="+", default=(), metavar="PATH", help="the data, for keys: as for bench")
+    command.set_defaults(run=_replay)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from aiofeed.reports.commands.replay import replay
+
+    return replay(options.state, options.data, step=options.step, epoch=options.epoch, rank=options.rank)

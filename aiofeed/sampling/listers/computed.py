@@ -50,6 +50,10 @@ class ComputedOrder(ABC):
         """The indices of an epoch, computed on demand."""
         return ComputedEpoch(self._length, self.permutation(epoch))
 
+    def identity(self) -> str:
+        """Identifies the arguments."""
+        return f"{self.argument} {self._digest}"
+
     def repeat_last_epoch(self) -> None:
         """Does nothing: the list of an epoch is always the same."""
         return None

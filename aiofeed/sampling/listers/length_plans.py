@@ -345,7 +345,7 @@ class PlanLister:
         order: MixtureOrder | ComputedOrder | None = None,
     ) -> None:
         self.plan = plan
-        self._order = order
+        self.order = order
         self._seed = seed
         self._shuffle = shuffle
         self._drop_last = drop_last
@@ -374,29 +374,33 @@ class PlanLister:
 
     def _new(self, epoch: int) -> BatchLists:
         rng = np.random.default_rng(epoch_seed(self._seed, epoch))
-        samples = len(self.plan.lengths if self._order is None else self._order)
-        if self._order is not None:
-            order = self._order.list_epoch(epoch, resumed=False)[np.arange(samples)]
+        samples = len(self.plan.lengths if self.order is None else self.order)
+        if self.order is not None:
+            order = self.order.list_epoch(epoch, resumed=False)[np.arange(samples)]
         else:
             order = rng.permutation(samples) if self._shuffle else np.arange(samples)
         return self.plan.batches(order, rng, shuffle=self._shuffle, drop_last=self._drop_last)
+
+    def identity(self) -> str:
+        """Identifies the plan and the order of samples."""
+        return f"{self.plan.fingerprint()} {self._drop_last} {'' if self.order is None else self.order.identity()}"
 
     def repeat_last_epoch(self) -> None:
         """Does nothing: the list of an epoch is always the same."""
 
     def state(self, position: Position) -> str:
         """What identifies the plan, and the state of the order at the start of the epoch, as JSON."""
-        order = "" if self._order is None else self._order.state(Position(position.epoch))
+        order = "" if self.order is None else self.order.state(Position(position.epoch))
         return json.dumps({"plan": self.plan.fingerprint(), "order": order})
 
     def counts(self, position: Position) -> dict[str, int]:
         """The samples drawn from each source of a mixture before a position, from the first epoch on."""
-        if not isinstance(self._order, MixtureOrder):
+        if not isinstance(self.order, MixtureOrder):
             return {}
         lists = self.list_epoch(position.epoch, resumed=True)
         consumed = lists.consumed(min(position.consumed, len(lists)))
-        before = self._order.counts(Position(position.epoch))
-        return {name: before[name] + more for name, more in self._order.count(consumed).items()}
+        before = self.order.counts(Position(position.epoch))
+        return {name: before[name] + more for name, more in self.order.count(consumed).items()}
 
     def load_state(self, text: str) -> None:
         """Check that a state is of the same plan.
@@ -411,10 +415,10 @@ class PlanLister:
             (there, _, _), (here, _, _) = saved.partition(", lengths="), own.partition(", lengths=")
             difference = f"{there}) in the state, {here}) here" if there != here else f"other lengths= of {here})"
             raise StateError(f"the state is of another plan: {difference}")
-        if bool(order) != (self._order is not None):
+        if bool(order) != (self.order is not None):
             raise StateError(
                 "the state is of a plan with another order of samples: with or without a Mixture or weights="
             )
-        if self._order is not None:
+        if self.order is not None:
             json_dict(order)  # checks it
-            self._order.load_state(order)
+            self.order.load_state(order)

@@ -357,6 +357,10 @@ class MixtureOrder:
             number, samples = number - 1, BLOCK
         return self._first_block(position.epoch) + number, samples
 
+    def name_of(self, index: int) -> str:
+        """The name of the source of an index."""
+        return self._names[int(np.searchsorted(self._offsets, index, side="right")) - 1]
+
     def repeat_last_epoch(self) -> None:
         """Does nothing: the list of an epoch is always the same."""
 
@@ -367,7 +371,7 @@ class MixtureOrder:
         epochs = min(position.epoch, 1) if self._restarts else position.epoch
         first = epochs * interleaving.blocks.per_epoch
         state = {
-            "mixture": self._describe(),
+            "mixture": self.identity(),
             "samples": self.counts(position),
             "counts": [[number, interleaving.counts(number)] for number in sorted({first, block})],
         }
@@ -382,8 +386,8 @@ class MixtureOrder:
         try:
             state = json.loads(text)
             mixture = state.get("mixture")
-            if mixture != self._describe():
-                raise StateError(f"the state is of another order: {mixture} in the state, {self._describe()} here")
+            if mixture != self.identity():
+                raise StateError(f"the state is of another order: {mixture} in the state, {self.identity()} here")
             counts = [(block, self._checked(block, before)) for block, before in state["counts"]]
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise StateError(f"the state is damaged: its mixture is {text!r}") from error
@@ -398,7 +402,8 @@ class MixtureOrder:
             raise ValueError(f"{len(self._names)} counts before block {block} must add up to {start}, got {found}")
         return found
 
-    def _describe(self) -> str:
+    def identity(self) -> str:
+        """Identifies the mixture, except a function that gives its weights."""
         lengths = ", ".join(f"{name}: {length}" for name, length in zip(self._names, self._lengths, strict=True))
         epochs = " in each epoch" if self._restarts else ""
         return f"Mixture({lengths}; {self._interleaving.describe()}, {len(self)} samples{epochs})"

@@ -120,6 +120,10 @@ class SamplerAdapter:
         array = index_array(listed, self._length)
         return array, hashlib.sha256(array.tobytes()).hexdigest()[:32]
 
+    def identity(self) -> str:
+        """The digest of the epoch listed last."""
+        return "" if self._last is None else str(self._last[1]["digest"])
+
     def repeat_last_epoch(self) -> None:
         """List the last epoch again from the same state, because it handed out no batch."""
         if self._loaded is None:

@@ -1,0 +1,61 @@
+"""``aiofeed replay``: prints the samples of a step, from a saved state."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pickle import UnpicklingError
+from typing import Any
+
+from aiofeed.core.errors import StateError
+from aiofeed.reports.commands.data_set import open_data_set
+from aiofeed.sampling.feed_order import FeedOrder
+from aiofeed.sampling.receipts import named
+from aiofeed.sampling.state import SavedState
+from aiofeed.sources.dataset import fingerprint_of
+
+
+def replay(path: str, data: Sequence[str], *, step: int, epoch: int, rank: int | None) -> int:
+    """Print the samples of a step as JSON, one a line; returns the exit code."""
+    try:
+        state = SavedState.from_dict(_read(path))
+        if state.sampler:
+            raise StateError(f"the state does not have the whole order, {state.order}: call feeder.samples({step})")
+        source = open_data_set(data).source if data else None
+        if source is not None and fingerprint_of(source, len(source)) != state.fingerprint:
+            raise StateError(f"the state is of other data than {source!r}")
+        schedule = state.schedule
+        order = FeedOrder(replace(schedule, rank=0, world_size=1), None, (schedule.rank, schedule.world_size))
+        found, plan = order.plan_at(step, epoch, rank)
+        for sample in named(plan, found, lambda at: None if source is None else str(source.key(at)), order.source_name):
+            print(json.dumps(asdict(sample)))
+    except (OSError, ValueError, ImportError, RuntimeError, UnpicklingError, StateError) as error:
+        print(f"aiofeed replay: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _read(path: str) -> Mapping[str, Any]:
+    """The state of a feeder in a file of JSON or of ``torch.save``, also within a checkpoint."""
+    with open(path, "rb") as file:
+        content = file.read(1)
+        if content == b"{":
+            saved = json.loads(content + file.read())
+        else:
+            import torch
+
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    states = list(_states(saved, ()))
+    if len(states) != 1:
+        raise StateError(f"{path} has {len(states)} states of feeders, at {[name for name, _ in states]}, and not one")
+    return states[0][1]
+
+
+def _states(value: object, name: tuple[object, ...]) -> Iterator[tuple[tuple[object, ...], Mapping[str, Any]]]:
+    if isinstance(value, Mapping):
+        if "handed_out" in value:
+            yield name, value
+        for key, inner in value.items():
+            yield from _states(inner, (*name, key))

@@ -1,0 +1,99 @@
+"""Receipts: a digest of the samples that a run has seen, and the names of those of one step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from aiofeed.core.types import BatchPlan, public
+from aiofeed.sampling.order import sample_seed
+from aiofeed.sampling.schedule import Position, Schedule
+
+
+@public
+@dataclass(frozen=True)
+class StepSample:
+    """A sample of one step, as ``Feeder.samples`` names it.
+
+    Args:
+        index: Its index in the source.
+        key: Its key, by which errors name it; ``None`` if the source is not known.
+        source: The name of its source in a ``Mixture`` with weights; otherwise ``None``.
+        epoch: The epoch.
+        position: Its position in the global order of the epoch.
+        seed: The seed of its random numbers.
+    """
+
+    index: int
+    key: str | None
+    source: str | None
+    epoch: int
+    position: int
+    seed: int
+
+
+def named(
+    plan: BatchPlan, epoch: int, key: Callable[[int], str | None], source: Callable[[int], str | None]
+) -> list[StepSample]:
+    """The samples of a batch."""
+    return [
+        StepSample(index, key(index), source(index), epoch, position, sample_seed(plan.epoch_seed, position))
+        for index, position in zip(plan.indices, plan.positions, strict=True)
+    ]
+
+
+def digest(*parts: object) -> str:
+    """A digest of some values, by their texts."""
+    return hashlib.sha256("\n".join(map(str, parts)).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def order_digest(schedule: Schedule, in_order: bool | Literal["samples"], lister: str) -> str:
+    """Identifies the order of an epoch, whose lister identifies itself.
+
+    If ranks may hand out different numbers of samples, also the rank whose samples are known.
+    """
+    own: tuple[object, ...] = ()
+    if in_order is not True or not schedule.pad:
+        own = (in_order, schedule.rank, schedule.world_size, in_order is False and schedule.batch_size)
+    return digest(schedule.seed, schedule.shuffle, schedule.length, lister, *own)
+
+
+@dataclass(frozen=True)
+class Trail:
+    """What a run has seen: consecutive samples of one order and epoch, and a digest of all before.
+
+    An interrupted run that goes on where it was has the trail of an uninterrupted one, also with another batch size or
+    world size. Skipping batches, or leaving an epoch, ends a span.
+
+    Args:
+        before: The digest of earlier spans; empty if there are none.
+        order: The digest of the order of this span; empty if there is no span.
+        first: The position of its first sample.
+        end: The position after its last sample.
+    """
+
+    before: str = ""
+    order: str = ""
+    first: int = 0
+    end: Position = field(default_factory=Position)
+
+    def digest(self) -> str:
+        """The digest of all spans."""
+        if not self.order:
+            return self.before
+        end = self.end
+        return digest(self.before, self.order, end.epoch, self.first, end.consumed, sorted(end.ahead))
+
+    def extended(self, order: str, start: Position, end: Position) -> Trail:
+        """The trail after the samples between two positions of an epoch."""
+        if start == end:
+            return self
+        if (self.order, self.end) == (order, start):
+            return replace(self, end=end)
+        return Trail(self.digest(), order, start.consumed, end)
+
+    def at(self, position: Position) -> Trail:
+        """The trail of a run that goes on at a position."""
+        return self if self.order and self.end == position else Trail(self.digest(), "", position.consumed, position)
