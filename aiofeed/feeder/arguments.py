@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from aiofeed.engine.fetch.sequences import PackCollate
 from aiofeed.feeder.rules import check, conflict, facts_of
 from aiofeed.runtime import machine
 from aiofeed.sampling.feed_order import FeedOrder, Lister
-from aiofeed.sampling.listers.computed import ComputedOrder, WeightedOrder, WindowOrder
+from aiofeed.sampling.listers.computed import ComputedOrder, ExcludingOrder, WeightedOrder, WindowOrder
 from aiofeed.sampling.listers.length_plans import LengthPlan, PlanLister
 from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.listers.packing import Pack
@@ -47,6 +47,8 @@ from aiofeed.sources.tables.columns import collate_rows
 from aiofeed.sources.tensors import Tensors, are_on_host, as_dataset, tensors_of
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from aiofeed.cache.encoded.database import EncodedCache
     from aiofeed.cache.store import SampleStore
     from aiofeed.devices.backend import DeviceBackend
@@ -343,6 +345,7 @@ class Arguments:
         if self.place is not None:
             self.shard = (self.place.rank, self.place.size)
             log.info("shard %d of %d, from the mesh", *self.shard)
+        self.exclude: Any = given["exclude"]
         self.in_order: InOrder = check_in_order("in_order", given["in_order"])
         self.engine: Any = given["engine"]
         self.engines: int
@@ -361,7 +364,7 @@ class Arguments:
             self.adopted = as_dataset(self.adopted)
         ordered = isinstance(self.source, Mixture)
         if ordered and not self.source.draws:
-            ordered = self.sampler is None and self.weights is None and self.batch_sampler is None
+            ordered = self.sampler is self.weights is self.batch_sampler is self.exclude is None
             ordered = ordered and self.shuffle in (True, False, "keyed")
         self.traits: Traits = replace(traits_of(self.adopted), ordered=ordered)
         self.length: int = len(self.adopted) if self.traits.indexed else 0
@@ -396,6 +399,23 @@ def new_batches(
     return PlanLister(batch_size, order.seed, shuffle=shuffle, drop_last=order.drop_last, order=lister)
 
 
+def excluded_indices(exclude: Any, length: int, key: Callable[[int], str]) -> NDArray[np.int64]:
+    """Return the indices of samples that are given by index or key, ascending.
+
+    Raises:
+        TypeError, ValueError: An item is neither an index nor a key of the source.
+    """
+    if isinstance(exclude, str) or not isinstance(exclude, Iterable):
+        raise TypeError(f"exclude must be a list of indices or keys, got {exclude!r}")
+    given = set(exclude.tolist() if isinstance(exclude, np.ndarray) else exclude)
+    keys = {item for item in given if isinstance(item, str)}
+    found = {name: index for index in range(length if keys else 0) if (name := str(key(index))) in keys}
+    wrong = [item for item in given if item not in found and item not in range(length)]
+    if wrong:
+        raise ValueError(f"exclude has {wrong[:3]}, which are no index or key of the {length} samples of the source")
+    return np.array(sorted({int(found.get(item, item)) for item in given}), np.int64)
+
+
 def new_order(a: Arguments) -> FeedOrder:
     """Return the order of a feeder; sets ``a.samples`` to the size of a typical batch.
 
@@ -411,6 +431,8 @@ def new_order(a: Arguments) -> FeedOrder:
         drawn = WeightedOrder(a.weights, a.length, a.seed)
     elif (shards := window_shards(a.shuffle)) is not None:
         drawn = WindowOrder(a.source.shard_starts, shards, a.seed)
+    if a.exclude is not None:
+        drawn = ExcludingOrder(order, excluded_indices(a.exclude, a.length, a.adopted.key))
     batches = new_batches(a.batch_size, a.batch_sampler, order, drawn)
     lister: Lister | None = drawn
     if batches is None:

@@ -103,6 +103,7 @@ if TYPE_CHECKING:
         limits: Limits | None
         shard: Shard
         split_sequence: SequenceSplit | None
+        exclude: Iterable[int | str] | None
         in_order: bool | Literal["samples"]
         engine: Engine
         static_batches: bool
@@ -168,6 +169,9 @@ class Feeder(Generic[BatchT]):
         split_sequence: ("cp", mesh) or (rank, size): this rank gets its part of dimension 1 of all tensors
             [N, T, ...] of a batch, after ``transform``. Parts are equal and contiguous; with "zigzag" as a third item,
             rank r of R gets pieces r and 2R - 1 - r of 2R pieces.
+        exclude: Samples to leave out for good: their indices, or their keys, which are then looked up among all. All
+            others come in the same order, in full batches. May change at a resume. With ``shuffle=`` True, False or
+            "keyed".
         in_order: ``False`` hands out batches as they are finished, so that a slow file delays only its own batch.
             "samples" fills each batch with whichever samples are ready, so that a slow one joins a later batch; the
             number and the sizes of batches stay. Not with ``engine="process"``, ``batch_sampler=`` and plans.
@@ -320,6 +324,7 @@ class Feeder(Generic[BatchT]):
         limits: Limits | None = None,
         shard: Shard = "auto",
         split_sequence: SequenceSplit | None = None,
+        exclude: Iterable[int | str] | None = None,
         in_order: bool | Literal["samples"] = True,
         engine: Engine = "thread",
         static_batches: bool = False,
@@ -486,10 +491,12 @@ class Feeder(Generic[BatchT]):
             StateError: The state does not belong to such a feeder; the message says what differs.
         """
         saved = SavedState.from_dict(state_dict)
-        saved.check_compatible(self._state())
-        if saved.sampler:
+        mine = self._state()
+        saved.check_compatible(mine)
+        position = self._order.resumed(saved.position, saved.sampler)
+        if saved.sampler and saved.order == mine.order:
             self._order.load_sampler_state(saved.sampler)
-        self._checkpoint.load(saved.position, saved.trail)
+        self._checkpoint.load(position, saved.trail)
 
     def _state(self) -> SavedState:
         if self._fingerprint is None:

@@ -47,6 +47,9 @@ EXCLUDED: tuple[tuple[str, str, type[Exception], str], ...] = (
      f"weights= draws samples with replacement: {_ONE}"),
     ("batch_size=|sampler=|shuffle=|drop_last=", "batch_sampler=", ValueError,
      f"batch_sampler= makes the batches: {_ONE}"),
+    ("exclude=",
+     'Stream|sampler=|batch_sampler=|weights=|a plan|a Mixture with weights|shuffle="replacement" or "window"',
+     ValueError, "it leaves out samples of shuffle=True, False or 'keyed' only: take them out of the source"),
     ("shuffle=", "sampler=", ValueError, f"sampler= decides the order: {_ONE}"),
     ('shuffle="window"', "a source without shards", ValueError, "it mixes the samples of shards: pass shuffle=True"),
     ("sampler=", "a plan", ValueError, "a plan decides the order: leave out sampler="),
@@ -143,7 +146,7 @@ def facts_of(a: Any) -> set[str]:
     traits, policy, cached = a.traits, a.on_error, a.cache is not None
     plan, on_device = isinstance(a.batch_size, LengthPlan), a.cache == "device"
     listed, tokens = plan or a.batch_sampler is not None, traits.rows and traits.decode == "none"
-    unknown = a.sampler is not None or traits.ordered or listed or not traits.indexed
+    unknown = a.exclude is not None or a.sampler is not None or traits.ordered or listed or not traits.indexed
     found = {
         "Stream": not traits.indexed,
         "a Mixture with weights": traits.ordered,
@@ -166,6 +169,7 @@ def facts_of(a: Any) -> set[str]:
         "batch_sampler=": a.batch_sampler is not None,
         "batch_size=": a.batch_size is not None,
         "a plan": plan,
+        "exclude=": a.exclude is not None,
         "Pack": isinstance(a.batch_size, Pack),
         "drop_last=": a.drop_last,
         'in_order="samples"': a.in_order == "samples",

@@ -13,16 +13,18 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from aiofeed.core.errors import StateError
 from aiofeed.core.statistics import EpochStats, Event, new_events
 from aiofeed.core.types import BatchPlan
 from aiofeed.core.validation import check_epoch, check_int_from
 from aiofeed.sampling.epochs import EpochStart, EpochStream
-from aiofeed.sampling.listers.computed import ComputedOrder
+from aiofeed.sampling.listers.computed import ComputedOrder, ExcludingOrder
 from aiofeed.sampling.listers.length_plans import PlanLister
 from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.listers.sampler import BatchSamplerAdapter, SamplerAdapter
 from aiofeed.sampling.order import BatchLists, EpochList
 from aiofeed.sampling.schedule import Position, Schedule
+from aiofeed.sampling.state import json_dict
 
 Lister: TypeAlias = BatchSamplerAdapter | PlanLister | MixtureOrder | ComputedOrder
 """Lists the epochs of a feeder in place of its schedule."""
@@ -245,6 +247,23 @@ class FeedOrder:
     def on_first_batch(self) -> None:
         """The epoch planned last has handed out a batch, or has ended without one: its list is not repeated."""
         self._epoch_used = True
+
+    def resumed(self, position: Position, state: str) -> Position:
+        """The position of a state, which may exclude other samples, in this order.
+
+        Raises:
+            StateError: The state has batches or samples that were handed out before others.
+        """
+        here = self._sampler if isinstance(self._sampler, ExcludingOrder) else None
+        excluded = json_dict(state) if state else {}
+        at = excluded.get("at", None if state else position.consumed)
+        own = None if here is None else json_dict(here.state(Position()))["exclude"]
+        if at is None or excluded.get("exclude") == own:
+            return position
+        if position.ahead:
+            raise StateError("exclude= cannot change within an epoch that was handed out out of order")
+        consumed = check_int_from(0, "at", at)
+        return self.normalize(Position(position.epoch, here.consumed(position.epoch, consumed) if here else consumed))
 
     def sampler_state(self, position: Position) -> str:
         """The state that restores the sampler for the epoch of a position, as JSON; empty without a sampler."""

@@ -106,22 +106,23 @@ def shuffled(n: int, seed: int, epoch: int) -> Permutation:
     return indices.__getitem__
 
 
-def feistel(n: int, seed: int, epoch: int) -> Permutation:
+def feistel(n: int, seed: int, epoch: int, *, inverse: bool = False) -> Permutation:
     """A pseudo-random permutation computed per position, without a list: a Feistel network with cycle walking.
 
     Six rounds over the smallest even number of bits that holds n - 1, repeated until the result is below n (cycle
-    walking, Black and Rogaway 2002): under four times on average, because the domain is smaller than 4 n.
+    walking, Black and Rogaway 2002): under four times on average, because the domain is smaller than 4 n. With keys
+    in reverse and halves exchanged it is its own inverse, which maps indices to positions.
     """
     half = np.uint64(max(1, (max(n - 1, 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
     epoch_key = epoch_seed(seed, epoch)
-    keys = [np.uint64(mix64(epoch_key + number)) for number in range(1, _FEISTEL_ROUNDS + 1)]
+    keys = [np.uint64(mix64(epoch_key + number)) for number in range(1, _FEISTEL_ROUNDS + 1)][:: -1 if inverse else 1]
 
     def encrypt(value: UInt64) -> UInt64:
-        left, right = value >> half, value & mask
+        left, right = (value & mask, value >> half) if inverse else (value >> half, value & mask)
         for key in keys:
             left, right = right, left ^ (_mix_array(right ^ key) & mask)
-        return (left << half) | right
+        return (right << half) | left if inverse else (left << half) | right
 
     def permutation(positions: Int64) -> Int64:
         found = encrypt(positions.astype(np.uint64))

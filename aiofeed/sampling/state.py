@@ -39,6 +39,7 @@ ORDERS = {
     "plan": "a plan (Buckets, TokenBudget, Balanced or Pack)",
     "mixture": "a Mixture",
     "weights": "weights=",
+    "exclude": "exclude=",
     "shuffle": 'shuffle="window"',
     "snapshot": "a Stream",
     "epoch": "sampler= or batch_sampler=",
@@ -149,7 +150,7 @@ class SavedState:
             StateError: It cannot; the message lists all differences.
         """
         differences = []
-        if self.order != mine.order:
+        if self.order != mine.order and {self.order, mine.order} != {"shuffle=", ORDERS["exclude"]}:
             differences.append(f"order: {self.order} in the state, {mine.order} here")
         fixed = ("seed", "shuffle", "drop_last", "pad", "length")
         values = [(name, getattr(self.schedule, name), getattr(mine.schedule, name)) for name in fixed]

@@ -13,7 +13,7 @@ import numpy as np
 from aiofeed.core.errors import StateError
 from aiofeed.core.random_numbers import mix64
 from aiofeed.sampling.order import ComputedEpoch, Int64, Permutation, drawn_from, epoch_seed, feistel
-from aiofeed.sampling.schedule import Position
+from aiofeed.sampling.schedule import Position, Schedule
 from aiofeed.sampling.state import json_dict
 
 if TYPE_CHECKING:
@@ -148,6 +148,60 @@ class WeightedOrder(ComputedOrder):
     def permutation(self, epoch: int) -> Permutation:
         """The draws of an epoch."""
         return drawn_from(self._cumulative, epoch_seed(self._seed, epoch))
+
+
+class ExcludingOrder(ComputedOrder):
+    """The order of a feeder with ``exclude=``: that of all samples, with the gaps closed.
+
+    Its state has the position among all samples, so that a resume may exclude others: none comes twice.
+
+    Args:
+        base: The order of all samples.
+        excluded: The indices of samples to leave out, ascending.
+    """
+
+    argument = "exclude"
+    differs = "other exclude="
+
+    def __init__(self, base: Schedule, excluded: Int64) -> None:
+        super().__init__(base.length - len(excluded), hashlib.sha256(excluded.tobytes()).hexdigest()[:32])
+        self._base = base
+        self._excluded = excluded
+        self._last = -1, excluded
+
+    def __str__(self) -> str:
+        return f"{len(self._excluded)} samples"
+
+    def _gaps(self, epoch: int) -> Int64:
+        """The positions of the excluded samples among all, each less the number of gaps before it."""
+        last = self._last
+        if last[0] != epoch:
+            base, found = self._base, self._excluded
+            if base.shuffle == "keyed":
+                found = feistel(base.length, base.seed, epoch, inverse=True)(found)
+            elif base.shuffle:
+                found = np.flatnonzero(np.isin(base.permutation(epoch)(np.arange(base.length)), found))
+            last = self._last = epoch, np.sort(found) - np.arange(len(found))
+        return last[1]
+
+    def permutation(self, epoch: int) -> Permutation:
+        """The index at each position of an epoch."""
+        indices, gaps = self._base.permutation(epoch), self._gaps(epoch)
+        return lambda positions: indices(positions + np.searchsorted(gaps, positions, side="right"))
+
+    def state(self, position: Position) -> str:
+        """What identifies the excluded samples, and the position after the last sample among all, as JSON."""
+        consumed = position.consumed
+        passed = int(np.searchsorted(self._gaps(position.epoch), consumed - 1, side="right")) if consumed else 0
+        return json.dumps({self.argument: self._digest, "at": consumed + passed})
+
+    def load_state(self, text: str) -> None:
+        """Does nothing: a state may exclude other samples, see ``FeedOrder.resumed``."""
+
+    def consumed(self, epoch: int, at: int) -> int:
+        """The position that a position among all samples has here."""
+        gaps = self._gaps(epoch)
+        return at - int(np.searchsorted(gaps + np.arange(len(gaps)), at))
 
 
 def _checked_weights(weights: Any, samples: int) -> NDArray[np.float64]:

@@ -1,0 +1,181 @@
+"""Samples that are left out for good."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from aiofeed import Buckets, Feeder, FromDataset, Mixture, StateError, Stream, Tensors
+from aiofeed.sampling.order import feistel
+from aiofeed.testing import SimulatedDevice
+
+N = 30
+ITEMS = list(range(N))
+
+
+def items(source: Any = ITEMS, **options: Any) -> Feeder[Any]:
+    return Feeder(source, **{"batch_size": 2, "shard": None, **options})
+
+
+def values(batches: Any) -> list[int]:
+    return [value for batch in batches for value in batch.tolist()]
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 64, 1000, 12345])
+def test_a_keyed_permutation_has_an_inverse(n: int) -> None:
+    """The inverse maps each index to its position."""
+    positions = np.arange(n)
+    assert (feistel(n, 3, 4, inverse=True)(feistel(n, 3, 4)(positions)) == positions).all()
+
+
+@pytest.mark.parametrize("shuffle", [False, True, "keyed"])
+@pytest.mark.parametrize("exclude", [[], [0], [29], [3, 4, 5, 17, 29], ITEMS[:-1], ITEMS])
+def test_all_others_come_in_the_same_order(shuffle: Any, exclude: list[int]) -> None:
+    """In each epoch the order is that of all samples without the excluded ones, in full batches."""
+    with items(shuffle=shuffle) as whole, items(shuffle=shuffle, exclude=exclude) as feeder:
+        assert len(feeder) == -(-(N - len(exclude)) // 2)
+        for _ in range(2):
+            assert values(feeder) == [value for value in values(whole) if value not in exclude]
+
+
+@pytest.mark.parametrize("shuffle", [False, True, "keyed"])
+@pytest.mark.parametrize("before", [[], [2], [1, 2, 7, 20]])
+@pytest.mark.parametrize("after", [[], [7], [0, 2, 11, 12, 28]])
+def test_a_resume_may_exclude_others(shuffle: Any, before: list[int], after: list[int]) -> None:
+    """After a resume, on other ranks, the rest of the epoch comes once, without the samples excluded now."""
+    feeder, state = items(shuffle=shuffle, exclude=before), None
+    iterator = iter(feeder)
+    seen = values(next(iterator) for _ in range(5))
+    state = feeder.state_dict()
+    rest = values(iterator)
+    feeder.close()
+    ranks = [items(shuffle=shuffle, exclude=after, shard=(rank, 3), pad=True) for rank in range(3)]
+    found: list[int] = []
+    for rank in ranks:
+        rank.load_state_dict(state)
+        found += values(rank)
+        rank.close()
+    order = values(items(shuffle=shuffle))
+    left = order[order.index(seen[-1]) + 1 :]
+    wanted = set(left) - set(after)
+    assert set(found) - set(after) >= wanted
+    counts = Counter(found)
+    padding = -len(wanted) % 3
+    assert sum(counts.values()) == len(wanted) + padding
+    assert not set(found) & set(after)
+    if before == after:
+        assert set(rest) == wanted
+
+
+def test_the_receipt_goes_on_with_other_samples_excluded() -> None:
+    """A run that excludes others from a checkpoint on has its own receipt, whether it is interrupted or not."""
+
+    def run(*stops: int) -> str:
+        feeder = items(shuffle=True)
+        values(feeder.steps(4))
+        state = feeder.state_dict()
+        for stop in stops:
+            feeder = items(shuffle=True, exclude=[3, 5])
+            feeder.load_state_dict(state)
+            values(feeder.steps(stop))
+            state = feeder.state_dict()
+        return feeder.receipt()
+
+    plain = items(shuffle=True)
+    values(plain.steps(9))
+    assert run(5) == run(2, 3) != plain.receipt()
+
+
+def test_keys_are_looked_up() -> None:
+    """Keys and indices name samples; unknown ones are an error that lists them."""
+    with items(exclude=["list[3]", 5, "list[5]"]) as feeder:
+        assert set(values(feeder)) == set(ITEMS) - {3, 5}
+    for wrong in (["list[30]"], [30], [-1], [1.5]):
+        with pytest.raises(ValueError, match=r"exclude has .*no index or key of the 30 samples"):
+            items(exclude=wrong)
+    for value in ("list[3]", 3):
+        with pytest.raises(TypeError, match="exclude must be a list"):
+            items(exclude=value)
+
+
+DATA = torch.arange(N)
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        (ITEMS, {"cache": "host"}),
+        (ITEMS, {"engine": "process"}),
+        (ITEMS, {"in_order": False}),
+        (ITEMS, {"in_order": "samples"}),
+        (ITEMS, {"device": SimulatedDevice()}),
+        (ITEMS, {"static_batches": True, "drop_last": True}),
+        (TensorDataset(DATA), {}),
+        (Tensors(DATA), {}),
+        (Mixture({"a": ITEMS[:20], "b": ITEMS[20:]}), {}),
+    ],
+    ids=str,
+)
+def test_every_kind_of_feeder_leaves_them_out(source: Any, options: dict[str, Any], forked_workers: None) -> None:
+    """Caches, processes, devices, data in memory and batches out of order have no excluded sample."""
+    with items(source, exclude=[1, 8], shuffle=True, **options) as feeder:
+        for _ in range(2):
+            batches = (batch[0] if isinstance(batch, list | tuple) else batch for batch in feeder)
+            assert sorted(values(batches)) == sorted(set(ITEMS) - {1, 8})
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        (Stream(ITEMS), {}),
+        (ITEMS, {"sampler": ITEMS}),
+        (ITEMS, {"batch_sampler": [[1]], "batch_size": None}),
+        (ITEMS, {"weights": [1.0] * N}),
+        (ITEMS, {"shuffle": "replacement"}),
+        (ITEMS, {"batch_size": Buckets([1] * N, [], [2])}),
+        (Mixture({"a": ITEMS}, [1]), {}),
+    ],
+    ids=str,
+)
+def test_other_orders_refuse_it(source: Any, options: dict[str, Any]) -> None:
+    """The error says where to leave samples out instead."""
+    with pytest.raises(ValueError, match=r"exclude=.* is not possible with .*: it leaves out samples of shuffle=True"):
+        items(source, exclude=[1], **options)
+
+
+def test_batches_handed_out_of_order_fix_it() -> None:
+    """A state with batches that were handed out before others cannot be resumed with other samples excluded."""
+    state = items(in_order=False).state_dict()
+    state = {name: value for name, value in state.items() if name not in ("receipt", "trail")} | {"handed_out": [2]}
+    items(in_order=False).load_state_dict(state)
+    with pytest.raises(StateError, match="exclude= cannot change within an epoch"):
+        items(in_order=False, exclude=[1]).load_state_dict(state)
+
+
+class Large:
+    """A dataset of a thousand million items."""
+
+    def __len__(self) -> int:
+        return 10**9
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_a_large_source_is_not_listed() -> None:
+    """With `shuffle="keyed"` excluding some of 10^9 samples takes a few megabytes."""
+    source = FromDataset(Large(), fingerprint="large")
+    tracemalloc.start()
+    with items(source, shuffle="keyed", exclude=range(0, 10**9, 10**6)) as feeder:
+        assert len(values(feeder.steps(3))) == 6
+        assert feeder.state_dict()["position"] == 6
+        assert len(feeder) == (10**9 - 1000) // 2
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20 << 20
