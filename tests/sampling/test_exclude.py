@@ -120,7 +120,7 @@ DATA = torch.arange(N)
         (Tensors(DATA), {}),
         (Mixture({"a": ITEMS[:20], "b": ITEMS[20:]}), {}),
     ],
-    ids=str,
+    ids=["cache", "process", "unordered", "samples", "device", "static", "TensorDataset", "Tensors", "Mixture"],
 )
 def test_every_kind_of_feeder_leaves_them_out(source: Any, options: dict[str, Any], forked_workers: None) -> None:
     """Caches, processes, devices, data in memory and batches out of order have no excluded sample."""
@@ -141,7 +141,7 @@ def test_every_kind_of_feeder_leaves_them_out(source: Any, options: dict[str, An
         (ITEMS, {"batch_size": Buckets([1] * N, [], [2])}),
         (Mixture({"a": ITEMS}, [1]), {}),
     ],
-    ids=str,
+    ids=["Stream", "sampler", "batch sampler", "weights", "replacement", "plan", "Mixture"],
 )
 def test_other_orders_refuse_it(source: Any, options: dict[str, Any]) -> None:
     """The error says where to leave samples out instead."""
