@@ -36,7 +36,7 @@ from aiofeed.feeder.session import FeederSession, OpenEpoch, Steps
 from aiofeed.runtime import threads
 from aiofeed.runtime.threads import JOIN_S
 from aiofeed.sampling.listers.length_plans import LengthPlan
-from aiofeed.sampling.receipts import StepSample, named
+from aiofeed.sampling.receipts import StepSample, Trail, named
 from aiofeed.sampling.schedule import Shuffle
 from aiofeed.sampling.state import Checkpoint, SavedState
 from aiofeed.sources.dataset import FromDataset, fingerprint_of
@@ -496,7 +496,9 @@ class Feeder(Generic[BatchT]):
         position = self._order.resumed(saved.position, saved.sampler)
         if saved.sampler and saved.order == mine.order:
             self._order.load_sampler_state(saved.sampler)
-        self._checkpoint.load(position, saved.trail)
+        # A mixture has changed: the fingerprint of the sources before it is part of the receipt.
+        trail = saved.trail if saved.fingerprint == mine.fingerprint else Trail(saved.receipt)
+        self._checkpoint.load(position, trail)
 
     def _state(self) -> SavedState:
         if self._fingerprint is None:

@@ -182,6 +182,12 @@ class FeedOrder:
                 f"not any epoch: the receipt and the state have a digest of the list"
             )
         position, schedule, listed = self._seek(Position(epoch), step, rank)
+        change = self._sampler.changed_at if isinstance(self._sampler, MixtureOrder) else Position()
+        if (position.epoch, position.consumed) < (change.epoch, change.consumed):
+            raise ValueError(
+                f"the step is before the mixture was changed, after {change.consumed} samples of epoch {change.epoch}: "
+                f"ask a feeder over the mixture of that time"
+            )
         return position.epoch, next(schedule.plans(position, listed))
 
     def _seek(

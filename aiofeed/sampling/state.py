@@ -152,10 +152,13 @@ class SavedState:
         differences = []
         if self.order != mine.order and {self.order, mine.order} != {"shuffle=", ORDERS["exclude"]}:
             differences.append(f"order: {self.order} in the state, {mine.order} here")
-        fixed = ("seed", "shuffle", "drop_last", "pad", "length")
+        # Whether a mixture may change like this is for its order to judge.
+        mixture, own = (json.loads(each.sampler).get("mixture") if each.sampler else None for each in (self, mine))
+        changed = isinstance(mixture, str) and isinstance(own, str) and mixture != own
+        fixed = ("seed", "shuffle", "drop_last", "pad", *([] if changed else ["length"]))
         values = [(name, getattr(self.schedule, name), getattr(mine.schedule, name)) for name in fixed]
         differences += [f"{name}: {saved!r} in the state, {own!r} here" for name, saved, own in values if saved != own]
-        if self.fingerprint != mine.fingerprint:
+        if self.fingerprint != mine.fingerprint and not changed:
             differences.append(
                 f"fingerprint of the source: {self.fingerprint!r} in the state, {mine.fingerprint!r} here (another "
                 f"type of source, other data, or other names of samples)"

@@ -120,6 +120,8 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "in_order": (True, False),
     # Used for a resume within an epoch only, or to show them.
     "digest": ANY,
+    # That of an older version, of a mixture that was not changed.
+    "course": (MISSING,),
     "generator": (MISSING,),
     # Content of the iterable's own state, and the place where it was saved.
     "state": (MISSING,),

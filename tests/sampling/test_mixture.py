@@ -252,10 +252,13 @@ def test_a_state_of_something_else_is_refused(text: str) -> None:
 
 
 def test_a_state_of_other_weights_is_refused() -> None:
-    """The message has both weights."""
-    state = MixtureOrder({"a": 10, "b": 5}, constant([2, 1], 15), 0, shuffle=True).state(Position())
+    """If each epoch restarts, the message has both weights."""
+
+    def order(weights: list[int]) -> MixtureOrder:
+        return MixtureOrder({"a": 10, "b": 5}, constant(weights, 15), 0, shuffle=True, restarts=True)
+
     with pytest.raises(StateError, match=r"weights \[2, 1\].*weights \[1, 1\]"):
-        MixtureOrder({"a": 10, "b": 5}, constant([1, 1], 15), 0, shuffle=True).load_state(state)
+        order([1, 1]).load_state(order([2, 1]).state(Position()))
 
 
 def test_an_order_deep_in_a_large_mixture_needs_no_walk_to_it() -> None:

@@ -346,6 +346,8 @@ class PlanLister:
     ) -> None:
         self.plan = plan
         self.order = order
+        if isinstance(order, MixtureOrder):
+            order.may_change = False  # the batches of an epoch are planned together
         self._seed = seed
         self._shuffle = shuffle
         self._drop_last = drop_last

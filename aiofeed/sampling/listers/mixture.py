@@ -18,7 +18,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from fractions import Fraction
 from itertools import pairwise
 from typing import TypeAlias
@@ -28,7 +28,7 @@ import numpy as np
 from aiofeed.core.errors import StateError
 from aiofeed.core.random_numbers import mix64
 from aiofeed.core.validation import check_int_from
-from aiofeed.sampling.order import ComputedEpoch, Int64, drawn_from, feistel
+from aiofeed.sampling.order import ComputedEpoch, Int64, Permutation, drawn_from, feistel
 from aiofeed.sampling.schedule import Position
 
 # Samples that are ordered at once, and between two calls of a function that gives the weights.
@@ -256,6 +256,54 @@ class Interleaving:
         return np.array(chosen, np.int64)
 
 
+@dataclass(frozen=True)
+class SourceCourse:
+    """Where a source is, since the mixture was changed last: its samples are numbered from the start of a pass.
+
+    Args:
+        length: The number of samples.
+        number: The pass in which the change was.
+        shift: Added to the count of the interleaving, gives the number of the next sample.
+        earlier: The samples drawn in earlier passes.
+        grown: For each time that the source became longer in this pass: the samples drawn of it, and its length before.
+    """
+
+    length: int
+    number: int = 0
+    shift: int = 0
+    earlier: int = 0
+    grown: tuple[tuple[int, int], ...] = ()
+
+    def changed(self, length: int, drawn: int, count: int) -> SourceCourse:
+        """The course after a change of the mixture, ``drawn`` samples of the source, ``count`` in the interleaving."""
+        if length < self.length:
+            raise StateError(f"a source of the mixture had {self.length} samples and has {length}: it may grow only")
+        passes, within = divmod(drawn - self.earlier, self.length)
+        grown = () if passes else self.grown
+        if within and length > self.length:
+            grown += ((within, self.length),)
+        return SourceCourse(length, self.number + passes, within - count, drawn - within, grown)
+
+    def permutation(self, seed: int, number: int) -> Permutation:
+        """The order of a pass. In the pass in which the source grew, new samples are mixed into its rest."""
+        grown = self.grown if number == 0 else ()
+        lengths = [*(length for _, length in grown), self.length]
+        order = feistel(lengths[0], seed, self.number + number)
+        for (drawn, old), length in zip(grown, lengths[1:], strict=True):
+            order = _mixed_in(order, drawn, old, feistel(length - drawn, seed ^ old, self.number))
+        return order
+
+
+def _mixed_in(order: Permutation, drawn: int, old: int, rest: Permutation) -> Permutation:
+    """A permutation of ``old`` samples of which the rest after ``drawn`` is mixed with the samples from ``old`` on."""
+
+    def mixed(positions: Int64) -> Int64:
+        moved = np.where(positions < drawn, positions, drawn + rest(np.maximum(positions - drawn, 0)))
+        return np.where(moved < old, order(np.minimum(moved, old - 1)), moved)
+
+    return mixed
+
+
 class MixtureOrder:
     """The order of a feeder over a mixture: lists epochs, like ``SamplerAdapter``.
 
@@ -286,6 +334,14 @@ class MixtureOrder:
         self._offsets = [0, *np.cumsum(self._lengths).tolist()]
         self._seeds = [mix64(seed ^ int(hashlib.sha256(name.encode()).hexdigest()[:16], 16)) for name in lengths]
         self._shuffle = shuffle
+        # The place of the last change, in whose epoch the interleaving begins; the samples of sources taken out.
+        self.changed_at: Position = Position()
+        self._course = self._fresh()
+        self._drawn: dict[str, int] = {}
+        self.may_change: bool = not restarts
+
+    def _fresh(self) -> dict[str, SourceCourse]:
+        return {name: SourceCourse(length) for name, length in zip(self._names, self._lengths, strict=True)}
 
     def __str__(self) -> str:
         return f"Mixture({', '.join(self._names)})"
@@ -309,15 +365,16 @@ class MixtureOrder:
                 sources[start:stop], numbers[start:stop] = (each[within[start:stop]] for each in found)
         for source in np.unique(sources).tolist():
             at = np.flatnonzero(sources == source)
-            passes, local = np.divmod(numbers[at] + self._start(epoch, source), self._lengths[source])
+            course = self._course[self._names[source]]
+            passes, local = np.divmod(numbers[at] + self._start(epoch, source) + course.shift, self._lengths[source])
             for one in np.unique(passes).tolist() if self._shuffle else ():
                 of_pass = passes == one
-                local[of_pass] = feistel(self._lengths[source], self._seeds[source], one)(local[of_pass])
+                local[of_pass] = course.permutation(self._seeds[source], one)(local[of_pass])
             numbers[at] = self._offsets[source] + local
         return numbers
 
     def _first_block(self, epoch: int) -> int:
-        return 0 if self._restarts else epoch * self._interleaving.blocks.per_epoch
+        return 0 if self._restarts else (epoch - self.changed_at.epoch) * self._interleaving.blocks.per_epoch
 
     def _drawn_per_epoch(self) -> list[int]:
         """The samples of each source in an epoch, if every epoch restarts."""
@@ -347,7 +404,9 @@ class MixtureOrder:
             counts = [
                 position.epoch * drawn + more for drawn, more in zip(self._drawn_per_epoch(), counts, strict=True)
             ]
-        return dict(zip(self._names, counts, strict=True))
+        course = self._course.values()
+        drawn = [each.earlier + each.shift + count for each, count in zip(course, counts, strict=False)]
+        return self._drawn | dict(zip(self._names, drawn, strict=True))
 
     def _block(self, position: Position) -> tuple[int, int]:
         """The block of a position, and the samples in it before the position; padding does not count."""
@@ -368,11 +427,15 @@ class MixtureOrder:
         """The counts at a position, at the start of its block, and after the epoch before, as JSON."""
         interleaving = self._interleaving
         block, _ = self._block(position)
-        epochs = min(position.epoch, 1) if self._restarts else position.epoch
+        epochs = min(position.epoch, 1) if self._restarts else position.epoch - self.changed_at.epoch
         first = epochs * interleaving.blocks.per_epoch
         state = {
-            "mixture": self.identity(),
+            "mixture": self._describe(),
             "samples": self.counts(position),
+            "course": [
+                *(self.changed_at.epoch, self.changed_at.consumed, position.epoch, position.consumed),
+                {name: astuple(course) for name, course in self._course.items()},
+            ],
             "counts": [[number, interleaving.counts(number)] for number in sorted({first, block})],
         }
         return json.dumps(state)
@@ -385,14 +448,41 @@ class MixtureOrder:
         """
         try:
             state = json.loads(text)
-            mixture = state.get("mixture")
-            if mixture != self.identity():
-                raise StateError(f"the state is of another order: {mixture} in the state, {self.identity()} here")
+            mixture, own = state.get("mixture"), self._describe()
+            # A state of an older version has no course, and is of a mixture that was not changed.
+            *numbers, saved = state.get("course", (0, 0, 0, 0, {}))
+            at, consumed, epoch, position = [check_int_from(0, "course", number) for number in numbers]
+            course = {
+                name: SourceCourse(length, number, shift, earlier, tuple((drawn, old) for drawn, old in grown))
+                for name, (length, number, shift, earlier, grown) in saved.items()
+            }
+            if mixture != own:
+                if not self.may_change or not course or "weights a function" in mixture + own:
+                    raise StateError(
+                        f"the state is of another order: {mixture} in the state, {own} here (a mixture may change with "
+                        f"until=, a number, and without a plan and a function as weights)"
+                    )
+                self._change(course, state["samples"], Position(epoch, position))
+                return
             counts = [(block, self._checked(block, before)) for block, before in state["counts"]]
+            self.changed_at, self._course = Position(at, consumed), course or self._fresh()
+            self._drawn = {name: state["samples"][name] for name in self._course if name not in self._names}
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise StateError(f"the state is damaged: its mixture is {text!r}") from error
         for block, before in counts:
             self._interleaving.set_counts(block, before)
+
+    def _change(self, course: dict[str, SourceCourse], drawn: dict[str, int], position: Position) -> None:
+        """Go on from another mixture: what was drawn of each source stays drawn."""
+        if position.consumed >= len(self):
+            raise StateError(f"{position.consumed} samples of the epoch are drawn, and it has {len(self)} now")
+        here = self._interleaving.counts(*self._block(Position(self.changed_at.epoch, position.consumed)))
+        mine = {
+            name: course.get(name, SourceCourse(length)).changed(length, drawn.get(name, 0), count)
+            for name, length, count in zip(self._names, self._lengths, here, strict=True)
+        }
+        self.changed_at, self._drawn = position, {name: drawn[name] for name in course if name not in mine}
+        self._course = mine | {name: course[name] for name in self._drawn}
 
     def _checked(self, block: object, counts: list[object]) -> list[int]:
         """The counts before a block, if they can be those."""
@@ -403,7 +493,11 @@ class MixtureOrder:
         return found
 
     def identity(self) -> str:
-        """Identifies the mixture, except a function that gives its weights."""
+        """Identifies the mixture and its changes, except a function that gives its weights."""
+        changed = [(name, each) for name, each in self._course.items() if each != SourceCourse(each.length)]
+        return f"{self._describe()} {(self.changed_at.epoch, self.changed_at.consumed, changed) if changed else ''}"
+
+    def _describe(self) -> str:
         lengths = ", ".join(f"{name}: {length}" for name, length in zip(self._names, self._lengths, strict=True))
         epochs = " in each epoch" if self._restarts else ""
         return f"Mixture({lengths}; {self._interleaving.describe()}, {len(self)} samples{epochs})"
