@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ from aiofeed.sampling.listers.length_plans import LengthPlan, PlanLister
 from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.listers.packing import Pack
 from aiofeed.sampling.listers.sampler import BatchSamplerAdapter
-from aiofeed.sampling.mesh import MeshPlace, find_place, sequence_part
+from aiofeed.sampling.mesh import find_place, sequence_part
 from aiofeed.sampling.samples import SampleSchedule
 from aiofeed.sampling.schedule import SHUFFLES, Schedule, Shuffle, is_shuffle, window_shards
 from aiofeed.sampling.state import InOrder, check_in_order
@@ -47,8 +47,6 @@ from aiofeed.sources.tables.columns import collate_rows
 from aiofeed.sources.tensors import Tensors, are_on_host, as_dataset, tensors_of
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from aiofeed.cache.encoded.database import EncodedCache
     from aiofeed.cache.store import SampleStore
     from aiofeed.devices.backend import DeviceBackend
@@ -341,9 +339,9 @@ class Arguments:
         self.cache: Any = given["cache"]
         self.limits: Any = given["limits"]
         self.shard: Any = given["shard"]
-        self.place: MeshPlace | None = find_place("shard", self.shard)
-        if self.place is not None:
-            self.shard = (self.place.rank, self.place.size)
+        self.replica = (0, 1)
+        if (place := find_place("shard", self.shard)) is not None:
+            self.shard, self.replica = place
             log.info("shard %d of %d, from the mesh", *self.shard)
         self.exclude: Any = given["exclude"]
         self.in_order: InOrder = check_in_order("in_order", given["in_order"])
@@ -399,23 +397,6 @@ def new_batches(
     return PlanLister(batch_size, order.seed, shuffle=shuffle, drop_last=order.drop_last, order=lister)
 
 
-def excluded_indices(exclude: Any, length: int, key: Callable[[int], str]) -> NDArray[np.int64]:
-    """Return the indices of samples that are given by index or key, ascending.
-
-    Raises:
-        TypeError, ValueError: An item is neither an index nor a key of the source.
-    """
-    if isinstance(exclude, str) or not isinstance(exclude, Iterable):
-        raise TypeError(f"exclude must be a list of indices or keys, got {exclude!r}")
-    given = set(exclude.tolist() if isinstance(exclude, np.ndarray) else exclude)
-    keys = {item for item in given if isinstance(item, str)}
-    found = {name: index for index in range(length if keys else 0) if (name := str(key(index))) in keys}
-    wrong = [item for item in given if item not in found and item not in range(length)]
-    if wrong:
-        raise ValueError(f"exclude has {wrong[:3]}, which are no index or key of the {length} samples of the source")
-    return np.array(sorted({int(found.get(item, item)) for item in given}), np.int64)
-
-
 def new_order(a: Arguments) -> FeedOrder:
     """Return the order of a feeder; sets ``a.samples`` to the size of a typical batch.
 
@@ -432,7 +413,7 @@ def new_order(a: Arguments) -> FeedOrder:
     elif (shards := window_shards(a.shuffle)) is not None:
         drawn = WindowOrder(a.source.shard_starts, shards, a.seed)
     if a.exclude is not None:
-        drawn = ExcludingOrder(order, excluded_indices(a.exclude, a.length, a.adopted.key))
+        drawn = ExcludingOrder(order, a.exclude, a.adopted.key)
     batches = new_batches(a.batch_size, a.batch_sampler, order, drawn)
     lister: Lister | None = drawn
     if batches is None:
@@ -444,7 +425,7 @@ def new_order(a: Arguments) -> FeedOrder:
     else:
         feed_order = StreamOrder(order, a.shard, a.adopted)
     feed_order.events = new_events(a.timeline)
-    feed_order.replica = 0 if a.place is None else a.place.replica
+    feed_order.replica = a.replica[0]
     return feed_order
 
 

@@ -36,7 +36,7 @@ from aiofeed.feeder.session import FeederSession, OpenEpoch, Steps
 from aiofeed.runtime import threads
 from aiofeed.runtime.threads import JOIN_S
 from aiofeed.sampling.listers.length_plans import LengthPlan
-from aiofeed.sampling.receipts import StepSample, Trail, named
+from aiofeed.sampling.receipts import StepSample, Trail
 from aiofeed.sampling.schedule import Shuffle
 from aiofeed.sampling.state import Checkpoint, SavedState
 from aiofeed.sources.dataset import FromDataset, fingerprint_of
@@ -77,10 +77,7 @@ if TYPE_CHECKING:
     )
     Shard: TypeAlias = tuple[int, int] | tuple[str | tuple[str, ...], DeviceMesh] | DeviceMesh | Literal["auto"] | None
     SequenceSplit: TypeAlias = (
-        tuple[int, int]
-        | tuple[str, DeviceMesh]
-        | tuple[int, int, Literal["zigzag"]]
-        | tuple[str, DeviceMesh, Literal["zigzag"]]
+        tuple[int | str, int | DeviceMesh] | tuple[int | str, int | DeviceMesh, Literal["zigzag"]]
     )
     # A literal, so that a typing error such as "processes" is a type error.
     Engine: TypeAlias = (
@@ -170,8 +167,8 @@ class Feeder(Generic[BatchT]):
             [N, T, ...] of a batch, after ``transform``. Parts are equal and contiguous; with "zigzag" as a third item,
             rank r of R gets pieces r and 2R - 1 - r of 2R pieces.
         exclude: Samples to leave out for good: their indices, or their keys, which are then looked up among all. All
-            others come in the same order, in full batches. May change at a resume. With ``shuffle=`` True, False or
-            "keyed".
+            others come in the same order, in full batches. May change at a resume, with a plan between two epochs
+            only. With ``shuffle=`` True, False or "keyed".
         in_order: ``False`` hands out batches as they are finished, so that a slow file delays only its own batch.
             "samples" fills each batch with whichever samples are ready, so that a slow one joins a later batch; the
             number and the sizes of batches stay. Not with ``engine="process"``, ``batch_sampler=`` and plans.
@@ -548,8 +545,7 @@ class Feeder(Generic[BatchT]):
         """
         if not traits_of(self._source).indexed:
             raise ValueError(f"the samples of a step are not known with {self._source!r}: its items have no names")
-        found, plan = self._order.plan_at(step, epoch, rank)
-        return named(plan, found, lambda index: str(self._source.key(index)), self._order.source_name)
+        return self._order.samples_at(step, epoch, rank, lambda index: str(self._source.key(index)))
 
     def statistics(self, total: bool = False) -> FeedStatistics:
         """Return the statistics of the current or last epoch, or with ``total=True`` of all epochs."""

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -15,14 +15,14 @@ import numpy as np
 
 from aiofeed.core.errors import StateError
 from aiofeed.core.statistics import EpochStats, Event, new_events
-from aiofeed.core.types import BatchPlan
 from aiofeed.core.validation import check_epoch, check_int_from
 from aiofeed.sampling.epochs import EpochStart, EpochStream
 from aiofeed.sampling.listers.computed import ComputedOrder, ExcludingOrder
 from aiofeed.sampling.listers.length_plans import PlanLister
 from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.listers.sampler import BatchSamplerAdapter, SamplerAdapter
-from aiofeed.sampling.order import BatchLists, EpochList
+from aiofeed.sampling.order import BatchLists, EpochList, sample_seed
+from aiofeed.sampling.receipts import StepSample
 from aiofeed.sampling.schedule import Position, Schedule
 from aiofeed.sampling.state import json_dict
 
@@ -169,8 +169,8 @@ class FeedOrder:
             self._sampler.load_state(self._sampler.state(position))
         return self._seek(position, batches)[0]
 
-    def plan_at(self, step: int, epoch: int, rank: int | None) -> tuple[int, BatchPlan]:
-        """The epoch and the batch of a step, counted from the start of an epoch; ``rank``: by default this one.
+    def samples_at(self, step: int, epoch: int, rank: int | None, key: Callable[[int], str | None]) -> list[StepSample]:
+        """The samples of a step, counted from the start of an epoch; ``rank``: by default this one.
 
         Raises:
             TypeError, ValueError: An argument is no such number, an epoch has no batches, or the order is a sampler's.
@@ -178,8 +178,7 @@ class FeedOrder:
         step, epoch = check_int_from(0, "step", step), check_epoch("epoch", epoch)
         if isinstance(self._sampler, SamplerAdapter):
             raise ValueError(
-                f"the samples of a step are not known with {self.describe()}, which lists one epoch after another and "
-                f"not any epoch: the receipt and the state have a digest of the list"
+                f"the samples of a step are not known with {self.describe()}: it lists epochs one after another"
             )
         position, schedule, listed = self._seek(Position(epoch), step, rank)
         change = self._sampler.changed_at if isinstance(self._sampler, MixtureOrder) else Position()
@@ -188,7 +187,12 @@ class FeedOrder:
                 f"the step is before the mixture was changed, after {change.consumed} samples of epoch {change.epoch}: "
                 f"ask a feeder over the mixture of that time"
             )
-        return position.epoch, next(schedule.plans(position, listed))
+        plan, lister = next(schedule.plans(position, listed)), self._samples
+        source = lister.name_of if isinstance(lister, MixtureOrder) else lambda _: None
+        return [
+            StepSample(index, key(index), source(index), position.epoch, at, sample_seed(plan.epoch_seed, at))
+            for index, at in zip(plan.indices, plan.positions, strict=True)
+        ]
 
     def _seek(
         self, position: Position, batches: int, rank: int | None = None
@@ -219,11 +223,10 @@ class FeedOrder:
         """Identifies the order of the epoch planned last, besides the schedule."""
         return "" if self._sampler is None else self._sampler.identity()
 
-    def source_name(self, index: int) -> str | None:
-        """The name of the source of a sample in a mixture; otherwise ``None``."""
-        sampler = self._sampler
-        lister = sampler.order if isinstance(sampler, PlanLister) else sampler
-        return lister.name_of(index) if isinstance(lister, MixtureOrder) else None
+    @property
+    def _samples(self) -> SamplerAdapter | Lister | None:
+        """The order of samples: that of a plan, too."""
+        return self._sampler.order if isinstance(self._sampler, PlanLister) else self._sampler
 
     def _suggest_keyed(self, schedule: Schedule) -> None:
         if schedule.shuffle is True and schedule.length > LARGE_EPOCH and not self._suggested:
@@ -258,18 +261,18 @@ class FeedOrder:
         """The position of a state, which may exclude other samples, in this order.
 
         Raises:
-            StateError: The state has batches or samples that were handed out before others.
+            StateError: It is in an epoch of a plan, or one of which batches or samples were handed out before others.
         """
-        here = self._sampler if isinstance(self._sampler, ExcludingOrder) else None
-        excluded = json_dict(state) if state else {}
-        at = excluded.get("at", None if state else position.consumed)
-        own = None if here is None else json_dict(here.state(Position()))["exclude"]
-        if at is None or excluded.get("exclude") == own:
+        here = self._samples if isinstance(self._samples, ExcludingOrder) else None
+        saved = json_dict(state) if state else {"at": position.consumed}
+        if "plan" in saved:
+            saved = json_dict(saved.get("order") or '{"at": 0}')
+        if "at" not in saved or saved.get("exclude") == (here and here.digest):
             return position
-        if position.ahead:
-            raise StateError("exclude= cannot change within an epoch that was handed out out of order")
-        consumed = check_int_from(0, "at", at)
-        return self.normalize(Position(position.epoch, here.consumed(position.epoch, consumed) if here else consumed))
+        if position.ahead or (isinstance(self._sampler, PlanLister) and position.consumed):
+            raise StateError("exclude= cannot change within an epoch of a plan, or of batches handed out out of order")
+        at = check_int_from(0, "at", saved["at"])
+        return self.normalize(Position(position.epoch, here.consumed(position.epoch, at) if here else at))
 
     def sampler_state(self, position: Position) -> str:
         """The state that restores the sampler for the epoch of a position, as JSON; empty without a sampler."""

@@ -5,8 +5,8 @@ Ranks that differ in other dimensions only (tensor, context, pipeline parallelis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from aiofeed.core.pytree import leaves, map_leaves
@@ -15,37 +15,22 @@ from aiofeed.sampling.feed_order import check_shard
 MODEL_PARALLEL = {"cp", "sp", "tp", "pp", "ep"}
 
 
-@dataclass(frozen=True)
-class MeshPlace:
-    """The place of this process in a mesh.
+def find_place(argument: str, value: Any) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """The rank of this process and the number of ranks in the chosen dimensions of a mesh, and those in the others.
 
-    Args:
-        rank, size: In the chosen dimensions, counted row by row, as torch flattens them.
-        replica, replicas: In the other dimensions.
-    """
-
-    rank: int
-    size: int
-    replica: int = 0
-    replicas: int = 1
-
-
-def is_mesh(value: object) -> bool:
-    """Whether ``value`` is a ``DeviceMesh``."""
-    return hasattr(value, "mesh_dim_names") and hasattr(value, "get_coordinate")
-
-
-def place_in_mesh(argument: str, mesh: Any, names: str | Sequence[str] | None = None) -> MeshPlace:
-    """The place of this process in the named dimensions of a mesh.
+    Counted row by row, as torch flattens dimensions.
 
     Args:
         argument: The argument of ``Feeder`` for messages.
-        mesh: A ``DeviceMesh``.
-        names: ``None`` for the data-parallel dimensions, whose names begin with "dp" or "data".
+        value: A ``DeviceMesh``, of which the dimensions count whose names begin with "dp" or "data", or (names, mesh).
+            For any other value the result is ``None``.
 
     Raises:
         ValueError: No dimension is data-parallel, one has another name, or the mesh is without this process.
     """
+    names, mesh = value if isinstance(value, tuple) and len(value) == 2 else (None, value)
+    if not (hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "get_coordinate")):
+        return None
     dims = mesh.mesh_dim_names or tuple("" for _ in mesh.shape)
     known = f"the dimensions of the mesh are {dict(zip(dims, mesh.shape, strict=True))}"
     if names is None:
@@ -66,59 +51,7 @@ def place_in_mesh(argument: str, mesh: Any, names: str | Sequence[str] | None = 
     for name, size, at in zip(dims, mesh.shape, coordinate, strict=True):
         rank, ranks = places[name in chosen]
         places[name in chosen] = rank * size + at, ranks * size
-    return MeshPlace(*places[True], *places[False])
-
-
-def find_place(argument: str, value: Any) -> MeshPlace | None:
-    """The place that a mesh or ``(names, mesh)`` gives; ``None`` for another value."""
-    if is_mesh(value):
-        return place_in_mesh(argument, value)
-    if isinstance(value, tuple) and len(value) == 2 and is_mesh(value[1]):
-        return place_in_mesh(argument, value[1], value[0])
-    return None
-
-
-@dataclass(frozen=True)
-class SequencePart:
-    """A ``transform`` that cuts the sequences of a batch after another one, and returns the part of this rank.
-
-    Args:
-        rank, size: This rank, and the number of parts.
-        zigzag: Cut into ``2 * size`` pieces, and give rank r pieces r and ``2 * size - 1 - r``: under a causal mask all
-            ranks then attend to equally many tokens. By default parts are contiguous.
-        transform: Called with the batch before.
-    """
-
-    rank: int
-    size: int
-    zigzag: bool = False
-    transform: Callable[[Any], Any] | None = None
-
-    def __call__(self, batch: Any) -> Any:
-        """The batch with the part of each tensor [N, T, ...]; tensors of fewer dimensions stay as they are.
-
-        Raises:
-            ValueError: Tensors differ in T, or T cannot be cut into equal parts.
-        """
-        if self.transform is not None:
-            batch = self.transform(batch)
-        lengths = {tensor.shape[1] for tensor in leaves(batch) if getattr(tensor, "ndim", 0) > 1}
-        pieces = self.size * (1 + self.zigzag)
-        if len(lengths) > 1 or any(length % pieces for length in lengths):
-            raise ValueError(
-                f"split_sequence= cuts dimension 1 of all tensors [N, T, ...] into {pieces} equal parts, and this "
-                f"batch has the lengths {sorted(lengths)}: pad to a multiple of {pieces}, as with "
-                f"pad_collate(multiple_of={pieces}), or cut in transform="
-            )
-        return map_leaves(self._part, batch)
-
-    def _part(self, value: Any) -> Any:
-        if getattr(value, "ndim", 0) < 2:
-            return value
-        import torch
-
-        pieces = value.chunk(self.size * (1 + self.zigzag), 1)
-        return torch.cat([pieces[self.rank], pieces[-1 - self.rank]][: 1 + self.zigzag], 1)
+    return places[True], places[False]
 
 
 def sequence_part(value: Any, transform: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
@@ -129,14 +62,43 @@ def sequence_part(value: Any, transform: Callable[[Any], Any] | None) -> Callabl
     """
     if value is None:
         return transform
-    kind = value[2:] if isinstance(value, tuple) else None
-    place = find_place("split_sequence", value[:2]) if kind in ((), ("zigzag",)) and not is_mesh(value) else None
-    if place is None:
-        try:
-            place = MeshPlace(*check_shard(value[:2] if kind == ("zigzag",) else value))
-        except (TypeError, ValueError) as error:
-            raise type(error)(
-                f"split_sequence must be ('cp', mesh) or (rank, size), with 'zigzag' as a third item or without, got "
-                f"{value!r}"
-            ) from None
-    return SequencePart(place.rank, place.size, bool(kind), transform)
+    zigzag = isinstance(value, tuple) and value[2:] == ("zigzag",)
+    part = value[:2] if zigzag else value
+    place = find_place("split_sequence", part) if isinstance(part, tuple) else None
+    try:
+        rank, size = check_shard(part) if place is None else place[0]
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"split_sequence must be ('cp', mesh) or (rank, size), with 'zigzag' as a third item or without, got "
+            f"{value!r}"
+        ) from None
+    return partial(cut_sequences, rank, size, zigzag, transform)
+
+
+def cut_sequences(rank: int, size: int, zigzag: bool, transform: Callable[[Any], Any] | None, batch: Any) -> Any:
+    """Call ``transform``, and cut each tensor [N, T, ...] to the part of a rank; those of fewer dimensions stay whole.
+
+    Parts are contiguous. With ``zigzag`` there are ``2 * size`` pieces, and rank r gets pieces r and
+    ``2 * size - 1 - r``: under a causal mask all ranks then attend to equally many tokens.
+
+    Raises:
+        ValueError: Tensors differ in T, or T cannot be cut into equal parts.
+    """
+    batch = batch if transform is None else transform(batch)
+    lengths = {tensor.shape[1] for tensor in leaves(batch) if getattr(tensor, "ndim", 0) > 1}
+    pieces = size * (1 + zigzag)
+    if len(lengths) > 1 or any(length % pieces for length in lengths):
+        raise ValueError(
+            f"split_sequence= cuts dimension 1 of all tensors [N, T, ...] into {pieces} equal parts, and this batch "
+            f"has the lengths {sorted(lengths)}: pad to a multiple of {pieces}, as pad_collate(multiple_of=) does"
+        )
+
+    def part(value: Any) -> Any:
+        if getattr(value, "ndim", 0) < 2:
+            return value
+        import torch
+
+        found = value.chunk(pieces, 1)
+        return torch.cat([found[rank], found[-1 - rank]][: 1 + zigzag], 1)
+
+    return map_leaves(part, batch)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from aiofeed.core.types import BatchPlan, public
-from aiofeed.sampling.order import sample_seed
+from aiofeed.core.types import public
 from aiofeed.sampling.schedule import Position, Schedule
 
 
@@ -32,16 +30,6 @@ class StepSample:
     epoch: int
     position: int
     seed: int
-
-
-def named(
-    plan: BatchPlan, epoch: int, key: Callable[[int], str | None], source: Callable[[int], str | None]
-) -> list[StepSample]:
-    """The samples of a batch."""
-    return [
-        StepSample(index, key(index), source(index), epoch, position, sample_seed(plan.epoch_seed, position))
-        for index, position in zip(plan.indices, plan.positions, strict=True)
-    ]
 
 
 def digest(*parts: object) -> str:

@@ -137,8 +137,7 @@ class SavedState:
                 Trail(UNKNOWN) if older else field_of("trail", partial(_trail, position)),
             )
             if not older and field_of("receipt", _text) != saved.receipt:
-                names = "epoch, position, handed_out, trail and fingerprint"
-                raise ValueError(f"its receipt is not that of its {names}")
+                raise ValueError("its receipt is not that of its epoch, position, handed_out, trail and fingerprint")
             return saved
         except (TypeError, ValueError) as error:
             raise StateError(f"the state is damaged: {error}") from error

@@ -161,13 +161,13 @@ def test_a_pass_that_grows_has_each_sample_once(growth: list[int], data: st.Data
         assert sorted(order) == list(range(course.length))
         assert (order[: len(before)] == before).all()
         before = order[:drawn]
-        course = course.changed(course.length + more, drawn, 0)
+        course = course.changed("a", course.length + more, drawn, 0)
 
 
 @pytest.mark.parametrize(
     ("there", "here", "message"),
     [
-        (lambda: feeder({"a": 1, "b": 1}), lambda: feeder({"a": 1, "b": 1}, sizes={"b": 20}), "it may grow only"),
+        (lambda: feeder({"a": 1, "b": 1}), lambda: feeder({"a": 1, "b": 1}, sizes={"b": 20}), "it may only grow"),
         (lambda: feeder({"a": 1, "b": 1}), lambda: feeder({"a": 2, "b": 1}, until="all"), "with until=, a number"),
         (
             lambda: feeder({"a": 1, "b": 1}),

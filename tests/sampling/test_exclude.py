@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from aiofeed import Buckets, Feeder, FromDataset, Mixture, StateError, Stream, Tensors
+from aiofeed import Buckets, Feeder, FromDataset, Mixture, StateError, Stream, Tensors, TokenBudget
 from aiofeed.sampling.order import feistel
 from aiofeed.testing import SimulatedDevice
 
@@ -138,10 +138,9 @@ def test_every_kind_of_feeder_leaves_them_out(source: Any, options: dict[str, An
         (ITEMS, {"batch_sampler": [[1]], "batch_size": None}),
         (ITEMS, {"weights": [1.0] * N}),
         (ITEMS, {"shuffle": "replacement"}),
-        (ITEMS, {"batch_size": Buckets([1] * N, [], [2])}),
         (Mixture({"a": ITEMS}, [1]), {}),
     ],
-    ids=["Stream", "sampler", "batch sampler", "weights", "replacement", "plan", "Mixture"],
+    ids=["Stream", "sampler", "batch sampler", "weights", "replacement", "Mixture"],
 )
 def test_other_orders_refuse_it(source: Any, options: dict[str, Any]) -> None:
     """The error says where to leave samples out instead."""
@@ -156,6 +155,48 @@ def test_batches_handed_out_of_order_fix_it() -> None:
     items(in_order=False).load_state_dict(state)
     with pytest.raises(StateError, match="exclude= cannot change within an epoch"):
         items(in_order=False, exclude=[1]).load_state_dict(state)
+
+
+@pytest.mark.parametrize("plan", [Buckets, TokenBudget])
+def test_a_plan_leaves_them_out(plan: Any) -> None:
+    """The batches of a plan are planned without the excluded samples, on two ranks; others may follow in an epoch."""
+
+    def new(rank: int, exclude: list[int] | None) -> Feeder[Any]:
+        lengths = [1 + 5 * index % 7 for index in ITEMS]
+        size = Buckets(lengths, [4], [4, 3]) if plan is Buckets else TokenBudget(lengths, 12)
+        return items(batch_size=size, shuffle=True, shard=(rank, 2), pad=False, exclude=exclude)
+
+    state: Any = None
+    for exclude in ([3, 17], None, [4], []):
+        ranks = [new(rank, exclude) for rank in range(2)]
+        seen = []
+        for rank in ranks:
+            if state is not None:
+                rank.load_state_dict(state)
+            iterator = iter(rank)
+            seen += values([next(iterator)])
+            middle = rank.state_dict()
+            with pytest.raises(StateError, match="exclude= cannot change within an epoch of a plan"):
+                new(ranks.index(rank), [5]).load_state_dict(middle)
+            resumed = new(ranks.index(rank), exclude)
+            resumed.load_state_dict(middle)
+            rest = values(iterator)
+            assert values(resumed) == rest
+            assert resumed.receipt() == rank.receipt()
+            seen += rest
+        assert sorted(seen) == sorted(set(ITEMS) - set(exclude or []))
+        state = ranks[0].state_dict()
+        for rank in ranks:
+            rank.close()
+
+
+def test_another_order_is_no_other_exclusion() -> None:
+    """A state of a plan over weights= is refused by one with exclude=, and the other way round."""
+    weighted = items(batch_size=TokenBudget([1] * N, 4), weights=[1.0] * N)
+    excluding = items(batch_size=TokenBudget([1] * N, 4), exclude=[1])
+    for one, other in ((weighted, excluding), (excluding, weighted)):
+        with pytest.raises(StateError, match="another order of samples"):
+            one.load_state_dict(other.state_dict())
 
 
 class Large:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import aiofeed
 from aiofeed import Feeder
-from aiofeed.sampling.mesh import SequencePart, place_in_mesh
+from aiofeed.sampling.mesh import find_place, sequence_part
 from aiofeed.testing import SimulatedDevice
 
 NAMES = ("dp", "cp", "tp")
@@ -81,9 +81,11 @@ def test_a_mesh_of_torch_has_these_places(as_rank: Callable[[int, int], None]) -
     for rank in (0, 5, 17, 42, 63):
         as_rank(rank, 64)
         mesh = init_device_mesh("cpu", (8, 4, 2), mesh_dim_names=NAMES)
-        for names in (None, "dp", ("dp", "cp"), "tp"):
-            assert place_in_mesh("shard", mesh, names) == place_in_mesh("shard", Mesh(rank, (8, 4, 2), NAMES), names)
-        assert place_in_mesh("shard", mesh["dp"]).rank == place_in_mesh("shard", mesh).rank == rank // 8
+        simulated = Mesh(rank, (8, 4, 2), NAMES)
+        for names in ("dp", ("dp", "cp"), "tp"):
+            assert find_place("shard", (names, mesh)) == find_place("shard", (names, simulated))
+        assert find_place("shard", mesh) == find_place("shard", simulated) == ((rank // 8, 8), (rank % 8, 8))
+        assert find_place("shard", mesh["dp"]) == ((rank // 8, 8), (0, 1))
         assert numbers(mesh).state_dict()["world_size"] == 8
 
 
@@ -92,11 +94,9 @@ def test_several_dimensions_are_data_parallel() -> None:
     names = ("dp_replicate", "dp_shard", "cp", "tp")
     for rank in range(2 * 3 * 2 * 2):
         mesh = Mesh(rank, (2, 3, 2, 2), names)
-        place = place_in_mesh("shard", mesh)
-        assert (place.rank, place.size, place.replica, place.replicas) == (rank // 4, 6, rank % 4, 4)
-        assert place_in_mesh("shard", mesh, ("dp_shard", "dp_replicate")) == place
-    only = place_in_mesh("shard", Mesh(23, (2, 3, 2, 2), names), "dp_shard")
-    assert (only.rank, only.size) == (2, 3)
+        assert find_place("shard", mesh) == ((rank // 4, 6), (rank % 4, 4))
+        assert find_place("shard", (("dp_shard", "dp_replicate"), mesh)) == find_place("shard", mesh)
+    assert find_place("shard", ("dp_shard", Mesh(23, (2, 3, 2, 2), names))) == ((2, 3), (7, 8))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,9 @@ def test_a_resume_on_another_mesh_is_exact(other: tuple[tuple[int, ...], tuple[s
         with numbers(mesh, n=76) as feeder:
             feeder.load_state_dict({**states[0], "rank": 0})
             got = values(feeder)
-        assert rest.setdefault(place_in_mesh("shard", mesh).rank, got) == got
+        place = find_place("shard", mesh)
+        assert place is not None
+        assert rest.setdefault(place[0][0], got) == got
     later = sum(sum(rest.values(), []), [])
     assert sorted(later + seen) == list(range(76))
 
@@ -239,7 +241,9 @@ def test_tensors_in_memory_are_cut() -> None:
 def test_sequences_that_cannot_be_cut_are_refused(batch: Any, part: Any, lengths: str) -> None:
     """The error gives the lengths, and how to pad."""
     with pytest.raises(ValueError, match=rf"lengths \[{lengths}\]: pad to a multiple of"):
-        SequencePart(part[0], part[1], len(part) > 2)(batch)
+        transform = sequence_part(part, None)
+        assert transform is not None
+        transform(batch)
 
 
 @pytest.mark.parametrize("value", [(2, 2), ("cp", 2), (0, 2, "ring"), "cp", (0,), Mesh(0, (2,), ("cp",))])

@@ -41,6 +41,8 @@ ORDERS: dict[str, Callable[..., Feeder[Any]]] = {
     "weights": lambda **options: items(weights=[1.0, 2.0] * 11 + [0.0], **options),
     "mixture": mixture,
     "plan": buckets,
+    "exclude": lambda **options: items(shuffle="keyed", exclude=[3, 5, 21], **options),
+    "excluding plan": lambda **options: buckets(exclude=[3, 5, 21], **options),
 }
 
 
@@ -155,6 +157,28 @@ def test_an_interrupted_run_has_the_receipt_of_an_uninterrupted_one(order: str, 
         state, done = feeder.state_dict(), stop
         assert feeder.receipt() == state["receipt"] == run(new(), stop).receipt()
         feeder.close()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("skipped", [1, 3, 4, 17])
+def test_skipping_on_ranks_leaves_out_the_same_batches(order: str, skipped: int) -> None:
+    """On each rank, over ends of epochs, too, the batches after the skipped ones come; the receipt says so."""
+
+    def new(rank: int) -> Feeder[Any]:
+        return ORDERS[order](shard=(rank, 3))
+
+    receipts = set()
+    for rank in range(3):
+        with new(rank) as whole, new(rank) as feeder, new(rank) as resumed:
+            wanted = [batch.tolist() for batch in whole.steps(skipped + 8)]
+            run(feeder, 2)
+            feeder.skip(skipped)
+            resumed.load_state_dict(json.loads(json.dumps(feeder.state_dict())))
+            for each in (feeder, resumed):
+                assert [batch.tolist() for batch in each.steps(6)] == wanted[-6:]
+                receipts.add(each.receipt())
+            assert whole.receipt() not in receipts
+    assert len(receipts) == 1
 
 
 def test_batch_size_and_world_size_do_not_count() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 from aiofeed.core.errors import StateError
 from aiofeed.reports.commands.data_set import open_data_set
 from aiofeed.sampling.feed_order import FeedOrder
-from aiofeed.sampling.receipts import named
 from aiofeed.sampling.state import SavedState
 from aiofeed.sources.dataset import fingerprint_of
 
@@ -28,8 +27,7 @@ def replay(path: str, data: Sequence[str], *, step: int, epoch: int, rank: int |
             raise StateError(f"the state is of other data than {source!r}")
         schedule = state.schedule
         order = FeedOrder(replace(schedule, rank=0, world_size=1), None, (schedule.rank, schedule.world_size))
-        found, plan = order.plan_at(step, epoch, rank)
-        for sample in named(plan, found, lambda at: None if source is None else str(source.key(at)), order.source_name):
+        for sample in order.samples_at(step, epoch, rank, lambda at: None if source is None else str(source.key(at))):
             print(json.dumps(asdict(sample)))
     except (OSError, ValueError, ImportError, RuntimeError, UnpicklingError, StateError) as error:
         print(f"aiofeed replay: {error}", file=sys.stderr)

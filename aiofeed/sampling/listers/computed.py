@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -36,7 +36,7 @@ class ComputedOrder(ABC):
 
     def __init__(self, length: int, digest: str) -> None:
         self._length = length
-        self._digest = digest
+        self.digest: str = digest
 
     def __len__(self) -> int:
         """The samples of an epoch."""
@@ -52,7 +52,7 @@ class ComputedOrder(ABC):
 
     def identity(self) -> str:
         """Identifies the arguments."""
-        return f"{self.argument} {self._digest}"
+        return f"{self.argument} {self.digest}"
 
     def repeat_last_epoch(self) -> None:
         """Does nothing: the list of an epoch is always the same."""
@@ -60,7 +60,7 @@ class ComputedOrder(ABC):
 
     def state(self, position: Position) -> str:
         """What identifies the order, as JSON."""
-        return json.dumps({self.argument: self._digest})
+        return json.dumps({self.argument: self.digest})
 
     def load_state(self, text: str) -> None:
         """Check that a state is of the same order.
@@ -68,7 +68,7 @@ class ComputedOrder(ABC):
         Raises:
             StateError: It is of another one.
         """
-        if json_dict(text).get(self.argument) != self._digest:
+        if json_dict(text).get(self.argument) != self.digest:
             raise StateError(f"the state was saved with {self.differs}")
 
 
@@ -157,13 +157,26 @@ class ExcludingOrder(ComputedOrder):
 
     Args:
         base: The order of all samples.
-        excluded: The indices of samples to leave out, ascending.
+        exclude: Samples to leave out, by index or key.
+        key: Gives the key of an index.
+
+    Raises:
+        TypeError, ValueError: An item of ``exclude`` is neither an index nor a key.
     """
 
     argument = "exclude"
     differs = "other exclude="
 
-    def __init__(self, base: Schedule, excluded: Int64) -> None:
+    def __init__(self, base: Schedule, exclude: Any, key: Callable[[int], str]) -> None:
+        if isinstance(exclude, str) or not isinstance(exclude, Iterable):
+            raise TypeError(f"exclude must be a list of indices or keys, got {exclude!r}")
+        given, samples = set(exclude.tolist() if isinstance(exclude, np.ndarray) else exclude), range(base.length)
+        keys = {item for item in given if isinstance(item, str)}
+        found = {name: index for index in (samples if keys else ()) if (name := str(key(index))) in keys}
+        wrong = [item for item in given if item not in found and item not in samples]
+        if wrong:
+            raise ValueError(f"exclude has {wrong[:3]}, no index or key of the {base.length} samples of the source")
+        excluded = np.array(sorted({int(found.get(item, item)) for item in given}), np.int64)
         super().__init__(base.length - len(excluded), hashlib.sha256(excluded.tobytes()).hexdigest()[:32])
         self._base = base
         self._excluded = excluded
@@ -193,7 +206,7 @@ class ExcludingOrder(ComputedOrder):
         """What identifies the excluded samples, and the position after the last sample among all, as JSON."""
         consumed = position.consumed
         passed = int(np.searchsorted(self._gaps(position.epoch), consumed - 1, side="right")) if consumed else 0
-        return json.dumps({self.argument: self._digest, "at": consumed + passed})
+        return json.dumps({self.argument: self.digest, "at": consumed + passed})
 
     def load_state(self, text: str) -> None:
         """Does nothing: a state may exclude other samples, see ``FeedOrder.resumed``."""

@@ -18,7 +18,7 @@ import numpy as np
 from aiofeed.core.errors import StateError
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_positive_int
-from aiofeed.sampling.listers.computed import ComputedOrder
+from aiofeed.sampling.listers.computed import ComputedOrder, ExcludingOrder
 from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.order import BatchLists, Int64, epoch_seed
 from aiofeed.sampling.schedule import Position
@@ -417,10 +417,12 @@ class PlanLister:
             (there, _, _), (here, _, _) = saved.partition(", lengths="), own.partition(", lengths=")
             difference = f"{there}) in the state, {here}) here" if there != here else f"other lengths= of {here})"
             raise StateError(f"the state is of another plan: {difference}")
-        if bool(order) != (self.order is not None):
+        # FeedOrder.resumed compares samples that are excluded.
+        order = "" if "exclude" in json_dict(order or "{}") else order
+        lister = None if isinstance(self.order, ExcludingOrder) else self.order
+        if bool(order) != (lister is not None):
             raise StateError(
                 "the state is of a plan with another order of samples: with or without a Mixture or weights="
             )
-        if self.order is not None:
-            json_dict(order)  # checks it
-            self.order.load_state(order)
+        if lister is not None:
+            lister.load_state(order)

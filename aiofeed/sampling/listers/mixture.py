@@ -18,7 +18,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 from typing import TypeAlias
@@ -272,12 +272,12 @@ class SourceCourse:
     number: int = 0
     shift: int = 0
     earlier: int = 0
-    grown: tuple[tuple[int, int], ...] = ()
+    grown: tuple[tuple[int, ...], ...] = ()
 
-    def changed(self, length: int, drawn: int, count: int) -> SourceCourse:
+    def changed(self, name: str, length: int, drawn: int, count: int) -> SourceCourse:
         """The course after a change of the mixture, ``drawn`` samples of the source, ``count`` in the interleaving."""
         if length < self.length:
-            raise StateError(f"a source of the mixture had {self.length} samples and has {length}: it may grow only")
+            raise StateError(f"the source {name!r} had {self.length} samples and has {length}: it may only grow")
         passes, within = divmod(drawn - self.earlier, self.length)
         grown = () if passes else self.grown
         if within and length > self.length:
@@ -334,10 +334,9 @@ class MixtureOrder:
         self._offsets = [0, *np.cumsum(self._lengths).tolist()]
         self._seeds = [mix64(seed ^ int(hashlib.sha256(name.encode()).hexdigest()[:16], 16)) for name in lengths]
         self._shuffle = shuffle
-        # The place of the last change, in whose epoch the interleaving begins; the samples of sources taken out.
+        # The place of the last change, in whose epoch the interleaving begins; sources, also those taken out.
         self.changed_at: Position = Position()
         self._course = self._fresh()
-        self._drawn: dict[str, int] = {}
         self.may_change: bool = not restarts
 
     def _fresh(self) -> dict[str, SourceCourse]:
@@ -404,9 +403,8 @@ class MixtureOrder:
             counts = [
                 position.epoch * drawn + more for drawn, more in zip(self._drawn_per_epoch(), counts, strict=True)
             ]
-        course = self._course.values()
-        drawn = [each.earlier + each.shift + count for each, count in zip(course, counts, strict=False)]
-        return self._drawn | dict(zip(self._names, drawn, strict=True))
+        drawn = dict(zip(self._names, counts, strict=True))
+        return {name: each.earlier + each.shift + drawn.get(name, 0) for name, each in self._course.items()}
 
     def _block(self, position: Position) -> tuple[int, int]:
         """The block of a position, and the samples in it before the position; padding does not count."""
@@ -453,8 +451,7 @@ class MixtureOrder:
             *numbers, saved = state.get("course", (0, 0, 0, 0, {}))
             at, consumed, epoch, position = [check_int_from(0, "course", number) for number in numbers]
             course = {
-                name: SourceCourse(length, number, shift, earlier, tuple((drawn, old) for drawn, old in grown))
-                for name, (length, number, shift, earlier, grown) in saved.items()
+                name: replace(SourceCourse(*each), grown=tuple(map(tuple, each[4]))) for name, each in saved.items()
             }
             if mixture != own:
                 if not self.may_change or not course or "weights a function" in mixture + own:
@@ -465,9 +462,8 @@ class MixtureOrder:
                 self._change(course, state["samples"], Position(epoch, position))
                 return
             counts = [(block, self._checked(block, before)) for block, before in state["counts"]]
-            self.changed_at, self._course = Position(at, consumed), course or self._fresh()
-            self._drawn = {name: state["samples"][name] for name in self._course if name not in self._names}
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            self.changed_at, self._course = Position(at, consumed), self._fresh() | course
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
             raise StateError(f"the state is damaged: its mixture is {text!r}") from error
         for block, before in counts:
             self._interleaving.set_counts(block, before)
@@ -477,12 +473,12 @@ class MixtureOrder:
         if position.consumed >= len(self):
             raise StateError(f"{position.consumed} samples of the epoch are drawn, and it has {len(self)} now")
         here = self._interleaving.counts(*self._block(Position(self.changed_at.epoch, position.consumed)))
-        mine = {
-            name: course.get(name, SourceCourse(length)).changed(length, drawn.get(name, 0), count)
-            for name, length, count in zip(self._names, self._lengths, here, strict=True)
+        counts, mine = dict(zip(self._names, here, strict=True)), self._fresh()
+        self._course = {
+            name: each.changed(name, mine.get(name, each).length, drawn.get(name, 0), counts.get(name, 0))
+            for name, each in (mine | course).items()
         }
-        self.changed_at, self._drawn = position, {name: drawn[name] for name in course if name not in mine}
-        self._course = mine | {name: course[name] for name in self._drawn}
+        self.changed_at = position
 
     def _checked(self, block: object, counts: list[object]) -> list[int]:
         """The counts before a block, if they can be those."""
