@@ -220,6 +220,16 @@ def test_a_skipped_document_leaves_padding(engine: Any) -> None:
     assert tokens_of(found) == EXPECTED - tokens_of([[*range(STEP * lost, STEP * lost + LENGTHS[lost]), SEPARATOR]])
 
 
+def test_an_excluded_document_is_in_no_row() -> None:
+    """`exclude=` leaves out all its tokens and no others, and does not read it."""
+    source = Documents(LENGTHS, fails_at=[3])
+    with feeder(source=source, exclude=[3]) as rest:
+        for _ in range(2):
+            found = [piece for batch in rest for piece in pieces(batch)]
+            assert tokens_of(found) == EXPECTED - tokens_of([[*range(STEP * 3, STEP * 3 + LENGTHS[3]), SEPARATOR]])
+    assert 3 not in source.asked
+
+
 def test_a_batch_without_documents_is_an_error() -> None:
     """If all of them were skipped."""
     with (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pickle import UnpicklingError
 from typing import Any
 
@@ -26,7 +26,7 @@ def replay(path: str, data: Sequence[str], *, step: int, epoch: int, rank: int |
         if source is not None and fingerprint_of(source, len(source)) != state.fingerprint:
             raise StateError(f"the state is of other data than {source!r}")
         schedule = state.schedule
-        order = FeedOrder(replace(schedule, rank=0, world_size=1), None, (schedule.rank, schedule.world_size))
+        order = FeedOrder(schedule, None, (schedule.rank, schedule.world_size))
         for sample in order.samples_at(step, epoch, rank, lambda at: None if source is None else str(source.key(at))):
             print(json.dumps(asdict(sample)))
     except (OSError, ValueError, ImportError, RuntimeError, UnpicklingError, StateError) as error:
