@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler
 
-from aiofeed import Buckets, Feeder, FromDataset, Mixture, StateError, StepSample, Stream
+from aiofeed import Balanced, Buckets, Feeder, FromDataset, Mixture, StateError, StepSample, Stream
 from aiofeed.sampling.order import epoch_seed, sample_seed
 
 N = 23
@@ -42,6 +42,7 @@ ORDERS: dict[str, Callable[..., Feeder[Any]]] = {
     "mixture": mixture,
     "plan": buckets,
     "exclude": lambda **options: items(shuffle="keyed", exclude=[3, 5, 21], **options),
+    "balanced": lambda **options: items(**{**options, "shuffle": True, "batch_size": Balanced(LENGTHS, 14, groups=6)}),
     "excluding plan": lambda **options: buckets(exclude=[3, 5, 21], **options),
 }
 
