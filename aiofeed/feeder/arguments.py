@@ -339,7 +339,7 @@ class Arguments:
         self.cache: Any = given["cache"]
         self.limits: Any = given["limits"]
         self.shard: Any = given["shard"]
-        self.replica = (0, 1)
+        self.replica: tuple[int, int] = (0, 1)
         if (place := find_place("shard", self.shard)) is not None:
             self.shard, self.replica = place
             log.info("shard %d of %d, from the mesh", *self.shard)

@@ -75,7 +75,7 @@ class FeedOrder:
         # Whether the epoch planned last has handed out a batch, or has ended without one.
         self._epoch_used = True
         self.events: deque[Event] = new_events(keep=False)
-        self.replica = 0
+        self.replica: int = 0
         self._suggested = False
         self._warned = False
         self._warned_of_scheduler = False
