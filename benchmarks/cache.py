@@ -3,9 +3,11 @@
 JPEG files of 500 x 400 to 224 x 224, uint8, batch 64, shuffled, everything in the page cache. "First" is the first
 epoch of a new feeder with that cache, which decodes and fills the cache; "second" is the next one, "later" the mean of
 three more; "reopened" is the first epoch of another feeder over a finished file, which verifies every checksum.
-"Copying" copies as many contiguous rows with numpy into three batches in rotation, in one thread.
+"Copying" copies as many contiguous rows with numpy into three batches in rotation, in one thread. "Ragged" items are
+dicts of a tensor and a number, of a half to three halves of those bytes, in lists; "equal" ones have the mean size.
 
-Targets: the second epoch at least 40 times as fast as the first; later ones at least 0.85 of copying.
+Targets: the second epoch at least 40 times as fast as the first; later ones at least 0.85 of copying. Epochs of cached
+ragged items take at most 1.3 times as long as those of equal items of the same bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.contenders import labelled, single_epochs
 from benchmarks.data import jpeg_folder
-from benchmarks.figures import Figure, at_least, per
+from benchmarks.figures import Figure, at_least, at_most, per
 from benchmarks.harness import Contender, Measure, Settings, interleave
 
 if TYPE_CHECKING:
@@ -41,6 +43,10 @@ def run(settings: Settings) -> list[Figure]:
         Contender("file", feeders, {**options, "kind": "disk"}),
         Contender("copying", copying, {"images": images}),
     ]
+    for kind, name in (("host", "host"), ("disk", "file")):
+        for spread in (0, 1):
+            label = f"{name}, {'ragged' if spread else 'equal'}"
+            contenders.append(Contender(label, items, {"count": images, "kind": kind, "spread": spread}))
     race = interleave(contenders, settings)
     figures = []
     copied = race.column("copying", "wall_s", 1e3)
@@ -50,6 +56,11 @@ def run(settings: Settings) -> list[Figure]:
             Figure(f"{label}: second epoch / first", per(epochs["first"], epochs["second"]), target=at_least(40)),
             Figure(f"{label}: later epochs / copying", per(copied, epochs["later"]), target=at_least(0.85)),
             *[Figure(f"{label}: {name} epoch", values, "ms") for name, values in epochs.items()],
+            Figure(
+                f"{label}: epoch of ragged items / of equal ones",
+                per(race.column(f"{label}, ragged", "wall_s"), race.column(f"{label}, equal", "wall_s")),
+                target=at_most(1.3),
+            ),
         ]
     figures.append(Figure("file: epoch of a reopened file", race.column("file", "reopened", 1e3), "ms"))
     figures.append(Figure("copying as many bytes", copied, "ms"))
@@ -90,6 +101,40 @@ def feeders(folder: str, kind: str) -> Iterator[Measure]:
         yield measure
     finally:
         shutil.rmtree(folder_of_caches, ignore_errors=True)
+
+
+class Items:
+    """A Dataset of ``count`` items of a picture's bytes on average, from 1 - ``spread`` / 2 to 1 + ``spread`` / 2."""
+
+    def __init__(self, count: int, spread: int) -> None:
+        self.count, self.spread = count, spread
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import torch
+
+        share = 1 + self.spread * (index / (self.count - 1) - 0.5)
+        return {"image": torch.full((int(SIZE * SIZE * 3 * share),), index % 256, dtype=torch.uint8), "id": index}
+
+
+@contextmanager
+def items(count: int, kind: str, spread: int) -> Iterator[Measure]:
+    """Epochs of a finished cache."""
+    import aiofeed
+
+    with tempfile.TemporaryDirectory(prefix="aiofeed-cache-") as folder:
+        cache: Any = "host" if kind == "host" else aiofeed.DiskCache(f"{folder}/items")
+        options: Any = {"batch_size": BATCH, "shuffle": True, "cache": cache, "collate_fn": list}
+        with aiofeed.Feeder(Items(count, spread), **options) as feeder:
+
+            def measure() -> Mapping[str, float]:
+                assert sum(map(len, feeder)) == count
+                return {"items": count}
+
+            measure()
+            yield measure
 
 
 def timed(batches: Iterable[Any], expected: int) -> float:

@@ -8,16 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.layout import Layout, Parts
+from aiofeed.cache.layout import RECORDS, Layout, NotCacheableError, Parts, describe, unpack_record
 from aiofeed.core.types import HostTensor, Row, RowDecoder, decodes_in_place, takes_rng, takes_target
 from aiofeed.runtime.tensors import as_array, as_tensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-
-class NotCacheableError(Exception):
-    """A sample cannot be cached; the message says why."""
 
 
 class SampleCodec(ABC):
@@ -30,12 +26,16 @@ class SampleCodec(ABC):
     advice = "let the decoder return one array or tensor, of the same shape and dtype for every sample"
     """What to change if a sample cannot be cached; part of the error message."""
 
+    def decode(self, value: Any) -> Any:
+        """What ``encode`` takes, given encoded bytes or an item."""
+        return value
+
     @abstractmethod
-    def encode(self, value: Any, layout: Layout | None, out: Parts | None = None) -> tuple[Parts, Layout]:
+    def encode(self, decoded: Any, layout: Layout | None, out: Parts | None = None) -> tuple[Parts, Layout]:
         """The arrays to cache of a sample, and their layout.
 
         Args:
-            value: Encoded bytes, or an item.
+            decoded: What ``decode`` returns.
             layout: Layout of the cached samples; ``None`` before the first.
             out: The sample's memory in a batch; returned if the sample is decoded into it.
 
@@ -56,9 +56,9 @@ class SampleCodec(ABC):
         for array, memory in zip(parts, out, strict=True):
             memory[...] = array
 
-    def row(self, layout: Layout) -> Row | None:
-        """The row of a batch that a sample fills; ``None`` if samples are not rows of one array."""
-        return None
+    def row(self, layout: Layout) -> Row:
+        """The row of a batch that the first array of a sample fills."""
+        return Row(layout.parts[0].shape, layout.parts[0].dtype)
 
     def batch(self, columns: list[Any], layout: Layout) -> Any:
         """The decoded part of a batch, given one tensor for each part."""
@@ -76,13 +76,13 @@ class RowCodec(SampleCodec):
         self.random: bool = bool(decoder.takes_seed)
         self._decode_into: Callable[[Any, Any], None] = getattr(decoder, "decode_cached_into", decoder.decode_into)
 
-    def encode(self, value: Any, layout: Layout | None, out: Parts | None = None) -> tuple[Parts, Layout]:
+    def encode(self, decoded: Any, layout: Layout | None, out: Parts | None = None) -> tuple[Parts, Layout]:
         """Decode into ``out`` if the row itself is cached, otherwise into new memory."""
         if out is not None and not self.random:
-            self._decoder.decode_into(value, out[0], None)
+            self._decoder.decode_into(decoded, out[0], None)
             return out, self.layout
         array = np.empty(self.layout.shape, self.layout.dtype)
-        self._decode_into(value, array)
+        self._decode_into(decoded, array)
         return [_read_only(array) if self.random else array], self.layout
 
     def sample(self, parts: Parts, layout: Layout, rng: Callable[[], Any]) -> Any:
@@ -102,7 +102,7 @@ class RowCodec(SampleCodec):
         else:
             out[0][...] = parts[0]
 
-    def row(self, layout: Layout) -> Row | None:
+    def row(self, layout: Layout) -> Row:
         """The decoder's row."""
         return self._row
 
@@ -124,14 +124,15 @@ class ValueCodec(SampleCodec):
         self._takes_target = takes_target
         self.random: bool = augment is not None
 
-    def encode(self, value: Any, layout: Layout | None, out: Parts | None = None) -> tuple[Parts, Layout]:
-        """The memory of what the decoder returns."""
-        decoded = self._decode(value)
+    def decode(self, value: Any) -> Any:
+        """What the decoder returns."""
+        return self._decode(value)
+
+    def encode(self, decoded: Any, layout: Layout | None, out: Parts | None = None) -> tuple[Parts, Layout]:
+        """The memory of a decoded array or tensor."""
         array, torch_dtype = as_array(decoded)
         if array is None:
-            raise NotCacheableError(
-                f"the decoder returned a {type(decoded).__name__}; a cache stores one plain CPU tensor or array"
-            )
+            raise NotCacheableError(f"the decoder returned {describe(decoded)}, not one plain CPU tensor or array")
         if not array.size:
             raise NotCacheableError(f"it has no elements: its shape is {list(array.shape)}")
         found = Layout(array.shape, array.dtype.name, torch_dtype, tensor=not isinstance(decoded, np.ndarray))
@@ -141,23 +142,28 @@ class ValueCodec(SampleCodec):
 
     def sample(self, parts: Parts, layout: Layout, rng: Callable[[], Any]) -> Any:
         """A copy, or what ``augment`` returns."""
-        array: Any = parts[0]
-        if layout.tensor:  # torch has no read-only memory
-            array = as_tensor(HostTensor(array.copy(), torch_dtype=layout.torch_dtype))
-        elif self._augment is None:
-            array = array.copy()
-        return array if self._augment is None else self._augment(array, rng=rng())
+        value = self._cached(parts, layout)
+        return value if self._augment is None else self._augment(value, rng=rng())
 
     def sample_with_target(self, parts: Parts, layout: Layout, rng: Callable[[], Any], target: Any) -> Any:
         """The sample with its target, by ``augment`` if it takes that."""
         if not self._takes_target:
             return super().sample_with_target(parts, layout, rng, target)
         assert self._augment is not None
-        return self._augment(parts[0], rng=rng(), target=target)
+        return self._augment(self._cached(parts, layout), rng=rng(), target=target)
 
-    def row(self, layout: Layout) -> Row | None:
-        """A row of the layout's shape and dtype, unless ``augment`` makes the sample."""
-        return None if self.random else Row(layout.shape, layout.dtype)
+    def _cached(self, parts: Parts, layout: Layout) -> Any:
+        if layout is RECORDS:
+            value = unpack_record(parts[0])
+            return _read_only(value) if self.random and isinstance(value, np.ndarray) else value
+        # ``augment`` gets an array that it cannot write to. torch has no read-only memory.
+        return parts[0] if self.random and not layout.tensor else plain_value(parts[0], layout)
+
+
+def plain_value(array: NDArray[Any], layout: Layout) -> Any:
+    """A copy of a cached array, as the array or tensor that it was."""
+    copied = array.copy()
+    return as_tensor(HostTensor(copied, torch_dtype=layout.torch_dtype)) if layout.tensor else copied
 
 
 def _read_only(array: NDArray[Any]) -> NDArray[Any]:
@@ -186,8 +192,8 @@ def decoder_codec(decoder: Any) -> SampleCodec:
     advice = getattr(
         decoder,
         "cache_advice",
-        "Give it two methods: decode_cached(data), which returns one array or tensor of a fixed shape without random "
-        "numbers, and augment(cached, *, rng), which returns the sample",
+        "Give it two methods: decode_cached(data), which returns what is cached, without random numbers, and "
+        "augment(cached, *, rng), which returns the sample",
     )
     raise TypeError(
         f"cache= with decode={decoder!r}: the decoder is random, so every epoch would show the same cached samples. "

@@ -55,7 +55,7 @@ class DeviceStore(ResidentStore):
         """Set the device that samples are cached on."""
         self._backend = backend
 
-    def _allocate(self, layout: Layout) -> None:
+    def _allocate(self, layout: Layout) -> Layout:
         """Allocate memory for all samples, so that an allocation can fail only before training starts."""
         import torch
 
@@ -86,6 +86,7 @@ class DeviceStore(ResidentStore):
                 f"taking memory for the cache on {backend.name} failed: {type(error).__name__}: {error}"
             ) from error
         self._memory.append(tensors)
+        return layout
 
     def _free_memory(self) -> tuple[int | None, str]:
         """Free bytes on the device, ``None`` if unknown, and the device's name for errors."""
@@ -103,7 +104,7 @@ class DeviceStore(ResidentStore):
         assert self.layout is not None
         self._check_memory(target, *self._free_memory(), what="targets", cached=self.layout.nbytes)
 
-    def put(self, index: int, parts: Parts) -> None:
+    def put(self, index: int, parts: Parts, layout: Layout) -> None:
         """Do nothing: a sample is cached when its batch is on the device."""
 
     def copy_rows(self, indices: NDArray[np.int64], out: NDArray[np.uint8]) -> None:

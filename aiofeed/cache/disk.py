@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.decoder_codec import NotCacheableError
 from aiofeed.cache.item_codec import deserialized, serialized
-from aiofeed.cache.layout import ItemLayout, Layout, Parts, pack
-from aiofeed.cache.store import SampleStore
+from aiofeed.cache.layout import RECORDS, ItemLayout, Layout, NotCacheableError, Parts, unpack_record
+from aiofeed.cache.store import RECORD, SampleStore
 from aiofeed.core.errors import CacheError
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_positive_int, explain_arguments
@@ -35,16 +34,17 @@ class DiskCache:
     """Cache decoded samples in a file: ``cache=DiskCache("train.cache")``.
 
     All processes that use the file fill it during the first epoch, for example the ranks of a host; a sample that one
-    has written is not decoded by the others. A later run continues with the file, also after a crash. Its disk space
-    is allocated when it is created. Each process verifies a sample's checksum before it first uses the sample; a
-    sample that does not match, after a crash or on a damaged disk, is decoded and written again.
+    has written is not decoded by the others. A later run continues with the file, also after a crash. The space of
+    samples of equal size is allocated when it is created; samples of any other shape and structure are appended. Each
+    process verifies a sample's checksum before it first uses the sample; a sample that does not match, after a crash or
+    on a damaged disk, is decoded and written again. Nothing in the file is unpickled.
 
     A file of other data, of a decoder with other settings or of another version raises ``CacheError`` and is never
     changed. Data are identified by the source's fingerprint (its own, or type, length and keys): files that are
     replaced under the same names are not noticed.
 
-    Of a ``Dataset`` the file contains items: tensors, arrays and numbers, nested, of fixed shapes and dtypes. Each item
-    is requested once, by one of the processes. The ``Dataset`` is identified by its length, the layout of its items and
+    Of a ``Dataset`` the file contains items: plain tensors, arrays, numbers, strings, bytes and ``None``, nested. Each
+    item is requested once, by one of the processes. The ``Dataset`` is identified by its length and
     ``FromDataset(fingerprint=...)``. Without a fingerprint its type, the code of ``__getitem__`` and its ``repr``
     identify it, and the first item used from an existing file is requested again: a log line warns if it differs.
 
@@ -52,7 +52,8 @@ class DiskCache:
 
     Args:
         path: Path of the file; its folder must exist.
-        max_bytes: Largest size of a new file; the samples decoded first are cached. ``None``: room for all.
+        max_bytes: Largest size of a new file; the samples decoded first are cached. ``None``: room for all. Samples of
+            equal size take it for themselves, if not all of them fit.
     """
 
     path: str | os.PathLike[str]
@@ -85,7 +86,7 @@ class DiskCache:
                 raise CacheError(f"there is no cache at {self.path!r}")
             file.open_rows()
             written = np.flatnonzero(file.table()["row"]).tolist()
-            return tuple(index for index in written if file.valid_row(index) is None)
+            return tuple(index for index in written if file.valid_slot(index) is None)
         except OSError as error:
             raise _unusable(str(self.path), error) from error
 
@@ -94,8 +95,13 @@ def _unusable(path: str, error: OSError) -> CacheError:
     return CacheError(f"the cache {path!r} cannot be used: {error}")
 
 
+def _usable_layout(layout: Layout) -> Layout | None:
+    """The layout of a file; ``None`` until an item was encoded, if the form is not enough to restore it."""
+    return deserialized(layout) if isinstance(layout, ItemLayout) else layout
+
+
 class DiskStore(SampleStore):
-    """A file, and which of its rows this process has written or verified.
+    """A file, and which of its rows and records this process has written or verified.
 
     Args:
         samples: Length of the source.
@@ -130,8 +136,8 @@ class DiskStore(SampleStore):
         self._damaged: set[int] = set()
         self._damage_logged = False
         self._writable = True
-        # Items that threads of this process are making. Before the layout is known there is one at most, and the file
-        # is empty.
+        # Items that threads of this process are making. While the file is empty there is one at most, whose claim ends
+        # when the file has the items that this store holds.
         self._claimed: dict[int, tuple[CacheFile, int | None]] = {}
         self._empty_file: CacheFile | None = None
         self._unconfirmed = False
@@ -160,23 +166,21 @@ class DiskStore(SampleStore):
             described = None if file is None else file.describe()
             if file is not None and described is not None:
                 self._use(file, described, file.layout)
-                # Unknown until an item was encoded, if the form is not enough to restore the layout.
-                layout = deserialized(file.layout) if isinstance(file.layout, ItemLayout) else file.layout
-                self.layout: Layout | None = layout
+                self.layout: Layout | None = _usable_layout(file.layout)
+                self._decided = True
 
-    def set_layout(self, layout: Layout) -> bool:
-        """As ``SampleStore.set_layout``; raises ``CacheError`` also if the file has items of another layout."""
-        return super().set_layout(serialized(layout) if isinstance(layout, ItemLayout) else layout)
+    def set_layout(self, layout: Layout) -> Layout:
+        """As ``SampleStore.set_layout``; raises ``NotCacheableError`` also if a file cannot name the layout."""
+        layout = serialized(layout) if isinstance(layout, ItemLayout) else layout
+        if self._file is not None and self._file.layout != layout:
+            raise NotCacheableError(f"the file has {self._file.layout}, this one is {layout}")
+        return super().set_layout(layout)
 
-    def _allocate(self, layout: Layout) -> None:
+    def _allocate(self, layout: Layout) -> Layout | None:
         from aiofeed.cache.disk_format import open_file
 
-        if self._file is not None:
-            if self._file.layout != layout:
-                raise self._other_content([f"layout of a sample: {self._file.layout} in the file, {layout} here"])
-            return
         path = self.path
-        if layout.nbytes * self.samples == 0:
+        if not self.samples:
             raise CacheError(f"there is nothing to cache: {self.samples} samples of {layout.nbytes} bytes")
         file = self._empty_file or open_file(path, create=True)
         assert file is not None
@@ -196,14 +200,19 @@ class DiskStore(SampleStore):
                     )
         except OSError as error:
             raise _unusable(path, error) from error
-        self._use(file, described, layout)
+        finally:
+            file.release(None)
+        # Another process may have begun with other samples, unless the layout was known before the first.
+        self._use(file, described, layout if self.layout is None else file.layout)
+        return layout if layout == file.layout else _usable_layout(file.layout)
 
     def _use(self, file: CacheFile, described: Description, layout: Layout) -> None:
         """Use a file if it belongs to this data and this decoder."""
+        of_items = self._of_items if file.layout is RECORDS else isinstance(file.layout, ItemLayout)
         compared: list[tuple[str, Any, Any]] = [
             ("samples", described["samples"], self.samples),
             ("decoder", described["decoder"], self._decoder),
-            ("items of a Dataset", isinstance(file.layout, ItemLayout), self._of_items),
+            ("items of a Dataset", of_items, self._of_items),
             ("layout of a sample", file.layout, layout),
             ("fingerprint of the source", described["source"], self._source),
         ]
@@ -212,7 +221,7 @@ class DiskStore(SampleStore):
             only_source = len(differ) == 1 and described["source"] != self._source and self._of_items
             hint = f". If the items are the same, pass FromDataset(dataset, fingerprint={described['source']!r})"
             raise self._other_content(differ, hint if only_source else "")
-        if file.capacity < file.samples:
+        if file.layout is not RECORDS and file.capacity < file.samples:
             log.info("the cache %s has room for %d of %d samples", file.path, file.capacity, file.samples)
         self._arena = file.open_rows()
         self._file, self._empty_file = file, None
@@ -231,7 +240,7 @@ class DiskStore(SampleStore):
         unknown = indices[self.slots[indices] < 0].tolist()
         file, damaged = self._file, self._damaged
         return np.array(
-            [index for index in unknown if index not in damaged and file.row_of(index) is not None], np.int64
+            [index for index in unknown if index not in damaged and file.slot_of(index) is not None], np.int64
         )
 
     def find(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -251,22 +260,25 @@ class DiskStore(SampleStore):
 
     def _verify(self, index: int) -> None:
         assert self._file is not None
-        row = self._file.valid_row(index)
-        if row is not None:
-            self.slots[index] = row
-            return
-        # The row may be in the middle of a write: verify it again while nobody writes.
-        with self._lock, self._file.locked():
-            row = self._file.valid_row(index)
-            if row is not None:
-                self.slots[index] = row
-                return
+        found = self._file.valid_slot(index)
+        if found is None:
+            # It may be in the middle of a write: verify it again while nobody writes.
+            with self._lock, self._file.locked():
+                found = self._file.valid_slot(index)
+        if found is None:
             self._damaged.add(index)
             if not self._damage_logged:
                 self._damage_logged = True
                 log.warning(
                     "the cache %s has damaged samples, first sample %d: they are decoded again", self.path, index
                 )
+        else:
+            try:
+                if found >= RECORD:
+                    unpack_record(self._file.record(found))
+                self.slots[index] = found
+            except Exception:  # noqa: BLE001 - its namedtuple is not loaded yet, or any program has written it
+                self._damaged.add(index)
 
     def copy_rows(self, indices: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
         """As ``SampleStore.copy_rows``; ``CacheError`` if the file was truncated."""
@@ -280,24 +292,26 @@ class DiskStore(SampleStore):
         self._file.check_size()
         return super().parts(index)
 
-    def put(self, index: int, parts: Parts) -> None:
-        """Write a sample, unless it is written already or there is no room."""
+    def _record(self, slot: int) -> NDArray[np.uint8]:
+        assert self._file is not None
+        return self._file.record(slot)
+
+    def _store(self, index: int, data: NDArray[np.uint8], units: int) -> None:
         file = self._file
-        if file is None or not self._writable or self.slots[index] >= 0:
+        if file is None or not self._writable:
             return
-        row = pack(parts)
         try:
             with self._lock, file.locked():
-                old = file.row_of(index)
-                if old is not None and index not in self._damaged:
+                if file.slot_of(index) is not None and index not in self._damaged:
                     return  # another process has written it; it is verified before it is used
                 # If there is room for all, sample i is row i: a process that dies in a write wastes no row.
-                place = index if file.capacity == file.samples else file.next_row()
-                if place is None:
+                fixed = index if file.capacity == file.samples else None
+                slot = file.next_record(units) if units else file.next_row() if fixed is None else fixed
+                if slot is None:
                     return
-                file.write(index, place, row)
+                file.write(index, slot, data)
                 self._damaged.discard(index)
-            self.slots[index] = place
+            self.slots[index] = slot
         except OSError as error:
             with self._lock:
                 was_writable, self._writable = self._writable, False
@@ -329,7 +343,8 @@ class DiskStore(SampleStore):
         """End a claim."""
         with self._lock:
             file, entry = self._claimed.pop(index)
-            file.release(entry)
+            if entry is not None or self._decided or not self._held:
+                file.release(entry)
             if entry is None and file.has_entries:
                 file.release(index)
 
@@ -345,7 +360,7 @@ class DiskStore(SampleStore):
         """Warn if the source gives another sample than the file has."""
         if isinstance(found, NotCacheableError):
             raise self._other_content([f"layout of a sample: {self.layout} in the file; here {found}"]) from None
-        if any(new.tobytes() != old.tobytes() for new, old in zip(found, self.parts(index), strict=True)):
+        if any(new.tobytes() != old.tobytes() for new, old in zip(found, self.get(index)[0], strict=True)):
             log.warning(
                 "the cache %s has another %s than the Dataset returns now. Either its data or settings have changed: "
                 "then delete the file. Or its items are random: then those of the first run are used. "

@@ -1,15 +1,18 @@
-"""File format of a ``DiskCache``: a header, a table with an entry per sample, and rows.
+"""File format of a ``DiskCache``: a header, a table with an entry per sample, rows, and records.
 
-    0     magic, length and CRC-32 of the description (0 until the file is complete), number of rows in use
-    40    the description, JSON; for a ``Dataset``'s items it includes their structure
-    table an entry of 16 bytes per sample: number of its row + 1 (0: none), CRC-32 of index and row
-    rows  at a multiple of 4096, one after the other
+    0       magic, length and CRC-32 of the description (0 until the file is complete), number of rows in use, number of
+            units of records in use
+    40      the description, JSON; for a ``Dataset``'s items it includes their structure
+    table   an entry of 16 bytes per sample: number of its row + 1 (0: none), or the slot number of
+            its record + 1, see ``store.py``; CRC-32 of index and row or record
+    rows    at a multiple of 4096, one after the other
+    records at a multiple of 4096, in units of 64 bytes, see ``layout.py``; the file grows with them
 
-Header and table are little-endian. Processes write with ``pwrite`` under an exclusive ``flock``, the row before its
-entry. Reading takes no lock: an entry is used only after its checksum was verified, so the order in which writes reach
-the disk does not matter. A process that makes an item may claim it by locking the bytes of its entry, or byte 0 before
-there are entries. Such locks end with the open file, do not conflict with the ``flock``, and only save work: the file
-is correct without them.
+Header and table are little-endian. Processes write with ``pwrite`` under an exclusive ``flock``, the row or record
+before its entry, and never over a record. Reading takes no lock: an entry is used only after its checksum was verified,
+so the order in which writes reach the disk does not matter. A process that makes an item may claim it by locking the
+bytes of its entry, or byte 0 before there are entries. Such locks end with the open file, do not conflict with the
+``flock``, and only save work: the file is correct without them.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypedDict
 import msgspec
 import numpy as np
 
-from aiofeed.cache.layout import ItemLayout, Layout, layout_from_file
+from aiofeed.cache.layout import RECORDS, UNIT, ItemLayout, Layout, layout_from_file
+from aiofeed.cache.store import RECORD, record_slot, units_of
 from aiofeed.core.errors import CacheError
 from aiofeed.core.formatting import format_bytes
 
@@ -46,6 +50,7 @@ _MAGIC = b"aiofeed samples\n"
 _HEAD = struct.Struct("<16sIIQ")
 _USED = struct.Struct("<Q")
 _USED_AT = 24
+_USED_UNITS_AT = 32
 _DESCRIPTION_AT = 40
 _ENTRY = struct.Struct("<QII")
 _ENTRY_TYPE = np.dtype([("row", "<u8"), ("crc", "<u4"), ("unused", "<u4")])
@@ -65,10 +70,10 @@ class _Version(TypedDict):
 
 
 class Description(_Version):
-    """The description in the header; the last three are those of an ``ItemLayout``."""
+    """The description in the header; ``form``, ``types`` and ``told`` are those of an ``ItemLayout``."""
 
     samples: Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
-    capacity: Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
+    capacity: Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
     source: str
     decoder: str
     shape: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]]
@@ -78,6 +83,7 @@ class Description(_Version):
     form: NotRequired[str]
     types: NotRequired[list[str]]
     told: NotRequired[str]
+    max_bytes: NotRequired[int | None]
 
 
 class CacheFile:
@@ -87,7 +93,7 @@ class CacheFile:
         path: Path of an existing file.
     """
 
-    _least_used: int | None = None
+    _least_used: tuple[int, int] | None = None
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -210,6 +216,9 @@ class CacheFile:
         self._table_at = _next_page(_DESCRIPTION_AT + length)
         self._rows_at = _next_page(self._table_at + self.samples * _ENTRY.size)
         self._end = self._rows_at + self.capacity * self.layout.nbytes
+        self._records_at = _next_page(self._end)
+        # 37 bits of a slot number count units.
+        self._records_end = min(described.get("max_bytes") or 1 << 43, 1 << 43)
 
     def create(
         self,
@@ -227,7 +236,7 @@ class CacheFile:
             source: Fingerprint of the source.
             decoder: Identity of the decoder.
             layout: Layout of a sample.
-            max_bytes: Largest size of the file.
+            max_bytes: Largest size of the file, now and later.
             claimed: The item whose layout this is; it is claimed before other processes see the header.
 
         Raises:
@@ -243,17 +252,18 @@ class CacheFile:
             "dtype": layout.dtype,
             "torch_dtype": layout.torch_dtype,
             "tensor": layout.tensor,
-            "capacity": samples,
+            "capacity": samples if row else 0,
+            "max_bytes": max_bytes,
         }
         if isinstance(layout, ItemLayout):
             described |= {"form": layout.form, "types": list(layout.types), "told": layout.description}
         # The length must not depend on the capacity.
         length = len(json.dumps(described)) + 20
         self._set_offsets(described, length)
-        if max_bytes is not None:
+        least = self._rows_at + (row or UNIT)
+        if max_bytes is not None and row:
             described["capacity"] = min(samples, max((max_bytes - self._rows_at) // row, 0))
-        if not described["capacity"]:
-            least = self._rows_at + row
+        if max_bytes is not None and max_bytes < least:
             raise CacheError(
                 f"DiskCache(max_bytes={max_bytes}) has no room for a single sample: one takes {format_bytes(least)} "
                 f"({least} bytes), all of them {format_bytes(self._end)}"
@@ -306,51 +316,81 @@ class CacheFile:
         if os.fstat(self._fd).st_size < self._end:
             raise self._truncated()
 
-    def row_of(self, index: int) -> int | None:
-        """Number of a sample's row; ``None`` if it was not written."""
-        row, _ = self._entry(index)
-        return row
+    def slot_of(self, index: int) -> int | None:
+        """Number of a sample's slot; ``None`` if it was not written."""
+        return self._entry(index)[0]
 
     def table(self) -> NDArray[np.void]:
         """A copy of all entries."""
         self.check_size()
         return np.frombuffer(os.pread(self._fd, self.samples * _ENTRY.size, self._table_at), _ENTRY_TYPE)
 
-    def valid_row(self, index: int) -> int | None:
-        """Number of a sample's row if its checksum matches; call ``open_rows`` before."""
-        row, crc = self._entry(index)
-        if row is None or row >= self.capacity:
-            return None
+    def valid_slot(self, index: int) -> int | None:
+        """Number of a sample's slot if its checksum matches; call ``open_rows`` before."""
+        slot, crc = self._entry(index)
         self.check_size()
-        return row if checksum(index, self._rows[row]) == crc else None
+        if slot is None or self.capacity <= slot < RECORD or self._end_of(slot) > os.fstat(self._fd).st_size:
+            return None
+        data = self._rows[slot] if slot < RECORD else self.record(slot)
+        return slot if checksum(index, data) == crc else None
+
+    def record(self, slot: int) -> NDArray[np.uint8]:
+        """A record, in memory of its own."""
+        end, memory = self._end_of(slot), np.empty(units_of(slot)[1] * UNIT, np.uint8)
+        if os.preadv(self._fd, [memory.data], end - memory.nbytes) < memory.nbytes:
+            raise self._truncated(end)
+        return memory
+
+    def _end_of(self, slot: int) -> int:
+        if slot < RECORD:
+            return self._rows_at + (slot + 1) * self.layout.nbytes
+        return self._records_at + sum(units_of(slot)) * UNIT
 
     def _entry(self, index: int) -> tuple[int | None, int]:
         entry = os.pread(self._fd, _ENTRY.size, self._table_at + index * _ENTRY.size)
         if len(entry) < _ENTRY.size:
             raise self._truncated()
-        row, crc, _ = _ENTRY.unpack(entry)
-        return (row - 1 if row else None), crc
+        number, crc, _ = _ENTRY.unpack(entry)
+        return (number - 1 if number else None), crc
 
-    def _truncated(self) -> CacheError:
+    def _truncated(self, end: int = 0) -> CacheError:
         size = os.fstat(self._fd).st_size
-        return CacheError(f"the cache {self.path!r} is truncated: it has {size} of {self._end} bytes: {_WAY_OUT}")
+        return CacheError(
+            f"the cache {self.path!r} is truncated: it has {size} of {end or self._end} bytes: {_WAY_OUT}"
+        )
 
     def next_row(self) -> int | None:
         """Number of an unused row, inside ``locked``; ``None`` if all are in use."""
-        [used] = _USED.unpack(os.pread(self._fd, _USED.size, _USED_AT))
-        if self._least_used is None:
-            # After a power failure the disk may have entries that the number does not count.
-            self._least_used = int(self.table()["row"].max(initial=0))
-        used = max(used, self._least_used)
+        used = max(self._used(_USED_AT), self._counted()[0])
         if used >= self.capacity:
             return None
         self._write(_USED.pack(used + 1), _USED_AT)
-        return int(used)
+        return used
 
-    def write(self, index: int, row: int, data: NDArray[np.uint8]) -> None:
-        """Write a sample, then its entry, inside ``locked``."""
-        self._write(data.data, self._rows_at + row * self.layout.nbytes)
-        self._write(_ENTRY.pack(row + 1, checksum(index, data), 0), self._table_at + index * _ENTRY.size)
+    def next_record(self, units: int) -> int | None:
+        """Slot number of a new record of so many units, inside ``locked``; ``None`` if there is no room."""
+        used = max(self._used(_USED_UNITS_AT), self._counted()[1])
+        if self._records_at + (used + units) * UNIT > self._records_end:
+            return None
+        self._write(_USED.pack(used + units), _USED_UNITS_AT)
+        return record_slot(used, units)
+
+    def _used(self, at: int) -> int:
+        return int(_USED.unpack(os.pread(self._fd, _USED.size, at))[0])
+
+    def _counted(self) -> tuple[int, int]:
+        """Rows and units in use by the table: after a power failure the disk may have more than the header counts."""
+        if self._least_used is None:
+            numbers, size = self.table()["row"].astype(np.int64), os.fstat(self._fd).st_size
+            ends = [self._end_of(slot) for slot in (numbers[numbers > RECORD] - 1).tolist()]
+            units = (max((end for end in ends if end <= size), default=self._records_at) - self._records_at) // UNIT
+            self._least_used = int(numbers[numbers <= RECORD].max(initial=0)), units
+        return self._least_used
+
+    def write(self, index: int, slot: int, data: NDArray[np.uint8]) -> None:
+        """Write a row or record, then its entry, inside ``locked``."""
+        self._write(data.data, self._end_of(slot) - data.nbytes)
+        self._write(_ENTRY.pack(slot + 1, checksum(index, data), 0), self._table_at + index * _ENTRY.size)
 
     def _write(self, data: Any, at: int) -> None:
         view = memoryview(data).cast("B")
@@ -389,7 +429,8 @@ def _described_layout(described: Description) -> Layout:
     if "form" in described:
         types = tuple(described["types"])
         return ItemLayout(shape, dtype, form=described["form"], types=types, description=described["told"])
-    return layout_from_file(shape, dtype, described["torch_dtype"], tensor=described["tensor"])
+    layout = layout_from_file(shape, dtype, described["torch_dtype"], tensor=described["tensor"])
+    return RECORDS if layout == RECORDS else layout
 
 
 def _next_page(at: int) -> int:

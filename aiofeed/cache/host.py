@@ -6,14 +6,21 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aiofeed.cache.layout import Layout, Parts, pack
-from aiofeed.cache.store import EMPTY, WRITING, SampleStore
+from aiofeed.cache.layout import UNIT, Layout
+from aiofeed.cache.store import EMPTY, HELD, WRITING, SampleStore, record_slot, units_of
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_positive_int, explain_arguments
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Records lie in blocks of so many units, 16 MB. A longer record has a block of its own.
+BLOCK = 1 << 18
 
 log: logging.Logger = logging.getLogger("aiofeed.cache")
 
@@ -24,9 +31,9 @@ log: logging.Logger = logging.getLogger("aiofeed.cache")
 class HostCache:
     """Cache decoded samples in memory: ``cache=HostCache(8 << 30)``; ``cache="host"`` is ``HostCache()``.
 
-    Samples are cached in the order in which they are decoded, up to the limit. If not all fit, a log line says so.
-    Each feeder has a cache of its own, which survives ``close()`` and is freed with the feeder. A pickled feeder starts
-    with an empty cache.
+    Samples of any shape and structure are cached in the order in which they are decoded, up to the limit. If not all
+    fit, a log line says so. Each feeder has a cache of its own, which survives ``close()`` and is freed with the
+    feeder. A pickled feeder starts with an empty cache.
 
     Args:
         max_bytes: Most bytes to use; ``None``: half of the memory that is free when the first sample is cached (within
@@ -41,7 +48,7 @@ class HostCache:
 
 
 class HostStore(SampleStore):
-    """Samples in one block of memory, in the order in which they were decoded.
+    """Rows in one block of memory and records in several, in the order in which they were decoded.
 
     ``free_memory`` returns the bytes of free memory.
     """
@@ -53,37 +60,60 @@ class HostStore(SampleStore):
 
     def _reset(self) -> None:
         super()._reset()
-        self._used = 0
+        self._limit = self._used_bytes = self._used = self._used_units = 0
+        self._blocks: list[NDArray[np.uint8]] = []
+        self._full_logged = False
 
-    def _allocate(self, layout: Layout) -> None:
+    def _allocate(self, layout: Layout) -> Layout:
         limit = self._cache.max_bytes
-        ranks = local_ranks()
-        if limit is None:
-            limit = self._free_memory() // (2 * ranks)
-        capacity = min(self.samples, limit // layout.nbytes)
-        if capacity < self.samples:
-            log.warning(
-                "the cache has room for %d of %d samples: all need %s, the limit is %s%s. The others are decoded in "
-                "every epoch (HostCache(max_bytes=...) sets the limit, DiskCache(path) caches samples in a file)",
-                capacity,
-                self.samples,
-                format_bytes(self.samples * layout.nbytes),
-                format_bytes(limit),
-                "" if self._cache.max_bytes is not None else f", half of the free memory for {ranks} rank(s)",
-            )
+        self._limit = self._free_memory() // (2 * local_ranks()) if limit is None else limit
+        capacity = min(self.samples, self._limit // max(layout.nbytes, 1))
         # Private memory: a forked child has a copy. The system provides pages as they are written.
         self._arena = np.empty((capacity, layout.nbytes), np.uint8)
+        return layout
 
-    def put(self, index: int, parts: Parts) -> None:
-        """Cache a copy of a sample, unless it is cached already or there is no room."""
+    def _store(self, index: int, data: NDArray[np.uint8], units: int) -> None:
         with self._lock:
-            if self.slots[index] != EMPTY or self._used == len(self._arena):
+            if self.slots[index] not in (EMPTY, HELD):
                 return
-            slot = self._used
-            self._used += 1
+            if self._used_bytes + data.nbytes > self._limit:
+                self._log_full()
+                return
+            self._used_bytes += data.nbytes
+            slot = record_slot(self._take(units), units) if units else self._used
+            self._used += not units
             self.slots[index] = WRITING
-        self._arena[slot] = pack(parts)
+        memory = self._record(slot) if units else self._arena[slot]
+        memory[:] = data
         self.slots[index] = slot
+
+    def _log_full(self) -> None:
+        if self._full_logged:
+            return
+        self._full_logged = True
+        cached = int(np.count_nonzero(self.slots >= 0))
+        log.warning(
+            "the cache has room for %d of %d samples: all need about %s, the limit is %s%s. The others are decoded in "
+            "every epoch (HostCache(max_bytes=...) sets the limit, DiskCache(path) caches samples in a file)",
+            cached,
+            self.samples,
+            format_bytes(self._used_bytes * self.samples // max(cached, 1)),
+            format_bytes(self._limit),
+            "" if self._cache.max_bytes is not None else f", half of the free memory for {local_ranks()} rank(s)",
+        )
+
+    def _take(self, units: int) -> int:
+        """The first of so many units, all in one block."""
+        if self._used_units + units > BLOCK * len(self._blocks):
+            self._used_units = BLOCK * len(self._blocks)
+            self._blocks.append(np.empty(max(units, BLOCK) * UNIT, np.uint8))
+        self._used_units += units
+        return self._used_units - units
+
+    def _record(self, slot: int) -> NDArray[np.uint8]:
+        unit, units = units_of(slot)
+        start = unit % BLOCK * UNIT
+        return self._blocks[unit // BLOCK][start : start + units * UNIT]
 
 
 def local_ranks() -> int:

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import ast
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.decoder_codec import NotCacheableError, SampleCodec, decoder_codec
-from aiofeed.cache.layout import ItemLayout, Layout, Parts, layout_from_file
-from aiofeed.core.pytree import is_namedtuple, loaded_class, map_leaves
-from aiofeed.core.types import HostTensor
-from aiofeed.runtime.tensors import NUMBER_DTYPES, as_array, as_tensor
+from aiofeed.cache.decoder_codec import SampleCodec, decoder_codec, plain_value
+from aiofeed.cache.layout import (
+    MAPPINGS,
+    RECORDS,
+    ItemLayout,
+    Layout,
+    NotCacheableError,
+    Parts,
+    describe,
+    layout_from_file,
+    namedtuple_class,
+    unpack_record,
+)
+from aiofeed.core.pytree import is_namedtuple, map_leaves
+from aiofeed.runtime.tensors import NUMBER_DTYPES, as_array
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Other mappings may have attributes beside their items; default_collate copies those of the first sample.
-_MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict}
 _NUMBERS = {kind.__name__: kind for kind in NUMBER_DTYPES}
-# Characters of a value that an error message shows.
-_SHOWN = 40
 
 
 class ItemCodec(SampleCodec):
@@ -32,19 +37,18 @@ class ItemCodec(SampleCodec):
 
     advice = "let the Dataset return the same structure, shapes and dtypes at every index"
 
-    def encode(self, value: Any, layout: Layout | None, out: Parts | None = None) -> tuple[Parts, Layout]:
+    def encode(self, decoded: Any, layout: Layout | None, out: Parts | None = None) -> tuple[Parts, Layout]:
         """The arrays of an item; views of the item's own memory."""
         if layout is None:
-            layout = item_layout(value)
+            layout = item_layout(decoded)
             if not layout.nbytes:
-                raise NotCacheableError(f"it has no elements: it is {describe(value)}")
+                raise NotCacheableError(f"it has no elements: it is {describe(decoded)}")
         assert isinstance(layout, ItemLayout)
-        return item_parts(value, layout), layout
+        return item_parts(decoded, layout), layout
 
     def sample(self, parts: Parts, layout: Layout, rng: Callable[[], Any]) -> Any:
         """The item as the ``Dataset`` returned it."""
-        assert isinstance(layout, ItemLayout)
-        return build_item(parts, layout)
+        return value_of(parts, layout)
 
     def batch(self, columns: list[Any], layout: Layout) -> Any:
         """The batch as ``default_collate`` builds it."""
@@ -94,10 +98,7 @@ class ItemPart:
         """The part that ``array_of`` was given, in memory of its own."""
         if self.kind is not None:
             return array.item() if self.kind in NUMBER_DTYPES else array[()]
-        copied = array.copy()
-        if not self.layout.tensor:
-            return copied
-        return as_tensor(HostTensor(copied, torch_dtype=self.layout.torch_dtype))
+        return plain_value(array, self.layout)
 
 
 def new_codec(decode: Callable[..., Any] | None) -> SampleCodec:
@@ -133,37 +134,21 @@ def item_parts(item: Any, layout: ItemLayout) -> list[NDArray[Any]]:
     return parts
 
 
+def value_of(parts: Parts, layout: Layout) -> Any:
+    """The cached value, in memory of its own."""
+    if layout is RECORDS:
+        return unpack_record(parts[0])
+    return build_item(parts, layout) if isinstance(layout, ItemLayout) else plain_value(parts[0], layout)
+
+
 def build_item(parts: Parts, layout: ItemLayout) -> Any:
     """An item as the ``Dataset`` returned it, in memory of its own."""
     return map_leaves(lambda part: part.value_of(parts[part.index]), layout.template)
 
 
-def describe(value: Any) -> str:
-    """A part of an item, as error messages show it."""
-    if isinstance(value, np.ndarray):
-        return f"array {value.dtype} {list(value.shape)}"
-    if hasattr(value, "__torch_function__") and hasattr(value, "requires_grad"):
-        unusual = [str(value.device)] if value.device.type != "cpu" else []
-        unusual += ["requires grad"] if value.requires_grad else []
-        unusual += [str(value.layout)] if str(value.layout) != "torch.strided" else []
-        suffix = f" ({', '.join(unusual)})" if unusual else ""
-        return f"{type(value).__name__.lower()} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}{suffix}"
-    kind = type(value)
-    if kind in (str, bytes, int, float, bool):
-        text = repr(value)
-        return f"a {kind.__name__}, {text if len(text) <= _SHOWN else text[:_SHOWN] + '...'}"
-    if value is None:
-        return "None"
-    if isinstance(value, dict):
-        return f"a {kind.__name__} with the keys {list(value)}"
-    if isinstance(value, tuple | list):
-        return f"a {kind.__name__} of {len(value)}"
-    return f"a {kind.__name__}"
-
-
 def _template(value: Any, path: str, parts: list[Layout]) -> Any:
     kind = type(value)
-    if kind in _MAPPINGS.values():
+    if kind in MAPPINGS.values():
         return kind([(name, _template(part, f"{path}[{name!r}]", parts)) for name, part in value.items()])
     if kind is tuple or kind is list or is_namedtuple(value):
         found = [_template(part, f"{path}[{at}]", parts) for at, part in enumerate(value)]
@@ -312,14 +297,14 @@ def _key_text(key: Any, path: str) -> str:
 
 def _from_json(node: list[Any], types: Iterator[str], parts: list[Layout]) -> Any:
     kind, *rest = node
-    if kind in _MAPPINGS:
-        return _MAPPINGS[kind]([(ast.literal_eval(key), _from_json(part, types, parts)) for key, part in rest[0]])
+    if kind in MAPPINGS:
+        return MAPPINGS[kind]([(ast.literal_eval(key), _from_json(part, types, parts)) for key, part in rest[0]])
     if kind in ("list", "tuple"):
         found = [_from_json(part, types, parts) for part in rest[0]]
         return found if kind == "list" else tuple(found)
     if kind == "namedtuple":
-        namedtuple_class = _namedtuple_class(next(types), *rest[:2])
-        return namedtuple_class._make([_from_json(part, types, parts) for part in rest[2]])
+        made = namedtuple_class(next(types), rest[1])
+        return made._make([_from_json(part, types, parts) for part in rest[2]])
     number: type | None = None
     if kind == "number":
         number = _NUMBERS[rest[0]]
@@ -331,14 +316,3 @@ def _from_json(node: list[Any], types: Iterator[str], parts: list[Layout]) -> An
         layout = layout_from_file(shape, dtype, torch_dtype[0] if torch_dtype else None, tensor=kind == "tensor")
     parts.append(layout)
     return ItemPart(len(parts) - 1, number, layout)
-
-
-def _namedtuple_class(path: str, name: str, fields: list[str]) -> Any:
-    def matches(found: type) -> bool:
-        return issubclass(found, tuple) and found.__name__ == name and list(getattr(found, "_fields", ())) == fields
-
-    module, _, qualname = path.partition(":")
-    found = loaded_class(module, qualname, matches)
-    if found is None:
-        raise LookupError(f"no namedtuple {path} is loaded")
-    return found

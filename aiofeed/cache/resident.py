@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.decoder_codec import NotCacheableError
 from aiofeed.cache.host import local_ranks
 from aiofeed.cache.item_codec import item_layout, item_parts
-from aiofeed.cache.layout import ItemLayout, Layout, Parts, as_bytes
+from aiofeed.cache.layout import ItemLayout, Layout, NotCacheableError, Parts, as_bytes
 from aiofeed.cache.store import EMPTY, WRITING, SampleStore
 from aiofeed.core.errors import CacheError
 from aiofeed.core.formatting import format_bytes
@@ -117,7 +116,7 @@ class HostRows(ResidentStore):
         super()._reset()
         self._columns: list[NDArray[np.uint8]] = []
 
-    def _allocate(self, layout: Layout) -> None:
+    def _allocate(self, layout: Layout) -> Layout:
         ranks = local_ranks()
         shared = f" for each of {ranks} ranks" if ranks > 1 else ""
         free, where = self._free_memory() // ranks, f"into host memory{shared}"
@@ -127,8 +126,9 @@ class HostRows(ResidentStore):
         except MemoryError as error:
             raise self._no_memory(layout, free, where) from error
         self._arena = self._columns[0]
+        return layout
 
-    def put(self, index: int, parts: Parts) -> None:
+    def put(self, index: int, parts: Parts, layout: Layout) -> None:
         """Cache a copy of a sample, unless it is cached already."""
         with self._lock:
             if self.slots[index] != EMPTY:
@@ -139,7 +139,7 @@ class HostRows(ResidentStore):
         self.slots[index] = index
 
     def parts(self, index: int) -> Parts:
-        """The arrays of a cached sample; read-only views."""
+        """The arrays of a row; read-only views."""
         assert self.layout is not None
         found = [part.view(column[index]) for part, column in zip(self.layout.parts, self._columns, strict=True)]
         for array in found:

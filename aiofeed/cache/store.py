@@ -9,23 +9,33 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.layout import Layout, Parts
+from aiofeed.cache.item_codec import value_of
+from aiofeed.cache.layout import RECORDS, UNIT, Layout, NotCacheableError, Parts, pack, pack_record
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from aiofeed.cache.decoder_codec import NotCacheableError
     from aiofeed.core.types import HostTensor
     from aiofeed.devices.backend import DeviceBackend
 
 # Slot numbers of samples that are not cached, and of samples that are being written.
 EMPTY = -1
 WRITING = -2
+# Slot numbers from here on are records, see ``record_slot``. Their length is counted in so many bits.
+RECORD = 1 << 62
+_LENGTH_BITS = 25
+# The system reads no longer ones at once.
+_MOST_UNITS = (1 << _LENGTH_BITS) - 64
+# The slot number of a sample that is held until it is decided whether there are rows.
+HELD = RECORD - 1
+# Room for rows is taken for all samples: so many must have the first layout, or all of the first chunk.
+DECIDING = 4
 
 
 class SampleStore(ABC):
     """The cached samples of one feeder.
 
+    Samples of the first one's layout are rows, the others records. If the first few differ, all are records.
     Thread-safe. A cached sample neither moves nor changes, so readers take no lock. Pickling keeps the arguments and
     drops the samples.
 
@@ -34,7 +44,7 @@ class SampleStore(ABC):
     """
 
     needs_layout = False
-    """Whether the layout must be known before the first batch is built."""
+    """Whether all samples have one layout, which must be known before the first batch is built."""
     on_device = False
     """Whether samples are cached on a device; ``complete`` then adds them to a batch there."""
     claims = False
@@ -49,13 +59,16 @@ class SampleStore(ABC):
         """Begin without samples. Everything set here belongs to this process."""
         self.layout: Layout | None = None
         self._arena: NDArray[np.uint8] = np.empty((0, 0), np.uint8)
-        # For each sample the number of its row, ``EMPTY`` or ``WRITING``.
+        # For each sample the number of its row, ``EMPTY``, ``WRITING``, ``HELD`` or from ``RECORD`` on.
         self.slots: NDArray[np.int64] = np.full(self.samples, EMPTY, np.int64)
+        # Whether there is room for rows, or there are none; until then the first samples, as bytes.
+        self._decided = False
+        self._held: dict[int, tuple[NDArray[np.uint8], Layout]] = {}
         self._reset_lock()
 
     def _reset_lock(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in self._arguments}
@@ -83,29 +96,56 @@ class SampleStore(ABC):
         """
         if self._pid != os.getpid():
             self._after_fork()
-        if layout is not None:
-            self.set_layout(layout)
+        if layout is not None and self.layout is None:
+            with self._lock:
+                self._use_layout(layout)
 
     def _after_fork(self) -> None:
         """Replace what belongs to the parent process."""
         self._reset_lock()
 
-    def set_layout(self, layout: Layout) -> bool:
-        """Set the layout of all samples; False if they have another one already.
+    def set_layout(self, layout: Layout) -> Layout:
+        """Set the layout of rows, unless it is set already, and return it.
+
+        Raises:
+            CacheError: There is no room.
+            NotCacheableError: Rows have another layout.
+        """
+        with self._lock:
+            if self.layout is None:
+                self.layout = self._allocate(layout) if self.needs_layout else layout
+            known = self.layout
+        if known is None or known != layout:
+            raise NotCacheableError(f"the others are each a {known}, this one is a {layout}")
+        return known
+
+    def _use_layout(self, layout: Layout) -> None:
+        self.layout = self._allocate(layout)
+        self._decided = True
+
+    @abstractmethod
+    def _allocate(self, layout: Layout) -> Layout | None:
+        """Allocate memory for rows of this layout. Returns the layout in use: of a file's rows, if known."""
+
+    def settle(self) -> None:
+        """Decide whether there are rows, by the samples that are held, and write these; called after each chunk.
 
         Raises:
             CacheError: There is no room.
         """
-        if self.layout is None:
-            with self._lock:
-                if self.layout is None:
-                    self._allocate(layout)
-                    self.layout = layout
-        return self.layout == layout
+        with self._lock:
+            if self._held and not self._decided:
+                alike = all(layout == self.layout for _, layout in self._held.values())
+                self._use_layout(self.layout if alike and self.layout is not None else RECORDS)
+                for index, (row, layout) in self._held.items():
+                    self._write(index, _split(row, layout), layout)
+                # Readers look here before they look at the slot. What could not be written stays.
+                self._held = {index: held for index, held in self._held.items() if self.slots[index] == HELD}
 
-    @abstractmethod
-    def _allocate(self, layout: Layout) -> None:
-        """Allocate memory for samples of this layout."""
+    def nbytes(self, index: int) -> int:
+        """Bytes of a cached sample."""
+        slot = int(self.slots[index])
+        return units_of(slot)[1] * UNIT if slot >= RECORD or self.layout is None else self.layout.nbytes
 
     def has(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which samples are cached and verified. Never blocks."""
@@ -123,21 +163,64 @@ class SampleStore(ABC):
         """
         return self.has(indices)
 
+    def are_rows(self, indices: NDArray[np.int64]) -> bool:
+        """Whether these cached samples are rows, which ``copy_rows`` copies."""
+        return bool(self.slots[indices].max(initial=0) < HELD)
+
     def copy_rows(self, indices: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
         """Copy cached samples into ``out``, C-contiguous [N, bytes of a sample]."""
         # Any other mode would gather into a buffer first.
         np.take(self._arena, self.slots[indices], axis=0, out=out, mode="clip")
 
+    def get(self, index: int) -> tuple[Parts, Layout]:
+        """The arrays of a cached sample, not to be written to, and their layout."""
+        if (held := self._held.get(index)) is not None:
+            return _split(*held), held[1]
+        if (slot := int(self.slots[index])) >= RECORD:
+            return [self._record(slot)], RECORDS
+        assert self.layout is not None
+        return self.parts(index), self.layout
+
+    def _record(self, slot: int) -> NDArray[np.uint8]:
+        """A cached record."""
+        raise NotImplementedError
+
     def parts(self, index: int) -> Parts:
-        """The arrays of a cached sample; read-only views."""
+        """The arrays of a row; read-only views."""
         assert self.layout is not None
         row: NDArray[np.uint8] = self._arena[self.slots[index]]
         row.flags.writeable = False
         return self.layout.split(row)
 
-    @abstractmethod
-    def put(self, index: int, parts: Parts) -> None:
-        """Cache a copy of a sample, unless it is cached already or there is no room."""
+    def put(self, index: int, parts: Parts, layout: Layout) -> None:
+        """Cache a copy of a sample, unless it is cached already or there is no room.
+
+        Raises:
+            CacheError: It is one of the first samples, and there is no room for rows.
+        """
+        if not self._decided:
+            with self._lock:
+                if not self._decided and self.slots[index] == EMPTY:
+                    row = pack(parts).copy()
+                    row.flags.writeable = False
+                    self._held[index] = row, layout
+                    self.slots[index] = HELD
+                    if len(self._held) >= DECIDING or layout != self.layout:
+                        self.settle()
+        if self.slots[index] == EMPTY:
+            self._write(index, parts, layout)
+
+    def _write(self, index: int, parts: Parts, layout: Layout) -> None:
+        if layout == self.layout and layout is not RECORDS:
+            self._store(index, pack(parts), 0)
+            return
+        record = parts[0] if layout is RECORDS else pack_record(value_of(parts, layout))
+        if (units := record.nbytes // UNIT) <= _MOST_UNITS:
+            self._store(index, record, units)
+
+    def _store(self, index: int, data: NDArray[np.uint8], units: int) -> None:
+        """Cache a row, or a record of so many units, if there is room."""
+        raise NotImplementedError
 
     def put_target(self, index: int, target: Any) -> None:
         """Cache a sample's target; called before ``put``.
@@ -183,3 +266,17 @@ class SampleStore(ABC):
             pinned: Whether ``indices`` is page-locked memory.
         """
         return list(columns)
+
+
+def record_slot(unit: int, units: int) -> int:
+    """The slot number of a record of so many units of ``UNIT`` bytes that begins at a unit."""
+    return RECORD + (unit << _LENGTH_BITS) + units
+
+
+def units_of(slot: int) -> tuple[int, int]:
+    """The first unit of a record and its number of units."""
+    return divmod(slot - RECORD, 1 << _LENGTH_BITS)
+
+
+def _split(row: NDArray[np.uint8], layout: Layout) -> Parts:
+    return [row] if layout is RECORDS else layout.split(row)

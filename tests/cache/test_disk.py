@@ -276,7 +276,7 @@ def test_a_write_that_fails_does_not_end_the_training(
         raise OSError(errno.EIO, "gone")
 
     monkeypatch.setattr(cache_file.CacheFile, "write", full)
-    assert run(path, epochs=2).reads[0] >= 2
+    assert run(path, epochs=2).reads[39] >= 2  # the first few are in memory
     assert caplog.text.count("not written to any more") == 1
 
 

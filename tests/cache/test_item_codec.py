@@ -413,10 +413,10 @@ def test_an_item_that_two_threads_cache_is_not_mixed() -> None:
     class Interrupted(list[Any]):
         def __iter__(self) -> Any:
             yield self[0]
-            store.put(0, other)
+            store.put(0, other, layout)
             yield self[1]
 
-    store.put(0, Interrupted(one))
+    store.put(0, Interrupted(one), layout)
     assert store.has(np.array([0])).all()
     assert [part.item() for part in store.parts(0)] == [1, 1]
 
@@ -505,13 +505,12 @@ def test_a_collate_fn_gets_dicts_with_keys_in_one_order() -> None:
 
 
 @DEVICES
-@CACHES
 @pytest.mark.parametrize("case", range(len(UNLIKE)))
-def test_items_that_differ(kind: str | None, cache: Any, case: int) -> None:
+def test_items_that_differ_are_not_cached_on_a_device(kind: str | None, case: int) -> None:
     """The error names the item, its difference to the others and what to change, with every policy."""
     others, odd, message = UNLIKE[case]
     dataset = Items(12, lambda index: odd if index == 9 else others)
-    feeder: Feeder[Any] = Feeder(dataset, batch_size=4, cache=cache, device=device_of(kind), on_error="skip")
+    feeder: Feeder[Any] = Feeder(dataset, batch_size=4, cache="device", device=device_of(kind), on_error="skip")
     with feeder, pytest.raises(CacheError, match=r"'Items\[9\]' \(index 9\).*" + message + ".*leave cache= out"):
         list(feeder)
 
@@ -521,23 +520,36 @@ def test_items_that_differ(kind: str | None, cache: Any, case: int) -> None:
 @pytest.mark.parametrize(
     ("odd", "message"),
     [
-        ("text", r"item is a str, 'text'"),
-        ((1, "text"), r"item\[1\] is a str, 'text'"),
         ({"a": {"b": object()}}, r"item\['a'\]\['b'\] is a object"),
         (torch.zeros(2, requires_grad=True), r"item is tensor float32 \[2\] \(requires grad\)"),
         (torch.zeros(2).to_sparse(), r"item is tensor float32 \[2\] \(torch.sparse_coo\)"),
         (torch.nn.Parameter(torch.zeros(2)), r"item is parameter float32 \[2\]"),
-        (np.zeros(2, "U3"), r"item is array <U3 \[2\]"),
-        (np.zeros(2, np.longdouble), r"item is array float128 \[2\]|item is array longdouble \[2\]"),
-        (np.datetime64("2020-01-01"), "item is a datetime64"),
         (Counter("a"), r"item is a Counter with the keys \['a'\]"),
-        ((), "no elements: it is a tuple of 0"),
-        (torch.zeros(0), r"no elements: it is tensor float32 \[0\]"),
     ],
 )
 def test_items_that_cannot_be_cached(kind: str | None, cache: Any, odd: Any, message: str) -> None:
     """An error before the first batch names the item and its part."""
     feeder: Feeder[Any] = Feeder(Items(12, lambda _: odd), batch_size=4, cache=cache, device=device_of(kind))
+    with feeder, pytest.raises(CacheError, match=r"'Items\[0\]' \(index 0\) cannot be cached: .*" + message):
+        next(iter(feeder))
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ("text", r"item is a str, 'text'"),
+        ((1, "text"), r"item\[1\] is a str, 'text'"),
+        (np.zeros(2, "U3"), r"item is array <U3 \[2\]"),
+        (np.zeros(2, np.longdouble), r"item is array float128 \[2\]|item is array longdouble \[2\]"),
+        (np.datetime64("2020-01-01"), "item is a datetime64"),
+        ((), "no elements: it is a tuple of 0"),
+        (torch.zeros(0), r"no elements: it is tensor float32 \[0\]"),
+    ],
+)
+def test_items_that_a_device_does_not_cache(kind: str | None, odd: Any, message: str) -> None:
+    """The same error for what no device has."""
+    feeder: Feeder[Any] = Feeder(Items(12, lambda _: odd), batch_size=4, cache="device", device=device_of(kind))
     with feeder, pytest.raises(CacheError, match=r"'Items\[0\]' \(index 0\) cannot be cached: .*" + message):
         next(iter(feeder))
 

@@ -41,6 +41,20 @@ class Logged:
         return Counter(map(int, file.read_text().split())) if file.exists() else Counter()
 
 
+class Ragged(Logged):
+    """Items whose arrays differ in length, most with a name."""
+
+    def __getitem__(self, index: int) -> Any:
+        item = super().__getitem__(index)
+        item["image"] = item["image"][: index % 7 + 1]
+        return item if self.name_of(index) is None else item | {"name": self.name_of(index)}
+
+    @staticmethod
+    def name_of(index: int) -> str | None:
+        """An item's name; ``None`` if it has none."""
+        return None if index % 5 == 0 else f"item {index}" * (index % 4)
+
+
 class LoggedMany(Logged):
     """The same Dataset with ``__getitems__``."""
 

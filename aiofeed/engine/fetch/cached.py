@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from aiofeed.cache.decoder_codec import NotCacheableError, SampleCodec
+from aiofeed.cache.decoder_codec import SampleCodec
 from aiofeed.cache.item_codec import build_item
-from aiofeed.cache.layout import ItemLayout, Layout, Parts
+from aiofeed.cache.layout import RECORDS, ItemLayout, Layout, NotCacheableError, Parts, pack_record
 from aiofeed.cache.store import SampleStore
 from aiofeed.core.errors import CacheError, FeedError, SampleError
 from aiofeed.core.limits import ResolvedLimits
-from aiofeed.core.types import BatchPlan, HostTensor, Row
+from aiofeed.core.types import BatchPlan, HostTensor
 from aiofeed.engine.fetch.async_reader import ReadResult
 from aiofeed.engine.fetch.collate import (
     BatchBuilder,
@@ -63,6 +63,7 @@ CACHED: Any = object()
 """Placeholder for the value of a cached sample."""
 
 Encoded: TypeAlias = tuple[Parts, Layout]
+Found: TypeAlias = Encoded | NotCacheableError | None
 
 
 class CachedFetcher(Fetcher):
@@ -82,6 +83,7 @@ class CachedFetcher(Fetcher):
         self.target: Callable[[int], Any] | None = inner.target
         # Whether the last chunk was all cached.
         self._warm = False
+        self._sample_bytes = 0
         # Items requested to learn the layout, until they are on the device.
         self._probed: dict[int, Any] = {}
         self._slowest_s = 0.0
@@ -105,9 +107,10 @@ class CachedFetcher(Fetcher):
             without_our_frames(error)
             return error
         if isinstance(error, NotCacheableError):
+            advice = f'cache="device" keeps samples of one shape: {self._codec.advice}, use cache="host" or a DiskCache'
+            advice = advice if self._store.needs_layout else "convert it"
             return CacheError(
-                f"sample {self.key(index)!r} (index {index}) cannot be cached: {error}; {self._codec.advice}, or leave "
-                f"cache= out"
+                f"sample {self.key(index)!r} (index {index}) cannot be cached: {error}; {advice}, or leave cache= out"
             )
         return self._inner.to_feed_error(error, index, reading)
 
@@ -119,19 +122,16 @@ class CachedFetcher(Fetcher):
 
     def max_running(self, threads: int) -> int:
         """The inner fetcher's number of threads; one for small cached samples."""
-        if self._warm and self._store.layout is not None:
-            return 1 if self._store.layout.nbytes < SMALL_BYTES else threads
+        if self._warm:
+            return 1 if self._sample_bytes < SMALL_BYTES else threads
         return self._inner.max_running(threads)
 
     def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
-        """A builder with rows if the layout is known, or the inner fetcher's."""
+        """The inner fetcher's builder, or one that the device completes."""
         layout, targets = self._store.layout, self.target is not None
         if layout is not None and self._store.on_device:
             return DeviceBatchBuilder(samples, lease, self._codec, self._store, layout, targets=targets)
-        row = None if layout is None else self._codec.row(layout)
-        if layout is None or row is None:
-            return self._inner.new_builder(samples, lease)
-        return RowBatchBuilder(row, samples, lease, targets=targets, torch_dtype=layout.torch_dtype)
+        return self._inner.new_builder(samples, lease)
 
     async def prepare(self, decode_pool: ThreadPool) -> None:
         """Learn the layout from one of the first samples, if the store needs it before the first batch.
@@ -147,8 +147,8 @@ class CachedFetcher(Fetcher):
             [value] = (await self._inner.read([index])).samples
             stop = threading.Event()
             deadline = None if self.limit_s is None else JobDeadline(self.limit_s)
-            work = partial(self._get_one, index, value, JobControl(stop, deadline))
-            found: Encoded | NotCacheableError | None = None
+            work = partial(self._get_one, index, value, JobControl(stop, deadline), None)
+            found: Found = None
             try:
                 if deadline is None:
                     found = await asyncio.get_running_loop().run_in_executor(decode_pool, work)
@@ -163,25 +163,27 @@ class CachedFetcher(Fetcher):
                 parts, layout = found
                 store.set_layout(layout)
                 if isinstance(layout, ItemLayout):  # a Dataset is asked once for each item
-                    store.put(index, parts)
+                    store.put(index, parts, layout)
                     if store.on_device:
                         self._probed[index] = build_item(parts, layout)
         if tried and store.layout is None:
             log.warning("none of the first %d samples could be decoded: this epoch runs without the cache", tried)
 
-    def _get_one(self, index: int, value: Any, control: JobControl) -> Encoded | NotCacheableError | None:
+    def _get_one(self, index: int, value: Any, control: JobControl, layout: Layout | None) -> Found:
         """Encode one sample outside any batch; ``None`` if it fails: it fails again in its batch, with a name.
 
         Raises:
             FeedError: Other threads used the dataset for too long.
         """
-        found: Encoded | NotCacheableError | None = None
+        found: Found = None
 
         def encode(position: int, value: Any) -> None:
             nonlocal found
             try:
-                parts, layout = self._codec.encode(value, self._store.layout)
-                found = [part.copy() for part in parts], layout  # a Dataset may reuse its memory
+                decoded = self._codec.decode(value)
+                as_record = layout is RECORDS
+                parts, known = ([pack_record(decoded)], RECORDS) if as_record else self._codec.encode(decoded, layout)
+                found = [part.copy() for part in parts], known  # a Dataset may reuse its memory
             except NotCacheableError as error:
                 found = error
 
@@ -201,6 +203,7 @@ class CachedFetcher(Fetcher):
         cached = store.has(wanted)
         self._warm = bool(cached.all())
         if self._warm:
+            self._sample_bytes = store.nbytes(indices[0])
             return ReadResult([CACHED] * len(indices), waited=False)
         missing = np.flatnonzero(~cached).tolist()
         result = await self._inner.read([indices[at] for at in missing])
@@ -234,6 +237,7 @@ class CachedFetcher(Fetcher):
                 for position in positions:
                     if not chunk.ended:
                         self._decode_shared(chunk, [position])
+            self._store.settle()
         except CacheError as error:
             chunk.add_error(positions[0], error)
 
@@ -252,20 +256,29 @@ class CachedFetcher(Fetcher):
 
     def _put_cached(self, chunk: Chunk) -> None:
         """Put cached samples into the batch; in one call if they are only copied."""
-        plan, builder, target = chunk.plan, chunk.builder, self.target
-        if not isinstance(builder, RowBatchBuilder) or self._codec.random or chunk.control.deadline is not None:
-            self._put_each(chunk)
-            return
         began = time.perf_counter(), time.thread_time()
-        count, first = len(chunk.positions), chunk.positions[0]
-        indices = _indices(plan, chunk.positions)
-        if isinstance(builder, DeviceBatchBuilder):
-            builder.mark(slice(first, first + count), indices, cached=True)
+        builder, indices, reached, rows = chunk.builder, _indices(chunk.plan, chunk.positions), 0, None
+        if not self._codec.random and chunk.control.deadline is None and self._store.are_rows(indices):
+            if not isinstance(builder, RowBatchBuilder):
+                # It learns from the first sample of a batch what the others are like.
+                reached = chunk.decode_each(self._place(chunk), end=1)
+            rows = builder.rows_of(self._store.layout, targets=self.target is not None)
+        if rows is None or chunk.ended or reached == len(indices):
+            reached = reached if chunk.ended else chunk.decode_each(self._place(chunk), reached)
         else:
-            self._store.copy_rows(indices, builder.rows[first : first + count].reshape(count, -1).view(np.uint8))
+            reached = self._put_rows(chunk, reached, indices, *rows)
+        self._observe(chunk, began, reached)
+
+    def _put_rows(self, chunk: Chunk, start: int, indices: NDArray[np.int64], rows: NDArray[Any], put: Place) -> int:
+        count, target = len(indices), self.target
+        at = slice(chunk.positions[0] + start, chunk.positions[0] + count)
+        if isinstance(chunk.builder, DeviceBatchBuilder):
+            chunk.builder.mark(at, indices, cached=True)
+        else:
+            self._store.copy_rows(indices[start:], rows[at].reshape(count - start, -1).view(np.uint8))
         if target is not None:
-            chunk.decode_each(lambda position, _: builder.put(position, target(plan.indices[position])))
-        self._observe(chunk, began, count)
+            chunk.decode_each(lambda position, _: put(position, target(chunk.plan.indices[position])), start)
+        return count
 
     def _put_each(self, chunk: Chunk) -> None:
         """Put cached and probed samples into the batch one by one."""
@@ -331,8 +344,7 @@ class CachedFetcher(Fetcher):
 
     def _place_sample(self, chunk: Chunk, position: int, value: Any) -> None:
         index, cached = chunk.plan.indices[position], value is CACHED
-        parts, layout = (self._store.parts(index), self._store.layout) if cached else self._encode(value)
-        assert layout is not None
+        parts, layout = self._store.get(index) if cached else self._encode(value)
         rng = partial(generator_of, chunk.plan, position)
         if self.target is None:
             sample = self._codec.sample(parts, layout, rng)
@@ -340,7 +352,7 @@ class CachedFetcher(Fetcher):
             sample = self._codec.sample_with_target(parts, layout, rng, self._target(index, cached))
         chunk.put(position, sample)
         if not cached:
-            self._store.put(index, parts)
+            self._store.put(index, parts, layout)
 
     def _place_row(self, chunk: Chunk, builder: RowBatchBuilder, position: int, value: Any) -> None:
         index, cached = chunk.plan.indices[position], value is CACHED
@@ -349,8 +361,9 @@ class CachedFetcher(Fetcher):
             out = [np.empty_like(row) for row in memory]  # an abandoned job must not write into the batch later
         # A row that the device has stays undefined here.
         parts: Parts = out
-        if not cached:
-            parts, _ = self._encode(value, out)
+        encoded = None if cached else self._encode(value, out)
+        if encoded is not None:
+            parts = encoded[0]
         elif not self._store.on_device:
             parts = self._store.parts(index)
         if parts is not out:
@@ -365,8 +378,8 @@ class CachedFetcher(Fetcher):
                 builder.put(position, target)
         if isinstance(builder, DeviceBatchBuilder):
             builder.mark(position, index, cached=cached)
-        if not cached:
-            self._store.put(index, parts)
+        if encoded is not None:
+            self._store.put(index, *encoded)
 
     def _target(self, index: int, cached: bool) -> Any:
         assert self.target is not None
@@ -379,11 +392,16 @@ class CachedFetcher(Fetcher):
         return target
 
     def _encode(self, value: Any, out: Parts | None = None) -> Encoded:
-        parts, layout = self._codec.encode(value, self._store.layout, out)
-        if layout is not self._store.layout and not self._store.set_layout(layout):
-            # Another thread has set the layout meanwhile.
-            parts, layout = self._codec.encode(value, self._store.layout, out)
-        return parts, layout
+        """The arrays of a sample, or its record if it has another layout than rows."""
+        decoded, layout = self._codec.decode(value), self._store.layout
+        if layout is not RECORDS:
+            try:
+                parts, found = self._codec.encode(decoded, layout, out)
+                return parts, found if found is layout else self._store.set_layout(found)
+            except NotCacheableError:
+                if self._store.needs_layout:
+                    raise
+        return [pack_record(decoded)], RECORDS
 
     def _compare(self, chunk: Chunk) -> None:
         """Compare one cached item with the Dataset's, if the store asks for it.
@@ -396,7 +414,8 @@ class CachedFetcher(Fetcher):
             return
         found = None
         with contextlib.suppress(FeedError):  # the item is cached: it is not needed
-            found = self._get_one(index, UNREAD, JobControl(chunk.control.stop))
+            layout = self._store.get(index)[1]
+            found = self._get_one(index, UNREAD, JobControl(chunk.control.stop), layout)
         if found is not None:
             self._store.compare(index, self.key(index), found if isinstance(found, NotCacheableError) else found[0])
 
@@ -407,8 +426,7 @@ class DeviceBatchBuilder(RowBatchBuilder):
     def __init__(
         self, samples: int, lease: BufferLease, codec: SampleCodec, store: SampleStore, layout: Layout, *, targets: bool
     ) -> None:
-        row = codec.row(layout) or Row(layout.parts[0].shape, layout.parts[0].dtype)
-        super().__init__(row, samples, lease, targets=targets)
+        super().__init__(codec.row(layout), samples, lease, targets=targets)
         others = [array(lease, (samples, *part.shape), np.dtype(part.dtype)) for part in layout.parts[1:]]
         self._leaves = [self._leaf, *[HostTensor(rows, pinned=lease.pinned) for rows in others]]
         self._columns = [leaf.memory for leaf in self._leaves]

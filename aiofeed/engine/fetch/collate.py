@@ -52,6 +52,10 @@ class BatchBuilder(ABC):
     def put(self, position: int, sample: Any) -> None:
         """Store one sample; of a sample whose row is filled already, its target."""
 
+    def rows_of(self, layout: Any, *, targets: bool) -> tuple[NDArray[Any], Callable[[int, Any], None]] | None:
+        """The rows that arrays of a ``Layout`` are copied to, and what stores their targets; ``None`` without rows."""
+        return None
+
     def finish(self, keys: Sequence[str], positions: Positions = None) -> Any:
         """The batch of the samples at ``positions``; ``None``: of all.
 
@@ -117,6 +121,12 @@ class DefaultCollateBuilder(BatchBuilder):
             root.put(position, sample)
         else:
             self.put(position, sample)
+
+    def rows_of(self, layout: Any, *, targets: bool) -> tuple[NDArray[Any], Callable[[int, Any], None]] | None:
+        """As ``BatchBuilder.rows_of``; ``None`` if the first sample has another layout."""
+        root = self._root
+        node, target, *_ = root.children if targets and isinstance(root, _TupleNode) else (root, self)
+        return (node.rows, target.put) if isinstance(node, _ArrayNode) and node.takes(layout) else None
 
     def _build(self, keys: Sequence[str], positions: Positions) -> Any:
         kept, self.kept = self.kept, None
@@ -200,14 +210,14 @@ class _ArrayNode:
         # numpy has one dtype object per plain number type, so that ``is`` compares them. ``None`` if torch's dtype
         # differs from numpy's.
         self._plain = memory.dtype if self._torch_dtype is None else None
-        self._rows = array(lease, (samples, *memory.shape), memory.dtype)
+        self.rows = array(lease, (samples, *memory.shape), memory.dtype)
         self._pinned = lease.pinned
         self._others: dict[int, Any] = {}
-        self.nbytes = self._rows.nbytes
+        self.nbytes = self.rows.nbytes
 
     def put(self, position: int, value: Any) -> None:
         if type(value) is np.ndarray and value.dtype is self._plain and value.shape == self._shape:
-            self._rows[position] = value  # the usual case of what follows
+            self.rows[position] = value  # the usual case of what follows
             return
         memory, torch_dtype = as_array(value)
         if (
@@ -216,15 +226,18 @@ class _ArrayNode:
             and memory.dtype == self._dtype
             and torch_dtype == self._torch_dtype
         ):
-            self._rows[position] = memory
+            self.rows[position] = memory
         else:
             self._others[position] = value
 
+    def takes(self, layout: Any) -> bool:
+        return (self._shape, self._dtype.name, self._torch_dtype) == (layout.shape, layout.dtype, layout.torch_dtype)
+
     def finish(self, positions: Positions) -> Any:
         if not self._others:
-            return HostTensor(compact(self._rows, positions), torch_dtype=self._torch_dtype, pinned=self._pinned)
-        rows = as_tensor(HostTensor(self._rows, torch_dtype=self._torch_dtype, pinned=self._pinned))
-        every = range(len(self._rows)) if positions is None else positions
+            return HostTensor(compact(self.rows, positions), torch_dtype=self._torch_dtype, pinned=self._pinned)
+        rows = as_tensor(HostTensor(self.rows, torch_dtype=self._torch_dtype, pinned=self._pinned))
+        every = range(len(self.rows)) if positions is None else positions
         others = {position: self._as_tensor(value) for position, value in self._others.items()}
         return _default_collate([others.get(position, rows[position]) for position in every])
 
@@ -271,26 +284,26 @@ class _TupleNode:
     def __init__(self, first: Any, samples: int, lease: BufferLease) -> None:
         self._make = type(first)._make if is_namedtuple(first) else list
         # default_collate transposes tuples and lists with zip, and returns strings in zip's tuples.
-        self._children = [_node(item, samples, lease, texts=tuple) for item in first]
+        self.children: list[Any] = [_node(item, samples, lease, texts=tuple) for item in first]
         # Lists of a subclass: the batch is of the same class, with the first sample's attributes.
         self._models: dict[int, list[Any]] = {}
 
     @property
     def nbytes(self) -> int:
-        return sum(child.nbytes for child in self._children)
+        return sum(child.nbytes for child in self.children)
 
     def put(self, position: int, value: Any) -> None:
-        if not isinstance(value, tuple | list) or len(value) != len(self._children):
+        if not isinstance(value, tuple | list) or len(value) != len(self.children):
             got = f"{len(value)}" if isinstance(value, tuple | list) else f"a {type(value).__name__}"
-            raise MisfitError(f"one has {len(self._children)} parts, another {got}", (position,))
+            raise MisfitError(f"one has {len(self.children)} parts, another {got}", (position,))
         if isinstance(value, list) and type(value) is not list:
             self._models[position] = value
-        for child, item in zip(self._children, value, strict=True):
+        for child, item in zip(self.children, value, strict=True):
             child.put(position, item)
 
     def finish(self, positions: Positions) -> Any:
         model = self._models.get(positions[0] if positions else 0, [])
-        return like_list(model, self._make([child.finish(positions) for child in self._children]))
+        return like_list(model, self._make([child.finish(positions) for child in self.children]))
 
 
 class _DictNode:
@@ -336,12 +349,10 @@ def _node(first: Any, samples: int, lease: BufferLease, texts: Callable[[list[An
 class RowBatchBuilder(BatchBuilder):
     """Builder of a batch whose samples fill rows: ``rows[position]`` is the memory of a sample.
 
-    ``targets``: whether samples have targets; ``torch_dtype``: name of their dtype, if numpy lacks it.
+    ``targets``: whether samples have targets.
     """
 
-    def __init__(
-        self, row: Row, samples: int, lease: BufferLease, *, targets: bool, torch_dtype: str | None = None
-    ) -> None:
+    def __init__(self, row: Row, samples: int, lease: BufferLease, *, targets: bool) -> None:
         dtype: np.dtype[Any] = np.dtype(row.dtype)
         self._parts: list[HostTensor] | None = None
         if row.parts:
@@ -353,7 +364,6 @@ class RowBatchBuilder(BatchBuilder):
         self._leaf = HostTensor(
             self.rows,
             axes=None if row.axes is None else (0, *[axis + 1 for axis in row.axes]),
-            torch_dtype=torch_dtype,
             pinned=lease.pinned,
         )
         self._targets: DefaultCollateBuilder | SampleList | None = None
@@ -367,7 +377,7 @@ class RowBatchBuilder(BatchBuilder):
 
     def sample(self, position: int) -> Any:
         """A sample as a view of its row, with its target, after ``keep_targets``."""
-        row = as_tensor(HostTensor(self.rows[position : position + 1], self._leaf.axes, self._leaf.torch_dtype))[0]
+        row = as_tensor(HostTensor(self.rows[position : position + 1], self._leaf.axes))[0]
         return row if self._targets is None else (row, self._separate_targets().sample(position))
 
     def _separate_targets(self) -> SampleList:
@@ -386,6 +396,10 @@ class RowBatchBuilder(BatchBuilder):
     def arrays(self, position: int) -> list[NDArray[Any]]:
         """The memory of a sample."""
         return [self.rows[position, ...]]
+
+    def rows_of(self, layout: Any, *, targets: bool) -> tuple[NDArray[Any], Callable[[int, Any], None]]:
+        """As ``BatchBuilder.rows_of``."""
+        return self.rows, self.put
 
     def put(self, position: int, sample: Any) -> None:
         """Store a sample's target; its row is filled already."""
