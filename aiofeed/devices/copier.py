@@ -240,27 +240,31 @@ def _drop_copied(sources: _Sources) -> bool:
 
 
 class StaticOutput:
-    """An ``output`` of a ``Copier`` that copies every batch into the same tensors, for CUDA graphs.
+    """An ``output`` of a ``Copier`` that copies all batches of equal shapes into the same tensors, for CUDA graphs.
 
     A captured graph reads from fixed addresses. Batches are copied to the device ahead, into memory of their own;
     ``next`` then copies the batch into the fixed tensors, on the consumer's stream. That costs one copy within device
     memory per batch. A ring of buffers would save that copy but need one captured graph per buffer.
 
     The tensors are written on the stream of this ``deliver``, after all work queued so far on the stream of the
-    previous ``deliver``, which uses the previous batch. They are created with the first batch.
+    previous ``deliver``, which uses the previous batch. They are created with the first batch of their shapes.
+
+    Args:
+        kinds: Most kinds of batches, which differ in structure, shapes or dtypes: one per bucket of ``Buckets``.
     """
 
-    def __init__(self, backend: DeviceBackend) -> None:
+    def __init__(self, backend: DeviceBackend, kinds: int = 1) -> None:
         self._backend = backend
-        self._tensors: list[torch.Tensor] | None = None
-        self._layout = ""
+        self.kinds = kinds
+        # The tensors of each kind: by its text, and shapes and dtypes, because a container may have its own repr.
+        self._tensors: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         self._stream: Stream = None
 
     def __call__(self, batch: Any, stream: Stream) -> Any:
         """Return the batch in the fixed tensors; it is valid until the next call. Never blocks.
 
         Raises:
-            DeviceCopyError: Its structure, a shape or a dtype differs from the first batch.
+            DeviceCopyError: It is of another kind than the batches before, which were of as many as there may be.
         """
         import torch
 
@@ -281,7 +285,7 @@ class StaticOutput:
             for tensor, leaf in zip(tensors, found, strict=True):
                 tensor.copy_(leaf)
                 self._backend.record_stream(tensor, stream)
-        self._tensors, self._stream = tensors, stream
+        self._stream = stream
         remaining: Iterator[Any] = iter(tensors)
         return map_leaves(lambda leaf: next(remaining) if is_tensor(leaf) else leaf, batch)
 
@@ -292,16 +296,24 @@ class StaticOutput:
     def _tensors_for(self, layout: str, found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         import torch
 
-        if self._tensors is None:
+        kind = layout, *[(leaf.shape, leaf.dtype) for leaf in found]
+        if kind not in self._tensors:
             if any(leaf.layout is not torch.strided for leaf in found):
                 raise DeviceCopyError(f"static_batches=True takes dense tensors; on {self._backend.name}: {layout}")
-            self._layout = layout
-            return [torch.empty_like(leaf, requires_grad=False) for leaf in found]
-        # Compare shapes and dtypes, too: a container may have its own repr, and copy_ would broadcast.
-        alike = [(leaf.shape, leaf.dtype) for leaf in found] == [(each.shape, each.dtype) for each in self._tensors]
-        if layout != self._layout or not alike:
-            raise DeviceCopyError(
-                f"static_batches=True needs batches that are all alike; the first on {self._backend.name} was "
-                f"{self._layout}, this one is {layout}"
+            if len(self._tensors) == self.kinds:
+                raise self._too_many_kinds(layout)
+            self._tensors[kind] = [torch.empty_like(leaf, requires_grad=False) for leaf in found]
+        return self._tensors[kind]
+
+    def _too_many_kinds(self, layout: str) -> DeviceCopyError:
+        first, *others = [text for text, *_ in self._tensors]
+        if not others:
+            return DeviceCopyError(
+                f"static_batches=True needs batches that are all alike; the first on {self._backend.name} was {first}, "
+                f"this one is {layout}"
             )
-        return self._tensors
+        return DeviceCopyError(
+            f"static_batches=True with Buckets needs batches that are alike within each of {self.kinds} buckets; those "
+            f"on {self._backend.name} were {', '.join([first, *others])}, this one is {layout}: pad all batches of a "
+            f"bucket to one length, for example with pad_collate(multiple_of=...)"
+        )

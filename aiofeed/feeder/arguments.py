@@ -31,7 +31,7 @@ from aiofeed.feeder.rules import check, conflict, facts_of
 from aiofeed.runtime import machine
 from aiofeed.sampling.feed_order import FeedOrder, Lister
 from aiofeed.sampling.listers.computed import ComputedOrder, ExcludingOrder, WeightedOrder, WindowOrder
-from aiofeed.sampling.listers.length_plans import LengthPlan, PlanLister
+from aiofeed.sampling.listers.length_plans import Buckets, LengthPlan, PlanLister
 from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.listers.packing import Pack
 from aiofeed.sampling.listers.sampler import BatchSamplerAdapter
@@ -514,7 +514,7 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     if cache is not None:
         config = replace(config, cache=_new_store(cache, config))
     if a.static_batches:
-        config = with_static_outputs(config)
+        config = with_static_outputs(config, len(a.batch_size.batch_sizes) if isinstance(a.batch_size, Buckets) else 1)
     if "a plan" not in facts and "batch_sampler=" not in facts and not isinstance(a.source, FromDataset):
         config = _with_resident_tensors(config)
     return order, config
@@ -596,13 +596,13 @@ def _with_resident_tensors(config: FeederConfig) -> FeederConfig:
     return config if tensors is None else replace(config, source=tensors)
 
 
-def with_static_outputs(config: FeederConfig) -> FeederConfig:
-    """Return the configuration with new static outputs; their tensors are created with the first batch."""
+def with_static_outputs(config: FeederConfig, kinds: int) -> FeederConfig:
+    """Return the configuration with new static outputs for so many kinds of batches, see ``StaticOutput``."""
     from aiofeed.devices.copier import StaticOutput
 
     backend = config.backend or CpuBackend()
     backends = backend.backends if isinstance(backend, DeviceGroup) else (backend,)
-    return replace(config, backend=backend, static_outputs=tuple(map(StaticOutput, backends)))
+    return replace(config, backend=backend, static_outputs=tuple([StaticOutput(each, kinds) for each in backends]))
 
 
 def _check_room_for_tokens(a: Arguments) -> None:

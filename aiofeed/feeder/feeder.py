@@ -181,6 +181,7 @@ class Feeder(Generic[BatchT]):
         static_batches: Hand out every batch in the same tensors, at fixed addresses, for CUDA graphs. A batch is valid
             until the next ``next``. Costs one copy within device memory per batch. Needs ``drop_last=True`` (or a
             length that ``batch_size`` divides) and batches of equal structure and shapes; excludes ``on_error="skip"``.
+            With ``Buckets`` and ``drop_last=True`` the batches of each bucket have tensors of their own.
         timeline: Keep the latest 20,000 events for ``timeline()``.
 
     Batches are those that ``DataLoader`` would give. With ``DecodeImage`` and without ``collate_fn``, images are uint8
@@ -362,14 +363,14 @@ class Feeder(Generic[BatchT]):
         return state | {
             "_stepping": [],
             "config": replace(config, backend=None, static_outputs=()),
-            "static": bool(config.static_outputs),
+            "static": config.static_outputs[0].kinds if config.static_outputs else 0,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         config, static = state.pop("config"), state.pop("static")
         self.__dict__.update(state)
         config = replace(config, backend=resolve_devices(self._device))
-        self._session = self._new_session(with_static_outputs(config) if static else config)
+        self._session = self._new_session(with_static_outputs(config, static) if static else config)
 
     def __len__(self) -> int:
         """Return the number of batches per epoch of this rank. Resuming in mid-epoch does not change it.

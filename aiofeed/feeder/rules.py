@@ -7,7 +7,7 @@ from typing import Any
 
 from aiofeed.core.types import traits_of
 from aiofeed.devices.resolve import DeviceGroup
-from aiofeed.sampling.listers.length_plans import LengthPlan
+from aiofeed.sampling.listers.length_plans import Buckets, LengthPlan
 from aiofeed.sampling.listers.packing import Pack
 from aiofeed.sampling.schedule import window_shards
 from aiofeed.sources.tensors import are_on_host
@@ -192,7 +192,8 @@ def facts_of(a: Any) -> set[str]:
         "cache in host memory": cached and not on_device and not isinstance(a.cache, DiskCache | EncodedCache),
         "EncodedCache": isinstance(a.cache, EncodedCache),
         "static_batches=True": a.static_batches,
-        "batches of different sizes": not (a.drop_last and not listed) and (unknown or a.length % a.samples > 0),
+        "batches of different sizes": not (a.drop_last and (not listed or isinstance(a.batch_size, Buckets)))
+        and (unknown or a.length % a.samples > 0),
     }
     return {fact for fact, holds in found.items() if holds}
 

@@ -209,6 +209,118 @@ class TestAddresses:
             next(iterator)
 
 
+LENGTHS = [1 + index * 7 % 29 for index in range(90)]
+
+
+class Sequences:
+    """Samples of different lengths: the index, as often as the sample is long."""
+
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitem__(self, index):
+        return torch.full((LENGTHS[index],), index)
+
+
+def buckets_of(multiple_of=10, **options):
+    """A feeder whose batches have the shapes [5, 10], [4, 20] and [3, 30]."""
+    options = {
+        "batch_size": aiofeed.Buckets(LENGTHS, [11, 21], [5, 4, 3]),
+        "shuffle": True,
+        "drop_last": True,
+    } | options
+    return aiofeed.Feeder(Sequences(), collate_fn=aiofeed.pad_collate(-1, multiple_of=multiple_of), **options)
+
+
+def lists(batch):
+    return [tensor.tolist() for tensor in batch]
+
+
+class TestBuckets:
+    @pytest.mark.parametrize("options", [{}, {"shard": (1, 2)}, {"in_order": False, "shuffle": False}], ids=str)
+    @pytest.mark.parametrize("device", [SimulatedDevice(), None])
+    def test_each_bucket_keeps_its_tensors(self, device, options):
+        """Over epochs and after ``close``; the contents are those of other tensors."""
+        tensors, seen = {}, []
+        static = buckets_of(device=device, static_batches=True, **options)
+        with buckets_of(**options) as plain:
+            expected = [lists(batch) for _ in range(3) for batch in plain]
+        for _ in range(3):
+            with static:
+                for batch in static:
+                    tensors.setdefault(tuple(batch[0].shape), set()).add(tuple((id(x), x.data_ptr()) for x in batch))
+                    seen.append(lists(batch))
+        assert sorted(tensors) == [(3, 30), (4, 20), (5, 10)]
+        assert [len(kept) for kept in tensors.values()] == [1, 1, 1]
+        assert len({address for kept in tensors.values() for pairs in kept for _, address in pairs}) == 6
+        assert sorted(seen) == sorted(expected) if "in_order" in options else seen == expected
+
+    def test_several_devices(self):
+        """Each device has the tensors of each bucket."""
+        with buckets_of(device=["cpu", "cpu"], static_batches=True) as feeder, buckets_of() as plain:
+            addresses = set()
+            for parts, batch in zip(feeder, plain, strict=True):
+                addresses |= {part[0].data_ptr() for part in parts}
+                assert torch.equal(torch.cat([part[0] for part in parts]), batch[0])
+        assert len(addresses) == 6
+
+    @pytest.mark.parametrize("latency", ["random", "late", "early"])
+    def test_slow_consumers(self, latency):
+        """Kernels queued on the streams of a consumer read the batches that they were queued for."""
+        device = SimulatedDevice(latency=latency)
+        copies = []
+        with buckets_of(device=device, static_batches=True) as feeder, buckets_of() as plain:
+            expected = [lists(batch) for _ in range(4) for batch in plain]
+            for _ in range(4):
+                iterator = iter(feeder)
+                for number in range(len(feeder)):
+                    with device.use_stream(streams(device)[number % 3]):
+                        batch = next(iterator)
+                        slow(device)
+                        copies.append([tensor.clone() for tensor in batch])
+            device.synchronize()
+            assert [lists(copy) for copy in copies] == expected
+
+    @pytest.mark.parametrize("stop", [1, 5, 12])
+    def test_resuming(self, stop):
+        """After ``break`` the same feeder, and by its state another one, continue in the tensors of the buckets."""
+        with buckets_of() as plain:
+            expected = [lists(batch) for batch in plain]
+        with buckets_of(static_batches=True) as feeder, buckets_of(static_batches=True) as other:
+            tensors, seen = {}, []
+            for batch in feeder:
+                tensors[batch[0].shape] = batch[0]
+                seen.append(lists(batch))
+                if len(seen) == stop:
+                    break
+            state = feeder.state_dict()
+            for resumed in (feeder, other, pickle.loads(pickle.dumps(other))):
+                resumed.load_state_dict(state)
+                rest = []
+                for batch in resumed:
+                    rest.append(lists(batch))
+                    assert (batch[0] is tensors.setdefault(batch[0].shape, batch[0])) == (resumed is feeder)
+                assert seen + rest == expected
+                resumed.close()
+
+    def test_more_shapes_than_buckets(self):
+        """The error shows the shapes and how to pad."""
+        feeder = buckets_of(multiple_of=1, shuffle=False, static_batches=True)
+        with (
+            feeder,
+            pytest.raises(aiofeed.DeviceCopyError, match=r"each of 3 buckets.*pad_collate\(multiple_of") as error,
+        ):
+            list(feeder)
+        assert str(error.value).count("torch.int64[") == 8
+
+    def test_incomplete_batches(self):
+        """Without ``drop_last`` buckets are refused; so are batches of other plans."""
+        with pytest.raises(ValueError, match="the last one may be smaller: pass drop_last=True"):
+            buckets_of(static_batches=True, drop_last=False)
+        with pytest.raises(ValueError, match="static_batches=True is not possible"):
+            buckets_of(static_batches=True, batch_size=aiofeed.TokenBudget(LENGTHS, 60))
+
+
 class TestRefused:
     def test_last_batch(self):
         """A smaller last batch is refused unless drop_last or the length excludes it."""
