@@ -31,7 +31,7 @@ from aiofeed.feeder.rules import check, conflict, facts_of
 from aiofeed.runtime import machine
 from aiofeed.sampling.feed_order import FeedOrder, Lister
 from aiofeed.sampling.listers.computed import ComputedOrder, ExcludingOrder, WeightedOrder, WindowOrder
-from aiofeed.sampling.listers.length_plans import Buckets, LengthPlan, PlanLister
+from aiofeed.sampling.listers.length_plans import STREAM_SAMPLES, Buckets, LengthPlan, PlanLister
 from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.listers.packing import Pack
 from aiofeed.sampling.listers.sampler import BatchSamplerAdapter
@@ -414,7 +414,8 @@ def new_order(a: Arguments) -> FeedOrder:
         drawn = WindowOrder(a.source.shard_starts, shards, a.seed)
     if a.exclude is not None:
         drawn = ExcludingOrder(order, a.exclude, a.adopted.key)
-    batches = new_batches(a.batch_size, a.batch_sampler, order, drawn)
+    plan = a.batch_size if isinstance(a.batch_size, LengthPlan) and not a.traits.indexed else None
+    batches = None if plan is not None else new_batches(a.batch_size, a.batch_sampler, order, drawn)
     lister: Lister | None = drawn
     if batches is None:
         order = replace(order, batch_size=a.samples)
@@ -423,7 +424,8 @@ def new_order(a: Arguments) -> FeedOrder:
     if a.traits.indexed:
         feed_order = FeedOrder(order, a.sampler, a.shard, lister)
     else:
-        feed_order = StreamOrder(order, a.shard, a.adopted)
+        feed_order = StreamOrder(order, a.shard, a.adopted, plan)
+        a.samples = a.samples if plan is None else STREAM_SAMPLES
     feed_order.events = new_events(a.timeline)
     feed_order.replica = a.replica[0]
     return feed_order

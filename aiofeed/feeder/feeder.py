@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+import numpy as np
 
 from aiofeed.core.errors import StateError
 from aiofeed.core.failure_policy import Action, FailurePolicy
@@ -32,6 +35,7 @@ from aiofeed.feeder.arguments import (
     with_static_outputs,
 )
 from aiofeed.feeder.iterator import FeedIterator
+from aiofeed.feeder.rules import check, facts_of
 from aiofeed.feeder.session import FeederSession, OpenEpoch, Steps
 from aiofeed.runtime import threads
 from aiofeed.runtime.threads import JOIN_S
@@ -329,6 +333,8 @@ class Feeder(Generic[BatchT]):
         timeline: bool = True,
     ) -> None:
         arguments = Arguments(source, locals())  # all parameters, by name
+        if isinstance(batch_size, LengthPlan) and batch_size.measures:
+            batch_size.use(_measured_lengths(arguments, batch_size))
         self._source, self._length = arguments.adopted, arguments.length
         self._order, config = new_config(arguments)
         self._device = device
@@ -645,3 +651,36 @@ class Feeder(Generic[BatchT]):
 
     async def __aexit__(self, *exception: object) -> None:
         await self.aclose()
+
+
+def _measured_lengths(a: Arguments, plan: LengthPlan) -> NDArray[np.int64]:
+    """Return the lengths of all samples: those in the cache folder if some samples still have them, or read once."""
+    from aiofeed.cache.fingerprint import dataset_identity, identity
+    from aiofeed.sources.objects.listing import LoadProgress, cache_path, write_cached
+
+    check(facts_of(a), a)
+    source, samples, name = a.adopted, a.length, f"measuring {a.adopted!r}"
+
+    def measure(indices: range) -> NDArray[np.int64]:
+        feeder = Feeder[Any](source, decode=a.decode, batch_size=32, sampler=indices, collate_fn=list, limits=a.limits)
+        lengths: list[int] = []
+        with feeder, LoadProgress(name, "samples", len(indices), lambda done: f"{name}: {done:,} samples") as progress:
+            for index, sample in zip(indices, chain.from_iterable(feeder), strict=True):
+                lengths.append(plan.measure(index, sample))
+                progress.add()
+        return np.array(lengths, np.int64)
+
+    data = fingerprint_of(source, samples), dataset_identity(getattr(source, "dataset", None))
+    try:
+        how = [identity(each) if callable(each) else repr(each) for each in (a.decode, plan.length)]
+        path = cache_path(" ".join([*data, *how]), "lengths")
+    except TypeError:  # a function with settings that are not known
+        path = None
+    some = range(0, samples, max(samples // 8, 1))
+    cached = np.zeros(0, np.int64) if path is None or not path.exists() else np.fromfile(path, np.int64)
+    if len(cached) == samples and np.array_equal(measure(some), cached[some]):
+        return cached
+    lengths = measure(range(samples))
+    if path is not None:
+        write_cached(path, [lengths.tobytes()], f"the lengths of {source!r} are not cached")
+    return lengths

@@ -27,7 +27,8 @@ EXCLUDED: tuple[tuple[str, str, type[Exception], str], ...] = (
     ("shuffle=", "Stream", ValueError, "a stream has an order of its own: pass Stream(..., shuffle_buffer=N)"),
     ("sampler=|weights=", "Stream", ValueError, "a stream has no indices: choose items in the iterable"),
     ("batch_sampler=", "Stream", ValueError, "a stream has no indices: pass batch_size="),
-    ("a plan", "Stream", ValueError, "a stream has no list of lengths: pass a number"),
+    ("a plan with lengths=", "Stream", ValueError,
+     "a stream has no list of lengths: pass Buckets, TokenBudget or Pack without lengths=, which measure the items"),
     ("cache=", "Stream", ValueError, "a stream has no indices, by which a cache finds samples: leave it out"),
     ('in_order="samples"', "Stream", ValueError, "a stream gives the items of a batch together: pass in_order=False"),
     ('engine="process"', "Stream", ValueError, 'a stream is read in this process: pass engine="thread"'),
@@ -132,7 +133,8 @@ _SHOWN = {
     **dict.fromkeys(("rows with parts", "a random decoder", "no decode="), "decode"),
     **dict.fromkeys(("cache=", "cache= on the host", "cache in host memory", "EncodedCache"), "cache"),
     **dict.fromkeys(("retries", "max_failures as a share"), "on_error"),
-    **{"a plan": "batch_size", 'engine="process"': "engine", "Tokens on the device": "cache"},
+    **dict.fromkeys(("a plan", "a plan with lengths="), "batch_size"),
+    **{'engine="process"': "engine", "Tokens on the device": "cache"},
     "in_order= other than True": "in_order",
 }
 
@@ -170,6 +172,7 @@ def facts_of(a: Any) -> set[str]:
         "batch_size=": a.batch_size is not None,
         "a plan": plan,
         "exclude=": a.exclude is not None,
+        "a plan with lengths=": plan and not a.batch_size.streams,
         "Pack": isinstance(a.batch_size, Pack),
         "drop_last=": a.drop_last,
         'in_order="samples"': a.in_order == "samples",

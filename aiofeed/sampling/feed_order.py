@@ -64,6 +64,8 @@ class FeedOrder:
             raise ValueError(f"sampler= decides the order, so shuffle={base.shuffle!r} has no effect; leave it out")
         self._base = base
         self._sampler: SamplerAdapter | Lister | None = lister
+        self._batch_size: object = lister if isinstance(lister, PlanLister) else base.batch_size
+        self._unit = "batches" if isinstance(lister, BatchSamplerAdapter | PlanLister) else "samples"
         if sampler is not None:
             self._sampler = SamplerAdapter(sampler, base.length)
         sharded = sampler is None and not (isinstance(lister, BatchSamplerAdapter) and lister.distributed)
@@ -88,7 +90,7 @@ class FeedOrder:
         """The order in the words of ``Feeder``'s arguments."""
         if isinstance(self._sampler, BatchSamplerAdapter):
             return f"batch_sampler={self._sampler}"
-        size = f"batch_size={self._sampler if isinstance(self._sampler, PlanLister) else self._base.batch_size}"
+        size = f"batch_size={self._batch_size}"
         if isinstance(self._sampler, SamplerAdapter):
             return f"{size}, sampler={self._sampler}"
         if isinstance(self._sampler, ComputedOrder):
@@ -244,9 +246,8 @@ class FeedOrder:
         self._warned = True
         where, reason, ranks = "", "there are no samples", schedule.world_size
         if 0 < schedule.length < ranks:
-            unit = "batches" if isinstance(self._sampler, BatchSamplerAdapter | PlanLister) else "samples"
             where = f" on rank {schedule.rank}"
-            reason = f"{schedule.length} {unit} are fewer than {ranks} ranks, and "
+            reason = f"{schedule.length} {self._unit} are fewer than {ranks} ranks, and "
             reason += "drop_last=True" if schedule.pad else "pad=False"
         elif schedule.length:
             each = f" on each of {ranks} ranks" if ranks > 1 else ""

@@ -36,6 +36,7 @@ OTHER_STATES = {
 """The program that has saved a state, by a key that only its states have."""
 
 ORDERS = {
+    "stream plan": "a plan over a Stream",
     "plan": "a plan (Buckets, TokenBudget, Balanced or Pack)",
     "mixture": "a Mixture",
     "weights": "weights=",

@@ -2,16 +2,16 @@
 
 Each rank reads all items, and keeps those of its batches. A batch is planned when it is known whether another one
 follows, so that the last batch is known as the last before it is handed out. Until the stream has ended, its schedule
-has a length that no stream reaches.
+has a length that no stream reaches. With a plan, the schedule counts batches and not items.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -21,9 +21,13 @@ from aiofeed.core.types import BatchPlan
 from aiofeed.core.validation import check_epoch, check_int_from
 from aiofeed.sampling.epochs import EpochEnds, EpochStart, EpochStream, Step
 from aiofeed.sampling.feed_order import FeedOrder, check_shard, find_shard
-from aiofeed.sampling.order import epoch_seed, feistel
+from aiofeed.sampling.listers.length_plans import STREAM_SAMPLES, LengthPlan
+from aiofeed.sampling.listers.stream_plans import PLANNERS, SAME_ITEMS, Entries, PackPlanner, PlanPoint
+from aiofeed.sampling.order import epoch_seed, feistel, sequential
 from aiofeed.sampling.schedule import Position, Schedule
 from aiofeed.sampling.state import EpochProgress, InOrder, json_dict
+
+Shard: TypeAlias = tuple[int, int] | Literal["auto"] | None
 
 UNKNOWN_LENGTH = 1 << 61
 
@@ -71,7 +75,7 @@ class Block:
     """Consecutive items of a stream.
 
     Args:
-        items: The items.
+        items: The items; with a plan, each with its length.
         snapshot: The state before the last item, if the iterable has a state.
         ended: Whether the iterable has ended after these items.
         error: The error of the iterable after these items.
@@ -81,6 +85,11 @@ class Block:
     snapshot: Snapshot | None = None
     ended: bool = False
     error: Exception | None = None
+
+
+Measured: TypeAlias = Callable[[int, Any], int] | None
+"""Returns the length of an item with its number; ``None``: items are not measured."""
+Blocks: TypeAlias = AsyncGenerator[Block, None]
 
 
 class Items(Protocol):
@@ -95,14 +104,17 @@ class Items(Protocol):
     def length(self) -> int | None:
         """The number of items of an epoch; ``None`` if it is not known."""
 
-    def first_item(self, position: Position) -> int:
-        """The number of the first item to read for a position."""
+    def first_item(self, item: int) -> int:
+        """The number of the first item to read for an item in the order of the epoch."""
 
-    def last_before(self, position: Position, snapshots: Iterable[Snapshot]) -> Snapshot | None:
-        """The last of some states from which a position can be reached, if any."""
+    def last_before(self, epoch: int, item: int, snapshots: Iterable[Snapshot]) -> Snapshot | None:
+        """The last of some states at an item or before, if any."""
 
-    def _read_blocks(self, epoch: int, first: int, snapshot: Snapshot | None, size: int) -> AsyncGenerator[Block, None]:
-        """The items of an epoch from one on, in blocks of ``size``; ``snapshot`` is a state at this item or before."""
+    def _read_blocks(self, epoch: int, first: int, snapshot: Snapshot | None, size: int, measure: Measured) -> Blocks:
+        """The items of an epoch from one on, in blocks of ``size``; ``snapshot`` is a state at this item or before.
+
+        With ``measure`` each item comes with its length.
+        """
 
 
 class StreamOrder(FeedOrder):
@@ -112,30 +124,36 @@ class StreamOrder(FeedOrder):
         base: The order without a shard; its length is not used.
         shard: See ``Feeder``.
         stream: The stream.
+        plan: Forms the batches, which ``base`` then counts.
 
     Attributes:
         epochs: The epochs that the consumer iterates.
     """
 
-    def __init__(self, base: Schedule, shard: tuple[int, int] | Literal["auto"] | None, stream: Items) -> None:
+    def __init__(self, base: Schedule, shard: Shard, stream: Items, plan: LengthPlan | None = None) -> None:
         super().__init__(base, None, None if stream.sharded else shard)
-        self._own_shard: tuple[int, int] | Literal["auto"] | None = shard
+        self.plan = plan
+        if plan is not None:
+            self._batch_size, self._unit = plan, "batches"
+        self._own_shard: Shard = shard
         if shard is not None and shard != "auto":
             self._own_shard = check_shard(shard)
         self.stream = stream
-        self._snapshots: Sequence[Snapshot] = ()
+        self._known: tuple[Sequence[Snapshot], Sequence[PlanPoint]] = (), ()
         self.epochs: StreamEpochs | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the epoch that is being read, except its states."""
-        return super().__getstate__() | {"_snapshots": self.snapshots, "epochs": None}
+        return super().__getstate__() | {"_known": self.known, "epochs": None}
 
     def schedule(self, length: int | None = None) -> Schedule:
         """The schedule of an epoch of ``length`` items, by default the length of the stream.
 
         Raises:
-            TypeError: ``length`` is ``None`` and the stream has no length.
+            TypeError: ``length`` is ``None``, and the stream has no length or there is a plan.
         """
+        if length is None and self.plan is not None:
+            raise TypeError(f"{self.plan} over {self.stream!r} has no len(): its batches follow from the items")
         return super().schedule(len(self.stream) if length is None else length)
 
     def plan_epoch(self, position: Position) -> StreamEpochs:
@@ -145,12 +163,12 @@ class StreamOrder(FeedOrder):
         return StreamEpochs(schedule, EpochStart(EpochStats(events=self.events), position), self)
 
     def after(self, position: Position, batches: int) -> Position:
-        """The position so many batches after another one; in its epoch if the stream has no length.
+        """The position so many batches after another one; in its epoch if the number of its batches is not known.
 
         Raises:
             ValueError: An epoch has no batches.
         """
-        if self.stream.length is not None:
+        if self.stream.length is not None and self.plan is None:
             return super().after(position, batches)
         return self.schedule(UNKNOWN_LENGTH).after(position, batches)
 
@@ -158,17 +176,31 @@ class StreamOrder(FeedOrder):
         """The position itself: it is not known whether anything is left of its epoch."""
         return position
 
+    def last_point(self, position: Position, points: Iterable[PlanPoint]) -> PlanPoint:
+        """The last of some points from which a position can be reached; without a plan the position itself."""
+        if self.plan is None:
+            return PlanPoint(position.epoch, position.consumed)
+        before = (each for each in points if each.epoch == position.epoch and each.batches <= position.consumed)
+        return max(before, key=lambda each: each.batches, default=PlanPoint(position.epoch))
+
     def sampler_state(self, position: Position) -> str:
-        """The state of the iterable at a position or before, as JSON.
+        """The state of the iterable at a position or before, and that of a plan, as JSON.
 
         Raises:
             StateError: The state of the iterable is not plain.
         """
-        found = self.stream.last_before(position, self.snapshots)
+        snapshots, points = self.known
+        point = self.last_point(position, points)
+        found = self.stream.last_before(position.epoch, self.stream.first_item(point.first), snapshots)
         if found is not None and found.state is None:
             raise StateError(f"the state_dict of {self.stream!r} must be plain values that JSON has: {found.reason}")
         shard = self._identity() if self.stream.sharded and not position.at_start else None
-        return json.dumps({"shard": shard, "snapshot": None if found is None else asdict(found)})
+        state: dict[str, Any] = {"shard": shard, "snapshot": None if found is None else asdict(found)}
+        if self.plan is not None:
+            if point.batches == position.consumed and not position.ahead:
+                point = replace(point, lengths=())  # nothing behind it was handed out
+            state |= {"stream plan": repr(self.plan), "point": asdict(point)}
+        return json.dumps(state)
 
     def load_sampler_state(self, state: str) -> None:
         """Resume the iterable from ``sampler_state``.
@@ -182,6 +214,7 @@ class StreamOrder(FeedOrder):
             snapshots = () if loaded["snapshot"] is None else (Snapshot(**loaded["snapshot"]),)
             if any(each.state is None for each in snapshots):
                 raise ValueError("the snapshot has no state")
+            points = () if self.plan is None else (PlanPoint.loaded(**loaded["point"]),)
         except (ValueError, KeyError, TypeError) as error:
             raise StateError(f"the state of the stream is damaged: sampler has {state!r:.200}: {error}") from error
         if shard is not None and shard != self._identity():
@@ -189,12 +222,14 @@ class StreamOrder(FeedOrder):
                 f"the state is of (rank, world size) {shard}, and this is {self._identity()}: with {self.stream!r} "
                 f"each rank continues from a state of its own"
             )
-        self._snapshots, self.epochs = snapshots, None
+        if self.plan is not None and (saved := loaded.get("stream plan")) != (own := repr(self.plan)):
+            raise StateError(f"the state is of another plan: {saved} in the state, {own} here")
+        self._known, self.epochs = (snapshots, points), None
 
     @property
-    def snapshots(self) -> Sequence[Snapshot]:
-        """The known states of the iterable."""
-        return self._snapshots if self.epochs is None else self.epochs.snapshots
+    def known(self) -> tuple[Sequence[Snapshot], Sequence[PlanPoint]]:
+        """The known states of the iterable, and of the plan."""
+        return self._known if self.epochs is None else self.epochs.known
 
     def _identity(self) -> tuple[int, int]:
         """The rank and world size of this process, although the schedule of a sharded stream has one rank."""
@@ -211,7 +246,8 @@ class StreamEpochs(EpochStream):
         order: The order that planned them.
 
     Attributes:
-        snapshots: States of the iterable from which the consumer's position and later ones can be reached.
+        known: States of the iterable, and of the plan, from which the consumer's position and later ones can be
+            reached.
     """
 
     def __init__(self, schedule: Schedule, first: EpochStart, order: StreamOrder) -> None:
@@ -219,7 +255,7 @@ class StreamEpochs(EpochStream):
         self._order = order
         self._stream = order.stream
         # Replaced and not changed, because the consumer's thread reads it.
-        self.snapshots: Sequence[Snapshot] = order.snapshots
+        self.known: tuple[Sequence[Snapshot], Sequence[PlanPoint]] = order.known
         self._lengths: dict[int, int] = {}
         self._progress: EpochProgress | None = None
 
@@ -252,25 +288,31 @@ class StreamEpochs(EpochStream):
 
     async def _epoch(self, start: Position) -> AsyncGenerator[Step, None]:
         """The batches of an epoch and its end."""
-        stream, number = self._stream, 0
-        window = ItemWindow(self.schedule, start, stream)
-        snapshot = stream.last_before(start, self.snapshots)
+        stream, plan, number = self._stream, self._order.plan, 0
+        snapshots, points = self.known
+        point, measure = self._order.last_point(start, points), None
+        window = ItemWindow(self.schedule, start, stream, point.first, self.schedule.batch_size)
+        if plan is not None:
+            window, measure = PlanWindow(self.schedule, start, stream, plan, point), plan.measure
+        snapshot = stream.last_before(start.epoch, window.read, snapshots)
         error: Exception | None = None
-        async with aclosing(stream._read_blocks(start.epoch, window.read, snapshot, window.block)) as blocks:
+        reader = stream._read_blocks(start.epoch, window.read, snapshot, window.block, measure)
+        async with aclosing(reader) as blocks:
             async for block in blocks:
                 window.add(block)
                 error = block.error
                 if block.ended and error is None:
-                    self._set_length(start, window.read)
-                    error = _missing(stream, start, replace(self.schedule, length=window.read))
-                if block.snapshot is not None:
-                    self._add_snapshot(block.snapshot)
+                    self._set_length(start, window.length)
+                    error = _missing(stream, start, replace(self.schedule, length=window.length), window.read)
+                self._add_states(block.snapshot, window)
                 ready = window.ready_batches(block)
                 while number < ready:
-                    plan = window.plan(number)
+                    planned = window.plan(number)
                     if number not in start.ahead:
-                        yield plan
+                        yield planned
                     number += 1
+                if error is not None:
+                    break
         yield EpochEnds(error)
 
     def _set_length(self, start: Position, length: int) -> None:
@@ -279,18 +321,28 @@ class StreamEpochs(EpochStream):
             progress.shorten(length)
         self._order._warn_if_empty(replace(self.schedule, length=length))
 
-    def _add_snapshot(self, snapshot: Snapshot) -> None:
-        """Add a state, and remove those that the consumer has passed."""
+    def _add_states(self, snapshot: Snapshot | None, window: ItemWindow) -> None:
+        """Add states, and remove those that the consumer has passed."""
         assert self._progress is not None
-        position, known = self._progress.position(), [*self.snapshots, snapshot]
-        needed = self._stream.last_before(position, known)
-        first = self._stream.first_item(position)
-        self.snapshots = [each for each in known if each is needed or (each.epoch, each.item) > (position.epoch, first)]
+        position, (snapshots, known) = self._progress.position(), self.known
+        # Of two points after the same batch, the second one has the lengths behind it.
+        points = {(each.epoch, each.batches): each for each in [*known, *window.points]}
+        window.points.clear()
+        last = self._order.last_point(position, points.values())
+        if snapshot is not None:
+            snapshots = [*snapshots, snapshot]
+            first = self._stream.first_item(last.first)
+            needed, here = self._stream.last_before(position.epoch, first, snapshots), (position.epoch, first)
+            snapshots = [each for each in snapshots if each is needed or (each.epoch, each.item) > here]
+        self.known = snapshots, [each for at, each in points.items() if at >= (last.epoch, last.batches)]
 
 
-def _missing(stream: Items, start: Position, schedule: Schedule) -> FeedError | None:
+def _missing(stream: Items, start: Position, schedule: Schedule, items: int) -> FeedError | None:
     """The error of an epoch that has fewer items than the stream's length, or than were handed out before."""
-    length, items = stream.length, schedule.length
+    length = stream.length
+    if start.consumed > schedule.length:  # only with a plan: without one, the reader has found this
+        problem = f"batch {start.consumed} of epoch {start.epoch}, which ends after {schedule.length} batches"
+        return StateError(f"the state is at {problem}: skip() must stay within the epoch, and {SAME_ITEMS}")
     if start.ahead:
         try:
             schedule.check(start)
@@ -311,29 +363,35 @@ class ItemWindow:
         schedule: The schedule, whose length is not used.
         start: Where the epoch starts.
         stream: The stream.
+        first: The first item that is needed.
+        samples: Items of a batch of a rank.
 
     Attributes:
         read: The number of items of the epoch that have been read.
-        block: Items to read at a time: as many as a batch of all ranks has, in whole groups of ``shuffle_buffer``.
+        length: The length of the schedule, if the stream has ended.
+        points: States of a plan, until they are taken.
+        block: Items to read at a time, in whole groups of ``shuffle_buffer``.
     """
 
-    def __init__(self, schedule: Schedule, start: Position, stream: Items) -> None:
+    def __init__(self, schedule: Schedule, start: Position, stream: Items, first: int, samples: int) -> None:
         self._schedule = schedule
         self._start = start
         self._group = stream.shuffle_buffer
         self._batch = schedule.batch_size * schedule.world_size
-        self.block: int = -(-self._batch // max(self._group, 1)) * max(self._group, 1)
+        self.block: int = -(-samples * schedule.world_size // max(self._group, 1)) * max(self._group, 1)
         # The positions up to `_ordered` have their items. Those of this rank are in `_own`.
-        self.read: int = stream.first_item(start)
-        self._ordered = self.read
+        self.read: int = stream.first_item(first)
+        self.length: int = self.read
+        self._complete = self._ordered = self.read
         self._unordered: list[Any] = []
-        self._own: dict[int, ItemNumber] = {}
-        self._last: ItemNumber | None = None
+        self._own: dict[int, Any] = {}
+        self._last: Any = None
+        self.points: list[PlanPoint] = []
         self._seed = epoch_seed(schedule.seed, start.epoch)
 
     def add(self, block: Block) -> None:
         """Add the items of a block; a group is put in order when it is complete."""
-        self.read += len(block.items)
+        self.read = self.length = self.read + len(block.items)
         items, group = self._unordered + block.items, self._group
         usable = len(items) if block.ended or not group else len(items) // group * group
         for first in range(0, usable, group or max(usable, 1)):
@@ -342,25 +400,29 @@ class ItemWindow:
 
     def _put_in_order(self, items: Sequence[Any]) -> None:
         first, count, schedule = self._ordered, len(items), self._schedule
-        order: Sequence[int] = range(count)
-        if self._group:
-            order = feistel(count, self._seed, first // self._group)(np.arange(count)).tolist()
+        order = self._order_of(count)
         next_own = max(first, self._start.consumed)
         next_own += (self._start.consumed + schedule.rank - next_own) % schedule.world_size
         for position in range(next_own, first + count, schedule.world_size):
             self._own[position] = ItemNumber.of(first + order[position - first], items[order[position - first]])
         self._last = ItemNumber.of(first + order[-1], items[order[-1]])
-        self._ordered += count
+        self._complete = self._ordered = first + count
+
+    def _order_of(self, count: int) -> Sequence[int]:
+        """The order of the next items."""
+        order = feistel(count, self._seed, self._ordered // self._group) if self._group else sequential
+        numbers: list[int] = order(np.arange(count)).tolist()
+        return numbers
 
     def ready_batches(self, block: Block) -> int:
         """The number of batches of the epoch that can be planned after ``block``.
 
         That is, batches after which another one follows, and all at the end. Complete ones before an error.
         """
-        complete = (self._ordered - self._start.consumed) // self._batch
+        complete = (self._complete - self._start.consumed) // self._batch
         if block.error is not None:
             return complete
-        batches = replace(self._schedule, length=self.read).batches(self._start.consumed)
+        batches = replace(self._schedule, length=self.length).batches(self._start.consumed)
         if block.ended:
             return batches
         last = batches - 1
@@ -373,11 +435,61 @@ class ItemWindow:
 
         Not the first items, as for other sources: a resumed epoch does not have them.
         """
-        schedule = replace(self._schedule, length=self.read)
+        schedule = replace(self._schedule, length=self.length)
         positions = schedule.positions(self._start.consumed, number).tolist()
-        assert self._last is not None
         indices = [self._own.pop(position, self._last) for position in positions]
         return BatchPlan(number, indices, positions, self._seed, OwnBatch(indices))
+
+
+class PlanWindow(ItemWindow):
+    """The items of a stream that are in no batch of a plan yet, and the batches that are not planned yet.
+
+    Args:
+        schedule: The schedule, which counts batches.
+        plan: Forms the batches.
+        point: Where the plan goes on. Batches from there to ``start`` were handed out before.
+        start, stream: As for ``ItemWindow``.
+    """
+
+    def __init__(self, schedule: Schedule, start: Position, stream: Items, plan: LengthPlan, point: PlanPoint) -> None:
+        super().__init__(schedule, start, stream, point.first, STREAM_SAMPLES)
+        planner, seed = PLANNERS.get(type(plan), PackPlanner), self._seed if stream.shuffle_buffer else None
+        self._planner = planner(plan, point, schedule.drop_last, seed, self.points)
+        self._complete = point.batches
+
+    def add(self, block: Block) -> None:
+        """Add the items of a block; items that are not those of a loaded state are an error of the block."""
+        try:
+            super().add(block)
+            if block.ended:
+                self._keep(self._planner.finish(self._ordered))
+            self.length: int = self._complete
+        except StateError as error:
+            block.error = error
+
+    def _put_in_order(self, items: Sequence[Any]) -> None:
+        first = self._ordered
+        for at in self._order_of(len(items)):
+            item, length = items[at]
+            self._ordered += 1
+            self._keep(self._planner.add(self._ordered - 1, ItemNumber.of(first + at, item), length))
+
+    def _keep(self, batches: list[Entries]) -> None:
+        for self._last in batches:
+            ahead = self._complete - self._start.consumed
+            if ahead >= 0 and ahead % self._schedule.world_size == self._schedule.rank:
+                self._own[self._complete] = self._last
+            self._complete += 1
+
+    def plan(self, number: int) -> BatchPlan:
+        """Remove a batch. Batches after the end of the stream, which are padding, are the last one again."""
+        position = self._start.consumed + self._schedule.rank + number * self._schedule.world_size
+        batch, repeats = self._own.pop(position, self._last), max(position + 1 - self.length, 0)
+        places = {item: place for place, item in enumerate(dict.fromkeys(entry[0] for entry in batch))}
+        indices, positions = list(places), [int(item) + repeats * self.read for item in places]
+        pieces = np.array([(places[item], *piece, length) for item, length, *piece in batch])
+        packed = pieces if isinstance(self._planner, PackPlanner) else None
+        return BatchPlan(number, indices, positions, self._seed, OwnBatch(indices), packed)
 
 
 @dataclass(frozen=True, eq=False)

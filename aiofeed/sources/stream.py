@@ -7,7 +7,7 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 from aiofeed.core.errors import FeedError, ReadError, StateError, as_exception
@@ -16,8 +16,7 @@ from aiofeed.core.types import Traits, public, takes_keyword
 from aiofeed.core.validation import check_bool, check_int_from, explain_arguments, is_async_function
 from aiofeed.runtime.cancellation import clear_cancellation
 from aiofeed.runtime.thread_pool import ThreadPool
-from aiofeed.sampling.schedule import Position
-from aiofeed.sampling.stream_epochs import Block, ItemNumber, Snapshot
+from aiofeed.sampling.stream_epochs import Block, Blocks, ItemNumber, Measured, Snapshot
 
 log: logging.Logger = logging.getLogger("aiofeed.sources")
 
@@ -36,7 +35,8 @@ class Stream:
 
     Each epoch iterates it once, in one thread, ahead of the training; an async iterable on the event loop of the
     feeder. ``Feeder(decode=)`` decodes the items in the decode threads; without it they are collated as they are. Every
-    rank reads all items and uses every R-th of them, so that all ranks have the same number of batches.
+    rank reads all items and uses every R-th of them, so that all ranks have the same number of batches. ``Buckets``,
+    ``TokenBudget`` and ``Pack`` without ``lengths=`` form batches of items by lengths that are measured as they come.
 
     An epoch is resumed by the iterable's own ``state_dict`` and ``load_state_dict``, if it has both, as those of
     Hugging Face datasets and ``torchdata.nodes.Loader``. Otherwise its first items are read again and dropped. Both
@@ -152,18 +152,17 @@ class Stream:
         """The items of ``ItemNumber``s."""
         return [index.item for index in indices if isinstance(index, ItemNumber)]
 
-    def first_item(self, position: Position) -> int:
-        """The number of the first item to read for a position: the start of its group."""
-        return position.consumed - position.consumed % max(self.shuffle_buffer, 1)
+    def first_item(self, item: int) -> int:
+        """The number of the first item to read for one in the order of the epoch: the start of its group."""
+        return item - item % max(self.shuffle_buffer, 1)
 
-    def last_before(self, position: Position, snapshots: Iterable[Snapshot]) -> Snapshot | None:
-        """The last of some states from which a position can be reached, if any."""
-        first = self.first_item(position)
-        before = (each for each in snapshots if each.epoch == position.epoch and each.item <= first)
+    def last_before(self, epoch: int, first: int, snapshots: Iterable[Snapshot]) -> Snapshot | None:
+        """The last of some states at an item or before, if any."""
+        before = (each for each in snapshots if each.epoch == epoch and each.item <= first)
         return max(before, key=lambda each: each.item, default=None)
 
-    def _read_blocks(self, epoch: int, first: int, snapshot: Snapshot | None, size: int) -> AsyncGenerator[Block, None]:
-        return StreamReader(self, epoch, first, snapshot).blocks(size)
+    def _read_blocks(self, epoch: int, first: int, snapshot: Snapshot | None, size: int, measure: Measured) -> Blocks:
+        return StreamReader(self, epoch, first, snapshot, measure).blocks(size)
 
     def open_epoch(self, epoch: int) -> Any:
         """Return the iterable or async iterable of an epoch.
@@ -203,13 +202,17 @@ class StreamReader:
         epoch: The number of the epoch.
         first: The number of the first item to return.
         snapshot: A state of the iterable at this item or before.
+        measure: Gets the number of an item and the item; each item then comes with its length.
     """
 
-    def __init__(self, stream: Stream, epoch: int, first: int, snapshot: Snapshot | None) -> None:
+    def __init__(
+        self, stream: Stream, epoch: int, first: int, snapshot: Snapshot | None, measure: Measured = None
+    ) -> None:
         self._stream = stream
         self._epoch = epoch
         self._first = first
         self._snapshot = snapshot
+        self._measure = measure
         # The number of the next item.
         self._number = 0
         self._pool = ThreadPool("stream", 1)
@@ -220,7 +223,7 @@ class StreamReader:
         self._stateful: Any = None
         self._pending: asyncio.Future[Any] | None = None
 
-    async def blocks(self, size: int) -> AsyncGenerator[Block, None]:
+    async def blocks(self, size: int) -> Blocks:
         """Blocks of ``size`` items; the first has one more. The last block has ended or has an error.
 
         The state of the iterable is captured before the last item of a block, so at multiples of ``size``.
@@ -320,9 +323,12 @@ class StreamReader:
                 block.ended = True
                 return
             if keep:
-                block.items.append(item)
+                self._keep(block, item)
             self._number += 1
         block.snapshot = snapshot
+
+    def _keep(self, block: Block, item: Any) -> None:
+        block.items.append(item if self._measure is None else (item, self._measure(self._number, item)))
 
     async def _read_async(self, count: int, keep: bool) -> Block:
         block, snapshot = Block(), None
@@ -338,7 +344,7 @@ class StreamReader:
                     block.ended = True
                     return block
                 if keep:
-                    block.items.append(item)
+                    self._keep(block, item)
                 self._number += 1
             block.snapshot = snapshot
         except BaseException as error:  # noqa: BLE001 - the user's iterable may raise anything; the consumer raises it

@@ -17,7 +17,7 @@ import numpy as np
 
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_callable, check_int_from, check_positive_int
-from aiofeed.sampling.listers.length_plans import LengthPlan, Lengths, OnOversize, check_on_oversize, starts_of
+from aiofeed.sampling.listers.length_plans import LengthPlan, Lengths, Measure, OnOversize, check_on_oversize, starts_of
 from aiofeed.sampling.order import BatchLists, Int64
 
 Cost: TypeAlias = "Callable[[Int64], np.ndarray[Any, np.dtype[Any]]]"
@@ -52,7 +52,7 @@ class Balanced(LengthPlan):
 
     Args:
         lengths: The length of each sample in tokens, an array or list of ints from 1; or a function of the index,
-            called once per sample.
+            called once per sample; or "measure", see ``Buckets``.
         max_tokens: The most tokens of a batch.
         cost: Returns the costs of samples of these lengths, positive numbers, from an array of lengths. Default: the
             lengths. ``lambda n: n + n * n / 12_288`` counts attention, too.
@@ -61,6 +61,7 @@ class Balanced(LengthPlan):
         fill: The part of ``max_tokens`` that a batch has on average; less if long samples do not fit otherwise.
         on_oversize: What to do about a sample longer than ``max_tokens``: "error"; "skip" it; or "truncate", a batch of
             its own, for a ``collate_fn`` that cuts it.
+        length: See ``Buckets``.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or is out of range.
@@ -76,11 +77,12 @@ class Balanced(LengthPlan):
         accumulate: int = 1,
         fill: float = 0.9,
         on_oversize: OnOversize = "error",
+        length: Measure | None = None,
     ) -> None:
-        super().__init__(lengths)
+        self.groups: int = check_int_from(2, "Balanced(groups=)", groups)
+        super().__init__(lengths, length)
         self.max_tokens: int = check_positive_int("Balanced(max_tokens=)", max_tokens)
         self.cost: Cost | None = check_callable("Balanced(cost=)", cost)
-        self.groups: int = check_int_from(2, "Balanced(groups=)", groups)
         self.accumulate: int = check_positive_int("Balanced(accumulate=)", accumulate)
         if isinstance(fill, bool) or not isinstance(fill, int | float) or not 0 < fill <= 1:
             raise ValueError(f"Balanced(fill=) must be a number above 0, at most 1, got {fill!r}")
@@ -91,8 +93,8 @@ class Balanced(LengthPlan):
         step = f"groups={self.groups}, accumulate={self.accumulate}, fill={self.fill}"
         return f"max_tokens={self.max_tokens}, {step}, on_oversize={self.on_oversize!r}"
 
-    def _check(self, lengths: Int64) -> None:
-        self._check_longest(lengths, self.max_tokens, self.on_oversize)
+    def _check(self, lengths: Int64, first: int = 0) -> None:
+        self._check_longest(lengths, self.max_tokens, self.on_oversize, first)
         self.sizes: Int64 = np.minimum(lengths, self.max_tokens)
         self.costs: Int64 = integer_costs("Balanced", self.cost, self.sizes)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -27,17 +27,32 @@ from aiofeed.sampling.state import json_dict
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Lengths: TypeAlias = "Sequence[int] | Int64 | Callable[[int], int]"
-"""The length of each sample, or a function of its index."""
+Lengths: TypeAlias = "Sequence[int] | Int64 | Callable[[int], int] | Literal['measure']"
+"""The length of each sample, a function of its index, or "measure"."""
+
+Measure: TypeAlias = "str | int | Callable[[Any], int]"
+"""The key or index of the part of a sample whose length counts, or a function that returns the length of a sample."""
 
 OnOversize: TypeAlias = Literal["error", "skip", "truncate"]
+
+# Samples that are sorted or packed together, of a list and of a stream.
+WINDOW = 16_384
+STREAM_WINDOW = 1024
+# Samples of a batch of a stream, as far as limits depend on them.
+STREAM_SAMPLES = 32
 
 
 class LengthPlan(ABC):
     """The base class of plans that form batches by the lengths of samples.
 
     Args:
-        lengths: The length of each sample, an int from 1; or a function of the index, called once per sample.
+        lengths: The length of each sample, an int from 1; or a function of the index, called once per sample; or
+            "measure"; ``None`` for the items of a stream, which are measured as they come.
+        length: How samples are measured, see ``Buckets``.
+
+    Attributes:
+        streams: Whether the plan is for a stream.
+        measures: Whether the lengths are those that samples are found to have.
     """
 
     groups: int | None = None
@@ -47,11 +62,41 @@ class LengthPlan(ABC):
     examined = False
     """Whether it has looked for costs that cannot be balanced."""
 
-    def __init__(self, lengths: Lengths) -> None:
+    def __init__(self, lengths: Lengths | None, length: Measure | None = None) -> None:
         self._given = lengths
         self._lengths: Int64 | None = None
-        if not callable(lengths):
-            self._lengths = _checked_lengths(lengths)
+        self.streams: bool = lengths is None
+        self.measures: bool = isinstance(lengths, str) and lengths == "measure"
+        self.length: Measure | None = length
+        self._window = STREAM_WINDOW if self.streams else WINDOW
+        measured, plan = self.streams or self.measures, type(self).__name__
+        if self.streams and self.groups is not None:
+            raise ValueError(f"{plan}(groups=) balances samples whose lengths are known: pass lengths=")
+        if length is not None and not measured:
+            raise ValueError(f"{plan}(length=) measures samples: pass no lengths=, or lengths='measure'")
+        if not (measured or callable(lengths)):
+            self.use(lengths)  # type: ignore[arg-type]
+
+    def use(self, lengths: Sequence[int] | Int64) -> None:
+        """Set the lengths.
+
+        Raises:
+            TypeError, ValueError: They are no ints from 1.
+        """
+        self._lengths = _checked_lengths(lengths)
+
+    def measure(self, number: int, sample: Any) -> int:
+        """The length of a sample with this number.
+
+        Raises:
+            TypeError, ValueError: It is no int from 1, or the sample cannot be in a batch.
+        """
+        how = self.length
+        found: object = how(sample) if callable(how) else first_length(sample if how is None else sample[how])
+        what = f"the length of sample {number}, of its first tensor or by {type(self).__name__}(length=),"
+        length = check_positive_int(what, found)
+        self._check(np.array([length]), number)
+        return length
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._describe()})"
@@ -62,12 +107,14 @@ class LengthPlan(ABC):
         Raises:
             TypeError, ValueError: They are no lengths of that many samples.
         """
+        if self.streams:
+            raise ValueError(f"{self} measures the items of a Stream: pass lengths=, for a Dataset also 'measure'")
         if self._lengths is None:
             assert callable(self._given)
-            self._lengths = _checked_lengths([self._given(index) for index in range(samples)])
-        if len(self._lengths) != samples:
-            raise ValueError(f"{type(self).__name__}(lengths=) has {len(self._lengths)} lengths for {samples} samples")
-        self._check(self._lengths)
+            self.use([self._given(index) for index in range(samples)])
+        if len(self.lengths) != samples:
+            raise ValueError(f"{type(self).__name__}(lengths=) has {len(self.lengths)} lengths for {samples} samples")
+        self._check(self.lengths)
 
     @property
     def lengths(self) -> Int64:
@@ -94,14 +141,14 @@ class LengthPlan(ABC):
         # Every state has them; 10 million lengths take 0.1 s.
         return [hashlib.sha256(each.tobytes()).hexdigest()[:16] for each in (self.lengths, self.costs)]
 
-    def _check(self, lengths: Int64) -> None:  # noqa: B027 - most plans take any length
-        """Raise ``ValueError`` if a sample cannot be in a batch."""
+    def _check(self, lengths: Int64, first: int = 0) -> None:  # noqa: B027 - most plans take any length
+        """Raise ``ValueError`` if a sample, of which ``first`` is the number of the first, cannot be in a batch."""
 
-    def _check_longest(self, lengths: Int64, max_tokens: int, on_oversize: OnOversize) -> None:
+    def _check_longest(self, lengths: Int64, max_tokens: int, on_oversize: OnOversize, first: int) -> None:
         if on_oversize == "error" and len(lengths) and lengths.max() > max_tokens:
             index = int(lengths.argmax())
             raise ValueError(
-                f"sample {index} has {lengths[index]} tokens, more than max_tokens={max_tokens}: raise it, "
+                f"sample {first + index} has {lengths[index]} tokens, more than max_tokens={max_tokens}: raise it, "
                 f'or pass on_oversize="skip" or "truncate"'
             )
 
@@ -134,17 +181,28 @@ class Buckets(LengthPlan):
 
     Args:
         lengths: The length of each sample, an array or list of ints from 1; or a function of the index, called once
-            per sample.
+            per sample; or "measure": the items of a ``Dataset`` are read once and measured, and their lengths kept in
+            ``$AIOFEED_CACHE``. Leave it out for a ``Stream``, whose items are measured as they come. There a batch
+            ends when its first item is 16,384 items old, and ``drop_last=True`` leaves it out if it is not full.
         boundaries: Ascending lengths. Bucket k has the samples with ``boundaries[k - 1] <= length < boundaries[k]``, as
             in ``tf.data``'s ``bucket_by_sequence_length``; the last bucket has the rest.
         batch_sizes: Samples per batch of each bucket, one more than boundaries.
+        length: How samples are measured: the key or index of a part, or a function that returns the length of a
+            sample. Default: the first dimension of the first tensor, array or list of numbers.
 
     Raises:
         TypeError, ValueError: The arguments are no such lists.
     """
 
-    def __init__(self, lengths: Lengths, boundaries: Sequence[int], batch_sizes: Sequence[int]) -> None:
-        super().__init__(lengths)
+    def __init__(
+        self,
+        lengths: Lengths | None = None,
+        boundaries: Sequence[int] = (),
+        batch_sizes: Sequence[int] = (),
+        *,
+        length: Measure | None = None,
+    ) -> None:
+        super().__init__(lengths, length)
         self.boundaries: list[int] = [
             check_positive_int(f"boundaries[{at}]", each) for at, each in enumerate(boundaries)
         ]
@@ -199,12 +257,14 @@ class TokenBudget(LengthPlan):
 
     Args:
         lengths: The length of each sample in tokens, an array or list of ints from 1; or a function of the index,
-            called once per sample.
+            called once per sample; or "measure". Leave it out for a ``Stream``. See ``Buckets``.
         max_tokens: The highest cost of a batch.
         max_samples: The most samples of a batch; ``None`` for no limit.
-        window: Samples that are sorted together. A larger window pads less and shuffles less.
+        window: Samples that are sorted together; 16,384, of a ``Stream`` 1,024. A larger window pads less and shuffles
+            less.
         on_oversize: What to do about a sample longer than ``max_tokens``: "error"; "skip" it; or "truncate", a batch of
             its own, for a ``collate_fn`` that cuts it.
+        length: See ``Buckets``.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or is out of range.
@@ -212,19 +272,20 @@ class TokenBudget(LengthPlan):
 
     def __init__(
         self,
-        lengths: Lengths,
-        max_tokens: int,
+        lengths: Lengths | None = None,
+        max_tokens: int = 0,
         max_samples: int | None = None,
         *,
-        window: int = 16_384,
+        window: int | None = None,
         on_oversize: OnOversize = "error",
+        length: Measure | None = None,
     ) -> None:
-        super().__init__(lengths)
+        super().__init__(lengths, length)
         self.max_tokens: int = check_positive_int("TokenBudget(max_tokens=)", max_tokens)
         self.max_samples: int | None = (
             None if max_samples is None else check_positive_int("TokenBudget(max_samples=)", max_samples)
         )
-        self.window: int = check_positive_int("TokenBudget(window=)", window)
+        self.window: int = check_positive_int("TokenBudget(window=)", self._window if window is None else window)
         self.on_oversize = check_on_oversize("TokenBudget", on_oversize)
 
     def _describe(self) -> str:
@@ -233,8 +294,8 @@ class TokenBudget(LengthPlan):
             f"on_oversize={self.on_oversize!r}"
         )
 
-    def _check(self, lengths: Int64) -> None:
-        self._check_longest(lengths, self.max_tokens, self.on_oversize)
+    def _check(self, lengths: Int64, first: int = 0) -> None:
+        self._check_longest(lengths, self.max_tokens, self.on_oversize, first)
 
     @property
     def typical_samples(self) -> int:
@@ -289,6 +350,16 @@ class TokenBudget(LengthPlan):
             start += fits
             offsets.append(start)
         return np.array(offsets, np.int64)
+
+
+def first_length(sample: Any) -> int | None:
+    """The first dimension of the first tensor, array or list of numbers in a sample; ``None`` if there is none."""
+    if shape := getattr(sample, "shape", ()):
+        return int(shape[0])
+    if isinstance(sample, list) and all(isinstance(each, int | float) for each in sample[:1]):
+        return len(sample)
+    parts = sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, list | tuple) else ()
+    return next((found for part in parts if (found := first_length(part)) is not None), None)
 
 
 def check_on_oversize(plan: str, value: OnOversize) -> OnOversize:

@@ -12,7 +12,7 @@ import numpy as np
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_bool, check_callable, check_int_from, check_positive_int
 from aiofeed.sampling.listers.balanced import Cost, assign, integer_costs, warn_of_large
-from aiofeed.sampling.listers.length_plans import LengthPlan, Lengths, OnOversize, check_on_oversize, starts_of
+from aiofeed.sampling.listers.length_plans import LengthPlan, Lengths, Measure, OnOversize, check_on_oversize, starts_of
 from aiofeed.sampling.order import BatchLists, Int64
 
 if TYPE_CHECKING:
@@ -49,14 +49,15 @@ class Pack(LengthPlan):
 
     Args:
         lengths: The length of each document in tokens, an array or list of ints from 1; or a function of the index,
-            called once per document.
+            called once per document; or "measure". Leave it out for a ``Stream``. See ``Buckets``.
         context: Tokens of a row.
         rows: Rows of a batch.
         separator: A token after each document, or a dict of one for each column. It counts as a token of its document:
             with ``split=False`` both have to fit into a row.
         split: Whether documents may be split.
-        window: Documents that are packed together with ``split=False``. Wastes 0.02 to 0.5 % of log-normal lengths
-            with a mean of a quarter of the context.
+        window: Documents that are packed together with ``split=False``, 16,384 by default. Wastes 0.02 to 0.5 % of
+            log-normal lengths with a mean of a quarter of the context. Of a ``Stream``, whose documents are put into
+            the first row with room, the documents after which a row ends that is not full; 1,024 by default.
         pad: The token in places without one, or a dict of one for each column (0 for columns without one).
         on_oversize: With ``split=False``, what to do about a document that is longer than a row with its separator:
             "error"; "skip" it; or "truncate" it, the separator included.
@@ -64,6 +65,7 @@ class Pack(LengthPlan):
             from an array of lengths, see ``Balanced``. The cost of a row is the sum of those of its pieces.
         groups: With ``cost``, the largest number of ranks, at least 2: each ``groups`` batches of an epoch have equal
             costs. Other numbers of ranks must divide it.
+        length: See ``Buckets``.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or is out of range.
@@ -71,28 +73,29 @@ class Pack(LengthPlan):
 
     def __init__(
         self,
-        lengths: Lengths,
-        context: int,
+        lengths: Lengths | None = None,
+        context: int = 0,
         rows: int = 8,
         *,
         separator: Fill | None = None,
         split: bool = True,
-        window: int = 16_384,
+        window: int | None = None,
         pad: Fill = 0,
         on_oversize: OnOversize = "error",
+        length: Measure | None = None,
         cost: Cost | None = None,
         groups: int = 64,
     ) -> None:
-        super().__init__(lengths)
+        self.groups: int | None = None if cost is None else check_int_from(2, "Pack(groups=)", groups)
+        super().__init__(lengths, length)
         self.cost: Cost | None = check_callable("Pack(cost=)", cost)
-        self.groups = None if cost is None else check_int_from(2, "Pack(groups=)", groups)
         self.context: int = check_positive_int("Pack(context=)", context)
         self.rows: int = check_positive_int("Pack(rows=)", rows)
         if self.context * self.rows > MOST_TOKENS:
             raise ValueError(f"a batch of Pack has at most {MOST_TOKENS} tokens, got rows={rows} of context={context}")
         self.separator: Fill | None = None if separator is None else _check_fill("separator", separator)
         self.split: bool = check_bool("Pack(split=)", split)
-        self.window: int = check_positive_int("Pack(window=)", window)
+        self.window: int = check_positive_int("Pack(window=)", self._window if window is None else window)
         self.pad: Fill = _check_fill("pad", pad)
         self.on_oversize = check_on_oversize("Pack", on_oversize)
         if self.split and on_oversize != "error":
@@ -108,13 +111,13 @@ class Pack(LengthPlan):
         """The tokens of each document with its separator."""
         return self.lengths.astype(np.int32) + np.int32(self.separator is not None)
 
-    def _check(self, lengths: Int64) -> None:
-        if self.groups is not None:
-            self.costs = integer_costs("Pack", self.cost, np.arange(1, self.context + 1))
+    def _check(self, lengths: Int64, first: int = 0) -> None:
+        if self.groups is not None and not len(self.costs):
+            self.costs: Int64 = integer_costs("Pack", self.cost, np.arange(1, self.context + 1))
         longest = int(lengths.max(initial=0)) + (self.separator is not None)
         if longest <= (MOST_TOKENS if self.split or self.on_oversize != "error" else self.context):
             return
-        index = int(lengths.argmax())
+        index = first + int(lengths.argmax())
         most, way = f"context={self.context}", 'pass split=True, or on_oversize="skip" or "truncate"'
         if longest > MOST_TOKENS:
             most, way = str(MOST_TOKENS), "make several samples of it"
