@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 
 from aiofeed import ImageFolder, pad_collate
+from tests.support.fault_server import Fault, FaultServer
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -364,6 +365,38 @@ def test_nanogpt_is_resumed_with_its_next_batches(run: Callable[..., str]) -> No
     assert [line[:2] for line in lines] == [("0", "30"), ("30", "60")]
     assert float(lines[1][2]) < float(lines[0][2]) < 4
     assert "uninterrupted training: True" in output
+
+
+# --- raw_text ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.integration
+def test_raw_text_is_packed_once_on_8_ranks_then_2_then_8(
+    object_server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards of an object store that fails at times: the loss falls, and each token of each document comes once."""
+    tokenizers = pytest.importorskip("tokenizers")
+    texts = [f"Text {index}: " + "the sum of " * (index % 9) + f"{index} and {7 * index}." for index in range(560)]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = ["[END]", "[UNK]"]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=200, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for shard in range(4):
+        lines = [json.dumps({"text": text}) for text in texts[shard::4]]
+        object_server.objects[f"corpus/{shard}.jsonl"] = "\n".join(lines).encode()
+    object_server.schedule = lambda request: Fault(status=503) if request.number % 9 == 0 else None
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    options = ["--endpoint", object_server.endpoint, "--tokenizer", tmp_path / "tokenizer.json", "--steps", "1"]
+    output = run_fresh("raw_text.py", *(f"s3://corpus/{shard}.jsonl" for shard in range(4)), *options)
+    lines = re.findall(r"^(\d) ranks, (\d+) batches: loss ([0-9.]+) to ([0-9.]+)$", output, re.MULTILINE)
+    assert [(ranks, batches) for ranks, batches, _, _ in lines[:2]] == [("8", "8"), ("2", "8")]
+    assert lines[2][:2] == ("8", "16")
+    assert float(lines[2][3]) < float(lines[0][2])
+    assert "the batches are those of one uninterrupted rank: True" in output
+    assert "560 documents of 4 shards, each token once: True" in output
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
