@@ -105,6 +105,12 @@ def traits_of(source: Any) -> Traits:
     return traits if isinstance(traits, Traits) else Traits()
 
 
+class Uncopied(NamedTuple):
+    """An encoded sample in the memory of a client library; the decode job makes ``bytes`` of it."""
+
+    data: memoryview
+
+
 class Members(NamedTuple):
     """The optional methods of a source, which ``Source`` describes; ``None`` for each that it lacks."""
 

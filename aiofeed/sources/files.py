@@ -196,6 +196,17 @@ class Files:
         parts = await asyncio.gather(*[_in_executor(self._read_group, group) for group in groups])
         return self._samples([data for part in parts for data in part])
 
+    async def read_uncopied(self, indices: Sequence[int], /) -> list[Any]:
+        """Like ``read_many``, with ``Uncopied`` in place of the bytes of large objects; for the engine.
+
+        The decode job copies an object into memory that the object before it has used. A copy of each object that
+        waits for its job needs fresh memory, and then 100 KB took 80 us on a virtual machine in place of 4.
+        """
+        replaced = getattr(self.read_many, "__func__", None) is not Files.read_many
+        if self._objects is None or self._width is not None or replaced:
+            return await self.read_many(indices)
+        return await self._objects.read_many(indices, self._rules.max_bytes, copies=False)
+
     def _group_size(self, most: int) -> int:
         if self._seconds_per_file == 0.0:
             return min(most, 8)

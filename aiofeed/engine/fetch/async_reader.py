@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from aiofeed.core.failure_policy import FailurePolicy, backoff_s
@@ -31,7 +32,9 @@ class AsyncReader:
     def __init__(self, source: Source[Any] | LookAhead, policy: FailurePolicy) -> None:
         self._source = source
         self._policy = policy
-        self._read_many = Members.of(source).read_many
+        # Of the class: a wrapper may pass on the attributes of another source.
+        uncopied = getattr(type(source), "read_uncopied", None)
+        self._read_many = Members.of(source).read_many if uncopied is None else partial(uncopied, source)
         self._jitter = random.Random()
         # Reads over their time limit that ignore cancellation; referred to here so that they are not garbage collected.
         self._abandoned: set[asyncio.Future[Any]] = set()

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from aiofeed.core.errors import FeedError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.limits import ResolvedLimits
-from aiofeed.core.types import BatchPlan
+from aiofeed.core.types import BatchPlan, Uncopied
 from aiofeed.engine.fetch.async_reader import ReadResult
 from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder
 from aiofeed.engine.tuning.score import JobTiming
@@ -102,6 +102,8 @@ class Chunk:
             try:
                 if isinstance(value, BaseException):
                     raise value
+                if type(value) is Uncopied:
+                    value = bytes(value.data)
                 if deadline is not None and value is not UNREAD:
                     deadline.begin(position)
                 place(position, value)

@@ -16,7 +16,7 @@ from aiofeed.core.errors import DecodeError, FeedError, ReadError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.formatting import format_error
 from aiofeed.core.limits import ResolvedLimits
-from aiofeed.core.types import BatchPlan, Members, RowDecoder, Source, takes_rng, takes_target, traits_of
+from aiofeed.core.types import BatchPlan, Members, RowDecoder, Source, Uncopied, takes_rng, takes_target, traits_of
 from aiofeed.engine.fetch.async_reader import AsyncReader, ReadResult, total_bytes
 from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, RowBatchBuilder, misfit_error
 from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, Place
@@ -203,7 +203,8 @@ class SourceFetcher(Fetcher):
         plan, first, count = chunk.plan, chunk.positions[0], len(chunk.positions)
         seeds = [seed_of(plan, position) for position in chunk.positions] if self._takes_seed else None
         try:
-            errors = self._decode_many(list(chunk.values), builder.rows[first : first + count], seeds)
+            values = [bytes(value.data) if type(value) is Uncopied else value for value in chunk.values]
+            errors = self._decode_many(values, builder.rows[first : first + count], seeds)
             if len(errors) != count:
                 raise ValueError(f"decode_many_into returned {len(errors)} errors for {count} samples")
         except BaseException:  # noqa: BLE001 - the user's decoder may raise anything; one by one, the error gets a name

@@ -150,6 +150,10 @@ class ObjectReader:
             OSError: As in ``head``; or the object has more than ``max_bytes``, or another size than in the listing, and
                 is not read; or it was replaced between two parts.
         """
+        return bytes(await self.read_buffer(key, max_bytes, size))
+
+    async def read_buffer(self, key: str, max_bytes: int, size: int | None = None) -> Any:
+        """Like ``read``; the bytes may be in the client's memory."""
         if self._local is not None:
             return await self._local.read(key, max_bytes)
         for most in (min(WHOLE_BYTES, max_bytes), max_bytes):
@@ -168,7 +172,7 @@ class ObjectReader:
                 break
         if len(body) != end - start:
             raise too_short(self.url(key), start, end)
-        return bytes(body)
+        return body
 
     async def read_ranges(
         self, key: str, starts: Sequence[int], ends: Sequence[int], *, info: ObjectInfo | None = None

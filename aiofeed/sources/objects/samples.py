@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from aiofeed.core.statistics import StorageStatistics
+from aiofeed.core.types import Uncopied
 from aiofeed.sources.file_io import check_beneath
 from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
 from aiofeed.sources.objects.listing import list_objects
@@ -19,6 +20,9 @@ from aiofeed.sources.objects.urls import redacted, split_url, with_query, withou
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+# A smaller object may be a part of a buffer of the client that is much larger.
+UNCOPIED_LEAST = 64 << 10
 
 
 class ObjectList(Sequence[str]):
@@ -74,19 +78,22 @@ class ObjectList(Sequence[str]):
             groups.setdefault((number, self.keys[index]), []).append(place)
         return list(groups.values())
 
-    async def read_many(self, indices: Sequence[int], max_bytes: int) -> list[bytes | OSError]:
-        """The contents of objects, or the error of each that cannot be read."""
+    async def read_many(self, indices: Sequence[int], max_bytes: int, *, copies: bool = True) -> list[Any]:
+        """The contents of objects, or the error of each that cannot be read.
+
+        Without ``copies``, large objects stay in the client's memory, as ``Uncopied``.
+        """
         sizes = self.sizes
         reads = [
-            self._reader(index).read(
-                self.keys[index], max_bytes=max_bytes, size=None if sizes is None else int(sizes[index])
-            )
+            self._reader(index).read_buffer(self.keys[index], max_bytes, None if sizes is None else int(sizes[index]))
             for index in indices
         ]
         found: list[Any] = await asyncio.gather(*reads, return_exceptions=True)
-        for data in found:
+        for at, data in enumerate(found):
             if isinstance(data, BaseException):
                 data.__traceback__ = None  # refers to frames, and so to the bytes of other objects
+            else:
+                found[at] = bytes(data) if copies or len(data) < UNCOPIED_LEAST else Uncopied(memoryview(data))
         return found
 
     async def read_ranges(self, index: int, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
