@@ -8,6 +8,7 @@ import traceback
 from types import SimpleNamespace
 
 import hypothesis
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -462,3 +463,33 @@ asyncio.run(main())
     # Without the wait at exit, about one process in seven was aborted.
     for _ in range(20):
         subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("cache", [None, "host"])
+def test_a_decoder_gets_the_bytes_of_large_objects(object_server, cache):
+    """Large objects reach the decoder as ``bytes``, whose size the statistics count."""
+    large = [bytes([number]) * samples_module.UNCOPIED_LEAST for number in range(1, 9)]
+    object_server.objects.update({f"bucket/{number}": data for number, data in enumerate(large)})
+    files = aiofeed.Files([f"s3://bucket/{number}" for number in range(8)], options=object_server.options)
+
+    def decode(data):
+        assert type(data) is bytes
+        return np.array([data[0], len(data)])
+
+    with aiofeed.Feeder(files, decode=decode, batch_size=4, cache=cache) as feeder:
+        found = np.concatenate([batch.numpy() for batch in feeder])
+        assert found.tolist() == [[data[0], len(data)] for data in large]
+        assert feeder.statistics().bytes_read == sum(map(len, large))
+
+
+def test_a_read_many_of_a_subclass_reads_large_objects(object_server):
+    """A subclass may replace ``read_many``: it gets ``bytes`` of that of ``Files``, and the feeder its samples."""
+    object_server.objects["bucket/a"] = bytes(samples_module.UNCOPIED_LEAST)
+
+    class Ends(aiofeed.Files):
+        async def read_many(self, indices, /):
+            return [data[:3] + b"end" for data in await super().read_many(indices)]
+
+    files = Ends(["s3://bucket/a"], options=object_server.options)
+    with aiofeed.Feeder(files, decode=list, batch_size=1) as feeder:
+        assert [[int(value) for value in batch] for batch in feeder] == [list(b"\0\0\0end")]

@@ -158,7 +158,8 @@ class ObjectReader:
             return await self._local.read(key, max_bytes)
         for most in (min(WHOLE_BYTES, max_bytes), max_bytes):
             answer, body = await self._get(key, None, None, most)
-            info, (start, end) = _info(answer.meta), answer.range
+            start, end = answer.range
+            info = _info(answer.meta) if body is None else None
             del answer  # ends its body
             if end > max_bytes:
                 raise too_large(self.url(key), f"{end} bytes are", max_bytes)
