@@ -86,7 +86,7 @@ def test_an_interrupted_next_of_resident_data_gives_no_wrong_batch(device: bool,
         assert [x.cpu().tolist() for [x] in seen] == [[n, n + 1] for n in range(0, 10, 2)], place
         if interrupt.left >= 0:
             break
-    assert place > 10
+    assert place > (2 if step == 1 and not device else 10)  # the second batch of a window is ready
     # A window on the host is made again.
     assert (closed > 0) == device
 
