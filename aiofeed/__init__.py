@@ -50,7 +50,7 @@ _HOMES: dict[str, dict[str, str]] = {
         "Manifest": "aiofeed.sources.objects.manifest",
         "FromDataset": "aiofeed.sources.dataset",
         "Tensors": "aiofeed.sources.tensors",
-        "Tokens": "aiofeed.sources.tokens",
+        "Tokens": "aiofeed.sources.tokens.windows",
         "Table": "aiofeed.sources.tables.table",
         "Clips": "aiofeed.decoders.media.clips",
         "Mixture": "aiofeed.sources.mixture",

@@ -67,6 +67,6 @@ from aiofeed.sources.shards.zip import ZipShards as ZipShards
 from aiofeed.sources.stream import Stream as Stream
 from aiofeed.sources.tables.table import Table as Table
 from aiofeed.sources.tensors import Tensors as Tensors
-from aiofeed.sources.tokens import Tokens as Tokens
+from aiofeed.sources.tokens.windows import Tokens as Tokens
 
 __version__: str

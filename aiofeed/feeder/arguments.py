@@ -496,7 +496,7 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     config = FeederConfig(
         source=source,
         length=a.length,
-        decode=getattr(source, "decoder", None) if a.traits.decode == "none" else a.decode,
+        decode=getattr(a.adopted, "decoder", None) if a.traits.decode == "none" else a.decode,
         batch_size=a.samples,
         collate_fn=collate_fn,
         backend=a.backend,

@@ -48,7 +48,7 @@ from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
 from aiofeed.sources.tables.table import Table
 from aiofeed.sources.tensors import Tensors
-from aiofeed.sources.tokens import Tokens
+from aiofeed.sources.tokens.windows import Tokens
 
 if TYPE_CHECKING:
     from typing import TypeAlias, TypedDict, Unpack, overload

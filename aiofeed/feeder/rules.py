@@ -82,6 +82,9 @@ EXCLUDED: tuple[tuple[str, str, type[Exception], str], ...] = (
      "it keeps decoded samples, and rows are decoded already: leave it out"),
     ('batch_sampler=|a plan|collate_fn=|engine="process"|static_batches=True|a list of devices', "Tokens on the device",
      ValueError, f"batches are gathered on one device, in its own memory and in one size: {_ONE}"),
+    ("Tokens on the device", "Tokens at URLs", ValueError,
+     "they are copied from files: download them, or pass cache=EncodedCache(path), which keeps windows on the local "
+     "disk"),
     ("cache=", "rows with parts", TypeError, "a cache cannot keep rows with parts: leave it out"),
     ("EncodedCache", "a Dataset", TypeError,
      "it keeps the bytes that a source reads, and the items of a Dataset are decoded: pass cache=DiskCache(path), or a "
@@ -127,7 +130,7 @@ _SHOWN = {
         ),
         "source",
     ),
-    **dict.fromkeys(("rows", "rows of a Table", "Tensors", "Tensors on a device"), "source"),
+    **dict.fromkeys(("rows", "rows of a Table", "Tokens at URLs", "Tensors", "Tensors on a device"), "source"),
     **dict.fromkeys(("shuffle=", 'shuffle="window"', 'shuffle="replacement" or "window"'), "shuffle"),
     **dict.fromkeys(("an order by shuffle=", "shuffle= other than True"), "shuffle"),
     **dict.fromkeys(("rows with parts", "a random decoder", "no decode="), "decode"),
@@ -149,6 +152,7 @@ def facts_of(a: Any) -> set[str]:
     plan, on_device = isinstance(a.batch_size, LengthPlan), a.cache == "device"
     listed, tokens = plan or a.batch_sampler is not None, traits.rows and traits.decode == "none"
     unknown = a.exclude is not None or a.sampler is not None or traits.ordered or listed or not traits.indexed
+    at_urls, encoded = tokens and a.adopted.looks_ahead, isinstance(a.cache, EncodedCache)
     found = {
         "Stream": not traits.indexed,
         "a Mixture with weights": traits.ordered,
@@ -161,6 +165,7 @@ def facts_of(a: Any) -> set[str]:
         "rows": traits.rows and a.decode is None,
         "rows of a Table": traits.rows and a.decode is None and not tokens,
         "Tokens on the device": tokens and on_device,
+        "Tokens at URLs": at_urls,
         "shuffle=": bool(a.shuffle),
         'shuffle="window"': window_shards(a.shuffle) is not None,
         'shuffle="replacement" or "window"': a.shuffle not in (True, False, "keyed"),
@@ -191,9 +196,9 @@ def facts_of(a: Any) -> set[str]:
         'on_error="replace"': policy.action == "replace",
         "cache=": cached,
         'cache="device"': on_device and not tokens,
-        "cache= on the host": cached and not on_device,
+        "cache= on the host": cached and not on_device and not (at_urls and encoded),
         "cache in host memory": cached and not on_device and not isinstance(a.cache, DiskCache | EncodedCache),
-        "EncodedCache": isinstance(a.cache, EncodedCache),
+        "EncodedCache": encoded,
         "static_batches=True": a.static_batches,
         "batches of different sizes": not (a.drop_last and (not listed or isinstance(a.batch_size, Buckets)))
         and (unknown or a.length % a.samples > 0),

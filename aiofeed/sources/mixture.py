@@ -18,7 +18,7 @@ from aiofeed.sources.dataset import FromDataset, MapDataset, fingerprint_of, is_
 from aiofeed.sources.parts import Parts, in_order
 from aiofeed.sources.stream import Stream
 from aiofeed.sources.tensors import Tensors
-from aiofeed.sources.tokens import Tokens
+from aiofeed.sources.tokens.windows import Tokens
 
 Weights: TypeAlias = "Mapping[str, float] | Sequence[float]"
 Until: TypeAlias = 'Literal["all", "first"] | int'

@@ -592,7 +592,6 @@ def test_targets_need_one_token_more(tmp_path: Path) -> None:
         (([], 8), ValueError, "a glob without a match"),
         ((3, 8), TypeError, "got 3"),
         (([3], 8), TypeError, "got 3"),
-        (("s3://bucket/train.bin", 8), ValueError, "'s3://bucket/train.bin' is a URL: download it"),
     ],
 )
 def test_wrong_arguments(arguments: Any, error: type[Exception], message: str) -> None:

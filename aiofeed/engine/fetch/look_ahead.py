@@ -9,11 +9,12 @@ its reads wait for those.
 from __future__ import annotations
 
 import asyncio
-import bisect
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import numpy as np
 
 from aiofeed.core.types import BatchPlan, Members, Source
 from aiofeed.sampling.epochs import Step
@@ -93,6 +94,7 @@ class _UpcomingSamples:
     def __init__(self, source: Source[Any]) -> None:
         self._source: Any = source
         self._announce = Members.of(source).announce
+        self._starts = np.asarray(self._source.shard_starts)
         self.samples: dict[int, _Sample] = {}
         # For each shard the samples that will be read together.
         self._groups: dict[int, list[_Sample]] = {}
@@ -110,25 +112,23 @@ class _UpcomingSamples:
         """Note the samples of a plan, and return their bytes."""
         if self._announce is not None:
             self._announce(plan)
-        nbytes = 0
-        for index in plan.indices:
+        nbytes, shards = 0, np.searchsorted(self._starts, plan.indices, side="right").tolist()
+        for index, shard in zip(plan.indices, shards, strict=True):
             sample = self.samples.get(index)
             if sample is None:
                 sample = self.samples[index] = _Sample(index)
                 nbytes += self._source.nbytes(index)
-                self._groups.setdefault(self._shard(index), []).append(sample)
+                self._groups.setdefault(shard, []).append(sample)
+                sample.shard = shard
             sample.uses += 1
         return nbytes
-
-    def _shard(self, index: int) -> int:
-        return bisect.bisect_right(self._source.shard_starts, index)
 
     def read_soon(self, indices: Sequence[int]) -> None:
         """Read the shards of samples that are not being read."""
         for index in indices:
             sample = self.samples.get(index)
             if sample is not None and sample.read is None:
-                group = self._groups.pop(self._shard(index))
+                group = self._groups.pop(sample.shard)
                 task = asyncio.get_running_loop().create_task(self._read_group(group))
                 for each in group:
                     each.read = task
@@ -166,10 +166,11 @@ _UNREAD: Any = object()
 class _Sample:
     """A sample that is noted: how many plans need it, the task that reads it, and its value."""
 
-    __slots__ = ("index", "read", "uses", "value")
+    __slots__ = ("index", "read", "shard", "uses", "value")
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.shard = 0
         self.uses = 0
         self.read: asyncio.Task[None] | None = None
         self.value: Any = _UNREAD

@@ -9,7 +9,7 @@ import numpy as np
 
 from aiofeed.engine.resident.device_windows import DeviceData, DeviceWindows
 from aiofeed.sampling.schedule import BatchRange
-from aiofeed.sources.tokens import Tokens
+from aiofeed.sources.tokens.windows import Tokens
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ from aiofeed.engine.resident.host_windows import Rows, Window, row_bytes, user_t
 from aiofeed.runtime.buffers import PinnedBufferPool, array
 from aiofeed.runtime.tensors import rows_as_words, tensor_row_bytes, view_as_integers, words_as_rows
 from aiofeed.sampling.schedule import BatchRange
-from aiofeed.sources.tokens import Tokens
+from aiofeed.sources.tokens.windows import Tokens
 
 if TYPE_CHECKING:
     import torch

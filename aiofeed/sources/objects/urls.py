@@ -48,6 +48,11 @@ def scheme_of(path: object) -> str | None:
     return scheme
 
 
+def is_remote(path: object) -> bool:
+    """Whether a path is a URL, and not one of a local file."""
+    return scheme_of(path) not in (None, "file")
+
+
 def split_url(url: str) -> tuple[str, str]:
     """The root and the key of a URL: ``("s3://bucket", "train/a.jpg")``; of a local file ``("", path)``.
 

@@ -50,6 +50,10 @@ class Shard:
     index: ShardIndex = NO_SAMPLES
     extra: Any = None
 
+    def __str__(self) -> str:
+        """Its URL without credentials, or its path."""
+        return self.url
+
     @property
     def local(self) -> bool:
         """Whether it is a file."""

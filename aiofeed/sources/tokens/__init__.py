@@ -1,0 +1,1 @@
+"""``Tokens``: windows of tokens in files, mapped or at URLs."""
