@@ -75,7 +75,7 @@ class StoreClient:
                     self._made[query] = store
         return store, self._version
 
-    def renew(self, version: int) -> None:
+    def renew(self, version: int, query: str = "") -> None:
         """Make a new store, which obtains credentials again, unless that was done since ``version``."""
         with self._lock:
             if version == self._version:
@@ -142,15 +142,18 @@ def shared_client(root: str, options: Mapping[str, Any], store: Any = None) -> S
     Raises:
         ImportError: obstore is not installed.
     """
+    kind = StoreClient
+    if root.startswith("hf:"):
+        kind = importlib.import_module("aiofeed.sources.objects.hub").HubClient
     if store is not None:
-        return StoreClient(root, options, store)
+        return kind(root, options, store)
     if root and not _is_installed():
         raise ImportError(_INSTALL)
     key = root, repr((sorted(options.items()), _surroundings(root, options)))
     with _clients_lock:
         client = _clients.get(key)
         if client is None:
-            client = _clients[key] = StoreClient(root, options)
+            client = _clients[key] = kind(root, options)
         return client
 
 

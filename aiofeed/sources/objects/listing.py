@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from array import array
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +28,7 @@ from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.threads import JOIN_S, POLL_INTERVAL_S
 from aiofeed.sampling.feed_order import find_shard
 from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
-from aiofeed.sources.objects.reader import ObjectReader, run_all
+from aiofeed.sources.objects.reader import ObjectReader, Page, run_all
 from aiofeed.sources.objects.requests import ObjectInfo
 
 if TYPE_CHECKING:
@@ -244,25 +244,24 @@ async def read_listing(reader: ObjectReader) -> Listing:
     Raises:
         OSError: The objects cannot be listed.
     """
-    first: list[tuple[str, ObjectInfo]] = await anext(reader.list(), [])
-    turn = asyncio.Semaphore(FOLDERS)
+    pages, turn = reader.list(), asyncio.Semaphore(FOLDERS)
+    first: list[tuple[str, ObjectInfo]] = await anext(pages, [])
 
-    async def list_folder(folder: str) -> _Part:
-        part = _Part()
+    async def list_all(pages: AsyncIterator[Page], part: _Part) -> _Part:
         async with turn:
-            async for page in reader.list(folder):
+            async for page in pages:
                 part.add(page)
                 progress.add(len(page))
         return part
 
     url = reader.url("")
     with LoadProgress(f"listing {url}", "keys", None, lambda keys: f"listed {keys:,} keys of {url}") as progress:
-        if not reader.is_local and any("/" in key for key, _ in first):
+        if reader.has_folders and any("/" in key for key, _ in first):
             folders, objects = await reader.list_top()
             parts = [_Part().add([each]) for each in objects]
-            parts += await run_all([list_folder(folder) for folder in folders])
+            parts += await run_all([list_all(reader.list(folder), _Part()) for folder in folders])
         else:  # objects without folders, of which list_top would make one list
-            parts = [await list_folder("")]
+            parts = [await list_all(pages, _Part().add(first))]
     return _joined(sorted(parts, key=lambda part: part.first))
 
 

@@ -20,6 +20,7 @@ from aiofeed.core.failure_policy import backoff_s
 from aiofeed.core.statistics import StorageStatistics
 from aiofeed.sources.file_io import MAX_BYTES, ReadRules, open_file, read_file, read_range, too_large
 from aiofeed.sources.objects.clients import open_requests, shared_client
+from aiofeed.sources.objects.hub import HubClient, at_commit
 from aiofeed.sources.objects.requests import (
     Fault,
     ObjectInfo,
@@ -85,6 +86,8 @@ class ObjectReader:
         if options is not None and not isinstance(options, Mapping):
             raise TypeError(f"options must be a dict of arguments of obstore's from_url, got {type(options).__name__}")
         base, prefix = split_url(root)
+        if base.startswith("hf:"):
+            base = at_commit(base)
         self._local = LocalObjects(prefix) if not base and store is None else None
         self._base, _, self._query = base.partition("?")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
@@ -92,6 +95,9 @@ class ObjectReader:
         self._reset()
 
     def _reset(self) -> None:
+        self._hub = self._client if isinstance(self._client, HubClient) else None
+        self.has_folders: bool = self._local is None and self._hub is None
+        """Whether the folders of a listing may be listed at the same time."""
         self._monitors: dict[asyncio.AbstractEventLoop, RequestMonitor] = {}
         self._lock = threading.Lock()
         self._jitter = random.Random()
@@ -136,6 +142,8 @@ class ObjectReader:
         """
         if self._local is not None:
             return await self._local.head(key)
+        if self._hub is not None:
+            return (await self._hub.locate(self._prefix + key)).info
         return _info((await self._get(key, {"head": True}, 0))[0].meta)
 
     async def read(self, key: str, *, max_bytes: int = MAX_BYTES, size: int | None = None) -> bytes:
@@ -193,7 +201,8 @@ class ObjectReader:
         """
         if self._local is not None:
             return await self._local.read_ranges(key, starts, ends, etag=None if info is None else info.etag)
-        joined, expected = join_ranges(starts, ends), [] if info is None else [info]
+        # A file of a commit does not change, and its etag is another one at the Hub than where it is stored.
+        joined, expected = join_ranges(starts, ends), [] if info is None or self._hub is not None else [info]
         if len(joined) == 1 and joined[0].end - joined[0].start <= PART_BYTES:
             buffers: Sequence[Any] = [await self._read_part(key, joined[0].start, joined[0].end, expected)]
         else:
@@ -225,6 +234,9 @@ class ObjectReader:
         if self._base.startswith("http") and not self._client.is_given:
             raise ValueError(f"{self.url(prefix)!r}: a web server cannot be listed; pass URLs to aiofeed.Files")
         cut, last, stream = len(self._prefix), None, None
+        if self._hub is not None:
+            yield [(key[cut:], info) for key, info in await self._hub.list(self._prefix + prefix)]
+            return
 
         async def next_page(store: Any) -> Any:
             nonlocal stream
@@ -246,7 +258,7 @@ class ObjectReader:
             yield [(meta["path"][cut:], _info(meta)) for meta in page]
 
     async def list_top(self) -> tuple[Sequence[str], Sequence[tuple[str, ObjectInfo]]]:
-        """The folders at the top of a bucket or prefix, and the objects beside them; not of a folder."""
+        """The folders at the top of a bucket or prefix, and the objects beside them, if it ``has_folders``."""
 
         async def attempt(store: Any) -> Any:
             open_requests.add(attempt)
@@ -294,6 +306,7 @@ class ObjectReader:
         self, key: str, options: Mapping[str, Any] | None, nbytes: int | None, most: int = 0
     ) -> tuple[Any, Any]:
         path, monitor, get = self._prefix + key.partition(QUERY)[0], self._monitor(), _obstore().get_async
+        path = "" if self._hub is not None else path
 
         def attempt(store: Any) -> Coroutine[Any, Any, tuple[Any, Any]]:
             return monitor.send(partial(get, store, path, options=options), nbytes, most)
@@ -306,6 +319,8 @@ class ObjectReader:
         failures, renewed, started = 0, False, 0.0
         query = key.partition(QUERY)[2] or self._query
         while True:
+            if self._hub is not None:
+                query = (await self._hub.locate(self._prefix + key)).url
             store, version = self._client.store(query)
             try:
                 return await attempt(store)
@@ -317,7 +332,7 @@ class ObjectReader:
             monitor.answered |= fault.answered
             if not renewed and (fault.expired or self._client.is_outdated):
                 renewed = True
-                self._client.renew(version)
+                self._client.renew(version, query)
             elif not fault.transient:
                 raise fault.error
             else:

@@ -10,8 +10,13 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 from urllib.request import url2pathname
 
-SCHEMES = ("s3", "gs", "az", "http", "https", "file")
+SCHEMES = ("s3", "gs", "az", "hf", "http", "https", "file")
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
+# A repository: its kind, its name, and its revision, of which those of the Hub itself have slashes.
+HUB = re.compile(
+    r"hf://(?:(datasets|models|spaces)/|(?!(?:datasets|models|spaces)/))([^/@]+/[^/@]+)"
+    r"(?:@(refs/(?:convert|pr)/[^/]+|[^/@]+))?"
+)
 _HIDDEN = "***"
 # The user name and password of a URL, and the values of its query, also within a longer text.
 _USER_INFO = re.compile(r"(?<=://)[^/?#\s@]+@")
@@ -19,7 +24,7 @@ _QUERY_VALUE = re.compile(r"(?<=[?&])([\w.~%-]+)=[^&#\s\"'<>,)]+")
 # Names of options and of environment variables whose values are secret.
 _SECRET = re.compile(r"secret|password|token|key|sas|signature|credential|authorization|bearer|headers", re.IGNORECASE)
 # The first letters of the environment variables that stores read.
-ENVIRONMENT = ("AWS_", "AZURE_", "GOOGLE_", "GCP_")
+ENVIRONMENT = ("AWS_", "AZURE_", "GOOGLE_", "GCP_", "HF_")
 # A query with a signature, and its parameters that change when it is signed again: of S3, GCS, CloudFront and Azure.
 _SIGNED = re.compile(r"(^|&)(sig|signature|x-\w+-signature)=", re.IGNORECASE)
 _SIGNING = re.compile(
@@ -66,6 +71,11 @@ def split_url(url: str) -> tuple[str, str]:
         return "", url
     if scheme == "file":
         return "", _local_path(url)
+    if scheme == "hf":
+        found = HUB.match(url)
+        if found is None or url[found.end() : found.end() + 1] not in ("", "/"):
+            raise ValueError(f"{url!r} names no repository: write hf://datasets/owner/name@revision/path")
+        return found[0], url[found.end() + 1 :]
     if scheme in ("http", "https"):
         parts = urlsplit(url)
         root, key = f"{scheme}://{parts.netloc}", unquote(parts.path[1:])
