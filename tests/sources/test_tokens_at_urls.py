@@ -249,3 +249,94 @@ def test_an_index_that_cannot_be_read_is_an_error(server: FaultServer) -> None:
     status = 400
     with pytest.raises(OSError, match=r"a-.\.idx"):
         remote(server)
+
+
+# --- columns of lists -------------------------------------------------------------------------------------------------
+
+
+LISTS = [NUMBERS[:7].tolist(), [], *(part.tolist() for part in np.split(NUMBERS[7:], [1, 90, 400])), None]
+
+
+def write_lists(path: Path, dtype: str = "uint16", rows: Any = None, **options: Any) -> Path:
+    """Write lists in the column ``ids``, two rows in a row group or record batch."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    column = arrow.array(LISTS if rows is None else rows, arrow.list_(getattr(arrow, dtype)()))
+    table = arrow.table({"text": ["a"] * len(column), "ids": column})
+    if path.suffix == ".parquet":
+        parquet.write_table(table, path, row_group_size=2, **options)
+    else:
+        with arrow.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["url", "parquet", "arrow", "without statistics"])
+@pytest.mark.parametrize("dtype", ["uint16", "int64"])
+def test_lists_in_a_column(kind: str, dtype: str, server: FaultServer, tmp_path: Path) -> None:
+    """The lists of all rows are one stream, in which windows cross rows and row groups; empty lists have no token."""
+    options = {"write_statistics": False} if kind == "without statistics" else {}
+    path = write_lists(tmp_path / f"a.{'arrow' if kind == 'arrow' else 'parquet'}", dtype, **options)
+    for stride in (BLOCK, 3):
+        if kind == "url":
+            source = remote(server, put(server, path), column="ids", stride=stride)
+        else:
+            source = Tokens(path, BLOCK, column="ids", stride=stride)
+        for each in (source, pickle.loads(pickle.dumps(source))):
+            with Feeder(each, batch_size=5, shuffle="window:2") as feeder:
+                assert sorted(sum(lists(feeder), [])) == sorted(windows(stride=stride))
+        assert [source[at].tolist() for at in (0, 12)] == [windows(stride=stride)[at] for at in (0, 12)]
+    assert list(source.shard_starts) == [0, 3, 33, 165]
+
+
+def test_a_row_group_is_read_once_for_all_its_windows(server: FaultServer, tmp_path: Path) -> None:
+    """An ordered epoch requests each row group with tokens once."""
+    source = remote(server, put(server, write_lists(tmp_path / "a.parquet")), column="ids")
+    with Feeder(source, batch_size=4) as feeder:
+        before = server.count
+        assert sum(lists(feeder), []) == windows()
+        assert server.count - before == 3
+
+
+def test_columns_mix_with_files(server: FaultServer, tmp_path: Path) -> None:
+    """A mixture has windows of a column and of raw tokens; a state belongs to the column."""
+    column = Tokens(write_lists(tmp_path / "a.parquet"), BLOCK, column="ids", vocab=1 << 16)
+    sources = {"column": column, "web": remote(server)}
+    with Feeder(Mixture(sources, until=60), batch_size=6) as feeder:
+        seen = sum(lists(feeder), [])
+    assert all(window in windows() + windows(NUMBERS[300:]) for window in seen)
+    other = write_lists(tmp_path / "b.parquet")
+    pytest.importorskip("pyarrow.parquet").write_table(
+        pytest.importorskip("pyarrow.parquet").read_table(other).rename_columns(["text", "more"]), tmp_path / "a.parquet"
+    )
+    state = Feeder(column, batch_size=4).state_dict()
+    with pytest.raises(StateError):
+        Feeder(Tokens(tmp_path / "a.parquet", BLOCK, column="more"), batch_size=4).load_state_dict(state)
+
+
+BAD_LISTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no column": ({}, {"column": "absent"}, r"there is no column 'absent'; there are \['text', 'ids'\]"),
+    "text": ({}, {"column": "text"}, "column 'text' has the type string: tokens are lists of uint8"),
+    "floats": ({"dtype": "float32"}, {"column": "ids"}, "lists of"),
+    "no column named": ({}, {}, "a Parquet file, of which column= names the lists of tokens"),
+    "short": ({"rows": [[1, 2], [3]]}, {"column": "ids"}, "has 3 tokens, and a window needs 8"),
+    "vocab": ({}, {"column": "ids", "vocab": 7}, "and vocab=7"),
+    "null": ({"rows": [[1, None] * 9], "write_statistics": False}, {"column": "ids"}, "null tokens"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_LISTS)
+def test_bad_columns(kind: str, server: FaultServer, tmp_path: Path) -> None:
+    """A column without lists of tokens is an error that names the file, when the source is made."""
+    written, options, message = BAD_LISTS[kind]
+    path = write_lists(tmp_path / "bad.parquet", **written)
+    with pytest.raises(ValueError, match=rf"s3://bucket/bad\.parquet: .*{message}"):
+        remote(server, put(server, path), **options)
+
+
+def test_arrow_files_at_urls_are_refused(server: FaultServer, tmp_path: Path) -> None:
+    """An Arrow file at a URL, and a file that is neither, is named."""
+    name = put(server, write_lists(tmp_path / "a.arrow"))
+    with pytest.raises(ValueError, match=r"a\.arrow: it is no Parquet file; Arrow files are read from disk only"):
+        remote(server, name, column="ids")
+    with pytest.raises(ValueError, match=r"raw\.bin.*it is no Arrow file"):
+        Tokens(write_raw(tmp_path / "raw.bin", NUMBERS), BLOCK, column="ids")

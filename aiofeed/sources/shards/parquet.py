@@ -128,7 +128,8 @@ class ParquetRows(Shards):
     def _unpack(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> Any:
         raise NotImplementedError  # rows are read by row groups
 
-    async def _index(self, shard: Shard) -> None:
+    async def _footer(self, shard: Shard) -> Any:
+        """pyarrow's description of a file."""
         tail = await self._tail(shard, _TAIL_BYTES)
         length = int.from_bytes(tail[-8:-4], "little") + 8
         if not tail.endswith(b"PAR1") or length > shard.size:
@@ -136,16 +137,19 @@ class ParquetRows(Shards):
         if length > len(tail):
             tail = await self._tail(shard, length)
         try:
-            metadata = _parquet().read_metadata(io.BytesIO(tail))
+            return _parquet().read_metadata(io.BytesIO(tail))
         except Exception as error:  # noqa: BLE001 - pyarrow's errors
             raise ValueError(f"its footer is damaged: {error}") from None
+
+    async def _index(self, shard: Shard) -> None:
+        metadata = await self._footer(shard)
         rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         shard.extra = RowGroups(metadata, np.cumsum([0, *rows]))
         wanted = [*(self._columns or ()), *([".".join(self._data)] if self._data else ())]
         targets = self._target_columns or []
         targets = [targets] if isinstance(targets, str) else list(targets)
         for name in [*wanted, *targets]:
-            if not _leaves(metadata, [name]):
+            if not leaves(metadata, [name]):
                 raise ValueError(f"there is no column {name!r}; there are {_names(shard)}")
         if targets:
             async with self._scanning:
@@ -228,7 +232,7 @@ class ParquetRows(Shards):
         """The columns of a row group."""
         metadata = shard.extra.metadata
         described = metadata.row_group(group)
-        chunks = [described.column(number) for number in _leaves(metadata, columns)]
+        chunks = [described.column(number) for number in leaves(metadata, columns)]
         ranges = []
         for chunk in chunks:
             start = chunk.data_page_offset
@@ -260,7 +264,7 @@ def _read_row_group(file: _PartsOfFile, metadata: Any, group: int, columns: Sequ
     return opened.read_row_group(group, columns=columns, use_threads=False)
 
 
-def _leaves(metadata: Any, columns: Sequence[str] | None) -> list[int]:
+def leaves(metadata: Any, columns: Sequence[str] | None) -> list[int]:
     """The numbers of the column chunks of columns; ``None``: of all."""
     numbers = range(metadata.num_columns)
     if columns is None:

@@ -117,7 +117,7 @@ class ValueColumn:
         self._value = _as_python
         if is_encoded(column.type):
             self._value = _file
-        elif _is_list(column.type) or isinstance(column.type, arrow().BaseExtensionType):
+        elif is_list(column.type) or isinstance(column.type, arrow().BaseExtensionType):
             self._value = _as_array
 
     def value(self, row: int) -> Any:
@@ -255,7 +255,7 @@ def _array(chunk: Any) -> NDArray[Any]:
         return chunk.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
     if types.is_integer(chunk.type) or types.is_floating(chunk.type):
         return chunk.to_numpy()  # type: ignore[no-any-return]
-    if not _is_list(chunk.type):
+    if not is_list(chunk.type):
         what = "has encoded files" if is_encoded(kind) else f"has the type {kind}"
         raise NoTensorsError(what)
     values = _array(chunk.flatten())
@@ -269,7 +269,8 @@ def _array(chunk: Any) -> NDArray[Any]:
     return values.reshape(len(chunk), *(shape if shape and None not in shape else (lengths[0], *values.shape[1:])))
 
 
-def _is_list(kind: Any) -> bool:
+def is_list(kind: Any) -> bool:
+    """Return whether a type is one of lists."""
     types = arrow().types
     return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 

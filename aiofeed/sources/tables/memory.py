@@ -42,7 +42,7 @@ class MemoryTable(Table):
     def _load(self) -> None:
         is_path = isinstance(self._table, str | os.PathLike)
         self.name: str = os.fspath(self._table) if is_path else "Table"
-        columns, self._rows = _columns_of(_mapped(self.name) if is_path else self._table)
+        columns, self._rows = _columns_of(mapped(self.name) if is_path else self._table)
         known, targets = [name for name, _ in columns], as_list(self._target_columns)
         chosen = self._chosen or (known if self.data is None else [self.data])
         check_columns(self.name, known, [*chosen, *targets])
@@ -170,7 +170,7 @@ def _converted(name: Any, values: Any) -> Any:
     return column if isinstance(column, arrow().ChunkedArray) else arrow().chunked_array([column])
 
 
-def _mapped(path: str) -> Any:
+def mapped(path: str) -> Any:
     """Map a file of Arrow's IPC format, of its kind for files or for streams."""
     with arrow().memory_map(path) as file:
         magic = file.read(6)

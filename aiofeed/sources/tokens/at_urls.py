@@ -14,10 +14,12 @@ import numpy as np
 from aiofeed.sources.objects.listing import run_blocking
 from aiofeed.sources.objects.reader import GAP_BYTES, run_all
 from aiofeed.sources.parts import Parts
-from aiofeed.sources.shards.base import Shards
+from aiofeed.sources.shards.base import RecentParts
 from aiofeed.sources.shards.index import ShardIndex
+from aiofeed.sources.shards.parquet import ParquetRows, leaves
 from aiofeed.sources.shards.urls import Shard, ShardFinder
 from aiofeed.sources.tokens.formats import CHECKED_BYTES, TokenLayout, check_vocab, layout_of
+from aiofeed.sources.tokens.lists import MappedLists, dtype_of, layout_of_lists, tokens_of
 from aiofeed.sources.tokens.windows import CHECKED_TOKENS, Tokens, checked_places
 
 if TYPE_CHECKING:
@@ -30,23 +32,36 @@ RANGE_BYTES = 4 << 20
 
 @dataclass(frozen=True, eq=False)
 class TokenObject:
-    """An object with tokens: the dtype of raw ones, the stride of its windows, where its tokens are, and its windows."""
+    """An object with tokens.
+
+    Args:
+        dtype: The dtype of raw tokens.
+        stride: Tokens from the start of a window to the next.
+        column: The column of lists of tokens.
+        layout: Where its tokens are.
+        windows: The number of its windows.
+        metadata: The description of a Parquet file, or a mapped Arrow file.
+        starts: Of a column: the first token of each row group or record batch, and the number of tokens.
+    """
 
     dtype: str
     stride: int
+    column: str | None = None
     layout: TokenLayout = TokenLayout("uint8", 0, 0)
     windows: int = 0
+    metadata: Any = None
+    starts: Any = None
 
 
-class RemoteTokens(Tokens, Shards):
-    """Windows of tokens in objects, or in files that are read like objects."""
+class RemoteTokens(Tokens, ParquetRows):
+    """Windows of tokens in objects, in columns of lists, or in files that are read like objects."""
 
     answers_at_once, looks_ahead = False, True
     read_now = None
 
     def _open(self, files: list[tuple[Any, str, int]], vocab: int | None = None) -> None:
         """Find and open the objects, each with the dtype of raw tokens and the stride."""
-        self._vocab, self.needed = vocab, self.block + self.targets
+        self._vocab, self.needed, self._tables = vocab, self.block + self.targets, RecentParts()
         finder: Any = ShardFinder(*self._storage)
         self._shards = run_blocking(lambda: self._open_all(finder, files))
         self._parts = Parts(map(self._samples, self._shards))
@@ -55,10 +70,7 @@ class RemoteTokens(Tokens, Shards):
         dtypes = [np.dtype(shard.extra.layout.dtype) for shard in self._shards]
         self._dtype = dtypes[0] if len(set(dtypes)) == 1 else np.result_type(*dtypes)
         self._window_bytes = self.needed * self._dtype.itemsize
-        ranges = [
-            np.arange(first, last, max(RANGE_BYTES // (shard.extra.stride * dtype.itemsize), 1))
-            for shard, dtype, first, last in zip(self._shards, dtypes, self._starts, self._starts[1:], strict=False)
-        ]
+        ranges = [first + _ranges(shard.extra) for shard, first in zip(self._shards, self._starts, strict=False)]
         # An array for bisect, which compares numpy's numbers slowly.
         self._ranges = array("q", np.concatenate([*ranges, self._starts[-1:]]).tobytes())
         self.in_memory = False
@@ -70,38 +82,61 @@ class RemoteTokens(Tokens, Shards):
             # A text may be a glob; a path is the name of one file.
             found = [path] if isinstance(path, Shard) else None
             found = found or (await finder.find([path]) if isinstance(path, str) else [finder.shard(os.fspath(path))])
-            opened = [replace(shard, extra=TokenObject(dtype, stride)) for shard in found]
+            column = path.extra.column if isinstance(path, Shard) else self._column
+            opened = [replace(shard, extra=TokenObject(dtype, stride, column)) for shard in found]
             self._files += [(shard, dtype, stride) for shard in opened]
         return [shard for shard, _, _ in self._files]
 
     async def _index(self, shard: Shard) -> None:
-        given, index = shard.extra, None
-        stem, suffix = posixpath.splitext(shard.key)
-        beside = shard.beside(f"{stem}.idx")
+        given: TokenObject = shard.extra
         [head] = await shard.read([(0, min(shard.size, CHECKED_BYTES))])
+        opened = await (self._open_file(shard, head) if given.column is None else self._open_lists(shard, head))
+        layout = opened.layout.checked("it", self.needed, targets=self.targets)
+        shard.extra = replace(opened, windows=(layout.count - self.needed) // given.stride + 1)
+        if self._vocab is not None:
+            firsts = np.array(checked_places(layout.count))
+            parts = await self._read_tokens(shard, firsts, np.minimum(firsts + CHECKED_TOKENS, layout.count))
+            for first, part in zip(firsts.tolist(), parts, strict=True):
+                check_vocab("it", first, np.frombuffer(part, layout.dtype), self._vocab)
+
+    async def _open_file(self, shard: Shard, head: bytes) -> TokenObject:
+        stem, suffix = posixpath.splitext(shard.key)
+        beside, index = shard.beside(f"{stem}.idx"), None
         if suffix == ".bin":
             try:
                 index = await beside.reader.read(beside.key)
             except (FileNotFoundError, PermissionError):  # S3 denies access to a key that does not exist
                 pass
-        layout = layout_of("it", suffix, shard.size, head, given.dtype, index, beside.url)
-        layout.checked("it", self.needed, targets=self.targets)
-        windows = (layout.count - self.needed) // given.stride + 1
-        shard.extra = replace(given, layout=layout, windows=windows)
-        if self._vocab is not None:
-            itemsize, places = np.dtype(layout.dtype).itemsize, checked_places(layout.count)
-            firsts = [layout.offset + place * itemsize for place in places]
-            nbytes = min(layout.count, CHECKED_TOKENS) * itemsize
-            ends = [min(first + nbytes, layout.offset + layout.count * itemsize) for first in firsts]
-            for place, part in zip(places, await shard.read(list(zip(firsts, ends, strict=True))), strict=True):
-                check_vocab("it", place, np.frombuffer(part, layout.dtype), self._vocab)
+        layout = layout_of("it", suffix, shard.size, head, shard.extra.dtype, index, beside.url)
+        return replace(shard.extra, layout=layout)
+
+    async def _open_lists(self, shard: Shard, head: bytes) -> TokenObject:
+        column = shard.extra.column
+        if not head.startswith(b"PAR1"):
+            if not shard.local:
+                raise ValueError("it is no Parquet file; Arrow files are read from disk only: download it")
+            lists = MappedLists(shard.key, column)
+            layout, starts = layout_of_lists(lists.dtype, [*map(len, lists.batches)])
+            return replace(shard.extra, layout=layout, metadata=lists, starts=starts)
+        metadata = await self._footer(shard)
+        dtype = dtype_of(metadata.schema.to_arrow_schema(), column)
+        shard.extra, counts = replace(shard.extra, metadata=metadata), []
+        [leaf] = leaves(metadata, [column])
+        for number in range(metadata.num_row_groups):
+            chunk = metadata.row_group(number).column(leaf)
+            found = chunk.statistics
+            # The values of a column include a null for each list that is null or empty.
+            known = found is not None and found.has_null_count
+            counts.append(chunk.num_values - found.null_count if known else len(await self._batch(shard, number)))
+        layout, starts = layout_of_lists(dtype, counts)
+        return replace(shard.extra, layout=layout, starts=starts)
 
     def _samples(self, shard: Shard) -> int:
         windows: int = shard.extra.windows
         return windows
 
     def _selection(self) -> Any:
-        return self.needed, str(self._dtype), [stride for _, _, stride in self._files]
+        return self.needed, str(self._dtype), self._column, [stride for _, _, stride in self._files]
 
     def _unpack(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> Any:
         raise NotImplementedError  # windows have no index
@@ -144,22 +179,51 @@ class RemoteTokens(Tokens, Shards):
         return found
 
     async def _read_windows(self, shard: Shard, rows: NDArray[np.int64]) -> Sequence[Any]:
-        layout, dtype = shard.extra.layout, np.dtype(shard.extra.layout.dtype)
-        nbytes, starts = self.needed * dtype.itemsize, layout.offset + rows * shard.extra.stride * dtype.itemsize
+        dtype = np.dtype(shard.extra.layout.dtype)
+        nbytes, gap, starts = self.needed * dtype.itemsize, GAP_BYTES // dtype.itemsize, rows * shard.extra.stride
         # Joined here, not by the reader, which takes four times as long for windows of some KB.
         ordered = np.sort(starts)
-        parted = np.diff(ordered, prepend=ordered[0] - nbytes - GAP_BYTES - 1) > nbytes + GAP_BYTES
-        firsts, lasts = ordered[parted], ordered[np.roll(parted, -1)] + nbytes
+        parted = np.diff(ordered, prepend=ordered[0] - self.needed - gap - 1) > self.needed + gap
+        firsts, lasts = ordered[parted], ordered[np.roll(parted, -1)] + self.needed
         try:
-            parts = await shard.reader.read_ranges(shard.key, firsts.tolist(), lasts.tolist(), info=shard.info)
+            parts = await self._read_tokens(shard, firsts, lasts)
         except Exception as error:  # noqa: BLE001 - the error of each of these windows
             return [error.with_traceback(None)] * len(rows)
         numbers = np.searchsorted(firsts, starts, side="right") - 1
-        places = zip(numbers.tolist(), (starts - firsts[numbers]).tolist(), strict=True)
+        places = zip(numbers.tolist(), ((starts - firsts[numbers]) * dtype.itemsize).tolist(), strict=True)
         found = [parts[number][at : at + nbytes] for number, at in places]
         if dtype == self._dtype:
             return found
         return [np.frombuffer(window, dtype).astype(self._dtype).tobytes() for window in found]
+
+    async def _read_tokens(self, shard: Shard, firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> list[bytes]:
+        """The bytes of ranges of tokens."""
+        layout = shard.extra.layout
+        if shard.extra.column is not None:
+            return await run_all([self._join_batches(shard, *each) for each in zip(firsts, lasts, strict=True)])
+        bounds = [(layout.offset + each * np.dtype(layout.dtype).itemsize).tolist() for each in (firsts, lasts)]
+        return await shard.reader.read_ranges(shard.key, *bounds, info=shard.info)
+
+    async def _join_batches(self, shard: Shard, first: int, last: int) -> bytes:
+        starts, parts = shard.extra.starts, []
+        for number in range(np.searchsorted(starts, first, side="right") - 1, np.searchsorted(starts, last)):
+            tokens, at = await self._batch(shard, number), starts[number]
+            if len(tokens) != starts[number + 1] - at:
+                raise ValueError(f"{shard.url}: row group {number} has {len(tokens)} tokens, not as its statistics say")
+            parts.append(tokens[max(first - at, 0) : last - at].tobytes())
+        return b"".join(parts)
+
+    async def _batch(self, shard: Shard, number: int) -> NDArray[Any]:
+        """The tokens of a row group, or of a record batch."""
+        lists, column = shard.extra.metadata, shard.extra.column
+
+        async def read() -> NDArray[Any]:
+            return tokens_of((await self._read_rows(shard, number, [column])).column(0).combine_chunks())
+
+        if isinstance(lists, MappedLists):
+            return lists.batches[number]
+        found: NDArray[Any] = await self._tables.get((shard, number), read)
+        return found
 
     def gather(self, indices: Any, *parts: NDArray[Any]) -> None:
         """Write windows, of which there are the bytes, into ``x``, and with targets ``y``: [N, block]."""
@@ -167,3 +231,12 @@ class RemoteTokens(Tokens, Shards):
 
     def _read_at_once(self, index: int) -> Any:
         return run_blocking(lambda: self.read(index))
+
+
+def _ranges(file: TokenObject) -> NDArray[np.int64]:
+    """The first window of each range of a file: of 4 MiB, or the windows that begin in one part of a column."""
+    if file.starts is None:
+        window_bytes = file.stride * np.dtype(file.layout.dtype).itemsize
+        return np.arange(0, file.windows, max(RANGE_BYTES // window_bytes, 1))
+    firsts = np.unique(-(-file.starts // file.stride))
+    return firsts[firsts < file.windows]  # type: ignore[no-any-return]

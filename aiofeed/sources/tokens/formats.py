@@ -39,8 +39,8 @@ OTHER_FORMATS = {
     b"PK\x03\x04": "a zip file, such as .npz or that of torch.save",
     b"\x80\x04\x95": "a pickle",
     b"\x80\x05\x95": "a pickle",
-    b"PAR1": "a Parquet file",
-    b"ARROW1\0\0": "an Arrow file",
+    b"PAR1": "a Parquet file, of which column= names the lists of tokens",
+    b"ARROW1\0\0": "an Arrow file, of which column= names the lists of tokens",
     b"\x89HDF": "an HDF5 file",
     MEGATRON_MAGIC: "the index of a Megatron .bin, which is the file to pass",
 }

@@ -58,6 +58,8 @@ class Tokens:
         targets: Make samples ``(x, y)``. A window then needs ``block + 1`` tokens.
         vocab: The size of the vocabulary. The tokens at the beginning, in the middle and at the end of each file must
             be less.
+        column: The column of lists of tokens in Parquet files, or in Arrow files on disk. The tokens of all rows are one
+            stream. Row groups are read whole; they are the shards of ``shuffle="window"``.
         store: An obstore store that reads the URLs. Default: made of the URLs.
         options: Arguments of ``obstore.store.from_url``, such as ``{"endpoint": ..., "region": ...}``.
 
@@ -72,11 +74,12 @@ class Tokens:
     traits: Traits = Traits(decode="none", rows=True)
     answers_at_once = True
     looks_ahead = False
+    _column: str | None = None
 
-    def __new__(cls, paths: Any = None, *_: Any, store: Any = None, **__: Any) -> Self:
-        """Make ``RemoteTokens`` for URLs."""
+    def __new__(cls, paths: Any = None, *_: Any, column: Any = None, store: Any = None, **__: Any) -> Self:
+        """Make ``RemoteTokens`` for URLs and columns."""
         listed = paths if isinstance(paths, list | tuple) else [paths]
-        if cls is Tokens and (store is not None or any(map(is_remote, listed))):
+        if cls is Tokens and (store is not None or column is not None or any(map(is_remote, listed))):
             kind: type[Self] = importlib.import_module("aiofeed.sources.tokens.at_urls").RemoteTokens
             return super().__new__(kind)
         return super().__new__(cls)
@@ -90,6 +93,7 @@ class Tokens:
         targets: bool = False,
         vocab: int | None = None,
         *,
+        column: str | None = None,
         store: Any = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -99,6 +103,8 @@ class Tokens:
         name = _dtype_name(dtype)
         checked = None if vocab is None else check_positive_int("Tokens(vocab=...)", vocab)
         self._storage: tuple[Any, Any] = store, options
+        if column is not None:
+            self._column = column
         self._open([(path, name, step) for path in _checked_paths(paths)], checked)
 
     def _open(self, files: list[tuple[Any, str, int]], vocab: int | None = None) -> None:
@@ -137,6 +143,7 @@ class Tokens:
                     f"{self!r} and {other!r} differ in block or targets, so they do not fit into one batch"
                 )
         both = copy.copy(next((each for each in (self, *others) if each.read_now is None), self))
+        both._column = None
         both._open([*self._files, *(file for other in others for file in other._files)])
         return both
 
@@ -171,7 +178,8 @@ class Tokens:
 
     def fingerprint(self) -> str:
         """The number of windows and some of their keys, as for files without a fingerprint of their own."""
-        return fingerprint("Tokens", len(self), self.key)
+        name = "Tokens" if self._column is None else f"Tokens {self._column}"
+        return fingerprint(name, len(self), self.key)
 
     def key(self, index: int, /) -> str:
         """The file and the tokens of a window, as in ``train.bin[2048:3072]``."""

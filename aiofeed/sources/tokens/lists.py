@@ -1,0 +1,61 @@
+"""Tokens in a column of lists: of row groups of Parquet files, and of record batches of Arrow files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aiofeed.sources.tables.columns import is_list
+from aiofeed.sources.tables.memory import mapped
+from aiofeed.sources.tokens.formats import DTYPES, TokenLayout
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class MappedLists:
+    """The tokens of each record batch of a local Arrow file, in its mapped memory."""
+
+    def __init__(self, path: str, column: str) -> None:
+        self._arguments = path, column
+        table = mapped(path)
+        self.dtype: str = dtype_of(table.schema, column)
+        self.batches: list[NDArray[Any]] = [tokens_of(chunk) for chunk in table.column(column).chunks]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Map the file again."""
+        return type(self), self._arguments
+
+
+def layout_of_lists(dtype: str, counts: Sequence[int]) -> tuple[TokenLayout, NDArray[np.int64]]:
+    """The layout of lists of tokens, and the first token of each part of ``counts`` tokens, and their number."""
+    starts = np.cumsum([0, *counts])
+    return TokenLayout(dtype, 0, int(starts[-1])), starts
+
+
+def dtype_of(schema: Any, column: str) -> str:
+    """The dtype of the tokens in a column.
+
+    Raises:
+        ValueError: There is no such column, or it has other values.
+    """
+    if column not in schema.names:
+        raise ValueError(f"there is no column {column!r}; there are {schema.names}")
+    kind = schema.field(column).type
+    if not is_list(kind) or str(kind.value_type) not in DTYPES:
+        raise ValueError(f"column {column!r} has the type {kind}: tokens are lists of {', '.join(DTYPES)}")
+    return str(kind.value_type)
+
+
+def tokens_of(lists: Any) -> NDArray[Any]:
+    """The tokens of an Arrow array of lists, of which null ones and empty ones have none.
+
+    Raises:
+        ValueError: A token is null.
+    """
+    tokens = lists.flatten()
+    if tokens.null_count:
+        raise ValueError("the column has null tokens")
+    return tokens.to_numpy()  # type: ignore[no-any-return]
