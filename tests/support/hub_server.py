@@ -109,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
         if match[2] != "tree":
             self._json({"_id": "1", "id": match[1].partition("/")[2], "sha": commit})
             return
-        folder, recursive = unquote(match[4] or ""), query.get("recursive") == ["True"] or query.get("recursive") == ["true"]
+        folder, recursive = unquote(match[4] or ""), query.get("recursive") in (["True"], ["true"])
         base = f"{folder}/" if folder else ""
         entries: dict[str, dict[str, object]] = {}
         for name, data in sorted(files.items()):

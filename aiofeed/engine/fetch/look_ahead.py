@@ -91,10 +91,10 @@ class LookAhead:
 class _UpcomingSamples:
     """The samples of the plans that one run of an engine has taken from the order early."""
 
-    def __init__(self, source: Source[Any]) -> None:
-        self._source: Any = source
+    def __init__(self, source: Any) -> None:
+        self._source = source
         self._announce = Members.of(source).announce
-        self._starts = np.asarray(self._source.shard_starts)
+        self._starts = np.asarray(source.shard_starts)
         self.samples: dict[int, _Sample] = {}
         # For each shard the samples that will be read together.
         self._groups: dict[int, list[_Sample]] = {}

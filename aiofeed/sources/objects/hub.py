@@ -14,12 +14,14 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from aiofeed.sources.objects.clients import StoreClient
 from aiofeed.sources.objects.requests import ObjectInfo
 from aiofeed.sources.objects.urls import HUB, redacted
+
+ResultT = TypeVar("ResultT")
 
 log: logging.Logger = logging.getLogger("aiofeed.sources")
 
@@ -100,13 +102,11 @@ class HubClient(StoreClient):
         Raises:
             OSError: There is no such file, or the Hub cannot be asked.
         """
-        while (found := self._located.get(key)) is None:
-            answer = await asyncio.to_thread(self.ask, lambda: self._metadata(key), f"{self.root}/{key}")
-            if isinstance(answer, float):
-                await asyncio.sleep(answer)
-            else:
-                with self._lock:
-                    self._located[key] = answer
+        found = self._located.get(key)
+        if found is None:
+            found = await self._answer(lambda: self._metadata(key), key)
+            with self._lock:
+                self._located[key] = found
         return found
 
     async def list(self, prefix: str) -> list[tuple[str, ObjectInfo]]:
@@ -117,9 +117,12 @@ class HubClient(StoreClient):
             found = self._api().list_repo_tree(self._name, prefix.strip("/") or None, **options)
             return [(each.path, _info(each)) for each in found if hasattr(each, "blob_id")]
 
-        while isinstance(listed := await asyncio.to_thread(self.ask, entries, f"{self.root}/{prefix}"), float):
-            await asyncio.sleep(listed)
-        return listed  # type: ignore[no-any-return]
+        return await self._answer(entries, prefix)
+
+    async def _answer(self, function: Callable[[], ResultT], key: str) -> ResultT:
+        while isinstance(found := await asyncio.to_thread(self.ask, function, f"{self.root}/{key}"), float):  # noqa: ASYNC110
+            await asyncio.sleep(found)
+        return found  # type: ignore[no-any-return]
 
     def commit(self) -> str:
         """The commit of the revision."""
@@ -144,7 +147,7 @@ class HubClient(StoreClient):
             response, kind, module = getattr(error, "response", None), type(error).__name__, type(error).__module__
             text = self.redact(str(error).strip().partition("\n")[0])
         # Outside of the block above, so that the error has no context, in which the request has the token.
-        status = 0 if response is None else response.status_code
+        status, headers = (0, {}) if response is None else (response.status_code, response.headers)
         if kind in ("EntryNotFoundError", "RemoteEntryNotFoundError"):
             raise FileNotFoundError(errno.ENOENT, "there is no such object", url)
         if kind in ("RepositoryNotFoundError", "RevisionNotFoundError"):
@@ -154,7 +157,7 @@ class HubClient(StoreClient):
             raise PermissionError(errno.EACCES, f"access is denied: {text}", url)
         if kind == "HFValidationError":
             raise ValueError(f"{url}: {text}")
-        if status == 429 and (wait_s := _wait_s(response.headers)) is not None and wait_s <= WAIT_MOST_S:
+        if status == 429 and (wait_s := _wait_s(headers)) is not None and wait_s <= WAIT_MOST_S:
             log.warning("the Hub asks to wait %.0f s before the next request", wait_s)
             self._paused_until = time.monotonic() + wait_s
             return wait_s

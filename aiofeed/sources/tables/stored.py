@@ -1,4 +1,4 @@
-"""Tables of Parquet files and of Lance datasets, from which each batch is read."""
+"""Tables of Parquet files, Lance datasets and streaming datasets, from which each batch is read."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from aiofeed.core.types import Traits
 from aiofeed.sources.shards.parquet import ParquetRows
 from aiofeed.sources.shards.urls import Shard
+from aiofeed.sources.stream import Stream
 from aiofeed.sources.tables.columns import Columns, problem_of
 from aiofeed.sources.tables.table import Table, as_list, check_columns
 
@@ -79,3 +83,54 @@ class LanceTable(Table):
     def fingerprint(self) -> str:
         """Name, version, number of rows and columns of the dataset."""
         return f"{os.path.basename(self.name)} {self._dataset.version} {len(self)} {self._chosen}"
+
+
+class StreamTable(Stream, Table):  # type: ignore[misc]
+    """Rows of a streaming dataset of Hugging Face, read in its order; its ``state_dict`` is a part of the feeder's."""
+
+    traits = Traits(decode="optional", rows=True, indexed=False)
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        Table.__init__(self, *arguments, **options)
+
+    def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
+        names = columns or [*as_list(self.data), *as_list(target)]
+        self._target_columns, self._schema = target, table.features and table.features.arrow_schema
+        if any(value is not None for value in storage.values()):
+            raise ValueError("Table: store= and options= are for URLs of Parquet files")
+        if (size := _shuffle_buffer(table._ex_iterable)) > 1:
+            raise ValueError(
+                f"Table: the state of a dataset has not the {size} rows of its shuffle buffer, so a resume would lose "
+                f"them: dataset.shuffle(buffer_size=1) shuffles shards only, and aiofeed.Stream(dataset, "
+                f"shuffle_buffer={size}) resumes exactly"
+            )
+        if table._distributed is not None:
+            raise ValueError("Table: each rank takes its rows of all: pass the dataset before split_dataset_by_node")
+        if self._schema is not None:
+            check_columns("Table", self._schema.names, names)
+        Stream.__init__(self, (table.select_columns(names) if names else table).with_format("arrow"))
+        self.name = "Table"
+        if target is not None:
+            self.target = self._target
+
+    def __repr__(self) -> str:
+        return f"Table({', '.join(self._problems()) or 'rows'} of a stream)"
+
+    def _problems(self) -> Mapping[str, str | None]:
+        names = getattr(self._make, "column_names", None) or ()
+        return {} if self._schema is None else {name: problem_of(self._schema.field(name).type) for name in names}
+
+    def _target(self, index: Any, /) -> Any:
+        [row] = Columns.of(index.item.select(as_list(self._target_columns))).rows(np.arange(1))
+        return row[self._target_columns] if isinstance(self._target_columns, str) else row
+
+    async def read_many(self, indices: Sequence[int], /) -> list[Any]:
+        """Return the rows of ``ItemNumber``s."""
+        return [self._samples_read(row)[0] for row in await Stream.read_many(self, indices)]
+
+
+def _shuffle_buffer(examples: Any) -> int:
+    """Return the size of the largest shuffle buffer within the iterables of a dataset."""
+    inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
+    own = examples.buffer_size if type(examples).__name__ == "BufferShuffledExamplesIterable" else 0
+    return max([own, *(_shuffle_buffer(each) for each in inner if each is not None)])

@@ -37,7 +37,8 @@ class Table:
     ``pip install "aiofeed[parquet]"``.
 
     Args:
-        table: A Hugging Face ``Dataset``, whose ``select`` and ``shuffle`` apply; an Arrow table, or any object that
+        table: A Hugging Face ``Dataset``, whose ``select`` and ``shuffle`` apply; a streaming one, an
+            ``IterableDataset``, which is read in its order as a ``Stream`` is; an Arrow table, or any object that
             exports one, as those of polars and DuckDB; a pandas ``DataFrame``; a NumPy structured array; a Lance
             dataset; the path of an ``.arrow`` file, which is mapped, or of a ``.lance`` dataset; or Parquet files, as
             for ``ParquetRows``: paths, URLs, globs and braces. It is referenced, not copied: do not change it.
@@ -192,4 +193,7 @@ def _kind_of(table: Any) -> str:
     if isinstance(path, str | os.PathLike):
         suffix = PurePath(path).suffix
         return "LanceTable" if suffix == ".lance" else "MemoryTable" if suffix in ARROW_FILES else "ParquetTable"
-    return "LanceTable" if type(table).__module__.startswith("lance.") else "MemoryTable"
+    package, is_stream = type(table).__module__.partition(".")[0], type(table).__name__ == "IterableDataset"
+    if package == "datasets" and is_stream:
+        return "StreamTable"
+    return "LanceTable" if package == "lance" else "MemoryTable"

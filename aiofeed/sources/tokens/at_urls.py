@@ -7,7 +7,7 @@ import posixpath
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from aiofeed.sources.shards.base import RecentParts
 from aiofeed.sources.shards.index import ShardIndex
 from aiofeed.sources.shards.parquet import ParquetRows, leaves
 from aiofeed.sources.shards.urls import Shard, ShardFinder
-from aiofeed.sources.tokens.formats import CHECKED_BYTES, TokenLayout, check_vocab, layout_of
+from aiofeed.sources.tokens.formats import CHECKED_BYTES, check_vocab, layout_of
 from aiofeed.sources.tokens.lists import MappedLists, dtype_of, layout_of_lists, tokens_of
 from aiofeed.sources.tokens.windows import CHECKED_TOKENS, Tokens, checked_places
 
@@ -47,7 +47,7 @@ class TokenObject:
     dtype: str
     stride: int
     column: str | None = None
-    layout: TokenLayout = TokenLayout("uint8", 0, 0)
+    layout: Any = None
     windows: int = 0
     metadata: Any = None
     starts: Any = None
@@ -57,13 +57,13 @@ class RemoteTokens(Tokens, ParquetRows):
     """Windows of tokens in objects, in columns of lists, or in files that are read like objects."""
 
     answers_at_once, looks_ahead = False, True
-    read_now = None
+    read_now = None  # type: ignore[assignment]
 
     def _open(self, files: list[tuple[Any, str, int]], vocab: int | None = None) -> None:
         """Find and open the objects, each with the dtype of raw tokens and the stride."""
         self._vocab, self.needed, self._tables = vocab, self.block + self.targets, RecentParts()
-        finder: Any = ShardFinder(*self._storage)
-        self._shards = run_blocking(lambda: self._open_all(finder, files))
+        finder, urls = ShardFinder(*self._storage), cast("Any", files)
+        self._shards = run_blocking(lambda: self._open_all(finder, urls))
         self._parts = Parts(map(self._samples, self._shards))
         self._starts = np.array(self._parts.starts)
         self.documents = [shard.extra.layout.documents for shard in self._shards]
@@ -90,7 +90,10 @@ class RemoteTokens(Tokens, ParquetRows):
     async def _index(self, shard: Shard) -> None:
         given: TokenObject = shard.extra
         [head] = await shard.read([(0, min(shard.size, CHECKED_BYTES))])
-        opened = await (self._open_file(shard, head) if given.column is None else self._open_lists(shard, head))
+        if given.column is None:
+            opened = await self._open_file(shard, given, head)
+        else:
+            opened = await self._open_lists(shard, given, given.column, head)
         layout = opened.layout.checked("it", self.needed, targets=self.targets)
         shard.extra = replace(opened, windows=(layout.count - self.needed) // given.stride + 1)
         if self._vocab is not None:
@@ -99,7 +102,7 @@ class RemoteTokens(Tokens, ParquetRows):
             for first, part in zip(firsts.tolist(), parts, strict=True):
                 check_vocab("it", first, np.frombuffer(part, layout.dtype), self._vocab)
 
-    async def _open_file(self, shard: Shard, head: bytes) -> TokenObject:
+    async def _open_file(self, shard: Shard, given: TokenObject, head: bytes) -> TokenObject:
         stem, suffix = posixpath.splitext(shard.key)
         beside, index = shard.beside(f"{stem}.idx"), None
         if suffix == ".bin":
@@ -107,20 +110,19 @@ class RemoteTokens(Tokens, ParquetRows):
                 index = await beside.reader.read(beside.key)
             except (FileNotFoundError, PermissionError):  # S3 denies access to a key that does not exist
                 pass
-        layout = layout_of("it", suffix, shard.size, head, shard.extra.dtype, index, beside.url)
-        return replace(shard.extra, layout=layout)
+        layout = layout_of("it", suffix, shard.size, head, given.dtype, index, beside.url)
+        return replace(given, layout=layout)
 
-    async def _open_lists(self, shard: Shard, head: bytes) -> TokenObject:
-        column = shard.extra.column
+    async def _open_lists(self, shard: Shard, given: TokenObject, column: str, head: bytes) -> TokenObject:
         if not head.startswith(b"PAR1"):
             if not shard.local:
                 raise ValueError("it is no Parquet file; Arrow files are read from disk only: download it")
             lists = MappedLists(shard.key, column)
             layout, starts = layout_of_lists(lists.dtype, [*map(len, lists.batches)])
-            return replace(shard.extra, layout=layout, metadata=lists, starts=starts)
+            return replace(given, layout=layout, metadata=lists, starts=starts)
         metadata = await self._footer(shard)
         dtype = dtype_of(metadata.schema.to_arrow_schema(), column)
-        shard.extra, counts = replace(shard.extra, metadata=metadata), []
+        shard.extra, counts = replace(given, metadata=metadata), []
         [leaf] = leaves(metadata, [column])
         for number in range(metadata.num_row_groups):
             chunk = metadata.row_group(number).column(leaf)
@@ -129,7 +131,7 @@ class RemoteTokens(Tokens, ParquetRows):
             known = found is not None and found.has_null_count
             counts.append(chunk.num_values - found.null_count if known else len(await self._batch(shard, number)))
         layout, starts = layout_of_lists(dtype, counts)
-        return replace(shard.extra, layout=layout, starts=starts)
+        return replace(given, layout=layout, metadata=metadata, starts=starts)
 
     def _samples(self, shard: Shard) -> int:
         windows: int = shard.extra.windows
@@ -239,4 +241,4 @@ def _ranges(file: TokenObject) -> NDArray[np.int64]:
         window_bytes = file.stride * np.dtype(file.layout.dtype).itemsize
         return np.arange(0, file.windows, max(RANGE_BYTES // window_bytes, 1))
     firsts = np.unique(-(-file.starts // file.stride))
-    return firsts[firsts < file.windows]  # type: ignore[no-any-return]
+    return firsts[firsts < file.windows]

@@ -58,8 +58,8 @@ class Tokens:
         targets: Make samples ``(x, y)``. A window then needs ``block + 1`` tokens.
         vocab: The size of the vocabulary. The tokens at the beginning, in the middle and at the end of each file must
             be less.
-        column: The column of lists of tokens in Parquet files, or in Arrow files on disk. The tokens of all rows are one
-            stream. Row groups are read whole; they are the shards of ``shuffle="window"``.
+        column: The column of lists of tokens in Parquet files, or in Arrow files on disk. The tokens of all rows are
+            one stream. Row groups are read whole; they are the shards of ``shuffle="window"``.
         store: An obstore store that reads the URLs. Default: made of the URLs.
         options: Arguments of ``obstore.store.from_url``, such as ``{"endpoint": ..., "region": ...}``.
 
@@ -123,8 +123,9 @@ class Tokens:
             self._windows.append(np.lib.stride_tricks.sliding_window_view(tokens, needed)[::stride])
             self.arrays.append(tokens)
             self.documents.append(layout.documents)
-            for start in checked_places(len(tokens)) if vocab is not None else ():
-                check_vocab(str(path), start, tokens[start : start + CHECKED_TOKENS], vocab)
+            if vocab is not None:
+                for start in checked_places(len(tokens)):
+                    check_vocab(str(path), start, tokens[start : start + CHECKED_TOKENS], vocab)
         self._starts = np.cumsum([0, *map(len, self._windows)])
         self.in_memory: bool = sum(tokens.nbytes for tokens in self.arrays) * MEMORY_SHARE <= free_memory()
         """Whether the operating system can keep the files in memory."""
@@ -196,7 +197,7 @@ class Tokens:
         """Return the indices: the decoder gathers tokens."""
         return list(indices)
 
-    read_now: Callable[[Sequence[int]], list[Any]] | None = staticmethod(list)
+    read_now: Callable[[Sequence[int]], list[Any]] | None = staticmethod(lambda indices: [*indices])
     """Returns the indices: the decoder gathers tokens."""
 
     @property

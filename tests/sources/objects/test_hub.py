@@ -64,7 +64,11 @@ async def test_listing(hub: HubServer) -> None:
     reader = ObjectReader(ROOT)
     listed = {key: info.size async for page in reader.list() for key, info in page}
     assert listed == {key: len(data) for key, data in FILES.items()}
-    assert [key async for page in reader.list("data/") for key, _ in page] == ["data/a b#%.bin", "data/b.bin", "data/c/d.txt"]
+    assert [key async for page in reader.list("data/") for key, _ in page] == [
+        "data/a b#%.bin",
+        "data/b.bin",
+        "data/c/d.txt",
+    ]
     below = ObjectReader(f"{ROOT}/data")
     assert [key async for page in below.list() for key, _ in page] == ["a b#%.bin", "b.bin", "c/d.txt"]
 
