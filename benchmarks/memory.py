@@ -1,4 +1,4 @@
-"""How long is an epoch of data that are in memory already: tensors, and tokens in a memory-mapped file?
+"""How long is an epoch of data that are in memory already, tensors and tokens, or of tokens in an object store?
 
 60,000 samples of 28 x 28 with labels, shuffled, batch 64, epochs after the first, no step: as bytes, like MNIST, and as
 float32, which moves four times as much memory. ``Tensors`` is compared with ``DataLoader`` without workers, with
@@ -9,19 +9,25 @@ the batches.
 the page cache. ``Tokens`` is compared with one ``np.take`` per batch from the same memmap, converted to the same two
 tensors, and with ``DataLoader`` over a ``Dataset`` of slices, without workers and with two.
 
+Windows of 2,048 uint16 tokens in four objects of 64 MiB, in a store that answers after 20 ms, shuffled within 64 MiB:
+16 ranges of 4 MiB. "download" reads the same objects one after the other, each by one request, and makes no batches.
+"download by ranges" requests 4 MiB after 4 MiB, so that it waits for each.
+
 Targets: at least 15 times ``DataLoader`` and 4.0 times indexing per batch; for tokens at least 0.7 of ``np.take``, and
-20 times ``DataLoader`` with workers. Without workers ``np.take`` itself is less than 20 times as fast.
+20 times ``DataLoader`` with workers. Without workers ``np.take`` itself is less than 20 times as fast. At URLs at least
+0.8 of a download.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.contenders import epochs, fed, labelled, loaded
 from benchmarks.figures import Figure
 from benchmarks.harness import Contender, Measure, Settings, interleave
+from benchmarks.objects import DELAY_S, name, options_of, server
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
 TITLE = "60,000 samples in memory; windows of 1,024 tokens; batch 64, shuffled"
 
 BATCH, BLOCK = 64, 1024
+OBJECTS, OBJECT_BYTES, RANGE_BYTES, WINDOW = 4, 64 << 20, 4 << 20, 2048
 LOADER, LOADER_2 = "DataLoader, no workers", "DataLoader, 2 workers"
 
 
@@ -60,7 +67,15 @@ def run(settings: Settings) -> list[Figure]:
     race = interleave(contenders, settings)
     bars = {"np.take": 0.7, LOADER_2: 20, LOADER: None}
     figures += [race.speed("Tokens", other, bar, "tokens") for other, bar in bars.items()]
-    return [*figures, *race.rates("windows", "tokens")]
+    figures += race.rates("windows", "tokens")
+    size = settings.size(OBJECT_BYTES, 1 << 20)
+    with server("--objects", str(OBJECTS), "--size", str(size), "--delay", str(DELAY_S)) as port:
+        parts = {"download": size, "download by ranges": min(size, RANGE_BYTES)}
+        contenders = [Contender("Tokens", at_urls, {"port": port})]
+        contenders += [Contender(each, download, {"port": port, "part": parts[each]}, bound=True) for each in parts]
+        race = interleave(contenders, settings)
+    figures += [race.speed("Tokens", each, 0.8, "at URLs") for each in parts]
+    return [*figures, *race.rates("windows", "at URLs")]
 
 
 def data(samples: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,6 +142,29 @@ def tokens(path: str, epochs_at_a_time: int) -> AbstractContextManager[Measure]:
     source = aiofeed.Tokens(path, BLOCK, targets=True)
     feeder = aiofeed.Feeder(source, batch_size=BATCH, shuffle=True, drop_last=True)
     return fed(feeder, labelled, repeat=epochs_at_a_time)
+
+
+def at_urls(port: int) -> AbstractContextManager[Measure]:
+    import aiofeed
+
+    urls = [f"s3://bucket/{name(number)}" for number in range(OBJECTS)]
+    source = aiofeed.Tokens(urls, WINDOW, options=options_of(port))
+    return fed(aiofeed.Feeder(source, batch_size=BATCH, shuffle="window"))
+
+
+@contextmanager
+def download(port: int, part: int) -> Iterator[Measure]:
+    from obstore.store import S3Store
+
+    store = S3Store("bucket", **options_of(port), client_options={"allow_http": True})
+    size = store.head(name(0))["size"]
+    reads = [(name(number), start) for number in range(OBJECTS) for start in range(0, size, part)]
+
+    def parts() -> Iterator[Any]:
+        return (store.get_range(key, start=start, length=part) for key, start in reads)
+
+    with epochs(parts, lambda data: len(data) // (2 * WINDOW)) as measure:
+        yield measure
 
 
 def take(path: str, epochs_at_a_time: int) -> AbstractContextManager[Measure]:
