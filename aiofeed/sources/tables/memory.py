@@ -137,8 +137,6 @@ def _package(table: Any) -> str:
 
 
 def _instead(table: Any, kind: str) -> str:
-    if kind.startswith("datasets.Iterable"):
-        return f"{kind} has no rows by number, pass aiofeed.Stream(dataset)"
     if isinstance(table, Mapping):
         return f"pass one of the values {list(table)[:8]} of the {kind}, or pyarrow.table(...) of columns"
     if isinstance(table, np.ndarray):

@@ -14,12 +14,11 @@ import numpy as np
 from aiofeed.sources.objects.listing import run_blocking
 from aiofeed.sources.objects.reader import GAP_BYTES, run_all
 from aiofeed.sources.parts import Parts
-from aiofeed.sources.shards.base import RecentParts
-from aiofeed.sources.shards.index import ShardIndex
+from aiofeed.sources.shards.base import RecentParts, Shards
 from aiofeed.sources.shards.parquet import ParquetRows, leaves
 from aiofeed.sources.shards.urls import Shard, ShardFinder
-from aiofeed.sources.tokens.formats import CHECKED_BYTES, check_vocab, layout_of
-from aiofeed.sources.tokens.lists import MappedLists, dtype_of, layout_of_lists, tokens_of
+from aiofeed.sources.tokens.formats import CHECKED_BYTES, TokenLayout, check_vocab, layout_of
+from aiofeed.sources.tokens.lists import MappedLists, dtype_of, tokens_of
 from aiofeed.sources.tokens.windows import CHECKED_TOKENS, Tokens, checked_places
 
 if TYPE_CHECKING:
@@ -58,6 +57,7 @@ class RemoteTokens(Tokens, ParquetRows):
 
     answers_at_once, looks_ahead = False, True
     read_now = None  # type: ignore[assignment]
+    read = Shards.read
 
     def _open(self, files: list[tuple[Any, str, int]], vocab: int | None = None) -> None:
         """Find and open the objects, each with the dtype of raw tokens and the stride."""
@@ -114,24 +114,25 @@ class RemoteTokens(Tokens, ParquetRows):
         return replace(given, layout=layout)
 
     async def _open_lists(self, shard: Shard, given: TokenObject, column: str, head: bytes) -> TokenObject:
-        if not head.startswith(b"PAR1"):
-            if not shard.local:
-                raise ValueError("it is no Parquet file; Arrow files are read from disk only: download it")
+        lists: Any
+        if head.startswith(b"PAR1"):
+            lists, counts = await self._footer(shard), []
+            dtype = dtype_of(lists.schema.to_arrow_schema(), column)
+            shard.extra = replace(given, metadata=lists)
+            [leaf] = leaves(lists, [column])
+            for number in range(lists.num_row_groups):
+                chunk = lists.row_group(number).column(leaf)
+                found = chunk.statistics
+                # The values of a column include a null for each list that is null or empty.
+                known = found is not None and found.has_null_count
+                counts.append(chunk.num_values - found.null_count if known else len(await self._batch(shard, number)))
+        elif shard.local:
             lists = MappedLists(shard.key, column)
-            layout, starts = layout_of_lists(lists.dtype, [*map(len, lists.batches)])
-            return replace(given, layout=layout, metadata=lists, starts=starts)
-        metadata = await self._footer(shard)
-        dtype = dtype_of(metadata.schema.to_arrow_schema(), column)
-        shard.extra, counts = replace(given, metadata=metadata), []
-        [leaf] = leaves(metadata, [column])
-        for number in range(metadata.num_row_groups):
-            chunk = metadata.row_group(number).column(leaf)
-            found = chunk.statistics
-            # The values of a column include a null for each list that is null or empty.
-            known = found is not None and found.has_null_count
-            counts.append(chunk.num_values - found.null_count if known else len(await self._batch(shard, number)))
-        layout, starts = layout_of_lists(dtype, counts)
-        return replace(given, layout=layout, metadata=metadata, starts=starts)
+            dtype, counts = lists.dtype, list(map(len, lists.batches))
+        else:
+            raise ValueError("it is no Parquet file; Arrow files are read from disk only: download it")
+        starts = np.cumsum([0, *counts])
+        return replace(given, layout=TokenLayout(dtype, 0, int(starts[-1])), metadata=lists, starts=starts)
 
     def _samples(self, shard: Shard) -> int:
         windows: int = shard.extra.windows
@@ -139,9 +140,6 @@ class RemoteTokens(Tokens, ParquetRows):
 
     def _selection(self) -> Any:
         return self.needed, str(self._dtype), self._column, [stride for _, _, stride in self._files]
-
-    def _unpack(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> Any:
-        raise NotImplementedError  # windows have no index
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep what was found out about the objects: a copy sends no requests."""
@@ -158,13 +156,6 @@ class RemoteTokens(Tokens, ParquetRows):
     def nbytes(self, index: int, /) -> int:
         """The bytes of a window."""
         return self._window_bytes
-
-    async def read(self, index: int, /) -> bytes:
-        """The bytes of a window."""
-        [window] = await self.read_many([index])
-        if isinstance(window, Exception):
-            raise window
-        return window  # type: ignore[no-any-return]
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """The bytes of windows, in one dtype for all files, or the error of each that cannot be read."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from aiofeed.sources.tables.columns import is_list
 from aiofeed.sources.tables.memory import mapped
-from aiofeed.sources.tokens.formats import DTYPES, TokenLayout
+from aiofeed.sources.tokens.formats import DTYPES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,12 +24,6 @@ class MappedLists:
     def __reduce__(self) -> tuple[Any, ...]:
         """Map the file again."""
         return type(self), self._arguments
-
-
-def layout_of_lists(dtype: str, counts: Sequence[int]) -> tuple[TokenLayout, NDArray[np.int64]]:
-    """The layout of lists of tokens, and the first token of each part of ``counts`` tokens, and their number."""
-    starts = np.cumsum([0, *counts])
-    return TokenLayout(dtype, 0, int(starts[-1])), starts
 
 
 def dtype_of(schema: Any, column: str) -> str:

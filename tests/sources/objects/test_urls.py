@@ -26,7 +26,7 @@ def test_root_and_key(url, root, key):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("hdfs://host/a", "one of s3://, gs://, az://, http://, https://, file://"),
+        ("hdfs://host/a", "one of s3://, gs://, az://, hf://, http://, https://, file://"),
         ("s3:///a", "no bucket"),
         ("http:///a", "no host"),
         ("file://host/a", "three slashes"),
