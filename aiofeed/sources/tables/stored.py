@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,7 @@ class LanceTable(Table):
 class StreamTable(Stream, Table):  # type: ignore[misc]
     """Rows of a streaming dataset of Hugging Face, read in its order; its ``state_dict`` is a part of the feeder's."""
 
-    traits = Traits(decode="optional", rows=True, indexed=False)
+    traits: Traits = Traits(decode="optional", rows=True, indexed=False)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         Table.__init__(self, *arguments, **options)
@@ -111,7 +111,7 @@ class StreamTable(Stream, Table):  # type: ignore[misc]
         Stream.__init__(self, (table.select_columns(names) if names else table).with_format("arrow"))
         self.name = "Table"
         if target is not None:
-            self.target = self._target
+            self.target: Callable[[int], Any] = self._target
 
     def __repr__(self) -> str:
         return f"Table({', '.join(self._problems()) or 'rows'} of a stream)"

@@ -55,21 +55,22 @@ class TokenObject:
 class RemoteTokens(Tokens, ParquetRows):
     """Windows of tokens in objects, in columns of lists, or in files that are read like objects."""
 
-    answers_at_once, looks_ahead = False, True
-    read_now = None  # type: ignore[assignment]
-    read = Shards.read
+    answers_at_once: bool = False
+    looks_ahead: bool = True
+    read_now: None = None  # type: ignore[assignment]
+    read: Any = Shards.read
 
     def _open(self, files: list[tuple[Any, str, int]], vocab: int | None = None) -> None:
         """Find and open the objects, each with the dtype of raw tokens and the stride."""
-        self._vocab, self.needed, self._tables = vocab, self.block + self.targets, RecentParts()
+        self._vocab, self._needed, self._tables = vocab, self.block + self.targets, RecentParts()
         finder, urls = ShardFinder(*self._storage), cast("Any", files)
         self._shards = run_blocking(lambda: self._open_all(finder, urls))
         self._parts = Parts(map(self._samples, self._shards))
         self._starts = np.array(self._parts.starts)
-        self.documents = [shard.extra.layout.documents for shard in self._shards]
+        self.documents: list[NDArray[np.int64] | None] = [shard.extra.layout.documents for shard in self._shards]
         dtypes = [np.dtype(shard.extra.layout.dtype) for shard in self._shards]
         self._dtype = dtypes[0] if len(set(dtypes)) == 1 else np.result_type(*dtypes)
-        self._window_bytes = self.needed * self._dtype.itemsize
+        self._window_bytes = self._needed * self._dtype.itemsize
         ranges = [first + _ranges(shard.extra) for shard, first in zip(self._shards, self._starts, strict=False)]
         # An array for bisect, which compares numpy's numbers slowly.
         self._ranges = array("q", np.concatenate([*ranges, self._starts[-1:]]).tobytes())
@@ -94,8 +95,8 @@ class RemoteTokens(Tokens, ParquetRows):
             opened = await self._open_file(shard, given, head)
         else:
             opened = await self._open_lists(shard, given, given.column, head)
-        layout = opened.layout.checked("it", self.needed, targets=self.targets)
-        shard.extra = replace(opened, windows=(layout.count - self.needed) // given.stride + 1)
+        layout = opened.layout.checked("it", self._needed, targets=self.targets)
+        shard.extra = replace(opened, windows=(layout.count - self._needed) // given.stride + 1)
         if self._vocab is not None:
             firsts = np.array(checked_places(layout.count))
             parts = await self._read_tokens(shard, firsts, np.minimum(firsts + CHECKED_TOKENS, layout.count))
@@ -139,7 +140,7 @@ class RemoteTokens(Tokens, ParquetRows):
         return windows
 
     def _selection(self) -> Any:
-        return self.needed, str(self._dtype), self._column, [stride for _, _, stride in self._files]
+        return self._needed, str(self._dtype), self._column, [stride for _, _, stride in self._files]
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep what was found out about the objects: a copy sends no requests."""
@@ -173,11 +174,11 @@ class RemoteTokens(Tokens, ParquetRows):
 
     async def _read_windows(self, shard: Shard, rows: NDArray[np.int64]) -> Sequence[Any]:
         dtype = np.dtype(shard.extra.layout.dtype)
-        nbytes, gap, starts = self.needed * dtype.itemsize, GAP_BYTES // dtype.itemsize, rows * shard.extra.stride
+        nbytes, gap, starts = self._needed * dtype.itemsize, GAP_BYTES // dtype.itemsize, rows * shard.extra.stride
         # Joined here, not by the reader, which takes four times as long for windows of some KB.
         ordered = np.sort(starts)
-        parted = np.diff(ordered, prepend=ordered[0] - self.needed - gap - 1) > self.needed + gap
-        firsts, lasts = ordered[parted], ordered[np.roll(parted, -1)] + self.needed
+        parted = np.diff(ordered, prepend=ordered[0] - self._needed - gap - 1) > self._needed + gap
+        firsts, lasts = ordered[parted], ordered[np.roll(parted, -1)] + self._needed
         try:
             parts = await self._read_tokens(shard, firsts, lasts)
         except Exception as error:  # noqa: BLE001 - the error of each of these windows
@@ -220,7 +221,7 @@ class RemoteTokens(Tokens, ParquetRows):
 
     def gather(self, indices: Any, *parts: NDArray[Any]) -> None:
         """Write windows, of which there are the bytes, into ``x``, and with targets ``y``: [N, block]."""
-        self._write(np.frombuffer(b"".join(indices), self._dtype).reshape(-1, self.needed), parts, slice(None))
+        self._write(np.frombuffer(b"".join(indices), self._dtype).reshape(-1, self._needed), parts, slice(None))
 
     def _read_at_once(self, index: int) -> Any:
         return run_blocking(lambda: self.read(index))
