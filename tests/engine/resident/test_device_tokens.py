@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 import aiofeed
 from aiofeed import CacheError, DeviceCopyError, DiskCache, Feeder, HostCache, Limits, Mixture, Tokens
 from aiofeed.engine.resident import device_tokens
-from aiofeed.sources import tokens as token_source
+from aiofeed.sources.tokens import formats, windows
 from aiofeed.testing import SimulatedDevice
 from tests.support.token_files import write_header, write_raw
 
@@ -95,7 +95,7 @@ def test_files_of_several_dtypes(
     assert lists(feeder) == lists(Feeder(source, batch_size=7, shuffle=True, device=None))
 
 
-@pytest.mark.parametrize("dtype", token_source.DTYPES)
+@pytest.mark.parametrize("dtype", formats.DTYPES)
 def test_dtypes(dtype: str, device: SimulatedDevice, tmp_path: Path) -> None:
     """Tokens of every integer dtype arrive with their values."""
     numbers = np.array([0, 1, np.iinfo(dtype).max, np.iinfo(dtype).min], dtype)
@@ -258,7 +258,7 @@ def test_in_host_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a device the files must fit into memory, where the consumer's thread gathers them."""
     feeder: Feeder[Any] = Feeder(Tokens(path, BLOCK), batch_size=6, cache="device")
     assert lists(feeder) == lists(Feeder(Tokens(path, BLOCK), batch_size=6))
-    monkeypatch.setattr(token_source, "free_memory", lambda: 1500)
+    monkeypatch.setattr(windows, "free_memory", lambda: 1500)
     with pytest.raises(CacheError, match=r"1000 bytes are more than half of the free .* leave out cache="):
         Feeder(Tokens(path, BLOCK), batch_size=6, cache="device")
     device = SimulatedDevice()
