@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pickle import UnpicklingError
 from typing import Any
 
 from aiofeed.core.errors import StateError
@@ -29,7 +28,7 @@ def replay(path: str, data: Sequence[str], *, step: int, epoch: int, rank: int |
         order = FeedOrder(schedule, None, (schedule.rank, schedule.world_size))
         for sample in order.samples_at(step, epoch, rank, lambda at: None if source is None else str(source.key(at))):
             print(json.dumps(asdict(sample)))
-    except (OSError, ValueError, ImportError, RuntimeError, UnpicklingError, StateError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, StateError) as error:
         print(f"aiofeed replay: {error}", file=sys.stderr)
         return 1
     return 0
@@ -44,7 +43,10 @@ def _read(path: str) -> Mapping[str, Any]:
         else:
             import torch
 
-            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            try:
+                saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except Exception as error:  # noqa: BLE001 - those of torch, zip files and pickles
+                raise StateError(f"{path} is no JSON, nor a safe file of torch.save: {error}") from None
     states = list(_states(saved, ()))
     if len(states) != 1:
         raise StateError(f"{path} has {len(states)} states of feeders, at {[name for name, _ in states]}, and not one")

@@ -33,6 +33,11 @@ MEMORY_SHARE = 2
 CHECKED_TOKENS = 1 << 16
 
 
+def _same(indices: Sequence[int]) -> list[Any]:
+    """Return the indices: the decoder gathers tokens."""
+    return [*indices]
+
+
 @public
 @explain_arguments(
     {"block_size": "it is called block", "seq_len": "it is called block", "vocab_size": "it is called vocab"}
@@ -197,8 +202,7 @@ class Tokens:
         """Return the indices: the decoder gathers tokens."""
         return list(indices)
 
-    read_now: Callable[[Sequence[int]], list[Any]] | None = staticmethod(lambda indices: [*indices])
-    """Returns the indices: the decoder gathers tokens."""
+    read_now: Callable[[Sequence[int]], list[Any]] | None = staticmethod(_same)
 
     @property
     def decoder(self) -> TokenDecoder:
