@@ -65,7 +65,7 @@ class ProgressFeed(Generic[BatchT]):
             session.bar = bar = EpochBar(self._name, batches, before)
         shown = _ShownEpoch(iterator.observer, session, bar, before)
         iterator.observer = shown
-        session.delivery.queue.runs = False
+        session.delivery.queue.runs = False  # the bar is told of each batch
         # The iterator is dropped by `break` and by an exception in the loop.
         weakref.finalize(iterator, shown.left)
         return iterator  # type: ignore[no-any-return]
