@@ -59,6 +59,7 @@ class Progress:
 
 
 async def train(feeder: aiofeed.Feeder[list[torch.Tensor]], epochs: int, progress: Progress) -> None:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 512), nn.ReLU(), nn.Linear(512, 1))
     optimizer = torch.optim.Adam(model.parameters())
 
