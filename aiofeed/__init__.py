@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import threading  # noqa: F401 - runtime/threads.py can detect the interpreter's exit if this is imported before it
+import warnings
+from collections.abc import Callable
 
 # The public names, as docs/api.md groups them, and their modules. A module is imported when a name of it is first used:
-# a process that only decodes never pays for torch, nor one that only lists files.
+# a process that only decodes never pays for torch, nor one that only lists files. Names that a program types are in
+# `aiofeed`; those that it only receives, or that serve one integration, are in the namespace before their dot.
 _HOMES: dict[str, dict[str, str]] = {
     "Feeding": {
         "Feeder": "aiofeed.feeder.feeder",
@@ -18,29 +21,31 @@ _HOMES: dict[str, dict[str, str]] = {
         "pad_collate": "aiofeed.engine.fetch.sequences",
         "Limits": "aiofeed.core.limits",
         "Processes": "aiofeed.feeder.arguments",
-        "RayEngine": "aiofeed.processes.actors.cluster",
         "FailurePolicy": "aiofeed.core.failure_policy",
-        "FeedStatistics": "aiofeed.core.statistics",
-        "StorageStatistics": "aiofeed.core.statistics",
-        "Failure": "aiofeed.core.failures",
-        "StepSample": "aiofeed.sampling.receipts",
-        "Explanation": "aiofeed.reports.explanation",
-        "Headroom": "aiofeed.reports.headroom",
         "prefetch": "aiofeed.feeder.prefetch",
         "scatter": "aiofeed.devices.scatter",
         "serve": "aiofeed.feeder.serve",
         "attach": "aiofeed.feeder.attach",
-        "share": "aiofeed.processes.shared_tensors.api",
-        "attach_tensors": "aiofeed.processes.shared_tensors.api",
-        "SharedTensors": "aiofeed.processes.shared_tensors.api",
+    },
+    "Several processes": {
+        "processes.RayEngine": "aiofeed.processes.actors.cluster",
+        "processes.share": "aiofeed.processes.shared_tensors.api",
+        "processes.attach_tensors": "aiofeed.processes.shared_tensors.api",
+        "processes.SharedTensors": "aiofeed.processes.shared_tensors.api",
+    },
+    "Reports": {
+        "device_report": "aiofeed.reports.machine",
+        "reports.FeedStatistics": "aiofeed.core.statistics",
+        "reports.StorageStatistics": "aiofeed.core.statistics",
+        "reports.Failure": "aiofeed.core.failures",
+        "reports.StepSample": "aiofeed.sampling.receipts",
+        "reports.Explanation": "aiofeed.reports.explanation",
+        "reports.Headroom": "aiofeed.reports.headroom",
+        "reports.DeviceReport": "aiofeed.reports.machine",
     },
     "Monitoring": {
-        "PrometheusCollector": "aiofeed.reports.exporters",
-        "OpenTelemetryMetrics": "aiofeed.reports.exporters",
-    },
-    "The machine": {
-        "device_report": "aiofeed.reports.machine",
-        "DeviceReport": "aiofeed.reports.machine",
+        "exporters.PrometheusCollector": "aiofeed.exporters",
+        "exporters.OpenTelemetryMetrics": "aiofeed.exporters",
     },
     "Sources": {
         "Source": "aiofeed.core.types",
@@ -77,22 +82,24 @@ _HOMES: dict[str, dict[str, str]] = {
     },
     "Errors": {
         "FeedError": "aiofeed.core.errors",
-        "SampleError": "aiofeed.core.errors",
-        "ReadError": "aiofeed.core.errors",
-        "DecodeError": "aiofeed.core.errors",
-        "CollateError": "aiofeed.core.errors",
-        "BatchFailedError": "aiofeed.core.errors",
-        "TooManyFailures": "aiofeed.core.errors",
-        "CacheError": "aiofeed.core.errors",
-        "DeviceCopyError": "aiofeed.core.errors",
-        "StateError": "aiofeed.core.errors",
-        "IteratorClosedError": "aiofeed.core.errors",
-        "WorkerDiedError": "aiofeed.core.errors",
+        "errors.SampleError": "aiofeed.core.errors",
+        "errors.ReadError": "aiofeed.core.errors",
+        "errors.DecodeError": "aiofeed.core.errors",
+        "errors.CollateError": "aiofeed.core.errors",
+        "errors.BatchFailedError": "aiofeed.core.errors",
+        "errors.TooManyFailures": "aiofeed.core.errors",
+        "errors.CacheError": "aiofeed.core.errors",
+        "errors.DeviceCopyError": "aiofeed.core.errors",
+        "errors.StateError": "aiofeed.core.errors",
+        "errors.IteratorClosedError": "aiofeed.core.errors",
+        "errors.WorkerDiedError": "aiofeed.core.errors",
     },
 }
 _MODULES = {name: module for names in _HOMES.values() for name, module in names.items()}
 
-__all__ = [*_MODULES, "testing"]
+_NAMESPACES = ("errors", "exporters", "processes", "reports", "testing")
+
+__all__ = [*(name for name in _MODULES if "." not in name), *_NAMESPACES]
 
 
 def _log_to_stderr(level: str) -> None:
@@ -113,12 +120,16 @@ if _level := os.environ.get("AIOFEED_LOG"):
 def __getattr__(name: str) -> object:
     from importlib import import_module
 
-    if name == "testing":
-        return import_module("aiofeed.testing")
+    if name in _NAMESPACES:
+        return import_module(f"aiofeed.{name}")
     if name == "__version__":
         return import_module("importlib.metadata").version("aiofeed")
     if name not in _MODULES:
-        raise AttributeError(f"module 'aiofeed' has no attribute {name!r}")
+        moved = next((each for each in _MODULES if each.endswith(f".{name}")), None)
+        if moved is None:
+            raise AttributeError(f"module 'aiofeed' has no attribute {name!r}")
+        warnings.warn(f"aiofeed.{name} is now aiofeed.{moved}", DeprecationWarning, stacklevel=2)
+        return _of_namespace(moved)
     try:
         module = import_module(_MODULES[name])
     except ModuleNotFoundError as error:
@@ -129,6 +140,26 @@ def __getattr__(name: str) -> object:
         value = getattr(module, name)
     globals()[name] = value
     return value
+
+
+def _of_namespace(name: str) -> object:
+    from importlib import import_module
+
+    found: object = getattr(import_module(_MODULES[name]), name.partition(".")[2])
+    return found
+
+
+def _namespace(module: str) -> tuple[list[str], Callable[[str], object]]:
+    """``__all__`` and ``__getattr__`` of a module that has public names."""
+    prefix = f"{module.removeprefix('aiofeed.')}."
+    names = [name.removeprefix(prefix) for name in _MODULES if name.startswith(prefix)]
+
+    def get(name: str) -> object:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return _of_namespace(prefix + name)
+
+    return names, get
 
 
 def _without_pillow(name: str) -> type:

@@ -393,7 +393,7 @@ def feeder_of(plant: Plant) -> Iterator[aiofeed.Feeder[Any]]:
         yield feeder
 
 
-def explained(plant: Plant, feeder: aiofeed.Feeder[Any]) -> aiofeed.Explanation:
+def explained(plant: Plant, feeder: aiofeed.Feeder[Any]) -> aiofeed.reports.Explanation:
     """Run an epoch and explain it."""
     for batch in feeder:
         if plant.step is not None:

@@ -327,7 +327,7 @@ def comparison(sides: list[Side]) -> Table:
     return table
 
 
-def where_the_time_went(stats: aiofeed.FeedStatistics) -> Table:
+def where_the_time_went(stats: aiofeed.reports.FeedStatistics) -> Table:
     """A table of aiofeed's statistics of one epoch."""
     table = Table(title=f"Where the {stats.wall_s:.1f} s of the last epoch of aiofeed went", title_justify="left")
     table.add_column("")

@@ -28,7 +28,7 @@ def parent(samples: int) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(samples, FEATURES, generator=generator)
     y = x @ torch.randn(FEATURES, 1, generator=generator) / FEATURES**0.5
-    with aiofeed.share({"x": x, "y": y}, f"example-{os.getpid()}") as shared:
+    with aiofeed.processes.share({"x": x, "y": y}, f"example-{os.getpid()}") as shared:
         del x, y  # from here on only shared.tensors is used
         print(f"{shared.nbytes / 2**20:.0f} MiB shared", flush=True)
         command = [sys.executable, __file__, "--attach", shared.address, "--rate"]
@@ -46,7 +46,7 @@ def parent(samples: int) -> None:
 
 def child(address: str, rate: float) -> None:
     """Train on the shared data; sends the loss and the memory to the parent."""
-    data = aiofeed.attach_tensors(address)
+    data = aiofeed.processes.attach_tensors(address)
     weights = torch.zeros(FEATURES, 1)
     for _ in range(5):
         for x, y in zip(data["x"].split(1024), data["y"].split(1024), strict=True):

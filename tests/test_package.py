@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import subprocess
@@ -118,10 +119,27 @@ def test_tab_completion_shows_public_names_only() -> None:
     assert {name for name in dir(aiofeed) if not name.startswith("__")} == set(aiofeed.__all__)
 
 
-@pytest.mark.parametrize("name", sorted(set(aiofeed.__all__) - {"testing"}))
-def test_name_reports_the_package_as_its_module(name: str) -> None:
-    """Tracebacks and reprs show `aiofeed.ReadError`, wherever the class is defined."""
-    assert getattr(aiofeed, name).__module__ == "aiofeed"
+@pytest.mark.parametrize("name", aiofeed._MODULES)
+def test_name_reports_where_it_is_imported_from(name: str) -> None:
+    """Tracebacks and reprs show `aiofeed.errors.ReadError`, wherever the class is defined."""
+    *namespace, last = name.split(".")
+    module = importlib.import_module(".".join(["aiofeed", *namespace]))
+    assert getattr(module, last).__module__ == module.__name__
+    assert last in module.__all__
+
+
+@pytest.mark.parametrize("name", [name for name in aiofeed._MODULES if "." in name])
+def test_an_old_name_works_and_names_its_new_place(name: str) -> None:
+    """Names that were in `aiofeed` before still work there, with a warning."""
+    with pytest.warns(DeprecationWarning, match=rf"^aiofeed\.{name.split('.')[1]} is now aiofeed\.{name}$"):
+        found = getattr(aiofeed, name.split(".")[1])
+    assert found is eval(f"aiofeed.{name}")
+
+
+def test_a_namespace_lacks_other_names() -> None:
+    """A wrong name in a namespace is an `AttributeError` with both names."""
+    with pytest.raises(AttributeError, match=r"module 'aiofeed\.errors' has no attribute 'Feeder'"):
+        aiofeed.errors.Feeder  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_aiofeed_log_prints_every_stage() -> None:
@@ -147,4 +165,4 @@ def test_no_subpackage_has_a_public_name() -> None:
     """Importing a subpackage would replace the public name."""
     folder = Path(aiofeed.__file__).parent
     modules = {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
-    assert modules & set(aiofeed.__all__) <= {"testing"}
+    assert modules & set(aiofeed.__all__) <= set(aiofeed._NAMESPACES)

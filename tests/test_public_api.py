@@ -1,7 +1,8 @@
-"""Three files follow from the public names in `aiofeed/__init__.py`: the stub, docs/api.md and the record of the API.
+"""Files that follow from the names in `aiofeed/__init__.py`: stubs, docs/api.md and the record of the API.
 
-`aiofeed/__init__.pyi` tells type checkers what each name is. `tests/public_api.txt` records signatures and defaults, so
-that a change is deliberate. `AIOFEED_RECORD_API=1 python -m pytest tests/test_public_api.py` writes all three again.
+`aiofeed/__init__.pyi` and those of the namespaces tell type checkers what each name is. `tests/public_api.txt` records
+signatures and defaults, so that a change is deliberate. `AIOFEED_RECORD_API=1 python -m pytest
+tests/test_public_api.py` writes all of them again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,7 @@ def members(name: str, found: type) -> Iterator[str]:
 def public_api() -> list[str]:
     """A sorted line for each public name, parameter list, method and field."""
     lines: set[str] = set()
-    for module_name in ("aiofeed", "aiofeed.testing", "aiofeed.lightning"):
+    for module_name in ("aiofeed", *(f"aiofeed.{each}" for each in (*aiofeed._NAMESPACES, "lightning"))):
         module = importlib.import_module(module_name)
         for each in module.__all__:
             name, found = f"{module_name}.{each}", getattr(module, each)
@@ -91,14 +93,21 @@ def record() -> str:
 
 def stub() -> str:
     """The content of `aiofeed/__init__.pyi`."""
-    lines = [f"from {module} import {name} as {name}" for name, module in aiofeed._MODULES.items()]
-    lines = ["from aiofeed import testing as testing", *sorted(lines)]
+    lines = [f"from {module} import {name} as {name}" for name, module in aiofeed._MODULES.items() if "." not in name]
+    lines = [*(f"from aiofeed import {each} as {each}" for each in aiofeed._NAMESPACES), *sorted(lines)]
     return "\n".join(('"""The public names, for type checkers."""', "", *lines, "", "__version__: str", ""))
+
+
+def stub_of(namespace: str) -> str:
+    """The content of the stub of a namespace."""
+    homes = [(name.split("."), module) for name, module in aiofeed._MODULES.items() if name.startswith(f"{namespace}.")]
+    lines = sorted(f"from {module} import {name} as {name}" for (_, name), module in homes)
+    return "\n".join((f'"""The public names of `aiofeed.{namespace}`, for type checkers."""', "", *lines, ""))
 
 
 def api_page() -> str:
     """The content of docs/api.md."""
-    text = "# API\n\nAll public names. Import them from `aiofeed`. Everything else may change without notice.\n"
+    text = "# API\n\nAll public names, with the module of each. Everything else may change without notice.\n"
     sections = {title: [f"aiofeed.{name}" for name in names] for title, names in aiofeed._HOMES.items()}
     sections["Monitoring"].append("aiofeed.lightning.FeederMonitor")
     sections["Helpers for your tests"] = ["aiofeed.testing"]
@@ -115,7 +124,14 @@ def api_page() -> str:
 
 @pytest.mark.parametrize(
     ("path", "content"),
-    [("aiofeed/__init__.pyi", stub), ("docs/api.md", api_page), ("tests/public_api.txt", record)],
+    [
+        ("aiofeed/__init__.pyi", stub),
+        ("aiofeed/errors.pyi", partial(stub_of, "errors")),
+        ("aiofeed/processes/__init__.pyi", partial(stub_of, "processes")),
+        ("aiofeed/reports/__init__.pyi", partial(stub_of, "reports")),
+        ("docs/api.md", api_page),
+        ("tests/public_api.txt", record),
+    ],
 )
 def test_the_file_is_up_to_date(path: str, content: Callable[[], str]) -> None:
     """A name, a parameter or a default that differs is a change for users: see "Versions" in docs/compatibility.md."""

@@ -18,8 +18,9 @@ import pytest
 from PIL import Image, features
 
 import aiofeed
-from aiofeed import DecodeError, DecodeImage, Feeder, Files, ImageFolder, ReadError
+from aiofeed import DecodeImage, Feeder, Files, ImageFolder
 from aiofeed.decoders.pillow import FORMATS
+from aiofeed.errors import DecodeError, ReadError
 from aiofeed.processes.ipc.batch_codec import decode_batch
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.schema import ContainerNode, PickledNode

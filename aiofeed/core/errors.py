@@ -7,7 +7,9 @@ from functools import partial
 from typing import Any
 
 from aiofeed.core.formatting import format_error
-from aiofeed.core.types import public
+from aiofeed.core.types import public, public_in
+
+_in_errors = public_in("aiofeed.errors")
 
 
 @public
@@ -15,7 +17,7 @@ class FeedError(Exception):
     """The base class of all errors that a feeder raises while it runs."""
 
 
-@public
+@_in_errors
 class SampleError(FeedError):
     """A sample failed; the original exception is ``__cause__``.
 
@@ -37,52 +39,52 @@ class SampleError(FeedError):
         return partial(type(self), key=self.key, index=self.index, stage=self.stage), (str(self),)
 
 
-@public
+@_in_errors
 class ReadError(SampleError):
     """The bytes of a sample could not be read."""
 
 
-@public
+@_in_errors
 class DecodeError(SampleError):
     """The bytes of a sample could not be decoded."""
 
 
-@public
+@_in_errors
 class CollateError(FeedError):
     """The samples of a batch cannot be collated: shapes, types or structure differ, or ``collate_fn`` raised."""
 
 
-@public
+@_in_errors
 class BatchFailedError(FeedError):
     """Every sample of a batch was skipped, so the batch would be empty."""
 
 
-@public
+@_in_errors
 class TooManyFailures(FeedError):  # noqa: N818 - the name is public
     """More samples of an epoch failed than ``max_failures`` allows."""
 
 
-@public
+@_in_errors
 class CacheError(FeedError):
     """A cache cannot be used: it has other data or another decoder's, lacks space, or samples have no fixed layout."""
 
 
-@public
+@_in_errors
 class DeviceCopyError(FeedError):
     """A batch could not be copied to the device, or ``transform`` raised there; see ``__cause__``."""
 
 
-@public
+@_in_errors
 class StateError(FeedError):
     """A state cannot be loaded; the message lists the differences from this feeder."""
 
 
-@public
+@_in_errors
 class IteratorClosedError(FeedError):
     """The iterator was closed by a newer iterator of the same feeder, by ``close`` or by a fork."""
 
 
-@public
+@_in_errors
 class WorkerDiedError(FeedError, RuntimeError):
     """A process or thread that feeds this iterator died. A RuntimeError, too, as torch's ``DataLoader`` raises.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from aiofeed.core.errors import SampleError, TooManyFailures
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.statistics import EpochStats
-from aiofeed.core.types import public
+from aiofeed.core.types import public_in
 
 log: logging.Logger = logging.getLogger("aiofeed.core")
 
@@ -21,7 +21,7 @@ KEPT_MOST = 10_000
 LOGGED_MOST = 100
 
 
-@public
+@public_in("aiofeed.reports")
 @dataclass(frozen=True)
 class Failure:
     """A sample that failed.

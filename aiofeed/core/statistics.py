@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TypeAlias
 
-from aiofeed.core.types import public
+from aiofeed.core.types import public_in
 
 Event: TypeAlias = tuple[str, str, float, float, int, int, int]
 """What took place, the thread or other lane, begin and end on the clock of ``perf_counter``, the number of the batch,
@@ -92,7 +92,7 @@ class EpochStats:
         return {entry.name: getattr(self, entry.name) for entry in fields(FeedStatistics) if hasattr(self, entry.name)}
 
 
-@public
+@public_in("aiofeed.reports")
 @dataclass(frozen=True)
 class StorageStatistics:
     """Requests for objects at URLs, and the use of an ``EncodedCache``, since their source was made.
@@ -141,7 +141,7 @@ class StorageStatistics:
         )
 
 
-@public
+@public_in("aiofeed.reports")
 @dataclass(frozen=True)
 class FeedStatistics:
     """Where the time went, in one epoch or in all epochs of a feeder. Durations are wall-clock seconds.

@@ -19,10 +19,17 @@ SampleT_co = TypeVar("SampleT_co", covariant=True)
 PublicT = TypeVar("PublicT")
 
 
-def public(value: PublicT) -> PublicT:
-    """Set ``__module__`` to ``aiofeed``, so that tracebacks and ``repr`` show the public name."""
-    value.__module__ = "aiofeed"
-    return value
+def public_in(module: str) -> Callable[[PublicT], PublicT]:
+    """Decorate a class or function so that tracebacks and ``repr`` show its public name, in ``module``."""
+
+    def mark(value: PublicT) -> PublicT:
+        value.__module__ = module
+        return value
+
+    return mark
+
+
+public = public_in("aiofeed")
 
 
 Transform: TypeAlias = Callable[[Any], Any]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
-from aiofeed.core.types import public
+from aiofeed.core.types import public_in
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class RankTimes:
     possible: float
 
 
-@public
+@public_in("aiofeed.reports")
 @dataclass(frozen=True)
 class Explanation:
     """Where the time of an epoch went: the limit with its evidence, a table of stages, and advice. ``print`` it.

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
 from aiofeed.core.pytree import map_leaves
-from aiofeed.core.types import public
+from aiofeed.core.types import public_in
 
 # Batches at the start of the epoch that are not timed, and further ones of which copies are kept. More than one, so
 # that the step does not find all data in the processor's caches.
@@ -38,7 +38,7 @@ class EpochIterator(Protocol):
         """Leave these seconds out of the statistics."""
 
 
-@public
+@public_in("aiofeed.reports")
 class Headroom(Generic[BatchT]):
     """An epoch in which some batches are handed out again; ``print`` it afterwards. See ``Feeder.headroom``.
 

@@ -6,11 +6,11 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from aiofeed.core.types import public
+from aiofeed.core.types import public_in
 from aiofeed.sampling.schedule import Position, Schedule
 
 
-@public
+@public_in("aiofeed.reports")
 @dataclass(frozen=True)
 class StepSample:
     """A sample of one step, as ``Feeder.samples`` names it.

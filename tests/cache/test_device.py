@@ -16,12 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiofeed import CacheError, DecodeImage, DeviceCopyError, FailurePolicy, Feeder, Files, Limits, Tensors
+from aiofeed import DecodeImage, FailurePolicy, Feeder, Files, Limits, Tensors
 from aiofeed.cache.device import DeviceStore
 from aiofeed.cache.layout import Layout
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.engine.resident.device_windows import DeviceWindows
 from aiofeed.engine.resident.pipeline import ResidentPipeline
+from aiofeed.errors import CacheError, DeviceCopyError
 from aiofeed.feeder.pipeline import StreamingPipeline
 from aiofeed.testing import SimulatedDevice
 from tests.support.dropping import python_calls_while_dropping

@@ -21,10 +21,11 @@ import numpy as np
 import pytest
 import torch
 
-from aiofeed import CacheError, DecodeImage, DiskCache, Feeder, ImageFolder, Limits
+from aiofeed import DecodeImage, DiskCache, Feeder, ImageFolder, Limits
 from aiofeed.cache import disk_format as cache_file
 from aiofeed.cache.disk_format import open_file
 from aiofeed.cache.fingerprint import identity
+from aiofeed.errors import CacheError
 from tests.support.fork_server import ForkServer
 from tests.support.paths import ROOT, environment
 
@@ -358,7 +359,8 @@ def test_a_counter_of_rows_that_never_reached_the_disk_overwrites_no_row(path: P
 TRUNCATED_WHILE_USED = """
 import os, sys
 from tests.cache.test_disk import Rows, block
-from aiofeed import CacheError, DiskCache, Feeder
+from aiofeed import DiskCache, Feeder
+from aiofeed.errors import CacheError
 path, left = sys.argv[1], int(sys.argv[2])
 with Feeder(Rows(), decode=block, batch_size=8, cache=DiskCache(path)) as feeder:
     list(feeder)

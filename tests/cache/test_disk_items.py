@@ -24,13 +24,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Subset
 
-from aiofeed import CacheError, DiskCache, FailurePolicy, Feeder, FromDataset, IteratorClosedError, Limits, ReadError
+from aiofeed import DiskCache, FailurePolicy, Feeder, FromDataset, Limits
 from aiofeed.cache import disk_format as cache_file
 from aiofeed.cache.disk_format import CacheFile
 from aiofeed.cache.fingerprint import dataset_identity
 from aiofeed.cache.item_codec import deserialized, item_layout, serialized
 from aiofeed.cache.store import DECIDING
 from aiofeed.engine.fetch import cached
+from aiofeed.errors import CacheError, IteratorClosedError, ReadError
 from aiofeed.testing import SimulatedDevice
 from tests.cache.test_item_codec import ITEMS, Items, Many, Pair, described, flat
 from tests.support.epochs_beside import same_after
@@ -451,7 +452,7 @@ def test_a_fingerprint_must_be_a_str(bad: Any) -> None:
 
 
 def test_a_state_is_refused_by_a_dataset_with_another_fingerprint() -> None:
-    from aiofeed import StateError
+    from aiofeed.errors import StateError
 
     one, other = (Feeder(FromDataset(Items(), fingerprint=name), batch_size=4) for name in ("one", "other"))
     with pytest.raises(StateError, match=r"fingerprint of the source: .*one.*other"):

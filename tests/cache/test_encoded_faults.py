@@ -16,11 +16,12 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from aiofeed import CacheError, EncodedCache, Feeder
+from aiofeed import EncodedCache, Feeder
 from aiofeed.cache.encoded import database as database_module
 from aiofeed.cache.encoded import source as source_module
 from aiofeed.cache.encoded.database import CacheDatabase, check_file
 from aiofeed.cache.encoded.source import CachedSource
+from aiofeed.errors import CacheError
 from aiofeed.reports.commands.cli import main
 from aiofeed.sampling.schedule import Schedule
 from tests.support.encoded import (

@@ -15,20 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiofeed import (
-    CacheError,
-    DecodeError,
-    DecodeImage,
-    DiskCache,
-    FailurePolicy,
-    Feeder,
-    Files,
-    HostCache,
-    ImageFolder,
-    Limits,
-    Tensors,
-)
+from aiofeed import DecodeImage, DiskCache, FailurePolicy, Feeder, Files, HostCache, ImageFolder, Limits, Tensors
 from aiofeed.decoders.geometry import map_box
+from aiofeed.errors import CacheError, DecodeError
 from tests.support.number_decoders import CountedNumbers, array, half, scalar, tensor
 
 

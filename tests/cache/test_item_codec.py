@@ -15,10 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiofeed import CacheError, DeviceCopyError, FailurePolicy, Feeder, FromDataset, HostCache, Limits
+from aiofeed import FailurePolicy, Feeder, FromDataset, HostCache, Limits
 from aiofeed.cache.item_codec import item_layout, item_parts
 from aiofeed.cache.resident import HostRows
 from aiofeed.engine.resident.pipeline import ResidentPipeline
+from aiofeed.errors import CacheError, DeviceCopyError
 from aiofeed.feeder.pipeline import StreamingPipeline
 from aiofeed.testing import SimulatedDevice
 from tests.support.epochs_beside import same_after

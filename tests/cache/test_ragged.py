@@ -18,11 +18,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiofeed import CacheError, CollateError, DiskCache, Feeder, FromDataset, HostCache, Limits
+from aiofeed import DiskCache, Feeder, FromDataset, HostCache, Limits
 from aiofeed.cache import disk_format as cache_file
 from aiofeed.cache import layout as layouts
 from aiofeed.cache.disk_format import CacheFile, checksum, open_file
 from aiofeed.cache.layout import NotCacheableError, pack_record, unpack_record
+from aiofeed.errors import CacheError, CollateError
 from tests.cache.test_disk import offsets
 from tests.cache.test_item_codec import UNLIKE, Items
 from tests.support.epochs_beside import same_after

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import aiofeed
-from aiofeed import FeedError, WorkerDiedError
+from aiofeed import FeedError
+from aiofeed.errors import WorkerDiedError
 from tests.support import process_parts as parts
 from tests.support.paths import environment
 

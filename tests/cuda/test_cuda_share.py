@@ -105,7 +105,7 @@ def test_another_process_has_the_same_device_memory() -> None:
 FEEDING = """
 import sys, torch, aiofeed
 from aiofeed.engine.resident.device_windows import _is_torchs
-x = aiofeed.attach_tensors(sys.argv[1])
+x = aiofeed.processes.attach_tensors(sys.argv[1])
 print(x.device.type, _is_torchs(x), _is_torchs(x.clone()))
 feeder = aiofeed.Feeder(aiofeed.Tensors(x), batch_size=len(x), shuffle=True, device="cuda")
 wanted = torch.arange(len(x), dtype=x.dtype, device=x.device)

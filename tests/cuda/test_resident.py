@@ -5,7 +5,8 @@ import gc
 import pytest
 import torch
 
-from aiofeed import CacheError, DeviceCopyError, Feeder, Limits, Tensors
+from aiofeed import Feeder, Limits, Tensors
+from aiofeed.errors import CacheError, DeviceCopyError
 
 
 def data(n, width):

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from aiofeed import DecodeAudio, DecodeError, EncodedCache, Feeder, Files
+from aiofeed import DecodeAudio, EncodedCache, Feeder, Files
 from aiofeed.decoders.media.container import import_av
+from aiofeed.errors import DecodeError
 from aiofeed.testing import SimulatedDevice
 from tests.support.media_files import chirp, sound, video
 

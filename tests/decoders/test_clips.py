@@ -15,22 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from aiofeed import (
-    Clips,
-    DecodeError,
-    EncodedCache,
-    Feeder,
-    Files,
-    HostCache,
-    Limits,
-    Mixture,
-    ReadError,
-    Tensors,
-    Tokens,
-)
+from aiofeed import Clips, EncodedCache, Feeder, Files, HostCache, Limits, Mixture, Tensors, Tokens
 from aiofeed.decoders.media import clips
 from aiofeed.decoders.media.clips import ClipDecoder, VideoIndex
 from aiofeed.decoders.media.container import import_av
+from aiofeed.errors import DecodeError, ReadError
 from aiofeed.testing import SimulatedDevice
 from tests.support.media_files import WIDTH, numbers_in, picture_of, sound, turned, video
 

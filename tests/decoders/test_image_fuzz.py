@@ -27,12 +27,13 @@ import pytest
 from PIL import Image, ImageOps, UnidentifiedImageError, features
 from PIL.JpegImagePlugin import JpegImageFile
 
-from aiofeed import DecodeError, DecodeImage
+from aiofeed import DecodeImage
 from aiofeed.core.types import BatchPlan
 from aiofeed.decoders.native_jpeg import native_decoder
 from aiofeed.decoders.pillow import FORMATS
 from aiofeed.decoders.plain import simplejpeg_decoder
 from aiofeed.engine.fetch.source import SourceFetcher
+from aiofeed.errors import DecodeError
 from aiofeed.runtime.time_limits import JobControl
 from tests.support.paths import ROOT
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from PIL import Image
 
-from aiofeed import CollateError, DecodeError, DecodeImage, DiskCache, Feeder, Files
+from aiofeed import DecodeImage, DiskCache, Feeder, Files
+from aiofeed.errors import CollateError, DecodeError
 from aiofeed.testing import SimulatedDevice
 
 pytestmark = pytest.mark.usefixtures("forked_workers")

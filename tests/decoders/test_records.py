@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from aiofeed import DecodeError, DecodeJSON, DecodeNumpy, DecodeTensor, DiskCache, Feeder, Files
+from aiofeed import DecodeJSON, DecodeNumpy, DecodeTensor, DiskCache, Feeder, Files
+from aiofeed.errors import DecodeError
 
 ARRAYS = {
     "float32": np.arange(12, dtype=np.float32).reshape(3, 4),

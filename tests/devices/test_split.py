@@ -217,7 +217,7 @@ class TestFeeder:
         """A failed copy names its device, and the feeder can be iterated again."""
         devices = [SimulatedDevice(), SimulatedDevice(copy_fails_at=copy_fails_at, index=1)]
         with aiofeed.Feeder(TensorDataset(torch.arange(12.0)), batch_size=4, device=devices) as feeder:
-            with pytest.raises(aiofeed.DeviceCopyError, match="to simulated:1 failed"):
+            with pytest.raises(aiofeed.errors.DeviceCopyError, match="to simulated:1 failed"):
                 list(feeder)
             assert len(list(feeder)) == 3
 
@@ -230,7 +230,7 @@ class TestFeeder:
             return batch if len(seen) % 2 else 1 / 0
 
         feeder = aiofeed.Feeder(TensorDataset(torch.arange(8.0)), batch_size=4, device=two(), transform=transform)
-        with feeder, pytest.raises(aiofeed.DeviceCopyError, match="ZeroDivisionError on simulated:1"):
+        with feeder, pytest.raises(aiofeed.errors.DeviceCopyError, match="ZeroDivisionError on simulated:1"):
             list(feeder)
 
     def test_batches_that_cannot_be_split(self):
@@ -242,7 +242,10 @@ class TestFeeder:
         feeder = aiofeed.Feeder(
             TensorDataset(torch.arange(8.0)), batch_size=4, device=["cpu", "cpu"], collate_fn=collate
         )
-        with feeder, pytest.raises(aiofeed.DeviceCopyError, match=r"for cpu, cpu cannot be split.*found shape \[3\]"):
+        with (
+            feeder,
+            pytest.raises(aiofeed.errors.DeviceCopyError, match=r"for cpu, cpu cannot be split.*found shape \[3\]"),
+        ):
             list(feeder)
 
     async def test_async(self):
@@ -344,6 +347,6 @@ class TestCopier:
     def test_host_memory_is_free_when_an_error_is_raised(self):
         """When an error is raised, the copies of the parts before the failed one have run."""
         devices = [SimulatedDevice(latency="late"), SimulatedDevice(copy_fails_at=1, index=1)]
-        with pytest.raises(aiofeed.DeviceCopyError):
+        with pytest.raises(aiofeed.errors.DeviceCopyError):
             copier_for(resolve_devices(devices)).issue(torch.ones(4))
         assert devices[0].queued <= 1  # the poisoning of dropped memory

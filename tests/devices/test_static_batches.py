@@ -308,7 +308,9 @@ class TestBuckets:
         feeder = buckets_of(multiple_of=1, shuffle=False, static_batches=True)
         with (
             feeder,
-            pytest.raises(aiofeed.DeviceCopyError, match=r"each of 3 buckets.*pad_collate\(multiple_of") as error,
+            pytest.raises(
+                aiofeed.errors.DeviceCopyError, match=r"each of 3 buckets.*pad_collate\(multiple_of"
+            ) as error,
         ):
             list(feeder)
         assert str(error.value).count("torch.int64[") == 8
@@ -358,7 +360,7 @@ class TestRefused:
         with feeder_of(torch.arange(8.0), collate_fn=collate) as feeder:
             iterator = iter(feeder)
             next(iterator)
-            with pytest.raises(aiofeed.DeviceCopyError, match=r"\{'x': 'torch.float32\[4\]'\}, this one is \{'"):
+            with pytest.raises(aiofeed.errors.DeviceCopyError, match=r"\{'x': 'torch.float32\[4\]'\}, this one is \{'"):
                 next(iterator)
             with pytest.raises(StopIteration):
                 next(iterator)
@@ -375,7 +377,7 @@ class TestRefused:
             return Silent(x=x if x[0] == 0 else x[:1])
 
         feeder = feeder_of(torch.arange(8.0), collate_fn=collate)
-        with feeder, pytest.raises(aiofeed.DeviceCopyError, match="all alike"):
+        with feeder, pytest.raises(aiofeed.errors.DeviceCopyError, match="all alike"):
             list(feeder)
 
     def test_tuples_of_torch(self):
@@ -392,5 +394,5 @@ class TestRefused:
     def test_sparse(self):
         """Sparse tensors are refused."""
         feeder = feeder_of(torch.arange(8.0), device=None, transform=lambda batch: batch[0].to_sparse())
-        with feeder, pytest.raises(aiofeed.DeviceCopyError, match="takes dense tensors; on cpu"):
+        with feeder, pytest.raises(aiofeed.errors.DeviceCopyError, match="takes dense tensors; on cpu"):
             list(feeder)

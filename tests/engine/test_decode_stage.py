@@ -14,20 +14,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from aiofeed import (
-    BatchFailedError,
-    CollateError,
-    DecodeError,
-    DecodeImage,
-    FailurePolicy,
-    Feeder,
-    FeedError,
-    Files,
-    ImageFolder,
-    Limits,
-    ReadError,
-    TooManyFailures,
-)
+from aiofeed import DecodeImage, FailurePolicy, Feeder, FeedError, Files, ImageFolder, Limits
+from aiofeed.errors import BatchFailedError, CollateError, DecodeError, ReadError, TooManyFailures
 from aiofeed.testing import SimulatedDevice
 
 BAD = frozenset({3, 4, 11, 18, 19})

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from aiofeed import BatchFailedError, FailurePolicy, Feeder, FromDataset, Limits, ReadError, Table
+from aiofeed import FailurePolicy, Feeder, FromDataset, Limits, Table
 from aiofeed.engine import chunks
+from aiofeed.errors import BatchFailedError, ReadError
 from aiofeed.sources.tables.memory import MemoryTable
 
 LENGTH = 2_000

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from aiofeed import Feeder, Limits, StateError, attach, serve
+from aiofeed import Feeder, Limits, attach, serve
+from aiofeed.errors import StateError
 from aiofeed.testing import SimulatedDevice
 from tests.support.batch_kinds import KINDS, all_tokens, tokens
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
-from aiofeed import Buckets, DiskCache, Feeder, StateError, Tensors, TokenBudget, pad_collate
+from aiofeed import Buckets, DiskCache, Feeder, Tensors, TokenBudget, pad_collate
+from aiofeed.errors import StateError
 from aiofeed.testing import SimulatedDevice
 
 pytestmark = pytest.mark.usefixtures("forked_workers")

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from aiofeed import Feeder, IteratorClosedError, Limits, prefetch
+from aiofeed import Feeder, Limits, prefetch
+from aiofeed.errors import IteratorClosedError
 from aiofeed.runtime.buffers import PinnedBufferPool, release_unused
 from aiofeed.runtime.cancellation import clear_cancellation, is_cancelled, task_scope
 from aiofeed.testing import SimulatedDevice

@@ -24,7 +24,8 @@ import torch.utils.data as torch_data
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from aiofeed import DataLoader, FailurePolicy, Feeder, FeedError, HostCache, IteratorClosedError, WorkerDiedError
+from aiofeed import DataLoader, FailurePolicy, Feeder, FeedError, HostCache
+from aiofeed.errors import IteratorClosedError, WorkerDiedError
 from aiofeed.testing import SimulatedDevice
 from tests.support.fork_server import ForkServer
 from tests.support.interrupts import Interrupt

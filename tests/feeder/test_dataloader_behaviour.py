@@ -29,7 +29,8 @@ from torch.utils.data import (
     random_split,
 )
 
-from aiofeed import CollateError, Feeder, Files, FromDataset, Limits, ReadError
+from aiofeed import Feeder, Files, FromDataset, Limits
+from aiofeed.errors import CollateError, ReadError
 
 DATA = torch.arange(100 * 2 * 3, dtype=torch.float32).reshape(100, 2, 3)
 LABELS = torch.arange(100) % 7

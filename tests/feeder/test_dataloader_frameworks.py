@@ -67,7 +67,7 @@ def test_a_feeder_names_the_state_of_a_data_loader() -> None:
     """A feeder that gets the state of an `aiofeed.DataLoader` says so."""
     with (
         aiofeed.Feeder(NUMBERS, batch_size=4) as feeder,
-        pytest.raises(aiofeed.StateError, match=r"the state of an aiofeed\.DataLoader"),
+        pytest.raises(aiofeed.errors.StateError, match=r"the state of an aiofeed\.DataLoader"),
     ):
         feeder.load_state_dict(new_loader("loader").state_dict())
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
-from aiofeed import DataLoader, StateError
+from aiofeed import DataLoader
+from aiofeed.errors import StateError
 from aiofeed.processes.loader_workers.random_state import pack_random_state, unpack_random_state
 from tests.support.loader_parts import (
     Counting,

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
-from aiofeed import Buckets, Feeder, Mixture, Pack, StateError, Stream, Tensors, TokenBudget, pad_collate
+from aiofeed import Buckets, Feeder, Mixture, Pack, Stream, Tensors, TokenBudget, pad_collate
+from aiofeed.errors import StateError
 
 N = 24
 ITEMS = list(range(N))

@@ -15,23 +15,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from aiofeed import (
-    CollateError,
-    DecodeError,
-    DecodeImage,
-    DeviceCopyError,
-    Feeder,
-    FeedError,
-    Files,
-    ImageFolder,
-    Limits,
-    ReadError,
-    SampleError,
-)
+from aiofeed import DecodeImage, Feeder, FeedError, Files, ImageFolder, Limits
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.types import Row
 from aiofeed.engine.fetch.fetcher import ChunkOutcome
 from aiofeed.engine.fetch.source import BlockingReader
+from aiofeed.errors import CollateError, DecodeError, DeviceCopyError, ReadError, SampleError
 from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
 from tests.support.process_parts import Numbers

@@ -22,20 +22,9 @@ import pytest
 import torch
 
 import aiofeed
-from aiofeed import (
-    BatchFailedError,
-    DecodeError,
-    DeviceCopyError,
-    FailurePolicy,
-    Feeder,
-    FeedError,
-    Files,
-    Limits,
-    ReadError,
-    WorkerDiedError,
-    prefetch,
-)
+from aiofeed import FailurePolicy, Feeder, FeedError, Files, Limits, prefetch
 from aiofeed.engine.engine import Engine
+from aiofeed.errors import BatchFailedError, DecodeError, DeviceCopyError, ReadError, WorkerDiedError
 from aiofeed.runtime.buffers import SMALL_BYTES, HostBufferPool, release_unused
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.testing import SimulatedDevice
@@ -349,7 +338,8 @@ def test_a_process_out_of_descriptors(fork_server: ForkServer, tmp_path: Path, w
     program = f"""
         import errno, os, resource
         import torch
-        from aiofeed import Feeder, Files, ReadError
+        from aiofeed import Feeder, Files
+        from aiofeed.errors import ReadError
 
         feeder = Feeder(Files([f"{tmp_path}/{{n}}" for n in range(8)]), batch_size=4,
                         decode=lambda data: torch.tensor(int(data)))

@@ -17,8 +17,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import aiofeed
-from aiofeed import DecodeImage, Feeder, Files, FromDataset, ImageFolder, IteratorClosedError, Limits
+from aiofeed import DecodeImage, Feeder, Files, FromDataset, ImageFolder, Limits
 from aiofeed.core.types import Row
+from aiofeed.errors import IteratorClosedError
 from tests.support import process_parts as parts
 
 
@@ -675,7 +676,7 @@ class ReadsAtOnce(Numbers):
 
 def test_a_read_that_is_not_a_coroutine_is_an_error() -> None:
     """The error says that read must be `async def`."""
-    with pytest.raises(aiofeed.ReadError, match=r"ReadsAtOnce\.read is not an `async def`"):
+    with pytest.raises(aiofeed.errors.ReadError, match=r"ReadsAtOnce\.read is not an `async def`"):
         list(Feeder(ReadsAtOnce(4), decode=number, batch_size=2))
 
 

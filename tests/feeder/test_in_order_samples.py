@@ -21,9 +21,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from aiofeed import (
-    BatchFailedError,
     Buckets,
-    CollateError,
     DataLoader,
     DecodeImage,
     DiskCache,
@@ -33,16 +31,14 @@ from aiofeed import (
     FromDataset,
     HostCache,
     Limits,
-    ReadError,
-    StateError,
     Tensors,
-    TooManyFailures,
     attach,
     serve,
 )
 from aiofeed.engine import samples
 from aiofeed.engine.fetch.source import SourceFetcher
 from aiofeed.engine.samples import SampleAssembly
+from aiofeed.errors import BatchFailedError, CollateError, ReadError, StateError, TooManyFailures
 from aiofeed.feeder.pipeline import StreamingPipeline
 from aiofeed.testing import SimulatedDevice
 from tests.support.interrupts import Interrupt

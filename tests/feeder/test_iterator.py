@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from aiofeed import Feeder, FeedError, IteratorClosedError, Limits, Tensors, prefetch
+from aiofeed import Feeder, FeedError, Limits, Tensors, prefetch
+from aiofeed.errors import IteratorClosedError
 from aiofeed.runtime import event_loop, threads
 from aiofeed.runtime.queue import BatchQueue
 from aiofeed.runtime.threads import DaemonThread

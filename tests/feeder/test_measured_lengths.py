@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from aiofeed import Balanced, Buckets, Feeder, FromDataset, Pack, ReadError, StateError, Stream, TokenBudget
+from aiofeed import Balanced, Buckets, Feeder, FromDataset, Pack, Stream, TokenBudget
+from aiofeed.errors import ReadError, StateError
 from aiofeed.sampling.listers.length_plans import LengthPlan
 from tests.support.packed import PAD, SEPARATOR, Documents, all_tokens, document, lognormal, pieces_of, tokens_of
 

@@ -14,17 +14,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from aiofeed import (
-    DiskCache,
-    FailurePolicy,
-    Feeder,
-    FromDataset,
-    Mixture,
-    StateError,
-    Tensors,
-    TokenBudget,
-    pad_collate,
-)
+from aiofeed import DiskCache, FailurePolicy, Feeder, FromDataset, Mixture, Tensors, TokenBudget, pad_collate
+from aiofeed.errors import StateError
 from aiofeed.testing import SimulatedDevice
 
 pytestmark = pytest.mark.usefixtures("forked_workers")

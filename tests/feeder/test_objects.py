@@ -278,7 +278,7 @@ def test_missing_and_denied_objects(files, object_server, action):
     policy = aiofeed.FailurePolicy(action, retries=3, max_failures=2)
     with new_feeder(files, on_error=policy, shuffle=False) as feeder:
         if action == "raise":
-            with pytest.raises(aiofeed.ReadError, match=r"s3://bucket/7.*no such object"):
+            with pytest.raises(aiofeed.errors.ReadError, match=r"s3://bucket/7.*no such object"):
                 epoch(feeder)
             return
         found = epoch(feeder)
@@ -295,7 +295,7 @@ def test_max_bytes(object_server):
     object_server.objects["bucket/large"] = bytes(3_000_000)
     source = aiofeed.Files(["s3://bucket/large"], max_bytes=1000, options=object_server.options)
     with aiofeed.Feeder(source, decode=len, batch_size=1) as feeder:
-        with pytest.raises(aiofeed.ReadError, match="3000000 bytes are more than max_bytes=1000"):
+        with pytest.raises(aiofeed.errors.ReadError, match="3000000 bytes are more than max_bytes=1000"):
             list(feeder)
         assert feeder.statistics().storage.bytes_read == 0
 
@@ -376,7 +376,7 @@ def test_arguments_of_urls_for_a_folder(tmp_path, arguments):
 def test_bad_options(object_server):
     """An option that the store does not have is an error that names it, without the values of others."""
     source = aiofeed.Files(["s3://b/a"], options={"secret_access_key": "hunter-2222", "no_such": "x"})
-    with aiofeed.Feeder(source, decode=len, batch_size=1) as feeder, pytest.raises(aiofeed.ReadError) as raised:
+    with aiofeed.Feeder(source, decode=len, batch_size=1) as feeder, pytest.raises(aiofeed.errors.ReadError) as raised:
         list(feeder)
     assert "no_such" in str(raised.value)
     assert "hunter" not in "".join(traceback.format_exception(raised.value))

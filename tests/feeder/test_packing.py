@@ -12,18 +12,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 import aiofeed
-from aiofeed import (
-    BatchFailedError,
-    CollateError,
-    DiskCache,
-    FailurePolicy,
-    Feeder,
-    HostCache,
-    Limits,
-    Pack,
-    ReadError,
-    Tensors,
-)
+from aiofeed import DiskCache, FailurePolicy, Feeder, HostCache, Limits, Pack, Tensors
+from aiofeed.errors import BatchFailedError, CollateError, ReadError
 from aiofeed.testing import SimulatedDevice
 from tests.support.packed import PAD, SEPARATOR, STEP, Documents, all_tokens, document, lognormal, pieces_of, tokens_of
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from aiofeed import (
-    DecodeError,
     DecodeImage,
     DecodePair,
     DiskCache,
@@ -27,6 +26,7 @@ from aiofeed import (
     TarShards,
     pad_collate,
 )
+from aiofeed.errors import DecodeError
 from aiofeed.testing import SimulatedDevice
 from tests.support.pairs import torchvision_v2, write_pairs
 from tests.support.shard_files import write_tar

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from aiofeed import DeviceCopyError, FeedError, IteratorClosedError, prefetch
+from aiofeed import FeedError, prefetch
+from aiofeed.errors import DeviceCopyError, IteratorClosedError
 from aiofeed.feeder.prefetch import AsyncIterableProducer
 from aiofeed.runtime.cancellation import ended_by
 from aiofeed.runtime.queue import BatchQueue, FeedFailure, QueueItem, ReadyBatch

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from aiofeed import Feeder, Limits, ReadError, StateError
+from aiofeed import Feeder, Limits
+from aiofeed.errors import ReadError, StateError
 from aiofeed.testing import SimulatedDevice
 from tests.support.states import edited_state
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from aiofeed import Feeder, FromDataset, Limits, ReadError
+from aiofeed import Feeder, FromDataset, Limits
+from aiofeed.errors import ReadError
 from tests.support import process_parts as parts
 
 FEW = Limits(read_concurrency=1, decode_threads=1, prefetch_batches=1)

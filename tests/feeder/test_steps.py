@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from aiofeed import Feeder, FeedError, IteratorClosedError, TokenBudget, pad_collate
+from aiofeed import Feeder, FeedError, TokenBudget, pad_collate
+from aiofeed.errors import IteratorClosedError
 from aiofeed.testing import SimulatedDevice
 from tests.support.states import edited_state
 

@@ -21,17 +21,8 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 import aiofeed
-from aiofeed import (
-    BatchFailedError,
-    Buckets,
-    DecodeError,
-    FailurePolicy,
-    Feeder,
-    FeedError,
-    ReadError,
-    StateError,
-    Stream,
-)
+from aiofeed import Buckets, FailurePolicy, Feeder, FeedError, Stream
+from aiofeed.errors import BatchFailedError, DecodeError, ReadError, StateError
 from aiofeed.testing import SimulatedDevice
 from tests.support.fork_server import ForkServer
 from tests.support.interrupts import Interrupt

@@ -24,8 +24,8 @@ WINDOWS = {
     "process_engine": 'ValueError: engine=.* use engine="thread"',
     "serve": "FeedError: aiofeed.serve and attach .* give each process a Feeder of its own",
     "attach": "FeedError: aiofeed.serve and attach .* give each process a Feeder of its own",
-    "share": "FeedError: aiofeed.share and attach_tensors .* map a file in each process, with numpy.load",
-    "attach_tensors": "FeedError: aiofeed.share and attach_tensors .* map a file in each process, with numpy.load",
+    "share": "FeedError: aiofeed.processes.share and .* map a file in each process, with numpy.load",
+    "attach_tensors": "FeedError: aiofeed.processes.share and .* map a file in each process, with numpy.load",
     "loader_workers": "ValueError: num_workers=1 .* use num_workers=0, threads=1, or torch.utils.data.DataLoader",
 }
 

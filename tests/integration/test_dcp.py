@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from aiofeed import Feeder, StateError
+from aiofeed import Feeder
+from aiofeed.errors import StateError
 
 if TYPE_CHECKING:
     import subprocess

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from aiofeed import Feeder, IteratorClosedError, StateError, Stream
+from aiofeed import Feeder, Stream
+from aiofeed.errors import IteratorClosedError, StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

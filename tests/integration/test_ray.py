@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from aiofeed import (
-    DecodeError,
     DecodeImage,
     DiskCache,
     EncodedCache,
@@ -27,12 +26,11 @@ from aiofeed import (
     Feeder,
     FeedError,
     ImageFolder,
-    RayEngine,
-    ReadError,
     Stream,
-    WorkerDiedError,
     prefetch,
 )
+from aiofeed.errors import DecodeError, ReadError, WorkerDiedError
+from aiofeed.processes import RayEngine
 from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
 from tests.support import ray_parts

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from aiofeed import Feeder, Limits, RayEngine
+from aiofeed import Feeder, Limits
 from aiofeed.core.statistics import EpochStats
+from aiofeed.processes import RayEngine
 from aiofeed.processes.actors.actor_pool import ActorDemand
 from tests.support import process_parts as parts
 

@@ -85,7 +85,7 @@ def heavy_decode(**changes: Any) -> EpochStats:
     return replace(STATS, **fast_reads, **{"decode_s": 20.0, "decode_cpu_s": 19.8, **changes})
 
 
-def advice(found: aiofeed.Explanation) -> str:
+def advice(found: aiofeed.reports.Explanation) -> str:
     return "\n".join(map(str, found.advice))
 
 
@@ -337,7 +337,7 @@ def is_accepted(options: dict[str, Any]) -> bool:
         options["cache"] = aiofeed.DiskCache("cache")
     try:
         Feeder(options.pop("source")(), **options).close()
-    except (TypeError, ValueError, aiofeed.CacheError):
+    except (TypeError, ValueError, aiofeed.errors.CacheError):
         return False
     return True
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import aiofeed
-from aiofeed import Feeder, FeedStatistics, OpenTelemetryMetrics, PrometheusCollector, StorageStatistics
-from aiofeed.reports.exporters import METRICS
+from aiofeed import Feeder
+from aiofeed.exporters import METRICS, OpenTelemetryMetrics, PrometheusCollector
+from aiofeed.reports import FeedStatistics, StorageStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -226,7 +227,7 @@ def test_package_that_is_not_installed(
 def test_imports_nothing() -> None:
     """The exporters import their packages when they are made, not before."""
     packages = "{'prometheus_client', 'opentelemetry'}"
-    code = f"import sys, aiofeed; aiofeed.PrometheusCollector; print({packages} & {{*sys.modules}})"
+    code = f"import sys, aiofeed; aiofeed.exporters.PrometheusCollector; print({packages} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "set()\n"
 
@@ -357,4 +358,4 @@ class TestLightning:
 @pytest.mark.parametrize("name", ["PrometheusCollector", "OpenTelemetryMetrics"])
 def test_public(name: str) -> None:
     """The exporters are public names."""
-    assert getattr(aiofeed, name).__module__ == "aiofeed"
+    assert getattr(aiofeed.exporters, name).__module__ == "aiofeed.exporters"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from aiofeed import Feeder, Headroom, Limits, Tensors
-from aiofeed.reports import headroom
+from aiofeed import Feeder, Limits, Tensors
+from aiofeed.reports import Headroom, headroom
 from aiofeed.testing import SimulatedDevice
 from benchmarks.explain import Items, Numbers, decode
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 from _pytest.capture import CaptureIO
 
-from aiofeed import Buckets, DiskCache, Feeder, HostCache, IteratorClosedError, ReadError, Stream
+from aiofeed import Buckets, DiskCache, Feeder, HostCache, Stream
+from aiofeed.errors import IteratorClosedError, ReadError
 from aiofeed.feeder.iterator import EpochObserver
 from aiofeed.reports import progress
 from aiofeed.runtime.queue import ReadyBatch

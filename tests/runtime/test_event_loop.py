@@ -223,7 +223,7 @@ def test_an_error_of_a_decoder(start: Callable[[str], Child]) -> None:
     assert end.err.count("Traceback") == 2  # of the cause, and of the error
     assert "direct cause" in end.err
     error, note = end.err.splitlines()[-2:]
-    assert "aiofeed.DecodeError" in error
+    assert "aiofeed.errors.DecodeError" in error
     assert "on_error=" in note
     assert "Exception ignored" not in end.err
 

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from aiofeed import Feeder, IteratorClosedError, Limits, WorkerDiedError, prefetch
+from aiofeed import Feeder, Limits, prefetch
+from aiofeed.errors import IteratorClosedError, WorkerDiedError
 from aiofeed.runtime.threads import DaemonThread
 from aiofeed.testing import SimulatedDevice
 from tests.support.fork_server import ForkServer
@@ -305,7 +306,8 @@ def run(server: ForkServer, code: str) -> subprocess.CompletedProcess[str]:
     prelude = """
         import asyncio, os, signal, sys, threading, time
         import torch
-        from aiofeed import Feeder, Limits, IteratorClosedError
+        from aiofeed import Feeder, Limits
+        from aiofeed.errors import IteratorClosedError
 
         class Numbers:
             def __len__(self): return 1000

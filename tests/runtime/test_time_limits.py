@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from aiofeed import DecodeError, FailurePolicy, Feeder, FeedError, Limits, ReadError
+from aiofeed import FailurePolicy, Feeder, FeedError, Limits
 from aiofeed.core.types import Row
+from aiofeed.errors import DecodeError, ReadError
 from aiofeed.runtime.thread_pool import ABANDONED_MOST
 from aiofeed.testing import SimulatedDevice
 

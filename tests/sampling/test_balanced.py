@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 
 import aiofeed
-from aiofeed import Balanced, Pack, StateError
+from aiofeed import Balanced, Pack
+from aiofeed.errors import StateError
 from aiofeed.sampling.listers import balanced
 from aiofeed.sampling.listers.length_plans import LengthPlan, OnOversize, PlanLister
 from aiofeed.sampling.order import BatchLists

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from aiofeed import Buckets, StateError, TokenBudget
+from aiofeed import Buckets, TokenBudget
+from aiofeed.errors import StateError
 from aiofeed.sampling.listers.length_plans import LengthPlan, PlanLister
 from aiofeed.sampling.order import BatchLists
 from aiofeed.sampling.schedule import Position, Schedule

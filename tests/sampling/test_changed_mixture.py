@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiofeed import Feeder, Mixture, StateError, TokenBudget
+from aiofeed import Feeder, Mixture, TokenBudget
+from aiofeed.errors import StateError
 from aiofeed.sampling.listers.mixture import SourceCourse
 
 EPOCH = 3000

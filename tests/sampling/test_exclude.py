@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from aiofeed import Buckets, Feeder, FromDataset, Mixture, StateError, Stream, Tensors, TokenBudget
+from aiofeed import Buckets, Feeder, FromDataset, Mixture, Stream, Tensors, TokenBudget
+from aiofeed.errors import StateError
 from aiofeed.sampling.order import feistel
 from aiofeed.testing import SimulatedDevice
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, reject
 
-from aiofeed import Mixture, StateError
+from aiofeed import Mixture
+from aiofeed.errors import StateError
 from aiofeed.sampling.listers.mixture import (
     BLOCK,
     KEPT_COUNTS,

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from aiofeed import Pack, StateError
+from aiofeed import Pack
 from aiofeed.core.types import BatchPlan
 from aiofeed.engine.fetch.sequences import PackCollate
+from aiofeed.errors import StateError
 from aiofeed.runtime.buffers import HostBufferPool
 from aiofeed.runtime.tensors import as_tensors
 from aiofeed.sampling.listers.length_plans import PlanLister

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler
 
-from aiofeed import Balanced, Buckets, Feeder, FromDataset, Mixture, StateError, StepSample, Stream
+from aiofeed import Balanced, Buckets, Feeder, FromDataset, Mixture, Stream
+from aiofeed.errors import StateError
+from aiofeed.reports import StepSample
 from aiofeed.sampling.order import epoch_seed, sample_seed
 
 N = 23

@@ -16,7 +16,8 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 import aiofeed
-from aiofeed import Buckets, Feeder, Files, Limits, ReadError, StateError
+from aiofeed import Buckets, Feeder, Files, Limits
+from aiofeed.errors import ReadError, StateError
 
 SECONDS = 10
 

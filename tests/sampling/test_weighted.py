@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiofeed import StateError
+from aiofeed.errors import StateError
 from aiofeed.sampling.listers.computed import WeightedOrder
 from aiofeed.sampling.schedule import Position, Schedule
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from aiofeed import IteratorClosedError
+from aiofeed.errors import IteratorClosedError
 from tests.soak.configurations import Configuration, EpochRecord, Rig, ViolationError, draw, draw_limits
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from aiofeed import DecodeError, DeviceCopyError, ReadError
+from aiofeed.errors import DecodeError, DeviceCopyError, ReadError
 from aiofeed.testing import SimulatedDevice
 from tests.soak.configurations import EpochRecord, Rig, ViolationError
 from tests.soak.episodes import Episode, whole_epoch

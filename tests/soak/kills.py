@@ -24,7 +24,8 @@ import pytest
 import torch
 
 import aiofeed
-from aiofeed import Feeder, WorkerDiedError
+from aiofeed import Feeder
+from aiofeed.errors import WorkerDiedError
 from tests.soak import shared_tensors as share_soak
 from tests.support import process_parts as parts
 from tests.support import serve_parts
@@ -169,10 +170,10 @@ class Kills:
                 sharer = stack.enter_context(Started(shares, address))
                 assert sharer.receive() == "sharing"
             else:
-                stack.enter_context(aiofeed.share(torch.arange(1000), address))
+                stack.enter_context(aiofeed.processes.share(torch.arange(1000), address))
             holder = stack.enter_context(Started(holds, address))
             assert holder.receive() == 499500
-            ours = aiofeed.attach_tensors(address)
+            ours = aiofeed.processes.attach_tensors(address)
             victim = sharer if of_sharer else holder
             time.sleep(self._moment())
             killed = time.monotonic()
@@ -181,23 +182,23 @@ class Kills:
             took = time.monotonic() - killed
             assert int(ours.sum()) == 499500
             if not of_sharer:
-                assert int(aiofeed.attach_tensors(address).sum()) == 499500
+                assert int(aiofeed.processes.attach_tensors(address).sum()) == 499500
         if of_sharer:
-            with aiofeed.share(torch.ones(3), address):  # the address of a dead process is free
+            with aiofeed.processes.share(torch.ones(3), address):  # the address of a dead process is free
                 pass
         return took
 
 
 def shares(address: str, pipe: Connection) -> None:
     """Share endlessly."""
-    with aiofeed.share(torch.arange(1000), address):
+    with aiofeed.processes.share(torch.arange(1000), address):
         pipe.send("sharing")
         time.sleep(60.0)
 
 
 def holds(address: str, pipe: Connection) -> None:
     """Write to the shared tensors endlessly."""
-    tensor = aiofeed.attach_tensors(address)
+    tensor = aiofeed.processes.attach_tensors(address)
     pipe.send(int(tensor.sum()))
     while True:
         tensor += 1

@@ -6,7 +6,8 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from aiofeed import BatchFailedError, FailurePolicy, TooManyFailures
+from aiofeed import FailurePolicy
+from aiofeed.errors import BatchFailedError, TooManyFailures
 from tests.soak.configurations import Configuration, EpochRecord, Rig, ViolationError
 from tests.soak.episodes import Episode, whole_epoch
 

@@ -7,7 +7,7 @@ import os
 import warnings
 from typing import Any
 
-from aiofeed import IteratorClosedError
+from aiofeed.errors import IteratorClosedError
 from tests.soak.checks import HANG_S
 from tests.soak.configurations import ViolationError
 from tests.soak.episodes import Episode, whole_epoch

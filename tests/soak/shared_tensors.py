@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from aiofeed import Feeder, Limits, WorkerDiedError
+from aiofeed import Feeder, Limits
+from aiofeed.errors import WorkerDiedError
 from tests.support import process_parts as parts
 
 

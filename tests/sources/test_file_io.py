@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile, features
 
-from aiofeed import DecodeError, DecodeImage, Feeder, Files, ImageFolder, ReadError, SampleError
+from aiofeed import DecodeImage, Feeder, Files, ImageFolder
+from aiofeed.errors import DecodeError, ReadError, SampleError
 from aiofeed.sources import file_io
 from aiofeed.sources.file_io import ReadRules, read_file, read_unchanged, unchanged_since
 from tests.support.paths import ROOT

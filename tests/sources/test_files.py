@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
-from aiofeed import Feeder, Files, FromDataset, ImageFolder, ReadError, Source
+from aiofeed import Feeder, Files, FromDataset, ImageFolder, Source
 from aiofeed.core.types import BatchPlan
 from aiofeed.engine.fetch.collate import CollateBatchBuilder
 from aiofeed.engine.fetch.fetcher import UNREAD
 from aiofeed.engine.fetch.source import SourceFetcher
+from aiofeed.errors import ReadError
 from aiofeed.runtime.time_limits import JobControl
 from aiofeed.sources.file_io import read_file
 

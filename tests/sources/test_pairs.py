@@ -49,7 +49,9 @@ def test_a_missing_file_fails_its_own_sample(tmp_path: Path) -> None:
     assert error.filename == str(tmp_path / "missing")
     with pytest.raises(FileNotFoundError):
         asyncio.run(source.read(1))
-    with pytest.raises(aiofeed.ReadError, match=rf"cannot read '{a} \+ {tmp_path}/missing'.*No such file.*missing"):
+    with pytest.raises(
+        aiofeed.errors.ReadError, match=rf"cannot read '{a} \+ {tmp_path}/missing'.*No such file.*missing"
+    ):
         list(Feeder(source, decode=len, batch_size=1))
     [lengths] = Feeder(source, decode=len, batch_size=3, on_error="skip")
     assert lengths.tolist() == [2, 2]

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from aiofeed import FeedError, ReadError, Stream
+from aiofeed import FeedError, Stream
+from aiofeed.errors import ReadError
 from aiofeed.runtime.cancellation import ended_by
 from aiofeed.sampling.stream_epochs import Block, Snapshot
 from aiofeed.sources.stream import StreamReader, snapshot_of

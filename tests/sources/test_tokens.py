@@ -20,7 +20,8 @@ import torch
 from torch.utils.data import default_collate
 
 import aiofeed
-from aiofeed import DiskCache, Feeder, Mixture, StateError, Tokens
+from aiofeed import DiskCache, Feeder, Mixture, Tokens
+from aiofeed.errors import StateError
 from aiofeed.testing import SimulatedDevice
 from tests.support.token_files import write_header, write_megatron, write_raw
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiofeed import EncodedCache, Feeder, Mixture, ReadError, StateError, Tokens
+from aiofeed import EncodedCache, Feeder, Mixture, Tokens
+from aiofeed.errors import ReadError, StateError
 from aiofeed.sources.tokens import at_urls
 from aiofeed.testing import SimulatedDevice
 from tests.sources.test_tokens import FORMATS, NUMBERS, lists, save_npy, windows

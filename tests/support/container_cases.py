@@ -40,12 +40,12 @@ def check_served(address: str, shared_address: str) -> None:
     """Attach to a feeder and to tensors in another process."""
     code = (
         "import sys, aiofeed; print([int(value) for batch in aiofeed.attach(sys.argv[1]) for value in batch[:, 0]] + "
-        "aiofeed.attach_tensors(sys.argv[2]).tolist())"
+        "aiofeed.processes.attach_tensors(sys.argv[2]).tolist())"
     )
     with (
         aiofeed.Feeder(Numbers(), batch_size=BATCH) as numbers,
         aiofeed.serve(numbers, address) as server,
-        aiofeed.share(torch.arange(40, 45), shared_address) as shared,
+        aiofeed.processes.share(torch.arange(40, 45), shared_address) as shared,
     ):
         command = [sys.executable, "-c", code, server.address, shared.address]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -82,8 +82,12 @@ def small(folder: Path) -> dict[str, Callable[[], object]]:
         "report": lambda: str(aiofeed.device_report()),
         "large_batches": large_batches,
         "large_worker_batches": lambda: check(len(list(aiofeed.DataLoader(Large(), 2, num_workers=1))) == 3),
-        "share": lambda: aiofeed.share(torch.zeros(70 * MIB, dtype=torch.uint8), folder / "small.sock").close(),
-        "share_too_much": lambda: aiofeed.share(torch.zeros(250 * MIB, dtype=torch.uint8), folder / "large.sock"),
+        "share": lambda: aiofeed.processes.share(
+            torch.zeros(70 * MIB, dtype=torch.uint8), folder / "small.sock"
+        ).close(),
+        "share_too_much": lambda: aiofeed.processes.share(
+            torch.zeros(250 * MIB, dtype=torch.uint8), folder / "large.sock"
+        ),
         "batches_too_large": lambda: aiofeed.Feeder(files, decode=images, batch_size=64),
         "batches_too_large_in_processes": too_large_batches,
         "cache": lambda: values(feeder(folder, cache="host")) and None,
@@ -107,7 +111,7 @@ def read_only(folder: Path) -> dict[str, Callable[[], object]]:
         "report": lambda: check("torch" in str(aiofeed.device_report())),
         "serve": lambda: aiofeed.serve(feeder(folder), "numbers"),
         "serve_at": lambda: aiofeed.serve(feeder(folder), folder / "x.sock").start(),
-        "share": lambda: aiofeed.share(torch.arange(5), "numbers"),
+        "share": lambda: aiofeed.processes.share(torch.arange(5), "numbers"),
         "shards": lambda: check(len(aiofeed.TarShards(folder / "a.tar", "jpg")) == 40),
         "disk_cache": lambda: values(feeder(folder, cache=aiofeed.DiskCache(folder / "x.cache"))),
         "encoded_cache": lambda: feeder(folder, cache=aiofeed.EncodedCache(folder / "x.cache", MIB)),

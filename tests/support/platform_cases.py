@@ -224,12 +224,12 @@ def serve(folder: Path) -> None:
     """A feeder and tensors for another process."""
     code = (
         "import sys, aiofeed; print([int(value) for batch in aiofeed.attach(sys.argv[1]) for value in batch[:, 0]] + "
-        "aiofeed.attach_tensors(sys.argv[2]).tolist())"
+        "aiofeed.processes.attach_tensors(sys.argv[2]).tolist())"
     )
     with (
         aiofeed.Feeder(Numbers(), batch_size=BATCH) as feeder,
         aiofeed.serve(feeder, folder / "feed.sock") as server,
-        aiofeed.share(torch.arange(40, 45), folder / "tensors.sock") as shared,
+        aiofeed.processes.share(torch.arange(40, 45), folder / "tensors.sock") as shared,
     ):
         command = [sys.executable, "-c", code, server.address, shared.address]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -247,14 +247,14 @@ def attach(folder: Path) -> None:
 
 def share(folder: Path) -> None:
     """Tensors for other processes."""
-    with aiofeed.share(torch.arange(5), folder / "tensors.sock") as shared:
+    with aiofeed.processes.share(torch.arange(5), folder / "tensors.sock") as shared:
         assert shared.tensors.tolist() == list(range(5))
 
 
 def attach_tensors(folder: Path) -> None:
     """A client without a process that shares tensors."""
     try:
-        aiofeed.attach_tensors(folder / "tensors.sock", timeout_s=0)
+        aiofeed.processes.attach_tensors(folder / "tensors.sock", timeout_s=0)
     except aiofeed.FeedError as error:
         if "no process shares tensors" not in str(error):
             raise

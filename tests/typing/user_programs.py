@@ -254,23 +254,23 @@ def read_reports(feeder: aiofeed.Feeder[Any]) -> Mapping[str, float]:
     feeder.set_epoch(3)
     feeder.skip(2)
     statistics = feeder.statistics(total=True)
-    assert_type(statistics, aiofeed.FeedStatistics)
-    assert_type(statistics.storage, aiofeed.StorageStatistics | None)
+    assert_type(statistics, aiofeed.reports.FeedStatistics)
+    assert_type(statistics.storage, aiofeed.reports.StorageStatistics | None)
     assert_type(statistics.samples, int)
-    assert_type(feeder.failures, tuple[aiofeed.Failure, ...])
-    assert_type([failure.error for failure in feeder.failures], list[aiofeed.SampleError])
+    assert_type(feeder.failures, tuple[aiofeed.reports.Failure, ...])
+    assert_type([failure.error for failure in feeder.failures], list[aiofeed.errors.SampleError])
     explanation = feeder.explain(ranks=True)
-    assert_type(explanation, aiofeed.Explanation)
+    assert_type(explanation, aiofeed.reports.Explanation)
     assert_type(explanation.verdict, str)
     assert_type([stage.name for stage in explanation.stages], list[str])
     feeder.timeline(Path("epoch.json"), seconds=5)
-    aiofeed.PrometheusCollector({"train": feeder})
-    aiofeed.OpenTelemetryMetrics(feeder)
+    aiofeed.exporters.PrometheusCollector({"train": feeder})
+    aiofeed.exporters.OpenTelemetryMetrics(feeder)
     FeederMonitor(feeder)
-    assert_type(aiofeed.device_report(), aiofeed.DeviceReport)
+    assert_type(aiofeed.device_report(), aiofeed.reports.DeviceReport)
     try:
         next(iter(feeder))
-    except aiofeed.SampleError as error:
+    except aiofeed.errors.SampleError as error:
         assert_type(error.index, int)
     return feeder.scalars()
 
@@ -284,14 +284,14 @@ async def share_a_feeder(feeder: aiofeed.Feeder[Any]) -> None:
             print(images, labels)
         async for images, labels in batches:
             print(images, labels)
-        assert_type(batches.statistics(), aiofeed.FeedStatistics)
-    with aiofeed.share({"x": torch.zeros(3)}, "tensors") as shared:
-        assert_type(shared, aiofeed.SharedTensors)
-    print(aiofeed.attach_tensors("tensors", "cuda")["x"])
+        assert_type(batches.statistics(), aiofeed.reports.FeedStatistics)
+    with aiofeed.processes.share({"x": torch.zeros(3)}, "tensors") as shared:
+        assert_type(shared, aiofeed.processes.SharedTensors)
+    print(aiofeed.processes.attach_tensors("tensors", "cuda")["x"])
     for number in (1, 3):
         aiofeed.Feeder(Store(), decode=len, batch_size=2, engine=aiofeed.Processes(number))
         aiofeed.DataLoader(Rows(), batch_size=2, engine=aiofeed.Processes(number))
-    ray = aiofeed.RayEngine(actors=8, options={"num_gpus": 0})
+    ray = aiofeed.processes.RayEngine(actors=8, options={"num_gpus": 0})
     limits = aiofeed.Limits(read_concurrency=64, memory_bytes=1 << 30)
     aiofeed.Feeder(Store(), decode=len, batch_size=2, engine=ray, limits=limits, shard=(0, 8), in_order=False)
     aiofeed.Feeder(Store(), decode=len, batch_size=2, cache=aiofeed.HostCache(1 << 30), in_order="samples")

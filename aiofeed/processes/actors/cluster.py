@@ -9,13 +9,13 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from aiofeed.core.errors import FeedError
-from aiofeed.core.types import public
+from aiofeed.core.types import public_in
 from aiofeed.core.validation import check_int_from, check_positive_int, explain_arguments
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
 
-@public
+@public_in("aiofeed.processes")
 @explain_arguments({"num_cpus": "pass cpus_per_actor=", "num_workers": "pass actors="})
 @dataclass(frozen=True)
 class RayEngine:

@@ -76,8 +76,8 @@ TENSORS = AddressKind(
     ("a process shares tensors", "get those with attach_tensors(), or choose another address for share()"),
     "no process shares tensors",
     "the process has ended that shared tensors",
-    "start a process that calls aiofeed.share(tensors, address) and keeps the result",
-    "aiofeed.share and attach_tensors",
+    "start a process that calls aiofeed.processes.share(tensors, address) and keeps the result",
+    "aiofeed.processes.share and attach_tensors",
     "map a file in each process, with numpy.load(path, mmap_mode='r') or torch.from_file(path, shared=True)",
 )
 

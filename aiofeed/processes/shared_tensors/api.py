@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aiofeed.core.types import public
+from aiofeed.core.types import public_in
 from aiofeed.processes.ipc.cuda_ipc import CudaHandles
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Array: TypeAlias = torch.Tensor | NDArray[np.generic]
 
 
-@public
+@public_in("aiofeed.processes")
 class SharedTensors:
     """Tensors in shared memory, and the address at which other processes attach to them. Made by ``share``.
 
@@ -71,7 +71,7 @@ class SharedTensors:
         return f"<SharedTensors {self.address!r}, {self.nbytes} bytes{', closed' if self._closed else ''}>"
 
 
-@public
+@public_in("aiofeed.processes")
 def share(
     tensors: Array | Sequence[Array] | Mapping[str, Array] | Mapping[int, Array], address: str | os.PathLike[str]
 ) -> SharedTensors:
@@ -106,7 +106,7 @@ def share(
         raise
 
 
-@public
+@public_in("aiofeed.processes")
 def attach_tensors(
     address: str | os.PathLike[str], device: object = None, *, writable: bool = False, timeout_s: float = 10.0
 ) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from aiofeed.core.formatting import format_bytes
-from aiofeed.core.types import public
+from aiofeed.core.types import public_in
 
 # A feeder has up to a few hundred files and sockets open, and so has a training program.
 FEW_FILES = 1024
@@ -110,7 +110,7 @@ class Environment:
     forked: bool
 
 
-@public
+@public_in("aiofeed.reports")
 @dataclass(frozen=True)
 class DeviceReport:
     """The result of ``device_report``; ``str`` formats it.

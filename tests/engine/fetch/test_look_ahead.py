@@ -141,7 +141,7 @@ def test_an_error_names_its_sample() -> None:
 
     source.read_many = broken  # type: ignore[method-assign]
     source.failing = set(range(SAMPLES))
-    with new_feeder(source) as feeder, pytest.raises(aiofeed.ReadError, match="sample"):
+    with new_feeder(source) as feeder, pytest.raises(aiofeed.errors.ReadError, match="sample"):
         next(iter(feeder))
 
 

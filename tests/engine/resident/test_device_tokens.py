@@ -17,8 +17,9 @@ import torch
 from torch.utils.data import default_collate
 
 import aiofeed
-from aiofeed import CacheError, DeviceCopyError, DiskCache, Feeder, HostCache, Limits, Mixture, Tokens
+from aiofeed import DiskCache, Feeder, HostCache, Limits, Mixture, Tokens
 from aiofeed.engine.resident import device_tokens
+from aiofeed.errors import CacheError, DeviceCopyError
 from aiofeed.sources.tokens import formats, windows
 from aiofeed.testing import SimulatedDevice
 from tests.support.token_files import write_header, write_raw

@@ -76,7 +76,7 @@ def feeder_of(batches, device, **options):
 
 
 def raises_closed(batches):
-    with pytest.raises(aiofeed.IteratorClosedError):
+    with pytest.raises(aiofeed.errors.IteratorClosedError):
         next(batches)
 
 
@@ -268,7 +268,7 @@ class TestEnds:
             batches = iter(feeder)
             next(batches)
             device.launch(boom)
-            with pytest.raises(aiofeed.DeviceCopyError, match=r"failed in work queued before: .* illegal step"):
+            with pytest.raises(aiofeed.errors.DeviceCopyError, match=r"failed in work queued before: .* illegal step"):
                 list(batches)
 
 

@@ -21,18 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from aiofeed import (
-    DeviceCopyError,
-    Feeder,
-    FromDataset,
-    IteratorClosedError,
-    Limits,
-    StateError,
-    Tensors,
-    testing,
-)
+from aiofeed import Feeder, FromDataset, Limits, Tensors, testing
 from aiofeed.engine.resident.device_windows import QUEUED_WINDOWS, DeviceWindows
 from aiofeed.engine.resident.host_windows import WINDOW_BYTES, HostWindows
+from aiofeed.errors import DeviceCopyError, IteratorClosedError, StateError
 from aiofeed.sampling.schedule import BatchRange
 from tests.support.states import edited_state
 

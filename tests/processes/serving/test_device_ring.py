@@ -20,7 +20,8 @@ import torch
 
 import aiofeed
 import aiofeed.testing
-from aiofeed import FeedError, WorkerDiedError
+from aiofeed import FeedError
+from aiofeed.errors import WorkerDiedError
 from aiofeed.processes.ipc.cuda_ipc import CudaSharedDevice, HandleError
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.peers import ProcessMonitor

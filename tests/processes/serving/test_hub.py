@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import aiofeed
-from aiofeed import CollateError, Feeder, FeedError, ReadError, StateError, WorkerDiedError
+from aiofeed import Feeder, FeedError
+from aiofeed.errors import CollateError, ReadError, StateError, WorkerDiedError
 from aiofeed.processes.serving import hub
 from aiofeed.processes.serving.published import BatchPublisher
 from aiofeed.testing import SimulatedDevice
@@ -215,7 +216,7 @@ def test_an_iterator_without_a_batch_leaves_its_epoch_to_the_next(address: str) 
         first = iter(feed)
         until(lambda: len(first._queue))
         assert [batch.tolist() for batch in feed] == expected(1)[0]
-        with pytest.raises(aiofeed.IteratorClosedError):
+        with pytest.raises(aiofeed.errors.IteratorClosedError):
             next(first)
 
 
@@ -280,7 +281,7 @@ def test_a_consumer_closed_by_another_thread_during_iter(address: str) -> None:
             with Interrupt(place, feed._stop) as meanwhile:
                 iterator = iter(feed)
             if not iterator.live:
-                with pytest.raises(aiofeed.IteratorClosedError, match="the consumer was closed"):
+                with pytest.raises(aiofeed.errors.IteratorClosedError, match="the consumer was closed"):
                     next(iterator)
                 closed += 1
                 iterator = iter(feed)

@@ -74,7 +74,7 @@ def nested(depth: int) -> ErrorMessage:
     [
         (ErrorMessage("builtins.ExceptionGroup", b"failed", ["failed", "none"]), FeedError, "ExceptionGroup: failed"),
         (ErrorMessage("builtins.StopIteration", b"failed", ["failed"]), FeedError, "StopIteration: failed"),
-        (ErrorMessage("aiofeed.ReadError", b"failed"), FeedError, "ReadError: failed"),
+        (ErrorMessage("aiofeed.errors.ReadError", b"failed"), FeedError, "ReadError: failed"),
         (nested(400), ValueError, "value"),
     ],
     ids=["constructor raises", "ends a loop", "lacks its arguments", "many causes"],

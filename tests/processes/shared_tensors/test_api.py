@@ -366,7 +366,9 @@ def test_one_of_several_processes_replaces_a_dead_socket(folder: Path) -> None:
 
 def test_attaching_to_an_unused_address_is_an_error(folder: Path) -> None:
     """After `timeout_s`; the message has the address and what to do."""
-    with pytest.raises(FeedError, match=r"no process shares tensors at .*nobody\.tensors .*aiofeed\.share\("):
+    with pytest.raises(
+        FeedError, match=r"no process shares tensors at .*nobody\.tensors .*aiofeed\.processes\.share\("
+    ):
         attach_tensors("nobody", timeout_s=0.05)
 
 

@@ -16,21 +16,8 @@ import pytest
 import torch
 from PIL import Image
 
-from aiofeed import (
-    CollateError,
-    DataLoader,
-    DecodeError,
-    DecodeImage,
-    FailurePolicy,
-    Feeder,
-    FeedError,
-    ImageFolder,
-    IteratorClosedError,
-    Limits,
-    Processes,
-    ReadError,
-    TooManyFailures,
-)
+from aiofeed import DataLoader, DecodeImage, FailurePolicy, Feeder, FeedError, ImageFolder, Limits, Processes
+from aiofeed.errors import CollateError, DecodeError, IteratorClosedError, ReadError, TooManyFailures
 from aiofeed.processes.ipc.ring import INLINE_BYTES
 from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts

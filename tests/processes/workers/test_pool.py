@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from aiofeed import DecodeImage, Feeder, FeedError, ImageFolder, IteratorClosedError, WorkerDiedError
+from aiofeed import DecodeImage, Feeder, FeedError, ImageFolder
+from aiofeed.errors import IteratorClosedError, WorkerDiedError
 from aiofeed.processes.workers.handle import _command
 from tests.soak.shared_tensors import kill_at_random_moments
 from tests.support import process_parts as parts
@@ -309,7 +310,7 @@ def test_an_exit_status_that_cannot_be_obtained_is_reported_as_unknown(tmp_path:
             feeder = aiofeed.Feeder(parts.Numbers(40), decode=parts.killed_at_nine, batch_size=4, engine="process")
             try:
                 list(feeder)
-            except aiofeed.WorkerDiedError as error:
+            except aiofeed.errors.WorkerDiedError as error:
                 print(error.exit_status, error)
             feeder.close()
         """,

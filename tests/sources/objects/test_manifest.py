@@ -503,7 +503,7 @@ def test_resume_at_every_position(source: Manifest, folder: Path) -> None:
             (folder / "changed.csv").write_text(text.replace(old, new))
             arguments = {"start": "at", "end": "to"} if ",at," in text else {}
             changed = Manifest(folder / "changed.csv", target="label", **arguments)
-            with new_feeder(changed) as feeder, pytest.raises(aiofeed.StateError):
+            with new_feeder(changed) as feeder, pytest.raises(aiofeed.errors.StateError):
                 feeder.load_state_dict(state)
 
 
@@ -517,7 +517,7 @@ def test_samples_that_fail(source: Manifest, folder: Path, action: Any) -> None:
         os.unlink(folder / "files/59.txt")
     with new_feeder(source, on_error=action) as feeder:
         if action == "raise":
-            with pytest.raises(aiofeed.ReadError, match=r"files/59.txt|all.bin\[177:180\]"):
+            with pytest.raises(aiofeed.errors.ReadError, match=r"files/59.txt|all.bin\[177:180\]"):
                 epoch(feeder)
             return
         found = epoch(feeder)

@@ -22,7 +22,8 @@ from _pytest.capture import CaptureIO
 from hypothesis import given
 
 import aiofeed.sources.shards.indexing as indexing
-from aiofeed import DecodeImage, EncodedCache, FailurePolicy, Feeder, Limits, ReadError, StateError, TarShards
+from aiofeed import DecodeImage, EncodedCache, FailurePolicy, Feeder, Limits, TarShards
+from aiofeed.errors import ReadError, StateError
 from aiofeed.reports.commands.cli import main
 from aiofeed.sources.objects import listing
 from aiofeed.sources.objects import reader as reader_module

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from aiofeed import DecodeError, FailurePolicy, Feeder, Mixture, ReadError, Table
+from aiofeed import FailurePolicy, Feeder, Mixture, Table
+from aiofeed.errors import DecodeError, ReadError
 
 datasets = pytest.importorskip("datasets")
 arrow = pytest.importorskip("pyarrow")

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import aiofeed
-from aiofeed import CollateError, DecodeImage, Feeder, Mixture, ReadError, StateError, Table, pad_collate
+from aiofeed import DecodeImage, Feeder, Mixture, Table, pad_collate
+from aiofeed.errors import CollateError, ReadError, StateError
 from aiofeed.sources.tables.memory import MemoryTable
 from aiofeed.testing import SimulatedDevice
 from tests.support.tables import NUMBERS, ROWS, TABLES, TEXTS, TOKENS, arrow_table, dataset, in_chunks, parquet

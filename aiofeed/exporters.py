@@ -12,7 +12,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from aiofeed.core.statistics import FeedStatistics
-from aiofeed.core.types import public
+from aiofeed.core.types import public_in
+
+__all__ = ["OpenTelemetryMetrics", "PrometheusCollector"]
 
 
 class MeasuredFeed(Protocol):
@@ -109,9 +111,9 @@ class _Feeds:
                 yield metric, name, value
 
 
-@public
+@public_in("aiofeed.exporters")
 class PrometheusCollector:
-    """A collector for ``prometheus_client``: ``REGISTRY.register(aiofeed.PrometheusCollector(feeder))``.
+    """A collector for ``prometheus_client``: ``REGISTRY.register(aiofeed.exporters.PrometheusCollector(feeder))``.
 
     Metrics are named ``aiofeed_samples_total``, ``aiofeed_stall_seconds_total``, ``aiofeed_queue_depth`` and so on,
     with the label ``feeder``. The collector does not keep feeders alive.
@@ -147,9 +149,9 @@ class PrometheusCollector:
         return families.values()
 
 
-@public
+@public_in("aiofeed.exporters")
 class OpenTelemetryMetrics:
-    """Observable metrics of OpenTelemetry: ``aiofeed.OpenTelemetryMetrics(feeder)`` after the provider is set.
+    """Observable metrics of OpenTelemetry: ``OpenTelemetryMetrics(feeder)`` after the provider is set.
 
     Metrics are named ``aiofeed.samples``, ``aiofeed.stall_seconds``, ``aiofeed.queue_depth`` and so on, with the
     attribute ``feeder``. They are read when the provider collects, and do not keep feeders alive.
