@@ -7,47 +7,48 @@ import threading  # noqa: F401 - runtime/threads.py can detect the interpreter's
 import warnings
 from collections.abc import Callable
 
-# The public names, as docs/api.md groups them, and their modules. A module is imported when a name of it is first used:
-# a process that only decodes never pays for torch, nor one that only lists files. Names that a program types are in
-# `aiofeed`; those that it only receives, or that serve one integration, are in the namespace before their dot.
+# The public names by task (each has a page of the API) and their modules. A module is imported when a name of it is
+# first used: a process that only decodes never pays for torch, nor one that only lists files. Names that a program
+# types are in `aiofeed`; those that it only receives, or that serve one integration, are in the namespace before their
+# dot.
 _HOMES: dict[str, dict[str, str]] = {
-    "Feeding": {
+    "Feed a training": {
         "Feeder": "aiofeed.feeder.feeder",
         "DataLoader": "aiofeed.feeder.dataloader",
+        "Limits": "aiofeed.core.limits",
+        "FailurePolicy": "aiofeed.core.failure_policy",
+        "prefetch": "aiofeed.feeder.prefetch",
+        "scatter": "aiofeed.devices.scatter",
+    },
+    "Form batches": {
         "Buckets": "aiofeed.sampling.listers.length_plans",
         "TokenBudget": "aiofeed.sampling.listers.length_plans",
         "Balanced": "aiofeed.sampling.listers.balanced",
         "Pack": "aiofeed.sampling.listers.packing",
         "pad_collate": "aiofeed.engine.fetch.sequences",
-        "Limits": "aiofeed.core.limits",
+    },
+    "Use more processes": {
         "Processes": "aiofeed.feeder.arguments",
-        "FailurePolicy": "aiofeed.core.failure_policy",
-        "prefetch": "aiofeed.feeder.prefetch",
-        "scatter": "aiofeed.devices.scatter",
         "serve": "aiofeed.feeder.serve",
         "attach": "aiofeed.feeder.attach",
-    },
-    "Several processes": {
         "processes.RayEngine": "aiofeed.processes.actors.cluster",
         "processes.share": "aiofeed.processes.shared_tensors.api",
         "processes.attach_tensors": "aiofeed.processes.shared_tensors.api",
         "processes.SharedTensors": "aiofeed.processes.shared_tensors.api",
     },
-    "Reports": {
-        "device_report": "aiofeed.reports.machine",
+    "Observe a run": {
         "reports.FeedStatistics": "aiofeed.core.statistics",
         "reports.StorageStatistics": "aiofeed.core.statistics",
         "reports.Failure": "aiofeed.core.failures",
         "reports.StepSample": "aiofeed.sampling.receipts",
         "reports.Explanation": "aiofeed.reports.explanation",
         "reports.Headroom": "aiofeed.reports.headroom",
-        "reports.DeviceReport": "aiofeed.reports.machine",
-    },
-    "Monitoring": {
         "exporters.PrometheusCollector": "aiofeed.exporters",
         "exporters.OpenTelemetryMetrics": "aiofeed.exporters",
+        "device_report": "aiofeed.reports.machine",
+        "reports.DeviceReport": "aiofeed.reports.machine",
     },
-    "Sources": {
+    "Read data": {
         "Source": "aiofeed.core.types",
         "ImageFolder": "aiofeed.sources.image_folder",
         "Files": "aiofeed.sources.files",
@@ -66,7 +67,7 @@ _HOMES: dict[str, dict[str, str]] = {
         "TFRecordShards": "aiofeed.sources.shards.tfrecord",
         "ParquetRows": "aiofeed.sources.shards.parquet",
     },
-    "Decoders": {
+    "Decode samples": {
         "Decoder": "aiofeed.core.types",
         "DecodeImage": "aiofeed.decoders.image",
         "DecodePair": "aiofeed.decoders.pairs",
@@ -75,12 +76,12 @@ _HOMES: dict[str, dict[str, str]] = {
         "DecodeTensor": "aiofeed.decoders.records",
         "DecodeJSON": "aiofeed.decoders.records",
     },
-    "Caches": {
+    "Cache samples": {
         "HostCache": "aiofeed.cache.host",
         "DiskCache": "aiofeed.cache.disk",
         "EncodedCache": "aiofeed.cache.encoded.database",
     },
-    "Errors": {
+    "Handle errors": {
         "FeedError": "aiofeed.core.errors",
         "errors.SampleError": "aiofeed.core.errors",
         "errors.ReadError": "aiofeed.core.errors",

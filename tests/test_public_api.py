@@ -1,8 +1,8 @@
-"""Files that follow from the names in `aiofeed/__init__.py`: stubs, docs/api.md and the record of the API.
+"""Files that follow from the names in `aiofeed/__init__.py`: stubs, the pages of the API and the record of the API.
 
-`aiofeed/__init__.pyi` and those of the namespaces tell type checkers what each name is. `tests/public_api.txt` records
-signatures and defaults, so that a change is deliberate. `AIOFEED_RECORD_API=1 python -m pytest
-tests/test_public_api.py` writes all of them again.
+`aiofeed/__init__.pyi` and those of the namespaces tell type checkers what each name is. docs/api.md lists all names,
+and docs/api/ has a page for each task. `tests/public_api.txt` records signatures and defaults, so that a change is
+deliberate. `AIOFEED_RECORD_API=1 python -m pytest tests/test_public_api.py` writes all of them again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,45 @@ import pytest
 import aiofeed
 
 ROOT = Path(__file__).parents[1]
+TESTS = "Test your code"
+# The file of each task in docs/api/ and its introduction, in the order of docs/api.md.
+PAGES = {
+    "Feed a training": (
+        "feeding.md",
+        "A feeder returns batches and loads the next ones meanwhile. The [guide](../guide.md) introduces it.",
+    ),
+    "Read data": (
+        "sources.md",
+        "The first argument of a feeder says where its samples are. A `Dataset` or a list of your own works, too.",
+    ),
+    "Decode samples": (
+        "decoding.md",
+        "`decode=` turns the bytes of a sample into a tensor. Any function from bytes to a sample will do.",
+    ),
+    "Form batches": (
+        "batches.md",
+        "`batch_size=` takes a number or one of these plans; see [batches of every kind](../batches.md).",
+    ),
+    "Cache samples": (
+        "caching.md",
+        "`cache=` keeps samples for later epochs. [Caching](../caching.md) says which cache to use.",
+    ),
+    "Use more processes": (
+        "processes.md",
+        "`engine=` decodes in other processes, and one process can feed several. [Processes](../processes.md) and "
+        "[Ray](../ray.md) have examples.",
+    ),
+    "Observe a run": (
+        "runs.md",
+        "What a feeder returns about its work, and where to send it; see [where the time goes](../explain.md) and "
+        "[monitoring](../monitoring.md).",
+    ),
+    "Handle errors": (
+        "errors.md",
+        "Wrong arguments raise `TypeError` or `ValueError`. Errors while a feeder runs are subclasses of `FeedError`.",
+    ),
+    TESTS: ("testing.md", "Helpers for tests of programs that use aiofeed."),
+}
 OPERATORS = ("__len__", "__iter__", "__aiter__", "__enter__", "__aenter__", "__call__", "__getitem__")
 
 
@@ -105,41 +145,62 @@ def stub_of(namespace: str) -> str:
     return "\n".join((f'"""The public names of `aiofeed.{namespace}`, for type checkers."""', "", *lines, ""))
 
 
-def api_page() -> str:
+def names_of(task: str) -> list[str]:
+    """The full names of a task."""
+    names = [f"aiofeed.{name}" for name in aiofeed._HOMES.get(task, ())]
+    return names + {"Observe a run": ["aiofeed.lightning.FeederMonitor"], TESTS: ["aiofeed.testing"]}.get(task, [])
+
+
+def summary(name: str) -> str:
+    """The first sentence of a docstring, for a cell of a table."""
+    module, _, own = name.rpartition(".")
+    found = (
+        importlib.import_module(name) if name == "aiofeed.testing" else getattr(importlib.import_module(module), own)
+    )
+    paragraph = " ".join(inspect.cleandoc(found.__doc__).partition("\n\n")[0].split())
+    sentence = re.split(r"\. (?=[A-Z`])", paragraph)[0].removesuffix(".")
+    return sentence.replace("``", "`").replace("|", "\\|")
+
+
+def overview() -> str:
     """The content of docs/api.md."""
     text = "# API\n\nAll public names, with the module of each. Everything else may change without notice.\n"
-    sections = {title: [f"aiofeed.{name}" for name in names] for title, names in aiofeed._HOMES.items()}
-    sections["Monitoring"].append("aiofeed.lightning.FeederMonitor")
-    sections["Helpers for your tests"] = ["aiofeed.testing"]
-    for title, names in sections.items():
-        text += f"\n## {title}\n"
-        if title == "Errors":
-            text += (
-                "\nWrong arguments raise `TypeError` or `ValueError`. "
-                "Errors while a feeder runs are subclasses of `FeedError`.\n"
-            )
-        text += "".join(f"\n::: {name}\n" for name in names)
+    for task, (file, _) in PAGES.items():
+        text += f"\n## [{task}](api/{file})\n\n| name | what it does |\n| --- | --- |\n"
+        text += "".join(f"| [`{name}`][{name}] | {summary(name)} |\n" for name in names_of(task))
     return text
 
 
-@pytest.mark.parametrize(
-    ("path", "content"),
-    [
-        ("aiofeed/__init__.pyi", stub),
-        ("aiofeed/errors.pyi", partial(stub_of, "errors")),
-        ("aiofeed/processes/__init__.pyi", partial(stub_of, "processes")),
-        ("aiofeed/reports/__init__.pyi", partial(stub_of, "reports")),
-        ("docs/api.md", api_page),
-        ("tests/public_api.txt", record),
-    ],
-)
-def test_the_file_is_up_to_date(path: str, content: Callable[[], str]) -> None:
+def api_page(task: str) -> str:
+    """The content of the page of a task."""
+    return f"# {task}\n\n{PAGES[task][1]}\n" + "".join(f"\n::: {name}\n" for name in names_of(task))
+
+
+FILES: dict[str, Callable[[], str]] = {
+    "aiofeed/__init__.pyi": stub,
+    "aiofeed/errors.pyi": partial(stub_of, "errors"),
+    "aiofeed/processes/__init__.pyi": partial(stub_of, "processes"),
+    "aiofeed/reports/__init__.pyi": partial(stub_of, "reports"),
+    "docs/api.md": overview,
+    **{f"docs/api/{file}": partial(api_page, task) for task, (file, _) in PAGES.items()},
+    "tests/public_api.txt": record,
+}
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_the_file_is_up_to_date(path: str) -> None:
     """A name, a parameter or a default that differs is a change for users: see "Versions" in docs/compatibility.md."""
     pytest.importorskip("lightning")
-    found = content()
+    found = FILES[path]()
     if os.environ.get("AIOFEED_RECORD_API") == "1":
         (ROOT / path).write_text(found, encoding="utf-8")
     assert found.splitlines() == (ROOT / path).read_text(encoding="utf-8").splitlines()
+
+
+def test_every_task_has_a_page() -> None:
+    """The tasks of `_HOMES` and the files of docs/api/ are those of `PAGES`."""
+    assert set(PAGES) == {*aiofeed._HOMES, TESTS}
+    assert {path.name for path in (ROOT / "docs" / "api").iterdir()} == {file for file, _ in PAGES.values()}
 
 
 def test_the_record_notices_changes() -> None:

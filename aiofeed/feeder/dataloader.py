@@ -47,8 +47,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     ``num_workers``. Workers hand their batches over in shared memory that is reused. Ctrl-C, ``break`` and exceptions
     leave nothing behind; an exception of the dataset names the sample. ``async for`` works as well as ``for``.
 
+    The arguments up to ``in_order`` are those of ``torch.utils.data.DataLoader``.
+
     Args:
-        dataset, ..., in_order: As for ``torch.utils.data.DataLoader``.
         device: Copy the tensors of each batch to this device; with workers on a side stream, ahead of the consumer.
         transform: Called with each batch, on the device if there is one.
         on_error: ``"skip"``, ``"replace"`` or a ``FailurePolicy`` for samples that fail; see ``Feeder``.
