@@ -64,8 +64,10 @@ lint: $(STAMP)  ## ruff, mypy --strict, pyright for users, import contracts, uni
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/check_tree.py
 
+# Without --clean an API page stays as it was when only a docstring has changed.
 docs: $(DOCS_STAMP)  ## the documentation, into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/zensical build --strict --clean
+	$(BIN)/python .ci/finish_site.py
 
 demo: $(STAMP)  ## a training run on generated images
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -96,7 +98,7 @@ bench-peers: $(PEERS_STAMP)  # aiofeed beside other loaders, which go into .venv
 	$(PEERS_VENV)/bin/python -m benchmarks.peers $(ARGS)
 
 clean:  ## remove the environment and all that was built
-	rm -rf $(VENV) $(PEERS_VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS_VENV) .cache build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	rm -f aiofeed/decoders/_native_jpeg.so aiofeed/sources/_native_files.so LICENSE.libjpeg-turbo.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

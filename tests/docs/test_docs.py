@@ -175,7 +175,7 @@ def local_links(path: Path, text: str) -> list[tuple[str, Path, str]]:
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors of a document's headings, as GitHub and MkDocs make them."""
+    """The anchors of a document's headings, as GitHub and Zensical make them."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
 
