@@ -19,8 +19,11 @@ from benchmarks.figures import RATIO, Figure, Target
 
 HEADER = ("", "median", "min to max", "target", "")
 DATA, PAGE, CHART = "docs/benchmarks.json", "docs/benchmarks.md", "docs/readme-chart.svg"
+FRONT = "docs/index.md"
 _ANSWER = re.compile(r"^\| ([^|]+) \| <!-- ([^:]+): (.+?) -->[^|]*\|[^|]*\|", re.MULTILINE)
 """A row of the page: its label, in a comment a benchmark and one of its figures, then that figure and its spread."""
+_NUMBER = re.compile(r"<!-- ([^:]+): (.+?) --> \*\*[^*]*\*\*")
+"""The same on the first page of the documentation, without label and spread."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,9 @@ def draw(project: Path) -> list[Path]:
     text, answers = answered(page.read_text(encoding="utf-8"), results)
     page.write_text(text, encoding="utf-8")
     readme_chart(answers, chart)
+    front = project / FRONT
+    if front.exists():
+        front.write_text(front_page(front.read_text(encoding="utf-8"), results), encoding="utf-8")
     return [page, chart]
 
 
@@ -129,6 +135,17 @@ def answered(page: str, results: Mapping[str, Result]) -> tuple[str, list[tuple[
         return row[0]
 
     return _ANSWER.sub(fill, page), answers
+
+
+def front_page(page: str, results: Mapping[str, Result]) -> str:
+    """The first page of the documentation with the figures that it names."""
+
+    def fill(found: re.Match[str]) -> str:
+        name, what = found.groups()
+        [figure] = [each for each in results[name].figures if each.what == what]
+        return f"<!-- {name}: {what} --> **{number(figure.median, figure.unit)}**"
+
+    return _NUMBER.sub(fill, page)
 
 
 def tally(results: Iterable[Result]) -> str:

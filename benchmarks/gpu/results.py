@@ -90,15 +90,17 @@ def tally(parts: Sequence[Part]) -> str:
 
 
 def markdown(parts: Sequence[Part]) -> str:
-    """All parts, for the page. If all are of one machine, it is described once."""
+    """All parts, for the page: figures without targets. If all are of one machine, it is described once."""
     machines = {part.machine for part in parts if part.machine}
-    text = [*(machines if len(machines) == 1 else ()), tally(parts)]
+    text = [*(machines if len(machines) == 1 else ())]
     for part in parts:
         if part.figures or part.failed:
             text.append(f"### {part.title}")
             text.append(part.machine if len(machines) > 1 else "")
             if part.figures:
-                text.append(report.markdown_table(report.HEADER, [report.row(figure) for figure in part.figures]))
+                text.append(
+                    report.markdown_table(report.HEADER[:3], [report.row(figure)[:3] for figure in part.figures])
+                )
             text.append(f"Failed: {part.failed}" if part.failed else "")
             text += part.notes
     return "\n\n".join(filter(None, text))
