@@ -152,22 +152,24 @@ def names_of(task: str) -> list[str]:
 
 
 def summary(name: str) -> str:
-    """The first sentence of a docstring, for a cell of a table."""
+    """The first sentence of a docstring, without its full stop."""
     module, _, own = name.rpartition(".")
     found = (
         importlib.import_module(name) if name == "aiofeed.testing" else getattr(importlib.import_module(module), own)
     )
     paragraph = " ".join(inspect.cleandoc(found.__doc__).partition("\n\n")[0].split())
-    sentence = re.split(r"\. (?=[A-Z`])", paragraph)[0].removesuffix(".")
-    return sentence.replace("``", "`").replace("|", "\\|")
+    return re.split(r"\. (?=[A-Z`])", paragraph)[0].removesuffix(".").replace("``", "`")
 
 
 def overview() -> str:
     """The content of docs/api.md."""
-    text = "# API\n\nAll public names, with the module of each. Everything else may change without notice.\n"
+    text = (
+        "# API\n\nAll public names, by task, without the `aiofeed.` in front. "
+        "Everything else may change without notice.\n"
+    )
     for task, (file, _) in PAGES.items():
-        text += f"\n## [{task}](api/{file})\n\n| name | what it does |\n| --- | --- |\n"
-        text += "".join(f"| [`{name}`][{name}] | {summary(name)} |\n" for name in names_of(task))
+        text += f"\n## [{task}](api/{file})\n\n"
+        text += "".join(f"- [`{name.removeprefix('aiofeed.')}`][{name}]: {summary(name)}.\n" for name in names_of(task))
     return text
 
 
