@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import NormalDist
+from textwrap import wrap
 from typing import TypeAlias
 
 import torch
@@ -22,13 +23,18 @@ Piece: TypeAlias = "tuple[int, str]"
 Row: TypeAlias = "list[Piece]"
 """A row of a batch: a padded sample is one piece, a packed row has a piece per document."""
 
-WIDTH, MARGIN = 720, 14
+WIDTH, SHOWN, MARGIN = 420, 560, 8
+"""Units of a picture, few enough for a telephone; its width in pixels on a larger screen; the space at both sides."""
 TOKEN, ROW, BAR = 2, 9, 7
 """Pixels of a token, of a row and of its bar: equal areas in all pictures are equal costs."""
 GAP, LABEL = 14, 44
 """Pixels between two batches, and at least for the label of one."""
 # Okabe and Ito's colours, which people with any colour vision can tell apart.
 COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"]
+STYLE = """
+text { font: 12px system-ui, sans-serif; fill: #24292f } .title text { font-weight: 600 } .line { stroke: #6e7781 }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .line { stroke: #9198a1 } }
+"""
 CONTEXT = 100
 # The quantiles of a log-normal distribution.
 LENGTHS = [round(24 * math.exp(0.6 * NormalDist().inv_cdf((number + 0.5) / 32))) for number in range(32)]
@@ -46,15 +52,17 @@ def text(x: float, y: float, words: str) -> str:
 
 
 def svg(title: str, height: float, shapes: Iterable[str]) -> str:
-    """A picture on a light background of its own, with its title in the first line."""
+    """A picture with its title in the first two lines; its background is that of the page, light or dark."""
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" height="{height:g}" '
-        'font-family="system-ui, sans-serif" font-size="12" fill="#333">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" '
+        f'width="{SHOWN}" height="{height * SHOWN / WIDTH:g}">',
         f"<title>{title}</title>",
+        f"<style>{STYLE}</style>",
         '<pattern id="padding" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        f"{rect(0, 0, 5, 5, '#eee')}{rect(0, 0, 2, 5, '#bbb')}</pattern>",
-        f'<rect width="{WIDTH}" height="{height:g}" rx="6" fill="#fff"/>',
-        f'<g font-weight="bold">{text(MARGIN, 24, title)}</g>',
+        f"{rect(0, 0, 5, 5, '#8b949e33')}{rect(0, 0, 2, 5, '#8b949e99')}</pattern>",
+        '<g class="title">',
+        *(text(MARGIN, 18 + 17 * number, line) for number, line in enumerate(wrap(title, 52))),
+        "</g>",
     )
     return "\n".join([*head, *shapes, "</svg>", ""])
 
@@ -68,7 +76,7 @@ def draw_batches(name: str, batches: Sequence[Sequence[Row]], width: int | None 
         width: The tokens of a padded row. Default: those of the longest row of the batch.
     """
     shapes: list[str] = []
-    x, top, bottom, tokens, places = MARGIN, 58, 58, 0, 0
+    x, top, bottom, tokens, places = MARGIN, 90, 90, 0, 0
     for batch in batches:
         widest = width or max(sum(length for length, _ in row) for row in batch)
         if x + widest * TOKEN > WIDTH - MARGIN:
@@ -87,8 +95,8 @@ def draw_batches(name: str, batches: Sequence[Sequence[Row]], width: int | None 
         x += max(widest * TOKEN, LABEL) + GAP
     share = 1 - tokens / places
     title = f"{name}: {len(batches)} batches, {tokens:,} tokens padded to {places:,} ({share:.0%} padding)"
-    legend = [rect(WIDTH - 150, 15, 16, 9, COLOURS[0]), text(WIDTH - 130, 24, "tokens")]
-    legend += [rect(WIDTH - 82, 15, 16, 9, "url(#padding)"), text(WIDTH - 62, 24, "padding")]
+    legend = [rect(MARGIN, 47, 16, 9, COLOURS[0]), text(MARGIN + 22, 56, "tokens")]
+    legend += [rect(MARGIN + 76, 47, 16, 9, "url(#padding)"), text(MARGIN + 98, 56, "padding")]
     return svg(title, bottom + MARGIN, [*legend, *shapes])
 
 
@@ -121,13 +129,13 @@ def mixture() -> str:
     with aiofeed.Feeder(mixed, batch_size=8, shuffle=True, collate_fn=list, shard=None) as feeder:
         batches = [[name for _, name in batch] for batch in feeder]
     samples = [name for batch in batches for name in batch]
-    cell, strip, low, high = 14, 58, 240, 100
+    cell, strip, low, high = 7, 70, 252, 112
     end, unit = MARGIN + len(samples) * cell, (low - high) / (len(samples) * max(WEIGHTS.values()))
     shapes, furthest, start = [], 0.0, MARGIN
     for number, batch in enumerate(batches):
-        shapes.append(text(start + 3, strip - 6, f"batch {number + 1}"))
+        shapes.append(text(start + 2, strip - 6, f"batch {number + 1}"))
         if number:
-            shapes.append(f'<path d="M{start - 1} {strip - 16}V{low}" stroke="#999" stroke-dasharray="2 3"/>')
+            shapes.append(f'<path d="M{start - 1} {strip - 16}V{low}" class="line" stroke-dasharray="2 3"/>')
         start += len(batch) * cell
     for (name, weight), colour in zip(WEIGHTS.items(), COLOURS, strict=False):
         count, line = 0, f"M{MARGIN} {low}"
@@ -136,15 +144,15 @@ def mixture() -> str:
             furthest = max(furthest, abs(count - weight * (number + 1)))
             line += f"H{MARGIN + (number + 1) * cell}" + (f"V{low - count * unit:g}" if sample == name else "")
             if sample == name:
-                shapes.append(rect(MARGIN + number * cell, strip, cell - 2, cell - 2, colour))
+                shapes.append(rect(MARGIN + number * cell, strip, cell - 1, 12, colour))
         ideal = low - weight * len(samples) * unit
         shapes.append(f'<path d="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        shapes.append(f'<path d="M{MARGIN} {low}L{end} {ideal:g}" stroke="#333" stroke-dasharray="4 3"/>')
+        shapes.append(f'<path d="M{MARGIN} {low}L{end} {ideal:g}" class="line" stroke-dasharray="4 3"/>')
         shapes.append(text(end + 10, ideal + 4, f"{name}: {count}, share {weight * len(samples):g}"))
-    words = "Squares: the source of each sample. Lines: samples of each source so far. Dashed: its share of them."
-    shapes.append(text(MARGIN, low + 22, words))
+    words = "Bars: the source of each sample. Lines: samples of each source so far. Dashed: its share of them."
+    shapes += [text(MARGIN, low + 22 + 17 * number, line) for number, line in enumerate(wrap(words, 62))]
     title = f"Mixture: after each of {len(samples)} samples, every source is within {furthest:.2f} samples of its share"
-    return svg(title, low + 36, shapes)
+    return svg(title, low + 52, shapes)
 
 
 def balanced() -> str:
@@ -155,27 +163,27 @@ def balanced() -> str:
         "Balanced": aiofeed.Balanced(lengths, 16_384, cost=attention, groups=8),
     }
     shapes, worst = [], {}
-    ranks, steps, wide, high = 8, 5, 10, 70
+    ranks, steps, wide, high = 8, 5, 8, 70
     for row, (name, plan) in enumerate(plans.items()):
-        low = 132 + row * (high + 60)
+        low = 138 + row * (high + 60)
         with aiofeed.Feeder(lengths, batch_size=plan, shuffle=True, collate_fn=list, shard=None) as feeder:
             costs = [sum(map(attention, batch)) for batch in feeder]
             if name == "TokenBudget":
                 costs = [len(batch) * attention(max(batch)) for batch in feeder]
         worst[name] = 0.0
         for step in range(steps):
-            each, x = costs[step * ranks : (step + 1) * ranks], MARGIN + step * 138
+            each, x = costs[step * ranks : (step + 1) * ranks], MARGIN + step * 81
             mean = sum(each) / ranks
             worst[name] = max(worst[name], max(each) / mean)
             for rank, cost in enumerate(each):
                 height = cost / mean * high / 1.5
-                shapes.append(rect(x + rank * (wide + 4), low - height, wide, height, COLOURS[0]))
+                shapes.append(rect(x + rank * wide, low - height, wide - 2, height, COLOURS[0]))
             top = low - high / 1.5
-            shapes.append(f'<path d="M{x - 2} {top:g}h{ranks * (wide + 4)}" stroke="#d55e00" stroke-dasharray="4 3"/>')
+            shapes.append(f'<path d="M{x - 2} {top:g}h{ranks * wide + 2}" stroke="#d55e00" stroke-dasharray="4 3"/>')
             shapes.append(text(x, low + 16, f"step {step + 1}: {max(each) / mean:.2f}"))
         shapes.append(text(MARGIN, low - high - 8, f"{name}: the cost of each of {ranks} ranks, and the mean (dashed)"))
     title = f"Balanced: the slowest of {ranks} ranks costs up to {worst['Balanced']:.2f} times the mean of a step, "
-    return svg(title + f"with TokenBudget {worst['TokenBudget']:.2f}", 132 + high + 60 + 32, shapes)
+    return svg(title + f"with TokenBudget {worst['TokenBudget']:.2f}", 138 + high + 60 + 26, shapes)
 
 
 def attention(length: float) -> float:

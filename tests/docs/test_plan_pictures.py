@@ -41,7 +41,7 @@ def test_pictures_are_small_and_load_nothing(pictures: dict[str, str]) -> None:
         assert len(drawn.encode()) < 30_000
         root = ElementTree.fromstring(drawn)
         assert {element.tag for element in root.iter()} <= {
-            SVG + tag for tag in ("svg", "title", "pattern", "rect", "g", "text", "path")
+            SVG + tag for tag in ("svg", "title", "style", "pattern", "rect", "g", "text", "path")
         }
         assert "href" not in drawn
         assert set(re.findall(r"url\(([^)]*)\)", drawn)) <= {"#padding"}
@@ -69,10 +69,12 @@ def test_a_block_shows_its_tokens_and_padding(script: dict[str, Any]) -> None:
 
 def test_rows_of_a_fixed_width_are_filled_up(script: dict[str, Any]) -> None:
     """As those of packed documents, also an empty row; batches beyond the width go into the next line."""
-    drawn = script["draw_batches"]("Rows", [[[(100, "red")], []]] * 4, 125)
+    drawn = script["draw_batches"]("Rows", [[[(60, "red")], []]] * 4, 75)
     root = ElementTree.fromstring(drawn)
-    assert root.findtext(SVG + "title") == "Rows: 4 batches, 400 tokens padded to 1,000 (60% padding)"
-    labels = [(label.get("x"), label.get("y")) for label in root.iter(SVG + "text") if label.text == "2 x 125"]
-    assert [x for x, _ in labels] == ["14", "278", "14", "278"]
+    assert root.findtext(SVG + "title") == "Rows: 4 batches, 240 tokens padded to 600 (60% padding)"
+    labels = [(label.get("x"), label.get("y")) for label in root.iter(SVG + "text") if label.text == "2 x 75"]
+    assert [x for x, _ in labels] == ["8", "172", "8", "172"]
     assert len({y for _, y in labels}) == 2
-    assert all(float(bar.get("x", "0")) + float(bar.get("width", "0")) <= 720 for bar in root.iter(SVG + "rect"))
+    assert all(
+        float(bar.get("x", "0")) + float(bar.get("width", "0")) <= script["WIDTH"] for bar in root.iter(SVG + "rect")
+    )
