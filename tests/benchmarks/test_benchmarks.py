@@ -16,6 +16,7 @@ from tests.support.benchmarking import check_refused
 
 if TYPE_CHECKING:
     from pathlib import Path
+from xml.etree import ElementTree
 
 inputs = benchmarking.inputs
 tracked = benchmarking.tracked
@@ -155,15 +156,6 @@ def test_missing_markers_are_an_error(text: str) -> None:
         report.replace_between(text, "x", "new")
 
 
-@pytest.fixture(scope="module")
-def fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Let matplotlib open the font files, which it keeps open."""
-    pytest.importorskip("matplotlib")
-    report.readme_chart([("A race", RESULTS[0].figures[0])], tmp_path_factory.mktemp("picture") / "first.svg")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fonts_open")
 def test_writing_keeps_other_results_and_fills_in_page_and_chart(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / report.PAGE).write_text(PAGE)
@@ -174,6 +166,35 @@ def test_writing_keeps_other_results_and_fills_in_page_and_chart(tmp_path: Path)
     assert list(report.load(tmp_path / report.DATA)) == ["other", "speed"]
     assert "**0.250**" in (tmp_path / report.PAGE).read_text()
     assert "A race" in (tmp_path / report.CHART).read_text()
+
+
+def test_the_chart_shows_each_figure_in_both_schemes(tmp_path: Path) -> None:
+    """The fastest first, the ones below 1 to the left of it, with colours for a dark page, and no other files."""
+    ratios = [("Slow & small", Figure("a", (0.8, 0.9, 0.85))), ("Fast", Figure("b", (20.0, 30.0, 25.0)))]
+    report.readme_chart(ratios, tmp_path / "chart.svg")
+    text = (tmp_path / "chart.svg").read_text()
+    root = ElementTree.fromstring(text)
+    words = ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert [word for word in words if word in ("Fast", "25x", "Slow & small", "0.85x")] == [
+        "Fast",
+        "25x",
+        "Slow & small",
+        "0.85x",
+    ]
+    bars = [each for each in root.iter("{http://www.w3.org/2000/svg}rect") if each.get("class") in ("faster", "slower")]
+    ends = [(float(bar.get("x", "0")), float(bar.get("x", "0")) + float(bar.get("width", "0"))) for bar in bars]
+    assert ends[1][1] == ends[0][0]
+    assert "prefers-color-scheme:dark" in text
+    assert "href" not in text
+
+
+def test_the_committed_chart_is_that_of_the_page(tmp_path: Path) -> None:
+    """`python -m benchmarks.report` draws docs/readme-chart.svg again, below 20 KB."""
+    page = (harness.PROJECT / report.PAGE).read_text()
+    report.readme_chart(report.answered(page, report.load(harness.PROJECT / report.DATA))[1], tmp_path / "chart.svg")
+    drawn = (tmp_path / "chart.svg").read_text()
+    assert drawn == (harness.PROJECT / report.CHART).read_text()
+    assert len(drawn) < 20_000
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
