@@ -1,0 +1,27 @@
+"""docs/troubleshooting.md: every error class has a section there, and each address in the code leads to one."""
+
+from __future__ import annotations
+
+import re
+
+from aiofeed.core import errors
+from tests.docs.test_docs import anchors
+from tests.support.paths import ROOT
+
+PAGE = ROOT / "docs" / "troubleshooting.md"
+
+
+def test_every_error_class_has_a_section() -> None:
+    """The section of a class has its name, in small letters, as anchor."""
+    classes = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
+    names = {cls.__name__.lower() for cls in classes if not cls.__name__.startswith("_")}
+    assert len(names) >= 12
+    assert names - anchors(PAGE) == set()
+
+
+def test_addresses_in_messages_lead_to_a_section() -> None:
+    """Messages of aiofeed that end with an address of this page name a section of it."""
+    found = anchors(PAGE)
+    for path in (ROOT / "aiofeed").rglob("*.py"):
+        for anchor in re.findall(r"troubleshooting(?:\.html|\.md)?#([\w-]+)", path.read_text(encoding="utf-8")):
+            assert anchor in found, path
