@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import logging
 import re
 import tomllib
@@ -14,13 +15,17 @@ from urllib.parse import unquote
 
 import pytest
 import torch.utils.data
+from PIL import Image
 
 import aiofeed
 from tests.support.paths import ROOT
+from tests.support.shard_files import tar_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import CodeType
+
+    from tests.support.fault_server import FaultServer
 
 pytestmark = pytest.mark.usefixtures("accelerator_started", "arrow_started")
 
@@ -33,8 +38,12 @@ NEEDS = {
     "docs/media.md": ("av",),
     "docs/monitoring.md": ("lightning", "opentelemetry.sdk", "prometheus_client", "tensorboard"),
     "docs/training-frameworks.md": ("accelerate", "ignite", "lightning", "transformers"),
+    "docs/recipes/frameworks.md": ("accelerate", "lightning", "transformers"),
+    "docs/recipes/http-service.md": ("aiohttp",),
+    "docs/recipes/language-model.md": ("datasets", "pyarrow"),
 }
 """Packages that a document imports and aiofeed does not need."""
+BUCKET_RECIPE = ROOT / "docs" / "recipes" / "buckets.md"
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```\s*$", re.MULTILINE | re.DOTALL)
 INFO_STRINGS = {"python": True, "{.python .no-run}": False}
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
@@ -88,6 +97,18 @@ def run_blocks(blocks: list[Block], namespace: dict[str, Any]) -> None:
             exec(code, namespace)
 
 
+def run_document(path: Path) -> None:
+    """Run the blocks of a document, and close its feeders."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        run_blocks(python_blocks(path, path.read_text(encoding="utf-8")), namespace)
+    finally:
+        for value in list(namespace.values()):
+            if isinstance(value, aiofeed.Feeder):
+                value.close()
+        namespace.clear()
+
+
 @pytest.fixture
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty current folder, beside the sockets of addresses that are plain names; restores the levels of loggers."""
@@ -109,7 +130,7 @@ def document(path: Path) -> Any:
 
 
 @pytest.mark.usefixtures("empty_folder")
-@pytest.mark.parametrize("path", [document(path) for path in DOCUMENTS])
+@pytest.mark.parametrize("path", [document(path) for path in DOCUMENTS if path != BUCKET_RECIPE])
 def test_document_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every Python block of a document runs as it stands, in order, in one namespace that is empty at first.
 
@@ -121,14 +142,24 @@ def test_document_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             pytest.importorskip(package)
             if package == "accelerate":  # the document replaces it
                 monkeypatch.setattr("accelerate.data_loader.DataLoader", torch.utils.data.DataLoader)
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    try:
-        run_blocks(python_blocks(path, path.read_text(encoding="utf-8")), namespace)
-    finally:
-        for value in list(namespace.values()):
-            if isinstance(value, aiofeed.Feeder):
-                value.close()
-        namespace.clear()
+    run_document(path)
+
+
+@pytest.mark.usefixtures("empty_folder")
+def test_the_recipe_for_buckets_runs(object_server: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/recipes/buckets.md finds a server by the variables that it names, and its shards there."""
+    for shard in range(2):
+        members = []
+        for number in range(16):
+            picture = io.BytesIO()
+            Image.new("RGB", (96, 72), (number, 0, 0)).save(picture, "JPEG")
+            members += [(f"{shard}-{number}.jpg", picture.getvalue()), (f"{shard}-{number}.cls", b"%d" % (number % 2))]
+        object_server.objects[f"bucket/train-{shard:03}.tar"] = tar_of(members)
+    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(variable, "test")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", object_server.endpoint)
+    run_document(BUCKET_RECIPE)
 
 
 def test_architecture_names_every_room() -> None:
