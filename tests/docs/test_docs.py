@@ -34,6 +34,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 NEEDS = {
+    "docs/choose.md": ("datasets", "pyarrow"),
     "docs/table.md": ("pyarrow",),
     "docs/media.md": ("av",),
     "docs/monitoring.md": ("lightning", "opentelemetry.sdk", "prometheus_client", "tensorboard"),
