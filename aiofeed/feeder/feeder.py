@@ -147,7 +147,7 @@ class Feeder(Generic[BatchT]):
         drop_last: Drop an incomplete last batch, and samples that do not fill a batch on every rank. With a plan, the
             batches that it calls incomplete, and those that not every rank would get.
         pad: Make all ranks equally long by repeating the head of the epoch's list (with ``drop_last`` by cutting).
-            With ``False`` each sample comes once, and ranks may differ by one batch.
+            With ``False`` each sample is returned once, and ranks may differ by one batch.
         collate_fn: Makes a batch of a list of samples. By default batches are those of torch's ``default_collate``.
         device: ``None`` for host tensors, ``"auto"`` for the accelerator if there is one, or a device. With a list of
             devices each batch is a tuple with one part per device, split as by ``scatter``.
@@ -173,7 +173,7 @@ class Feeder(Generic[BatchT]):
         exclude: Samples to leave out for good: their indices, or their keys, which are then looked up among all. All
             others come in the same order, in full batches. May change at a resume, with a plan between two epochs
             only. With ``shuffle=`` True, False or "keyed".
-        in_order: ``False`` hands out batches as they are finished, so that a slow file delays only its own batch.
+        in_order: ``False`` returns batches as they are finished, so that a slow file delays only its own batch.
             "samples" fills each batch with whichever samples are ready, so that a slow one joins a later batch; the
             number and the sizes of batches stay. Not with ``engine="process"``, ``batch_sampler=`` and plans.
         engine: "thread" reads and decodes in threads of this process. "process", or ``Processes(4)`` for four, uses
@@ -477,7 +477,7 @@ class Feeder(Generic[BatchT]):
         self._session.go_to(self._order.after(self._checkpoint.position, check_int_from(0, "n", n)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: it counts the batches handed out, not those read ahead.
+        """Return the position: it counts the batches returned, not those read ahead.
 
         It contains plain numbers, strings and lists and survives JSON and ``torch.load(weights_only=True)``. With
         ``in_order=True`` it is the same on all ranks. After the last batch of an epoch it is the start of the next one.
@@ -513,7 +513,7 @@ class Feeder(Generic[BatchT]):
         return SavedState(schedule, position, self._fingerprint, self._config.in_order, sampler, trail)
 
     def receipt(self) -> str:
-        """Return a hash of the samples seen: of the source's fingerprint, the order, and the positions handed out.
+        """Return a hash of the samples seen: of the source's fingerprint, the order, and the positions returned.
 
         Two runs have it in common if they have seen the same samples, with the same seeds, in the same order on all
         ranks together, and otherwise not; interruptions, batch size and world size do not count. ``state_dict`` has it,
@@ -620,7 +620,7 @@ class Feeder(Generic[BatchT]):
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """The failed samples of the batches handed out so far: key, index, stage, error and epoch.
+        """The failed samples of the batches returned so far: key, index, stage, error and epoch.
 
         At most the first 10,000; ``statistics(total=True).failures`` counts all.
         """

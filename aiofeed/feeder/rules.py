@@ -59,7 +59,7 @@ EXCLUDED: tuple[tuple[str, str, type[Exception], str], ...] = (
     ("collate_fn=", "Pack", ValueError, "Pack puts the batches together; transform= gets each batch"),
     # batches that are filled with any samples
     ('in_order="samples"', "batch_sampler=|a plan", ValueError,
-     "it moves samples to other batches: pass in_order=False, which hands out whole batches as they are finished"),
+     "it moves samples to other batches: pass in_order=False, which returns whole batches as they are finished"),
     ('in_order="samples"', 'engine="process"', ValueError,
      'workers send whole batches: pass engine="thread", or in_order=False'),
     ("in_order= other than True", "a mesh with other dimensions", ValueError,
@@ -92,11 +92,11 @@ EXCLUDED: tuple[tuple[str, str, type[Exception], str], ...] = (
     # documents that are packed
     ("Tensors", "Pack", ValueError, "a row of Tensors is a tuple, a document one tensor: pass a Dataset of those"),
     ('on_error="replace"', "Pack", ValueError,
-     "it plans the place of every token, and a replacement has another length and comes twice: pass on_error='skip', "
+     "it plans the place of every token, and a replacement has another length and is used twice: pass on_error='skip', "
      "which leaves padding, or 'raise'"),
     ("a list of devices", "Pack", ValueError, f"cu_seqlens is one for all rows of a batch: {_DEVICES}"),
     ("static_batches=True", "Pack", ValueError, f"{_FIXED}, and cu_seqlens of Pack varies: leave it out"),
-    ('cache="device"', "Pack", ValueError, "it hands out views of permuted rows, and Pack copies tokens: leave it out"),
+    ('cache="device"', "Pack", ValueError, "it returns views of permuted rows, and Pack copies tokens: leave it out"),
     # decoded samples on the device
     ('cache="device"', "a random decoder", ValueError,
      'its augmentation runs on the CPU, sample by sample: use cache="host", or augment batches in transform='),
