@@ -40,9 +40,10 @@ from aiofeed.sampling.samples import SampleSchedule
 from aiofeed.sampling.schedule import SHUFFLES, Schedule, Shuffle, is_shuffle, window_shards
 from aiofeed.sampling.state import InOrder, check_in_order
 from aiofeed.sampling.stream_epochs import StreamOrder
-from aiofeed.sources.dataset import FromDataset, check_parts, fingerprint_of, is_iterable_dataset, is_map_dataset
+from aiofeed.sources.dataset import FromDataset, check_parts, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
+from aiofeed.sources.subset import fingerprint_of
 from aiofeed.sources.tables.columns import collate_rows
 from aiofeed.sources.tensors import Tensors, are_on_host, as_dataset, tensors_of
 

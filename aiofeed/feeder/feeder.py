@@ -43,9 +43,10 @@ from aiofeed.sampling.listers.length_plans import LengthPlan
 from aiofeed.sampling.receipts import StepSample, Trail
 from aiofeed.sampling.schedule import Shuffle
 from aiofeed.sampling.state import Checkpoint, SavedState
-from aiofeed.sources.dataset import FromDataset, fingerprint_of
+from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
+from aiofeed.sources.subset import fingerprint_of
 from aiofeed.sources.tables.table import Table
 from aiofeed.sources.tensors import Tensors
 from aiofeed.sources.tokens.windows import Tokens

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from aiofeed.core.errors import add_note
 from aiofeed.core.types import Source, Traits, public
 from aiofeed.core.validation import check_callable, check_positive_int, explain_arguments
-from aiofeed.sampling.schedule import fingerprint
+from aiofeed.sources.subset import IndexedSource, part_fingerprint
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 ItemT_co = TypeVar("ItemT_co", covariant=True)
 
@@ -27,7 +32,7 @@ class MapDataset(Protocol[ItemT_co]):
 
 @public
 @explain_arguments()
-class FromDataset:
+class FromDataset(IndexedSource):
     """A map-style ``Dataset``; uses ``__getitems__`` if the dataset has it.
 
     A ``Dataset`` is usually written for worker processes, each with its own copy, so by default one thread calls it:
@@ -50,6 +55,8 @@ class FromDataset:
     """
 
     traits: Traits = Traits(decode="none", items=True)
+    rows: NDArray[np.int64] | None = None
+    """The items of the dataset that are samples; ``None``: all."""
 
     def __init__(
         self,
@@ -94,13 +101,27 @@ class FromDataset:
 
     def key(self, index: int, /) -> str:
         """The type's name and the index, because a Dataset has no names for samples."""
-        return f"{type(self.dataset).__name__}[{index}]"
+        return f"{type(self._whole).__name__}[{index if self.rows is None else self.rows[index]}]"
+
+    def _part(self, rows: NDArray[np.int64]) -> Self:
+        from torch.utils.data import Subset
+
+        part = copy.copy(self)
+        part.rows = rows if self.rows is None else self.rows[rows]
+        part.dataset = Subset(self._whole, part.rows.tolist())
+        part._fingerprint = self._fingerprint and part_fingerprint(self._fingerprint, rows)
+        return part
+
+    @property
+    def _whole(self) -> Any:
+        dataset: Any = self.dataset
+        return dataset if self.rows is None else dataset.dataset
 
     def set_up(self) -> None:
         """Call the ``setup`` hook if the calling thread has not done so."""
         if self._setup is not None and not hasattr(self._local, "ready"):
             try:
-                self._setup(self.dataset)
+                self._setup(self._whole)
             except BaseException as error:  # the user's function may raise anything
                 add_note(error, "in FromDataset(setup=...)")
                 raise
@@ -117,15 +138,6 @@ class FromDataset:
             name = type(self.dataset).__name__
             raise ValueError(f"{name}.__getitems__ returned {len(found)} samples instead of {len(indices)}")
         return found
-
-
-def fingerprint_of(source: Any, length: int) -> str:
-    """The source's own ``fingerprint()``, or a hash of its type, length and keys."""
-    own = getattr(source, "fingerprint", None)
-    if own is not None and (found := own()) is not None:
-        return str(found)
-    kind = type(source.dataset) if isinstance(source, FromDataset) else type(source)
-    return fingerprint(kind.__qualname__, length, lambda index: str(source.key(index)))
 
 
 def is_iterable_dataset(value: object) -> bool:
@@ -155,12 +167,13 @@ def check_parts(dataset: Any) -> None:
     # A subclass with its own __getitem__ may read a source in its own way.
     kind = type(dataset)
     if isinstance(dataset, data.Subset) and kind.__getitem__ is data.Subset.__getitem__:
-        parts, way = [dataset.dataset], "for a part of it pass sampler=indices, or aiofeed.Files(paths, targets)"
+        parts = [dataset.dataset]
+        way = 'pass source[indices], or in place of random_split source.split({"train": 0.9, "validation": 0.1})'
     elif isinstance(dataset, data.ConcatDataset) and kind.__getitem__ is data.ConcatDataset.__getitem__:
         parts, way = dataset.datasets, "pass one source, e.g. aiofeed.Files(paths + more_paths, targets)"
     else:
         return
     for part in parts:
-        if isinstance(part, Source) and not hasattr(part, "__getitem__"):
+        if isinstance(part, IndexedSource) or (isinstance(part, Source) and not hasattr(part, "__getitem__")):
             raise TypeError(f"a {kind.__name__} needs items, which {type(part).__name__} does not have: {way}")
         check_parts(part)

@@ -28,6 +28,7 @@ from aiofeed.sources.file_io import (
     unchanged_since,
 )
 from aiofeed.sources.objects.urls import redacted, scheme_of, split_url
+from aiofeed.sources.subset import IndexedSource
 
 if TYPE_CHECKING:
     from aiofeed.sources.objects.samples import ObjectList
@@ -44,7 +45,7 @@ AT_ONCE_S = 0.0005
 
 @public
 @explain_arguments()
-class Files:
+class Files(IndexedSource):
     """One sample per regular file, or per object at a URL; or one per tuple of them.
 
     Args:

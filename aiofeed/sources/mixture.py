@@ -14,9 +14,10 @@ from aiofeed.core.statistics import StorageStatistics
 from aiofeed.core.types import Members, Source, public
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.sampling.listers.mixture import Blocks, ChangingShares, ConstantShares, Interleaving, MixtureOrder, Shares
-from aiofeed.sources.dataset import FromDataset, MapDataset, fingerprint_of, is_iterable_dataset, is_map_dataset
+from aiofeed.sources.dataset import FromDataset, MapDataset, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.parts import Parts, in_order
 from aiofeed.sources.stream import Stream
+from aiofeed.sources.subset import fingerprint_of, kind_of
 from aiofeed.sources.tensors import Tensors
 from aiofeed.sources.tokens.windows import Tokens
 
@@ -162,10 +163,10 @@ def _checked_weight(name: str, weight: Any) -> Fraction:
 
 def _combined(sources: Mapping[str, Any], names: bool) -> CombinedSource | CombinedDatasets | Tokens:
     """The sources as one, whose indices count through them in order."""
-    tokens = [name for name, source in sources.items() if isinstance(source, Tokens)]
+    tokens = [name for name, source in sources.items() if isinstance(getattr(source, "whole", source), Tokens)]
     if tokens:
-        if len(tokens) < len(sources) or names:
-            raise TypeError(f"Mixture: {tokens} are Tokens, which mix with Tokens only, and without names=True")
+        if len(tokens) < len(sources) or names or any(hasattr(source, "whole") for source in sources.values()):
+            raise TypeError(f"Mixture: {tokens} are Tokens, which mix with whole Tokens only, and without names=True")
         first, *others = sources.values()
         return first.joined(others)  # type: ignore[no-any-return]
     datasets = {}
@@ -233,7 +234,7 @@ class CombinedSource:
     def _version(self, index: int, /) -> str:
         number, local = self._parts.find(index)
         source = self._sources[number]
-        return f"{type(source).__module__}.{type(source).__qualname__} {source.version(local)}"
+        return f"{kind_of(source)} {source.version(local)}"
 
     def _target(self, index: int, /) -> Any:
         number, local = self._parts.find(index)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import operator
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from aiofeed.core.types import Traits, public
 from aiofeed.core.validation import check_bool
 from aiofeed.runtime.tensors import tensor_row_bytes
 from aiofeed.sources.dataset import FromDataset
+from aiofeed.sources.subset import IndexedSource, part_fingerprint
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +26,7 @@ FINGERPRINT_BYTES = 1 << 20
 
 
 @public
-class Tensors:
+class Tensors(IndexedSource):
     """Tensors or arrays of the same length; sample ``i`` is row ``i`` of each. They are referenced, not copied.
 
     A batch is a list of as many tensors with the same dtypes; ``Tensors(x)`` gives ``[x]``. Each rank copies all data
@@ -68,7 +70,12 @@ class Tensors:
 
     def key(self, index: int, /) -> str:
         """The index, because rows have no names."""
-        return f"Tensors[{index}]"
+        return f"Tensors[{index if self.rows is None else self.rows[index]}]"
+
+    def _part(self, rows: NDArray[np.int64]) -> Self:
+        part = copy.copy(self)
+        part.rows = rows if self.rows is None else self.rows[rows]
+        return part
 
     def fingerprint(self) -> str:
         """A digest of dtypes, shapes and up to 1,024 evenly spaced rows, at most 1 MiB of each tensor."""
@@ -78,7 +85,14 @@ class Tensors:
             count = min(len(tensor), FINGERPRINT_ROWS, max(FINGERPRINT_BYTES // max(tensor_row_bytes(tensor), 1), 1))
             for number in range(count):
                 digest.update(_row(tensor, number * len(tensor) // count))
-        return digest.hexdigest()[:32]
+        found = digest.hexdigest()[:32]
+        return found if self.rows is None else part_fingerprint(found, self.rows)
+
+
+def with_own_rows(source: Any) -> Any:
+    """Return a part of ``Tensors`` as tensors of its own, without the other rows; other data as they are."""
+    is_part = isinstance(source, Tensors) and source.rows is not None
+    return Tensors(*[tensor[source.rows] for tensor in source.tensors]) if is_part else source
 
 
 def are_on_host(source: Tensors) -> bool:
@@ -91,7 +105,9 @@ def as_dataset(source: Tensors) -> FromDataset:
     import torch
     import torch.utils.data
 
-    dataset = torch.utils.data.TensorDataset(*map(torch.as_tensor, source.tensors))
+    dataset: Any = torch.utils.data.TensorDataset(*map(torch.as_tensor, source.tensors))
+    if source.rows is not None:
+        dataset = torch.utils.data.Subset(dataset, source.rows.tolist())
     return FromDataset(dataset, fingerprint=source.fingerprint())
 
 

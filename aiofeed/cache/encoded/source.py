@@ -20,7 +20,7 @@ from aiofeed.cache.encoded.database import CacheDatabase, EncodedCache, Entry, c
 from aiofeed.core.errors import CacheError
 from aiofeed.core.statistics import StorageStatistics
 from aiofeed.core.types import BatchPlan, Members, Source
-from aiofeed.sources.dataset import fingerprint_of
+from aiofeed.sources.subset import fingerprint_of, kind_of
 
 ResultT = TypeVar("ResultT")
 
@@ -77,8 +77,7 @@ class CachedSource:
         self._source = source
         self._members = Members.of(source)
         self._cache = cache
-        module = type(source).__module__.replace("__mp_main__", "__main__")  # as worker processes import the script
-        self._kind = f"{module}.{type(source).__qualname__}"
+        self._kind = kind_of(source).replace("__mp_main__", "__main__")  # as worker processes import the script
         self._fingerprint = fingerprint_of(source, len(source))
         digest = hashlib.blake2b(f"{self._kind}\0{self._fingerprint}".encode(), digest_size=8).digest()
         self._run = int.from_bytes(digest, "little", signed=True)

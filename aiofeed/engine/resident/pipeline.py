@@ -24,6 +24,7 @@ from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem
 from aiofeed.sampling.epochs import EpochStart, EpochStream
 from aiofeed.sampling.order import BatchLists
 from aiofeed.sampling.schedule import BatchRange, BatchRanges
+from aiofeed.sources.tensors import with_own_rows
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +67,7 @@ class ResidentData:
                 self.windows = HostWindows(source, *sizes)
             else:
                 kind = DeviceTokenWindows if traits_of(source).rows else DeviceWindows
-                self.windows = kind(self._backend, source, *sizes)
+                self.windows = kind(self._backend, with_own_rows(source), *sizes)
         return self.windows
 
     def clear(self, timeout_s: float) -> None:

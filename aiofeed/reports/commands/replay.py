@@ -12,7 +12,7 @@ from aiofeed.core.errors import StateError
 from aiofeed.reports.commands.data_set import open_data_set
 from aiofeed.sampling.feed_order import FeedOrder
 from aiofeed.sampling.state import SavedState
-from aiofeed.sources.dataset import fingerprint_of
+from aiofeed.sources.subset import fingerprint_of
 
 
 def replay(path: str, data: Sequence[str], *, step: int, epoch: int, rank: int | None) -> int:

@@ -23,6 +23,7 @@ from aiofeed.sources.parts import Parts, in_order
 from aiofeed.sources.shards import indexing
 from aiofeed.sources.shards.index import ShardIndex, with_labels
 from aiofeed.sources.shards.urls import Shard, ShardFinder, Urls
+from aiofeed.sources.subset import IndexedSource
 
 # Shards that are opened at the same time, and shards that are read from end to end at the same time.
 OPEN = 64
@@ -35,7 +36,7 @@ PARTS = 4
 CACHE_BYTES = 256 << 20
 
 
-class Shards(ABC):
+class Shards(IndexedSource, ABC):
     """Samples in shards. Index i counts through the shards in their order."""
 
     rules: ClassVar[indexing.IndexRules]

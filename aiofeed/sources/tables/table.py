@@ -12,6 +12,7 @@ import numpy as np
 
 from aiofeed.core.types import Traits, public
 from aiofeed.core.validation import explain_arguments
+from aiofeed.sources.subset import IndexedSource
 from aiofeed.sources.tables.columns import Columns, no_tensors
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ ARROW_FILES = (".arrow", ".feather", ".ipc")
         "split": "pass one split of the dataset, as in dataset['train']",
     }
 )
-class Table:
+class Table(IndexedSource):
     """Rows of a table; without ``decode=`` and ``collate_fn=`` a batch is a dict of tensors, one for each column.
 
     Columns of numbers, bools, and lists or arrays of them of one length become tensors; a batch is one gather for each

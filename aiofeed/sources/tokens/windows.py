@@ -21,6 +21,7 @@ from aiofeed.runtime.buffers import HostBufferPool, array
 from aiofeed.runtime.machine import free_memory
 from aiofeed.sampling.schedule import fingerprint
 from aiofeed.sources.objects.urls import is_remote, redacted, split_url
+from aiofeed.sources.subset import IndexedSource, Indices
 from aiofeed.sources.tokens.formats import CHECKED_BYTES, DTYPES, TokenLayout, check_vocab, layout_of
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def _same(indices: Sequence[int]) -> list[Any]:
 @explain_arguments(
     {"block_size": "it is called block", "seq_len": "it is called block", "vocab_size": "it is called vocab"}
 )
-class Tokens:
+class Tokens(IndexedSource):
     """Windows of ``block`` tokens in files of tokens, for language models: int64 [N, block], as embeddings take them.
 
     With ``targets=True`` a batch is ``x, y``, and ``y`` has the token after each token of ``x``. Pass no ``decode=``.
@@ -170,9 +171,11 @@ class Tokens:
         more = f" and {len(self._files) - 1} more" if len(self._files) > 1 else ""
         return f"Tokens({str(path)!r}{more}, block={self.block}, stride={stride}, targets={self.targets})"
 
-    def __getitem__(self, index: int) -> Any:
-        """One window as an int64 tensor, or ``(x, y)``, as from a ``Dataset``."""
-        return self.decoder(self._read_at_once(range(len(self))[index]))
+    def __getitem__(self, indices: int | Indices) -> Any:
+        """One window as an int64 tensor, or ``(x, y)``, as from a ``Dataset``; or a part, as of other sources."""
+        if isinstance(indices, int | np.integer):
+            return self.decoder(self._read_at_once(range(len(self))[indices]))
+        return super().__getitem__(indices)
 
     def _read_at_once(self, index: int) -> Any:
         return index
