@@ -166,7 +166,7 @@ def _combined(sources: Mapping[str, Any], names: bool) -> CombinedSource | Combi
     tokens = [name for name, source in sources.items() if isinstance(getattr(source, "whole", source), Tokens)]
     if tokens:
         if len(tokens) < len(sources) or names or any(hasattr(source, "whole") for source in sources.values()):
-            raise TypeError(f"Mixture: {tokens} are Tokens, which mix with whole Tokens only, and without names=True")
+            raise TypeError(f"Mixture: {tokens} are Tokens, which mix with Tokens only, whole and without names=True")
         first, *others = sources.values()
         return first.joined(others)  # type: ignore[no-any-return]
     datasets = {}

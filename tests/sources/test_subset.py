@@ -357,5 +357,5 @@ def test_parts_in_a_mixture(tmp_path: Path) -> None:
         [(values, _)] = list(feeder)
     assert sorted(values[:, 0].tolist()) == [0, 1, 2, 50, 51]
     part = SOURCES["tokens"][0](tmp_path)[:5]
-    with pytest.raises(TypeError, match="mix with whole Tokens only"):
+    with pytest.raises(TypeError, match="mix with Tokens only, whole"):
         Mixture({"a": part, "b": part})
