@@ -51,7 +51,7 @@ def llms_txt(config: dict[str, Any], docs: Path) -> str:
     text, current = f"# {config['site_name']}\n\n> {config['site_description']}\n", None
     for section, title, file in entries(config["nav"]):
         if section != current:
-            text += f"\n## {section or 'Reference'}\n\n" if current is not None else "\n"
+            text += f"\n## {section or 'More'}\n\n" if current is not None else "\n"
             current = section
         page = config["site_url"] + file.removesuffix(".md") + ".html"
         text += f"- [{title}]({page}): {description((docs / file).read_text(encoding='utf-8'))}\n"
@@ -63,6 +63,7 @@ def problems(config: dict[str, Any], docs: Path, site: Path, llms: str) -> Itera
     files = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
     named = [file for _, _, file in entries(config["nav"])]
     yield from (f"docs/{file} is not in the nav of mkdocs.yml" for file in sorted(files.difference(named)))
+    yield from (f"docs/{file} is in the nav of mkdocs.yml twice" for file in {*named} if named.count(file) > 1)
     yield from (f"llms.txt has no sentence: {line}" for line in llms.splitlines() if line.endswith("): "))
     for page in site.rglob("*.html"):
         name, html = page.relative_to(site).as_posix(), page.read_text(encoding="utf-8")
