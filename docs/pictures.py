@@ -24,11 +24,11 @@ import aiofeed
 WIDTH, MARGIN = 460, 14
 STYLE = (
     "text{fill:#1f2328}.small{fill:#59636e;font-size:12px}.card{fill:#fff}.grid{stroke:#d1d9e0;fill:none}"
-    ".line{stroke:#59636e;stroke-width:1.5;fill:none}.box{fill:#f3f5f8;stroke:#b7c0ca}.none{fill:#eceff3}"
+    ".line{stroke:#59636e;stroke-width:1.5;fill:none}.box{fill:#f3f5f8;stroke:#b7c0ca}.none{fill:#dde2e8}"
     ".a{fill:#4c8ed9}.b{fill:#e6a117}.c{fill:#2da36f}.d{fill:#c774b4}.e{fill:#7cc4ec}.wait{fill:#e2574c}"
     ".step{fill:#aab2bb}.ring{stroke:#d55e00;stroke-width:2;fill:none}"
     "@media (prefers-color-scheme:dark){text{fill:#e6edf3}.small{fill:#9aa4b0}.card{fill:#161b22}.grid{stroke:#30363d}"
-    ".line{stroke:#9aa4b0}.box{fill:#21262d;stroke:#4a535e}.none{fill:#2a3038}.a{fill:#3f7fc8}.b{fill:#c98c12}"
+    ".line{stroke:#9aa4b0}.box{fill:#21262d;stroke:#4a535e}.none{fill:#343b44}.a{fill:#3f7fc8}.b{fill:#c98c12}"
     ".c{fill:#27895e}.d{fill:#a85f98}.e{fill:#4d93ba}.wait{fill:#d0483e}.step{fill:#6b747e}.ring{stroke:#f0803c}}"
 )
 """Colours that people with any colour vision can tell apart, in a light and a dark scheme."""
