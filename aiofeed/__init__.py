@@ -125,6 +125,8 @@ def __getattr__(name: str) -> object:
         return import_module(f"aiofeed.{name}")
     if name == "__version__":
         return import_module("importlib.metadata").version("aiofeed")
+    if name in ("load_ipython_extension", "unload_ipython_extension"):
+        return getattr(import_module("aiofeed.feeder.run.hook"), name)
     if name not in _MODULES:
         moved = next((each for each in _MODULES if each.endswith(f".{name}")), None)
         if moved is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import version
 
 
@@ -13,10 +14,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"aiofeed {version('aiofeed')}")
     parser.set_defaults(run=lambda options: parser.print_help())
     commands = parser.add_subparsers(metavar="command")
-    for add in (_add_doctor, _add_bench, _add_profile, _add_index, _add_cache, _add_replay):
+    for add in (_add_run, _add_doctor, _add_bench, _add_profile, _add_index, _add_cache, _add_replay):
         add(commands)
     options = parser.parse_args(arguments)
     return options.run(options) or 0
+
+
+_RUN = """\
+Runs an unchanged script in which each DataLoader of torch, and of subclasses, makes its batches as aiofeed.DataLoader
+does, also in processes that the script starts. Batches are the same, bit for bit. At the end, one line per loader."""
+_RUN_THREADS = """N threads in place of workers call a dataset with indices, which must be thread-safe. Order and data
+stay the same, but not random numbers that it draws. Not for loaders with a worker_init_fn"""
+
+
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser("run", help="run an unchanged script with aiofeed's DataLoader", description=_RUN)
+    command.add_argument("--device", help="copy batches to it, for scripts that do not need them on the host, or auto")
+    command.add_argument("--threads", type=int, metavar="N", help=_RUN_THREADS)
+    command.add_argument("--explain", action="store_true", help="tell at the end what limits each loader, with advice")
+    command.add_argument("-m", action="store_true", dest="module", help="SCRIPT is a module")
+    command.add_argument("script", metavar="SCRIPT", help="a Python file, or a command such as torchrun")
+    command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    command.set_defaults(run=lambda options: import_module("aiofeed.reports.commands.run").run(options))
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -1,0 +1,20 @@
+"""Each Python process under ``aiofeed run`` imports this module at its start, by way of ``PYTHONPATH``."""
+
+import importlib.util
+import json
+import os
+import sys
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_OPTIONS = json.loads(os.environ["AIOFEED_RUN"])
+
+# The script sees the path that it has without aiofeed. Its children need the variable.
+sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _FOLDER]
+# An interpreter of another environment may lack what aiofeed needs.
+if _OPTIONS["prefix"] == sys.prefix:
+    if importlib.util.find_spec("aiofeed") is None:
+        sys.path.append(os.path.abspath(os.path.join(_FOLDER, "..", "..", "..")))
+    importlib.import_module("aiofeed.feeder.run.hook").replace_when_imported(_OPTIONS)
+# The environment's own module of this name. If there is none, this raises the error that Python expects then.
+del sys.modules[__name__]
+importlib.import_module(__name__)

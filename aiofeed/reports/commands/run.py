@@ -1,0 +1,29 @@
+"""``aiofeed run``: Python runs a script as it is; a variable and a module at its start let aiofeed make the batches."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import aiofeed
+
+
+def run(options: argparse.Namespace) -> int:
+    """Replace this process by one that runs the script; on Windows, wait for that and return its exit code.
+
+    The script sees what it sees under ``python train.py``: ``sys.argv``, ``sys.path``, ``__main__``, signals.
+    """
+    found = None if options.module or os.path.exists(options.script) else shutil.which(options.script)
+    interpreter = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
+    command = [found] if found else [*interpreter, *(["-m"] if options.module else []), options.script]
+    folder = os.path.join(os.path.dirname(aiofeed.__file__), "feeder", "run")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+    given = {"device": options.device, "threads": options.threads, "explain": options.explain}
+    os.environ["AIOFEED_RUN"] = json.dumps({"process": os.getpid(), "prefix": sys.prefix, **given})
+    if os.name == "nt":  # execv would not wait
+        return subprocess.call([*command, *options.arguments])
+    os.execv(command[0], [*command, *options.arguments])
