@@ -18,7 +18,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from aiofeed.core.failure_policy import Action, FailurePolicy
 from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES, Limits
 from aiofeed.core.types import Transform, public
-from aiofeed.feeder.feeder import Feeder
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator
 from aiofeed.feeder.prefetch import IterableProducer, Prefetch
 from aiofeed.processes.loader_workers.batches import InProcessBatches, WorkerBatches
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from aiofeed.cache.host import HostCache
     from aiofeed.devices.resolve import Device
     from aiofeed.feeder.arguments import Processes
+    from aiofeed.feeder.feeder import Feeder
 
 # Batches that a feeder gets at a time from a sampler without a length.
 _PART_BATCHES = 1024
@@ -468,6 +468,8 @@ class _FeederEpochs:
         self._make(loader)
 
     def _make(self, loader: DataLoader[Any]) -> None:
+        from aiofeed.feeder.feeder import Feeder  # takes three quarters of the import of this module
+
         options = dict(self._options)
         threads, engine = options.pop("threads"), options.pop("engine")
         workers = loader.num_workers if threads is None else 0

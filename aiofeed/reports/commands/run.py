@@ -9,8 +9,6 @@ import shutil
 import subprocess
 import sys
 
-import aiofeed
-
 
 def run(options: argparse.Namespace) -> int:
     """Replace this process by one that runs the script; on Windows, wait for that and return its exit code.
@@ -20,7 +18,7 @@ def run(options: argparse.Namespace) -> int:
     found = None if options.module or os.path.exists(options.script) else shutil.which(options.script)
     interpreter = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
     command = [found] if found else [*interpreter, *(["-m"] if options.module else []), options.script]
-    folder = os.path.join(os.path.dirname(aiofeed.__file__), "feeder", "run")
+    folder = os.path.abspath(os.path.join(__file__, "..", "..", "..", "feeder", "run"))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
     given = {"device": options.device, "threads": options.threads, "explain": options.explain}
     os.environ["AIOFEED_RUN"] = json.dumps({"process": os.getpid(), "prefix": sys.prefix, **given})
