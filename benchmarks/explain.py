@@ -300,7 +300,7 @@ PLANTS = {
         step_s=0.001,
     ),
     "slow sampler": Plant(
-        "first batch",
+        "sampler",
         "the order",
         Numbers,
         {"decode": decode, "sampler": SlowSampler(160, 0.004), "limits": limits_of()},

@@ -61,8 +61,10 @@ class EpochStats:
     samples_cached: int = 0
     decode_cpu_s: float = 0.0
     collate_cpu_s: float = 0.0
-    # Decode jobs after the first batch was handed out, the sum of their times, and of the squares of these.
+    # Decode jobs after the first batch was handed out, their samples, the sum of their times, and of the squares of
+    # these.
     jobs: int = 0
+    jobs_samples: int = 0
     jobs_s: float = 0.0
     jobs_square_s: float = 0.0
     # Time that planning waited for `memory_bytes`, and for the items of a stream.
@@ -72,6 +74,8 @@ class EpochStats:
     # a batch and its return, for example in `transform`.
     copy_wait_s: float = 0.0
     hand_over_s: float = 0.0
+    # Time in which a batch was there and other tasks blocked the consumer's event loop.
+    late_s: float = 0.0
     # Processor time of the process when the epoch was asked for, and from then to its end, 0 before that.
     cpu_started_s: float = 0.0
     process_cpu_s: float = 0.0

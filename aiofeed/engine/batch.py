@@ -99,6 +99,7 @@ class Batch:
             counters.jobs += 1
             counters.jobs_s += outcome.decode_s
             counters.jobs_square_s += outcome.decode_s**2
+            counters.jobs_samples += outcome.samples
         counters.samples_cached += outcome.cached
         counters.gil_probe_s += outcome.gil_probe_s
         counters.gil_probes += outcome.gil_probes

@@ -145,7 +145,7 @@ class DecodeStage:
     ) -> ChunkOutcome:
         """Decode a chunk, and finish the batch if it is the last one; runs in a decode thread."""
         timer = JobTimer(self._executor) if self._tuner is not None and self._tuner.listening else None
-        samples, began = len(encoded), time.perf_counter()
+        samples, began, alone = len(encoded), time.perf_counter(), self._executor.alone
         # The first chunk that runs takes the buffer; chunks that wait for a thread need none.
         with batch.lock:
             if batch.builder is None:
@@ -155,6 +155,8 @@ class DecodeStage:
         outcome = self._fetcher.decode(batch.plan, start, encoded, builder, JobControl(self._stop, deadline))
         if deadline is not None and not deadline.finish():
             raise AbandonedError
+        if alone:
+            self._executor.count_alone(outcome.decode_s, outcome.samples)
         thread, ended = threading.current_thread().name, time.perf_counter()
         batch.counters.events.append(("decode", thread, began, ended, batch.plan.number, samples, outcome.nbytes))
         if self._record(batch, outcome) and not batch.errors and not self._stop.is_set():

@@ -393,6 +393,7 @@ class FeedIterator(Generic[BatchT_co]):
         self._handed_out = (now, item.number, item.samples)
         stats.stall_s += stall_s
         stats.hand_over_s += now - arrived
+        stats.late_s += late_s
         stats.batches += 1
         stats.samples += item.samples
         stats.wall_s = now - self._started

@@ -40,6 +40,10 @@ CONGESTED = 1.7
 SLOW_READ_S = 0.001
 # Mean wait for the GIL in a probe: microseconds if it is free, a part of the switch interval of 5 ms if it is not.
 GIL_WAIT_S = 0.0005
+# All threads together do less than this part of what they would do if none waited for the others.
+APART = 0.7
+# A batch that takes less, most of it outside of all stages, has the cost of handing it on from thread to thread.
+BATCH_COST_S = 0.002
 # Samples that take less have mostly work of Python: more threads wait for the GIL.
 TINY_S = 0.0001
 # The process uses its cores up.
@@ -48,7 +52,7 @@ OWN_CORES = 0.85
 STOLEN = 0.5
 
 STEP, HAND_OVER, COPY, COLLATE, DECODE, READ = "step", "hand-over", "copy", "collate", "decode", "read"
-FIRST = "first batch"
+FIRST, SAMPLER = "first batch", "sampler"
 
 
 def all_allowed(**option: object) -> bool:
@@ -77,6 +81,7 @@ class FeedMeasurements:
         dataset_threads: ``threads=`` of a ``FromDataset``; ``None`` for other sources.
         processes: Worker processes; 0 for threads.
         in_order: As of ``Feeder``.
+        alone_sample_s: Seconds per sample of decode jobs that ran alone; 0 if unknown.
         core_wait: The share of their time in which decode threads wait for a core.
         resident: Whether the data are in memory, so that the training thread makes the batches.
         threads_tuned: Whether more threads were tried, or would be, if they decoded more.
@@ -109,6 +114,7 @@ class FeedMeasurements:
     processes: int = 0
     in_order: bool | str = True
     core_wait: float = 0.0
+    alone_sample_s: float = 0.0
     resident: bool = False
     threads_tuned: bool = False
     threads_saturated: bool = False
@@ -196,6 +202,14 @@ class Bottleneck:
         self.busy: bool = self.rate >= BUSY * self.possible.get(self.stage, 0.0)
 
     @property
+    def together(self) -> float | None:
+        """What the decode jobs that run at the same time do, as a multiple of what one does alone; ``None``: unknown."""
+        stats = self.stats
+        if not self.measured.alone_sample_s or not stats.jobs_s or self.is_uneven(DECODE):
+            return None
+        return self.lanes() * self.measured.alone_sample_s * stats.jobs_samples / stats.jobs_s
+
+    @property
     def _inline_read_s(self) -> float:
         """Time of reads within decode jobs, if most samples are read there."""
         stats = self.stats
@@ -232,6 +246,8 @@ class Bottleneck:
     def _stages(self) -> Iterator[StageTimes]:
         stats, measured, decoded = self.stats, self.measured, self.decoded
         lanes = self.lanes()
+        if stats.order_s > 0.01 * stats.wall_s:
+            yield StageTimes(SAMPLER, stats.order_s / stats.samples, None, None, "the order")
         pool_rate = lanes / self.pool_s if self.pool_s else None
         if seconds := self._inline_read_s / decoded:
             yield StageTimes(READ, seconds, seconds, pool_rate, self.jobs_run_into(seconds, seconds))
@@ -277,6 +293,8 @@ class Bottleneck:
         probe_s = stats.gil_probe_s / stats.gil_probes if stats.gil_probes else 0.0
         if measured.threads > 1 and (stats.gil_us or probe_s > GIL_WAIT_S) and not (others and core_wait > STOLEN):
             return "GIL"
+        if self.waits and (self.together or inf) < APART * self.lanes():
+            return "a lock"
         if others and core_wait > LARGE_PART:
             return "other processes"
         if 1.0 - at_work - core_wait > max(at_work, LARGE_PART):
@@ -286,6 +304,11 @@ class Bottleneck:
         if not measured.threads_tuned:
             return "threads"
         return "GIL" if seconds < TINY_S and machine.has_gil() else "memory bandwidth"
+
+    @property
+    def is_single(self) -> bool:
+        """Whether batches have one sample."""
+        return self.stats.samples <= self.stats.batches
 
     def is_uneven(self, stage: str) -> bool:
         """Whether the times of decode jobs or of reads vary so much that others wait for the slow ones."""
@@ -299,7 +322,9 @@ class Bottleneck:
         stats, measured = self.stats, self.measured
         by_name = {stage.name: stage for stage in self.stages}
         if self.start_s > max(stall_s, LATE * stats.wall_s):
-            return FIRST, "the order" if 2 * stats.order_s > self.start_s else "start-up"
+            return (SAMPLER, "the order") if 2 * stats.order_s > self.start_s else (FIRST, "start-up")
+        if stats.late_s > max(stall_s, WAITING * stats.wall_s):
+            return STEP, "the event loop"
         if self.waiting < KEEPS_UP:
             return STEP, by_name[STEP].resource
         if 2 * stats.hand_over_s > stall_s and not measured.resident:
@@ -316,6 +341,8 @@ class Bottleneck:
         if self.rate < BUSY * (lowest.samples_per_s or inf):
             if stats.plan_s > WAITING * stats.wall_s:
                 return READ, "the iterable"
+            if self.is_single and self.pool_s < 1.0 / self.rate < BATCH_COST_S:
+                return HAND_OVER, "batch_size"
             if stats.memory_wait_s > WAITING * stats.wall_s:
                 return lowest.name, "memory_bytes"
             alone = lowest.resource not in ("GIL", "other processes")

@@ -37,14 +37,18 @@ class Advice:
     Args:
         text: The change.
         gain: The predicted number of times as many samples per second; ``None`` if it cannot be predicted.
+        at_most: Why ``gain`` is an upper bound; "" if it is a prediction.
     """
 
     text: str
     gain: float | None = None
+    at_most: str = ""
 
     def __str__(self) -> str:
-        gain = "gain not predictable" if self.gain is None else f"predicted: {self.gain:.2f} times as many samples/s"
-        return f"{self.text} ({gain})"
+        if self.gain is None:
+            return f"{self.text} (gain not predictable)"
+        kind, reason = ("at most", f": {self.at_most}") if self.at_most else ("predicted:", "")
+        return f"{self.text} ({kind} {self.gain:.2f} times as many samples/s{reason})"
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,8 @@ class Explanation:
 
     Args:
         verdict: The limit and its evidence, in one sentence.
-        stage: The stage that limits training: "read", "decode", "collate", "copy", "hand-over", "step", or "first
-            batch" for the time before it; "" if there were too few batches to tell.
+        stage: The stage that limits training: "sampler", "read", "decode", "collate", "copy", "hand-over", "step", or
+            "first batch" for the time before it; "" if there were too few batches to tell.
         resource: The resource that limits the stage: "cores", "GIL", "storage latency", "memory_bytes" and others.
         samples_per_s: Samples per second, without the first batch.
         waiting: The share of the time in which training waits for batches, without the first one.

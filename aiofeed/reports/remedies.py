@@ -15,6 +15,7 @@ from aiofeed.reports.bottleneck import (
     KEEPS_UP,
     LEAST_BATCHES,
     READ,
+    SAMPLER,
     STEP,
     Bottleneck,
     FeedMeasurements,
@@ -31,6 +32,8 @@ SPARE = 1.25
 WAITING_THREADS = 8
 # Decoded samples may fill this part of the free memory.
 CACHE_SHARE = 0.5
+
+_ALIKE = "the calls wait, perhaps for each other when there are more, as for a lock or a server"
 
 _SUBJECTS = {
     READ: "Reading",
@@ -52,7 +55,9 @@ def explain(measured: FeedMeasurements) -> Explanation:
             resource="",
         )
     found = Bottleneck(measured)
-    lines = [advice for advice in _advise(found) if advice.gain is None or advice.gain >= LEAST_GAIN]
+    lines = [
+        advice for advice in _advise(found) if advice.gain is None or advice.at_most or advice.gain >= LEAST_GAIN
+    ]
     return Explanation(
         _verdict(found), found.stage, found.resource, found.rate, found.waiting, found.stages, tuple(lines)
     )
@@ -60,7 +65,7 @@ def explain(measured: FeedMeasurements) -> Explanation:
 
 def _verdict(found: Bottleneck) -> str:
     measured, stats = found.measured, found.stats
-    if found.stage == FIRST:
+    if found.stage in (FIRST, SAMPLER):
         return (
             f"The wait for the first batch is the limit ({found.resource}): it took {format_seconds(found.start_s)} of "
             f"{format_seconds(stats.wall_s)}, {format_seconds(stats.order_s)} of it to list the order in iter(); later "
@@ -69,7 +74,9 @@ def _verdict(found: Bottleneck) -> str:
     if found.stage == STEP:
         rates = [found.possible[name] for name in (READ, DECODE, COLLATE, COPY) if name in found.possible]
         nothing = "Nothing needs to be done about loading."
-        if found.waiting >= KEEPS_UP:
+        if found.resource == "the event loop":
+            nothing = f"Other tasks block its event loop: batches were there and waited for it {_late(found):.0%} of it."
+        elif found.waiting >= KEEPS_UP:
             nothing = "Single batches are late, because other work uses the cores or samples differ."
         elif found.start_s >= KEEPS_UP * stats.wall_s:
             nothing = f"The wait for the first batch took {found.start_s / stats.wall_s:.0%} of the epoch."
@@ -87,6 +94,12 @@ def _verdict(found: Bottleneck) -> str:
     else:
         by = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
     delivers = "delivers" if by in ("it", "1 thread") else "deliver"
+    if found.resource == "batch_size":
+        return (
+            f"Handing on batches of one sample from thread to thread is the limit (batch_size): {found.rate:,.0f} a "
+            f"second, each of {format_seconds(1 / found.rate)}, of which {format_seconds(found.pool_s)} are work on the "
+            f"sample; training waits {found.waiting:.0%} of the time."
+        )
     idle = "" if found.busy else " No stage works all the time: each waits for others."
     return (
         f"{_SUBJECTS[found.stage]} is the limit ({found.resource}): {by} {delivers} "
@@ -98,14 +111,23 @@ def _verdict(found: Bottleneck) -> str:
 def _advise(found: Bottleneck) -> Iterator[Advice]:
     """Advice for the limit; some of it may gain nothing."""
     yield from _limit_advice(found)
-    batch_is_one = found.stats.samples <= found.stats.batches
-    if batch_is_one and found.stage in (READ, DECODE, COLLATE, HAND_OVER) and found.resource != "cold cache":
+    if found.is_single and found.stage in (READ, DECODE, COLLATE, HAND_OVER) and found.resource != "cold cache":
         yield Advice("a larger batch_size=: in batches of one sample, each sample has the cost of a batch")
 
 
 def _limit_advice(found: Bottleneck) -> Iterator[Advice]:
-    if found.stage == FIRST:
+    if found.stage in (FIRST, SAMPLER):
         yield _first_batch_advice(found)
+        return
+    if found.resource == "the event loop":
+        samples_s = found.wall_s * (1 - found.waiting - _late(found))
+        rates = [rate for name, rate in found.possible.items() if name not in (STEP, HAND_OVER)]
+        gain = min([found.rate * found.wall_s / max(samples_s, 1e-9), *rates]) / found.rate
+        yield Advice(
+            "the calls of other tasks that block the consumer's event loop belong in threads: `await asyncio.to_thread()`",
+            gain if gain <= MOST_GAIN else None,
+            "these calls may use what the step needs, too",
+        )
         return
     if found.stage == STEP:
         if found.measured.step_copies:
@@ -140,6 +162,8 @@ def _limit_advice(found: Bottleneck) -> Iterator[Advice]:
         yield from _read_advice(found)
     elif found.stage in (READ, DECODE, COLLATE):
         yield from _decode_job_advice(found)
+    elif found.resource == "batch_size":
+        return
     elif found.stage == COPY:
         yield Advice(
             "copy fewer bytes: keep uint8 and convert with transform=, which runs on the device; `python -m aiofeed "
@@ -150,6 +174,11 @@ def _limit_advice(found: Bottleneck) -> Iterator[Advice]:
             "transform= runs in the training thread: do its work in the decoder or collate_fn, or pass device=",
             _gain(found, **{HAND_OVER: inf}) if found.measured.transform else None,
         )
+
+
+def _late(found: Bottleneck) -> float:
+    """The share of the time in which batches waited for the consumer's event loop."""
+    return min(found.stats.late_s / found.wall_s, 1.0 - found.waiting)
 
 
 def _gain(found: Bottleneck, **rates: float) -> float | None:
@@ -223,7 +252,10 @@ def _memory_advice(found: Bottleneck) -> Iterator[Advice]:
 def _uneven_sample_advice(found: Bottleneck) -> Iterator[Advice]:
     measured = found.measured
     if measured.allows(in_order="samples"):
-        yield Advice('in_order="samples": a slow sample then delays no other')
+        # The time of a read counts until all of its chunk are read.
+        gain = _gain(found, **({READ: inf} if found.stage == READ else {}))
+        reason = "as if no thread and no read had to wait for another"
+        yield Advice('in_order="samples": a slow sample then delays no other', gain, reason)
     elif measured.in_order is True:
         yield Advice("in_order=False: a batch with a slow sample then delays no other")
     yield Advice(f"Limits(prefetch_batches={4 * measured.prefetch_batches}): batches wait for the slow ones, in order")
@@ -233,11 +265,12 @@ def _prefetch_advice(found: Bottleneck) -> Advice:
     prefetch = found.measured.prefetch_batches
     while found.lanes(prefetch_batches=prefetch) < found.measured.threads:
         prefetch += 1
-    return Advice(f"Limits(prefetch_batches={prefetch})", _jobs_gain(found, prefetch_batches=prefetch))
+    gain = _jobs_gain(found, prefetch_batches=prefetch)
+    return Advice(f"Limits(prefetch_batches={prefetch})", gain, _ALIKE if found.waits else "")
 
 
 def _jobs_gain(found: Bottleneck, threads: int | None = None, prefetch_batches: int | None = None) -> float | None:
-    return None if found.waits else _gain(found, pool=found.lanes(threads, prefetch_batches) / found.pool_s)
+    return _gain(found, pool=found.lanes(threads, prefetch_batches) / found.pool_s)
 
 
 def _decode_job_advice(found: Bottleneck) -> Iterator[Advice]:
@@ -248,8 +281,8 @@ def _decode_job_advice(found: Bottleneck) -> Iterator[Advice]:
         if threads > 1:
             yield Advice(f"FromDataset(dataset, threads={threads}), if several threads may call it at the same time")
         if (processes := _processes(found)) > 1:
-            gain = None if found.waits else _gain(found, pool=processes / found.pool_s)
-            yield Advice(f'engine="process:{processes}"', gain)
+            gain = _gain(found, pool=processes / found.pool_s)
+            yield Advice(f'engine="process:{processes}"', gain, _ALIKE if found.waits else "")
     elif resource == "GIL" and measured.processes < (processes := _processes(found)) > 1:
         gain = _gain(found, pool=processes * found.rate / max(measured.processes, 1))
         yield Advice(f'engine="process:{processes}": each process has a GIL of its own', gain)
@@ -262,6 +295,14 @@ def _decode_job_advice(found: Bottleneck) -> Iterator[Advice]:
         fewer = max(1, round(measured.threads * (1.0 - measured.core_wait)))
         if fewer < measured.threads:
             yield Advice(f"Limits(decode_threads={fewer}): as many threads as there are cores left for them")
+    elif resource == "a lock":
+        yield Advice(
+            f"more threads do not help: {found.lanes()} threads do {found.together or 0:.1f} times as much as one alone, "
+            f"so their calls wait for each other, as for a lock. Let them wait outside it, or hold it for less time"
+        )
+        if (processes := _processes(found)) > 1:
+            gain = _gain(found, pool=processes * found.rate)
+            yield Advice(f'engine="process:{processes}", if each process has a lock of its own', gain, _ALIKE)
     elif resource in ("blocking calls", "threads") and measured.threads_saturated:
         yield Advice("more threads were tried and decode no more: the calls wait for each other, as for a lock")
     elif resource in ("blocking calls", "threads"):
@@ -270,8 +311,7 @@ def _decode_job_advice(found: Bottleneck) -> Iterator[Advice]:
         prefetch = measured.prefetch_batches * ceil(threads / max(min(found.lanes(), jobs), 1))
         if threads > measured.threads:
             limits = f"Limits(decode_threads={threads}, prefetch_batches={prefetch})"
-            text = f"{limits}, if the calls may wait at the same time, unlike for a lock" if found.waits else limits
-            yield Advice(text, _jobs_gain(found, threads, prefetch))
+            yield Advice(limits, _jobs_gain(found, threads, prefetch), _ALIKE if found.waits else "")
     if found.stage == COLLATE:
         if measured.collate_fn:
             yield Advice(

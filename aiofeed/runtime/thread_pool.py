@@ -35,6 +35,12 @@ BACKLOG_RUNS = 4
 # beside busy decoders it is a half or less; on storage with a latency of a millisecond it is nearly 1.
 WAITING_SHARE = 0.9
 GIL_RELEASED_S = 0.0001
+# Jobs that mostly wait may wait for each other, as for a lock: one of so many runs alone, which shows it. The first one
+# after that number for each thread, and later ones after twice as many, up to the second number. It costs 1 %.
+ALONE_FIRST = 8
+ALONE_LATER = 128
+# A job that waits for this share of its time mostly waits.
+MOSTLY_WAITS = 0.5
 # On a free-threaded build an object that another thread dropped is freed when the thread that made it next runs. So
 # idle threads run this often, and the memory of dropped batches is not kept for longer.
 IDLE_S = 0.5 if machine.FREE_THREADED else None
@@ -60,6 +66,7 @@ class _Job(Future[Any]):
         self._pool = pool
         # The identifier of the thread that runs it.
         self.ident = 0
+        self.alone = False
 
     def cancel(self) -> bool:
         """Cancel the job if it has not started, else abandon it; return whether it was cancelled."""
@@ -121,6 +128,8 @@ class ThreadPool(ThreadPoolExecutor):
 
     Attributes:
         running: Number of jobs that run or are about to; abandoned ones do not count.
+        alone: Whether the job that runs does so alone, although others are queued.
+        alone_sample_s: Seconds per sample of the jobs that ran alone; 0 if none did.
         host: A thread to use as the first one, if it is free.
     """
 
@@ -135,6 +144,12 @@ class ThreadPool(ThreadPoolExecutor):
         self._own_threads: list[DaemonThread | HostedRun] = []
         self._lock = threading.Lock()
         self.running: int = 0
+        self.alone: bool = False
+        self.alone_sample_s: float = 0.0
+        self._alone_samples = 0
+        self._isolates = False
+        self._until_alone: float = ALONE_FIRST
+        self._alone_every = ALONE_FIRST
         self._active: set[_Job] = set()
         self._abandoned: set[_Job] = set()
         self._stopped = False
@@ -212,14 +227,18 @@ class ThreadPool(ThreadPoolExecutor):
         self._draining = True
 
     def _dispatch(self) -> None:
-        while self._backlog and self.running < self.max_running:
+        while self._may_start():
             if self.running + len(self._abandoned) == len(self._own_threads) and not self._start_thread():
                 return
             self._ready.put(self._take())
 
+    def _may_start(self) -> bool:
+        return bool(self._backlog) and self.running < (1 if self._isolates else self.max_running)
+
     def _take(self) -> _Work:
         work = self._backlog.popleft()
         self.running += 1
+        self.alone = work[0].alone = self._isolates
         self._active.add(work[0])
         return work
 
@@ -321,9 +340,25 @@ class ThreadPool(ThreadPoolExecutor):
                 self.busy_s += wall
                 self._wall_s = self._wall_s * 0.9 + wall
                 self._cpu_s = self._cpu_s * 0.9 + time.thread_time() - cpu
-            work = self._take() if self._backlog and self.running < self.max_running else None
+            self._isolate_next(job)
+            work = self._take() if self._may_start() else None
             self._dispatch()
             return work
+
+    def count_alone(self, seconds: float, samples: int) -> None:
+        """Count a job that ran alone."""
+        self._alone_samples += samples
+        self.alone_sample_s += (seconds - samples * self.alone_sample_s) / max(self._alone_samples, 1)
+
+    def _isolate_next(self, ended: _Job) -> None:
+        """Let the next job run alone if it is time for one; later ones side by side when it has ended."""
+        self._until_alone -= 1 / self.max_running
+        if ended.alone:
+            self._isolates = self.alone = False
+            self._alone_every = min(2 * self._alone_every, ALONE_LATER)
+            self._until_alone = self._alone_every
+        elif self._until_alone <= 0 and self.max_running > 1 and self._backlog:
+            self._isolates = self._isolates or self.waiting_share > MOSTLY_WAITS
 
     def stop(self) -> None:
         """Cancel the jobs that have not started and end the threads; never blocks."""

@@ -5,7 +5,10 @@ The benchmark ``explain`` runs the feeders whose counters were recorded.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -226,19 +229,66 @@ def test_the_wait_for_the_first_batch_of_a_later_epoch_counts() -> None:
 def test_time_to_list_the_order_counts_in_every_epoch() -> None:
     """A sampler that takes 88 of 100 s in ``iter()`` is named; without it, the epoch would be 8.3 times as fast."""
     found = explain(measured(replace(LATE_START, order_s=88.0), first_epoch=True))
-    assert (found.stage, found.resource) == ("first batch", "the order")
+    assert (found.stage, found.resource) == ("sampler", "the order")
+    assert next(stage for stage in found.stages if stage.name == "sampler").time_s == pytest.approx(88 / 808)
     assert found.advice[0].gain == pytest.approx(100 / 12)
     assert figures_of(0, found, 8.0).possible == 0.0
     some = replace(LATE_START, order_s=10.0, first_batch_s=10.0, first_stall_s=10.0, stall_s=10.1)
     assert "The wait for the first batch took 10% of the epoch." in explain(measured(some)).verdict
 
 
-def test_waiting_threads_give_no_number() -> None:
-    """Whether calls that wait can wait at the same time is not measured: more threads and processes have no gain."""
+def test_waiting_threads_give_a_bound() -> None:
+    """More threads and processes whose calls wait gain at most so much: they may wait for each other."""
     for settings in ({}, {"dataset_threads": 1}, {"threads": 8, "cores": 8, "chunk_size": 8}):
         found = explain(measured(heavy_decode(decode_cpu_s=1.0), **settings))
         assert found.advice
-        assert not any(advice.gain for advice in found.advice)
+        assert all("as for a lock" in advice.at_most for advice in found.advice if advice.gain)
+        assert "(at most " in advice(found)
+
+
+@pytest.mark.parametrize(("alone_s", "resource"), [(0.0125, "a lock"), (0.025, "blocking calls"), (0.0, "blocking calls")])
+def test_calls_that_take_half_as_long_alone_wait_for_a_lock(alone_s: float, resource: str) -> None:
+    """Two threads that each take twice as long as one alone do no more than one: no more threads are advised."""
+    stats = heavy_decode(decode_cpu_s=1.0, jobs=100, jobs_samples=400, jobs_s=10.0, jobs_square_s=1.0)
+    found = explain(measured(stats, alone_sample_s=alone_s))
+    assert (found.stage, found.resource) == ("decode", resource)
+    assert ("decode_threads" in advice(found)) == (resource != "a lock")
+    assert ("more threads do not help: 2 threads do 1.0 times as much as one" in advice(found)) == (resource == "a lock")
+
+
+def test_a_lock_in_the_decoder_is_measured() -> None:
+    """Some decode jobs run alone while others are queued; beside others each takes twice as long."""
+    lock = threading.Lock()
+
+    def decode(data: bytes) -> torch.Tensor:
+        with lock:
+            time.sleep(0.002)
+        return torch.zeros(1)
+
+    with Feeder(Numbers(240), decode=decode, batch_size=8, limits=Limits(decode_threads=2)) as feeder:
+        for _ in feeder:
+            pass
+        found = feeder.explain()
+    assert (found.stage, found.resource) == ("decode", "a lock")
+    assert "decode_threads" not in advice(found)
+
+
+async def test_tasks_that_block_the_consumers_loop_are_named() -> None:
+    """Batches that are there and wait for a loop that another task blocks are no fault of loading."""
+
+    async def block() -> None:
+        while True:
+            await asyncio.sleep(0)
+            time.sleep(0.005)
+
+    async with Feeder(Numbers(240), decode=plants.decode, batch_size=8) as feeder:
+        task = asyncio.create_task(block())
+        async for _ in feeder:
+            pass
+        task.cancel()
+        found = feeder.explain()
+    assert (found.stage, found.resource) == ("step", "the event loop")
+    assert "asyncio.to_thread()" in advice(found)
 
 
 def test_a_gain_beyond_all_measured_costs_gives_no_number() -> None:
@@ -257,7 +307,7 @@ def test_slow_reads_delay_no_others_in_another_order(allows: Any, wanted: str) -
     found = explain(measured(uneven, allows=allows))
     assert (found.stage, found.resource) == ("read", "uneven samples")
     assert found.advice[0].text.startswith(wanted)
-    assert not any(advice.gain for advice in found.advice)
+    assert all(advice.at_most for advice in found.advice if advice.gain)
     anyway = explain(measured(uneven, in_order="samples", allows=no_cache))
     assert [advice.gain for advice in anyway.advice] == [None]
 
@@ -268,6 +318,15 @@ def test_larger_batches_are_advised_if_batches_have_one_sample() -> None:
     assert "a larger batch_size=" in advice(explain(measured(one)))
     assert "batch_size" not in advice(explain(measured(replace(one, stall_s=0.3))))
     assert "batch_size" not in advice(explain(measured()))
+
+
+def test_handing_on_batches_of_one_sample_is_named() -> None:
+    """Batches of one sample that take 0.5 ms, of which no stage has much, are limited by the cost of a batch."""
+    short = replace(STATS, samples=10_000, batches=10_000, wall_s=5.1, stall_s=4.9, samples_decoded=10_000)
+    quick = replace(short, samples_read=10_000, reading_s=1.0, reading_apart_s=0.01, decode_s=0.5, decode_cpu_s=0.5)
+    found = explain(measured(quick))
+    assert (found.stage, found.resource) == ("hand-over", "batch_size")
+    assert "a larger batch_size=" in advice(found)
 
 
 def test_few_batches_explain_nothing() -> None:
