@@ -43,6 +43,8 @@ class Batch:
         error: raised to the consumer instead of the batch.
         complete: whether it may be delivered.
         handed_out: see ``ReadyBatch``.
+        under_way: chunks that are being read or decoded, by their first position: what is done, since when on the clock
+            of ``perf_counter``, where the chunk ends, and the samples that are decoded.
         followers: the batches that the same job makes after this one. The engine plans, reserves memory for, delivers
             and releases all of them as one.
     """
@@ -66,6 +68,7 @@ class Batch:
     error: FeedError | None = None
     complete: bool = False
     handed_out: tuple[int, int] | None = None
+    under_way: dict[int, tuple[str, float, int, Sequence[Any]]] = field(default_factory=dict)
     followers: list[Batch] = field(default_factory=list)
 
     def count_read(self, read: ReadResult) -> None:

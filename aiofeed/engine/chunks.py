@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from aiofeed.core.failure_policy import FailurePolicy
-from aiofeed.engine.batch import Batch
+from aiofeed.engine.batch import Batch, BatchKeys
 from aiofeed.engine.decode_stage import DecodeStage
 from aiofeed.engine.engine import Assembly, Engine, cancellation_error
 from aiofeed.engine.fetch.async_reader import ReadResult
@@ -31,6 +31,8 @@ JOB_S = 0.008
 # The batches that are made need not wait longer for a slow sample behind them.
 MADE_S = 0.008
 TOGETHER_MOST = 32
+# Samples and chunks that a line in the log names.
+NAMED = 4
 
 log: logging.Logger = logging.getLogger("aiofeed.engine")
 
@@ -88,6 +90,20 @@ class ChunkAssembly(Assembly):
         if self._tuner is not None:
             self._tuner.decoding.warm = True
 
+    def waiting_for(self, batch: Batch) -> tuple[str, ...]:
+        """The samples that are being read or decoded, and since when."""
+        if not (chunks := sorted(batch.under_way.items())):
+            reads = f"{batch.unread} of its chunks are not read" if batch.unread else "all of it is read"
+            return (f"{reads}, and none is being read or decoded: other batches use the threads or the memory",)
+        now, keys = time.perf_counter(), BatchKeys(batch.plan, self._fetcher)
+        parts = []
+        for start, (what, since, stop, values) in chunks[:NAMED]:
+            # A job replaces each value by None before it decodes it.
+            first = min(start + max(sum(value is None for value in values) - 1, 0), stop - 1)
+            names = ", ".join(repr(keys[at]) for at in range(first, min(stop, first + NAMED)))
+            parts.append(f"{what} {names}{' and more' if stop - first > NAMED else ''} for {now - since:.0f} s")
+        return ("; ".join(parts),)
+
     async def begin(self, batch: Batch) -> None:
         """Start to read the chunks of a batch; wait until all of them may be read."""
         if batch.followers:
@@ -123,6 +139,7 @@ class ChunkAssembly(Assembly):
     async def _read(self, batch: Batch, start: int, stop: int) -> ReadResult:
         """Read samples of a batch."""
         started, concurrency = time.perf_counter(), self._admission.limits.read_concurrency
+        batch.under_way[start] = "reading", started, stop, ()
         self._reading += stop - start
         apart = 2 * self._reading <= concurrency
         late_s = self._late_s()
@@ -132,6 +149,7 @@ class ChunkAssembly(Assembly):
                 seconds = time.perf_counter() - started
                 self._concurrency.observe_read(self._tuner, seconds, stop - start, read.nbytes, concurrency)
         finally:
+            batch.under_way.pop(start, None)
             self._reading -= stop - start
             self._admission.reading -= stop - start
             self._admission.room.set()

@@ -146,6 +146,7 @@ class DecodeStage:
         """Decode a chunk, and finish the batch if it is the last one; runs in a decode thread."""
         timer = JobTimer(self._executor) if self._tuner is not None and self._tuner.listening else None
         samples, began, alone = len(encoded), time.perf_counter(), self._executor.alone
+        batch.under_way[start] = "decoding", began, start + samples, encoded
         # The first chunk that runs takes the buffer; chunks that wait for a thread need none.
         with batch.lock:
             if batch.builder is None:
@@ -153,6 +154,7 @@ class DecodeStage:
                 batch.builder = self._new_builder(batch.plan, batch.lease)
             builder = batch.builder
         outcome = self._fetcher.decode(batch.plan, start, encoded, builder, JobControl(self._stop, deadline))
+        batch.under_way.pop(start, None)
         if deadline is not None and not deadline.finish():
             raise AbandonedError
         if alone:

@@ -105,6 +105,10 @@ class Assembly:
         """Permit decoding of what may be decoded."""
         self._buffer.grant_permits()
 
+    def waiting_for(self, batch: Batch) -> tuple[Any, ...]:
+        """What a batch that has begun waits for; see ``Producer.waiting_for``. From any thread."""
+        raise NotImplementedError
+
     async def drained(self) -> None:
         """Wait, after the last batch has begun, for work that has no task."""
 
@@ -197,6 +201,14 @@ class Engine:
         if not self.admission.closed:
             self.admission.closed = True
             self._queue.put(FeedFailure(error, number, failures))
+
+    def waiting_for(self) -> tuple[Any, ...]:
+        """What the next batch waits for; see ``Producer.waiting_for``. From any thread."""
+        batch = next((entry for entry in list(self.buffer.entries) if isinstance(entry, Batch)), None)
+        if batch is None:
+            return ("for the next batch to be planned, by the sampler, plan or iterable of a Stream",)
+        what, *pids = self.assembly.waiting_for(batch)
+        return f"for batch {batch.plan.number}: {what}", *pids
 
     def fail(self, error: BaseException) -> None:
         """Deliver an error, after which nothing is delivered."""

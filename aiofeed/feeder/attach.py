@@ -286,6 +286,12 @@ class _ServedEpoch(LoopProducer):
         """Subscribe to the epoch."""
         self.loop_thread.call(self.subscription.begin, self.feed)
 
+    def waiting_for(self) -> tuple[Any, ...]:
+        """See ``Producer.waiting_for``."""
+        address, pid = self.subscription.server
+        began = f"its epoch {self.feed.epoch}" if self.feed.epoch >= 0 else "an epoch to begin, as soon as all join it"
+        return f"for the server at {address} (pid {pid}), and {began}", pid
+
     def watch(self, owner: object) -> None:
         """End the subscription to the epoch when ``owner`` is dropped."""
         self.subscription.iterators.watch(owner, self.feed)

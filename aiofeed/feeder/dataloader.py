@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -286,7 +287,10 @@ class _Epochs:
         """Receive batches ahead, in a thread that copies them to the device."""
 
         def new_pull(_: object, *arguments: Any, **options: Any) -> IterableProducer:
-            batches.pull = pull = IterableProducer(batches.received(pins=pins), *arguments, **options)
+            described = weakref.WeakMethod(batches.waiting_for)
+            batches.pull = pull = IterableProducer(
+                batches.received(pins=pins), *arguments, **options, described=described
+            )
             return pull
 
         return self.bridge.start(new_pull, partial(_PulledObserver, batches))

@@ -20,6 +20,7 @@ from aiofeed.core.limits import DEVICE_BATCHES
 from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import Transform
 from aiofeed.devices.copy_thread import CopyThread
+from aiofeed.runtime import queue as long_waits
 from aiofeed.runtime.buffers import release_unused
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped, release
@@ -55,6 +56,9 @@ class Producer(Protocol):
         An interrupted call may be repeated with the same item. A copy thread calls it, too, and so keeps the producer
         alive while it runs.
         """
+
+    def waiting_for(self) -> tuple[Any, ...]:
+        """What the consumer waits for, as words after "waited 60 s", and the pids of other processes that work on it."""
 
     def watch(self, owner: object) -> None:
         """Stop when ``owner`` is dropped. Replaces the previously watched owner."""
@@ -169,6 +173,12 @@ class Delivery:
             raise
         item.transformed = True
         return item.batch
+
+    def waiting_for(self) -> tuple[Any, ...]:
+        """See ``Producer.waiting_for``."""
+        if self._copy_thread is not None and self._producer.queue.items:
+            return ("for the copy of a batch to the device",)
+        return self._producer.waiting_for()
 
     def watch(self, owner: object) -> None:
         """Stop when ``owner`` is dropped. Replaces the previously watched owner."""
@@ -309,7 +319,11 @@ class FeedIterator(Generic[BatchT_co]):
             )
         self._running = True
         try:
-            item = self._queue.peek()
+            try:
+                item = self._queue.peek(long_waits.LONG_WAIT_S)
+            except Empty:
+                self._log_wait()
+                item = self._queue.peek()
             if self._delivery.closed is not None:
                 self._raise_if_closed()  # `close` in another thread may have dropped the batches before this item
             if type(item) is not ReadyBatch:
@@ -342,7 +356,7 @@ class FeedIterator(Generic[BatchT_co]):
         self._running = True
         try:
             asked = time.perf_counter()
-            item = await self._queue.peek_async()
+            item = await self._queue.peek_async(self._log_wait)
             woken_at = self._queue.woken_at
             # Other tasks may block the event loop after the item has arrived.
             late_s = time.perf_counter() - woken_at if woken_at > asked else 0.0
@@ -363,6 +377,13 @@ class FeedIterator(Generic[BatchT_co]):
             return batch
         finally:
             self._running = False
+
+    def _log_wait(self) -> None:
+        try:
+            what, *pids = self._delivery.waiting_for()
+        except Exception as error:  # noqa: BLE001 - other threads change meanwhile what is looked at; the wait goes on
+            what, pids = f"for a batch ({error!r})", []
+        long_waits.log_long_wait(f"{what} ({self._stats.batches} batches were handed out)", *pids)
 
     def _raise_if_closed(self) -> None:
         """Raise ``IteratorClosedError`` if the iterator is closed or belongs to another process."""

@@ -183,6 +183,12 @@ class StreamingPipeline(LoopProducer):
             self.loop_thread.at_stop(members.aclose)
         self._opened = True
 
+    def waiting_for(self) -> tuple[Any, ...]:
+        """See ``Producer.waiting_for``."""
+        if self._engine is None or not self._opened:
+            return (f"for {type(self._config.source).__name__}.open()",)
+        return self._engine.waiting_for()
+
     @property
     def chunk_size(self) -> int:
         """Samples per decode job, as last chosen."""

@@ -179,13 +179,22 @@ class IterableProducer(BoundedThread):
         queue: Receives the batches.
         room: Maximum number of batches in the queue.
         memory: Pinned memory to which tensors are copied; ``None``: tensors stay where they are.
+        described: Returns a method, unless its object was dropped, that says what the next batch waits for.
     """
 
     def __init__(
-        self, batches: Iterable[Any], queue: BatchQueue[QueueItem], *, room: int, memory: PinnedBufferPool | None
+        self,
+        batches: Iterable[Any],
+        queue: BatchQueue[QueueItem],
+        *,
+        room: int,
+        memory: PinnedBufferPool | None,
+        described: Callable[[], Callable[[], tuple[Any, ...]] | None] = lambda: None,
     ) -> None:
         super().__init__("aiofeed-pull", room)
         self._batches: Iterable[Any] | None = batches
+        self._name = type(batches).__name__
+        self._described = described
         self.queue = queue
         self._memory = memory
 
@@ -196,6 +205,12 @@ class IterableProducer(BoundedThread):
             item.taken = True
             self._room.put(True)
         return item.batch
+
+    def waiting_for(self) -> tuple[Any, ...]:
+        """See ``Producer.waiting_for``."""
+        if (described := self._described()) is not None:
+            return described()
+        return (f"for the next batch of {self._name}, which the thread aiofeed-pull iterates",)
 
     def _main(self) -> None:
         batches, self._batches = self._batches, None
@@ -252,6 +267,10 @@ class AsyncIterableProducer(LoopProducer):
         """Start the event loop and the task."""
         super().start()
         self.loop_thread.start(self._run)
+
+    def waiting_for(self) -> tuple[str, ...]:
+        """See ``Producer.waiting_for``."""
+        return (f"for the next batch of {type(self._batches).__name__}, an async iterable in a thread of its own",)
 
     async def stopped(self) -> None:
         """Wait for the threads to end without blocking the caller's event loop."""

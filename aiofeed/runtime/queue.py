@@ -11,6 +11,8 @@ nothing.
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import threading
 import time
 from collections import deque
@@ -27,6 +29,23 @@ from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.threads import POLL_INTERVAL_S
 
 T = TypeVar("T")
+
+log: logging.Logger = logging.getLogger("aiofeed.runtime")
+
+# After this time in `next`, a line in the log says what it waits for.
+LONG_WAIT_S = 60.0
+
+
+def log_long_wait(waiting_for: str, *pids: int) -> None:
+    """Log what ``next`` has been waiting for, and how to get the stacks of this process and of others."""
+    dumps = " and ".join(f"`py-spy dump --pid {pid}`" for pid in (os.getpid(), *pids))
+    log.warning(
+        "next() has waited %.0f s %s. For the stacks of all threads, run %s, or start the script with "
+        "faulthandler.dump_traceback_later(120)",
+        LONG_WAIT_S,
+        waiting_for,
+        dumps,
+    )
 
 
 class BatchQueue(Generic[T]):
@@ -92,11 +111,13 @@ class BatchQueue(Generic[T]):
 
     def peek(self, timeout_s: float | None = None) -> T:
         """Return the next item without removing it; otherwise like ``get``."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None
         while True:
             try:
                 return self.items[0]
             except IndexError:
+                if deadline is None and timeout_s is not None:
+                    deadline = time.monotonic() + timeout_s
                 left = POLL_INTERVAL_S if deadline is None else min(POLL_INTERVAL_S, deadline - time.monotonic())
             if left <= 0:
                 raise Empty
@@ -112,15 +133,26 @@ class BatchQueue(Generic[T]):
         finally:
             self._asleep = False
 
-    async def peek_async(self) -> T:
+    async def peek_async(self, on_long_wait: Callable[[], object] | None = None) -> T:
         """Return the next item without removing it; suspend the calling task until there is one.
 
-        Cancelling the task loses no item.
+        Cancelling the task loses no item. ``on_long_wait`` is called once after ``LONG_WAIT_S``.
 
         Raises:
             RuntimeError: Another task is waiting.
         """
         loop = asyncio.get_running_loop()
+        timer = None
+        if on_long_wait is not None and not self.items:
+            timer = loop.call_later(LONG_WAIT_S, on_long_wait)
+        try:
+            await self._until_any(loop)
+        finally:
+            if timer is not None:
+                timer.cancel()
+        return self.items[0]
+
+    async def _until_any(self, loop: asyncio.AbstractEventLoop) -> None:
         while not self.items:
             future = loop.create_future()
             with self._lock:
@@ -135,7 +167,6 @@ class BatchQueue(Generic[T]):
                 with self._lock:
                     if self._waiter is not None and self._waiter[1] is future:
                         self._waiter = None
-        return self.items[0]
 
 
 def _wake(future: asyncio.Future[None]) -> None:

@@ -166,7 +166,7 @@ class WindowQueue(BatchQueue[QueueItem]):
             self._refill(None)
         return self.items[0]
 
-    async def peek_async(self) -> QueueItem:
+    async def peek_async(self, on_long_wait: Callable[[], object] | None = None) -> QueueItem:
         """Return the next item without removing it. Runs other tasks before it makes a window.
 
         It waits for the device without blocking the event loop. Cancelling the task loses nothing.
@@ -274,6 +274,10 @@ class ResidentPipeline:
     def feed(self, stream: EpochStream) -> None:
         """Give the batches of a stream. Nothing is uploaded or permuted before the first one is asked for."""
         self.queue.start(stream)
+
+    def waiting_for(self) -> tuple[str, ...]:
+        """The device: the consumer's thread makes the batches."""
+        return ("for the device to make room for a window of batches",)
 
     def watch(self, owner: object) -> None:
         """Do nothing: there are no threads to stop."""

@@ -11,6 +11,7 @@ import itertools
 import os
 import pickle
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +27,7 @@ from aiofeed.processes.loader_workers.fetching import dataset_state, fetch, rest
 from aiofeed.processes.loader_workers.state import LoaderPosition, OrderState, Progress
 from aiofeed.processes.loader_workers.worker_loop import WorkerStart
 from aiofeed.processes.loader_workers.workers import LoaderWorkers
+from aiofeed.runtime import queue as long_waits
 
 # Interval of the checks for workers whose end their channel does not show.
 _WAIT_S = 5.0
@@ -34,6 +36,15 @@ _OWNER_POLL_S = 0.1
 # The most for `WorkerStart.most_kept`. A mapping costs a descriptor, of which a process may have 1024 on many systems;
 # if fewer, a quarter of them are used.
 _MOST_KEPT = 256
+# Samples that a line in the log names.
+_NAMED = 4
+
+
+def _few(index: Any) -> str:
+    """The indices of a batch, or the first of them, for a line in the log."""
+    if not isinstance(index, list):
+        return "the next batch of its iterable" if index is None else f"sample {index!r}"
+    return f"samples {', '.join(map(repr, index[:_NAMED]))}{' and more' if len(index) > _NAMED else ''}"
 
 
 def _is_iterable(iterator: Any) -> bool:
@@ -240,6 +251,7 @@ class WorkerBatches:
         self._done = set(position.later)
         self._indices: deque[Any] = deque()
         self._worker_of: dict[int, int] = {}
+        self._asked: dict[int, tuple[float, Any]] = {}
         self._active = [True] * self._num_workers
         self._loads = [0] * self._num_workers
         self._cycle: Iterator[int] = itertools.cycle([*range(position.turn, self._num_workers), *range(position.turn)])
@@ -327,6 +339,7 @@ class WorkerBatches:
                 if number is not None:
                     self._worker_of[self._sent] = number
                     self._loads[number] += 1
+                    self._asked[self._sent] = time.perf_counter(), self._indices[0]
                     self.workers.send(number, Fetch(self._sent, self._indices[0], self.workers.releases(number)))
                     self._sent += 1
                     self._indices.popleft()
@@ -399,11 +412,26 @@ class WorkerBatches:
         """Remove an answer, so that ``receive`` returns the next one."""
         del self._answers[answer.batch]
         del self._worker_of[answer.batch]
+        self._asked.pop(answer.batch, None)
         if answer.batch == self._next:
             self._next += 1
 
+    def waiting_for(self) -> tuple[Any, ...]:
+        """The worker that makes the next batch; see ``log_long_wait``. From any thread."""
+        batch = self._next
+        if (number := self._worker_of.get(batch)) is None:
+            return f"for a worker to begin, or for the sampler, before batch {batch}", *self.workers.pids
+        pid, state = self.workers.pids[number], "" if self._in_order else ", and others for later batches"
+        asked, index = self._asked.get(batch, (time.perf_counter(), None))
+        seconds = time.perf_counter() - asked
+        return f"for batch {batch}: worker {number} (pid {pid}) was asked for {_few(index)} {seconds:.0f} s ago{state}", pid
+
     def _receive_one(self, timeout_s: float) -> tuple[int, Answer]:
+        began: float | None = time.monotonic()
         while True:
+            if began is not None and self.pull is None and time.monotonic() - began >= long_waits.LONG_WAIT_S:
+                began = None
+                long_waits.log_long_wait(*self.waiting_for())
             try:
                 number, answer = self.workers.receive(timeout_s or self._wait_s())
             except TimeoutError:
@@ -417,7 +445,7 @@ class WorkerBatches:
 
     def _wait_s(self) -> float:
         if self.pull is None:
-            return _WAIT_S
+            return min(_WAIT_S, long_waits.LONG_WAIT_S)
         if self.pull._unwanted():
             raise IteratorClosedError("this iterator was closed")
         return _OWNER_POLL_S

@@ -97,6 +97,11 @@ class Subscription:
         self.iterators: DropTracker[EpochFeed] = DropTracker()
         self._idle_since: float | None = None
 
+    @property
+    def server(self) -> tuple[Path, int]:
+        """The server's address and process."""
+        return self._address, self._process.pid
+
     async def run(self) -> None:
         """Process the server's messages until cancelled."""
         self._connection = Connection(self._sock, received=self._received, lost=self._lost)

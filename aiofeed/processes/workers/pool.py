@@ -147,6 +147,11 @@ class WorkerPool(ABC, Generic[HandleT]):
         self._dispatch(batch, self._workers)
         return batch
 
+    def assigned(self, plan: BatchPlan) -> AssignedBatch | None:
+        """The unfinished batch of a plan; ``None`` if no worker has it."""
+        batches = (batch for worker in self._workers for batch in list(worker.assigned.values()))
+        return next((batch for batch in batches if batch.plan is plan), None)
+
     def _dispatch(self, batch: AssignedBatch, workers: Sequence[HandleT]) -> None:
         """Send the plan of a batch to that of some workers that has the fewest."""
         worker = min(workers, key=lambda each: (len(each.assigned), each.number))

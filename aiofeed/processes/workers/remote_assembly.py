@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -16,6 +17,7 @@ from typing import Any
 
 from aiofeed.core.errors import FeedError, SampleError
 from aiofeed.engine.batch import Batch
+from aiofeed.engine.chunks import NAMED
 from aiofeed.engine.engine import Assembly, Engine
 from aiofeed.processes.ipc.batch_codec import array_nodes, batch_in_ring, copied_leaf, decode_and_wrap, leaf_of
 from aiofeed.processes.ipc.error_codec import rebuild
@@ -23,7 +25,7 @@ from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, Borrowed, Ring, RingLease, free_dropped_slots
 from aiofeed.processes.ipc.schema import ArrayNode, Node
 from aiofeed.processes.pickling import unpickle
-from aiofeed.processes.workers.handle import AssignedBatch, Handle
+from aiofeed.processes.workers.handle import AssignedBatch, Handle, WorkerHandle
 from aiofeed.processes.workers.pool import WorkerPool
 from aiofeed.processes.workers.protocol import BatchFinished
 from aiofeed.runtime.buffers import SMALL_BYTES, BufferLease, BufferPool, Bytes, DropTracker, HostBufferPool
@@ -107,6 +109,17 @@ class RemoteAssembly(Assembly):
         may_decode = batch.decode_permit.is_set()
         assigned = self._pool.assign(batch.plan, may_decode=may_decode, was_read=partial(self._was_read, batch))
         self._engine.group.create_task(self._assemble(batch, assigned, may_decode))
+
+    def waiting_for(self, batch: Batch) -> tuple[Any, ...]:
+        """The workers that have the batch."""
+        assigned = self._pool.assigned(batch.plan)
+        keys = ", ".join(repr(self._fetcher.key(index)) for index in batch.plan.indices[:NAMED])
+        if assigned is None:
+            return (f"no worker has it, with the samples {keys}",)
+        workers, seconds = [worker for worker, _ in assigned.copies], time.monotonic() - assigned.permitted_at
+        names = " and ".join(worker.name for worker in workers)
+        pids = (worker.pid for worker in workers if isinstance(worker, WorkerHandle))
+        return f"{names} has had it for {seconds:.0f} s, with the samples {keys}", *pids
 
     def _was_read(self, batch: Batch) -> None:
         batch.unread = 0
