@@ -82,6 +82,9 @@ class EpochStats:
     # Probes of decode threads that released the GIL for a moment, and the time that they then waited for it.
     gil_probe_s: float = 0.0
     gil_probes: int = 0
+    # Of ``DataLoader``: time of its sampler; probes while the dataset ran, and those in which it held the GIL.
+    sampler_s: float = 0.0
+    dataset_probes: list[float] = field(default_factory=lambda: [0, 0])
     events: deque[Event] = field(default_factory=partial(new_events, False), repr=False)
 
     def add(self, other: EpochStats) -> None:

@@ -26,6 +26,7 @@ import weakref
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing
 from functools import partial
+from typing import Any
 
 from aiofeed.core.errors import FeedError, SampleError
 from aiofeed.core.failure_policy import FailurePolicy

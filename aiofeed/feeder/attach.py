@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.processes.serving.subscription import Subscription
+    from aiofeed.reports.explanation import Explanation
 
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
@@ -191,6 +192,18 @@ class AttachedFeed:
         stats.add(self._stats)
         depth = 0 if self._delivery is None else len(self._delivery.queue)
         return FeedStatistics(**stats.totals(), queue_depth=depth)  # type: ignore[arg-type]
+
+    def explain(self) -> Explanation:
+        """Explain where this consumer's time of the current or last epoch went, as ``Feeder.explain`` does.
+
+        It tells the server from the copies of this process; the server's ``feeder.explain()`` has the rest.
+        """
+        from aiofeed.reports.remedies import explain_attached
+
+        device, transform = self._backend is not None, self._transform is not None
+        return explain_attached(
+            self._stats, first_epoch=not self._earlier_stats.batches, device=device, transform=transform
+        )
 
     def timeline(
         self, path: str | os.PathLike[str], *, seconds: float = 10.0, merge: str | os.PathLike[str] | None = None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -18,6 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from aiofeed.core.failure_policy import Action, FailurePolicy
 from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES, Limits
+from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import Transform, public
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator
 from aiofeed.feeder.prefetch import IterableProducer, Prefetch
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from aiofeed.cache.disk import DiskCache
     from aiofeed.cache.host import HostCache
     from aiofeed.devices.resolve import Device
+    from aiofeed.reports.explanation import Explanation
     from aiofeed.feeder.arguments import Processes
     from aiofeed.feeder.feeder import Feeder
 
@@ -143,6 +147,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.check_worker_number_rationality()
         return LoaderIterator(self)
 
+    def explain(self) -> Explanation:
+        """Explain where the time of the current or last epoch went, as ``Feeder.explain`` does: ``print(loader.explain())``.
+
+        It says how many workers would help, and whether threads could replace them.
+        """
+        return self._aiofeed.explain(self)
+
     def __aiter__(self) -> Any:
         """Start an epoch for ``async for``. Without workers the dataset runs in the caller's thread."""
         return iter(self)
@@ -198,9 +209,35 @@ class _Epochs:
         # Of the epoch that was started last, and the state that was loaded.
         self.progress: Progress | None = None
         self._loaded: LoaderState | None = None
+        # Counters of the epoch that was started last, and the number of epochs.
+        self.stats: EpochStats = EpochStats()
+        self.epochs = 0
         self.feeder: _FeederEpochs | None = None
         if feeder != {"on_error": "raise", "cache": None, "engine": None, "threads": None}:
             self.feeder = _FeederEpochs(loader, device=device, transform=transform, limits=limits, **feeder)
+
+    def explain(self, loader: DataLoader[Any]) -> Explanation:
+        """See ``DataLoader.explain``."""
+        from aiofeed.reports.remedies import explain_loader
+
+        if self.feeder is not None:
+            return self.feeder.explain()
+        stats = self.stats
+        if loader.num_workers and self.ahead:
+            ahead = self.bridge.stats
+            stats = replace(stats, copy_s=ahead.copy_s, copy_wait_s=ahead.copy_wait_s, hand_over_s=ahead.hand_over_s)
+        elif not self.copies and not loader.pin_memory:
+            stats = replace(stats, copy_s=0.0, hand_over_s=stats.copy_s)
+        return explain_loader(
+            stats,
+            batch_size=loader.batch_size,
+            workers=loader.num_workers,
+            persistent=loader.persistent_workers or not loader.num_workers,
+            in_order=loader.in_order,
+            device=self.copies,
+            transform=self.ahead,
+            first_epoch=self.epochs == 1,
+        )
 
     def unused(self) -> _Epochs:
         """A copy for a copy of the loader."""
@@ -318,6 +355,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._epochs = epochs = loader._aiofeed
+        asked = time.perf_counter()
         self._batches: InProcessBatches | WorkerBatches | None = None
         self._feed: FeedIterator[Any] | None = None
         with epochs.starting(loader) as (start, position):
@@ -331,22 +369,25 @@ class LoaderIterator(_BaseDataLoaderIter):
                 self._workers = self._batches.workers.processes
                 self._index_queues: list[Any] = []
                 super()._reset(loader, first_iter=True)
-            self._begin(loader, start, position)
+            self._begin(loader, start, position, asked)
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         workers = self._batches if isinstance(self._batches, WorkerBatches) else None
         if self._epochs.loaded is not None or (workers is not None and not workers.workers.usable):
             LoaderIterator.__init__(self, loader)
             return
+        asked = time.perf_counter()
         with self._epochs.starting(loader) as (start, position):
             super()._reset(loader, first_iter)
             if workers is not None:
                 workers.restart(self._shared_seed)
                 position = LoaderPosition(base_seed=int(self._base_seed))
-            self._begin(loader, start, position)
+            self._begin(loader, start, position, asked)
 
-    def _begin(self, loader: DataLoader[Any], start: OrderState, position: LoaderPosition) -> None:
+    def _begin(self, loader: DataLoader[Any], start: OrderState, position: LoaderPosition, asked: float) -> None:
         epochs, workers = self._epochs, self._batches
+        epochs.stats = self._stats = stats = EpochStats(asked_at=asked, cpu_started_s=time.process_time())
+        epochs.epochs += 1
         self._num_yielded = position.returned
         self._in_order = loader.in_order
         # If nothing is left of the epoch, `next` starts the next one.
@@ -357,13 +398,16 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._left = len(self._numbers)
             epochs.progress = Progress(start, position)
         elif isinstance(workers, WorkerBatches):
+            workers.stats = stats
             workers.begin(self._sampler_iter, start, position)
             epochs.progress = workers.progress
             if epochs.ahead or self._pin_memory:
                 self._start_feed(workers)
         else:
             self._batches = InProcessBatches(self, start, position, epochs.new_deliver())
+            self._batches.stats = stats
             epochs.progress = self._batches.progress
+        stats.stall_s = time.perf_counter() - asked
         self._progress = epochs.progress
 
     def _start_feed(self, workers: WorkerBatches) -> None:
@@ -405,16 +449,23 @@ class LoaderIterator(_BaseDataLoaderIter):
         return True
 
     def __next__(self) -> Any:
+        asked = time.perf_counter()
         try:
             batch = super().__next__()
         except StopIteration:
             if not self._starts_next_epoch():
                 raise
             batch = super().__next__()
-        self._handed_out()
+        self._handed_out(asked)
         return batch
 
-    def _handed_out(self) -> None:
+    def _handed_out(self, asked: float) -> None:
+        stats, now = self._stats, time.perf_counter()
+        stats.stall_s += now - asked
+        stats.wall_s = now - stats.asked_at
+        stats.batches += 1
+        if stats.batches == 1:
+            stats.first_batch_s, stats.first_stall_s = stats.wall_s, stats.stall_s
         self._loader = None
         if self._batches is None and self._feed is not None:
             self._left -= 1
@@ -431,13 +482,14 @@ class LoaderIterator(_BaseDataLoaderIter):
                 return next(self)
             except StopIteration:
                 raise StopAsyncIteration from None
+        asked = time.perf_counter()
         try:
             batch = await anext(self._feed)
         except StopAsyncIteration:
             if not self._continues() and not self._starts_next_epoch():
                 raise
             return await anext(self)
-        self._handed_out()
+        self._handed_out(asked)
         return batch
 
     def _shutdown_workers(self) -> None:
@@ -509,13 +561,21 @@ class _FeederEpochs:
         self._position = position
         return self.next_part()
 
+    def explain(self) -> Explanation:
+        """Explain the feeder's epoch."""
+        return self._feeder.explain()
+
     def next_part(self) -> tuple[FeedIterator[Any] | None, list[int]]:
         """Start an epoch of the feeder over the next batches of the sampler, which may be endless.
 
         Returns its iterator, ``None`` if nothing is left, and the numbers of its batches.
         """
-        position = self._position
+        position, listing = self._position, time.perf_counter()
         left = ((n, each) for n, each in self._planned if n >= position.batches and n not in position.later)
         part = dict(itertools.islice(left, self._part_batches))
         self._listed[:] = itertools.chain.from_iterable(part.values()) if self._of_one_size else part.values()
-        return iter(self._feeder) if part else None, list(part)
+        if not part:
+            return None, []
+        iterator = iter(self._feeder)
+        iterator.add_order(listing)
+        return iterator, list(part)

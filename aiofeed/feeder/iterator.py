@@ -477,6 +477,13 @@ class FeedIterator(Generic[BatchT_co]):
         """The number in the epoch of the batch that was handed out last; -1 before the first."""
         return -1 if self._handed_out is None else self._handed_out[1]
 
+    def add_order(self, began: float) -> None:
+        """The caller has listed the order for this epoch since ``began``, before ``iter()``: it counts."""
+        stats, seconds = self._stats, self._started - began
+        self._started = stats.asked_at = began
+        stats.stall_s += seconds
+        stats.order_s += seconds
+
     def leave_out(self, seconds: float) -> None:
         """Leave the last seconds, in which the consumer used other batches, out of the statistics."""
         self._started += seconds

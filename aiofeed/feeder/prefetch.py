@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence, Sized
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from aiofeed.devices.resolve import Device
     from aiofeed.devices.scatter import AnyCopier
+    from aiofeed.reports.explanation import Explanation
 
     Batches: TypeAlias = Iterable[BatchT] | AsyncIterable[BatchT]
 
@@ -114,6 +116,7 @@ class Prefetch(Generic[BatchT]):
         self._transform: Transform | None = check_callable("transform", transform)
         self._prefetch_batches = check_positive_int("prefetch_batches", prefetch_batches)
         self._device_batches = check_positive_int("device_batches", device_batches)
+        self.stats: EpochStats = EpochStats()
 
     def __repr__(self) -> str:
         return f"Prefetch({type(self._batches).__name__}, device={self._device!r})"
@@ -139,9 +142,10 @@ class Prefetch(Generic[BatchT]):
         if self._backend is not None:
             memory = PinnedBufferPool(self._backend.pin, keep=8 * (self._prefetch_batches + 1))
         queue: BatchQueue[QueueItem] = BatchQueue()
-        producer = new_producer(self._batches, queue, room=self._prefetch_batches, memory=memory)
+        self.stats = stats = EpochStats()
+        producer = new_producer(self._batches, queue, counters=stats, room=self._prefetch_batches, memory=memory)
         delivery = Delivery(producer, copier, transform, self._device_batches)
-        iterator: FeedIterator[BatchT] = FeedIterator(delivery, EpochStats(), new_observer(delivery))
+        iterator: FeedIterator[BatchT] = FeedIterator(delivery, stats, new_observer(delivery))
         delivery.watch(iterator)
         try:
             delivery.start()
@@ -149,6 +153,12 @@ class Prefetch(Generic[BatchT]):
             delivery.stop()
             raise
         return iterator
+
+    def explain(self) -> Explanation:
+        """Explain where the time of the current or last iteration went, as ``Feeder.explain`` does."""
+        from aiofeed.reports.remedies import explain_prefetch
+
+        return explain_prefetch(self.stats, device=self._backend is not None, transform=self._transform is not None)
 
     def __aiter__(self) -> FeedIterator[BatchT]:
         """Start an iteration."""
@@ -163,12 +173,15 @@ class Prefetch(Generic[BatchT]):
         return copier_for(self._backend, self._transform), None
 
 
-def _ready(batch: Any, number: int, memory: PinnedBufferPool | None) -> ReadyBatch:
-    if memory is None:
-        return ReadyBatch(number, 0, batch)
-    lease = memory.lease()
-    staged, _ = stage(batch, lease)
-    return ReadyBatch(number, 0, staged, lease)
+def _ready(batch: Any, number: int, memory: PinnedBufferPool | None, counters: EpochStats, asked: float) -> ReadyBatch:
+    """The item of a batch, for which the iterable was asked at this time."""
+    began, lease = time.perf_counter(), None
+    counters.decode_s += began - asked
+    if memory is not None:
+        lease = memory.lease()
+        batch, _ = stage(batch, lease)
+        counters.collate_s += time.perf_counter() - began
+    return ReadyBatch(number, 1, batch, lease, counters=counters)
 
 
 class IterableProducer(BoundedThread):
@@ -179,6 +192,7 @@ class IterableProducer(BoundedThread):
         queue: Receives the batches.
         room: Maximum number of batches in the queue.
         memory: Pinned memory to which tensors are copied; ``None``: tensors stay where they are.
+        counters: Statistics of the iteration.
         described: Returns a method, unless its object was dropped, that says what the next batch waits for.
     """
 
@@ -189,12 +203,14 @@ class IterableProducer(BoundedThread):
         *,
         room: int,
         memory: PinnedBufferPool | None,
+        counters: EpochStats,
         described: Callable[[], Callable[[], tuple[Any, ...]] | None] = lambda: None,
     ) -> None:
         super().__init__("aiofeed-pull", room)
         self._batches: Iterable[Any] | None = batches
         self._name = type(batches).__name__
         self._described = described
+        self._counters = counters
         self.queue = queue
         self._memory = memory
 
@@ -239,12 +255,13 @@ class IterableProducer(BoundedThread):
         number = 0
         # Check `_unwanted`, too: there may be room left in front of the item that ends the thread.
         while self._room.get() is True and not self._unwanted():
+            asked = time.perf_counter()
             try:
                 batch = next(iterator)
             except StopIteration:
                 self.queue.put(EndOfEpoch())
                 return
-            self.queue.put(_ready(batch, number, self._memory))
+            self.queue.put(_ready(batch, number, self._memory, self._counters, asked))
             del batch
             number += 1
 
@@ -253,11 +270,18 @@ class AsyncIterableProducer(LoopProducer):
     """A producer that iterates an async iterable in a task of its own event loop. Arguments as ``IterableProducer``."""
 
     def __init__(
-        self, batches: AsyncIterable[Any], queue: BatchQueue[QueueItem], *, room: int, memory: PinnedBufferPool | None
+        self,
+        batches: AsyncIterable[Any],
+        queue: BatchQueue[QueueItem],
+        *,
+        room: int,
+        memory: PinnedBufferPool | None,
+        counters: EpochStats,
     ) -> None:
         super().__init__(EventLoopThread(read_threads=1, decode_threads=1), queue)
         self._batches = batches
         self._memory = memory
+        self._counters = counters
         self._room = asyncio.Semaphore(room)
         self.loop_thread.at_exit(partial(drop_batches, queue))
         if memory is not None:
@@ -293,16 +317,15 @@ class AsyncIterableProducer(LoopProducer):
             iterator = aiter(self._batches)
             while True:
                 await self._room.acquire()
+                asked = time.perf_counter()
                 try:
                     batch = await anext(iterator)
                 except StopAsyncIteration:
                     self.queue.put(EndOfEpoch())
                     return
                 await clear_cancellation()  # the iterable may have suppressed our cancellation, or cancelled the task
-                if self._memory is None:
-                    item = ReadyBatch(number, 0, batch)
-                else:
-                    item = await asyncio.to_thread(_ready, batch, number, self._memory)
+                make = partial(_ready, batch, number, self._memory, self._counters, asked)
+                item = make() if self._memory is None else await asyncio.to_thread(make)
                 item.release = self._taken
                 self.queue.put(item)
                 number += 1

@@ -95,6 +95,10 @@ class FeedMeasurements:
         step_copies: Whether an accelerator is in use, but batches are not copied to it by the feeder.
         decoders: Faster ways to decode the samples, each with its predicted factor.
         lookahead_bytes: As of ``Limits``; 0 if samples are not read ahead of their batches.
+        kind: "feeder", "loader", "prefetch" or "attached". The others have no samples to read, and what they have is
+            called decoding here: what the dataset does for a sample, the iterable for a batch, the server for a sample.
+        inline: Whether a ``DataLoader`` makes batches in the training thread.
+        persistent: Whether its workers stay for the next epoch.
     """
 
     stats: EpochStats
@@ -128,6 +132,9 @@ class FeedMeasurements:
     step_copies: bool = False
     decoders: tuple[tuple[str, float | None], ...] = ()
     lookahead_bytes: int = 0
+    kind: str = "feeder"
+    inline: bool = False
+    persistent: bool = True
 
     @classmethod
     def of_run(cls, stats: EpochStats, decode: object, **settings: Any) -> FeedMeasurements:
@@ -248,7 +255,12 @@ class Bottleneck:
         lanes = self.lanes()
         if stats.order_s > 0.01 * stats.wall_s:
             yield StageTimes(SAMPLER, stats.order_s / stats.samples, None, None, "the order")
+        if stats.sampler_s > 0.01 * stats.wall_s:
+            seconds = stats.sampler_s / stats.samples
+            yield StageTimes(SAMPLER, seconds, None, 1 / (seconds + 1 / self.step_rate), "training thread")
         pool_rate = lanes / self.pool_s if self.pool_s else None
+        if measured.inline and self.pool_s:
+            pool_rate = 1 / (self.pool_s + 1 / self.step_rate)
         if seconds := self._inline_read_s / decoded:
             yield StageTimes(READ, seconds, seconds, pool_rate, self.jobs_run_into(seconds, seconds))
         elif stats.samples_read:
@@ -285,6 +297,8 @@ class Bottleneck:
     def jobs_run_into(self, seconds: float, cpu_s: float) -> str:
         """What the jobs of decode threads spend their time on, given the seconds and processor seconds of a sample."""
         stats, measured = self.stats, self.measured
+        if measured.inline or measured.kind == "attached":
+            return "training thread" if measured.inline else "the server"
         if measured.dataset_threads == 1 and not measured.processes:
             return "one thread"
         at_work = min(cpu_s / seconds, 1.0)
@@ -329,7 +343,7 @@ class Bottleneck:
             return STEP, by_name[STEP].resource
         if 2 * stats.hand_over_s > stall_s and not measured.resident:
             return HAND_OVER, by_name[HAND_OVER].resource
-        loading = [by_name[name] for name in (READ, DECODE, COLLATE, COPY) if name in by_name]
+        loading = [by_name[name] for name in (SAMPLER, READ, DECODE, COLLATE, COPY) if name in by_name]
         if not loading:
             return HAND_OVER, by_name[HAND_OVER].resource
         # Of stages that share their threads, the longer one is named.

@@ -88,6 +88,7 @@ class Explanation:
         stages: The times of each stage. Stages that took no time are left out.
         advice: Changes that help, the simplest one first. Empty if the step is the limit.
         ranks: With ``explain(ranks=True)`` the figures of each rank.
+        unit: What the figures are of: "samples", or "batches" of unknown size.
     """
 
     verdict: str
@@ -98,6 +99,7 @@ class Explanation:
     stages: tuple[StageTimes, ...] = ()
     advice: tuple[Advice, ...] = ()
     ranks: tuple[RankTimes, ...] = ()
+    unit: str = "samples"
 
     def __str__(self) -> str:
         lines = [self.verdict]
@@ -128,7 +130,8 @@ class Explanation:
     def _tables(self) -> list[list[tuple[str, ...]]]:
         tables: list[list[tuple[str, ...]]] = []
         if self.stages:
-            head = ("stage", "CPU/sample", "waits/sample", "samples/s now", "possible", "runs into")
+            one = "sample" if self.unit == "samples" else "batch"
+            head = ("stage", f"CPU/{one}", f"waits/{one}", f"{self.unit}/s now", "possible", "runs into")
             tables.append([head, *(self._row(stage) for stage in self.stages)])
         if self.ranks:
             head = ("rank", "samples/s", "waits", "step", "possible", "limit")

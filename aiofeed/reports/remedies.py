@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil, inf
+from typing import Any
 
 from aiofeed.core.formatting import format_bytes
+from aiofeed.core.statistics import EpochStats
 from aiofeed.reports.bottleneck import (
     COLLATE,
     COPY,
@@ -35,7 +38,26 @@ CACHE_SHARE = 0.5
 
 _ALIKE = "the calls wait, perhaps for each other when there are more, as for a lock or a server"
 
+# Fewer probes do not show how often the GIL is held. If it is held more often, threads do less than two processes.
+LEAST_PROBES = 10
+THREADS_FIT = 0.5
+
+# The stages of what is not a feeder.
+_NAMES = {
+    "loader": {DECODE: "dataset", READ: "hand-over", HAND_OVER: "transform"},
+    "prefetch": {DECODE: "source", COLLATE: "pin"},
+    "attached": {DECODE: "server", COLLATE: "hand-over", HAND_OVER: "transform"},
+}
+_OTHER_SUBJECTS = {
+    "dataset": "The dataset",
+    "source": "The iterable",
+    "pin": "Copying to pinned memory",
+    "server": "The server",
+    "hand-over": "The hand-over from process to process",
+    "transform": "The transform in the training thread",
+}
 _SUBJECTS = {
+    SAMPLER: "The sampler",
     READ: "Reading",
     DECODE: "Decoding",
     COLLATE: "Collating",
@@ -55,17 +77,69 @@ def explain(measured: FeedMeasurements) -> Explanation:
             resource="",
         )
     found = Bottleneck(measured)
-    lines = [
-        advice for advice in _advise(found) if advice.gain is None or advice.at_most or advice.gain >= LEAST_GAIN
-    ]
+    lines = [advice for advice in _advise(found) if advice.gain is None or advice.at_most or advice.gain >= LEAST_GAIN]
+    names, unit = _NAMES.get(measured.kind, {}), "batches" if measured.kind == "prefetch" else "samples"
     return Explanation(
-        _verdict(found), found.stage, found.resource, found.rate, found.waiting, found.stages, tuple(lines)
+        f"{_verdict(found).replace('samples/s', f'{unit}/s')}{_gil_share(found)}",
+        names.get(found.stage, found.stage),
+        found.resource,
+        found.rate,
+        found.waiting,
+        tuple(replace(stage, name=names.get(stage.name, stage.name)) for stage in found.stages),
+        tuple(lines),
+        unit=unit,
+    )
+
+
+def explain_loader(stats: EpochStats, *, batch_size: int | None, workers: int, **settings: Any) -> Explanation:
+    """Explain an epoch of a ``DataLoader``; ``settings``: fields of ``FeedMeasurements``."""
+    size = batch_size or 1
+    counted = replace(stats, samples=stats.batches * size, samples_decoded=max(stats.jobs * size, 1))
+    return explain(
+        FeedMeasurements.of_run(
+            counted,
+            None,
+            kind="loader",
+            threads=max(workers, 1),
+            reads=1,
+            processes=workers,
+            inline=not workers,
+            **settings,
+        )
+    )
+
+
+def explain_prefetch(stats: EpochStats, **settings: Any) -> Explanation:
+    """Explain an iteration of ``prefetch``."""
+    return explain(
+        FeedMeasurements.of_run(stats, None, kind="prefetch", threads=1, reads=1, dataset_threads=1, **settings)
+    )
+
+
+def explain_attached(stats: EpochStats, **settings: Any) -> Explanation:
+    """Explain an epoch of an attached feeder: what is not the step and not a copy is the server."""
+    copy_s = stats.copy_s - stats.jobs_s
+    waits = stats.stall_s > KEEPS_UP * stats.wall_s
+    server_s = max(stats.wall_s - stats.copy_s, 0.0) if waits else 0.0
+    counted = replace(stats, decode_s=server_s, collate_s=stats.jobs_s, copy_s=copy_s)
+    return explain(FeedMeasurements.of_run(counted, None, kind="attached", threads=1, reads=1, **settings))
+
+
+def _gil_share(found: Bottleneck) -> str:
+    """Whether threads could do the work of worker processes, if it was measured."""
+    probes, held = found.stats.dataset_probes
+    if probes < LEAST_PROBES:
+        return ""
+    could = "could" if held < THREADS_FIT * probes else "could not"
+    return (
+        f" The dataset holds the GIL in {held / probes:.0%} of {probes:.0f} probes: threads of one process {could} "
+        f"replace worker processes."
     )
 
 
 def _verdict(found: Bottleneck) -> str:
     measured, stats = found.measured, found.stats
-    if found.stage in (FIRST, SAMPLER):
+    if found.stage == FIRST or found.resource == "the order":
         return (
             f"The wait for the first batch is the limit ({found.resource}): it took {format_seconds(found.start_s)} of "
             f"{format_seconds(stats.wall_s)}, {format_seconds(stats.order_s)} of it to list the order in iter(); later "
@@ -75,7 +149,9 @@ def _verdict(found: Bottleneck) -> str:
         rates = [found.possible[name] for name in (READ, DECODE, COLLATE, COPY) if name in found.possible]
         nothing = "Nothing needs to be done about loading."
         if found.resource == "the event loop":
-            nothing = f"Other tasks block its event loop: batches were there and waited for it {_late(found):.0%} of it."
+            nothing = (
+                f"Other tasks block its event loop: batches were there and waited for it {_late(found):.0%} of it."
+            )
         elif found.waiting >= KEEPS_UP:
             nothing = "Single batches are late, because other work uses the cores or samples differ."
         elif found.start_s >= KEEPS_UP * stats.wall_s:
@@ -89,7 +165,12 @@ def _verdict(found: Bottleneck) -> str:
         by = f"{measured.processes} processes"
     elif found.resource.startswith("storage"):
         by = f"{measured.reads} reads at a time"
-    elif found.stage in (COPY, HAND_OVER) or measured.resident or found.resource == "the iterable":
+    elif (
+        found.stage in (COPY, HAND_OVER)
+        or measured.resident
+        or measured.kind != "feeder"
+        or found.resource == "the iterable"
+    ):
         by = "it"
     else:
         by = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
@@ -102,7 +183,7 @@ def _verdict(found: Bottleneck) -> str:
         )
     idle = "" if found.busy else " No stage works all the time: each waits for others."
     return (
-        f"{_SUBJECTS[found.stage]} is the limit ({found.resource}): {by} {delivers} "
+        f"{_OTHER_SUBJECTS.get(_NAMES.get(measured.kind, {}).get(found.stage, ''), _SUBJECTS[found.stage])} is the limit ({found.resource}): {by} {delivers} "
         f"{found.rate:,.0f} samples/s, the step could take {found.step_rate:,.0f}/s; training waits "
         f"{found.waiting:.0%} of the time.{idle}"
     )
@@ -111,12 +192,17 @@ def _verdict(found: Bottleneck) -> str:
 def _advise(found: Bottleneck) -> Iterator[Advice]:
     """Advice for the limit; some of it may gain nothing."""
     yield from _limit_advice(found)
-    if found.is_single and found.stage in (READ, DECODE, COLLATE, HAND_OVER) and found.resource != "cold cache":
+    if (
+        found.is_single
+        and found.measured.kind != "prefetch"
+        and found.stage in (READ, DECODE, COLLATE, HAND_OVER)
+        and found.resource != "cold cache"
+    ):
         yield Advice("a larger batch_size=: in batches of one sample, each sample has the cost of a batch")
 
 
 def _limit_advice(found: Bottleneck) -> Iterator[Advice]:
-    if found.stage in (FIRST, SAMPLER):
+    if found.stage == FIRST or found.resource == "the order":
         yield _first_batch_advice(found)
         return
     if found.resource == "the event loop":
@@ -132,10 +218,13 @@ def _limit_advice(found: Bottleneck) -> Iterator[Advice]:
     if found.stage == STEP:
         if found.measured.step_copies:
             yield Advice('if the step copies batches to the accelerator, pass device="auto": copies then run ahead')
-        if found.waiting >= KEEPS_UP:
+        if found.waiting >= KEEPS_UP and found.measured.kind == "feeder":
             yield Advice(
                 f"Limits(prefetch_batches={2 * found.measured.prefetch_batches}): a late batch then delays less"
             )
+        return
+    if found.measured.kind != "feeder" and found.stage in (SAMPLER, READ, DECODE, COLLATE):
+        yield from _other_advice(found)
         return
     match found.resource:
         case "cold cache":
@@ -171,9 +260,37 @@ def _limit_advice(found: Bottleneck) -> Iterator[Advice]:
         )
     else:
         yield Advice(
-            "transform= runs in the training thread: do its work in the decoder or collate_fn, or pass device=",
+            "transform= runs in the training thread: do its work for each sample, or in collate_fn, or pass device=",
             _gain(found, **{HAND_OVER: inf}) if found.measured.transform else None,
         )
+
+
+def _other_advice(found: Bottleneck) -> Iterator[Advice]:
+    """Advice for what is not a feeder."""
+    measured, cores = found.measured, found.measured.cores
+    if measured.kind == "attached":
+        text = "print(feeder.explain()) in the process of the server says what limits it, or whether a consumer does"
+        yield Advice(text if found.stage == DECODE else "smaller batches, or batches on the device of the server")
+    elif found.stage == SAMPLER:
+        yield Advice(
+            "a faster sampler, for example one that draws the indices of the epoch at once", _gain(found, sampler=inf)
+        )
+    elif measured.kind == "prefetch":
+        text = "faster batches of the iterable, for example by worker processes: one thread iterates it"
+        yield Advice(text, _gain(found, pool=inf), "if they took no time")
+    else:
+        if found.resource == "uneven samples" and measured.in_order:
+            yield Advice("in_order=False: a batch with a slow sample then delays no other")
+        wanted = ceil(SPARE * found.with_stages(pool=inf) * found.pool_s)
+        workers = min(wanted, cores * (WAITING_THREADS if found.waits else 1))
+        reason = _ALIKE if found.waits else "the training needs a core, too" if workers >= cores else ""
+        if workers > measured.processes:
+            yield Advice(f"num_workers={workers}", _gain(found, pool=workers / found.pool_s), reason)
+        probes, held = found.stats.dataset_probes
+        if probes >= LEAST_PROBES and held < THREADS_FIT * probes:
+            bound = min(workers, probes / max(held, 1)) / found.pool_s
+            text = f"threads={workers} in place of workers, if several threads may call the dataset"
+            yield Advice(text, _gain(found, pool=bound), "the dataset may hold the GIL for moments that no probe met")
 
 
 def _late(found: Bottleneck) -> float:
@@ -194,6 +311,8 @@ def _first_batch_advice(found: Bottleneck) -> Advice:
             "list the order faster: iter() waits until the sampler, plan or weights have given the whole epoch",
             stats.wall_s / max(stats.wall_s - stats.order_s, 1e-9),
         )
+    if not found.measured.persistent:
+        return Advice("persistent_workers=True: the workers then start once, not in every epoch")
     return Advice("`for epoch in feeder.epochs(n):` reads the next epoch ahead, unless the loop is left with break")
 
 

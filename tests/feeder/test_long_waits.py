@@ -161,4 +161,6 @@ def test_the_server_of_an_attached_feeder_is_named(logged: Logged, tmp_path: Pat
     with Feeder(Blocked(logged), decode=decode, batch_size=4) as feeder:
         with aiofeed.serve(feeder, tmp_path / "feed"), aiofeed.attach(tmp_path / "feed") as attached:
             assert len(list(attached)) == 2
-    assert any(f"for the server at {tmp_path / 'feed'} (pid {os.getpid()}), and its epoch 0" in each for each in logged.lines)
+    assert any(
+        f"for the server at {tmp_path / 'feed'} (pid {os.getpid()}), and its epoch 0" in each for each in logged.lines
+    )

@@ -246,14 +246,18 @@ def test_waiting_threads_give_a_bound() -> None:
         assert "(at most " in advice(found)
 
 
-@pytest.mark.parametrize(("alone_s", "resource"), [(0.0125, "a lock"), (0.025, "blocking calls"), (0.0, "blocking calls")])
+@pytest.mark.parametrize(
+    ("alone_s", "resource"), [(0.0125, "a lock"), (0.025, "blocking calls"), (0.0, "blocking calls")]
+)
 def test_calls_that_take_half_as_long_alone_wait_for_a_lock(alone_s: float, resource: str) -> None:
     """Two threads that each take twice as long as one alone do no more than one: no more threads are advised."""
     stats = heavy_decode(decode_cpu_s=1.0, jobs=100, jobs_samples=400, jobs_s=10.0, jobs_square_s=1.0)
     found = explain(measured(stats, alone_sample_s=alone_s))
     assert (found.stage, found.resource) == ("decode", resource)
     assert ("decode_threads" in advice(found)) == (resource != "a lock")
-    assert ("more threads do not help: 2 threads do 1.0 times as much as one" in advice(found)) == (resource == "a lock")
+    assert ("more threads do not help: 2 threads do 1.0 times as much as one" in advice(found)) == (
+        resource == "a lock"
+    )
 
 
 def test_a_lock_in_the_decoder_is_measured() -> None:

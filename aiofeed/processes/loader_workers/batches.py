@@ -22,8 +22,9 @@ from torch.utils.data import dataloader as torch_loader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from aiofeed.core.errors import FeedError, IteratorClosedError
+from aiofeed.core.statistics import EpochStats
 from aiofeed.processes.loader_workers.channel import Answer, Fetch, Restore, Resume
-from aiofeed.processes.loader_workers.fetching import dataset_state, fetch, restore_dataset
+from aiofeed.processes.loader_workers.fetching import BatchTimes, count_times, dataset_state, fetch, restore_dataset
 from aiofeed.processes.loader_workers.state import LoaderPosition, OrderState, Progress
 from aiofeed.processes.loader_workers.worker_loop import WorkerStart
 from aiofeed.processes.loader_workers.workers import LoaderWorkers
@@ -69,15 +70,17 @@ class InProcessBatches:
         self._dataset = iterator._dataset
         if isinstance(self._dataset, IterDataPipe | MapDataPipe):
             torch.utils.data.graph_settings.apply_sharding(self._dataset, iterator._world_size, iterator._rank)
+        self._times = BatchTimes()
         self._new_fetcher = functools.partial(
             torch_loader._DatasetKind.create_fetcher,
             iterator._dataset_kind,
             self._dataset,
             iterator._auto_collation,
-            iterator._collate_fn,
+            self._times.timed(iterator._collate_fn),
             iterator._drop_last,
         )
         self._fetcher = self._new_fetcher()
+        self.stats = EpochStats()
         self._indices: Iterator[Any] = iterator._sampler_iter
         self._pins = iterator._pin_memory
         self._pin_device = iterator._pin_memory_device
@@ -116,9 +119,14 @@ class InProcessBatches:
                 f"with that batch, call loader.load_state_dict(loader.state_dict()) and iterate over the loader again"
             )
         before = None if self._deliver is None else (self._dataset_state(),)
+        began = time.perf_counter()
         index = next(self._indices)
         self._number += 1
-        batch = fetch(self._fetcher, index)
+        with self._times:
+            batch = fetch(self._fetcher, index)
+        self.stats.sampler_s += self._times.began - began
+        count_times(self.stats, self._times.taken())
+        fetched = time.perf_counter()
         if self._pins:
             batch = pin_memory(batch, self._pin_device)
         if self._deliver is not None:
@@ -130,6 +138,8 @@ class InProcessBatches:
                 if isinstance(error, StopIteration):
                     raise RuntimeError("transform= raised StopIteration") from error
                 raise
+        if self._pins or self._deliver is not None:
+            self.stats.copy_s += time.perf_counter() - fetched
         progress.add(self._number - 1)
         progress.delivering = None
         return batch
@@ -165,6 +175,7 @@ class WorkerBatches:
         self.pull: Any = None
         # The state of each worker after the last batch that was received.
         self._states: list[bytes | None] = [None] * self._num_workers
+        self.stats: EpochStats = EpochStats()
         self._answers: dict[int, Answer] = {}
         self._lock, self._request_lock = threading.Lock(), threading.Lock()
         dataset, init_fn = iterator._dataset, loader.worker_init_fn
@@ -327,7 +338,9 @@ class WorkerBatches:
                 # One call to C code: Ctrl-C loses no index. islice would call iter(), which restarts a sampler of
                 # Lightning.
                 while not self._indices:
+                    began = time.perf_counter()
                     self._indices.extend(itertools.starmap(self._sampler_iter.__next__, [()]))
+                    self.stats.sampler_s += time.perf_counter() - began
                     if self._sent in self._done and self._indices:
                         # It was handed out before the state was saved.
                         self._indices.popleft()
@@ -424,7 +437,10 @@ class WorkerBatches:
         pid, state = self.workers.pids[number], "" if self._in_order else ", and others for later batches"
         asked, index = self._asked.get(batch, (time.perf_counter(), None))
         seconds = time.perf_counter() - asked
-        return f"for batch {batch}: worker {number} (pid {pid}) was asked for {_few(index)} {seconds:.0f} s ago{state}", pid
+        return (
+            f"for batch {batch}: worker {number} (pid {pid}) was asked for {_few(index)} {seconds:.0f} s ago{state}",
+            pid,
+        )
 
     def _receive_one(self, timeout_s: float) -> tuple[int, Answer]:
         began: float | None = time.monotonic()
@@ -441,6 +457,8 @@ class WorkerBatches:
             if answer.state is None:
                 answer = answer._replace(state=self._states[number])
             self._states[number] = answer.state
+            if answer.times:
+                count_times(self.stats, answer.times)
             return number, answer
 
     def _wait_s(self) -> float:

@@ -81,6 +81,7 @@ class Answer(NamedTuple):
         segments: Memory that is new to the parent; its descriptors follow.
         retired: Numbers of segments that will not be used again.
         state: The pickled state after the batch, error or end, see ``Restore``; ``None``: as after the answer before.
+        times: Of a batch, see ``BatchTimes.taken``.
     """
 
     kind: Literal["batch", "error", "end", "resumed"]
@@ -91,6 +92,7 @@ class Answer(NamedTuple):
     segments: Sequence[NewSegment] = ()
     retired: Sequence[int] = ()
     state: bytes | None = None
+    times: tuple[float, ...] = ()
 
 
 # --- the channel ---

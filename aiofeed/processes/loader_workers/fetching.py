@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -10,6 +12,16 @@ from torch.utils.data import Subset
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from aiofeed.core.errors import StateError, add_note
+from aiofeed.core.statistics import EpochStats
+from aiofeed.runtime import machine
+from aiofeed.runtime.thread_pool import gil_wait_s
+
+# In batches whose items take longer than this, so many probes find out how often the dataset holds the GIL, with a pause
+# between them. It is free if it is obtained within this time; otherwise after up to the switch interval, 5 ms.
+PROBED_BATCH_S = 0.005
+GIL_PROBES = 40
+PROBE_PAUSE_S = 0.001
+GIL_FREE_S = 0.0005
 
 _FETCH_FILE = _MapDatasetFetcher.fetch.__code__.co_filename
 _SUBSET_FILE = Subset.__getitem__.__code__.co_filename
@@ -29,6 +41,69 @@ def fetch(fetcher: Any, index: Any) -> Any:
         if failed is not None:
             add_note(error, f"in {_name(*failed)}")
         raise
+
+
+class BatchTimes:
+    """Where the time of batches goes, for ``explain``: a ``with`` block contains the fetch of one.
+
+    In some of the first batches that take long, a thread measures how often the dataset holds the GIL.
+    """
+
+    def __init__(self) -> None:
+        self.began = self._cpu_s = self._dataset_s = self._collate_s = 0.0
+        self._probes = self._held = 0
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+
+    def timed(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The same function, whose time is counted."""
+
+        def collate(samples: Any) -> Any:
+            began = time.perf_counter()
+            batch = collate_fn(samples)
+            self._collate_s += time.perf_counter() - began
+            return batch
+
+        return collate
+
+    def __enter__(self) -> None:
+        if self._dataset_s > PROBED_BATCH_S and self._probes < GIL_PROBES and machine.has_gil():
+            self._ended.clear()
+            self._thread = threading.Thread(target=self._probe, name="aiofeed-gil", daemon=True)
+            self._thread.start()
+        self._collate_s = 0.0
+        self.began, self._cpu_s = time.perf_counter(), time.thread_time()
+
+    def __exit__(self, *_: object) -> None:
+        self._dataset_s = time.perf_counter() - self.began - self._collate_s
+        self._cpu_s = time.thread_time() - self._cpu_s
+        if self._thread is not None:
+            self._ended.set()
+            self._thread.join()
+            self._thread = None
+
+    def _probe(self) -> None:
+        while not self._ended.wait(PROBE_PAUSE_S) and self._probes < GIL_PROBES:
+            self._held += gil_wait_s() > GIL_FREE_S
+            self._probes += 1
+
+    def taken(self) -> tuple[float, ...]:
+        """Seconds of the dataset, of ``collate_fn``, since then, and of the processor; probes, and those of a held GIL."""
+        since_s = time.perf_counter() - self.began - self._dataset_s - self._collate_s
+        return self._dataset_s, self._collate_s, since_s, self._cpu_s, self._probes, self._held
+
+
+def count_times(stats: EpochStats, times: Sequence[float]) -> None:
+    """Add the times of a batch, see ``BatchTimes.taken``, to those of its epoch."""
+    dataset_s, collate_s, since_s, cpu_s, probes, held = times
+    stats.decode_s += dataset_s
+    stats.collate_s += collate_s
+    stats.read_s += since_s
+    stats.decode_cpu_s += cpu_s
+    stats.jobs += 1
+    stats.jobs_s += dataset_s
+    stats.jobs_square_s += dataset_s**2
+    stats.dataset_probes[:] = probes, held
 
 
 def _failed_sample(error: Exception, fetcher: Any) -> tuple[Any, Any] | None:

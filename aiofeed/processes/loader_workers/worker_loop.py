@@ -27,7 +27,7 @@ from torch.utils.data.graph_settings import apply_random_seed
 
 from aiofeed.processes.ipc.ring import Slot, SlotPool
 from aiofeed.processes.loader_workers.channel import Answer, Channel, Fetch, Restore, Resume, wait
-from aiofeed.processes.loader_workers.fetching import dataset_state, fetch, restore_dataset
+from aiofeed.processes.loader_workers.fetching import BatchTimes, dataset_state, fetch, restore_dataset
 from aiofeed.processes.loader_workers.random_state import (
     pack_random_state,
     random_state,
@@ -85,6 +85,7 @@ class _LoaderWorker:
         self._dataset = start.dataset
         self._shared_rng = torch.Generator()
         self._fetcher: Any = None
+        self._times: BatchTimes = BatchTimes()
         self._init_error: ExceptionWrapper | None = None
         self._ended = False
         self._pool = SlotPool(start.most_batches + 2, single_reader=True)
@@ -138,8 +139,9 @@ class _LoaderWorker:
 
     def _new_fetcher(self) -> None:
         start = self._start
+        collate_fn = self._times.timed(start.collate_fn)
         self._fetcher = _DatasetKind.create_fetcher(
-            start.dataset_kind, self._dataset, start.auto_collation, start.collate_fn, start.drop_last
+            start.dataset_kind, self._dataset, start.auto_collation, collate_fn, start.drop_last
         )
 
     def _wrapped_error(self) -> ExceptionWrapper:
@@ -231,7 +233,8 @@ class _LoaderWorker:
     def _fetch_into(self, task: Fetch, slot: Slot) -> None:
         shared = len(self._in_use) < self._most_slots
         self._storage.begin(slot if shared else None)
-        batch = fetch(self._fetcher, task.index)
+        with self._times:
+            batch = fetch(self._fetcher, task.index)
         try:
             data, extents = dump_batch(batch, slot, shared=shared)
         except Exception as error:
@@ -249,7 +252,8 @@ class _LoaderWorker:
         segments, descriptors, retired = slot.introduce(self._mapped)
         serial = next(self._serials)
         self._in_use[serial] = slot
-        self._send(Answer("batch", task.batch, data, serial, extents, segments, retired, state), descriptors)
+        times = self._times.taken()
+        self._send(Answer("batch", task.batch, data, serial, extents, segments, retired, state, times), descriptors)
 
     def _new_state(self) -> bytes | None:
         """The state for ``Answer``. Most datasets draw no random numbers: comparing is cheaper than sending."""

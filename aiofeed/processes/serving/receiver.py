@@ -200,6 +200,7 @@ class BatchReceiver:
 
     def _copied(self, feed: EpochFeed, message: BatchAvailable, lease: BufferLease, batch: Any, seconds: float) -> None:
         feed.counters.copy_s += seconds
+        feed.counters.jobs_s += seconds
         self._put(feed, message, batch, lease if self._has_device else None)
         self.on_read(feed, message.serial)
 
