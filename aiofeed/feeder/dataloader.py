@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from aiofeed.cache.disk import DiskCache
     from aiofeed.cache.host import HostCache
     from aiofeed.devices.resolve import Device
-    from aiofeed.reports.explanation import Explanation
     from aiofeed.feeder.arguments import Processes
     from aiofeed.feeder.feeder import Feeder
+    from aiofeed.reports.explanation import Explanation
 
 # Batches that a feeder gets at a time from a sampler without a length.
 _PART_BATCHES = 1024
@@ -148,7 +148,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return LoaderIterator(self)
 
     def explain(self) -> Explanation:
-        """Explain where the time of the current or last epoch went, as ``Feeder.explain`` does: ``print(loader.explain())``.
+        """Explain where the time of the current or last epoch went, as ``Feeder.explain`` does.
 
         It says how many workers would help, and whether threads could replace them.
         """
@@ -233,7 +233,6 @@ class _Epochs:
             batch_size=loader.batch_size,
             workers=loader.num_workers,
             persistent=loader.persistent_workers or not loader.num_workers,
-            in_order=loader.in_order,
             device=self.copies,
             transform=self.ahead,
             first_epoch=self.epochs == 1,
@@ -323,11 +322,11 @@ class _Epochs:
     def new_feed(self, batches: WorkerBatches, *, pins: bool) -> FeedIterator[Any]:
         """Receive batches ahead, in a thread that copies them to the device."""
 
+        source = weakref.proxy(batches)
+
         def new_pull(_: object, *arguments: Any, **options: Any) -> IterableProducer:
-            described = weakref.WeakMethod(batches.waiting_for)
-            batches.pull = pull = IterableProducer(
-                batches.received(pins=pins), *arguments, **options, described=described
-            )
+            batches.pull = pull = IterableProducer(batches.received(pins=pins), *arguments, **options)
+            pull.described = lambda: source.waiting_for()
             return pull
 
         return self.bridge.start(new_pull, partial(_PulledObserver, batches))

@@ -58,7 +58,7 @@ class Producer(Protocol):
         """
 
     def waiting_for(self) -> tuple[Any, ...]:
-        """What the consumer waits for, as words after "waited 60 s", and the pids of other processes that work on it."""
+        """What the consumer waits for, words to follow "waited 60 s", and the pids of other processes at work."""
 
     def watch(self, owner: object) -> None:
         """Stop when ``owner`` is dropped. Replaces the previously watched owner."""

@@ -142,10 +142,10 @@ class Prefetch(Generic[BatchT]):
         if self._backend is not None:
             memory = PinnedBufferPool(self._backend.pin, keep=8 * (self._prefetch_batches + 1))
         queue: BatchQueue[QueueItem] = BatchQueue()
-        self.stats = stats = EpochStats()
-        producer = new_producer(self._batches, queue, counters=stats, room=self._prefetch_batches, memory=memory)
+        producer = new_producer(self._batches, queue, room=self._prefetch_batches, memory=memory)
+        producer.counters = self.stats = EpochStats()
         delivery = Delivery(producer, copier, transform, self._device_batches)
-        iterator: FeedIterator[BatchT] = FeedIterator(delivery, stats, new_observer(delivery))
+        iterator: FeedIterator[BatchT] = FeedIterator(delivery, self.stats, new_observer(delivery))
         delivery.watch(iterator)
         try:
             delivery.start()
@@ -192,25 +192,23 @@ class IterableProducer(BoundedThread):
         queue: Receives the batches.
         room: Maximum number of batches in the queue.
         memory: Pinned memory to which tensors are copied; ``None``: tensors stay where they are.
+
+    Attributes:
         counters: Statistics of the iteration.
-        described: Returns a method, unless its object was dropped, that says what the next batch waits for.
+        described: Says what the next batch waits for, see ``Producer.waiting_for``.
     """
 
+    counters: EpochStats
+
     def __init__(
-        self,
-        batches: Iterable[Any],
-        queue: BatchQueue[QueueItem],
-        *,
-        room: int,
-        memory: PinnedBufferPool | None,
-        counters: EpochStats,
-        described: Callable[[], Callable[[], tuple[Any, ...]] | None] = lambda: None,
+        self, batches: Iterable[Any], queue: BatchQueue[QueueItem], *, room: int, memory: PinnedBufferPool | None
     ) -> None:
         super().__init__("aiofeed-pull", room)
         self._batches: Iterable[Any] | None = batches
-        self._name = type(batches).__name__
-        self._described = described
-        self._counters = counters
+        name = type(batches).__name__
+        self.described: Callable[[], tuple[Any, ...]] = lambda: (
+            f"for the next batch of {name}, in a thread of its own",
+        )
         self.queue = queue
         self._memory = memory
 
@@ -224,9 +222,7 @@ class IterableProducer(BoundedThread):
 
     def waiting_for(self) -> tuple[Any, ...]:
         """See ``Producer.waiting_for``."""
-        if (described := self._described()) is not None:
-            return described()
-        return (f"for the next batch of {self._name}, which the thread aiofeed-pull iterates",)
+        return self.described()
 
     def _main(self) -> None:
         batches, self._batches = self._batches, None
@@ -261,7 +257,7 @@ class IterableProducer(BoundedThread):
             except StopIteration:
                 self.queue.put(EndOfEpoch())
                 return
-            self.queue.put(_ready(batch, number, self._memory, self._counters, asked))
+            self.queue.put(_ready(batch, number, self._memory, self.counters, asked))
             del batch
             number += 1
 
@@ -269,19 +265,14 @@ class IterableProducer(BoundedThread):
 class AsyncIterableProducer(LoopProducer):
     """A producer that iterates an async iterable in a task of its own event loop. Arguments as ``IterableProducer``."""
 
+    counters: EpochStats
+
     def __init__(
-        self,
-        batches: AsyncIterable[Any],
-        queue: BatchQueue[QueueItem],
-        *,
-        room: int,
-        memory: PinnedBufferPool | None,
-        counters: EpochStats,
+        self, batches: AsyncIterable[Any], queue: BatchQueue[QueueItem], *, room: int, memory: PinnedBufferPool | None
     ) -> None:
         super().__init__(EventLoopThread(read_threads=1, decode_threads=1), queue)
         self._batches = batches
         self._memory = memory
-        self._counters = counters
         self._room = asyncio.Semaphore(room)
         self.loop_thread.at_exit(partial(drop_batches, queue))
         if memory is not None:
@@ -324,7 +315,7 @@ class AsyncIterableProducer(LoopProducer):
                     self.queue.put(EndOfEpoch())
                     return
                 await clear_cancellation()  # the iterable may have suppressed our cancellation, or cancelled the task
-                make = partial(_ready, batch, number, self._memory, self._counters, asked)
+                make = partial(_ready, batch, number, self._memory, self.counters, asked)
                 item = make() if self._memory is None else await asyncio.to_thread(make)
                 item.release = self._taken
                 self.queue.put(item)

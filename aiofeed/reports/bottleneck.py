@@ -210,7 +210,7 @@ class Bottleneck:
 
     @property
     def together(self) -> float | None:
-        """What the decode jobs that run at the same time do, as a multiple of what one does alone; ``None``: unknown."""
+        """How many times as much the decode jobs do side by side as one alone; ``None``: unknown."""
         stats = self.stats
         if not self.measured.alone_sample_s or not stats.jobs_s or self.is_uneven(DECODE):
             return None
@@ -322,7 +322,7 @@ class Bottleneck:
     @property
     def is_single(self) -> bool:
         """Whether batches have one sample."""
-        return self.stats.samples <= self.stats.batches
+        return self.stats.samples <= self.stats.batches and self.measured.kind != "prefetch"
 
     def is_uneven(self, stage: str) -> bool:
         """Whether the times of decode jobs or of reads vary so much that others wait for the slow ones."""

@@ -45,25 +45,12 @@ THREADS_FIT = 0.5
 # The stages of what is not a feeder.
 _NAMES = {
     "loader": {DECODE: "dataset", READ: "hand-over", HAND_OVER: "transform"},
-    "prefetch": {DECODE: "source", COLLATE: "pin"},
+    "prefetch": {DECODE: "source", COLLATE: "pinned copy"},
     "attached": {DECODE: "server", COLLATE: "hand-over", HAND_OVER: "transform"},
 }
-_OTHER_SUBJECTS = {
-    "dataset": "The dataset",
-    "source": "The iterable",
-    "pin": "Copying to pinned memory",
-    "server": "The server",
-    "hand-over": "The hand-over from process to process",
-    "transform": "The transform in the training thread",
-}
-_SUBJECTS = {
-    SAMPLER: "The sampler",
-    READ: "Reading",
-    DECODE: "Decoding",
-    COLLATE: "Collating",
-    COPY: "Copying to the device",
-    HAND_OVER: "The hand-over in the training thread",
-}
+# Stages and limits that no threads share.
+_ALONE = {COPY, HAND_OVER, "the iterable"}
+_SUBJECTS = {READ: "Reading", DECODE: "Decoding", COLLATE: "Collating", COPY: "Copying to the device"}
 
 
 def explain(measured: FeedMeasurements) -> Explanation:
@@ -95,25 +82,14 @@ def explain_loader(stats: EpochStats, *, batch_size: int | None, workers: int, *
     """Explain an epoch of a ``DataLoader``; ``settings``: fields of ``FeedMeasurements``."""
     size = batch_size or 1
     counted = replace(stats, samples=stats.batches * size, samples_decoded=max(stats.jobs * size, 1))
-    return explain(
-        FeedMeasurements.of_run(
-            counted,
-            None,
-            kind="loader",
-            threads=max(workers, 1),
-            reads=1,
-            processes=workers,
-            inline=not workers,
-            **settings,
-        )
-    )
+    settings |= {"kind": "loader", "threads": max(workers, 1), "processes": workers, "inline": not workers}
+    return explain(FeedMeasurements.of_run(counted, None, reads=1, **settings))
 
 
 def explain_prefetch(stats: EpochStats, **settings: Any) -> Explanation:
     """Explain an iteration of ``prefetch``."""
-    return explain(
-        FeedMeasurements.of_run(stats, None, kind="prefetch", threads=1, reads=1, dataset_threads=1, **settings)
-    )
+    settings |= {"kind": "prefetch", "threads": 1, "dataset_threads": 1}
+    return explain(FeedMeasurements.of_run(stats, None, reads=1, **settings))
 
 
 def explain_attached(stats: EpochStats, **settings: Any) -> Explanation:
@@ -149,9 +125,7 @@ def _verdict(found: Bottleneck) -> str:
         rates = [found.possible[name] for name in (READ, DECODE, COLLATE, COPY) if name in found.possible]
         nothing = "Nothing needs to be done about loading."
         if found.resource == "the event loop":
-            nothing = (
-                f"Other tasks block its event loop: batches were there and waited for it {_late(found):.0%} of it."
-            )
+            nothing = "Other tasks block its event loop, for which batches wait."
         elif found.waiting >= KEEPS_UP:
             nothing = "Single batches are late, because other work uses the cores or samples differ."
         elif found.start_s >= KEEPS_UP * stats.wall_s:
@@ -165,25 +139,15 @@ def _verdict(found: Bottleneck) -> str:
         by = f"{measured.processes} processes"
     elif found.resource.startswith("storage"):
         by = f"{measured.reads} reads at a time"
-    elif (
-        found.stage in (COPY, HAND_OVER)
-        or measured.resident
-        or measured.kind != "feeder"
-        or found.resource == "the iterable"
-    ):
+    elif {found.stage, found.resource} & _ALONE or measured.kind != "feeder" or measured.resident:
         by = "it"
     else:
         by = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
     delivers = "delivers" if by in ("it", "1 thread") else "deliver"
-    if found.resource == "batch_size":
-        return (
-            f"Handing on batches of one sample from thread to thread is the limit (batch_size): {found.rate:,.0f} a "
-            f"second, each of {format_seconds(1 / found.rate)}, of which {format_seconds(found.pool_s)} are work on the "
-            f"sample; training waits {found.waiting:.0%} of the time."
-        )
+    name = _NAMES.get(measured.kind, {}).get(found.stage, found.stage)
     idle = "" if found.busy else " No stage works all the time: each waits for others."
     return (
-        f"{_OTHER_SUBJECTS.get(_NAMES.get(measured.kind, {}).get(found.stage, ''), _SUBJECTS[found.stage])} is the limit ({found.resource}): {by} {delivers} "
+        f"{_SUBJECTS.get(name, f'The {name}')} is the limit ({found.resource}): {by} {delivers} "
         f"{found.rate:,.0f} samples/s, the step could take {found.step_rate:,.0f}/s; training waits "
         f"{found.waiting:.0%} of the time.{idle}"
     )
@@ -192,12 +156,7 @@ def _verdict(found: Bottleneck) -> str:
 def _advise(found: Bottleneck) -> Iterator[Advice]:
     """Advice for the limit; some of it may gain nothing."""
     yield from _limit_advice(found)
-    if (
-        found.is_single
-        and found.measured.kind != "prefetch"
-        and found.stage in (READ, DECODE, COLLATE, HAND_OVER)
-        and found.resource != "cold cache"
-    ):
+    if found.is_single and found.stage in (READ, DECODE, COLLATE, HAND_OVER) and found.resource != "cold cache":
         yield Advice("a larger batch_size=: in batches of one sample, each sample has the cost of a batch")
 
 
@@ -206,11 +165,11 @@ def _limit_advice(found: Bottleneck) -> Iterator[Advice]:
         yield _first_batch_advice(found)
         return
     if found.resource == "the event loop":
-        samples_s = found.wall_s * (1 - found.waiting - _late(found))
+        own_s = found.wall_s * (1 - found.waiting) - found.stats.late_s
         rates = [rate for name, rate in found.possible.items() if name not in (STEP, HAND_OVER)]
-        gain = min([found.rate * found.wall_s / max(samples_s, 1e-9), *rates]) / found.rate
+        gain = min([found.rate * found.wall_s / max(own_s, 1e-9), *rates]) / found.rate
         yield Advice(
-            "the calls of other tasks that block the consumer's event loop belong in threads: `await asyncio.to_thread()`",
+            "await asyncio.to_thread() for the calls of other tasks, which block the consumer's event loop",
             gain if gain <= MOST_GAIN else None,
             "these calls may use what the step needs, too",
         )
@@ -272,15 +231,11 @@ def _other_advice(found: Bottleneck) -> Iterator[Advice]:
         text = "print(feeder.explain()) in the process of the server says what limits it, or whether a consumer does"
         yield Advice(text if found.stage == DECODE else "smaller batches, or batches on the device of the server")
     elif found.stage == SAMPLER:
-        yield Advice(
-            "a faster sampler, for example one that draws the indices of the epoch at once", _gain(found, sampler=inf)
-        )
+        yield Advice("a faster sampler, as one that draws the indices of an epoch at once", _gain(found, sampler=inf))
     elif measured.kind == "prefetch":
         text = "faster batches of the iterable, for example by worker processes: one thread iterates it"
         yield Advice(text, _gain(found, pool=inf), "if they took no time")
     else:
-        if found.resource == "uneven samples" and measured.in_order:
-            yield Advice("in_order=False: a batch with a slow sample then delays no other")
         wanted = ceil(SPARE * found.with_stages(pool=inf) * found.pool_s)
         workers = min(wanted, cores * (WAITING_THREADS if found.waits else 1))
         reason = _ALIKE if found.waits else "the training needs a core, too" if workers >= cores else ""
@@ -291,11 +246,6 @@ def _other_advice(found: Bottleneck) -> Iterator[Advice]:
             bound = min(workers, probes / max(held, 1)) / found.pool_s
             text = f"threads={workers} in place of workers, if several threads may call the dataset"
             yield Advice(text, _gain(found, pool=bound), "the dataset may hold the GIL for moments that no probe met")
-
-
-def _late(found: Bottleneck) -> float:
-    """The share of the time in which batches waited for the consumer's event loop."""
-    return min(found.stats.late_s / found.wall_s, 1.0 - found.waiting)
 
 
 def _gain(found: Bottleneck, **rates: float) -> float | None:
@@ -416,8 +366,8 @@ def _decode_job_advice(found: Bottleneck) -> Iterator[Advice]:
             yield Advice(f"Limits(decode_threads={fewer}): as many threads as there are cores left for them")
     elif resource == "a lock":
         yield Advice(
-            f"more threads do not help: {found.lanes()} threads do {found.together or 0:.1f} times as much as one alone, "
-            f"so their calls wait for each other, as for a lock. Let them wait outside it, or hold it for less time"
+            f"no more threads: {found.lanes()} threads do {found.together or 0:.1f} times as much as one alone: "
+            f"their calls wait for each other, as for a lock"
         )
         if (processes := _processes(found)) > 1:
             gain = _gain(found, pool=processes * found.rate)

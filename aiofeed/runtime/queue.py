@@ -142,31 +142,24 @@ class BatchQueue(Generic[T]):
             RuntimeError: Another task is waiting.
         """
         loop = asyncio.get_running_loop()
-        timer = None
-        if on_long_wait is not None and not self.items:
-            timer = loop.call_later(LONG_WAIT_S, on_long_wait)
-        try:
-            await self._until_any(loop)
-        finally:
-            if timer is not None:
-                timer.cancel()
-        return self.items[0]
-
-    async def _until_any(self, loop: asyncio.AbstractEventLoop) -> None:
         while not self.items:
             future = loop.create_future()
             with self._lock:
                 if self._waiter is not None and not self._waiter[0].is_closed() and not self._waiter[1].done():
                     raise RuntimeError("another task is already waiting for this iterator; only one can")
                 self._waiter = (loop, future)
+            timer = None if on_long_wait is None else loop.call_later(LONG_WAIT_S, on_long_wait)
             try:
                 # An item put before the waiter was set has woken no task.
                 if not self.items:
                     await future
             finally:
+                if timer is not None:
+                    timer.cancel()
                 with self._lock:
                     if self._waiter is not None and self._waiter[1] is future:
                         self._waiter = None
+        return self.items[0]
 
 
 def _wake(future: asyncio.Future[None]) -> None:

@@ -134,7 +134,7 @@ def test_a_worker_that_takes_long_is_named(logged: Logged, tmp_path: Path, trans
     assert len(list(loader)) == 2
     assert len(logged.lines) == 1
     assert "for batch 1: worker 1 (pid " in logged.lines[0]
-    assert "was asked for samples 4, 5, 6, 7 0 s ago" in logged.lines[0]
+    assert "was asked for [4, 5, 6, 7] 0 s ago" in logged.lines[0]
     assert logged.lines[0].count("py-spy dump --pid") == 2
 
 
@@ -154,13 +154,15 @@ def test_the_iterable_of_prefetch_is_named(logged: Logged) -> None:
 
     assert list(aiofeed.prefetch(batches())) == [0, 1]
     [line] = logged.lines
-    assert "for the next batch of generator" in line
+    assert "for the next batch of generator, in a thread of its own" in line
 
 
 def test_the_server_of_an_attached_feeder_is_named(logged: Logged, tmp_path: Path) -> None:
-    with Feeder(Blocked(logged), decode=decode, batch_size=4) as feeder:
-        with aiofeed.serve(feeder, tmp_path / "feed"), aiofeed.attach(tmp_path / "feed") as attached:
-            assert len(list(attached)) == 2
-    assert any(
-        f"for the server at {tmp_path / 'feed'} (pid {os.getpid()}), and its epoch 0" in each for each in logged.lines
-    )
+    address = tmp_path / "feed"
+    with (
+        Feeder(Blocked(logged), decode=decode, batch_size=4) as feeder,
+        aiofeed.serve(feeder, address),
+        aiofeed.attach(address) as attached,
+    ):
+        assert len(list(attached)) == 2
+    assert any(f"for the server at {address} (pid {os.getpid()}), and its epoch 0" in line for line in logged.lines)

@@ -255,9 +255,7 @@ def test_calls_that_take_half_as_long_alone_wait_for_a_lock(alone_s: float, reso
     found = explain(measured(stats, alone_sample_s=alone_s))
     assert (found.stage, found.resource) == ("decode", resource)
     assert ("decode_threads" in advice(found)) == (resource != "a lock")
-    assert ("more threads do not help: 2 threads do 1.0 times as much as one" in advice(found)) == (
-        resource == "a lock"
-    )
+    assert ("2 threads do 1.0 times as much as one alone" in advice(found)) == (resource == "a lock")
 
 
 def test_a_lock_in_the_decoder_is_measured() -> None:
@@ -283,7 +281,7 @@ async def test_tasks_that_block_the_consumers_loop_are_named() -> None:
     async def block() -> None:
         while True:
             await asyncio.sleep(0)
-            time.sleep(0.005)
+            time.sleep(0.005)  # noqa: ASYNC251 - it is the fault that is planted
 
     async with Feeder(Numbers(240), decode=plants.decode, batch_size=8) as feeder:
         task = asyncio.create_task(block())

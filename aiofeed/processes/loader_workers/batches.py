@@ -37,15 +37,6 @@ _OWNER_POLL_S = 0.1
 # The most for `WorkerStart.most_kept`. A mapping costs a descriptor, of which a process may have 1024 on many systems;
 # if fewer, a quarter of them are used.
 _MOST_KEPT = 256
-# Samples that a line in the log names.
-_NAMED = 4
-
-
-def _few(index: Any) -> str:
-    """The indices of a batch, or the first of them, for a line in the log."""
-    if not isinstance(index, list):
-        return "the next batch of its iterable" if index is None else f"sample {index!r}"
-    return f"samples {', '.join(map(repr, index[:_NAMED]))}{' and more' if len(index) > _NAMED else ''}"
 
 
 def _is_iterable(iterator: Any) -> bool:
@@ -432,15 +423,11 @@ class WorkerBatches:
     def waiting_for(self) -> tuple[Any, ...]:
         """The worker that makes the next batch; see ``log_long_wait``. From any thread."""
         batch = self._next
-        if (number := self._worker_of.get(batch)) is None:
-            return f"for a worker to begin, or for the sampler, before batch {batch}", *self.workers.pids
-        pid, state = self.workers.pids[number], "" if self._in_order else ", and others for later batches"
-        asked, index = self._asked.get(batch, (time.perf_counter(), None))
-        seconds = time.perf_counter() - asked
-        return (
-            f"for batch {batch}: worker {number} (pid {pid}) was asked for {_few(index)} {seconds:.0f} s ago{state}",
-            pid,
-        )
+        if batch not in self._asked:
+            return (f"for the sampler, or a worker that begins, before batch {batch}",)
+        number, (asked, index) = self._worker_of[batch], self._asked[batch]
+        pid, seconds = self.workers.processes[number].pid, time.perf_counter() - asked
+        return f"for batch {batch}: worker {number} (pid {pid}) was asked for {index!r:.80} {seconds:.0f} s ago", pid
 
     def _receive_one(self, timeout_s: float) -> tuple[int, Answer]:
         began: float | None = time.monotonic()

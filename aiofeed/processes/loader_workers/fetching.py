@@ -16,8 +16,8 @@ from aiofeed.core.statistics import EpochStats
 from aiofeed.runtime import machine
 from aiofeed.runtime.thread_pool import gil_wait_s
 
-# In batches whose items take longer than this, so many probes find out how often the dataset holds the GIL, with a pause
-# between them. It is free if it is obtained within this time; otherwise after up to the switch interval, 5 ms.
+# In batches whose items take longer than this, so many probes find out how often the dataset holds the GIL, with a
+# pause between them. It is free if it is obtained within this time; otherwise after up to the switch interval, 5 ms.
 PROBED_BATCH_S = 0.005
 GIL_PROBES = 40
 PROBE_PAUSE_S = 0.001
@@ -88,7 +88,7 @@ class BatchTimes:
             self._probes += 1
 
     def taken(self) -> tuple[float, ...]:
-        """Seconds of the dataset, of ``collate_fn``, since then, and of the processor; probes, and those of a held GIL."""
+        """Seconds of dataset, ``collate_fn``, what followed, and processor; probes, and those that met a held GIL."""
         since_s = time.perf_counter() - self.began - self._dataset_s - self._collate_s
         return self._dataset_s, self._collate_s, since_s, self._cpu_s, self._probes, self._held
 
@@ -101,8 +101,6 @@ def count_times(stats: EpochStats, times: Sequence[float]) -> None:
     stats.read_s += since_s
     stats.decode_cpu_s += cpu_s
     stats.jobs += 1
-    stats.jobs_s += dataset_s
-    stats.jobs_square_s += dataset_s**2
     stats.dataset_probes[:] = probes, held
 
 

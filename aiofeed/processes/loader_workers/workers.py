@@ -138,11 +138,6 @@ class LoaderWorkers:
         """The processes."""
         return [worker.process for worker in self._workers]
 
-    @property
-    def pids(self) -> list[int]:
-        """The ids of the processes."""
-        return [worker.process.pid for worker in self._workers]
-
     def send(self, number: int, message: Any) -> None:
         """Send a message to a worker. Never blocks."""
         self._check_process()
