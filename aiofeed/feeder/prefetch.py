@@ -198,8 +198,6 @@ class IterableProducer(BoundedThread):
         described: Says what the next batch waits for, see ``Producer.waiting_for``.
     """
 
-    counters: EpochStats
-
     def __init__(
         self, batches: Iterable[Any], queue: BatchQueue[QueueItem], *, room: int, memory: PinnedBufferPool | None
     ) -> None:
@@ -211,6 +209,7 @@ class IterableProducer(BoundedThread):
         )
         self.queue = queue
         self._memory = memory
+        self.counters: EpochStats = EpochStats()
 
     def take(self, item: ReadyBatch) -> Any:
         """Return the batch of an item and allow one more, once per item."""
@@ -265,14 +264,13 @@ class IterableProducer(BoundedThread):
 class AsyncIterableProducer(LoopProducer):
     """A producer that iterates an async iterable in a task of its own event loop. Arguments as ``IterableProducer``."""
 
-    counters: EpochStats
-
     def __init__(
         self, batches: AsyncIterable[Any], queue: BatchQueue[QueueItem], *, room: int, memory: PinnedBufferPool | None
     ) -> None:
         super().__init__(EventLoopThread(read_threads=1, decode_threads=1), queue)
         self._batches = batches
         self._memory = memory
+        self.counters: EpochStats = EpochStats()
         self._room = asyncio.Semaphore(room)
         self.loop_thread.at_exit(partial(drop_batches, queue))
         if memory is not None:

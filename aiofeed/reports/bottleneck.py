@@ -200,6 +200,8 @@ class Bottleneck:
         self.decoded: int = stats.samples_decoded or stats.samples
         self.pool_s: float = (stats.decode_s + stats.collate_s + self._inline_read_s) / self.decoded
         cpu_s = stats.decode_cpu_s + stats.collate_cpu_s + self._inline_read_s
+        # Samples per second that the processors could decode.
+        self.cores_rate: float = measured.cores * self.decoded / max(cpu_s, 1e-9)
         self.waits: bool = 2 * cpu_s < self.pool_s * self.decoded
         self.stages: tuple[StageTimes, ...] = tuple(self._stages())
         self.possible: dict[str, float] = {stage.name: stage.samples_per_s or inf for stage in self.stages}

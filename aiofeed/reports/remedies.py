@@ -240,10 +240,12 @@ def _other_advice(found: Bottleneck) -> Iterator[Advice]:
         workers = min(wanted, cores * (WAITING_THREADS if found.waits else 1))
         reason = _ALIKE if found.waits else "the training needs a core, too" if workers >= cores else ""
         if workers > measured.processes:
-            yield Advice(f"num_workers={workers}", _gain(found, pool=workers / found.pool_s), reason)
+            yield Advice(
+                f"num_workers={workers}", _gain(found, pool=min(workers / found.pool_s, found.cores_rate)), reason
+            )
         probes, held = found.stats.dataset_probes
         if probes >= LEAST_PROBES and held < THREADS_FIT * probes:
-            bound = min(workers, probes / max(held, 1)) / found.pool_s
+            bound = min(min(workers, probes / max(held, 1)) / found.pool_s, found.cores_rate)
             text = f"threads={workers} in place of workers, if several threads may call the dataset"
             yield Advice(text, _gain(found, pool=bound), "the dataset may hold the GIL for moments that no probe met")
 
@@ -339,7 +341,7 @@ def _prefetch_advice(found: Bottleneck) -> Advice:
 
 
 def _jobs_gain(found: Bottleneck, threads: int | None = None, prefetch_batches: int | None = None) -> float | None:
-    return _gain(found, pool=found.lanes(threads, prefetch_batches) / found.pool_s)
+    return _gain(found, pool=min(found.lanes(threads, prefetch_batches) / found.pool_s, found.cores_rate))
 
 
 def _decode_job_advice(found: Bottleneck) -> Iterator[Advice]:

@@ -128,7 +128,7 @@ class ThreadPool(ThreadPoolExecutor):
 
     Attributes:
         running: Number of jobs that run or are about to; abandoned ones do not count.
-        alone: Whether the job that runs does so alone, although others are queued.
+        alone: Whether the job that runs is to do so alone.
         alone_sample_s: Seconds per sample of the jobs that ran alone; 0 if none did.
         host: A thread to use as the first one, if it is free.
     """
@@ -357,7 +357,7 @@ class ThreadPool(ThreadPoolExecutor):
             self._isolates = self.alone = False
             self._alone_every = min(2 * self._alone_every, ALONE_LATER)
             self._until_alone = self._alone_every
-        elif self._until_alone <= 0 and self.max_running > 1 and self._backlog:
+        elif self._until_alone <= 0 and self.max_running > 1:
             self._isolates = self._isolates or self.waiting_share > MOSTLY_WAITS
 
     def stop(self) -> None:

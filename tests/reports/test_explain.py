@@ -37,7 +37,7 @@ def recorded(name: str) -> FeedMeasurements:
     return FeedMeasurements(**counters | {"stats": EpochStats(**counters["stats"])})
 
 
-@pytest.mark.parametrize("name", PLANTS)
+@pytest.mark.parametrize("name", COUNTERS)
 def test_a_planted_bottleneck_is_named(name: str) -> None:
     """``explain`` names the planted stage and resource, and the verdict is the first line of its text."""
     plant = PLANTS[name]
@@ -258,39 +258,49 @@ def test_calls_that_take_half_as_long_alone_wait_for_a_lock(alone_s: float, reso
     assert ("2 threads do 1.0 times as much as one alone" in advice(found)) == (resource == "a lock")
 
 
-def test_a_lock_in_the_decoder_is_measured() -> None:
-    """Some decode jobs run alone while others are queued; beside others each takes twice as long."""
+def test_some_jobs_run_alone_to_find_out_whether_they_wait_for_each_other() -> None:
+    """While one runs alone, no other does; the time of its samples is known."""
+    running, most = [0], [0]
     lock = threading.Lock()
 
     def decode(data: bytes) -> torch.Tensor:
         with lock:
-            time.sleep(0.002)
+            running[0] += 1
+        time.sleep(0.002)
+        if feeder._session.pipeline.loop_thread.decode_pool.alone:  # type: ignore[union-attr]
+            most[0] = max(most[0], running[0])
+        with lock:
+            running[0] -= 1
         return torch.zeros(1)
 
     with Feeder(Numbers(240), decode=decode, batch_size=8, limits=Limits(decode_threads=2)) as feeder:
         for _ in feeder:
             pass
-        found = feeder.explain()
-    assert (found.stage, found.resource) == ("decode", "a lock")
-    assert "decode_threads" not in advice(found)
+        assert feeder._session.measurements().alone_sample_s >= 0.002
+    assert most == [1]
 
 
-async def test_tasks_that_block_the_consumers_loop_are_named() -> None:
+def test_tasks_that_block_the_consumers_loop_are_named() -> None:
     """Batches that are there and wait for a loop that another task blocks are no fault of loading."""
+    found = explain(measured(replace(STATS, stall_s=0.6, first_stall_s=0.1, late_s=6.0)))
+    assert (found.stage, found.resource) == ("step", "the event loop")
+    assert "asyncio.to_thread()" in advice(found)
+    assert found.advice[0].at_most
+    assert explain(measured(replace(STATS, late_s=6.0))).stage == "read"
 
+
+async def test_the_wait_for_a_blocked_event_loop_is_counted() -> None:
     async def block() -> None:
         while True:
             await asyncio.sleep(0)
             time.sleep(0.005)  # noqa: ASYNC251 - it is the fault that is planted
 
-    async with Feeder(Numbers(240), decode=plants.decode, batch_size=8) as feeder:
+    async with Feeder(Numbers(80), decode=plants.decode, batch_size=8) as feeder:
         task = asyncio.create_task(block())
         async for _ in feeder:
             pass
         task.cancel()
-        found = feeder.explain()
-    assert (found.stage, found.resource) == ("step", "the event loop")
-    assert "asyncio.to_thread()" in advice(found)
+        assert feeder._session.measurements().stats.late_s > 0.001
 
 
 def test_a_gain_beyond_all_measured_costs_gives_no_number() -> None:
