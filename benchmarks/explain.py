@@ -291,7 +291,7 @@ class Plant:
         loader: arguments of ``DataLoader`` that are used instead of a ``Feeder``; the source is its dataset.
         prefetch: whether the source is an iterable for ``prefetch``.
         blocks_s: how long another task blocks the event loop of the consumer at a time; 0: a consumer without a loop.
-        cured: the arguments of a loader that follows advice in words, such as a faster sampler; empty for a fast iterable.
+        cured: the arguments of a loader that follows advice in words, such as a faster sampler; empty: a fast iterable.
     """
 
     stage: str
@@ -422,7 +422,7 @@ PLANTS = {
         "hand-over", "batch_size", Numbers, {"decode": decode, "batch_size": 1, "limits": {}}, step_s=0.0, samples=2000
     ),
     "blocked event loop": Plant(
-        "step", "the event loop", Numbers, {"decode": decode, "limits": limits_of()}, step_s=0.0, blocks_s=0.015
+        "step", "the event loop", Numbers, {"decode": decode, "limits": limits_of()}, step_s=0.0, blocks_s=0.003
     ),
     "straggler in each batch": Plant(
         "decode",

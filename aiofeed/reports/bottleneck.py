@@ -364,6 +364,7 @@ class Bottleneck:
             alone = lowest.resource not in ("GIL", "other processes")
             if alone and measured.in_order != "samples" and self.is_uneven(lowest.name):
                 return lowest.name, "uneven samples"
-        if lowest.name in (DECODE, COLLATE) and self.lanes() < measured.threads and lowest.resource != "GIL":
+        together = lowest.resource in ("GIL", "a lock")
+        if lowest.name in (DECODE, COLLATE) and self.lanes() < measured.threads and not together:
             return lowest.name, "prefetch_batches"
         return lowest.name, lowest.resource

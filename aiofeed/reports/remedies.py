@@ -231,7 +231,8 @@ def _other_advice(found: Bottleneck) -> Iterator[Advice]:
         text = "print(feeder.explain()) in the process of the server says what limits it, or whether a consumer does"
         yield Advice(text if found.stage == DECODE else "smaller batches, or batches on the device of the server")
     elif found.stage == SAMPLER:
-        yield Advice("a faster sampler, as one that draws the indices of an epoch at once", _gain(found, sampler=inf))
+        text = "a faster sampler, as one that draws the indices of an epoch at once"
+        yield Advice(text, _gain(found, sampler=inf), "if it took no time")
     elif measured.kind == "prefetch":
         text = "faster batches of the iterable, for example by worker processes: one thread iterates it"
         yield Advice(text, _gain(found, pool=inf), "if they took no time")

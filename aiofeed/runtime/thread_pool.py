@@ -37,7 +37,7 @@ WAITING_SHARE = 0.9
 GIL_RELEASED_S = 0.0001
 # Jobs that mostly wait may wait for each other, as for a lock: one of so many runs alone, which shows it. The first one
 # after that number for each thread, and later ones after twice as many, up to the second number. It costs 1 %.
-ALONE_FIRST = 8
+ALONE_FIRST = 4
 ALONE_LATER = 128
 # A job that waits for this share of its time mostly waits.
 MOSTLY_WAITS = 0.5

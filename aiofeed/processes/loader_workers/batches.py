@@ -67,7 +67,7 @@ class InProcessBatches:
             iterator._dataset_kind,
             self._dataset,
             iterator._auto_collation,
-            self._times.timed(iterator._collate_fn),
+            iterator._collate_fn,
             iterator._drop_last,
         )
         self._fetcher = self._new_fetcher()
@@ -113,10 +113,11 @@ class InProcessBatches:
         began = time.perf_counter()
         index = next(self._indices)
         self._number += 1
-        with self._times:
-            batch = fetch(self._fetcher, index)
-        self.stats.sampler_s += self._times.began - began
-        count_times(self.stats, self._times.taken())
+        sampled = time.perf_counter()
+        batch = self._times.fetch(self._fetcher, index)
+        if times := self._times.taken():
+            count_times(self.stats, times)
+        self.stats.sampler_s += sampled - began
         fetched = time.perf_counter()
         if self._pins:
             batch = pin_memory(batch, self._pin_device)

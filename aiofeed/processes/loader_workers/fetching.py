@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -16,6 +16,9 @@ from aiofeed.core.statistics import EpochStats
 from aiofeed.runtime import machine
 from aiofeed.runtime.thread_pool import gil_wait_s
 
+# If a batch takes less time, so many are not measured after one that is: measuring takes 5 us.
+SHORT_BATCH_S = 0.002
+UNMEASURED = 15
 # In batches whose items take longer than this, so many probes find out how often the dataset holds the GIL, with a
 # pause between them. It is free if it is obtained within this time; otherwise after up to the switch interval, 5 ms.
 PROBED_BATCH_S = 0.005
@@ -44,43 +47,50 @@ def fetch(fetcher: Any, index: Any) -> Any:
 
 
 class BatchTimes:
-    """Where the time of batches goes, for ``explain``: a ``with`` block contains the fetch of one.
+    """Fetches batches, and measures where their time goes, for ``explain``: of each, or of some if they take no time.
 
     In some of the first batches that take long, a thread measures how often the dataset holds the GIL.
     """
 
     def __init__(self) -> None:
-        self.began = self._cpu_s = self._dataset_s = self._collate_s = 0.0
+        self._collate_fn: Any = None
+        self._began = self._cpu_s = self._dataset_s = self._collate_s = 0.0
         self._probes = self._held = 0
-        self._thread: threading.Thread | None = None
         self._ended = threading.Event()
+        # Batches until the next one that is measured, and whether the last one was.
+        self._left = 0
+        self._measured = False
 
-    def timed(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """The same function, whose time is counted."""
-
-        def collate(samples: Any) -> Any:
-            began = time.perf_counter()
-            batch = collate_fn(samples)
-            self._collate_s += time.perf_counter() - began
-            return batch
-
-        return collate
-
-    def __enter__(self) -> None:
+    def fetch(self, fetcher: Any, index: Any) -> Any:
+        """See ``fetch``."""
+        if self._left:
+            self._left -= 1
+            self._measured = False
+            return fetch(fetcher, index)
+        thread = None
         if self._dataset_s > PROBED_BATCH_S and self._probes < GIL_PROBES and machine.has_gil():
             self._ended.clear()
-            self._thread = threading.Thread(target=self._probe, name="aiofeed-gil", daemon=True)
-            self._thread.start()
-        self._collate_s = 0.0
-        self.began, self._cpu_s = time.perf_counter(), time.thread_time()
+            thread = threading.Thread(target=self._probe, name="aiofeed-gil", daemon=True)
+            thread.start()
+        self._collate_fn, fetcher.collate_fn, self._collate_s = fetcher.collate_fn, self._collate, 0.0
+        self._began, cpu_s = time.perf_counter(), time.thread_time()
+        try:
+            batch = fetch(fetcher, index)
+        finally:
+            self._dataset_s = time.perf_counter() - self._began - self._collate_s
+            fetcher.collate_fn = self._collate_fn
+            if thread is not None:
+                self._ended.set()
+                thread.join()
+        self._cpu_s, self._measured = time.thread_time() - cpu_s, True
+        self._left = UNMEASURED if self._dataset_s + self._collate_s < SHORT_BATCH_S else 0
+        return batch
 
-    def __exit__(self, *_: object) -> None:
-        self._dataset_s = time.perf_counter() - self.began - self._collate_s
-        self._cpu_s = time.thread_time() - self._cpu_s
-        if self._thread is not None:
-            self._ended.set()
-            self._thread.join()
-            self._thread = None
+    def _collate(self, samples: Any) -> Any:
+        began = time.perf_counter()
+        batch = self._collate_fn(samples)
+        self._collate_s += time.perf_counter() - began
+        return batch
 
     def _probe(self) -> None:
         while not self._ended.wait(PROBE_PAUSE_S) and self._probes < GIL_PROBES:
@@ -88,8 +98,13 @@ class BatchTimes:
             self._probes += 1
 
     def taken(self) -> tuple[float, ...]:
-        """Seconds of dataset, ``collate_fn``, what followed, and processor; probes, and those that met a held GIL."""
-        since_s = time.perf_counter() - self.began - self._dataset_s - self._collate_s
+        """Seconds of dataset, ``collate_fn``, what followed, and processor; probes, and those that met a held GIL.
+
+        Nothing if the last batch was not measured.
+        """
+        if not self._measured:
+            return ()
+        since_s = time.perf_counter() - self._began - self._dataset_s - self._collate_s
         return self._dataset_s, self._collate_s, since_s, self._cpu_s, self._probes, self._held
 
 

@@ -139,9 +139,8 @@ class _LoaderWorker:
 
     def _new_fetcher(self) -> None:
         start = self._start
-        collate_fn = self._times.timed(start.collate_fn)
         self._fetcher = _DatasetKind.create_fetcher(
-            start.dataset_kind, self._dataset, start.auto_collation, collate_fn, start.drop_last
+            start.dataset_kind, self._dataset, start.auto_collation, start.collate_fn, start.drop_last
         )
 
     def _wrapped_error(self) -> ExceptionWrapper:
@@ -233,8 +232,7 @@ class _LoaderWorker:
     def _fetch_into(self, task: Fetch, slot: Slot) -> None:
         shared = len(self._in_use) < self._most_slots
         self._storage.begin(slot if shared else None)
-        with self._times:
-            batch = fetch(self._fetcher, task.index)
+        batch = self._times.fetch(self._fetcher, task.index)
         try:
             data, extents = dump_batch(batch, slot, shared=shared)
         except Exception as error:
