@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -13,10 +14,10 @@ def _callback_class() -> Any:
     """``Callback`` of the package that the program uses: the two packages have different classes."""
     names = ["lightning.pytorch", "pytorch_lightning"]
     names.sort(key=lambda name: name not in sys.modules)
-    try:
-        return import_module(names[0]).Callback
-    except ImportError:
-        return import_module(names[1]).Callback
+    for name in names:
+        with suppress(ImportError):
+            return import_module(name).Callback
+    raise ImportError("aiofeed.lightning needs Lightning: pip install lightning")
 
 
 class FeederMonitor(_callback_class()):  # type: ignore[misc]

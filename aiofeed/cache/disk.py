@@ -16,6 +16,7 @@ from aiofeed.cache.store import RECORD, SampleStore
 from aiofeed.core.errors import CacheError
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_positive_int, explain_arguments
+from aiofeed.sources.objects.urls import check_path
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -62,7 +63,7 @@ class DiskCache:
     def __post_init__(self) -> None:
         if not isinstance(self.path, str | os.PathLike):
             raise TypeError(f"DiskCache takes the path of a file, got {self.path!r}")
-        object.__setattr__(self, "path", os.fspath(self.path))
+        object.__setattr__(self, "path", check_path(os.fspath(self.path)))
         if self.max_bytes is not None:
             object.__setattr__(self, "max_bytes", check_positive_int("DiskCache(max_bytes=...)", self.max_bytes))
         try:

@@ -111,7 +111,7 @@ class CacheFile:
         # Unlike a `__del__`, it does not run at interpreter exit, when modules may be gone.
         weakref.finalize(self, os.close, self._fd).atexit = False
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-            raise CacheError(f"DiskCache: {path!r} is no regular file; choose another path")
+            raise CacheError(f"DiskCache: {path!r} is not a regular file; choose another path")
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -95,7 +95,9 @@ def explain_arguments(
         @functools.wraps(function)
         def checked(*args: Any, **arguments: Any) -> Any:
             if positions and len(args) > positional:
-                named = zip(positions[positional - 1 :], args[positional:], strict=False)
+                # A function in the place of the batch size is a decoder.
+                names = [*["decode"][: callable(args[positional])], *positions[positional - 1 :]]
+                named = zip(names, args[positional:], strict=False)
                 wanted = ", ".join(["...", *[f"{name}={reprlib.repr(value)}" for name, value in named]])
                 name = target.__name__
                 raise TypeError(f"{name} takes its arguments after the first by name: {name}({wanted}); {hint}")

@@ -150,7 +150,9 @@ class DecodeImage:
             raise ValueError(f'mode must be "rgb" or "keep", got {self.mode!r}')
         if self.mode == "keep":
             self._check_kept()
-        if self.size is not None or self.mode == "rgb":
+        if self.size is None and self.mode == "rgb":
+            raise TypeError('DecodeImage(size=None) keeps the size of each file: pass mode="keep", or a size')
+        if self.size is not None:
             assign(self, "size", _parse_size("size", self.size))
         if self.crop not in ("center", "random"):
             raise ValueError(f'crop must be "center" or "random", got {self.crop!r}')
@@ -481,6 +483,6 @@ def _as_bytes(data: object) -> bytes:
         return bytes(memoryview(data))  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(
-            f"DecodeImage takes the bytes of one image, got {type(data).__name__}; for samples of several files, pass "
-            "a callable of your own as decode=, which may pass the image's bytes on to a DecodeImage"
+            f"DecodeImage takes the bytes of one image, got {type(data).__name__}; for an image and its mask pass "
+            "decode=DecodePair(DecodeImage(size)), for other samples of several files a function of your own"
         ) from None

@@ -57,7 +57,7 @@ class DecodeNumpy:
                     return dict(file) if self.member is None else file[_member(self.member, file.files, ".npz file")]
         except (EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
             raise ValueError(f"the file is truncated or damaged: {error}") from error
-        raise ValueError(f"this is no .npy or .npz file: it begins with {data[:8]!r}")
+        raise ValueError(f"this is not a .npy or .npz file: it begins with {data[:8]!r}")
 
 
 def _decode_npy(data: bytes) -> NDArray[Any]:
@@ -165,7 +165,7 @@ class DecodeJSON:
         except msgspec.ValidationError as error:
             raise ValueError(f"the JSON is not of the type {self.type!r}: {error}") from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"this is no JSON: {error}") from error
+            raise ValueError(f"this is not JSON: {error}") from error
 
 
 def _check_name(argument: str, name: object) -> None:

@@ -267,7 +267,7 @@ def check_batch_size(value: object) -> int:
     """Return ``value`` if it is a valid ``batch_size``."""
     if value is None:
         raise TypeError(
-            "batch_size must be an int, got None: a Feeder makes the batches. aiofeed.DataLoader(dataset, "
+            "batch_size must be an int, got None: pass it, as a Feeder makes batches. aiofeed.DataLoader(dataset, "
             "batch_size=None) gives single items; aiofeed.prefetch(batches, device=...) takes batches that you made"
         )
     return check_positive_int("batch_size", value)

@@ -21,7 +21,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from aiofeed.core.failure_policy import Action, FailurePolicy
 from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES, Limits
 from aiofeed.core.statistics import EpochStats
-from aiofeed.core.types import Transform, public
+from aiofeed.core.types import Source, Transform, public
+from aiofeed.core.validation import explain_arguments
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator
 from aiofeed.feeder.prefetch import IterableProducer, Prefetch
 from aiofeed.processes.loader_workers.batches import InProcessBatches, WorkerBatches
@@ -30,6 +31,7 @@ from aiofeed.processes.loader_workers.workers import LoaderWorkers
 from aiofeed.runtime import machine
 from aiofeed.runtime.queue import ReadyBatch
 from aiofeed.sources.dataset import FromDataset
+from aiofeed.sources.subset import IndexedSource
 
 if TYPE_CHECKING:
     from aiofeed.cache.disk import DiskCache
@@ -42,9 +44,11 @@ if TYPE_CHECKING:
 # Batches that a feeder gets at a time from a sampler without a length.
 _PART_BATCHES = 1024
 T_co = TypeVar("T_co", covariant=True)
+_SOURCES = "write aiofeed.Feeder(source, decode=..., batch_size=..., shuffle=...), which needs no workers"
 
 
 @public
+@explain_arguments({"decode": _SOURCES})
 class DataLoader(torch.utils.data.DataLoader[T_co]):
     """A drop-in replacement for ``torch.utils.data.DataLoader``: the same arguments and, bit for bit, the same batches.
 
@@ -102,6 +106,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             raise TypeError(
                 f"in_order must be a bool, got {in_order!r}: a DataLoader's workers make whole batches; aiofeed.Feeder "
                 f'takes in_order="samples"'
+            )
+        items = getattr(type(dataset), "__getitem__", None)
+        if items is IndexedSource.__getitem__ or (items is None and isinstance(dataset, Source)):
+            raise TypeError(f"a DataLoader takes a Dataset, and {dataset!r} is a source: {_SOURCES}")
+        if num_workers and cache == "host" and engine is threads is None:
+            raise ValueError(
+                f'cache="host" is memory of this process, which {num_workers} workers cannot use: pass '
+                f"threads={num_workers} in place of num_workers=, or cache=aiofeed.DiskCache(path)"
             )
         super().__init__(
             dataset,
@@ -536,7 +548,7 @@ class _FeederEpochs:
         if self._of_one_size:
             order = {"batch_size": loader.batch_size, "sampler": self._listed}
         self._feeder: Feeder[Any] = Feeder(
-            FromDataset(loader.dataset, threads=threads or 1),  # type: ignore[arg-type]
+            FromDataset(loader.dataset, threads=1 if threads is None else threads),  # type: ignore[arg-type]
             **order,
             collate_fn=None if loader.collate_fn is default_collate else loader.collate_fn,
             shard=None,

@@ -169,7 +169,7 @@ class Delivery:
         try:
             item.batch = self._transform(batch)
         except Exception as error:
-            add_note(error, f"in transform= of batch {item.number}")
+            add_note(error, f"in transform= of batch {item.number}: it gets whole batches, decode= gets samples")
             raise
         item.transformed = True
         return item.batch

@@ -101,7 +101,7 @@ class SavedState:
             if key in state:
                 raise StateError(f"this is the state of {owner}")
         if "version" not in state:
-            raise StateError(f"the dict is no state of a feeder: it has the keys {sorted(map(str, state))[:16]}")
+            raise StateError(f"this is not the state of a feeder: it has the keys {sorted(map(str, state))[:16]}")
         if not isinstance(state["version"], int) or state["version"] != VERSION:
             raise StateError(f"the state has version {state['version']!r}; this aiofeed reads version {VERSION}")
 

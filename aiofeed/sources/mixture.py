@@ -156,7 +156,7 @@ def _checked_weight(name: str, weight: Any) -> Fraction:
     if not isinstance(weight, numbers.Real) or isinstance(weight, bool):
         raise TypeError(f"Mixture: the weight of {name!r} must be a number, got {weight!r}")
     if not math.isfinite(weight) or weight <= 0:
-        raise ValueError(f"Mixture: the weight of {name!r} must be above 0, got {weight}; leave out sources not wanted")
+        raise ValueError(f"Mixture: the weight of {name!r} must be above 0, got {weight}; leave out the others")
     # The decimal that people see, not the nearest binary number: 0.1 is a tenth.
     return Fraction(int(weight)) if isinstance(weight, numbers.Integral) else Fraction(str(float(weight)))
 

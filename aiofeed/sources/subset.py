@@ -65,7 +65,7 @@ class IndexedSource(Sized):
         counts = all(isinstance(share, Integral) for share in shares)
         total, what = (length, "numbers of samples") if counts else (1, "fractions")
         if not all(share > 0 for share in shares) or abs(sum(shares) - total) > 1e-6:
-            raise ValueError(f"split({parts}): {what} are above 0 and sum to {total}, and these to {sum(shares)}")
+            raise ValueError(f"split({parts}): {what} must be above 0 and sum to {total}; these sum to {sum(shares)}")
         ends = np.rint(np.cumsum(shares) * (length / total)).astype(np.int64)
         rows = np.split(shuffled(length, check_seed(seed), 0)(np.arange(length)), ends[:-1])
         if not all(part.size for part in rows):
@@ -99,7 +99,7 @@ class Subset(IndexedSource):
     def __getattr__(self, name: str) -> Any:
         # Without an attribute of its own while it is unpickled.
         if name.startswith("_") or name in ("whole", "rows", "paths", "announce"):
-            raise AttributeError(name)
+            raise AttributeError(f"a part of a source has no {name!r}: its attribute `whole` is the source")
         value = getattr(self.whole, name)
         if name in _PER_SAMPLE and hasattr(value, "__len__"):
             return [value[row] for row in self.rows.tolist()]
@@ -171,8 +171,8 @@ def _checked(source: IndexedSource, indices: Any) -> NDArray[np.int64]:
     rows = np.asarray(indices)
     if rows.ndim == 0 and rows.dtype.kind in "iu":
         raise TypeError(
-            f"{name}[{indices}]: a Feeder or an aiofeed.DataLoader reads and decodes the samples of a source, and "
-            f"gives batches of them; {name}[{indices}:{indices + 1}] is a source of this one"
+            f"{name}[{indices}]: a Feeder reads and decodes the samples of a source, Feeder(source, decode=..., "
+            f"batch_size=...); {name}[{indices}:{indices + 1}] is a source of this sample"
         )
     if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "biu"):
         raise TypeError(f"{name}[...] takes a slice, a list of ints or a mask of bools, got {reprlib.repr(indices)}")
@@ -180,5 +180,5 @@ def _checked(source: IndexedSource, indices: Any) -> NDArray[np.int64]:
         raise IndexError(f"{name}[mask]: the mask has {len(rows)} bools, and the source {length} samples")
     rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64)
     if rows.size and not -length <= rows.min() <= rows.max() < length:
-        raise IndexError(f"{name}[...]: indices from {rows.min()} to {rows.max()} for {length} samples")
+        raise IndexError(f"{name}[...]: the indices are {rows.min()} to {rows.max()}, for {length} samples")
     return rows % max(length, 1)

@@ -184,10 +184,10 @@ def test_json() -> None:
 @pytest.mark.parametrize(
     ("kind", "data", "message"),
     [
-        (None, b"{", "this is no JSON: "),
-        (None, b"", "this is no JSON: "),
-        (None, b"\xff", "this is no JSON: "),
-        (None, b'"\xff"', "this is no JSON: "),
+        (None, b"{", "this is not JSON: "),
+        (None, b"", "this is not JSON: "),
+        (None, b"\xff", "this is not JSON: "),
+        (None, b'"\xff"', "this is not JSON: "),
         (Point, b'["a", "b"]', r"not of the type .*Point.*Expected `int`, got `str` - at `\$\[0\]`"),
         (dict[str, int], b'{"a": "b"}', "Expected `int`, got `str`"),
     ],
@@ -255,5 +255,5 @@ def test_the_error_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "broken.json"
     path.write_text("{")
     feeder: Feeder[Any] = Feeder(Files([path]), decode=DecodeJSON(), batch_size=1)
-    with pytest.raises(DecodeError, match=r"broken\.json.*this is no JSON"):
+    with pytest.raises(DecodeError, match=r"broken\.json.*this is not JSON"):
         next(iter(feeder))

@@ -165,13 +165,13 @@ def test_indices(indices: Any, rows: list[int]) -> None:
         (
             3,
             TypeError,
-            r"Tensors\[3\]: a Feeder or an aiofeed.DataLoader reads .* Tensors\[3:4\] is a source of this one",
+            r"Tensors\[3\]: a Feeder reads .* Tensors\[3:4\] is a source of this sample",
         ),
         ("3", TypeError, r"Tensors\[\.\.\.\] takes a slice, a list of ints or a mask of bools, got '3'"),
         ([0.5], TypeError, "takes a slice, a list of ints or a mask of bools, got .0.5."),
         ([[0]], TypeError, "takes a slice, a list of ints or a mask"),
-        ([0, ROWS], IndexError, "indices from 0 to 100 for 100 samples"),
-        ([-ROWS - 1], IndexError, "indices from -101 to -101 for 100 samples"),
+        ([0, ROWS], IndexError, "the indices are 0 to 100, for 100 samples"),
+        ([-ROWS - 1], IndexError, "the indices are -101 to -101, for 100 samples"),
         ([True], IndexError, "the mask has 1 bools, and the source 100 samples"),
     ],
 )
@@ -245,10 +245,10 @@ def test_lengths_of_a_split(parts: dict[str, float], lengths: list[int] | None) 
         ({}, TypeError, "split takes fractions by name"),
         ({"a": True}, TypeError, "split takes fractions by name"),
         ({"a": "all"}, TypeError, "split takes fractions by name"),
-        ({"a": 0.5, "b": 0.4}, ValueError, "fractions are above 0 and sum to 1, and these to 0.9"),
-        ({"a": 1.5, "b": -0.5}, ValueError, "fractions are above 0"),
-        ({"a": float("nan")}, ValueError, "fractions are above 0"),
-        ({"a": 50, "b": 49}, ValueError, "numbers of samples are above 0 and sum to 100, and these to 99"),
+        ({"a": 0.5, "b": 0.4}, ValueError, "fractions must be above 0 and sum to 1; these sum to 0.9"),
+        ({"a": 1.5, "b": -0.5}, ValueError, "fractions must be above 0"),
+        ({"a": float("nan")}, ValueError, "fractions must be above 0"),
+        ({"a": 50, "b": 49}, ValueError, "numbers of samples must be above 0 and sum to 100; these sum to 99"),
     ],
 )
 def test_wrong_splits(parts: Any, error: type[Exception], message: str) -> None:

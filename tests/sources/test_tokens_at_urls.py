@@ -336,7 +336,7 @@ def test_bad_columns(kind: str, server: FaultServer, tmp_path: Path) -> None:
 def test_arrow_files_at_urls_are_refused(server: FaultServer, tmp_path: Path) -> None:
     """An Arrow file at a URL, and a file that is neither, is named."""
     name = put(server, write_lists(tmp_path / "a.arrow"))
-    with pytest.raises(ValueError, match=r"a\.arrow: it is no Parquet file; Arrow files are read from disk only"):
+    with pytest.raises(ValueError, match=r"a\.arrow: this is not a Parquet file; Arrow files are read from disk only"):
         remote(server, name, column="ids")
     with pytest.raises(ValueError, match=r"raw\.bin.*it is no Arrow file"):
         Tokens(write_raw(tmp_path / "raw.bin", NUMBERS), BLOCK, column="ids")

@@ -80,6 +80,8 @@ class Clips:
     decoder: ClipDecoder = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.source, str | os.PathLike | list | tuple):
+            raise TypeError(f"Clips takes a source of encoded videos, aiofeed.Files(paths), got {self.source!r}")
         object.__setattr__(self, "decoder", ClipDecoder(self.frames, self.stride, self.per_video, self.size))
 
 

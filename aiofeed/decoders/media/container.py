@@ -52,7 +52,7 @@ def open_media(data: Media, kind: Literal["video", "audio"], known: bool = False
             stream.codec_context.thread_count = 1
             yield container, stream
     except av.FFmpegError as error:
-        raise ValueError(f"the file is no {kind}, truncated or damaged: {error.strerror}") from error
+        raise ValueError(f"the file is not {kind}, or it is truncated or damaged: {error.strerror}") from error
 
 
 def _as_file(data: Any) -> Any:

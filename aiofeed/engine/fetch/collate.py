@@ -195,7 +195,7 @@ class MisfitError(Exception):
         names = f" ({' and '.join(map(repr, keys))})" if keys else ""
         return (
             f"the samples of a batch do not fit together: {self}{names}; make the decoder return the same structure "
-            f"and shape for every sample, or pass collate_fn="
+            f"and shape for every sample, or pass collate_fn=, such as aiofeed.pad_collate"
         )
 
 

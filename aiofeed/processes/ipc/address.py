@@ -241,7 +241,7 @@ def check_free(path: Path, kind: AddressKind) -> bool:
     except OSError:
         return False  # no such file; or `bind` reports the error
     if not stat.S_ISSOCK(mode):
-        raise FeedError(f"{path} exists and is no socket: it is left alone; choose another address")
+        raise FeedError(f"{path} exists and is not a socket: choose another address")
     pid = 0
     try:
         sock = _open(path)

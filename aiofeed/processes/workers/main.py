@@ -52,7 +52,8 @@ def main(connection: int, config: int, parent: int, number: int) -> None:
         loop_thread.finished.result()
         status = 0
     except BaseException as error:  # noqa: BLE001 - the user's modules and objects may raise anything when they are loaded
-        failure = FeedError(f'a worker process of engine="process" could not start: {format_error(error)}')
+        way = '; define it above `if __name__ == "__main__":`' if "__mp_main__" in str(error) else ""
+        failure = FeedError(f'a worker process of engine="process" could not start: {format_error(error)}{way}')
         failure.__cause__ = error
         sock.setblocking(True)
         send_message(sock, encode(WorkerEnded(describe(failure))))

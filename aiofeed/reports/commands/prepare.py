@@ -65,7 +65,11 @@ async def _write_all(urls: Sequence[str], target: Sequence[str], output: str | N
             samples += len(index)
             print(f"{path or shard.url}: {len(index)} samples", flush=True)
 
-    shards = await ShardFinder(None, None).find(urls)
+    try:
+        shards = await ShardFinder(None, None).find(urls)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
     await asyncio.gather(*[write_one(shard) for shard in shards])
     print(f"{samples} samples in {len(shards) - failed} shards" + (f", {failed} shards failed" if failed else ""))
     return 1 if failed else 0

@@ -281,6 +281,9 @@ class Fault:
     answered: bool = True
 
 
+_WAY = "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, or options={'skip_signature': True}"
+
+
 def fault_of(error: Exception, redact: Callable[[str], str], url: str) -> Fault:
     """The fault that an exception of obstore stands for."""
     text = str(error)
@@ -297,10 +300,12 @@ def fault_of(error: Exception, redact: Callable[[str], str], url: str) -> Fault:
     if status == 416:
         return Fault(OSError(f"the object is shorter than the part of it that was requested: {url}"))
     throttled = _THROTTLED.search(text) is not None
+    # Without keys in the environment, credentials are requested from the address of a cloud's machines.
+    way = _WAY if url.startswith("s3://") and (status in (401, 403) or "169.254.169.254" in text) else ""
     if (status in (401, 403) and not throttled) or expired:
         hint = "the credentials are not accepted" if status == 401 else "access is denied"
         hint = "the credentials have expired" if expired and status != 401 else hint
-        return Fault(PermissionError(errno.EACCES, redact(f"{hint}: {_short(first)}"), url), expired=expired)
+        return Fault(PermissionError(errno.EACCES, redact(f"{hint}: {_short(first)}") + way, url), expired=expired)
     network = isinstance(error, TimeoutError | ConnectionError) or "HTTP error" in first or "error sending" in first
     reason, tls, redirect = _REASON.search(text), _TLS.search(text), _REDIRECT.search(text)
     if network and tls is not None:
@@ -309,7 +314,7 @@ def fault_of(error: Exception, redact: Callable[[str], str], url: str) -> Fault:
         first = f"{first} ({redirect[1]})"
     elif network and reason is not None:
         first = f"{first} ({'host name: ' if 'dns error' in text else ''}{reason[1]})"
-    message = redact(_short(first))
+    message = redact(_short(first)) + way
     # No other attempt changes a redirect or a certificate.
     lasting = redirect is not None or (tls is not None and tls[1] == "InvalidCertificate")
     transient = (network and not lasting) or throttled or status >= 500 or status in _TRANSIENT

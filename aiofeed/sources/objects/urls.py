@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -18,6 +19,8 @@ HUB = re.compile(
     r"(?:@(refs/(?:convert|pr)/[^/]+|[^/@]+))?"
 )
 _HIDDEN = "***"
+# What is no path: with a home folder, a URL with one slash, a path of Windows.
+_NO_PATH = re.compile(r"~|(s3|gs|az|hf|https?|file):/(?=[^/])|[A-Za-z]:[/\\]")
 # The user name and password of a URL, and the values of its query, also within a longer text.
 _USER_INFO = re.compile(r"(?<=://)[^/?#\s@]+@")
 _QUERY_VALUE = re.compile(r"(?<=[?&])([\w.~%-]+)=[^&#\s\"'<>,)]+")
@@ -68,7 +71,7 @@ def split_url(url: str) -> tuple[str, str]:
     """
     scheme = scheme_of(url)
     if scheme is None:
-        return "", url
+        return "", check_path(url)
     if scheme == "file":
         return "", _local_path(url)
     if scheme == "hf":
@@ -106,6 +109,23 @@ def without_signature(key: str) -> str:
     if _SIGNED.search(query):
         query = "&".join(pair for pair in query.split("&") if not _SIGNING.fullmatch(pair.partition("=")[0]))
     return f"{key}?{hashlib.sha256(query.encode()).hexdigest()[:16]}" if query else key
+
+
+def check_path(path: str) -> str:
+    """Return the path of a file or folder.
+
+    Raises:
+        FileNotFoundError: It does not exist, and is written as a shell, Windows or a URL would have it.
+    """
+    match = _NO_PATH.match(path)
+    if match is None or (os.name == "nt" and path[1] == ":") or os.path.exists(path):
+        return path
+    way = "it is a path of Windows, and the system here is another one"
+    if match[0] == "~":
+        way = f"Python does not expand ~, as a shell does: pass os.path.expanduser({path!r})"
+    elif match[1]:
+        way = f"a URL has two slashes: {match[1]}://{path[match.end() :]}"
+    raise FileNotFoundError(errno.ENOENT, way, path)
 
 
 def join_url(root: str, key: str) -> str:

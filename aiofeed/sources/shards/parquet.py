@@ -133,7 +133,7 @@ class ParquetRows(Shards):
         tail = await self._tail(shard, _TAIL_BYTES)
         length = int.from_bytes(tail[-8:-4], "little") + 8
         if not tail.endswith(b"PAR1") or length > shard.size:
-            raise ValueError("it is no Parquet file, or a truncated or encrypted one")
+            raise ValueError("this is not a Parquet file, or it is truncated or encrypted")
         if length > len(tail):
             tail = await self._tail(shard, length)
         try:

@@ -95,7 +95,9 @@ def _members(
                 f"members that are compressed themselves do not grow"
             )
         if _checksum(header) != _octal(header[148:156]):
-            what = "it is no tar file" if number == 0 else f"the tar file is damaged: there is no header at byte {at}"
+            what = (
+                "this is not a tar file" if not number else f"the tar file is damaged: there is no header at byte {at}"
+            )
             raise ValueError(what)
         number, ended = number + 1, not whole
         kind_of, length = header[156:157], member_size(header)

@@ -36,7 +36,7 @@ def scan_tfrecord(size: int, target: Sequence[str] = ()) -> Scan:
         if length is None:
             if at:
                 raise ValueError(f"the TFRecord file is damaged or truncated: there is no record at byte {at}")
-            raise ValueError("it is no TFRecord file, or a compressed one, which has no random access")
+            raise ValueError("this is not a TFRecord file, or it is compressed and has no random access")
         starts.append(at)
         at += _HEAD.size + length + _CRC.size
     if at > size:

@@ -35,7 +35,7 @@ def scan_zip(size: int, target: Sequence[str] = ()) -> Scan:
     while at >= 0 and (len(tail) - at < _END.size or at + _END.size + _END.unpack_from(tail, at)[7] != len(tail)):
         at = tail.rfind(b"PK\5\6", 0, at)
     if at < 0:
-        raise ValueError("it is no zip file, or a truncated one: it has no end record")
+        raise ValueError("this is not a zip file, or it is truncated: it has no end record")
     _, disk, _, _, count, length, offset, _ = _END.unpack_from(tail, at)
     end = first + at
     if at >= _LOCATOR.size and tail.startswith(b"PK\6\7", at - _LOCATOR.size):

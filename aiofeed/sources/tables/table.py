@@ -89,7 +89,9 @@ class Table(IndexedSource):
         if columns is not None and data is not None:
             raise ValueError("Table: data= is one column and columns= are those of a dict: pass one of them")
         if target is not None and data is None:
-            raise ValueError("Table(target=) needs data=, the column of the sample; a dict has the target among others")
+            raise ValueError(
+                "Table(target=) needs data=, the column of the sample; without it, a batch has all columns"
+            )
         self.data = data
         paths = table if isinstance(table, list | tuple) else ()
         self._open(paths[0] if len(paths) == 1 else table, columns, target, store=store, options=options)

@@ -131,7 +131,7 @@ class RemoteTokens(Tokens, ParquetRows):
             lists = MappedLists(shard.key, column)
             dtype, counts = lists.dtype, list(map(len, lists.batches))
         else:
-            raise ValueError("it is no Parquet file; Arrow files are read from disk only: download it")
+            raise ValueError("this is not a Parquet file; Arrow files are read from disk only: download it")
         starts = np.cumsum([0, *counts])
         return replace(given, layout=TokenLayout(dtype, 0, int(starts[-1])), metadata=lists, starts=starts)
 

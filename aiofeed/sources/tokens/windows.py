@@ -319,7 +319,7 @@ def open_tokens(path: Path, dtype: str) -> tuple[NDArray[Any], TokenLayout]:
     """
     if not path.is_file():
         hint = f"; did you mean {path}.bin?" if Path(f"{path}.bin").is_file() else ""
-        raise FileNotFoundError(f"there is no file {path}{hint}")
+        raise FileNotFoundError(f"{path} does not exist{hint}")
     index_path = path.with_suffix(".idx")
     has_index = path.suffix == ".bin" and index_path.is_file()
     index = index_path.read_bytes() if has_index else None

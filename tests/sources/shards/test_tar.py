@@ -244,7 +244,7 @@ def test_damaged_and_foreign_files(tars: Path) -> None:
     with pytest.raises(ValueError, match=r"bad\.tar: the tar file is damaged: there is no header at byte 512"):
         TarShards(tars / "bad.tar")
     (tars / "text.tar").write_bytes(b"something else" * 100)
-    with pytest.raises(ValueError, match=r"text\.tar: it is no tar file"):
+    with pytest.raises(ValueError, match=r"text\.tar: this is not a tar file"):
         TarShards(tars / "text.tar")
     (tars / "packed.tar").write_bytes(gzip.compress(bytes(data)))
     with pytest.raises(ValueError, match="compressed with gzip, which has no random access: decompress"):

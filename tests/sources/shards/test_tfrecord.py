@@ -97,7 +97,7 @@ def test_damaged_files(tmp_path: Path) -> None:
         "cut": (data[:-1], f"its last record ends at byte {len(data)}, the file at byte {len(data) - 1}"),
         "head": (data[: second + 5], f"there is no record at byte {second}"),
         "length": (data[:second] + b"\1" + data[second + 1 :], f"damaged or truncated: .* at byte {second}"),
-        "huge": (struct.pack("<Q", 1 << 60) + data[8:], "it is no TFRecord file"),
+        "huge": (struct.pack("<Q", 1 << 60) + data[8:], "this is not a TFRecord file"),
         "packed": (gzip.compress(data), "or a compressed one, which has no random access"),
     }
     for name, (content, message) in cases.items():
