@@ -59,6 +59,7 @@ _HOMES: dict[str, dict[str, str]] = {
         "Tokens": "aiofeed.sources.tokens.windows",
         "Table": "aiofeed.sources.tables.table",
         "Clips": "aiofeed.decoders.media.clips",
+        "Episodes": "aiofeed.sources.episodes.episodes",
         "Mixture": "aiofeed.sources.mixture",
         "Stream": "aiofeed.sources.stream",
         "TarShards": "aiofeed.sources.shards.tar",

@@ -483,6 +483,9 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     check(facts, a)
     order = new_order(a)
     source, cache, tokens_resident = a.adopted, a.cache, "Tokens on the device" in facts
+    if "neighbours come together" in facts and (sharing := getattr(source, "sharing_frames", None)) is not None:
+        source = sharing()
+    decoder = getattr(source, "decoder", None)
     collate_fn: Collate | PackCollate | None = a.collate_fn
     if isinstance(a.batch_size, Pack):
         plan = a.batch_size
@@ -497,7 +500,7 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     config = FeederConfig(
         source=source,
         length=a.length,
-        decode=getattr(a.adopted, "decoder", None) if a.traits.decode == "none" else a.decode,
+        decode=decoder if a.traits.decode == "none" else a.decode,
         batch_size=a.samples,
         collate_fn=collate_fn,
         backend=a.backend,

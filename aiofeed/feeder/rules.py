@@ -170,6 +170,7 @@ def facts_of(a: Any) -> set[str]:
         "shuffle=": bool(a.shuffle),
         'shuffle="window"': window_shards(a.shuffle) is not None,
         'shuffle="replacement" or "window"': a.shuffle not in (True, False, "keyed"),
+        "neighbours come together": not unknown and (a.shuffle is False or window_shards(a.shuffle) is not None),
         "an order by shuffle=": a.shuffle not in (False, "replacement"),
         "shuffle= other than True": a.shuffle not in (True, False) and a.weights is None and not traits.ordered,
         "sampler=": a.sampler is not None,

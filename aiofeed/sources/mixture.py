@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any, Literal, TypeAlias
 
 from aiofeed.core.statistics import StorageStatistics
-from aiofeed.core.types import Members, Source, public
+from aiofeed.core.types import Members, Source, Traits, public, traits_of
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.sampling.listers.mixture import Blocks, ChangingShares, ConstantShares, Interleaving, MixtureOrder, Shares
 from aiofeed.sources.dataset import FromDataset, MapDataset, is_iterable_dataset, is_map_dataset
@@ -204,6 +204,11 @@ class CombinedSource:
         self._names, self._sources = list(sources), list(sources.values())
         self._parts = Parts(map(len, self._sources))
         self._adds_names = names
+        traits = {traits_of(source).decode for source in self._sources}
+        if len(traits) > 1:
+            raise TypeError(f"Mixture: {self._sources} differ in whether samples are decoded by decode=")
+        self.traits: Traits = Traits(decode=traits.pop())
+        self.decoder: Any = getattr(self._sources[0], "decoder", None)
         without = [name for name, source in sources.items() if Members.of(source).target is None]
         if without and len(without) < len(sources):
             raise ValueError(f"Mixture: the sources {without} have no targets, and the others have: give all of them")

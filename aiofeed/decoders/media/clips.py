@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -20,7 +19,16 @@ import numpy as np
 from aiofeed.core.random_numbers import SplitMix64, seed_from
 from aiofeed.core.types import Row, Source, public
 from aiofeed.core.validation import check_positive_int, explain_arguments
-from aiofeed.decoders.media.container import Media, import_av, open_media, packets_of
+from aiofeed.decoders.media.container import (
+    KNOWN_OPTIONS,
+    SKIPPING,
+    Media,
+    channels,
+    import_av,
+    open_media,
+    packets_of,
+    scaler,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -28,14 +36,10 @@ if TYPE_CHECKING:
 
 # A seek discards the frames in the decoder's queue, usually 2 to 4, which then have to be decoded again.
 SEEK_FRAMES = 4
-# Decoders for which `skip_frame` may change from packet to packet. That of AV1 keeps the first value.
-SKIPPING = frozenset({"h264", "hevc", "mpeg4"})
 # Frames in the indexes that a decoder keeps: 8 bytes each.
 MOST_INDEXED = 8 << 20
 # The bytes at both ends of a file by which, with its size, an index is found again. The tables of MP4 are at one end.
 IDENTITY_BYTES = 1 << 16
-
-_local = threading.local()  # .scaler: made once per thread, because that takes a quarter of scaling a small frame
 
 
 @public
@@ -142,7 +146,7 @@ class ClipDecoder:
         self._decode_file(data, out, seed, known=False)
 
     def _decode_file(self, data: Media, out: NDArray[np.uint8], seed: int | None, *, known: bool) -> None:
-        with open_media(data, "video", known) as (container, stream):
+        with open_media(data, "video", KNOWN_OPTIONS if known else None) as (container, stream):
             index = self._index_of(data, container, stream)
             last = len(index.timestamps) - 1
             wanted = np.minimum(self._starts(last, seed)[:, None] + self._offsets, last).reshape(-1)
@@ -201,17 +205,13 @@ class ClipDecoder:
             shape = [height * side // min(sides) for side in sides]  # both sides of `out` are equal
         top, left = (round((shape[0] - height) / 2), round((shape[1] - width) / 2))
         stored = shape if turns % 2 == 0 else shape[::-1]
-        if (scaler := getattr(_local, "scaler", None)) is None:
-            scaler = _local.scaler = import_av().video.reformatter.VideoReformatter()
         # Planes of green, blue and red take 0.09 ms for 320 x 240 to 149 x 112, pixels of three bytes 0.27 ms. But
         # FFmpeg's conversion to planes without scaling leaves the last columns of many widths undefined.
         planar = stored != [frame.height, frame.width]
-        scaled = scaler.reformat(
+        scaled = scaler().reformat(
             frame, *stored[::-1], "gbrp" if planar else "rgb24", interpolation="BILINEAR", threads=1
         )
-        for channel, number in enumerate((2, 0, 1)):
-            plane, offset, step = (scaled.planes[number], 0, 1) if planar else (scaled.planes[0], channel, 3)
-            pixels: NDArray[np.uint8] = np.ndarray(stored, np.uint8, plane, offset, (plane.line_size, step))
+        for channel, pixels in enumerate(channels(scaled, stored, planar=planar)):
             out[channel] = np.rot90(pixels, turns)[top : top + height, left : left + width]
 
 

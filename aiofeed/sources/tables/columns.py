@@ -198,7 +198,8 @@ def collate_rows(samples: Sequence[tuple[Columns, int]]) -> dict[str, torch.Tens
 
     found, numbers = zip(*samples, strict=True)
     if found.count(found[0]) == len(found):  # rows of a table in memory
-        return {name: torch.from_numpy(column) for name, column in found[0].take(np.array(numbers)).items()}
+        taken: dict[str, Any] = found[0].take(np.array(numbers))  # with texts as lists
+        return {name: torch.from_numpy(part) if isinstance(part, np.ndarray) else part for name, part in taken.items()}
     groups: dict[Columns, tuple[list[int], list[int]]] = {}
     for place, (columns, row) in enumerate(samples):
         places, rows = groups.setdefault(columns, ([], []))

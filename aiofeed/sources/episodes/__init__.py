@@ -1,0 +1,1 @@
+"""Windows over the episodes of robots: data sets in the layouts of LeRobot."""
