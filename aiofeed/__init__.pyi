@@ -34,6 +34,7 @@ from aiofeed.sampling.listers.length_plans import Buckets as Buckets
 from aiofeed.sampling.listers.length_plans import TokenBudget as TokenBudget
 from aiofeed.sampling.listers.packing import Pack as Pack
 from aiofeed.sources.dataset import FromDataset as FromDataset
+from aiofeed.sources.episodes.episodes import Episodes as Episodes
 from aiofeed.sources.files import Files as Files
 from aiofeed.sources.image_folder import FolderPairs as FolderPairs
 from aiofeed.sources.image_folder import ImageFolder as ImageFolder

@@ -278,6 +278,7 @@ def test_decoding_starts_no_program_and_touches_no_file(tmp_path: Path) -> None:
 
 
 ALLOWED = {
+    "reports/commands/run.py": {"subprocess"},
     "processes/workers/spawn.py": {"pickle"},
     "processes/workers/handle.py": {"subprocess"},
     "processes/pickling.py": {"pickle"},
@@ -286,7 +287,8 @@ ALLOWED = {
     "processes/loader_workers/worker_loop.py": {"pickle"},
     "processes/loader_workers/workers.py": {"pickle"},
 }
-"""A worker process and its parent exchange the user's own objects, by unnamed files and sockets that only they have."""
+"""A worker process and its parent exchange the user's own objects, by unnamed files and sockets that only they have;
+``aiofeed run`` runs the user's own script."""
 
 
 def test_no_module_unpickles_or_evaluates() -> None:

@@ -110,7 +110,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         items = getattr(type(dataset), "__getitem__", None)
         if items is IndexedSource.__getitem__ or (items is None and isinstance(dataset, Source)):
             raise TypeError(f"a DataLoader takes a Dataset, and {dataset!r} is a source: {_SOURCES}")
-        if num_workers and cache == "host" and engine is threads is None:
+        if num_workers and cache == "host" and engine is None and threads is None:
             raise ValueError(
                 f'cache="host" is memory of this process, which {num_workers} workers cannot use: pass '
                 f"threads={num_workers} in place of num_workers=, or cache=aiofeed.DiskCache(path)"

@@ -55,8 +55,8 @@ class Episodes:
 
     A sample is a dict as an item of LeRobot's ``LeRobotDataset``: each camera uint8 [3, H, W], or [n, 3, H, W] with
     n > 1 offsets; each column its shape, with offsets [n, ...]; ``NAME_is_pad`` bool [n] for each window, true where it
-    reaches beyond the episode and repeats its first or last row; ``task``, a string. A batch has a tensor for each field, and a
-    list of tasks. Pass no ``decode=``. Needs ``pip install "aiofeed[media,parquet]"``.
+    reaches beyond the episode and repeats its first or last row; ``task``, a string. A batch has a tensor for each
+    field, and a list of tasks. Pass no ``decode=``. Needs ``pip install "aiofeed[media,parquet]"``.
 
     Columns of the chosen episodes are in memory. Without cameras a batch is one gather for each column. Of videos the
     key-frame groups of the frames are read and decoded, by decoders that stay open, and no file does.
