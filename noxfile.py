@@ -6,6 +6,8 @@ Pytest's arguments follow ``--``. Where pip installs a CUDA build of PyTorch,
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import nox
 
 # Optional packages that have no wheel for every Python; without one, its tests are skipped.
@@ -36,6 +38,19 @@ def newest(session: nox.Session) -> None:
     """The tests, those with other projects too, with the newest version of every package."""
     session.install("--editable", ".[pillow,turbo,objects,test,integration]")
     run_tests(session)
+
+
+@nox.session(python="3.12")
+def lerobot(session: nox.Session) -> None:
+    """The hashes of tests/data/lerobot beside LeRobot's items, and its speed beside that of the aiofeed in .venv.
+
+    LeRobot brings a CUDA build of PyTorch, and torchcodec needs the shared libraries of FFmpeg.
+    """
+    session.install("lerobot[dataset]==0.6.1", "psutil")
+    session.run("python", "tests/data/lerobot/make.py", "--check", env={"HF_HUB_OFFLINE": "1"})
+    environment = {"AIOFEED_LEROBOT_PYTHON": str(Path(session.virtualenv.bin, "python"))}
+    benchmark = [".venv/bin/python", "-m", "benchmarks", *(session.posargs or ["episodes"])]
+    session.run(*benchmark, env=environment, external=True)
 
 
 def run_tests(session: nox.Session) -> None:

@@ -16,6 +16,7 @@ MODULES = (
     "memory",
     "tables",
     "media",
+    "episodes",
     "cache",
     "processes",
     "objects",

@@ -74,6 +74,8 @@ class Contender:
         bound: whether it is the best bare program for the work, which no other contender may beat, see
             ``check_bounds``. Its process keeps freed memory: with the settings of malloc that others have, it would
             get the pages of each image from the system again, which takes up to half of its time.
+        python: the interpreter of its process, for a library that needs an environment of its own, with psutil; its
+            function and the imports of its module must work there.
     """
 
     label: str
@@ -81,6 +83,7 @@ class Contender:
     options: Mapping[str, Any] = field(default_factory=dict)
     imports: tuple[str, ...] = ()
     bound: bool = False
+    python: str = sys.executable
 
 
 class Process:
@@ -95,7 +98,7 @@ class Process:
             "imports": contender.imports,
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.worker", json.dumps(task)],
+            [contender.python, "-m", "benchmarks.worker", json.dumps(task)],
             cwd=PROJECT,
             env={**os.environ, **(KEEP_FREED_MEMORY if contender.bound else {})},
             stdin=subprocess.PIPE,

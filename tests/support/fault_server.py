@@ -14,6 +14,7 @@ import ssl
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -285,12 +286,19 @@ def start_obstore() -> None:
     MemoryStore().put("started", b"")
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The files below a folder as objects of "bucket"."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {f"bucket/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in paths}
+
+
 def main() -> None:
-    """Serve equal objects until the process is ended."""
+    """Serve equal objects, or the files of a folder, until the process is ended."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--objects", type=int, default=1000)
     parser.add_argument("--size", type=int, default=100_000)
     parser.add_argument("--members", type=int, default=0, help="objects are tar files with so many .jpg of --size")
+    parser.add_argument("--folder", type=Path, help="serves its files in place of equal objects")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds until the first byte")
     parser.add_argument("--slow-every", type=int, default=0, help="each so many requests, one is slow")
     parser.add_argument("--slow", type=float, default=1.0, help="seconds until the first byte of a slow one")
@@ -301,7 +309,9 @@ def main() -> None:
     usual, slow = Fault(delay_s=arguments.delay), Fault(delay_s=arguments.slow)
     every = arguments.slow_every
     server = FaultServer(
-        {f"bucket/{number:08}.bin": data for number in range(arguments.objects)},
+        files_of(arguments.folder)
+        if arguments.folder
+        else {f"bucket/{number:08}.bin": data for number in range(arguments.objects)},
         schedule=lambda request: slow if every and request.number % every == every - 1 else usual,
         record=False,
     )
