@@ -89,6 +89,9 @@ EXCLUDED: tuple[tuple[str, str, type[Exception], str], ...] = (
     ("EncodedCache", "a Dataset", TypeError,
      "it keeps the bytes that a source reads, and the items of a Dataset are decoded: pass cache=DiskCache(path), or a "
      "source of bytes such as aiofeed.Files(paths) with decode="),
+    ("EncodedCache", "windows of Episodes", TypeError,
+     "it keeps the bytes of samples, and those of a window are parts of videos that others need: copy the data set to "
+     "the local disk, or pass cache=DiskCache(path), which keeps decoded samples"),
     # documents that are packed
     ("Tensors", "Pack", ValueError, "a row of Tensors is a tuple, a document one tensor: pass a Dataset of those"),
     ('on_error="replace"', "Pack", ValueError,
@@ -131,6 +134,7 @@ _SHOWN = {
         "source",
     ),
     **dict.fromkeys(("rows", "rows of a Table", "Tokens at URLs", "Tensors", "Tensors on a device"), "source"),
+    "windows of Episodes": "source",
     **dict.fromkeys(("shuffle=", 'shuffle="window"', 'shuffle="replacement" or "window"'), "shuffle"),
     **dict.fromkeys(("an order by shuffle=", "shuffle= other than True"), "shuffle"),
     **dict.fromkeys(("rows with parts", "a random decoder", "no decode="), "decode"),
@@ -201,6 +205,7 @@ def facts_of(a: Any) -> set[str]:
         "cache= on the host": cached and not on_device and not (at_urls and encoded),
         "cache in host memory": cached and not on_device and not isinstance(a.cache, DiskCache | EncodedCache),
         "EncodedCache": encoded,
+        "windows of Episodes": traits.decode == "none" and not (traits.rows or traits.items or traits.in_memory),
         "static_batches=True": a.static_batches,
         "batches of different sizes": not (a.drop_last and (not listed or isinstance(a.batch_size, Buckets)))
         and (unknown or a.length % a.samples > 0),

@@ -1,0 +1,382 @@
+"""``Episodes``: windows over the episodes of LeRobot data sets, at a path and at a URL."""
+
+import hashlib
+import json
+import pickle
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+
+import aiofeed
+from aiofeed import Episodes, Feeder, Limits, Mixture
+from aiofeed.decoders.media import frames as frames_module
+from aiofeed.decoders.media.frames import FrameIndex, FramePool, Span
+from aiofeed.sources.episodes import videos
+from tests.support.fault_server import FaultServer
+
+DATA = Path(__file__).parents[1] / "data/lerobot"
+EXPECTED = json.loads((DATA / "expected.json").read_text())
+TOP, WRIST = "observation.images.top", "observation.images.wrist"
+WINDOWS = {TOP: [-0.1, 0.0], "observation.state": [-0.1, 0.0], "action": [0.0, 0.1, 0.2]}
+
+
+def digest(value: torch.Tensor) -> str:
+    return hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def assert_expected(episodes: Episodes, configuration: Mapping[str, Any]) -> None:
+    assert len(episodes) == configuration["length"]
+    for item in configuration["items"]:
+        sample = episodes[item["index"]]
+        assert sample.pop("task") == item["task"]
+        layout = {name: [str(value.dtype).removeprefix("torch."), list(value.shape)] for name, value in sample.items()}
+        assert layout == configuration["fields"]
+        assert [digest(sample[name]) for name in configuration["fields"]] == item["sha256"]
+
+
+def assert_items(batch: Mapping[str, Any], episodes: Episodes) -> list[int]:
+    """Check that a batch has the items of the numbers in its column ``index``, and return these."""
+    numbers: list[int] = batch["index"].tolist()
+    for at, number in enumerate(numbers):
+        for name, value in episodes[number].items():
+            found = batch[name][at]
+            assert found == value if name == "task" else torch.equal(found, value), (name, number)
+    return numbers
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A copy of a data set to damage."""
+    return Path(shutil.copytree(DATA / "av1", tmp_path / "av1"))
+
+
+def change_episodes(root: Path, column: str, change: Callable[[list[Any]], list[Any]]) -> None:
+    path = root / "meta/episodes/chunk-000/file-000.parquet"
+    table = parquet.read_table(path)
+    at, kind = table.column_names.index(column), table.schema.field(column).type
+    changed = pa.array(change(table.column(column).to_pylist()), kind)
+    parquet.write_table(table.set_column(at, column, changed), path)
+
+
+# --- items
+
+
+@pytest.mark.parametrize(("root", "name"), [("av1", "av1"), ("av1-v2.1", "av1"), ("h264", "h264")])
+def test_items_equal_those_of_lerobot(root: str, name: str) -> None:
+    """Items have LeRobot's fields, shapes, dtypes and bytes, in version 3.0 and 2.1, for any windows and episodes."""
+    for configuration in EXPECTED[name]:
+        episodes = Episodes(DATA / root, configuration["windows"], episodes=configuration["episodes"])
+        assert_expected(episodes, configuration)
+
+
+@pytest.mark.parametrize("planar", [True, False])
+def test_pixels_do_not_depend_on_the_way_of_conversion(planar: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames by way of planes of colours equal those by way of pixels, where that is allowed."""
+    assert not frames_module._planes_are_exact("yuv420p", 2, 0, 70, 50)  # the last columns would be undefined
+    expected = Episodes(DATA / "av1")[0][TOP]
+    if not planar:
+        monkeypatch.setattr(frames_module, "_planes_are_exact", lambda *_: False)
+    assert torch.equal(Episodes(DATA / "av1")[0][TOP], expected)
+
+
+@pytest.mark.parametrize("shuffle", [True, False, "window:2"])
+def test_batches_have_the_items(shuffle: Any) -> None:
+    """Each order gives every item once, with the frames of all its cameras and a list of tasks."""
+    episodes = Episodes(DATA / "av1", WINDOWS, run=4)
+    with Feeder(episodes, batch_size=8, shuffle=shuffle) as feeder:
+        assert sorted(number for batch in feeder for number in assert_items(batch, episodes)) == list(range(59))
+
+
+@pytest.mark.parametrize("shuffle", [True, "window:2"])
+def test_worker_processes_give_the_same_batches(shuffle: Any, forked_workers: None) -> None:
+    """Workers decode with decoders and frames of their own."""
+    episodes = Episodes(DATA / "av1", WINDOWS, episodes=[0, 2], run=4)
+    batches = [Feeder(episodes, batch_size=8, shuffle=shuffle, engine=engine) for engine in ("thread", "process:2")]
+    here, there = [[batch["index"].tolist() for batch in feeder] for feeder in batches]
+    assert here == there
+    for feeder in batches:
+        feeder.close()
+
+
+def test_resume_is_exact_within_a_mixed_window() -> None:
+    """A state in the middle of an epoch of ``shuffle="window"`` continues with the same batches."""
+    episodes = Episodes(DATA / "av1", WINDOWS, run=4)
+    with Feeder(episodes, batch_size=8, shuffle="window:2", seed=3) as feeder:
+        iterator = iter(feeder)
+        _ = [next(iterator) for _ in range(3)]
+        state = json.loads(json.dumps(feeder.state_dict()))
+        rest = [batch["index"].tolist() for batch in iterator]
+    with Feeder(Episodes(DATA / "av1", WINDOWS, run=4), batch_size=8, shuffle="window:2", seed=3) as resumed:
+        resumed.load_state_dict(state)
+        assert [assert_items(batch, episodes) for batch in resumed] == rest
+
+
+# --- decode once
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
+    """Counts how often each key-frame group is decoded: codec and first byte."""
+    counts: Counter[tuple[str, int]] = Counter()
+    decode = FrameIndex.decode
+
+    def count(index: FrameIndex, span: Span, data: bytes) -> dict[int, Any]:
+        counts[data[:64].hex(), span.start] += 1
+        return decode(index, span, data)
+
+    monkeypatch.setattr(FrameIndex, "decode", count)
+    return counts
+
+
+@pytest.mark.parametrize("shuffle", [False, "window:2"])
+def test_neighbours_share_frames(shuffle: Any, decoded: Counter[tuple[str, int]]) -> None:
+    """In order and in mixed windows each key-frame group is decoded once, whatever number of moments need it."""
+    episodes = Episodes(DATA / "h264", {TOP: [-0.1, 0.0]}, features=[TOP, "action"], run=16)
+    with Feeder(episodes, batch_size=8, shuffle=shuffle) as feeder:
+        assert sum(len(batch["action"]) for batch in feeder) == len(episodes)
+    assert decoded
+    assert set(decoded.values()) == {1}
+
+
+def test_kept_frames_are_bounded(decoded: Counter[tuple[str, int]]) -> None:
+    """Frames beyond ``decoded_bytes`` are decoded again, and runs are shorter, so that 16 of them fit."""
+    small, large = (Episodes(DATA / "h264", decoded_bytes=size) for size in (1, 1 << 30))
+    assert len(small.shard_starts) == len(small) + 1 > len(large.shard_starts)
+    pool = FramePool(1)
+    frames = Episodes(DATA / "h264")._of.frames(np.array([0, 20, 0]))
+    pictures = [each[TOP].decode(pool) for each in frames]
+    assert (pictures[0] == pictures[2]).all()
+    assert max(decoded.values()) == 2
+    assert len(pool._groups) == 1
+
+
+def test_runs_end_before_key_frames() -> None:
+    """A run has a multiple of the distance of key frames, so that no group is in two of them."""
+    assert Episodes(DATA / "av1", run=5).shard_starts.tolist()[:4] == [0, 4, 8, 9]
+
+
+# --- rows
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": aiofeed.TokenBudget([8] * 59, 64)}])
+def test_rows_are_gathered_in_whole_batches(options: dict[str, Any]) -> None:
+    """Without cameras a batch is gathered from columns, with padding and tasks, in memory and in decode threads."""
+    episodes = Episodes(DATA / "av1", WINDOWS, features=["index", "action", "observation.state", "task"])
+    with Feeder(episodes, **({"batch_size": 8, "shuffle": True} | options)) as feeder:
+        assert feeder._config.source.in_memory
+        assert sorted(number for batch in feeder for number in assert_items(batch, episodes)) == list(range(59))
+
+
+def test_rows_are_read_without_videos(copied: Path) -> None:
+    """Without cameras no video is opened: action chunks need none."""
+    shutil.rmtree(copied / "videos")
+    sample = Episodes(copied, {"action": [0.0, 0.1]}, features=["action", "task"], drop_last_frames=1)[8]
+    assert {name: getattr(value, "shape", None) for name, value in sample.items()} == {
+        "action": (2, 2),
+        "action_is_pad": (2,),
+        "task": None,
+    }
+    assert not sample["action_is_pad"].any()
+
+
+def test_last_frames_are_dropped_from_each_episode() -> None:
+    """``drop_last_frames`` leaves out moments; windows still reach to the end of the episode."""
+    episodes = Episodes(DATA / "av1", {"action": [0.2]}, features=["action", "frame_index"], drop_last_frames=2)
+    assert len(episodes) == 59 - 2 * 6
+    assert not any(episodes[number]["action_is_pad"].any() for number in range(len(episodes)))
+
+
+def test_statistics_are_of_the_chosen_episodes() -> None:
+    """Mean and deviation are LeRobot's; those of some episodes are of their rows."""
+    stated = json.loads((DATA / "av1/meta/stats.json").read_text())["action"]
+    found = Episodes(DATA / "av1").statistics
+    for name in ("mean", "std", "min", "max"):
+        torch.testing.assert_close(found["action"][name], torch.tensor(stated[name]), rtol=1e-5, atol=1e-6)
+    some = Episodes(DATA / "av1", episodes=[1], features=["action", "index"])
+    actions = torch.stack([some[number]["action"] for number in range(len(some))])
+    torch.testing.assert_close(some.statistics["action"]["mean"], actions.mean(0))
+    assert set(some.statistics) == {"action", "index"}
+
+
+# --- mixtures
+
+
+def test_mixture_of_different_cameras() -> None:
+    """Renamed and filled fields make the batches of two data sets equal; filled windows are padding."""
+    rename = {"observation.images.top": "front"}
+    windows = {"front": [-0.1, 0.0], "side": [-0.1, 0.0]}
+    fill = {"side": np.zeros((3, 50, 70), np.uint8), "force": 1.5}
+    features = ["front", "side", "force", "action", "index"]
+    sources = {
+        name: Episodes(DATA / root, windows, features=features, rename=rename, fill=fill)
+        for name, root in (("new", "av1"), ("old", "av1-v2.1"))
+    }
+    with Feeder(Mixture(sources), batch_size=8, shuffle=True) as feeder:
+        batches = list(feeder)
+    assert sum(len(batch["index"]) for batch in batches) == 118
+    assert batches[0]["side"].shape == (8, 2, 3, 50, 70)
+    assert batches[0]["side_is_pad"].all()
+    assert batches[0]["force"].tolist() == [1.5] * 8
+    with pytest.raises(TypeError, match="differ in whether samples are decoded"):
+        Mixture({"episodes": sources["new"], "files": aiofeed.Files([str(DATA / "README.md")])})
+
+
+# --- URLs
+
+
+@pytest.fixture
+def served(object_server: FaultServer) -> FaultServer:
+    """A server with two data sets."""
+    object_server.objects = {
+        f"bucket/{path.relative_to(DATA).as_posix()}": path.read_bytes()
+        for root in ("av1", "h264")
+        for path in (DATA / root).rglob("*")
+        if path.is_file()
+    }
+    return object_server
+
+
+@pytest.mark.parametrize("name", ["av1", "h264"])
+def test_items_at_a_url_equal_those_of_files(name: str, served: FaultServer) -> None:
+    """A data set at a URL gives the same items, with each order."""
+    windows = {TOP: [-0.1, 0.0]}
+    remote = Episodes(f"s3://bucket/{name}", windows, run=8, options=served.options)
+    local = Episodes(DATA / name, windows)
+    assert torch.equal(remote[3][TOP], local[3][TOP])
+    for shuffle in (True, "window:2"):
+        with Feeder(remote, batch_size=16, shuffle=shuffle) as feeder:
+            numbers = [number for batch in feeder for number in assert_items(batch, local)]
+            assert sorted(numbers) == list(range(len(local)))
+
+
+def test_only_needed_groups_are_read_at_a_url(served: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the header of each video, the bytes that are read are those of the key-frame groups of the frames."""
+    read: list[tuple[int, int]] = []
+    fetch = videos.Video._read
+
+    async def record(video: videos.Video, start: int, end: int) -> bytes:
+        if video.index is not None:
+            read.append((start, end))
+        return await fetch(video, start, end)
+
+    monkeypatch.setattr(videos.Video, "_read", record)
+    remote = Episodes("s3://bucket/av1", {TOP: [-0.5, 0.0]}, features=[TOP], options=served.options)
+    _ = remote[20]
+    local = Episodes(DATA / "av1", {TOP: [-0.5, 0.0]}, features=[TOP])
+    [frames] = local._of.frames(np.array([20]))
+    needed = frames[TOP].find(frames[TOP].video.open_now(), whole=True)[1]
+    assert sum(end - start for start, end in read) <= sum(span.end - span.start for span in needed)
+
+
+# --- errors
+
+
+def skipped(episodes: Episodes) -> tuple[int, list[str]]:
+    """How many samples are left with ``on_error="skip"``, and the errors of the others."""
+    with Feeder(episodes, batch_size=8, on_error=aiofeed.FailurePolicy("skip", max_failures=100)) as feeder:
+        count = sum(len(batch["index"]) for batch in feeder)
+        return count, [str(failure.error) for failure in feeder.failures]
+
+
+def test_missing_video_fails_its_samples_only(copied: Path) -> None:
+    """The error names episode, time, camera and file, and may be skipped."""
+    (copied / f"videos/{WRIST}/chunk-000/file-001.mp4").unlink()
+    count, errors = skipped(Episodes(copied))
+    assert 0 < count < 59
+    assert len(errors) == 59 - count
+    for part in ("episode", "frame", f"camera {WRIST!r} at", "file-001.mp4"):
+        assert part in errors[0]
+
+
+def test_camera_without_some_episodes_fails_their_samples(copied: Path) -> None:
+    """An episode without a video of a camera is an error that says so."""
+    change_episodes(copied, f"videos/{TOP}/file_index", lambda values: [None, *values[1:]])
+    count, errors = skipped(Episodes(copied))
+    assert count == 50
+    assert "episode 0" in errors[0]
+    assert "there is no video of this episode" in errors[0]
+
+
+def test_frames_out_of_tolerance_may_be_skipped(copied: Path) -> None:
+    """A frame that is further from its time than the tolerance names both times."""
+    change_episodes(copied, f"videos/{TOP}/from_timestamp", lambda values: [values[0] + 0.03, *values[1:]])
+    count, errors = skipped(Episodes(copied))
+    assert count == 50
+    assert "no frame at 0.030000 s: the nearest one is at 0.000000 s" in errors[0]
+    assert skipped(Episodes(copied, tolerance_s=0.04))[0] == 59
+
+
+@pytest.mark.parametrize("damage", ["truncated", "overwritten", "text"])
+def test_broken_video_is_named(copied: Path, damage: str) -> None:
+    """A truncated, damaged or foreign file is an error of the samples that need it."""
+    path = copied / f"videos/{TOP}/chunk-000/file-000.mp4"
+    data = path.read_bytes()
+    changed = {"truncated": data[: len(data) // 2], "overwritten": data[:100] + bytes(len(data) - 4100) + data[-4000:]}
+    path.write_bytes(changed.get(damage, b"no video"))
+    count, errors = skipped(Episodes(copied, features=[TOP, "index"]))
+    assert count < 59
+    assert all("file-000.mp4" in error for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"windows": {"action": [0.05]}}, r"offsets of 'action': \[0.05\] are no multiples of 1 / 10 s"),
+        ({"windows": {"action": []}}, "there are none"),
+        ({"windows": {"nothing": [0.0]}}, r"windows=\) has \['nothing'\], and there are \['observation.images.top'"),
+        ({"features": ["nothing"]}, r"features=\) has \['nothing'\]"),
+        ({"rename": {"nothing": "a"}}, r"rename=\) has \['nothing'\]"),
+        ({"episodes": [9]}, r"episodes=\) has \[9\]"),
+        ({"drop_last_frames": 100}, "no rows are left"),
+        ({"run": 0}, "run"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
+    """A wrong argument is named, with what the data set has."""
+    with pytest.raises(ValueError, match=message):
+        Episodes(DATA / "av1", **arguments)
+
+
+def test_images_in_rows_are_refused() -> None:
+    """A camera whose images are in the rows is an error that says how to leave it out."""
+    with pytest.raises(ValueError, match=r"does not read .*images in the rows.*pass features="):
+        Episodes(DATA / "images")
+
+
+def test_inconsistent_data_sets_are_refused(copied: Path) -> None:
+    """Other numbers of rows or episodes than described, other versions and missing files are named."""
+    change_episodes(copied, "length", lambda values: [values[0] + 1, *values[1:]])
+    with pytest.raises(ValueError, match=r"file-000.parquet: it has \d+ rows, and its \d+ episodes have"):
+        Episodes(copied)
+    info = json.loads((copied / "meta/info.json").read_text())
+    for change, message in (({"total_episodes": 7}, "describes 6 episodes"), ({"codebase_version": "v1.6"}, "v1.6")):
+        (copied / "meta/info.json").write_text(json.dumps(info | change))
+        with pytest.raises(ValueError, match=message):
+            Episodes(copied)
+    with pytest.raises(FileNotFoundError, match=r"info\.json"):
+        Episodes(copied / "meta")
+
+
+def test_cache_of_encoded_samples_is_refused(tmp_path: Path) -> None:
+    """The bytes of a sample are parts of videos that others share, so an ``EncodedCache`` is refused."""
+    with pytest.raises(TypeError, match="EncodedCache"):
+        Feeder(Episodes(DATA / "av1"), batch_size=8, cache=aiofeed.EncodedCache(tmp_path / "cache", 1 << 20))
+
+
+def test_copies_are_equal(tmp_path: Path) -> None:
+    """A pickled source gives the same items and fingerprint; other windows have another one."""
+    episodes = Episodes(DATA / "av1", WINDOWS)
+    copy = pickle.loads(pickle.dumps(episodes))
+    assert torch.equal(copy[5][TOP], episodes[5][TOP])
+    assert copy.fingerprint() == episodes.fingerprint() != Episodes(DATA / "av1").fingerprint()
+    with Feeder(episodes, batch_size=8, cache="host", limits=Limits(decode_threads=1)) as feeder:
+        first, second = [[batch[WRIST].sum() for batch in feeder] for _ in range(2)]
+        assert len(first) == len(second)
