@@ -281,7 +281,7 @@ def test_only_needed_groups_are_read_at_a_url(served: FaultServer, monkeypatch: 
 
 def skipped(episodes: Episodes) -> tuple[int, list[str]]:
     """How many samples are left with ``on_error="skip"``, and the errors of the others."""
-    with Feeder(episodes, batch_size=8, on_error=aiofeed.FailurePolicy("skip", max_failures=100)) as feeder:
+    with Feeder(episodes, batch_size=64, on_error=aiofeed.FailurePolicy("skip", max_failures=100)) as feeder:
         count = sum(len(batch["index"]) for batch in feeder)
         return count, [str(failure.error) for failure in feeder.failures]
 

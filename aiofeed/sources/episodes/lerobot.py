@@ -106,7 +106,7 @@ class LeRobotData:
 def as_lerobot(values: NDArray[Any]) -> NDArray[Any]:
     """Numbers in the dtypes of LeRobot's items: bool, float32 and int64."""
     kind = {"b": np.bool_, "f": np.float32}.get(values.dtype.kind, np.int64)
-    return np.ascontiguousarray(values, kind)
+    return np.asarray(values, kind, order="C")
 
 
 async def describe(reader: ObjectReader) -> LeRobotData:

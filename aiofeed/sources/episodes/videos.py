@@ -70,8 +70,8 @@ class Video:
         joined: list[tuple[int, int]] = []
         ordered = sorted(spans, key=lambda span: span.start)
         for span in ordered:
-            first = joined.pop()[0] if joined and span.start <= joined[-1][1] else span.start
-            joined.append((first, span.end))
+            first, end = joined.pop() if joined and span.start <= joined[-1][1] else (span.start, 0)
+            joined.append((first, max(end, span.end)))
         parts = await run_all([self._read(*each) for each in joined])
         firsts = [first for first, _ in joined]
         found = {}
