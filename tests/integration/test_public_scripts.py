@@ -74,7 +74,7 @@ def write_images(folder: Path, n: int = 16, size: int = 80) -> None:
 
 
 def mnist(work: Path) -> None:
-    for folder in ("../data", "../../data", "data", "../../data/mnist", "../../../Datasets"):
+    for folder in ("../data", "../../data", "data", "../../data/mnist", "../../../Datasets", "../../../a/Datasets"):
         write_mnist(work / folder)
     (work / "results").mkdir()
 
@@ -95,8 +95,8 @@ def super_resolution(work: Path) -> None:
 
 
 def text(work: Path) -> None:
-    words = np.random.default_rng(0).integers(0, 40, 6000)
-    lines = [" ".join(f"w{word}" for word in line) for line in words.reshape(300, 20)]
+    words = np.random.default_rng(0).integers(0, 40, 80_000)
+    lines = [" ".join(f"w{word}" for word in line) for line in words.reshape(-1, 20)]
     (work / "input.txt").write_text("\n".join(lines))
     (work / "data").mkdir(exist_ok=True)
     (work / "data" / "wikitext-2.txt").write_text("\n".join(lines))
@@ -107,13 +107,13 @@ def pairs(work: Path) -> None:
     """GLUE's MRPC as a local folder, a tiny BERT under the name of the script's, and a module for its metric."""
     text(work)
     lines = (work / "input.txt").read_text().splitlines()
-    (work / "glue").mkdir()
+    (work / "nyu-mll" / "glue").mkdir(parents=True)
     for part, n in (("train", 64), ("validation", 32), ("test", 32)):
         rows = [
             {"idx": row, "sentence1": lines[row], "sentence2": lines[row + 1], "label": row % 2} for row in range(n)
         ]
-        (work / "glue" / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (work / "glue" / "README.md").write_text(
+        (work / "nyu-mll" / "glue" / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (work / "nyu-mll" / "glue" / "README.md").write_text(
         "---\nconfigs:\n- config_name: mrpc\n  data_files:\n"
         + "".join(f"  - split: {part}\n    path: {part}.jsonl\n" for part in ("train", "validation", "test"))
         + "---\n"
@@ -145,10 +145,14 @@ transformers.PreTrainedTokenizerFast(
 ).save_pretrained(folder)
 torch.manual_seed(0)
 if kind == "bert":
-    config = transformers.BertConfig(len(words), 32, 2, 2, 64, num_labels=2)
+    config = transformers.BertConfig(
+        vocab_size=len(words), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+    )
     transformers.BertForSequenceClassification(config).save_pretrained(folder)
 else:
-    config = transformers.GPT2Config(len(words), 128, 32, 2, 2, bos_token_id=3, eos_token_id=3)
+    config = transformers.GPT2Config(
+        vocab_size=len(words), n_positions=128, n_embd=32, n_layer=2, n_head=2, bos_token_id=3, eos_token_id=3
+    )
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
 """
     subprocess.run([PYTHON, "-c", program, folder, kind], check=True, capture_output=True)
@@ -173,6 +177,9 @@ def detection(work: Path) -> None:
             boxes = [(number % 2, *random.uniform(0.3, 0.7, 2), *random.uniform(0.1, 0.4, 2)) for _ in range(3)]
             lines = "".join(" ".join(map(str, box)) + "\n" for box in boxes)
             (work / "boxes" / "labels" / part / f"{number}.txt").write_text(lines)
+    (work / "config" / "Ultralytics").mkdir(parents=True)
+    for file in ("Arial.ttf", "Ultralytics/Arial.ttf"):
+        (work / "config" / file).touch()  # not used, but downloaded if it is missing
     (work / "data.yaml").write_text(
         f"path: {work / 'boxes'}\ntrain: images/train\nval: images/val\nnames: {{0: a, 1: b}}\n"
     )
@@ -228,7 +235,7 @@ SCRIPTS = [
            "--device cpu --mixup 0.2 --aa rand-m5-mstd0.5 --reprob 0.2 --seed 1", pictures),
     Script(LIGHTNING, "examples/pytorch/basics/backbone_image_classifier.py", TRAINER),
     Script(LIGHTNING, "examples/pytorch/basics/transformer.py", "", text),
-    Script(LIGHTNING, "examples/pytorch/bug_report/bug_report_model.py", ""),
+    Script(LIGHTNING, "examples/pytorch/bug_report/bug_report_model.py", "", text),
     Script(LIGHTNING, "examples/fabric/image_classifier/train_fabric.py", "--epochs 1"),
     Script(LIGHTNING, "examples/fabric/kfold_cv/train_fabric.py", "--epochs 1"),
     Script(ACCELERATE, "examples/nlp_example.py", "--cpu", pairs),
@@ -252,10 +259,6 @@ def run(way: Sequence[str], script: Script, work: Path) -> tuple[list[str], str]
     shutil.copytree((checkout / script.path).parent, copy)
     if script.repository in ("huggingface/trl", "ultralytics/yolov5", TIMM):
         copy = checkout / Path(script.path).parent
-    if script.repository == LIGHTNING:
-        (work / "Datasets").mkdir()
-        write_mnist(work / "Datasets")
-        write_mnist(work / "a" / "Datasets")
     folder = work / "1" / "2" / "3"
     folder.mkdir(parents=True)
     script.data(folder)
@@ -272,6 +275,7 @@ def run(way: Sequence[str], script: Script, work: Path) -> tuple[list[str], str]
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONHASHSEED": "0",
         "YOLO_OFFLINE": "1",
+        "YOLOV5_CONFIG_DIR": str(folder / "config"),
         "WANDB_MODE": "disabled",
     }
     command = [PYTHON, *way, str(copy / Path(script.path).name), *shlex.split(script.arguments)]
