@@ -97,7 +97,7 @@ def super_resolution(work: Path) -> None:
 def text(work: Path) -> None:
     words = np.random.default_rng(0).integers(0, 40, 80_000)
     lines = [" ".join(f"w{word}" for word in line) for line in words.reshape(-1, 20)]
-    (work / "input.txt").write_text("\n".join(lines))
+    (work / "input.txt").write_text("\n".join(["O God, O God!", *lines]))  # with the prompt of chargpt.py
     (work / "data").mkdir(exist_ok=True)
     (work / "data" / "wikitext-2.txt").write_text("\n".join(lines))
     (work / "train.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines[:64]))
@@ -177,9 +177,8 @@ def detection(work: Path) -> None:
             boxes = [(number % 2, *random.uniform(0.3, 0.7, 2), *random.uniform(0.1, 0.4, 2)) for _ in range(3)]
             lines = "".join(" ".join(map(str, box)) + "\n" for box in boxes)
             (work / "boxes" / "labels" / part / f"{number}.txt").write_text(lines)
-    (work / "config" / "Ultralytics").mkdir(parents=True)
-    for file in ("Arial.ttf", "Ultralytics/Arial.ttf"):
-        (work / "config" / file).touch()  # not used, but downloaded if it is missing
+    (work / "config").mkdir()
+    (work / "config" / "Arial.ttf").touch()  # not used, but downloaded if it is missing
     (work / "data.yaml").write_text(
         f"path: {work / 'boxes'}\ntrain: images/train\nval: images/val\nnames: {{0: a, 1: b}}\n"
     )
