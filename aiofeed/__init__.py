@@ -133,7 +133,7 @@ def __getattr__(name: str) -> object:
         if moved is None:
             raise AttributeError(f"module 'aiofeed' has no attribute {name!r}")
         warnings.warn(f"aiofeed.{name} is now aiofeed.{moved}", DeprecationWarning, stacklevel=2)
-        return _of_namespace(moved)
+        return getattr(import_module(f"aiofeed.{moved.partition('.')[0]}"), name)  # type: ignore[no-any-return]
     try:
         module = import_module(_MODULES[name])
     except ModuleNotFoundError as error:
@@ -146,24 +146,19 @@ def __getattr__(name: str) -> object:
     return value
 
 
-def _of_namespace(name: str) -> object:
-    from importlib import import_module
-
-    found: object = getattr(import_module(_MODULES[name]), name.partition(".")[2])
-    return found
-
-
 def _namespace(module: str) -> tuple[list[str], Callable[[str], object]]:
     """``__all__`` and ``__getattr__`` of a module that has public names."""
     prefix = f"{module.removeprefix('aiofeed.')}."
-    names = [name.removeprefix(prefix) for name in _MODULES if name.startswith(prefix)]
+    homes = {name.removeprefix(prefix): home for name, home in _MODULES.items() if name.startswith(prefix)}
 
     def get(name: str) -> object:
-        if name not in names:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return _of_namespace(prefix + name)
+        from importlib import import_module
 
-    return names, get
+        if name not in homes:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(import_module(homes[name]), name)  # type: ignore[no-any-return]
+
+    return list(homes), get
 
 
 def _without_pillow(name: str) -> type:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from aiofeed.reports.commands.prepare import write_indexes
+from aiofeed.sources.objects.requests import fault_of
 from tests.mistakes import message_of, mistakes, prepare
 
 pytestmark = pytest.mark.integration
@@ -43,3 +47,45 @@ def test_there_are_two_hundred_mistakes() -> None:
     """Each once."""
     found = [code for _, code, _ in mistakes()]
     assert len(set(found)) == len(found) >= 200
+
+
+def test_a_decoder_that_workers_cannot_see(tmp_path: Path) -> None:
+    """A function defined under the guard of the script: the error says to define it above."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        'import aiofeed\nif __name__ == "__main__":\n    def decode(data): return len(data)\n'
+        '    print(list(aiofeed.Feeder(aiofeed.Files([__file__]), decode=decode, batch_size=1, engine="process")))\n'
+    )
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert 'define it above `if __name__ == "__main__":`' in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "way"),
+    [
+        ("Server returned non-2xx status code: 403 Forbidden", True),
+        ("HTTP error: error sending request: http://169.254.169.254/latest/api/token", True),
+        ("HTTP error: error sending request: http://127.0.0.1:1/bucket", False),
+    ],
+)
+def test_missing_credentials_of_s3(text: str, way: bool) -> None:
+    """The error names the variables, and the option for public data; obstore's reason stays."""
+    message = str(fault_of(OSError(text), str, "s3://bucket/a").error)
+    assert text[:20] in message
+    assert ("AWS_ACCESS_KEY_ID" in message and "skip_signature" in message) is way
+    assert "AWS" not in str(fault_of(OSError(text), str, "gs://bucket/a").error)
+
+
+def test_an_index_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`aiofeed index FOLDER` says what to write, without a traceback."""
+    assert write_indexes([str(tmp_path)], target=None, output=None) == 1
+    assert f"{tmp_path}/* are the files in it" in capsys.readouterr().err
+
+
+def test_lightning_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the package to install."""
+    for name in ("aiofeed.lightning", "lightning.pytorch", "pytorch_lightning"):
+        monkeypatch.setitem(sys.modules, name, None if "aiofeed" not in name else sys.modules.get(name))
+    monkeypatch.delitem(sys.modules, "aiofeed.lightning")
+    with pytest.raises(ImportError, match="pip install lightning"):
+        __import__("aiofeed.lightning")

@@ -156,8 +156,7 @@ def facts_of(a: Any) -> set[str]:
     plan, on_device = isinstance(a.batch_size, LengthPlan), a.cache == "device"
     listed, tokens = plan or a.batch_sampler is not None, traits.rows and traits.decode == "none"
     unknown = a.exclude is not None or a.sampler is not None or traits.ordered or listed or not traits.indexed
-    at_urls = tokens and getattr(a.adopted, "whole", a.adopted).looks_ahead
-    encoded = isinstance(a.cache, EncodedCache)
+    at_urls, encoded = tokens and getattr(a.adopted, "whole", a.adopted).looks_ahead, isinstance(a.cache, EncodedCache)
     found = {
         "Stream": not traits.indexed,
         "a Mixture with weights": traits.ordered,

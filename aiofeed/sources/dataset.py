@@ -73,7 +73,7 @@ class FromDataset(IndexedSource):
             )
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise TypeError(f"a Dataset needs __getitem__ and __len__, got {type(dataset).__name__}")
-        self.dataset = dataset
+        self.dataset = self._whole = dataset
         self.threads: int = check_positive_int("FromDataset(threads=...)", threads)
         if fingerprint is not None and (not isinstance(fingerprint, str) or not fingerprint):
             raise TypeError(f"FromDataset(fingerprint=...) must be a non-empty str, got {fingerprint!r}")
@@ -108,14 +108,9 @@ class FromDataset(IndexedSource):
 
         part = copy.copy(self)
         part.rows = rows if self.rows is None else self.rows[rows]
-        part.dataset = Subset(self._whole, part.rows.tolist())
+        part.dataset = Subset(self._whole, part.rows.tolist())  # type: ignore[arg-type]
         part._fingerprint = self._fingerprint and part_fingerprint(self._fingerprint, rows)
         return part
-
-    @property
-    def _whole(self) -> Any:
-        dataset: Any = self.dataset
-        return dataset if self.rows is None else dataset.dataset
 
     def set_up(self) -> None:
         """Call the ``setup`` hook if the calling thread has not done so."""

@@ -13,7 +13,7 @@ from aiofeed.core.types import public
 from aiofeed.core.validation import check_bool, explain_arguments
 from aiofeed.sources.file_io import MAX_BYTES, ReadRules
 from aiofeed.sources.files import Files
-from aiofeed.sources.objects.urls import join_url, redacted, scheme_of, split_url
+from aiofeed.sources.objects.urls import check_path, join_url, redacted, scheme_of, split_url
 
 # The list of torchvision, so that samples have the same indices.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -92,7 +92,7 @@ class ImageFolder(Files):
         elif options is not None or refresh:
             raise ValueError(f"options= and refresh= are for URLs, and {root!r} is a folder: leave them out")
         else:
-            shown = split_url(root)[1]
+            shown = check_path(split_url(root)[1])
             paths, counts, loose = _list_folder(shown, follow_symlinks)
         if not counts:
             raise FileNotFoundError(_no_classes(shown, loose))
@@ -222,7 +222,7 @@ def _by_name(
             (found[key], size) for key, size in zip(listing.keys, listing.sizes.tolist(), strict=True) if key in found
         )
     else:
-        root = split_url(root)[1]
+        root = check_path(split_url(root)[1])
         if not os.path.isdir(root):
             raise FileNotFoundError(f"FolderPairs: the folder {root!r} does not exist{_missing_part(root)}")
         paths = _images(root, follow_symlinks, tuple(endings))

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 Indices: TypeAlias = "slice | Sequence[int] | Sequence[bool] | NDArray[Any] | torch.Tensor"
 
-# Members of a source that depend on indices: lists of one value per sample, and methods that get an index or several.
-_PER_SAMPLE = ("targets", "names")
+# Methods of a source that get an index or several.
 _INDEXED = ("target", "version", "nbytes", "read_many", "read_now")
-_GATHERED = ("gathered", "first_tokens")
 
 
 class IndexedSource(Sized):
@@ -101,11 +99,11 @@ class Subset(IndexedSource):
         if name.startswith("_") or name in ("whole", "rows", "paths", "announce"):
             raise AttributeError(f"a part of a source has no {name!r}: its attribute `whole` is the source")
         value = getattr(self.whole, name)
-        if name in _PER_SAMPLE and hasattr(value, "__len__"):
+        if name in ("targets", "names") and hasattr(value, "__len__"):
             return [value[row] for row in self.rows.tolist()]
         if name in _INDEXED and value is not None:  # Tokens at URLs have no read_now
             return lambda indices: value(self.rows.take(indices).tolist())
-        if name in _GATHERED:
+        if name in ("gathered", "first_tokens"):
             return lambda indices, *memory: value(self.rows[indices], *memory)
         if name in ("shard_starts", "looks_ahead") and not self._ascending:
             raise AttributeError(f"the samples of {self!r} are not in the order of its shards: no {name}")

@@ -194,11 +194,11 @@ def bad_file(kind: str) -> bytes:
 
 
 BAD = {
-    "empty": "no audio, truncated or damaged",
-    "text": "no audio, truncated or damaged",
+    "empty": "no audio, or it is truncated or damaged",
+    "text": "no audio, or it is truncated or damaged",
     "truncated": r"truncated: its header states 4 seconds, and it has [0-9.]+",
     "truncated flac": r"truncated: its header states 4 seconds, and it has [0-9.]+",
-    "truncated m4a": "no audio, truncated or damaged",
+    "truncated m4a": "no audio, or it is truncated or damaged",
     "no samples": "the audio has no samples",
     "no audio": "no audio stream; it has video",
     "another rate": r"has 8000 samples per second, not 16000: pass resample=True",

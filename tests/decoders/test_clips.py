@@ -416,9 +416,9 @@ def bad_file(kind: str) -> bytes:
 
 
 BAD = {
-    "empty": "no video, truncated or damaged",
-    "text": "no video, truncated or damaged",
-    "truncated": "no video, truncated or damaged",
+    "empty": "no video, or it is truncated or damaged",
+    "text": "no video, or it is truncated or damaged",
+    "truncated": "no video, or it is truncated or damaged",
     "truncated after the header": r"truncated: its header counts 60 packets, and it has \d+",
     "truncated mkv": r"truncated: its header states 2\.4 seconds, and it has [0-9.]+",
     "no frames": "the video has no frames",
@@ -461,7 +461,7 @@ def test_a_playlist_opens_no_other_file(mp4: bytes, tmp_path: Path) -> None:
         f"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\n{tmp_path}/secret.ts\n#EXT-X-ENDLIST\n",
         f"ffconcat version 1.0\nfile {tmp_path}/secret.ts\n",
     ):
-        with pytest.raises(ValueError, match="no video, truncated or damaged"):
+        with pytest.raises(ValueError, match="no video, or it is truncated or damaged"):
             decode(text.encode(), 4, 1, 1, 24)
 
 

@@ -66,7 +66,7 @@ def open_media(
             stream.codec_context.thread_count = 1
             yield container, stream
     except av.FFmpegError as error:
-        raise ValueError(f"the file is not {kind}, or it is truncated or damaged: {error.strerror}") from error
+        raise ValueError(f"the file has no {kind}, or it is truncated or damaged: {error.strerror}") from error
 
 
 def _as_file(data: Any) -> Any:

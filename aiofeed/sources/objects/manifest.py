@@ -23,7 +23,7 @@ from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
 from aiofeed.sources.objects.listing import run_blocking
 from aiofeed.sources.objects.reader import ObjectReader, read_ranges, run_all
 from aiofeed.sources.objects.samples import ObjectList, objects_of
-from aiofeed.sources.objects.urls import redacted, scheme_of, split_url
+from aiofeed.sources.objects.urls import check_path, redacted, scheme_of, split_url
 from aiofeed.sources.parts import in_order
 from aiofeed.sources.tables.columns import ValueColumn
 
@@ -60,7 +60,7 @@ class TableFile:
     """
 
     def __init__(self, path: str, format: str | None, store: Any, options: Mapping[str, Any] | None) -> None:
-        base, key = split_url(path)
+        base, key = split_url(check_path(path))
         self.is_local: bool = not base and (store is None or scheme_of(path) == "file")
         self._arrow = _pyarrow("")
         stem, suffix = os.path.splitext(key.lower())

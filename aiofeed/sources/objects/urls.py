@@ -71,7 +71,7 @@ def split_url(url: str) -> tuple[str, str]:
     """
     scheme = scheme_of(url)
     if scheme is None:
-        return "", check_path(url)
+        return "", url
     if scheme == "file":
         return "", _local_path(url)
     if scheme == "hf":
@@ -112,10 +112,10 @@ def without_signature(key: str) -> str:
 
 
 def check_path(path: str) -> str:
-    """Return the path of a file or folder.
+    """Return a path or URL as it is.
 
     Raises:
-        FileNotFoundError: It does not exist, and is written as a shell, Windows or a URL would have it.
+        FileNotFoundError: There is none, and it begins with ``~``, as a path of Windows or a URL with one slash.
     """
     match = _NO_PATH.match(path)
     if match is None or (os.name == "nt" and path[1] == ":") or os.path.exists(path):

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from aiofeed.sources.objects.reader import ObjectReader, read_ranges
 from aiofeed.sources.objects.requests import ObjectInfo
-from aiofeed.sources.objects.urls import redacted, split_url
+from aiofeed.sources.objects.urls import check_path, redacted, split_url
 from aiofeed.sources.shards.index import ShardIndex, ranges_of
 
 Urls: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
@@ -102,7 +102,7 @@ class ShardFinder:
 
     def shard(self, url: str) -> Shard:
         """The shard at one URL."""
-        base, key = split_url(url)
+        base, key = split_url(check_path(url))
         if base not in self._readers:
             if self._store is not None and self._readers:
                 both = sorted(map(redacted, [base, *self._readers]))

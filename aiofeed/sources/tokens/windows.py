@@ -20,7 +20,7 @@ from aiofeed.core.validation import check_bool, check_positive_int, explain_argu
 from aiofeed.runtime.buffers import HostBufferPool, array
 from aiofeed.runtime.machine import free_memory
 from aiofeed.sampling.schedule import fingerprint
-from aiofeed.sources.objects.urls import is_remote, redacted, split_url
+from aiofeed.sources.objects.urls import check_path, is_remote, redacted, split_url
 from aiofeed.sources.subset import IndexedSource, Indices
 from aiofeed.sources.tokens.formats import CHECKED_BYTES, DTYPES, TokenLayout, check_vocab, layout_of
 
@@ -302,7 +302,7 @@ def _checked_paths(given: Any) -> list[Any]:
 def _local_path(path: Any) -> Path:
     if is_remote(path):
         raise ValueError(f"{redacted(path)!r} is a URL in an iterator: pass a list to Tokens")
-    return Path(split_url(os.fspath(path))[1])
+    return Path(check_path(split_url(os.fspath(path))[1]))
 
 
 def checked_places(count: int) -> list[int]:
