@@ -454,9 +454,9 @@ def recipes() -> dict[str, str]:
             [
                 (14, 86, 100, "files", ""),
                 (146, 86, 128, "serve(feeder)", "decodes each once"),
-                (316, 38, 130, "attach: rate 0.001", "training 1"),
-                (316, 86, 130, "attach: rate 0.01", "training 2"),
-                (316, 134, 130, "attach: rate 0.1", "training 3"),
+                (316, 38, 130, "training 1", "attach, rate 1e-4"),
+                (316, 86, 130, "training 2", "attach, rate 1e-3"),
+                (316, 134, 130, "training 3", "attach, rate 1e-2"),
             ],
             "0>1 1>2 1>3 1>4",
         ),
