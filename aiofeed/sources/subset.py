@@ -130,6 +130,10 @@ class Subset(IndexedSource):
         read = getattr(self.whole, "read_uncopied", self.whole.read_many)
         return await read(self.rows.take(indices).tolist())
 
+    def sharing_frames(self) -> Self:
+        """The same moments of ``Episodes`` with frames that are kept; of another source itself."""
+        return type(self)(getattr(self.whole, "sharing_frames", lambda: self.whole)(), self.rows)
+
     def in_batches(self) -> Self:
         """The same rows of a ``Table`` of which batches are gathered."""
         return type(self)(self.whole.in_batches(), self.rows)

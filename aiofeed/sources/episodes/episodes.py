@@ -22,6 +22,7 @@ from aiofeed.sources.episodes.moments import Moments
 from aiofeed.sources.episodes.videos import Frames, read_frames
 from aiofeed.sources.objects.listing import run_blocking
 from aiofeed.sources.objects.reader import ObjectReader, statistics_of
+from aiofeed.sources.subset import IndexedSource, Indices
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +51,7 @@ class Moment(NamedTuple):
         "columns": "it is called features",
     }
 )
-class Episodes:
+class Episodes(IndexedSource):
     """Moments of the episodes of a LeRobot data set (3.0 or 2.1), each with windows of rows and frames around it.
 
     A sample is a dict as an item of LeRobot's ``LeRobotDataset``: each camera uint8 [3, H, W], or [n, 3, H, W] with
@@ -145,9 +146,11 @@ class Episodes:
     def __repr__(self) -> str:
         return f"Episodes({self._of.name!r})"
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """One sample, as from a ``Dataset``."""
-        at = range(len(self))[index]
+    def __getitem__(self, indices: int | Indices) -> Any:
+        """One sample, as from a ``Dataset``; or a part, as of other sources."""
+        if not isinstance(indices, int | np.integer):
+            return super().__getitem__(indices)
+        at = range(len(self))[indices]
         return self.decoder(run_blocking(lambda: self.read(at)) if self.looks_ahead else self._moments([at])[0])
 
     @property
