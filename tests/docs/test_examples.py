@@ -427,6 +427,19 @@ def test_video_clips_learns_and_is_resumed_with_its_next_clips(run: Callable[...
     assert int(accuracy[1]) > 60
 
 
+# --- push_dot ---------------------------------------------------------------------------------------------------------
+
+
+def test_push_dot_learns_and_is_resumed_with_its_next_moments(run: Callable[..., str]) -> None:
+    """The policy pushes the dot in other episodes, too, and the resumed training sees the same moments."""
+    pytest.importorskip("av")
+    output = run("push_dot.py")
+    assert "the moments are those of one uninterrupted training: True" in output
+    error = re.search(r"^error on other episodes: (\d+)%$", output, re.MULTILINE)
+    assert error is not None
+    assert int(error[1]) < 40
+
+
 # --- several_devices --------------------------------------------------------------------------------------------------
 
 
