@@ -17,7 +17,6 @@ from pyarrow import parquet
 
 import aiofeed
 from aiofeed import Episodes, Feeder, Limits, Mixture
-from aiofeed.decoders.media import frames as frames_module
 from aiofeed.decoders.media.frames import FrameIndex, FramePool, Span
 from aiofeed.sources.episodes import videos
 from tests.support.fault_server import FaultServer
@@ -75,16 +74,6 @@ def test_items_equal_those_of_lerobot(root: str, name: str) -> None:
     for configuration in EXPECTED[name]:
         episodes = Episodes(DATA / root, configuration["windows"], episodes=configuration["episodes"])
         assert_expected(episodes, configuration)
-
-
-@pytest.mark.parametrize("planar", [True, False])
-def test_pixels_do_not_depend_on_the_way_of_conversion(planar: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frames by way of planes of colours equal those by way of pixels, where that is allowed."""
-    assert not frames_module._planes_are_exact("yuv420p", 2, 0, 70, 50)  # the last columns would be undefined
-    expected = Episodes(DATA / "av1")[0][TOP]
-    if not planar:
-        monkeypatch.setattr(frames_module, "_planes_are_exact", lambda *_: False)
-    assert torch.equal(Episodes(DATA / "av1")[0][TOP], expected)
 
 
 @pytest.mark.parametrize("shuffle", [True, False, "window:2"])

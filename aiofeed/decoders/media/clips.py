@@ -23,7 +23,6 @@ from aiofeed.decoders.media.container import (
     KNOWN_OPTIONS,
     SKIPPING,
     Media,
-    channels,
     import_av,
     open_media,
     packets_of,
@@ -211,7 +210,9 @@ class ClipDecoder:
         scaled = scaler().reformat(
             frame, *stored[::-1], "gbrp" if planar else "rgb24", interpolation="BILINEAR", threads=1
         )
-        for channel, pixels in enumerate(channels(scaled, stored, planar=planar)):
+        for channel, number in enumerate((2, 0, 1)):
+            plane, offset, step = (scaled.planes[number], 0, 1) if planar else (scaled.planes[0], channel, 3)
+            pixels: NDArray[np.uint8] = np.ndarray(stored, np.uint8, plane, offset, (plane.line_size, step))
             out[channel] = np.rot90(pixels, turns)[top : top + height, left : left + width]
 
 

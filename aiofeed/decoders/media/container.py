@@ -7,13 +7,8 @@ import functools
 import io
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
-
-import numpy as np
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeAlias
 
 Media: TypeAlias = "bytes | str | os.PathLike[str]"
 """The bytes of a file, or the path of a local one, which is opened in place."""
@@ -115,13 +110,4 @@ def scaler() -> Any:
     found = getattr(_local, "scaler", None)
     if found is None:
         found = _local.scaler = import_av().video.reformatter.VideoReformatter()
-    return found
-
-
-def channels(frame: Any, shape: Sequence[int], *, planar: bool) -> list[NDArray[np.uint8]]:
-    """Red, green and blue of a frame in planes ("gbrp") or in pixels ("rgb24"), in its memory; ``shape`` is (H, W)."""
-    found = []
-    for channel, number in enumerate((2, 0, 1)):
-        plane, offset, step = (frame.planes[number], 0, 1) if planar else (frame.planes[0], channel, 3)
-        found.append(np.ndarray(shape, np.uint8, plane, offset, (plane.line_size, step)))
     return found

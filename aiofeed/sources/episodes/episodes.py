@@ -44,11 +44,8 @@ class Moment(NamedTuple):
     {
         "delta_timestamps": "it is called windows",
         "repo_id": 'pass the folder of the data set, or its URL: "hf://datasets/owner/name"',
-        "image_transforms": "pass transform= to Feeder, which calls it with each batch",
-        "video_backend": "frames are decoded by PyAV, and equal those of the other backends",
         "return_uint8": "frames are uint8: divide them by 255 in transform= of Feeder, on the device",
         "drop_n_last_frames": "it is called drop_last_frames",
-        "columns": "it is called features",
     }
 )
 class Episodes(IndexedSource):
@@ -107,6 +104,7 @@ class Episodes(IndexedSource):
         store: Any = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
+        given = dict(locals())
         check_int_from(0, "Episodes(drop_last_frames=)", drop_last_frames)
         check_positive_int("Episodes(run=)", run)
         self._decoded_bytes = check_positive_int("Episodes(decoded_bytes=)", decoded_bytes)
@@ -115,8 +113,7 @@ class Episodes(IndexedSource):
             data = run_blocking(lambda: describe(reader))
         except (KeyError, json.JSONDecodeError) as error:
             raise ValueError(f"{reader.url('meta')}: it is no description of LeRobot's: {error!r}") from error
-        given = windows or {}, features, episodes, drop_last_frames, rename or {}, fill or {}, tolerance_s
-        self._of = moments = Moments(data, *given)
+        self._of = moments = Moments(data, given)
         self._whole = False
         self._pool: FramePool | None = None
         if not len(self):
@@ -181,7 +178,7 @@ class Episodes(IndexedSource):
 
     @property
     def statistics(self) -> dict[str, dict[str, torch.Tensor]]:
-        """For each column ``mean``, ``std``, ``min``, ``max``, ``q01``, ``q10``, ``q50``, ``q90`` and ``q99``: float32.
+        """For each column ``mean``, ``std``, ``min`` and ``max``, float32.
 
         They are computed of all rows of the chosen episodes, each time. The standard deviation is that of LeRobot, of
         the population.

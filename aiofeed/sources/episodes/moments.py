@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 # Runs that shuffle="window" mixes, and one whose frames are not used any more.
 RUNS = 17
-QUANTILES = (1, 10, 50, 90, 99)
 
 
 class Moments:
@@ -30,17 +29,12 @@ class Moments:
         starts: The first moment of each episode, and the number of moments.
     """
 
-    def __init__(
-        self,
-        data: LeRobotData,
-        windows: Mapping[str, Sequence[float]],
-        features: Sequence[str] | None,
-        episodes: Iterable[int] | None,
-        drop_last_frames: int,
-        rename: Mapping[str, str],
-        fill: Mapping[str, Any],
-        tolerance_s: float,
-    ) -> None:
+    def __init__(self, data: LeRobotData, given: Mapping[str, Any]) -> None:
+        windows, features = given["windows"] or {}, given["features"]
+        rename, fill = given["rename"] or {}, given["fill"] or {}
+        episodes, drop_last_frames, tolerance_s = (
+            given[name] for name in ("episodes", "drop_last_frames", "tolerance_s")
+        )
         self.data, self._tolerance_s = data, tolerance_s
         self.name: str = data.reader.url("").rstrip("/")
         total, names = len(data.lengths), [*data.cameras, *data.shapes, *data.others]
@@ -50,8 +44,8 @@ class Moments:
         fill = {name: each if each.dtype == np.uint8 else as_lerobot(each) for name, each in fill.items()}
         known = [*old_names, *fill, "task"]
         chosen = known if features is None else list(features)
-        given = [("episodes", self.episodes.tolist(), range(total)), ("rename", rename, names)]
-        for argument, wanted, among in (*given, ("features", chosen, known), ("windows", windows, known)):
+        checks = [("episodes", self.episodes.tolist(), range(total)), ("rename", rename, names)]
+        for argument, wanted, among in (*checks, ("features", chosen, known), ("windows", windows, known)):
             if missing := [each for each in wanted if each not in among]:
                 raise ValueError(f"{self.name}: Episodes({argument}=) has {missing}, and there are {among}")
         if refused := {name: why for name in chosen if (why := data.others.get(old_names.get(name, "")))}:
@@ -64,7 +58,6 @@ class Moments:
         self.has_task: bool = "task" in chosen
         self._steps = {name: self._steps_of(name, offsets) for name, offsets in windows.items()}
         self.padded: list[str] = [name for name in windows if name in chosen]
-        self.identity: list[Any] = [self._names, drop_last_frames, *(each.tolist() for each in self._steps.values())]
         needed = {*self._names.values(), "timestamp", *(["task_index"] if self.has_task else [])}
         self._columns = run_blocking(lambda: data.load(sorted(needed), self.episodes))
         self.lengths: Int64 = data.lengths[self.episodes]
@@ -75,6 +68,8 @@ class Moments:
         }
         first = {name: self._columns[each][0] for name, each in self._names.items()} | self.fill
         self.fields |= {name: (self._shape(value.shape, name), str(value.dtype)) for name, value in first.items()}
+        steps = [each.tolist() for each in self._steps.values()]
+        self.identity: list[Any] = [self._names, self.fields, self.padded, self.has_task, drop_last_frames, steps]
         self._videos = {name: [Video(data.reader, key) for key in each.keys] for name, each in self.cameras.items()}
 
     def _steps_of(self, name: str, offsets: Sequence[float]) -> Int64:
@@ -118,13 +113,11 @@ class Moments:
         return found | ({"task": self._columns["task_index"][at["task"][0]]} if self.has_task else {})
 
     def statistics(self) -> dict[str, dict[str, NDArray[np.float32]]]:
-        """Mean, standard deviation, least and greatest value and quantiles of the columns, over the rows."""
+        """Mean, standard deviation, least and greatest value of the columns, over the rows."""
         found = {}
         for name, old in self._names.items():
             values = self._columns[old].astype(np.float64)
-            quantiles = np.quantile(values, np.array(QUANTILES) / 100, axis=0)
-            each = {"mean": values.mean(axis=0), "std": values.std(axis=0), "min": values.min(axis=0)}
-            each |= {"max": values.max(axis=0)} | {f"q{at:02d}": q for at, q in zip(QUANTILES, quantiles, strict=True)}
+            each = {kind: getattr(values, kind)(axis=0) for kind in ("mean", "std", "min", "max")}
             found[name] = {statistic: np.asarray(value, np.float32) for statistic, value in each.items()}
         return found
 
