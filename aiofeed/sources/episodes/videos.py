@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from aiofeed.sources.objects.requests import ObjectInfo
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+# Seconds that a block of a header may take; requests are sent again for up to 60.
+HEADER_S = 120.0
 
 
 class Video:
@@ -34,6 +38,7 @@ class Video:
         self.index: FrameIndex | None = None
         self._info: ObjectInfo | None = None
         self._lock = threading.Lock()
+        self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle no index."""
@@ -51,15 +56,18 @@ class Video:
 
     async def open(self) -> FrameIndex:
         """The index of a file at a URL, read by two or three requests if it is the first time."""
-        if self.index is None:
-            reader, key = self._arguments
-            self._info, loop = await reader.head(key), asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        async with self._locks.setdefault(loop, asyncio.Lock()):
+            if self.index is None:
+                reader, key = self._arguments
+                self._info = await reader.head(key)
 
-            def read(start: int, end: int) -> bytes:
-                return asyncio.run_coroutine_threadsafe(self._read(start, end), loop).result()
+                def read(start: int, end: int) -> bytes:
+                    # With a time limit: a loop that has stopped answers no more.
+                    return asyncio.run_coroutine_threadsafe(self._read(start, end), loop).result(HEADER_S)
 
-            self.index = await asyncio.to_thread(read_index, self._info.size, read)
-        return self.index
+                self.index = await asyncio.to_thread(read_index, self._info.size, read)
+            return self.index
 
     async def _read(self, start: int, end: int) -> bytes:
         reader, key = self._arguments
