@@ -9,6 +9,7 @@ from typing import Any
 from aiofeed.core.formatting import format_error
 from aiofeed.core.types import public, public_in
 
+_WORKER_DIED = "causes and fixes: https://aiofeed.readthedocs.io/en/latest/troubleshooting/#workerdiederror"
 _in_errors = public_in("aiofeed.errors")
 
 
@@ -96,6 +97,7 @@ class WorkerDiedError(FeedError, RuntimeError):
     def __init__(self, message: str, exit_status: int | None = None) -> None:
         super().__init__(message)
         self.exit_status = exit_status
+        self.add_note(_WORKER_DIED)
 
 
 def add_note(error: BaseException, text: str) -> None:

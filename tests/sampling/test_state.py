@@ -493,7 +493,7 @@ def test_a_damaged_state_is_refused(make: MakeFeeder, change: dict[str, Any], me
     [
         ([], "a dict, got list"),
         ({"model": 1}, r"the keys \['model'\]"),
-        ({}, "no state of a feeder"),
+        ({}, "this is not the state of a feeder"),
         ({"_snapshot": {}, "_iterator_finished": False}, r"torchdata's StatefulDataLoader.*set_epoch\(n\)"),
         (aiofeed.DataLoader([1, 2]).state_dict(), r"of an aiofeed\.DataLoader"),
     ],

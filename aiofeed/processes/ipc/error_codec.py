@@ -14,7 +14,7 @@ _MAX_TEXT = 16_000
 _MAX_CAUSES = 8
 _MAX_NOTES = 8
 # Every public error of aiofeed reports the package as its module.
-_PACKAGE = "aiofeed"
+_MODULES = ("aiofeed", "aiofeed.errors")
 
 
 def describe(error: BaseException, depth: int = 0) -> ErrorMessage:
@@ -42,8 +42,9 @@ def rebuild(message: ErrorMessage, depth: int = 0) -> Exception:
     traceback of the other process is added as a note.
     """
     error = _instance(message)
-    for note in message.notes:
-        error.add_note(_to_text(note))
+    for note in map(_to_text, message.notes):
+        if note not in errors.notes_of(error):  # those of its constructor
+            error.add_note(note)
     if message.traceback:
         error.add_note(f"in the other process:\n{_to_text(message.traceback).rstrip()}")
     if message.cause is not None and depth < _MAX_CAUSES:
@@ -54,7 +55,7 @@ def rebuild(message: ErrorMessage, depth: int = 0) -> Exception:
 def _instance(message: ErrorMessage) -> Exception:
     text = _to_text(message.message)
     module, _, name = message.kind.rpartition(".")
-    if module == _PACKAGE:
+    if module in _MODULES:
         kind: Any = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, SampleError) and message.key is not None:
             return kind(text, key=_to_text(message.key), index=message.index or 0, stage=message.stage or "")

@@ -894,10 +894,10 @@ def test_transform() -> None:
 
     with pytest.raises(KeyError) as error:
         next(iter(Feeder(Tensors(x), batch_size=3, transform=fail)))
-    assert error.value.__notes__ == ["in transform= of batch 0"]
+    assert error.value.__notes__ == ["in transform= of batch 0: it gets whole batches, decode= gets samples"]
     with pytest.raises(DeviceCopyError, match="transform raised KeyError on simulated:0") as device_error:
         next(iter(Feeder(Tensors(x), batch_size=3, transform=fail, device=device_of("random"))))
-    assert device_error.value.__notes__ == ["in transform= of batch 0"]
+    assert device_error.value.__notes__ == ["in transform= of batch 0: it gets whole batches, decode= gets samples"]
 
 
 def test_a_pickled_feeder_resumes() -> None:
