@@ -29,7 +29,9 @@ def public_in(module: str) -> Callable[[PublicT], PublicT]:
     return mark
 
 
-public = public_in("aiofeed")
+def public(value: PublicT) -> PublicT:
+    """``public_in`` of ``aiofeed``."""
+    return public_in("aiofeed")(value)
 
 
 Transform: TypeAlias = Callable[[Any], Any]
