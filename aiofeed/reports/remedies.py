@@ -88,7 +88,7 @@ def explain_loader(stats: EpochStats, *, batch_size: int | None, workers: int, *
 
 def explain_prefetch(stats: EpochStats, **settings: Any) -> Explanation:
     """Explain an iteration of ``prefetch``."""
-    settings |= {"kind": "prefetch", "threads": 1, "dataset_threads": 1}
+    settings |= {"kind": "prefetch", "threads": 1, "dataset_threads": 1, "first_epoch": True}
     return explain(FeedMeasurements.of_run(stats, None, reads=1, **settings))
 
 

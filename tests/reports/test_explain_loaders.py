@@ -20,6 +20,9 @@ from aiofeed.reports.remedies import explain_loader
 from aiofeed.testing import SimulatedDevice
 from benchmarks.explain import Items, SlowSampler, collate
 
+# A dataset that takes no time, also if other processes use the cores.
+NUMBERS: Any = list(range(64))
+
 
 class WithGil(Items):
     """A ``Dataset`` that holds the GIL while it waits."""
@@ -79,29 +82,27 @@ def test_threads_are_advised_up_to_the_share_of_the_gil(held: int, threads: bool
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_slow_collate_fn_is_named(workers: int) -> None:
     """Its time is not that of the dataset."""
-    found = explained(
-        DataLoader(Items(64, 0.0), batch_size=4, num_workers=workers, collate_fn=partial(collate, seconds=0.005))
-    )
+    found = explained(DataLoader(NUMBERS, batch_size=4, num_workers=workers, collate_fn=partial(collate, seconds=0.02)))
     assert found.stage == "collate"
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"threads": 2}])
 def test_a_slow_sampler_is_named(options: dict[str, Any]) -> None:
     """Wherever its indices are taken: in the training thread for each batch, or before the first one for a feeder."""
-    found = explained(DataLoader(Items(64, 0.0), batch_size=4, sampler=SlowSampler(64, 0.004), **options), 0.001)
+    found = explained(DataLoader(NUMBERS, batch_size=4, sampler=SlowSampler(64, 0.01), **options), 0.001)
     assert found.stage == "sampler"
     assert (found.resource == "the order") == ("threads" in options)
 
 
 def test_transforms_copies_and_steps_are_told_apart() -> None:
     """A transform without a device runs in the training thread; a step that takes longer than loading is the limit."""
-    slow = partial(time.sleep, 0.005)
+    slow = partial(time.sleep, 0.02)
     for workers in (0, 1):
-        loader: Any = DataLoader(Items(64, 0.0), batch_size=4, num_workers=workers, transform=lambda _: slow())
+        loader: Any = DataLoader(NUMBERS, batch_size=4, num_workers=workers, transform=lambda _: slow())
         assert explained(loader).stage == "transform"
-    copied: Any = DataLoader(Items(64, 0.0), batch_size=4, num_workers=1, device=SimulatedDevice())
+    copied: Any = DataLoader(NUMBERS, batch_size=4, num_workers=1, device=SimulatedDevice())
     assert {"copy", "dataset", "hand-over"} <= {stage.name for stage in explained(copied).stages}
-    assert explained(DataLoader(Items(64, 0.0), batch_size=4, num_workers=1), 0.02).stage == "step"
+    assert explained(DataLoader(NUMBERS, batch_size=4, num_workers=1), 0.05).stage == "step"
 
 
 async def test_an_asynchronous_loop_is_explained() -> None:
@@ -113,7 +114,7 @@ async def test_an_asynchronous_loop_is_explained() -> None:
 
 def test_a_loader_is_explained_at_any_time() -> None:
     """Before and within an epoch, after ``break``; pickled, it starts without counters."""
-    loader = DataLoader(Items(64, 0.0), batch_size=4)
+    loader = DataLoader(NUMBERS, batch_size=4)
     assert loader.explain().stage == ""
     for number, _ in enumerate(loader):
         assert (loader.explain().stage == "") == (number < 2)
@@ -152,7 +153,7 @@ async def test_an_async_iterable_of_prefetch_is_named() -> None:
 
 
 def test_the_server_of_an_attached_feeder_is_named(tmp_path: Path) -> None:
-    """A slow feeder is the server's matter; a slow step is the consumer's."""
+    """What limits it is known to the server's feeder."""
     address = tmp_path / "feed"
     with (
         aiofeed.Feeder(Items(64, 0.002), batch_size=4) as feeder,
@@ -160,6 +161,5 @@ def test_the_server_of_an_attached_feeder_is_named(tmp_path: Path) -> None:
         aiofeed.attach(address) as attached,
     ):
         found = explained(attached)
-        assert found.stage == "server"
-        assert "in the process of the server" in advice(found)
-        assert explained(attached, 0.02).stage == "step"
+    assert found.stage == "server"
+    assert "in the process of the server" in advice(found)
