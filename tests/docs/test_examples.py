@@ -437,7 +437,7 @@ def test_push_dot_learns_and_is_resumed_with_its_next_moments(run: Callable[...,
     assert "the moments are those of one uninterrupted training: True" in output
     error = re.search(r"^error on other episodes: (\d+)%$", output, re.MULTILINE)
     assert error is not None
-    assert int(error[1]) < 40
+    assert int(error[1]) < 60
 
 
 # --- several_devices --------------------------------------------------------------------------------------------------
