@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import aiofeed
-from aiofeed import DataLoader, Explanation
+from aiofeed import DataLoader
+from aiofeed.reports import Explanation
 from aiofeed.core.statistics import EpochStats
 from aiofeed.processes.loader_workers.fetching import GIL_PROBES
 from aiofeed.reports.remedies import explain_loader
