@@ -2,12 +2,12 @@
 
 Generated LeRobot data sets (version 3.0) of 32 episodes of 150 frames at 30 per second, 640 x 480, in the page cache:
 AV1 with a key frame every 2 frames, which is LeRobot's default, and H.264 with a key frame every 2 and every 30; a
-texture that moves, with noise: 23, 8 and 1.4 KB per frame. An item has the state, 16 actions, and one frame of each of
-2 or 4 cameras, or two, 0.1 s apart. Batches of 8, no step. ``Episodes`` in two decode threads, with a global shuffle
-and with ``shuffle="window"``, is compared with LeRobot's dataset in a ``DataLoader`` with two workers, which draws from
-the whole data set. Frames are uint8 on both sides. Decoded, the videos have at least four times the memory that
-``Episodes`` may use for frames. All contenders go on through the rounds: a round takes the batches that were ready,
-then measures.
+texture that moves, with noise: 23, 8 and 1.4 KB per frame, as of a real robot. An item has the state, 16 actions, and
+one frame of each of 2 or 4 cameras, or two, 0.1 s apart. Batches of 8, no step. ``Episodes`` in two decode threads,
+with a global shuffle and with ``shuffle="window"``, is compared with LeRobot's dataset in a ``DataLoader`` with two
+workers, which draws from the whole data set. Frames are uint8 on both sides. Decoded, the videos have at least four
+times the memory that ``Episodes`` may use for frames. All contenders go on through the rounds: a round takes the
+batches that were ready, then measures.
 
 LeRobot needs an environment of its own: AIOFEED_LEROBOT_PYTHON is the path of its interpreter (`nox -s lerobot` makes
 it). Without it, only aiofeed is measured.
@@ -27,6 +27,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -236,24 +237,32 @@ def video_folder(root: Path, camera: str) -> Path:
     return root / f"videos/observation.images.{camera}/chunk-000"
 
 
+@cache
+def texture_and_noise() -> tuple[Any, Any]:
+    """A texture of 1024 x 1024 pixels, as smooth as the pictures of a webcam, and the noise of a sensor."""
+    import numpy as np
+
+    numbers, size = np.random.default_rng(0), 1024
+    frequency = np.hypot(*np.meshgrid(np.fft.fftfreq(size), np.fft.fftfreq(size), indexing="ij"))
+    spectrum = np.fft.fft2(numbers.standard_normal((3, size, size))) / (frequency + 1 / size) ** 1.5
+    texture = np.fft.ifft2(spectrum).real
+    texture = 128 + 50 * texture / texture.std(axis=(1, 2), keepdims=True)
+    return texture.transpose(1, 2, 0).astype(np.int16), numbers.normal(0, 1.5, (size, size, 3)).astype(np.int16)
+
+
 def write_video(path: Path, codec: str, options: dict[str, str], frames: int, length: int, seed: int) -> None:
-    """A texture that moves, with noise; another part of it in each episode."""
+    """The texture, which moves, with noise; another part of it in each episode."""
     import av
     import numpy as np
 
     numbers = np.random.default_rng(seed)
-    size = 1024
-    # Noise whose amplitude falls with the frequency: as smooth as the pictures of a webcam.
-    frequency = np.hypot(*np.meshgrid(np.fft.fftfreq(size), np.fft.fftfreq(size), indexing="ij"))
-    spectrum = np.fft.fft2(numbers.standard_normal((3, size, size))) / (frequency + 1 / size) ** 1.5
-    texture = np.fft.ifft2(spectrum).real
-    texture = (128 + 50 * texture / texture.std(axis=(1, 2), keepdims=True)).transpose(1, 2, 0).astype(np.int16)
-    noise = numbers.normal(0, 1.5, (size, size, 3)).astype(np.int16)
+    texture, noise = texture_and_noise()
+    row, column = numbers.integers(500), numbers.integers(380)
     with av.open(path, "w", format="mp4") as output:
         stream: Any = output.add_stream(codec, rate=RATE, options=options)
         stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
         for at in range(frames):
-            down, right = (37 * (at // length) + at % length) % 500, (2 * (at % length)) % 380
+            down, right = (row + 37 * (at // length) + at % length) % 500, (column + 2 * (at % length)) % 380
             low, left = numbers.integers(500), numbers.integers(380)
             picture = texture[down : down + HEIGHT, right : right + WIDTH] + noise[low:, left:][:HEIGHT, :WIDTH]
             frame = av.VideoFrame.from_ndarray(picture.clip(0, 255).astype(np.uint8), format="rgb24")
