@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/gallery.md and docs/recipes/.
+"""Draws the pictures of docs/gallery.md, docs/recipes/ and docs/robots.md.
 
     python docs/pictures.py
 
@@ -474,6 +474,38 @@ def recipes() -> dict[str, str]:
     }
 
 
+# --- episodes of robots -----------------------------------------------------------------------------------------------
+
+
+def window() -> str:
+    """The rows and frames of a moment: those of its windows, what is decoded for them, and what is padding."""
+    rows, now, key_frames = 12, 6, 4
+    fields = {"top camera": ("a", (-1, 0)), "wrist": ("a", (0,)), "state": ("c", (-1, 0)), "action": ("c", range(8))}
+    shapes, left, top, cell, row = [], 94, 62, 25, 30
+    x, low = left + now * cell, top + row * len(fields)
+    shapes.append(text(x + 11, top - 20, "the moment", anchor="middle"))
+    shapes += [text(left + at * cell + 11, top - 4, str(at), "small", "middle") for at in range(rows)]
+    for at, (name, (kind, steps)) in enumerate(fields.items()):
+        y = top + at * row
+        shapes.append(text(left - 8, y + 17, name, anchor="end"))
+        used = {now + step for step in steps}
+        first = min(used) // key_frames * key_frames if kind == "a" else rows
+        for number in range(max(rows, *(number + 1 for number in used))):
+            outside, decoded = number >= rows, first <= number <= max(used)
+            chosen = "b" if outside else kind if number in used else "e" if decoded else "none"
+            shapes.append(rect(left + number * cell, y + 3, cell - 3, 20, chosen))
+            if kind == "a" and number % key_frames == 0 and not outside:
+                shapes.append(text(left + number * cell + 11, y + 17, "K", "small", "middle"))
+    shapes.append(rect(x - 2, top, cell + 1, row * len(fields) - 4, "ring"))
+    end = left + rows * cell - 1.5
+    shapes.append(f'<path class="line" d="M{end:.4g} {top - 14}V{low}"/>')
+    shapes.append(text(end + 4, top - 4, "end", "small"))
+    first_line = legend(low + 20, [("a", "frames"), ("e", "decoded on the way"), ("c", "rows")])
+    second_line = legend(low + 40, [("b", "padding: the last row again"), ("none", "not used")])
+    note = text(WIDTH - MARGIN, low + 20, "K: key frame", "small", "end")
+    return svg("The windows around row 6 of an episode", low + 50, [*shapes, *first_line, *second_line, note])
+
+
 def pictures() -> dict[str, str]:
     """The text of each picture by the name of its file."""
     return {
@@ -482,6 +514,7 @@ def pictures() -> dict[str, str]:
         "gallery-cache-hits.svg": hits(),
         "gallery-way.svg": way(),
         **recipes(),
+        "robots-window.svg": window(),
     }
 
 

@@ -6,6 +6,7 @@ import ast
 import io
 import logging
 import re
+import shutil
 import tomllib
 import warnings
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ NEEDS = {
     "docs/recipes/language-model.md": ("datasets", "pyarrow"),
 }
 """Packages that a document imports and aiofeed does not need."""
+ROBOTS = ROOT / "docs" / "robots.md"
 BUCKET_RECIPE = ROOT / "docs" / "recipes" / "buckets.md"
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```\s*$", re.MULTILINE | re.DOTALL)
 INFO_STRINGS = {"python": True, "{.python .no-run}": False}
@@ -131,7 +133,7 @@ def document(path: Path) -> Any:
 
 
 @pytest.mark.usefixtures("empty_folder")
-@pytest.mark.parametrize("path", [document(path) for path in DOCUMENTS if path != BUCKET_RECIPE])
+@pytest.mark.parametrize("path", [document(path) for path in DOCUMENTS if path not in (BUCKET_RECIPE, ROBOTS)])
 def test_document_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every Python block of a document runs as it stands, in order, in one namespace that is empty at first.
 
@@ -144,6 +146,15 @@ def test_document_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             if package == "accelerate":  # the document replaces it
                 monkeypatch.setattr("accelerate.data_loader.DataLoader", torch.utils.data.DataLoader)
     run_document(path)
+
+
+@pytest.mark.integration
+def test_the_page_about_robots_runs(empty_folder: Path) -> None:
+    """docs/robots.md runs in a folder with the data sets of tests/data/lerobot."""
+    for package in ("av", "pyarrow"):
+        pytest.importorskip(package)
+    shutil.copytree(ROOT / "tests" / "data" / "lerobot", empty_folder / "lerobot")
+    run_document(ROBOTS)
 
 
 @pytest.mark.usefixtures("empty_folder")

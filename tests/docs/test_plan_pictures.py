@@ -55,14 +55,6 @@ def test_alt_texts_are_the_titles(pictures: dict[str, str]) -> None:
     assert len(images) == len(titles)
 
 
-def test_picture_of_a_window_equals_the_drawn_one() -> None:
-    """`python docs/robots_picture.py` draws docs/robots-window.svg, whose title is the page's text for it."""
-    drawn: str = runpy.run_path(str(DOCS / "robots_picture.py"))["picture"]()
-    assert (DOCS / "robots-window.svg").read_text(encoding="utf-8") == drawn
-    title = ElementTree.fromstring(drawn).findtext(SVG + "title")
-    assert f"![{title}](robots-window.svg)" in (DOCS / "robots.md").read_text(encoding="utf-8")
-
-
 def test_a_block_shows_its_tokens_and_padding(script: dict[str, Any]) -> None:
     """A bar per piece, hatched padding up to the widest row, a label with the shape, the share in the title."""
     drawn = script["draw_batches"]("Rows", [[[(30, "red"), (20, "green")], [(10, "blue")]], [[(60, "red")]]])
