@@ -1,4 +1,4 @@
-"""The pictures of docs/gallery.md, docs/recipes/ and docs/robots.md: as docs/pictures.py draws them; pages show them."""
+"""The pictures of docs/gallery.md, docs/recipes/ and docs/robots.md: as docs/pictures.py draws; pages show them."""
 
 from __future__ import annotations
 
