@@ -141,7 +141,11 @@ def write_dataset(folder: Path, count: int, seed: int) -> None:
     kinds = {STATE: pair, ACTION: pair, "timestamp": pa.float32()}
     write_table(folder / "data/chunk-000/file-000.parquet", rows, kinds)
     write_table(folder / "meta/episodes/chunk-000/file-000.parquet", episodes)
-    write_table(folder / "meta/tasks.parquet", [{"task_index": at, "task": task} for at, task in enumerate(TASKS)])
+    tasks = pa.table({"task_index": list(range(len(TASKS))), "task": TASKS})
+    # LeRobot reads the table with pandas, and takes the texts from its index.
+    column = {"name": "task", "field_name": "task", "pandas_type": "unicode", "numpy_type": "object", "metadata": None}
+    index = {"index_columns": ["task"], "columns": [column], "column_indexes": []}
+    pq.write_table(tasks.replace_schema_metadata({"pandas": json.dumps(index)}), folder / "meta/tasks.parquet")
     features: dict[str, Any] = {
         camera: {"dtype": "video", "shape": [size, size, 3], "names": ["height", "width", "channels"]}
         for camera, size in SIZES.items()
