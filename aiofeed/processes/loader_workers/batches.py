@@ -113,11 +113,16 @@ class InProcessBatches:
         began = time.perf_counter()
         index = next(self._indices)
         self._number += 1
-        sampled = time.perf_counter()
-        batch = self._times.fetch(self._fetcher, index)
-        if times := self._times.taken():
-            count_times(self.stats, times)
-        self.stats.sampler_s += sampled - began
+        self.stats.sampler_s += time.perf_counter() - began
+        if self._times.left:
+            self._times.left -= 1
+            batch = fetch(self._fetcher, index)
+        else:
+            batch = self._times.fetch(self._fetcher, index)
+            count_times(self.stats, self._times.taken())
+        if not self._pins and self._deliver is None:
+            progress.add(self._number - 1)
+            return batch
         fetched = time.perf_counter()
         if self._pins:
             batch = pin_memory(batch, self._pin_device)
@@ -130,8 +135,7 @@ class InProcessBatches:
                 if isinstance(error, StopIteration):
                     raise RuntimeError("transform= raised StopIteration") from error
                 raise
-        if self._pins or self._deliver is not None:
-            self.stats.copy_s += time.perf_counter() - fetched
+        self.stats.copy_s += time.perf_counter() - fetched
         progress.add(self._number - 1)
         progress.delivering = None
         return batch

@@ -57,14 +57,14 @@ class BatchTimes:
         self._began = self._cpu_s = self._dataset_s = self._collate_s = 0.0
         self._probes = self._held = 0
         self._ended = threading.Event()
-        # Batches until the next one that is measured, and whether the last one was.
-        self._left = 0
-        self._measured = False
+        self.left = 0
+        """Batches until the next one that is measured."""
+        self._measured = False  # the last one
 
     def fetch(self, fetcher: Any, index: Any) -> Any:
         """See ``fetch``."""
-        if self._left:
-            self._left -= 1
+        if self.left:
+            self.left -= 1
             self._measured = False
             return fetch(fetcher, index)
         thread = None
@@ -83,7 +83,7 @@ class BatchTimes:
                 self._ended.set()
                 thread.join()
         self._cpu_s, self._measured = time.thread_time() - cpu_s, True
-        self._left = UNMEASURED if self._dataset_s + self._collate_s < SHORT_BATCH_S else 0
+        self.left = UNMEASURED if self._dataset_s + self._collate_s < SHORT_BATCH_S else 0
         return batch
 
     def _collate(self, samples: Any) -> Any:
