@@ -126,7 +126,7 @@ async def describe(reader: ObjectReader) -> LeRobotData:
     if len(episodes["length"]) != total:
         described = len(episodes["length"])
         raise ValueError(f"{reader.url('meta')}: it describes {described} episodes, and info.json names {total}")
-    shapes, others, cameras = {}, {}, {}
+    shapes, others, cameras = dict[str, tuple[int, ...]](), dict[str, str](), dict[str, Camera]()
     for name, feature in info["features"].items():
         details = feature.get("info") or feature.get("video_info") or {}
         kind, shape = feature["dtype"], tuple(feature["shape"])

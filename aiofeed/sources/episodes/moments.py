@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.sources.episodes.lerobot import LeRobotData, as_lerobot
+from aiofeed.sources.episodes.lerobot import Camera, LeRobotData, as_lerobot
 from aiofeed.sources.episodes.videos import Frames, Video
 from aiofeed.sources.objects.listing import run_blocking
 
@@ -30,12 +30,13 @@ class Moments:
     """
 
     def __init__(self, data: LeRobotData, given: Mapping[str, Any]) -> None:
-        windows, features = given["windows"] or {}, given["features"]
-        rename, fill = given["rename"] or {}, given["fill"] or {}
-        episodes, drop_last_frames, tolerance_s = (
-            given[name] for name in ("episodes", "drop_last_frames", "tolerance_s")
+        features, (windows, rename, fill) = (
+            given["features"],
+            (given[key] or {} for key in ("windows", "rename", "fill")),
         )
-        self.data, self._tolerance_s = data, tolerance_s
+        episodes, drop_last_frames = given["episodes"], given["drop_last_frames"]
+        self.data: LeRobotData = data
+        self._tolerance_s: float = given["tolerance_s"]
         self.name: str = data.reader.url("").rstrip("/")
         total, names = len(data.lengths), [*data.cameras, *data.shapes, *data.others]
         self.episodes: Int64 = np.unique(np.fromiter(range(total) if episodes is None else episodes, np.int64))
@@ -52,7 +53,9 @@ class Moments:
             rest = [name for name in chosen if name not in refused]
             raise ValueError(f"{self.name}: Episodes does not read {refused}: pass features={rest}")
         old = {name: old_names[name] for name in old_names if name in chosen}
-        self.cameras = {name: data.cameras[each] for name, each in old.items() if each in data.cameras}
+        self.cameras: dict[str, Camera] = {
+            name: data.cameras[each] for name, each in old.items() if each in data.cameras
+        }
         self._names = {name: each for name, each in old.items() if each in data.shapes}
         self.fill: dict[str, NDArray[Any]] = {name: value for name, value in fill.items() if name in chosen}
         self.has_task: bool = "task" in chosen
@@ -68,8 +71,8 @@ class Moments:
         }
         first = {name: self._columns[each][0] for name, each in self._names.items()} | self.fill
         self.fields |= {name: (self._shape(value.shape, name), str(value.dtype)) for name, value in first.items()}
-        steps = [each.tolist() for each in self._steps.values()]
-        self.identity: list[Any] = [self._names, self.fields, self.padded, self.has_task, drop_last_frames, steps]
+        self.identity: list[Any] = [self._names, self.fields, self.padded, self.has_task, drop_last_frames]
+        self.identity += [each.tolist() for each in self._steps.values()]
         self._videos = {name: [Video(data.reader, key) for key in each.keys] for name, each in self.cameras.items()}
 
     def _steps_of(self, name: str, offsets: Sequence[float]) -> Int64:
