@@ -14,9 +14,9 @@ import pytest
 
 import aiofeed
 from aiofeed import DataLoader
-from aiofeed.reports import Explanation
 from aiofeed.core.statistics import EpochStats
 from aiofeed.processes.loader_workers.fetching import GIL_PROBES
+from aiofeed.reports import Explanation
 from aiofeed.reports.remedies import explain_loader
 from aiofeed.testing import SimulatedDevice
 from benchmarks.explain import Items, SlowSampler, collate
