@@ -110,7 +110,8 @@ def explain_arguments(
                     message += way if isinstance(way, str) else way(value)
                 elif near:
                     message += f"; did you mean {near}=?"
-                raise TypeError(message)
+                if near:
+                    raise TypeError(message)
             return function(*args, **arguments)
 
         if isinstance(target, type):

@@ -109,7 +109,7 @@ class SampleAssembly(ChunkAssembly):
             executor=executor,
             **options,
         )
-        engine.buffer.first_alone = False
+        engine.buffer.first_alone = executor.isolates = False
         self._schedule = schedule
         self._batch_size = batch_size
         self._new_builder = new_builder

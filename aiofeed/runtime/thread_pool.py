@@ -128,6 +128,7 @@ class ThreadPool(ThreadPoolExecutor):
 
     Attributes:
         running: Number of jobs that run or are about to; abandoned ones do not count.
+        isolates: Whether some jobs may run alone. A slow one then delays the others.
         alone: Whether the job that runs is to do so alone.
         alone_sample_s: Seconds per sample of the jobs that ran alone; 0 if none did.
         host: A thread to use as the first one, if it is free.
@@ -144,6 +145,7 @@ class ThreadPool(ThreadPoolExecutor):
         self._own_threads: list[DaemonThread | HostedRun] = []
         self._lock = threading.Lock()
         self.running: int = 0
+        self.isolates: bool = True
         self.alone: bool = False
         self.alone_sample_s: float = 0.0
         self._alone_samples = 0
@@ -357,7 +359,7 @@ class ThreadPool(ThreadPoolExecutor):
             self._isolates = self.alone = False
             self._alone_every = min(2 * self._alone_every, ALONE_LATER)
             self._until_alone = self._alone_every
-        elif self._until_alone <= 0 and self.max_running > 1:
+        elif self._until_alone <= 0 and self.max_running > 1 and self.isolates:
             self._isolates = self._isolates or self.waiting_share > MOSTLY_WAITS
 
     def stop(self) -> None:

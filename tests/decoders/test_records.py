@@ -79,8 +79,8 @@ FLOATS = npy(ARRAYS["float32"])
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "no .npy or .npz file: it begins with b''"),
-        (b"\x89PNG....", "no .npy or .npz file: it begins with b.*PNG"),
+        (b"", "not a .npy or .npz file: it begins with b''"),
+        (b"\x89PNG....", "not a .npy or .npz file: it begins with b.*PNG"),
         (FLOATS[:-1], r"truncated: float32 \[3, 4\] needs 48 bytes, and it has 47"),
         (FLOATS[:6], "expected 8 bytes got 6"),
         (FLOATS[:7], "expected 8 bytes got 7"),

@@ -186,7 +186,7 @@ def test_attributes_of_every_subclass_are_free() -> None:
     """Beside its arguments a loader adds one attribute and no method to torch's, except those of its interface."""
     added = vars(aiofeed.DataLoader(NUMBERS)).keys() - vars(torch.utils.data.DataLoader(NUMBERS)).keys()
     assert {name for name in added if name.startswith("_")} == {"_aiofeed"}
-    methods = {"__init__", "__aiter__", "__getstate__", "_get_iterator", "state_dict", "load_state_dict"}
+    methods = {"__init__", "__aiter__", "__getstate__", "_get_iterator", "state_dict", "load_state_dict", "explain"}
     described = {"__module__", "__doc__", "__orig_bases__", "__parameters__", "__static_attributes__"}
     assert vars(aiofeed.DataLoader).keys() - {*described, "__firstlineno__", "__annotations__"} == methods
 

@@ -137,7 +137,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
 OTHER_NAMES = {
     "position": ("item", "resumed"),
     "handed_out": ("resumed",),
-    "version": ("no state",),
+    "version": ("not the state",),
     "order": ("mixture", "weights"),
 }
 """The words of an error that do not have the name of the field."""

@@ -509,7 +509,7 @@ def test_a_missing_key_is_named(make: MakeFeeder) -> None:
     feeder = make()
     state = feeder.state_dict()
     for name in state:
-        with pytest.raises(StateError, match=name if name != "version" else "no state"):
+        with pytest.raises(StateError, match=name if name != "version" else "not the state"):
             feeder.load_state_dict({key: value for key, value in state.items() if key != name})
 
 

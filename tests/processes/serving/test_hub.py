@@ -424,7 +424,7 @@ def test_a_second_server_at_an_address_is_refused(address: str) -> None:
 def test_a_file_that_is_no_socket_is_left_alone(address: str) -> None:
     """The server is refused."""
     Path(address).write_text("precious")
-    with numbers() as feeder, pytest.raises(FeedError, match="no socket"):
+    with numbers() as feeder, pytest.raises(FeedError, match="is not a socket"):
         aiofeed.serve(feeder, address).start()
     assert Path(address).read_text() == "precious"
 

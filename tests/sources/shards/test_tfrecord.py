@@ -98,7 +98,7 @@ def test_damaged_files(tmp_path: Path) -> None:
         "head": (data[: second + 5], f"there is no record at byte {second}"),
         "length": (data[:second] + b"\1" + data[second + 1 :], f"damaged or truncated: .* at byte {second}"),
         "huge": (struct.pack("<Q", 1 << 60) + data[8:], "this is not a TFRecord file"),
-        "packed": (gzip.compress(data), "or a compressed one, which has no random access"),
+        "packed": (gzip.compress(data), "or it is compressed and has no random access"),
     }
     for name, (content, message) in cases.items():
         (tmp_path / name).write_bytes(content)

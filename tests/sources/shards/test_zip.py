@@ -103,7 +103,7 @@ def test_damaged_files(tmp_path: Path, read_all: Any) -> None:
     write_zip(tmp_path / "x.zip", members_of(numbered(0, 5)))
     data = (tmp_path / "x.zip").read_bytes()
     cases = {
-        "cut": (data[: len(data) // 2], "truncated one"),
+        "cut": (data[: len(data) // 2], "or it is truncated"),
         "head": (data[-200:], "damaged|truncated"),
         "empty": (b"", "no zip file"),
         "text": (b"text" * 100, "no zip file"),

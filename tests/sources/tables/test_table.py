@@ -507,8 +507,8 @@ def bad_file(folder: Path, kind: str) -> Any:
         ("Arrow, empty file", "no Arrow file"),
         ("Arrow, no rows", "no rows"),
         ("Parquet, no rows", "without samples"),
-        ("Parquet, other", "no Parquet file"),
-        ("CSV", "no Parquet file"),
+        ("Parquet, other", "not a Parquet file"),
+        ("CSV", "not a Parquet file"),
     ],
 )
 def test_files_that_are_no_tables(kind: str, message: str, tmp_path: Path) -> None:
