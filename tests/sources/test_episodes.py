@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -147,6 +148,25 @@ def test_kept_frames_are_bounded(decoded: Counter[tuple[str, int]]) -> None:
     assert len(pool._groups) == 1
 
 
+def test_frames_before_a_key_frame_are_of_the_group_before(tmp_path: Path) -> None:
+    """Open groups, as of H.265, have frames that are decoded after a key frame and shown before it."""
+    root = Path(shutil.copytree(DATA / "h264", tmp_path / "h264"))
+    for path in (root / f"videos/{TOP}").rglob("*.mp4"):
+        with av.open(path) as container:
+            frames = list(container.decode(video=0))
+        options = {"g": "8", "x264-params": "open-gop=1:bframes=3:scenecut=0"}
+        with av.open(path, "w") as container:
+            stream = container.add_stream("libx264", rate=30, options=options)
+            stream.width, stream.height = frames[0].width, frames[0].height
+            for frame in frames:
+                frame.pict_type = av.video.frame.PictureType.NONE
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode())
+    episodes = Episodes(root, {TOP: [-2 / 30, -1 / 30, 0.0]}, features=[TOP, "index"])
+    with Feeder(episodes, batch_size=8) as feeder:
+        assert sorted(number for batch in feeder for number in assert_items(batch, episodes)) == list(range(86))
+
+
 def test_runs_end_before_key_frames() -> None:
     """A run has a multiple of the distance of key frames, so that no group is in two of them."""
     assert Episodes(DATA / "av1", run=5).shard_starts.tolist()[:4] == [0, 4, 8, 9]
@@ -216,6 +236,14 @@ def test_mixture_of_different_cameras() -> None:
     assert batches[0]["force"].tolist() == [1.5] * 8
     with pytest.raises(TypeError, match="differ in whether samples are decoded"):
         Mixture({"episodes": sources["new"], "files": aiofeed.Files([str(DATA / "README.md")])})
+
+
+def test_filled_camera_has_the_shape_of_a_camera() -> None:
+    """A filled camera with one offset has no dimension for it, as one of the data set."""
+    windows, fill = {WRIST: [0.0], "side": [0.0], "force": [0.0]}, {"side": np.zeros((3, 38, 54), np.uint8), "force": 1}
+    sample = Episodes(DATA / "av1", windows, fill=fill)[0]
+    assert sample["side"].shape == sample[WRIST].shape == (3, 38, 54)
+    assert sample["force"].shape == (1,)
 
 
 # --- URLs
@@ -294,6 +322,20 @@ def test_camera_without_some_episodes_fails_their_samples(copied: Path) -> None:
     assert "there is no video of this episode" in errors[0]
 
 
+def test_lost_marks_of_key_frames(copied: Path) -> None:
+    """Without the mark of the first key frame its frames are decoded from the first frame on."""
+    path = copied / f"videos/{TOP}/chunk-000/file-000.mp4"
+    data = bytearray(path.read_bytes())
+    at = data.index(b"stss") + 12  # the number of the first key frame, from 1
+    assert int.from_bytes(data[at : at + 4], "big") == 1
+    data[at : at + 4] = (3).to_bytes(4, "big")
+    path.write_bytes(data)
+    damaged, whole = (Episodes(root, features=[TOP, "index"]) for root in (copied, DATA / "av1"))
+    for shuffle in (True, False):
+        with Feeder(damaged, batch_size=8, shuffle=shuffle) as feeder:
+            assert sum(len(assert_items(batch, whole)) for batch in feeder) == 59
+
+
 def test_frames_out_of_tolerance_may_be_skipped(copied: Path) -> None:
     """A frame that is further from its time than the tolerance names both times."""
     change_episodes(copied, f"videos/{TOP}/from_timestamp", lambda values: [values[0] + 0.03, *values[1:]])
@@ -323,7 +365,10 @@ def test_broken_video_is_named(copied: Path, damage: str) -> None:
         ({"windows": {"nothing": [0.0]}}, r"windows=\) has \['nothing'\], and there are \['observation.images.top'"),
         ({"features": ["nothing"]}, r"features=\) has \['nothing'\]"),
         ({"rename": {"nothing": "a"}}, r"rename=\) has \['nothing'\]"),
+        ({"rename": {TOP: WRIST}}, r"rename=\) gives two of .* the same name"),
+        ({"windows": {"task": [0.0]}}, r"windows=\) has \['task'\]"),
         ({"episodes": [9]}, r"episodes=\) has \[9\]"),
+        ({"episodes": []}, "no rows are left"),
         ({"drop_last_frames": 100}, "no rows are left"),
         ({"run": 0}, "run"),
     ],
@@ -332,6 +377,13 @@ def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
     """A wrong argument is named, with what the data set has."""
     with pytest.raises(ValueError, match=message):
         Episodes(DATA / "av1", **arguments)
+
+
+@pytest.mark.parametrize("episodes", [[1.5], np.array([True, False]), ["1"]])
+def test_episodes_are_chosen_by_whole_numbers(episodes: Any) -> None:
+    """Fractions, masks and texts are no numbers of episodes."""
+    with pytest.raises(TypeError, match="integer"):
+        Episodes(DATA / "av1", episodes=episodes)
 
 
 def test_images_in_rows_are_refused() -> None:
@@ -352,6 +404,14 @@ def test_inconsistent_data_sets_are_refused(copied: Path) -> None:
             Episodes(copied)
     with pytest.raises(FileNotFoundError, match=r"info\.json"):
         Episodes(copied / "meta")
+
+
+def test_damaged_rows_are_named(copied: Path) -> None:
+    """A damaged file of rows is an error with its name."""
+    path = copied / "data/chunk-000/file-000.parquet"
+    path.write_bytes(b"PAR1" + bytes(len(path.read_bytes()) - 12) + path.read_bytes()[-8:])
+    with pytest.raises((OSError, ValueError), match=r"data/chunk-000/file-000\.parquet: "):
+        Episodes(copied)
 
 
 def test_cache_of_encoded_samples_is_refused(tmp_path: Path) -> None:

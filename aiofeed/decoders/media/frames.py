@@ -90,7 +90,7 @@ class FrameIndex:
         found: NDArray[np.int64] = np.where(np.abs(seconds - before) <= np.abs(after - seconds), left, right)
         times = stamps[found] * self.time_base
         away = np.abs(times - seconds)
-        if (away >= tolerance_s).any():
+        if not (away < tolerance_s).all():
             at = int(np.argmax(away))
             raise ValueError(
                 f"no frame at {seconds[at]:.6f} s: the nearest one is at {times[at]:.6f} s, "
@@ -123,10 +123,12 @@ class FrameIndex:
         av, context = import_av(), _decoder(self.codec, self.extradata)
         found: dict[int, Any] = {}
         skips = span.wanted is not None and self.codec in SKIPPING
-        wanted = span.wanted or frozenset(self.packets[span.first : span.last + 1].tolist())
+        # Frames that are shown before the key frame need the group before, and are in it.
+        numbers = span.first + np.flatnonzero(self.packets[span.first : span.last + 1] >= self.packets[span.first])
+        wanted = span.wanted or frozenset(self.packets[numbers].tolist())
         view = memoryview(data)
         try:
-            for number in range(span.first, span.last + 1):
+            for number in numbers.tolist():
                 start = int(self.starts[number]) - span.start
                 packet = av.Packet(view[start : start + int(self.sizes[number])])
                 packet.pts = int(self.packets[number])
@@ -206,12 +208,12 @@ def read_index(size: int, read: Callable[[int, int], bytes]) -> FrameIndex:
         timestamps, keys, discarded, starts, sizes = (np.array(column) for column in zip(*packets, strict=True))
         order = np.argsort(timestamps, kind="stable")
         order = order[~discarded[order]]
-        shown = np.flatnonzero(keys[order])
+        shown = np.union1d(0, np.flatnonzero(keys[order]))
         return FrameIndex(
             context.codec.name,
             context.extradata,
             float(stream.time_base),
-            *(timestamps[order], order, shown if len(shown) else np.zeros(1, np.int64), timestamps, starts, sizes),
+            *(timestamps[order], order, shown, timestamps, starts, sizes),
         )
 
 

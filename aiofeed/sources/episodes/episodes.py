@@ -80,7 +80,7 @@ class Episodes(IndexedSource):
     Raises:
         FileNotFoundError: A file of the description or of rows is missing. A missing video is an error of its samples.
         ImportError: PyAV, pyarrow or obstore is not installed.
-        TypeError, ValueError: An argument has the wrong type or does not fit the data set, or that is damaged.
+        OSError, TypeError, ValueError: An argument has the wrong type or does not fit the data set, or that is damaged.
     """
 
     data: None = None
@@ -116,8 +116,6 @@ class Episodes(IndexedSource):
         self._of = moments = Moments(data, given)
         self._whole = False
         self._pool: FramePool | None = None
-        if not len(self):
-            raise ValueError(f"{self!r}: no rows are left")
         self.shard_starts: NDArray[np.int64] = np.append(moments.runs(run, decoded_bytes), len(self))
         """The first moment of each run, and the number of moments."""
         decoded = bool(moments.cameras)

@@ -163,7 +163,7 @@ def _files_of(
 async def _table_of_episodes(reader: ObjectReader, info: Mapping[str, Any]) -> dict[str, list[Any]]:
     """The columns of ``meta/episodes`` without statistics. Its files are numbered: a web server has no lists."""
     tables, rows, size = list[Any](), 0, int(info.get("chunks_size", 1000))
-    while rows < int(info["total_episodes"]):
+    while not tables or rows < int(info["total_episodes"]):
         try:
             tables.append(await _read_table(reader, _EPISODES.format(*divmod(len(tables), size))))
         except (FileNotFoundError, PermissionError):
@@ -211,7 +211,7 @@ async def _read_table(reader: ObjectReader, key: str, columns: Sequence[str] | N
                     raise ValueError(f"there is no column {missing[0]!r}; there are {known}")
                 table = opened.read(columns)
                 return table if columns is None else table.select(columns)  # a name may be the prefix of another
-        except (arrow().ArrowException, ValueError) as error:
-            raise ValueError(f"{reader.url(key)}: {error}") from error
+        except (arrow().ArrowException, OSError, ValueError) as error:
+            raise (type(error) if isinstance(error, OSError) else ValueError)(f"{reader.url(key)}: {error}") from error
 
     return await asyncio.to_thread(read)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,14 +40,17 @@ class Moments:
         self._tolerance_s: float = given["tolerance_s"]
         self.name: str = data.reader.url("").rstrip("/")
         total, names = len(data.lengths), [*data.cameras, *data.shapes, *data.others]
-        self.episodes: Int64 = np.unique(np.fromiter(range(total) if episodes is None else episodes, np.int64))
+        numbers = [operator.index(each) for each in (range(total) if episodes is None else episodes)]
+        self.episodes: Int64 = np.unique(np.array(numbers, np.int64))
         old_names = {rename.get(name, name): name for name in names}
+        if len(old_names) < len(names):
+            raise ValueError(f"{self.name}: Episodes(rename=) gives two of {names} the same name: {dict(rename)}")
         fill = {name: np.asarray(value) for name, value in fill.items() if name not in old_names}
         fill = {name: each if each.dtype == np.uint8 else as_lerobot(each) for name, each in fill.items()}
         known = [*old_names, *fill, "task"]
         chosen = known if features is None else list(features)
         checks = [("episodes", self.episodes.tolist(), range(total)), ("rename", rename, names)]
-        for argument, wanted, among in (*checks, ("features", chosen, known), ("windows", windows, known)):
+        for argument, wanted, among in (*checks, ("features", chosen, known), ("windows", windows, known[:-1])):
             if missing := [each for each in wanted if each not in among]:
                 raise ValueError(f"{self.name}: Episodes({argument}=) has {missing}, and there are {among}")
         if refused := {name: why for name in chosen if (why := data.others.get(old_names.get(name, "")))}:
@@ -61,16 +65,18 @@ class Moments:
         self.has_task: bool = "task" in chosen
         self._steps = {name: self._steps_of(name, offsets) for name, offsets in windows.items()}
         self.padded: list[str] = [name for name in windows if name in chosen]
-        needed = {*self._names.values(), "timestamp", *(["task_index"] if self.has_task else [])}
-        self._columns = run_blocking(lambda: data.load(sorted(needed), self.episodes))
         self.lengths: Int64 = data.lengths[self.episodes]
         self._rows = np.append(0, np.cumsum(self.lengths))
         self.starts: Int64 = np.append(0, np.cumsum(np.maximum(self.lengths - drop_last_frames, 0)))
+        if not self.starts[-1]:
+            raise ValueError(f"{self.name}: no rows are left")
+        needed = {*self._names.values(), "timestamp", *(["task_index"] if self.has_task else [])}
+        self._columns = run_blocking(lambda: data.load(sorted(needed), self.episodes))
         self.fields: dict[str, tuple[tuple[int, ...], str]] = {
-            name: (self._shape((3, *camera.size), name), "uint8") for name, camera in self.cameras.items()
+            name: self._field(name, (3, *camera.size), "uint8") for name, camera in self.cameras.items()
         }
         first = {name: self._columns[each][0] for name, each in self._names.items()} | self.fill
-        self.fields |= {name: (self._shape(value.shape, name), str(value.dtype)) for name, value in first.items()}
+        self.fields |= {name: self._field(name, value.shape, str(value.dtype)) for name, value in first.items()}
         self.identity: list[Any] = [self._names, self.fields, self.padded, self.has_task, drop_last_frames]
         self.identity += [each.tolist() for each in self._steps.values()]
         self._videos = {name: [Video(data.reader, key) for key in each.keys] for name, each in self.cameras.items()}
@@ -85,10 +91,10 @@ class Moments:
             raise ValueError(f"Episodes(windows=): offsets of {name!r}: {what} multiples of 1 / {fps:g} s, a row")
         return np.array(steps, np.int64)
 
-    def _shape(self, shape: tuple[int, ...], name: str) -> tuple[int, ...]:
-        """The shape of a field. LeRobot gives one frame without the dimension of a window, and one row with it."""
+    def _field(self, name: str, shape: tuple[int, ...], dtype: str) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of a field. LeRobot gives one frame without the dimension of a window, one row with it."""
         count = len(self._steps.get(name, ()))
-        return (count, *shape) if count > (name in self.cameras) else shape
+        return (count, *shape) if count > (dtype == "uint8") else shape, dtype
 
     def place(self, indices: Int64) -> tuple[Int64, Int64]:
         """The episode of each moment, counted among the chosen ones, and its row in that."""
