@@ -209,12 +209,8 @@ def read_index(size: int, read: Callable[[int, int], bytes]) -> FrameIndex:
         order = np.argsort(timestamps, kind="stable")
         order = order[~discarded[order]]
         shown = np.union1d(0, np.flatnonzero(keys[order]))
-        return FrameIndex(
-            context.codec.name,
-            context.extradata,
-            float(stream.time_base),
-            *(timestamps[order], order, shown, timestamps, starts, sizes),
-        )
+        series = timestamps[order], order, shown, timestamps, starts, sizes
+        return FrameIndex(context.codec.name, context.extradata, float(stream.time_base), *series)
 
 
 class FramePool:

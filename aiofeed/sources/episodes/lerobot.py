@@ -199,9 +199,7 @@ async def _read_lines(reader: ObjectReader, key: str) -> list[Any]:
 async def _read_table(reader: ObjectReader, key: str, columns: Sequence[str] | None = None) -> Any:
     """Read a Parquet file, or some of its columns."""
     parquet = importlib.import_module("pyarrow.parquet")
-    file: Any = reader.url(key)
-    if not reader.is_local:
-        file = arrow().BufferReader(await reader.read(key))
+    file: Any = reader.url(key) if reader.is_local else arrow().BufferReader(await reader.read(key))
 
     def read() -> Any:
         try:

@@ -31,11 +31,8 @@ class Moments:
     """
 
     def __init__(self, data: LeRobotData, given: Mapping[str, Any]) -> None:
-        features, (windows, rename, fill) = (
-            given["features"],
-            (given[key] or {} for key in ("windows", "rename", "fill")),
-        )
-        episodes, drop_last_frames = given["episodes"], given["drop_last_frames"]
+        features, episodes, drop_last_frames = (given[key] for key in ("features", "episodes", "drop_last_frames"))
+        windows, rename, fill = (given[key] or {} for key in ("windows", "rename", "fill"))
         self.data: LeRobotData = data
         self._tolerance_s: float = given["tolerance_s"]
         self.name: str = data.reader.url("").rstrip("/")
