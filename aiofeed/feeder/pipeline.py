@@ -187,6 +187,8 @@ class StreamingPipeline(LoopProducer):
         """See ``Producer.waiting_for``."""
         if self._engine is None or not self._opened:
             return (f"for {type(self._config.source).__name__}.open()",)
+        if self._processes is not None and not self._processes.started:
+            return ("for the workers to start: each imports the script and opens the source",)
         return self._engine.waiting_for()
 
     @property

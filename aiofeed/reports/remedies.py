@@ -136,14 +136,14 @@ def _verdict(found: Bottleneck) -> str:
             f"{found.waiting:.0%} of the time. {nothing}"
         )
     if measured.processes:
-        by = f"{measured.processes} processes"
+        by = f"{measured.processes} process{'es' if measured.processes > 1 else ''}"
     elif found.resource.startswith("storage"):
         by = f"{measured.reads} reads at a time"
     elif {found.stage, found.resource} & _ALONE or measured.kind != "feeder" or measured.resident:
         by = "it"
     else:
         by = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
-    delivers = "delivers" if by in ("it", "1 thread") else "deliver"
+    delivers = "delivers" if by in ("it", "1 thread", "1 process") else "deliver"
     name = _NAMES.get(measured.kind, {}).get(found.stage, found.stage)
     idle = "" if found.busy else " No stage works all the time: each waits for others."
     return (

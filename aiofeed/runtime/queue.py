@@ -148,7 +148,8 @@ class BatchQueue(Generic[T]):
                 if self._waiter is not None and not self._waiter[0].is_closed() and not self._waiter[1].done():
                     raise RuntimeError("another task is already waiting for this iterator; only one can")
                 self._waiter = (loop, future)
-            timer = None if on_long_wait is None else loop.call_later(LONG_WAIT_S, on_long_wait)
+            # A step that blocks the loop may end after this time, with an item that has arrived meanwhile.
+            timer = on_long_wait and loop.call_later(LONG_WAIT_S, lambda: self.items or on_long_wait())
             try:
                 # An item put before the waiter was set has woken no task.
                 if not self.items:

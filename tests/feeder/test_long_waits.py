@@ -128,12 +128,23 @@ class Waits(torch.utils.data.Dataset[Any]):
         return index
 
 
-@pytest.mark.parametrize("transform", [None, lambda batch: batch])
-def test_a_worker_that_takes_long_is_named(logged: Logged, tmp_path: Path, transform: Any) -> None:
+async def test_a_step_that_blocks_the_loop_has_no_line(logged: Logged) -> None:
+    """A batch that arrives while a step blocks the event loop of a waiting task was not waited for."""
+    async with Feeder(Blocked(logged, at=-1), decode=decode, batch_size=4) as feeder:
+        iterator = aiter(feeder)
+        waiting = asyncio.create_task(anext(iterator))
+        await asyncio.sleep(0)
+        assert not logged.first.wait(0.4)  # blocks the loop
+        await waiting
+    assert logged.lines == []
+
+
+@pytest.mark.parametrize(("transform", "timeout"), [(None, 0), (None, 60), (lambda batch: batch, 0)])
+def test_a_worker_that_takes_long_is_named(logged: Logged, tmp_path: Path, transform: Any, timeout: float) -> None:
     """The line names the batch, the worker, its samples and its process, whether or not a thread receives batches."""
     file = tmp_path / "go"
     threading.Thread(target=lambda: logged.first.wait(30) and file.touch()).start()
-    loader = DataLoader(Waits(file), batch_size=4, num_workers=2, transform=transform)
+    loader = DataLoader(Waits(file), batch_size=4, num_workers=2, timeout=timeout, transform=transform)
     assert len(list(loader)) == 2
     assert "for batch 1: worker 1 (pid " in logged.lines[0]
     assert "was asked for [4, 5, 6, 7] 0 s ago" in logged.lines[0]
@@ -146,6 +157,23 @@ def test_worker_processes_of_a_feeder_are_named(logged: Logged, tmp_path: Path) 
     with Feeder(Waits(file), batch_size=4, engine="process:1") as feeder:
         assert len(list(feeder)) == 2
     assert any("py-spy dump --pid" in line for line in logged.lines)
+
+
+class LoadsSlowly(Waits):
+    """A worker process that unpickles it waits for the file."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        while not self._file.exists():
+            threading.Event().wait(0.01)
+
+
+def test_workers_that_take_long_to_start_are_named(logged: Logged, tmp_path: Path) -> None:
+    file = tmp_path / "go"
+    threading.Thread(target=lambda: logged.first.wait(30) and file.touch()).start()
+    with Feeder(LoadsSlowly(file), batch_size=4, engine="process:1") as feeder:
+        assert len(list(feeder)) == 2
+    assert "for the workers to start" in logged.lines[0]
 
 
 def test_the_iterable_of_prefetch_is_named(logged: Logged) -> None:

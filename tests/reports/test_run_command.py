@@ -102,6 +102,24 @@ def test_a_sitecustomize_of_the_environment_is_imported(tmp_path: Path) -> None:
     assert done.stdout == f"here\nhere\n{tmp_path / 'sitecustomize.py'}\n", done.stderr
 
 
+def test_a_process_with_a_part_of_the_variables(tmp_path: Path) -> None:
+    """A child that gets PYTHONPATH alone runs as without aiofeed; a forked child that exits prints no line."""
+    child = "subprocess.run([sys.executable, '-c', ''], env={'PYTHONPATH': os.environ['PYTHONPATH']})"
+    fork = "os.fork() or sys.exit()"
+    (tmp_path / "script.py").write_text(f"import os, subprocess, sys\n{child}\n{fork}\nos.wait()")
+    done = python(tmp_path, *RUN, "script.py")
+    assert (done.returncode, done.stderr) == (0, NOTHING)
+
+
+@pytest.mark.parametrize("option", ["-E", "-I", "-S"])
+def test_options_without_the_path_are_refused(tmp_path: Path, option: str) -> None:
+    """Python would start the script without aiofeed."""
+    code = "import sys; sys.path[:] = eval(sys.argv.pop(1)); from aiofeed.reports.commands.cli import main; main()"
+    done = python(tmp_path, option, "-c", code, repr(sys.path), "run", "script.py")
+    assert done.returncode == 1
+    assert "which Python ignores with -I, -E or -S" in done.stderr
+
+
 @pytest.mark.parametrize(
     "end", ["sys.exit(3)", "sys.exit('wrong')", "raise KeyError('lost')", "os.kill(os.getpid(), 2)"]
 )

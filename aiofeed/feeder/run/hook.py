@@ -38,9 +38,9 @@ def replace_when_imported(given: dict[str, Any]) -> None:
     """Change torch's ``DataLoader`` when the script imports it; ``given``: the options of ``aiofeed run``."""
     options.update(given)
     sys.meta_path.insert(0, _AfterImport())
-    if given["process"] == os.getpid():
-        nothing = "aiofeed run: this process took no batch from a torch DataLoader"
-        atexit.register(lambda: _LOADERS in sys.modules or print(nothing, file=sys.stderr))
+    nothing = "aiofeed run: this process took no batch from a torch DataLoader"
+    # Looks at its exit: a process may be forked from that of the script.
+    atexit.register(lambda: given["process"] != os.getpid() or _LOADERS in sys.modules or print(nothing, file=sys.stderr))
 
 
 def replace(module: ModuleType, executed: None = None) -> None:

@@ -6,12 +6,13 @@ import os
 import sys
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
-_OPTIONS = json.loads(os.environ["AIOFEED_RUN"])
+# A script may start a process with a part of its environment.
+_OPTIONS = json.loads(os.environ.get("AIOFEED_RUN", "{}"))
 
 # The script sees the path that it has without aiofeed. Its children need the variable.
 sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _FOLDER]
 # An interpreter of another environment may lack what aiofeed needs.
-if _OPTIONS["prefix"] == sys.prefix:
+if _OPTIONS.get("prefix") == sys.prefix:
     if importlib.util.find_spec("aiofeed") is None:
         sys.path.append(os.path.abspath(os.path.join(_FOLDER, "..", "..", "..")))
     importlib.import_module("aiofeed.feeder.run.hook").replace_when_imported(_OPTIONS)

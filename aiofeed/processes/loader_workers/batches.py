@@ -435,15 +435,16 @@ class WorkerBatches:
         return f"for batch {batch}: worker {number} (pid {pid}) was asked for {index!r:.80} {seconds:.0f} s ago", pid
 
     def _receive_one(self, timeout_s: float) -> tuple[int, Answer]:
-        began: float | None = time.monotonic()
+        began, logged = time.monotonic(), self.pull is not None
         while True:
-            if began is not None and self.pull is None and time.monotonic() - began >= long_waits.LONG_WAIT_S:
-                began = None
+            waited_s, wait_s = time.monotonic() - began, self._wait_s()
+            if not logged and waited_s >= long_waits.LONG_WAIT_S:
+                logged = True
                 long_waits.log_long_wait(*self.waiting_for())
             try:
-                number, answer = self.workers.receive(timeout_s or self._wait_s())
+                number, answer = self.workers.receive(min(wait_s, timeout_s - waited_s) if timeout_s else wait_s)
             except TimeoutError:
-                if timeout_s:
+                if timeout_s and time.monotonic() - began >= timeout_s:
                     raise RuntimeError(f"DataLoader timed out after {timeout_s} seconds") from None
                 continue
             if answer.state is None:

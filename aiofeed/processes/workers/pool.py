@@ -94,6 +94,11 @@ class WorkerPool(ABC, Generic[HandleT]):
             self._check_regularly()
         await self._ready
 
+    @property
+    def started(self) -> bool:
+        """Whether batches can be assigned. For any thread."""
+        return self._ready is not None and self._ready.done()
+
     @abstractmethod
     def _start_workers(self) -> None:
         """Start the workers, once, on the loop's thread."""

@@ -15,6 +15,8 @@ def run(options: argparse.Namespace) -> int:
 
     The script sees what it sees under ``python train.py``: ``sys.argv``, ``sys.path``, ``__main__``, signals.
     """
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        sys.exit("aiofeed run needs PYTHONPATH and site, which Python ignores with -I, -E or -S: leave the option out")
     found = None if options.module or os.path.exists(options.script) else shutil.which(options.script)
     interpreter = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
     command = [found] if found else [*interpreter, *(["-m"] if options.module else []), options.script]
