@@ -38,9 +38,9 @@ def replace_when_imported(given: dict[str, Any]) -> None:
     """Change torch's ``DataLoader`` when the script imports it; ``given``: the options of ``aiofeed run``."""
     options.update(given)
     sys.meta_path.insert(0, _AfterImport())
-    nothing = "aiofeed run: this process took no batch from a torch DataLoader"
+    nothing = "aiofeed run: this process took no batch from a torch DataLoader\n"
     # Looks at its exit: a process may be forked from that of the script.
-    atexit.register(lambda: given["process"] != os.getpid() or _LOADERS in sys.modules or print(nothing, file=sys.stderr))
+    atexit.register(lambda: given["process"] != os.getpid() or _LOADERS in sys.modules or sys.stderr.write(nothing))
 
 
 def replace(module: ModuleType, executed: None = None) -> None:
