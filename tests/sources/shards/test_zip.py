@@ -105,8 +105,8 @@ def test_damaged_files(tmp_path: Path, read_all: Any) -> None:
     cases = {
         "cut": (data[: len(data) // 2], "or it is truncated"),
         "head": (data[-200:], "damaged|truncated"),
-        "empty": (b"", "no zip file"),
-        "text": (b"text" * 100, "no zip file"),
+        "empty": (b"", "not a zip file"),
+        "text": (b"text" * 100, "not a zip file"),
     }
     directory = data.index(b"PK\1\2")
     cases["entry"] = data[:directory] + b"xx" + data[directory + 2 :], "the directory of the zip file is damaged"
