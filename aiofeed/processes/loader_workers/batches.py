@@ -71,7 +71,7 @@ class InProcessBatches:
             iterator._drop_last,
         )
         self._fetcher = self._new_fetcher()
-        self.stats = EpochStats()
+        self.stats: EpochStats = EpochStats()
         self._indices: Iterator[Any] = iterator._sampler_iter
         self._pins = iterator._pin_memory
         self._pin_device = iterator._pin_memory_device

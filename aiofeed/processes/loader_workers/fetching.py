@@ -57,7 +57,7 @@ class BatchTimes:
         self._began = self._cpu_s = self._dataset_s = self._collate_s = 0.0
         self._probes = self._held = 0
         self._ended = threading.Event()
-        self.left = 0
+        self.left: int = 0
         """Batches until the next one that is measured."""
         self._measured = False  # the last one
 
