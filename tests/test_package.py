@@ -143,7 +143,7 @@ def test_a_namespace_lacks_other_names() -> None:
 
 
 def test_aiofeed_log_prints_every_stage() -> None:
-    """`AIOFEED_LOG=debug` prints when batches are planned, read, decoded, delivered and handed out."""
+    """`AIOFEED_LOG=debug` prints when batches are planned, read, decoded, delivered and returned."""
     code = """
         import aiofeed
         with aiofeed.Feeder(list(range(8)), batch_size=4) as feeder:
@@ -157,7 +157,7 @@ def test_aiofeed_log_prints_every_stage() -> None:
         check=True,
         env={**os.environ, "AIOFEED_LOG": "debug"},
     )
-    for stage in ("planned, 4 samples", "read samples 0 to ", "decoded", "delivered", "handed out", "stopped"):
+    for stage in ("planned, 4 samples", "read samples 0 to ", "decoded", "delivered", "returned", "stopped"):
         assert stage in ended.stderr
 
 

@@ -83,7 +83,7 @@ class FailureCounter:
 
 
 class FailureLog:
-    """The failures of the batches that were handed out; logs each key once."""
+    """The failures of the batches that were returned; logs each key once."""
 
     def __init__(self, policy: FailurePolicy) -> None:
         self._policy = policy
@@ -135,7 +135,7 @@ class FailureLog:
             return
         stages = ", ".join(f"{count} to {stage}" for stage, count in sorted(self._epoch.items()))
         log.warning(
-            "epoch %d: %d samples failed (%s) and were %s, %d handed out; the first: %s; feeder.failures lists them",
+            "epoch %d: %d samples failed (%s) and were %s, %d returned; the first: %s; feeder.failures lists them",
             epoch,
             len(self._seen),
             stages,

@@ -61,7 +61,7 @@ class EpochStats:
     samples_cached: int = 0
     decode_cpu_s: float = 0.0
     collate_cpu_s: float = 0.0
-    # Decode jobs after the first batch was handed out, their samples, the sum of their times, and of the squares of
+    # Decode jobs after the first batch was returned, their samples, the sum of their times, and of the squares of
     # these.
     jobs: int = 0
     jobs_samples: int = 0

@@ -88,7 +88,7 @@ def allocating(device: torch.device) -> Iterator[None]:
 def new_stream(device: torch.device) -> Any:
     """Return a new stream that no other code uses; it is never destroyed.
 
-    torch has 32 streams per device and hands them out in rotation: one of them can be the user's own, and be captured
+    torch has 32 streams per device and returns them in rotation: one of them can be the user's own, and be captured
     in the user's CUDA graph. ROCm has no driver function for streams; there it is one of torch's.
 
     Raises:

@@ -183,7 +183,7 @@ class Feeder(Generic[BatchT]):
             ``decode_threads``; each one beyond the first adds a batch to ``prefetch_batches``. Each process has its own
             copy of a ``Dataset``, with ``threads`` of its own. Source, decoder and ``collate_fn`` are pickled at
             ``iter()``. "ray", or ``RayEngine(...)``, uses actors of a Ray cluster.
-        static_batches: Hand out every batch in the same tensors, at fixed addresses, for CUDA graphs. A batch is valid
+        static_batches: Return every batch in the same tensors, at fixed addresses, for CUDA graphs. A batch is valid
             until the next ``next``. Costs one copy within device memory per batch. Needs ``drop_last=True`` (or a
             length that ``batch_size`` divides) and batches of equal structure and shapes; excludes ``on_error="skip"``.
             With ``Buckets`` and ``drop_last=True`` the batches of each bucket have tensors of their own.
@@ -488,7 +488,7 @@ class Feeder(Generic[BatchT]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make the next ``iter()`` go on from a state.
 
-        World size and batch size may differ from those of the state: samples that any rank had handed out do not come
+        World size and batch size may differ from those of the state: samples that any rank had returned do not come
         again in that epoch, all others do. In mid-epoch, ``in_order=False`` and ``pad=False`` fix both, and "samples"
         the world size; each rank then loads the state that it has saved.
 

@@ -190,7 +190,7 @@ class Delivery:
         """Tell the threads to end. Never blocks. With a reason, the open iterator raises ``IteratorClosedError``."""
         if reason is not None:
             if self.closed is None:
-                # Before the threads drop batches: the iterator must not hand out a batch behind a dropped one.
+                # Before the threads drop batches: the iterator must not return a batch behind a dropped one.
                 self.closed = reason
                 self.queue.items.append(Stopped())
             self.queue.wake()  # again if this call is repeated, because Ctrl-C may have interrupted the first
@@ -228,10 +228,10 @@ class EpochObserver:
         self._delivery = delivery
 
     def handing_out(self, item: ReadyBatch) -> None:
-        """Called before a batch is handed out; twice for the same batch if ``next`` is interrupted and repeated."""
+        """Called before a batch is returned; twice for the same batch if ``next`` is interrupted and repeated."""
 
     def handed_out(self, item: ReadyBatch) -> None:
-        """Called when a batch is handed out. It must not call any function, so that no signal handler runs in it."""
+        """Called when a batch is returned. It must not call any function, so that no signal handler runs in it."""
 
     def failed(self, item: FeedFailure) -> None:
         """Called before an error is raised."""
@@ -267,20 +267,20 @@ class FeedIterator(Generic[BatchT_co]):
         stats.asked_at = self._started
         stats.stall_s = time.perf_counter() - self._started
         self._finished = self._running = False
-        # When the last batch was handed out, its number and its samples.
+        # When the last batch was returned, its number and its samples.
         self._handed_out: tuple[float, int, int] | None = None
         # Further batches of the last item, see `ReadyBatch`.
         self._following: list[Any] = []
 
     def __repr__(self) -> str:
         status = "ended" if self._finished else "open" if self.live else "closed"
-        return f"FeedIterator({status}, batches handed out: {self._stats.batches})"
+        return f"FeedIterator({status}, batches returned: {self._stats.batches})"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "an iterator cannot be pickled or copied, because its threads cannot: save the feeder's state_dict(), and "
             "pass it to load_state_dict() of another feeder, or of a copy, whose next iter() then continues after the "
-            "last batch that this iterator has handed out"
+            "last batch that this iterator has returned"
         )
 
     def __iter__(self) -> FeedIterator[BatchT_co]:
@@ -383,7 +383,7 @@ class FeedIterator(Generic[BatchT_co]):
             what, *pids = self._delivery.waiting_for()
         except Exception as error:  # noqa: BLE001 - other threads change meanwhile what is looked at; the wait goes on
             what, pids = f"for a batch ({error!r})", []
-        long_waits.log_long_wait(f"{what} ({self._stats.batches} batches were handed out)", *pids)
+        long_waits.log_long_wait(f"{what} ({self._stats.batches} batches were returned)", *pids)
 
     def _raise_if_closed(self) -> None:
         """Raise ``IteratorClosedError`` if the iterator is closed or belongs to another process."""
@@ -407,7 +407,7 @@ class FeedIterator(Generic[BatchT_co]):
         waited = now - late_s
         stall_s = waited - asked - (_overlap_s(*backlog, asked, waited) if (backlog := item.device_backlog) else 0.0)
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("batch %d: handed out after a wait of %.1f ms", item.number, stall_s * 1e3)
+            log.debug("batch %d: returned after a wait of %.1f ms", item.number, stall_s * 1e3)
         stats = self._stats
         stats.events.append(("wait", "training", asked, waited, item.number, item.samples, 0))
         self._add_step(asked)
@@ -423,7 +423,7 @@ class FeedIterator(Generic[BatchT_co]):
         return batch
 
     def _add_step(self, ended: float) -> None:
-        """Add the consumer's step with the batch that was handed out last."""
+        """Add the consumer's step with the batch that was returned last."""
         if self._handed_out is not None:
             began, number, samples = self._handed_out
             self._stats.events.append(("step", "training", began, ended, number, samples, 0))
@@ -469,12 +469,12 @@ class FeedIterator(Generic[BatchT_co]):
 
     @property
     def batches(self) -> int:
-        """The number of batches handed out."""
+        """The number of batches returned."""
         return self._stats.batches
 
     @property
     def number(self) -> int:
-        """The number in the epoch of the batch that was handed out last; -1 before the first."""
+        """The number in the epoch of the batch that was returned last; -1 before the first."""
         return -1 if self._handed_out is None else self._handed_out[1]
 
     def add_order(self, began: float) -> None:

@@ -63,7 +63,7 @@ class FeederSession(Generic[BatchT]):
     """Runs the epochs of one feeder, one iterator at a time, on a pipeline that is reused while possible.
 
     - *Start*: ``begin`` asks the checkpoint for the position (a loaded state, a chosen epoch or the next epoch) and the
-      order for the batches from there on. ``EpochProgress`` counts the batches handed out; ``state_dict`` is computed
+      order for the batches from there on. ``EpochProgress`` counts the batches returned; ``state_dict`` is computed
       from it.
     - *End*: the pipeline keeps running for the next epoch. After a complete epoch, and inside ``epochs``, the next
       epoch is read while this one is consumed.
@@ -73,7 +73,7 @@ class FeederSession(Generic[BatchT]):
     The feeder and the open iterator keep the session alive. The pipeline ends when the session is dropped.
 
     Args:
-        checkpoint: The user's position; updated as batches are handed out.
+        checkpoint: The user's position; updated as batches are returned.
         failures: Receives the samples that failed.
         earlier_stats: Receives the statistics of ended epochs.
     """
@@ -363,7 +363,7 @@ class FeederSession(Generic[BatchT]):
         return ResidentPipeline(ResidentData(data, backend=config.backend, **sizes))
 
     def _finish_complete_epoch(self) -> bool:
-        """Finish an epoch whose last batch was handed out if its consumer, counting batches, never asked for the end.
+        """Finish an epoch whose last batch was returned if its consumer, counting batches, never asked for the end.
 
         Returns whether the epoch is complete and its pipeline runs, so that batches read ahead can be used.
         """
@@ -394,7 +394,7 @@ class FeederSession(Generic[BatchT]):
                 self.delivery.watch(self)
 
     def _on_first_batch(self, epoch: EpochProgress) -> None:
-        """An epoch hands out its first batch, or has ended without one: the next ``begin`` starts the one after it."""
+        """An epoch returns its first batch, or has ended without one: the next ``begin`` starts the one after it."""
         self._checkpoint.on_first_batch(epoch)
         self._order.on_first_batch()
 
@@ -529,7 +529,7 @@ class Steps(Generic[BatchT]):
 
 
 class _SessionObserver(EpochObserver):
-    """Updates the session as its iterator hands out batches. Keeps the session alive."""
+    """Updates the session as its iterator returns batches. Keeps the session alive."""
 
     def __init__(self, session: FeederSession[Any], delivery: Delivery, epoch: EpochProgress) -> None:
         super().__init__(delivery)

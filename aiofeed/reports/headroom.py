@@ -32,7 +32,7 @@ class EpochIterator(Protocol):
 
     @property
     def batches(self) -> int:
-        """Batches handed out."""
+        """Batches returned."""
 
     def leave_out(self, seconds: float) -> None:
         """Leave these seconds out of the statistics."""
@@ -40,7 +40,7 @@ class EpochIterator(Protocol):
 
 @public_in("aiofeed.reports")
 class Headroom(Generic[BatchT]):
-    """An epoch in which some batches are handed out again; ``print`` it afterwards. See ``Feeder.headroom``.
+    """An epoch in which some batches are returned again; ``print`` it afterwards. See ``Feeder.headroom``.
 
     Attributes:
         loaded_s: Seconds per step with loading; 0 before the measurement.
@@ -137,7 +137,7 @@ class Headroom(Generic[BatchT]):
             raise
 
     def _repeats(self, epoch: EpochIterator) -> Iterator[Any]:
-        """End the timing with loading, hand out batches again, and print the result; not if too few were timed."""
+        """End the timing with loading, return batches again, and print the result; not if too few were timed."""
         if epoch.batches < self._needed:
             self._kept = []
             print(self)

@@ -77,7 +77,7 @@ class ProgressFeed(Generic[BatchT]):
 
 
 class _ShownEpoch:
-    """Draws the bar of an epoch as its batches are handed out; passes all events on to the feeder's own observer."""
+    """Draws the bar of an epoch as its batches are returned; passes all events on to the feeder's own observer."""
 
     def __init__(self, observer: Any, session: Any, bar: EpochBar, before: int) -> None:
         self._observer = observer

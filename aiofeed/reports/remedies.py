@@ -58,7 +58,7 @@ def explain(measured: FeedMeasurements) -> Explanation:
     stats = measured.stats
     if stats.batches < LEAST_BATCHES or not stats.samples:
         return Explanation(
-            f"Too few batches: {stats.batches} of this epoch were handed out, and it takes {LEAST_BATCHES} to tell "
+            f"Too few batches: {stats.batches} of this epoch were returned, and it takes {LEAST_BATCHES} to tell "
             f"where the time goes. Iterate over the feeder first.",
             stage="",
             resource="",

@@ -139,7 +139,7 @@ def trace_events(lanes: Sequence[Lane], title: str, us: Callable[[float], float]
         us: Converts seconds of ``perf_counter`` to the trace's microseconds.
     """
     found: list[dict[str, Any]] = [_metadata("process_name", 0, title)]
-    # For each batch that is not handed out the threads and middles of its events in the order of their ends.
+    # For each batch that is not returned the threads and middles of its events in the order of their ends.
     ways: dict[int, list[tuple[int, float]]] = {}
     arrows = 0
     every = [(event, number) for number, lane in enumerate(lanes, 1) for event in lane.events]

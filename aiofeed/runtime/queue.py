@@ -54,7 +54,7 @@ class BatchQueue(Generic[T]):
     Attributes:
         items: The queued items. The consumer deletes the first one when it is done with it.
         woken_at: When an item last arrived for which a task was waiting, in ``time.perf_counter`` seconds.
-        runs: Whether items may have ``following`` batches: nothing is done with a single batch when it is handed out.
+        runs: Whether items may have ``following`` batches: nothing is done with a single batch when it is returned.
     """
 
     runs: bool = False
@@ -111,17 +111,13 @@ class BatchQueue(Generic[T]):
 
     def peek(self, timeout_s: float | None = None) -> T:
         """Return the next item without removing it; otherwise like ``get``."""
-        deadline = None
-        while True:
-            try:
-                return self.items[0]
-            except IndexError:
-                if deadline is None and timeout_s is not None:
-                    deadline = time.monotonic() + timeout_s
-                left = POLL_INTERVAL_S if deadline is None else min(POLL_INTERVAL_S, deadline - time.monotonic())
+        deadline = None if timeout_s is None or self.items else time.monotonic() + timeout_s
+        while not self.items:
+            left = POLL_INTERVAL_S if deadline is None else min(POLL_INTERVAL_S, deadline - time.monotonic())
             if left <= 0:
                 raise Empty
             self._wait(left)
+        return self.items[0]
 
     def _wait(self, timeout_s: float) -> None:
         self._asleep = True
@@ -184,7 +180,7 @@ class ReadyBatch:
             loop does not need to be woken.
         counters: Statistics of its epoch.
         failures: The samples that were skipped or replaced.
-        handed_out: With ``in_order="samples"`` the samples that are handed out with this batch and those before it, see
+        handed_out: With ``in_order="samples"`` the samples that are returned with this batch and those before it, see
             ``sampling/samples.py``.
         transform_begun, transformed: Whether the consumer's transform was called for ``batch``, and has replaced it.
         taken: Whether the producer was notified that the consumer takes the batch.
@@ -193,7 +189,7 @@ class ReadyBatch:
             tasks. ``None``: it did not wait.
         plan: Its plan, if an engine made it.
         error: In a worker, the error to raise in its place.
-        following: Batches that are handed out after it without an item of their own, the last one first. Each has as
+        following: Batches that are returned after it without an item of their own, the last one first. Each has as
             many samples as this one and the next number.
         followers: Their number at first. The consumer deletes them from the list.
     """

@@ -80,7 +80,7 @@ class EpochStream:
             start = self.after(start)
 
     def new_progress(self, start: Position, in_order: InOrder) -> EpochProgress:
-        """Count the batches of an epoch that the consumer takes over; call it before the first is handed out."""
+        """Count the batches of an epoch that the consumer takes over; call it before the first is returned."""
         return EpochProgress(self.schedule, start, in_order)
 
     def after(self, start: EpochStart) -> EpochStart | None:

@@ -74,7 +74,7 @@ class FeedOrder:
             self._shard = (0, 1)
         elif shard != "auto":
             self._shard = check_shard(shard)
-        # Whether the epoch planned last has handed out a batch, or has ended without one.
+        # Whether the epoch planned last has returned a batch, or has ended without one.
         self._epoch_used = True
         self.events: deque[Event] = new_events(keep=False)
         self.replica: int = 0
@@ -255,14 +255,14 @@ class FeedOrder:
         log.warning("an epoch has no batches%s: %s", where, reason)
 
     def on_first_batch(self) -> None:
-        """The epoch planned last has handed out a batch, or has ended without one: its list is not repeated."""
+        """The epoch planned last has returned a batch, or has ended without one: its list is not repeated."""
         self._epoch_used = True
 
     def resumed(self, position: Position, state: str) -> Position:
         """The position of a state, which may exclude other samples, in this order.
 
         Raises:
-            StateError: It is in an epoch of a plan, or one of which batches or samples were handed out before others.
+            StateError: It is in an epoch of a plan, or one of which batches or samples were returned before others.
         """
         here = self._samples if isinstance(self._samples, ExcludingOrder) else None
         saved = json_dict(state) if state else {"at": position.consumed}
@@ -271,7 +271,7 @@ class FeedOrder:
         if "at" not in saved or saved.get("exclude") == (here and here.digest):
             return position
         if position.ahead or (isinstance(self._sampler, PlanLister) and position.consumed):
-            raise StateError("exclude= cannot change within an epoch of a plan, or of batches handed out out of order")
+            raise StateError("exclude= cannot change within an epoch of a plan, or of batches returned out of order")
         at = check_int_from(0, "at", saved["at"])
         return self.normalize(Position(position.epoch, here.consumed(position.epoch, at) if here else at))
 

@@ -40,7 +40,7 @@ def digest(*parts: object) -> str:
 def order_digest(schedule: Schedule, in_order: bool | Literal["samples"], lister: str) -> str:
     """Identifies the order of an epoch, whose lister identifies itself.
 
-    If ranks may hand out different numbers of samples, also the rank whose samples are known.
+    If ranks may return different numbers of samples, also the rank whose samples are known.
     """
     own: tuple[object, ...] = ()
     if in_order is not True or not schedule.pad:

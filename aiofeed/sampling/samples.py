@@ -1,4 +1,4 @@
-"""Positions and batches of ``in_order="samples"``, where single samples are handed out ahead of others."""
+"""Positions and batches of ``in_order="samples"``, where single samples are returned ahead of others."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from aiofeed.sampling.order import Int64
 from aiofeed.sampling.schedule import Position, Schedule
 
 HandedOut: TypeAlias = tuple[int, int]
-"""The samples of this rank that were handed out: the first so many, and the bits of an int for those that follow."""
+"""The samples of this rank that were returned: the first so many, and the bits of an int for those that follow."""
 
 
 class SampleSchedule(Schedule):
     """A schedule whose positions have the numbers of samples in ``ahead``. They count the samples of this rank.
 
-    A planned batch has the next samples in order. The batch that is handed out has as many, whichever are ready.
+    A planned batch has the next samples in order. The batch that is returned has as many, whichever are ready.
     """
 
     def _numbers_ahead(self, start: Position) -> int:
@@ -33,16 +33,16 @@ class SampleSchedule(Schedule):
         return frozenset()
 
     def positions_from(self, start: Position, batch: int, count: int = 1) -> Int64:
-        """The positions of samples that were not handed out before ``start``."""
+        """The positions of samples that were not returned before ``start``."""
         last = min((batch + count) * self.batch_size, self._samples_left(start))
         left = np.arange(batch * self.batch_size, last, dtype=np.int64)
         ahead = np.array(self._ahead(start), np.int64)
-        # A sample's number is its place among those left, plus those handed out that come before it.
+        # A sample's number is its place among those left, plus those returned that come before it.
         numbers = left + np.searchsorted(ahead - np.arange(len(ahead)), left, side="right")
         return start.consumed + self.rank + numbers * self.world_size
 
     def position_after(self, start: Position, number: int, earlier: Set[int] | None = None) -> Position:
-        """The position after planned batches 0 to ``number``, which were handed out in order."""
+        """The position after planned batches 0 to ``number``, which were returned in order."""
         if number + 1 >= self.batch_numbers(start):
             return Position(start.epoch + 1)
         following = int(self.positions_from(start, number + 1)[0])
@@ -51,30 +51,30 @@ class SampleSchedule(Schedule):
         return Position(start.epoch, start.consumed + prefix * self.world_size, ahead)
 
     def position_at(self, start: Position, handed_out: HandedOut) -> Position:
-        """The position of an iterator that began at ``start`` and has handed out these samples."""
+        """The position of an iterator that began at ``start`` and has returned these samples."""
         prefix, bits = handed_out
         ahead = frozenset(number for number, bit in enumerate(reversed(f"{bits:b}")) if bit == "1")
         return self.normalize(Position(start.epoch, start.consumed + prefix * self.world_size, ahead))
 
     def tracker(self, start: Position) -> SampleTracker:
-        """A tracker of the samples handed out from ``start`` on."""
+        """A tracker of the samples returned from ``start`` on."""
         return SampleTracker(start.consumed, self.world_size, self._ahead(start))
 
     def _samples_left(self, start: Position) -> int:
         return self._without_dropped(self._undropped(start.consumed) - len(self._ahead(start)))
 
     def _ahead(self, start: Position) -> list[int]:
-        """The numbers of samples handed out ahead, ascending."""
+        """The numbers of samples returned ahead, ascending."""
         return sorted(start.ahead)
 
 
 class SampleTracker:
-    """Tracks the samples of one rank and epoch that are handed out; batches are added in the order of delivery.
+    """Tracks the samples of one rank and epoch that are returned; batches are added in the order of delivery.
 
     Args:
         consumed: The position of sample 0 of rank 0.
         world_size: The distance of this rank's positions.
-        ahead: The numbers of samples that were handed out before.
+        ahead: The numbers of samples that were returned before.
     """
 
     def __init__(self, consumed: int, world_size: int, ahead: Iterable[int]) -> None:
@@ -83,7 +83,7 @@ class SampleTracker:
         self._prefix, self._bits = 0, sum(1 << number for number in ahead)
 
     def add(self, positions: Iterable[int]) -> HandedOut:
-        """Add the samples of a batch; returns all that are handed out when it is."""
+        """Add the samples of a batch; returns all that are returned when it is."""
         numbers = [(position - self._consumed) // self._world_size - self._prefix for position in positions]
         lowest, bits = min(numbers), 0
         for number in numbers:

@@ -4,7 +4,7 @@ An epoch is the list of positions 0 to n - 1, padded with its own head to a mult
 takes positions r, r + R, r + 2R, ... as torch's ``DistributedSampler`` does, and splits them into batches. A
 permutation maps positions to indices. After a resume the same formula applies to the remaining positions.
 
-A ``Position`` is an epoch and the number of its samples that all ranks have handed out. It does not depend on batch
+A ``Position`` is an epoch and the number of its samples that all ranks have returned. It does not depend on batch
 size, world size or concurrency, so an epoch can be resumed with other values of these.
 """
 
@@ -76,8 +76,8 @@ class Position:
 
     Args:
         epoch: The number of the epoch.
-        consumed: The number of samples that all ranks have handed out, in order and without a gap.
-        ahead: What was handed out besides, counted from ``consumed`` on: with ``in_order=False`` the numbers of
+        consumed: The number of samples that all ranks have returned, in order and without a gap.
+        ahead: What was returned besides, counted from ``consumed`` on: with ``in_order=False`` the numbers of
             batches, with ``in_order="samples"`` those of samples of this rank.
     """
 
@@ -95,7 +95,7 @@ class Position:
 class Schedule:
     """Everything that the order of samples depends on, except the sampler.
 
-    In all methods ``consumed`` is the number of positions that all ranks have handed out before; 0 at the start of an
+    In all methods ``consumed`` is the number of positions that all ranks have returned before; 0 at the start of an
     epoch.
 
     Args:
@@ -165,11 +165,11 @@ class Schedule:
         return self.batches(start.consumed)
 
     def batches_ahead(self, start: Position) -> Set[int]:
-        """The numbers of batches that were handed out before ``start``."""
+        """The numbers of batches that were returned before ``start``."""
         return start.ahead
 
     def batches_left(self, start: Position) -> int:
-        """The batches of this rank that were not handed out before ``start``."""
+        """The batches of this rank that were not returned before ``start``."""
         return self.batch_numbers(start) - len(self.batches_ahead(start))
 
     def positions_from(self, start: Position, batch: int, count: int = 1) -> Int64:
@@ -177,7 +177,7 @@ class Schedule:
         return self.positions(start.consumed, batch, count)
 
     def consumed_after(self, consumed: int, batches: int) -> int:
-        """The positions handed out by all ranks, after ``batches`` more on each rank."""
+        """The positions returned by all ranks, after ``batches`` more on each rank."""
         end = consumed + -(-max(self.length - consumed, 0) // self.world_size) * self.world_size
         return min(consumed + min(batches * self.batch_size, self.samples(consumed)) * self.world_size, end)
 
@@ -251,7 +251,7 @@ class Schedule:
         Args:
             start: Where the iterator began.
             number: The number of the batch, counted from ``start``.
-            earlier: The numbers of the batches handed out before it; ``None`` if batches are handed out in order.
+            earlier: The numbers of the batches returned before it; ``None`` if batches are returned in order.
         """
         done = start.ahead if earlier is None else start.ahead | earlier | {number}
         prefix = number + 1 if earlier is None else 0

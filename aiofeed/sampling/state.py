@@ -56,7 +56,7 @@ class SavedState:
         schedule: The order of samples.
         position: The position of the user.
         fingerprint: Identifies the source.
-        in_order: The order in which batches are handed out, see ``Feeder``.
+        in_order: The order in which batches are returned, see ``Feeder``.
         sampler: The state of the sampler as the JSON of a dict; empty without one.
         trail: What was seen before the position.
     """
@@ -185,16 +185,14 @@ class SavedState:
             units = {"samples": "samples", False: "batches"}
             return [
                 f"in_order: {self.in_order!r} in the state, {mine.in_order!r} here (the state lists the "
-                f"{units[self.in_order]} that were handed out before others)"
+                f"{units[self.in_order]} that were returned before others)"
             ]
         if self.in_order == "samples":
-            why = (
-                'in_order="samples" each rank has handed out other samples, and must load the state that it has saved:'
-            )
+            why = 'in_order="samples" each rank has returned other samples, and must load the state that it has saved:'
             fixed = ("world_size", "rank")
         elif self.position.ahead or not (self.in_order and mine.in_order):
             # The state has the numbers of batches, which mean other samples with another batch size. And each rank has
-            # handed out other numbers.
+            # returned other numbers.
             why = "in_order=False"
             fixed = ("batch_size", "world_size") if self.in_order else ("batch_size", "world_size", "rank")
         elif not self.schedule.pad:
@@ -269,12 +267,12 @@ def _batch_numbers(name: str, value: object) -> frozenset[int]:
 
 
 class EpochProgress:
-    """The batches that one iterator has handed out. Computes the position only when asked for it.
+    """The batches that one iterator has returned. Computes the position only when asked for it.
 
     Args:
         schedule: The order of samples.
         start: Where the iterator began.
-        in_order: The order in which batches are handed out, see ``Feeder``.
+        in_order: The order in which batches are returned, see ``Feeder``.
 
     Attributes:
         ended: Whether the consumer has seen the end of the epoch, after the last batch.
@@ -288,7 +286,7 @@ class EpochProgress:
         self.before: Trail = Trail()
         self._schedule = schedule
         self._last = -1
-        # Batches that `_last` and `_left` count as handed out, and that still wait here.
+        # Batches that `_last` and `_left` count as returned, and that still wait here.
         self._following: Sized = ()
         self._batches = self._left = schedule.batches_left(start)
         # The batches that `_left` counts and that do not exist, because the epoch is shorter than the schedule.
@@ -296,12 +294,12 @@ class EpochProgress:
         self.ended = False
         # A dict and not a set, because set.add is a call, and a signal handler may run after a call.
         self._numbers: dict[int, None] | None = None if in_order else {}
-        # ``None`` if the batches handed out are those that were planned.
+        # ``None`` if the batches returned are those that were planned.
         self._handed_out: HandedOut | None = None
 
     @property
     def started(self) -> bool:
-        """Whether a batch was handed out."""
+        """Whether a batch was returned."""
         return self._last >= 0
 
     def record(
@@ -311,7 +309,7 @@ class EpochProgress:
 
         Args:
             number: The number of the batch.
-            handed_out: With ``in_order="samples"`` the samples that are now handed out.
+            handed_out: With ``in_order="samples"`` the samples that are now returned.
             following: The batches after it that are counted when they are deleted from this list, if in order.
             followers: Their number at first.
         """
@@ -323,7 +321,7 @@ class EpochProgress:
             self._numbers[number] = None
 
     def shorten(self, length: int) -> None:
-        """Set the length of an epoch, once it is known; call it before the last batch is handed out.
+        """Set the length of an epoch, once it is known; call it before the last batch is returned.
 
         The engine's thread may call it: it changes nothing that ``record`` changes.
         """
@@ -333,21 +331,21 @@ class EpochProgress:
 
     @property
     def handed_out(self) -> int:
-        """The number of batches that were handed out."""
+        """The number of batches that were returned."""
         return self._batches - self._left - len(self._following)
 
     @property
     def one_left(self) -> bool:
-        """Whether all batches but one were handed out."""
+        """Whether all batches but one were returned."""
         return self._left + len(self._following) - self._surplus == 1
 
     @property
     def complete(self) -> bool:
-        """Whether all batches were handed out."""
+        """Whether all batches were returned."""
         return self._left + len(self._following) == self._surplus
 
     def position(self) -> Position:
-        """The position after the batches that were handed out."""
+        """The position after the batches that were returned."""
         if not self.started:
             return Position(self.start.epoch + 1) if self.ended else self.start
         if self._handed_out is not None:
@@ -357,7 +355,7 @@ class EpochProgress:
         return self._schedule.position_after(self.start, self._last - len(self._following), numbers)
 
     def trail(self) -> Trail:
-        """What was seen up to the batches that were handed out."""
+        """What was seen up to the batches that were returned."""
         end = self.position()
         if end.epoch != self.start.epoch and self.started:
             schedule, consumed = self._schedule, self.start.consumed
@@ -371,8 +369,8 @@ class Checkpoint:
 
     Args:
         start: The position while ``progress`` is ``None``.
-        progress: The progress of the last iterator that has handed out a batch, or has ended without one.
-        loaded: A loaded position, until its iterator has handed out a batch or ``set_epoch`` discards it.
+        progress: The progress of the last iterator that has returned a batch, or has ended without one.
+        loaded: A loaded position, until its iterator has returned a batch or ``set_epoch`` discards it.
         next_epoch: The epoch that the next ``iter()`` starts if no position is loaded.
         current_epoch: The epoch that is being iterated, or was iterated last.
         chosen: Whether the next epoch was chosen, by ``load`` or ``set_epoch``, after the last ``iter()``.
@@ -432,7 +430,7 @@ class Checkpoint:
         self.chosen = False
 
     def on_first_batch(self, progress: EpochProgress) -> None:
-        """An iterator hands out its first batch, or ends without one: from now on ``progress`` gives the position.
+        """An iterator returns its first batch, or ends without one: from now on ``progress`` gives the position.
 
         A position loaded, or an epoch chosen, after the iterator was created stays for the next iterator.
         """

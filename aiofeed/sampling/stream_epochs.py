@@ -1,7 +1,7 @@
 """The order of a feeder over a ``Stream``: batches of items as they are read, the end of an epoch, and the state.
 
 Each rank reads all items, and keeps those of its batches. A batch is planned when it is known whether another one
-follows, so that the last batch is known as the last before it is handed out. Until the stream has ended, its schedule
+follows, so that the last batch is known as the last before it is returned. Until the stream has ended, its schedule
 has a length that no stream reaches. With a plan, the schedule counts batches and not items.
 """
 
@@ -198,7 +198,7 @@ class StreamOrder(FeedOrder):
         state: dict[str, Any] = {"shard": shard, "snapshot": None if found is None else asdict(found)}
         if self.plan is not None:
             if point.batches == position.consumed and not position.ahead:
-                point = replace(point, lengths=())  # nothing behind it was handed out
+                point = replace(point, lengths=())  # nothing behind it was returned
             state |= {"stream plan": repr(self.plan), "point": asdict(point)}
         return json.dumps(state)
 
@@ -338,7 +338,7 @@ class StreamEpochs(EpochStream):
 
 
 def _missing(stream: Items, start: Position, schedule: Schedule, items: int) -> FeedError | None:
-    """The error of an epoch that has fewer items than the stream's length, or than were handed out before."""
+    """The error of an epoch that has fewer items than the stream's length, or than were returned before."""
     length = stream.length
     if start.consumed > schedule.length:  # only with a plan: without one, the reader has found this
         problem = f"batch {start.consumed} of epoch {start.epoch}, which ends after {schedule.length} batches"
@@ -447,7 +447,7 @@ class PlanWindow(ItemWindow):
     Args:
         schedule: The schedule, which counts batches.
         plan: Forms the batches.
-        point: Where the plan goes on. Batches from there to ``start`` were handed out before.
+        point: Where the plan goes on. Batches from there to ``start`` were returned before.
         start, stream: As for ``ItemWindow``.
     """
 

@@ -140,7 +140,7 @@ def test_epochs_that_are_left_resumed_and_set_equal_those_without_a_cache(
 
 @DEVICES
 def test_out_of_order(kind: str | None) -> None:
-    """Every epoch has all samples, and a state the samples that were not handed out."""
+    """Every epoch has all samples, and a state the samples that were not returned."""
     options: dict[str, Any] = {"decode": scalar, "batch_size": 4, "shuffle": True, "in_order": False}
     feeder: Feeder[Any] = Feeder(CountedNumbers(30, target=None), cache="device", device=device_of(kind), **options)
     with feeder:
@@ -540,7 +540,7 @@ def test_a_pickled_feeder_starts_with_an_empty_cache() -> None:
 
 @DEVICES
 def test_a_sampler_is_respected(kind: str | None) -> None:
-    """Repeats are handed out, and epochs are resident once all samples of the sampler are cached."""
+    """Repeats are returned, and epochs are resident once all samples of the sampler are cached."""
     order = [3, 1, 3, 5, 8, 8, 8, 2]
     feeder: Feeder[Any] = Feeder(
         CountedNumbers(), decode=tensor, batch_size=3, sampler=order, cache="device", device=device_of(kind)

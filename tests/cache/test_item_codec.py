@@ -207,7 +207,7 @@ def test_no_more_threads_call_the_dataset_than_it_allows(cache: Any, threads: in
 
 @DEVICES
 def test_out_of_order(kind: str | None) -> None:
-    """Every epoch has all samples, and a state the samples that were not handed out."""
+    """Every epoch has all samples, and a state the samples that were not returned."""
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "in_order": False}
     feeder: Feeder[Any] = Feeder(Items(30, "int"), cache="device", device=device_of(kind), **options)
     with feeder:
@@ -223,7 +223,7 @@ def test_out_of_order(kind: str | None) -> None:
 @DEVICES
 @pytest.mark.parametrize("many", [False, True])
 def test_a_sampler_is_respected(kind: str | None, many: bool) -> None:
-    """Repeats are handed out, epochs are resident once all items are cached, and none is requested again."""
+    """Repeats are returned, epochs are resident once all items are cached, and none is requested again."""
     order = [3, 1, 3, 5, 8, 8, 8, 2]
     dataset = (Many if many else Items)()
     feeder: Feeder[Any] = Feeder(dataset, batch_size=3, sampler=order, cache="device", device=device_of(kind))

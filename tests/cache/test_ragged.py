@@ -230,7 +230,7 @@ def test_room_for_rows_is_taken_if_the_first_items_are_alike(path: Path, alike: 
 @STORES
 @pytest.mark.parametrize("case", range(len(UNLIKE)))
 def test_an_item_that_differs_is_cached(kind: str, case: int, path: Path) -> None:
-    """It is handed out unchanged with the others, unless no cache can have it: then the error names it."""
+    """It is returned unchanged with the others, unless no cache can have it: then the error names it."""
     others, odd, _ = UNLIKE[case]
 
     def dataset() -> Items:

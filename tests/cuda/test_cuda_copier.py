@@ -153,7 +153,7 @@ class TestBackend:
         assert backend.side_stream() != backend.current_stream()
 
     def test_no_stream_of_torch_is_the_side_stream(self, backend):
-        """None of the streams that torch hands out in rotation is the side stream or the stream of a server's ring."""
+        """None of the streams that torch returns in rotation is the side stream or the stream of a server's ring."""
         streams = {torch.cuda.Stream(priority=priority).cuda_stream for priority in (0, -1) for _ in range(64)}
         assert backend.side_stream().cuda_stream not in streams
         assert CudaSharedDevice(backend.device).stream().cuda_stream not in streams

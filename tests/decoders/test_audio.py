@@ -127,7 +127,7 @@ def test_the_sound_of_a_video_and_a_path(tmp_path: Path) -> None:
 
 
 def test_resume_is_exact_at_every_position(folder: Path) -> None:
-    """A feeder that continues from a saved state hands out the crops of an uninterrupted one."""
+    """A feeder that continues from a saved state returns the crops of an uninterrupted one."""
     expected = batches_of(folder)
     source = Files(sorted(folder.glob("*.wav")) * 2)
     for position in range(2):

@@ -300,7 +300,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[None]:
 
 
 def test_resume_is_exact_at_every_position(folder: Path) -> None:
-    """A feeder that continues from a saved state hands out the clips of an uninterrupted one."""
+    """A feeder that continues from a saved state returns the clips of an uninterrupted one."""
     source = Clips(source_of(folder, copies=3), 4, 2, size=24)
     expected = batches_of(source)
     for position in range(4):

@@ -374,7 +374,7 @@ def test_nanogpt_is_resumed_with_its_next_batches(run: Callable[..., str]) -> No
 def test_raw_text_is_packed_once_on_8_ranks_then_2_then_8(
     object_server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shards of an object store that fails at times: the loss falls, and each token of each document comes once."""
+    """Shards of an object store that fails at times: the loss falls, and each token of each text comes exactly once."""
     tokenizers = pytest.importorskip("tokenizers")
     texts = [f"Text {index}: " + "the sum of " * (index % 9) + f"{index} and {7 * index}." for index in range(560)]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="[UNK]"))

@@ -343,7 +343,7 @@ def test_failures_are_listed_and_logged_once_per_key(caplog: pytest.LogCaptureFi
     ]
     summaries = [line for line in lines if line.startswith("epoch ")]
     assert [line[:8] for line in summaries] == ["epoch 0:", "epoch 1:", "epoch 2:"]
-    assert "5 samples failed (5 to read) and were skipped, 17 handed out" in summaries[0]
+    assert "5 samples failed (5 to read) and were skipped, 17 returned" in summaries[0]
     assert len(lines) == 8
 
 

@@ -118,7 +118,7 @@ def test_failures_are_skipped_and_replaced_as_alone(on_error: str) -> None:
 
 @pytest.mark.parametrize("taken", [1, 2, 37, 250])
 def test_a_state_between_the_batches_of_a_group(taken: int) -> None:
-    """A state goes on after the last batch that was handed out, whatever was made with it."""
+    """A state goes on after the last batch that was returned, whatever was made with it."""
     with Feeder(Small(), batch_size=SIZE, shuffle=True) as whole:
         expected = labels(whole)
     with Feeder(Small(), batch_size=SIZE, shuffle=True) as feeder:

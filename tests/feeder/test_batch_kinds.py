@@ -110,7 +110,7 @@ def test_ranks_have_equally_many_batches_that_are_those_of_one_process(
         state = json.loads(json.dumps(whole.state_dict()))
         rest = all_tokens(whole.steps(len(complete) - 4))
     starts = [(None, complete), (state, rest)]
-    if kind.startswith("samples"):  # each rank has handed out other samples
+    if kind.startswith("samples"):  # each rank has returned other samples
         with (
             KINDS[kind](shard=(0, world_size), drop_last=drop_last) as part,
             pytest.raises(StateError, match="world_size"),

@@ -124,7 +124,7 @@ def test_a_failing_sample_is_replaced_or_skipped(expected: list[list[int]]) -> N
 
 @pytest.mark.parametrize("stop", [0, 1, 5])
 def test_a_resume_with_another_world_size(stop: int, expected: list[list[int]]) -> None:
-    """What any rank has handed out does not come again; the rest comes in the order of the list."""
+    """What any rank has returned does not come again; the rest comes in the order of the list."""
     ranks = [feeder(shuffle=True, shard=(rank, 2)) for rank in (0, 1)]
     assert len({len(each) for each in ranks}) == 1
     iterators = [iter(each) for each in ranks]

@@ -26,7 +26,7 @@ SAMPLES = 24
 BATCH = 4
 WHOLE = [list(range(start, start + BATCH)) for start in range(0, SAMPLES, BATCH)]
 BLOCKED_FROM = BATCH
-"""Stages block the engine from the second batch on, so that a first one can be handed out."""
+"""Stages block the engine from the second batch on, so that a first one can be returned."""
 
 LIMITS = Limits(prefetch_batches=1, read_concurrency=BATCH, decode_threads=2, device_batches=1)
 
@@ -234,7 +234,7 @@ def by_close_from_another_thread(feeder: Feeder[Any], iterator: Any) -> None:
     closing = threading.Thread(target=feeder.close)
     closing.start()
     with pytest.raises(IteratorClosedError):
-        # Batches that were finished before may still be handed out.
+        # Batches that were finished before may still be returned.
         for _ in range(SAMPLES):
             next(iterator)
     closing.join(BOUND_S)
@@ -449,7 +449,7 @@ def test_the_end_is_left(stage: str, staged: Staged, way: Callable[[Feeder[Any],
         del iterator
     elif way is by_a_second_iterator:
         other = iter(feeder)
-        # The older iterator has handed out all its batches and ends normally.
+        # The older iterator has returned all its batches and ends normally.
         assert next(iterator, None) is None
         assert next(other).tolist() == WHOLE[0]
         del other, iterator

@@ -498,7 +498,7 @@ ALONE_OR_NOT = pytest.mark.parametrize("batch_size", [1, 4])
 def test_a_read_that_leaves_its_task_cancelled_loses_no_batch(
     way: str, in_order: Any, batch_size: int, source: type[LeftCancelled]
 ) -> None:
-    """If the read returns a value, its batch is handed out."""
+    """If the read returns a value, its batch is returned."""
     with Feeder(source(way), decode=number, batch_size=batch_size, in_order=in_order) as feeder:
         assert sorted(values(feeder)) == list(range(12))
 

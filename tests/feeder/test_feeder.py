@@ -714,12 +714,12 @@ def test_the_repr_of_an_iterator() -> None:
     """The repr gives the status and the number of batches."""
     feeder = feeder_of(8)
     iterator = iter(feeder)
-    assert repr(iterator) == "FeedIterator(open, batches handed out: 0)"
+    assert repr(iterator) == "FeedIterator(open, batches returned: 0)"
     list(iterator)
-    assert repr(iterator) == "FeedIterator(ended, batches handed out: 2)"
+    assert repr(iterator) == "FeedIterator(ended, batches returned: 2)"
     iterator = iter(feeder)
     feeder.close()
-    assert repr(iterator) == "FeedIterator(closed, batches handed out: 0)"
+    assert repr(iterator) == "FeedIterator(closed, batches returned: 0)"
 
 
 @pytest.mark.parametrize("batches", range(4))
@@ -783,7 +783,7 @@ def test_a_consumer_that_counts_batches_completes_its_epochs(drop: bool, in_orde
 
 
 def test_the_older_iterator_of_a_counting_consumer_has_ended() -> None:
-    """An iterator whose batches were all handed out ends with StopIteration, also after a newer one was started."""
+    """An iterator whose batches were all returned ends with StopIteration, also after a newer one was started."""
     feeder = feeder_of(8)
     first = iter(feeder)
     for _ in range(2):

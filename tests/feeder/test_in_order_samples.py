@@ -128,7 +128,7 @@ def sizes(n: int, batch_size: int) -> list[int]:
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("stuck", [0, 7, 23])
 def test_a_stuck_read_delays_its_own_group_only(make: MakeFeeder, batch_size: int, stuck: int, prefetch: int) -> None:
-    """While one read is stuck, all samples but those that are read with it are handed out in full batches."""
+    """While one read is stuck, all samples but those that are read with it are returned in full batches."""
     source = Numbers(24, {stuck})
     limits = Limits(prefetch_batches=prefetch, read_concurrency=32, decode_threads=2)
     feeder = make(source, batch_size=batch_size, limits=limits)
@@ -147,7 +147,7 @@ def test_a_stuck_read_delays_its_own_group_only(make: MakeFeeder, batch_size: in
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("stuck", [0, 7, 23])
 def test_a_stuck_decode_delays_its_own_chunk_only(make: MakeFeeder, batch_size: int, stuck: int, prefetch: int) -> None:
-    """While one decode is stuck, all samples but those of its chunk are handed out in full batches."""
+    """While one decode is stuck, all samples but those of its chunk are returned in full batches."""
     gate = Gate(stuck)
     limits = Limits(prefetch_batches=prefetch, decode_threads=2)
     feeder = make(Numbers(24), decode=gate, batch_size=batch_size, limits=limits)
@@ -292,7 +292,7 @@ ORDERS: list[dict[str, Any]] = [
 def test_resuming_after_each_batch_is_exact(
     make: MakeFeeder, options: dict[str, Any], world_size: int, batch_size: int
 ) -> None:
-    """Each rank hands out its samples once, in batches of the sizes of in_order=True, over a resume at each batch."""
+    """Each rank returns its samples once, in batches of the sizes of in_order=True, over a resume at each batch."""
     # Small groups of reads, so that many samples overtake others.
     limits = Limits(read_concurrency=8, prefetch_batches=2)
     options = {"batch_size": batch_size, **options}
@@ -329,7 +329,7 @@ def test_resuming_after_each_batch_is_exact(
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("other", [1, 3, 7])
 def test_the_batch_size_may_change(make: MakeFeeder, other: int, drop_last: bool) -> None:
-    """With another batch size after a resume, the rest of the samples comes once."""
+    """With another batch size after a resume, the rest of the samples comes exactly once."""
     source = Numbers(40, {5, 6})
     options = {"shuffle": False, "drop_last": drop_last}
     feeder = make(source, batch_size=2, limits=Limits(decode_threads=2), **options)
@@ -426,7 +426,7 @@ SKIP = FailurePolicy("skip", max_failures=4)
 
 
 def test_a_failed_sample_is_raised_and_the_rest_is_exact(make: MakeFeeder) -> None:
-    """The error names the sample; after a resume without the fault all samples not handed out come once."""
+    """The error names the sample; after a resume without the fault all samples not returned come once."""
     source = Jittery(20)
     source.broken = {9}
     feeder = make(source, batch_size=3)
@@ -651,7 +651,7 @@ class Squares(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("cache", [None, "host"])
 def test_items_of_a_dataset(make: MakeFeeder, threads: int, cache: Any) -> None:
-    """A Dataset's items come once each, in batches of default_collate."""
+    """A Dataset's items each come exactly once, in batches of default_collate."""
     feeder = make(FromDataset(Squares(), threads=threads), decode=None, batch_size=4, cache=cache)
     for _ in range(2):
         batches = list(feeder)
@@ -676,7 +676,7 @@ def test_tensors_never_wait_and_are_in_order(make: MakeFeeder) -> None:
 
 
 def test_a_device_cache_goes_on_from_a_state_with_gaps(make: MakeFeeder) -> None:
-    """Resident batches leave out the samples that were handed out ahead."""
+    """Resident batches leave out the samples that were returned ahead."""
     feeder = make(Numbers(12), decode=row, batch_size=3, cache="device")
     list(feeder)
     feeder.load_state_dict(edited_state(feeder.state_dict(), epoch=1, position=1, handed_out=[2, 3, 9]))
@@ -737,7 +737,7 @@ def test_an_empty_source_has_empty_epochs(make: MakeFeeder) -> None:
 
 @pytest.mark.parametrize("way", ["break", "error", "close"])
 def test_a_loop_that_is_left_goes_on_from_its_state(make: MakeFeeder, way: str) -> None:
-    """After break, an exception in the loop's body or close, the state continues with the samples not handed out."""
+    """After break, an exception in the loop's body or close, the state continues with the samples not returned."""
     for stop in range(1, 6):
         feeder = make(Jittery(21, stop), batch_size=4)
         got: list[int] = []
@@ -757,7 +757,7 @@ def test_a_loop_that_is_left_goes_on_from_its_state(make: MakeFeeder, way: str) 
 
 
 def test_ctrl_c_at_any_place_loses_and_repeats_nothing(make: MakeFeeder) -> None:
-    """After Ctrl-C anywhere in a loop, the state continues with exactly the samples that were not handed out."""
+    """After Ctrl-C anywhere in a loop, the state continues with exactly the samples that were not returned."""
     feeder = make(Jittery(16), batch_size=4)
     place = 0
     while True:
@@ -837,7 +837,7 @@ def test_a_data_loader_refuses_it() -> None:
 
 @pytest.mark.parametrize("sampler", [[3, 1, 4, 1, 5, 9, 2, 6], DistributedSampler(range(16), 2, 1, shuffle=True)])
 def test_a_sampler(make: MakeFeeder, sampler: Any) -> None:
-    """The indices of a sampler come once each, over a resume."""
+    """The indices of a sampler each come exactly once, over a resume."""
     feeder = make(Jittery(16), sampler=sampler, batch_size=3)
     iterator = iter(feeder)
     got = next(iterator).tolist()

@@ -241,7 +241,7 @@ def consume(iterator: Any, seen: list[int], errors: list[str]) -> None:
 
 @pytest.mark.parametrize("device", [False, True])
 def test_two_threads_in_next(device: bool) -> None:
-    """A thread that meets another in `next` gets a `RuntimeError` at once; every batch is handed out once."""
+    """A thread that meets another in `next` gets a `RuntimeError` at once; every batch is returned once."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

@@ -47,7 +47,7 @@ def error_of(one: Feeder[Any]) -> tuple[int, Exception]:
 
 @pytest.mark.parametrize("split", [True, False])
 def test_tokens_of_a_stream_once_with_other_ranks_in_mid_epoch(tmp_path: Path, split: bool) -> None:
-    """Three ranks save a state after five steps; two others hand out the rest."""
+    """Three ranks save a state after five steps; two others return the rest."""
 
     def packed(shard: tuple[int, int]) -> Feeder[Any]:
         plan = Pack(context=32, rows=3, separator=SEPARATOR, pad=PAD, split=split, window=20, on_oversize=oversize)
@@ -79,7 +79,7 @@ def test_tokens_of_a_stream_once_with_other_ranks_in_mid_epoch(tmp_path: Path, s
     ids=["buckets", "budget"],
 )
 def test_batches_in_any_order_and_resumed(plan: LengthPlan) -> None:
-    """With in_order=False, too, every item comes once; epochs follow each other."""
+    """With in_order=False, too, every item comes exactly once; epochs follow each other."""
 
     def items(one: Feeder[Any], count: int | None = None) -> list[int]:
         return [int(sample[0]) // 1000 for batch in itertools.islice(iter(one), count) for sample in batch]

@@ -115,7 +115,7 @@ def test_statistics_count_what_was_handed_out_by_all_ranks() -> None:
 
 @pytest.mark.parametrize("kind", ["even", "first", "random", "changing", "weights", "replacement"])
 def test_a_resumed_epoch_goes_on_exactly_under_another_world_size(kind: str) -> None:
-    """Whatever the number of batches handed out before, over two epochs."""
+    """Whatever the number of batches returned before, over two epochs."""
     with new_feeder(kind, drop_last=True, batch_size=6) as whole:
         expected = [values(whole), values(whole)]
     length = len(expected[0])
@@ -317,7 +317,7 @@ def firsts(batches: Any) -> list[list[int]]:
 
 
 def test_a_plan_forms_batches_of_the_samples_of_a_mixture() -> None:
-    """The same samples as without the plan, and the counts are those of the batches handed out."""
+    """The same samples as without the plan, and the counts are those of the batches returned."""
     with planned() as feeder, Feeder(mixture(until="first"), batch_size=1, shuffle=True, shard=None) as plain:
         for _ in range(2):
             assert sorted(sum(firsts(feeder), [])) == sorted(values(plain))

@@ -181,7 +181,7 @@ def test_statistics_of_a_mixture(files, object_server):
     ids=["process", "device", "cache", "unordered", "few reads"],
 )
 def test_two_epochs(files, expected, arguments):
-    """Every sample comes once per epoch, however the feeder works; in order, unless it is not wanted."""
+    """Every sample comes exactly once per epoch, however the feeder works; in order, unless it is not wanted."""
     with new_feeder(files, **arguments) as feeder:
         for number in range(2):
             found = epoch(feeder)

@@ -1,4 +1,4 @@
-"""Epochs that follow one another without a pause, and batches handed out as they are finished."""
+"""Epochs that follow one another without a pause, and batches returned as they are finished."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_load_state_dict_replaces_the_epoch_read_ahead(make: MakeFeeder) -> None
 
 
 def test_close_drops_the_epoch_read_ahead(make: MakeFeeder) -> None:
-    """After close the epoch starts again; none of its batches were handed out."""
+    """After close the epoch starts again; none of its batches were returned."""
     feeder, _ = read_ahead(make)
     feeder.close()
     assert feeder.state_dict()["epoch"] == 2
@@ -441,7 +441,7 @@ def test_a_stuck_sample_delays_only_its_own_batch(make: MakeFeeder, stuck: int) 
 
 
 def test_in_order_a_stuck_sample_delays_all_later_batches(make: MakeFeeder) -> None:
-    """With in_order=True the batches handed out are always the first ones of the epoch."""
+    """With in_order=True the batches returned are always the first ones of the epoch."""
     source = Watched(20)
     source.stuck = {4}
     feeder = make(source)
@@ -456,7 +456,7 @@ def test_in_order_a_stuck_sample_delays_all_later_batches(make: MakeFeeder) -> N
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_the_remaining_set_is_exact_after_a_resume(make: MakeFeeder, in_order: bool) -> None:
-    """A state saved out of order has holes; after a resume, in order or not, each remaining batch comes once."""
+    """A state saved out of order has holes; after a resume, in order or not, every remaining batch comes once."""
     source = Watched(20)
     source.stuck = {2, 11}
     # Leave room to read beside the two stuck samples.
@@ -510,7 +510,7 @@ def test_another_batch_size_or_world_is_refused(
 
 
 def test_no_batch_of_the_next_epoch_comes_before_the_end_of_this_one(make: MakeFeeder) -> None:
-    """While a batch of this epoch is missing, batches of the next one are read ahead but not handed out."""
+    """While a batch of this epoch is missing, batches of the next one are read ahead but not returned."""
     source = Watched(8)
     source.stuck = {2}
     feeder = make(source, in_order=False)

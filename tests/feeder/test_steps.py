@@ -214,11 +214,11 @@ def test_skip_after_a_loaded_state_counts_from_it() -> None:
 
 
 def test_skip_out_of_order_leaves_out_batches_that_were_not_handed_out() -> None:
-    """Those handed out ahead of their turn are not counted."""
+    """Those returned ahead of their turn are not counted."""
     with new_feeder(shuffle=False, in_order=False) as feeder:
         state = edited_state(feeder.state_dict(), position=4, handed_out=[1, 3])
         feeder.load_state_dict(state)
-        feeder.skip(2)  # the batches 1 and 3 of the epoch; 2 and 4 were handed out
+        feeder.skip(2)  # the batches 1 and 3 of the epoch; 2 and 4 were returned
         assert sorted(lists(feeder)) == [[20, 21, 22, 23], [24, 25, 26, 27], [28, 29]]
 
 

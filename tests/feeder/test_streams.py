@@ -122,7 +122,7 @@ def test_a_resume_at_any_position(
     stateful: bool,
     data: st.DataObject,
 ) -> None:
-    """With another batch size and world size; the state is saved while a batch is handed out, and survives JSON."""
+    """With another batch size and world size; the state is saved while a batch is returned, and survives JSON."""
     (batch_size, world_size), (new_size, new_world) = before, after
 
     def source() -> Stream:
@@ -317,7 +317,7 @@ def test_skip_beyond_an_end_that_is_not_known() -> None:
 
 
 def test_out_of_order_every_item_comes_once() -> None:
-    """Also after a resume with batches that were handed out ahead of others."""
+    """Also after a resume with batches that were returned ahead of others."""
     gates = {0: threading.Event(), 4: threading.Event()}
 
     def decode(item: int) -> int:
@@ -700,7 +700,7 @@ def test_sharded() -> None:
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_ctrl_c_loses_no_batch(is_async: bool) -> None:
-    """At many places in iter() and next(): the state tells which batches were handed out, and the rest follows."""
+    """At many places in iter() and next(): the state tells which batches were returned, and the rest follows."""
     whole = epoch_of(make(9, 4))
     for place in range(0, 420, 20):
         with feeder(make(9, 4, is_async=is_async)) as one:

@@ -440,7 +440,7 @@ RANK = RankTimes(0, 400.0, 0.01, 0.02, "step", "the step itself", 400.0)
 
 
 def test_figures_of_a_rank_are_those_of_its_explanation() -> None:
-    """Rates, the wait, and a step of eight samples of 2.5 ms; zeros if too few batches were handed out."""
+    """Rates, the wait, and a step of eight samples of 2.5 ms; zeros if too few batches were returned."""
     times = figures_of(3, explain(measured()), 8.0)
     assert (times.rank, times.stage, times.resource) == (3, "read", "storage latency")
     assert (times.samples_per_s, times.waiting) == (pytest.approx(80), pytest.approx(0.8))
@@ -490,7 +490,7 @@ def test_explain_works_before_within_and_after_an_epoch_and_after_close() -> Non
 
 
 def test_a_break_and_an_error_leave_an_epoch_that_is_explained() -> None:
-    """After ``break``, and after an error in the loop body, the batches that were handed out are explained."""
+    """After ``break``, and after an error in the loop body, the batches that were returned are explained."""
     with Feeder(Numbers(40), decode=plants.decode, batch_size=4) as feeder:
         for number, _ in enumerate(feeder):
             if number == 4:

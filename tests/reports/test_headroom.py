@@ -137,7 +137,7 @@ def test_copies_have_the_structure_of_batches() -> None:
 
 @pytest.mark.parametrize("samples", [2, 2 * REAL, 2 * REAL + 2, 2 * REAL + 6, 2 * REAL + 8])
 def test_a_short_epoch_is_complete(samples: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """An epoch with fewer batches than ``headroom`` times hands out its own batches and says so."""
+    """An epoch with fewer batches than ``headroom`` times returns its own batches and says so."""
     with feeder(samples) as feeding:
         measured = feeding.headroom(4)
         seen = list(map(numbers, measured))

@@ -111,7 +111,7 @@ def mixed(seed: int) -> list[int]:
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("decode_threads", [1, 3])
 def test_samples_of_one_size_stay_within_memory_bytes(batch_size: int, decode_threads: int) -> None:
-    """Encoded plus decoded bytes never exceed memory_bytes and the batch that was handed out."""
+    """Encoded plus decoded bytes never exceed memory_bytes and the batch that was returned."""
     source = Sized([MIB] * 60)
     most = 16 * MIB
     with source.feeder(batch_size, memory_bytes=most, prefetch_batches=8, decode_threads=decode_threads) as feeder:
@@ -126,7 +126,7 @@ def test_a_sample_larger_than_memory_bytes_proceeds_alone() -> None:
     source = Sized([40 * MIB] * 8)
     with source.feeder(1, memory_bytes=8 * MIB, prefetch_batches=4) as feeder:
         for _ in range(2):
-            # Encoded, decoded, and the one handed out before.
+            # Encoded, decoded, and the one returned before.
             assert source.epoch(feeder) <= 3 * 40 * MIB
 
 
@@ -138,7 +138,7 @@ def test_a_mix_of_tiny_and_huge_samples_is_bounded(memory_bytes: int, seed: int)
     reads, largest = 2, max(source.sizes)
     with source.feeder(1, memory_bytes=memory_bytes, read_concurrency=reads, prefetch_batches=2) as feeder:
         peaks = [source.epoch(feeder) for _ in range(3)]
-    # One sample is both encoded and decoded, and one was handed out.
+    # One sample is both encoded and decoded, and one was returned.
     assert max(peaks) <= memory_bytes + (reads + 2) * largest
     # All samples, encoded and decoded, would be several times as large.
     assert 2 * sum(source.sizes) > 2.5 * (memory_bytes + (reads + 2) * largest)

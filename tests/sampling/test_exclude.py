@@ -150,7 +150,7 @@ def test_other_orders_refuse_it(source: Any, options: dict[str, Any]) -> None:
 
 
 def test_batches_handed_out_of_order_fix_it() -> None:
-    """A state with batches that were handed out before others cannot be resumed with other samples excluded."""
+    """A state with batches that were returned before others cannot be resumed with other samples excluded."""
     state = items(in_order=False).state_dict()
     state = {name: value for name, value in state.items() if name not in ("receipt", "trail")} | {"handed_out": [2]}
     items(in_order=False).load_state_dict(state)

@@ -196,7 +196,7 @@ def test_a_source_goes_on_in_the_next_epoch_if_it_has_samples_for_it(shuffle: bo
 def test_any_rank_batch_size_and_resume_point_gives_the_same_samples(
     case: tuple[Callable[[], MixtureOrder], dict[str, int], Any], data: st.DataObject
 ) -> None:
-    """The samples of all ranks after a state are those that were not handed out before it; the counts go on."""
+    """The samples of all ranks after a state are those that were not returned before it; the counts go on."""
     new_order, _, _ = case
     expected = listed(new_order(), 3)
     order = new_order()
@@ -219,7 +219,7 @@ def test_any_rank_batch_size_and_resume_point_gives_the_same_samples(
 
 
 def test_the_state_counts_the_samples_of_each_source() -> None:
-    """The counts are those of the samples handed out, and padding does not count."""
+    """The counts are those of the samples returned, and padding does not count."""
     order = MixtureOrder({"web": 10, "books": 5}, constant([2, 1], 15), 0, shuffle=True)
     assert order.counts(Position(0, 9)) == {"web": 6, "books": 3}
     assert order.counts(Position(1, 16)) == {"web": 20, "books": 10}

@@ -102,7 +102,7 @@ def shuffled(n: int, epoch: int, seed: int = 0) -> list[int]:
 
 
 def test_only_batches_that_were_handed_out_count(make: MakeFeeder) -> None:
-    """The state counts batches that were handed out, not those read ahead."""
+    """The state counts batches that were returned, not those read ahead."""
     source = Numbers(6)
     feeder = make(source, limits=Limits(prefetch_batches=4))
     iterator = iter(feeder)
@@ -205,7 +205,7 @@ def test_with_drop_last_a_global_batch_counts(make: MakeFeeder) -> None:
 
 
 def test_an_error_of_transform_does_not_advance_the_state(make: MakeFeeder) -> None:
-    """The batch for which transform= raised was not handed out."""
+    """The batch for which transform= raised was not returned."""
     broken: list[int] = []
 
     def transform(batch: torch.Tensor) -> torch.Tensor:
@@ -665,7 +665,7 @@ def test_a_sampler_is_resumed_exactly(make: MakeFeeder, kind: str, done: int, tw
 
 
 def test_two_iterators_of_an_epoch_get_the_same_list(make: MakeFeeder) -> None:
-    """If an iterator hands out no batch, the next one gets the same list from a sampler with a generator."""
+    """If an iterator returns no batch, the next one gets the same list from a sampler with a generator."""
     wanted = list(RandomSampler(range(10), generator=seeded(1)))
     feeder = make(sampler=RandomSampler(range(10), generator=seeded(1)))
     iter(feeder)

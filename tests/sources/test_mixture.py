@@ -66,7 +66,7 @@ def text(data: bytes) -> str:
 
 
 def test_sources_of_bytes_are_one_source() -> None:
-    """Every sample comes once with the default weights, with or without ``read_many``."""
+    """Every sample comes exactly once with the default weights, with or without ``read_many``."""
     mixture = Mixture({"a": Letters("a", 4), "b": Letters("b", 6)})
     assert isinstance(mixture.combined, Source)
     assert len(mixture) == 10

@@ -69,7 +69,7 @@ def values(batches: Any) -> list[int]:
 
 
 def check_all(feeder: aiofeed.Feeder[Any], expected: list[int], *, repeats: int = 1) -> None:
-    """Each number comes once per epoch, in another order; a resume in the middle of an epoch gives the rest."""
+    """Each number comes exactly once per epoch, in another order; a resume in the middle of an epoch gives the rest."""
     with feeder:
         first = values(feeder)
         assert sorted(first) == sorted(expected * repeats), first

@@ -79,7 +79,7 @@ def _device_batch(
 class DeviceWindows:
     """Uploads data to a device and makes windows of it there, on the side stream.
 
-    Each window is allocated on the side stream and dropped after its batches were handed out. The device's allocator
+    Each window is allocated on the side stream and dropped after its batches were returned. The device's allocator
     reuses its memory once the last view is gone and the streams that used it have caught up; no finalizer is involved.
     Arguments as for ``ResidentData``.
 
@@ -104,8 +104,8 @@ class DeviceWindows:
         self._foreign: list[torch.Tensor] = []
         self._indices = PinnedBufferPool(backend.pin, keep=DEVICE_WINDOWS)
         self._copying: deque[tuple[Event, Callable[[], None]]] = deque()
-        # For each window with batches handed out: first the streams that use it, then, when its last batch was handed
-        # out, events after the work that is queued on them.
+        # For each window with batches returned: first the streams that use it, then, when its last batch was
+        # returned, events after the work that is queued on them.
         self._in_use: deque[list[Stream]] = deque()
         self._queued: deque[list[Event]] = deque()
         self.wait_for_caller()

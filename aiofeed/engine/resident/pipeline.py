@@ -114,7 +114,7 @@ class _EpochWindows:
             log.debug("batches %d to %d: window made in %.1f ms", numbers[0], numbers[-1], seconds * 1e3)
         followers = 0
         if runs and isinstance(window, list) and numbers[-1] - numbers[0] == len(numbers) - 1:
-            # The last batch of the epoch may be smaller, and the session acts when it is handed out.
+            # The last batch of the epoch may be smaller, and the session acts when it is returned.
             followers = max(len(numbers) - 1 - (numbers[-1] == self._last), 0)
         items = []
         for at in (0, *range(followers + 1, len(numbers))):

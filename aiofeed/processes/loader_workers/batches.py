@@ -84,7 +84,7 @@ class InProcessBatches:
         )
 
     def _skip(self, position: LoaderPosition, *, read: bool) -> None:
-        """Leave out the batches that were handed out; ``read``: an iterable dataset without a state reads them."""
+        """Leave out the batches that were returned; ``read``: an iterable dataset without a state reads them."""
         for _ in range(position.batches):
             try:
                 index = next(self._indices)
@@ -154,7 +154,7 @@ class WorkerBatches:
 
     Attributes:
         workers: The processes.
-        progress: The batches that were handed out.
+        progress: The batches that were returned.
         pull: The ``IterableProducer`` that iterates over ``received``, if there is one.
     """
 
@@ -338,7 +338,7 @@ class WorkerBatches:
                     self._indices.extend(itertools.starmap(self._sampler_iter.__next__, [()]))
                     self.stats.sampler_s += time.perf_counter() - began
                     if self._sent in self._done and self._indices:
-                        # It was handed out before the state was saved.
+                        # It was returned before the state was saved.
                         self._indices.popleft()
                         self._sent += 1
                     else:
@@ -397,7 +397,7 @@ class WorkerBatches:
         raise StopIteration
 
     def _pass_ended(self, *, wait: bool) -> None:
-        """Advance over batches that are not returned: those handed out before, and those of workers that have ended."""
+        """Advance over batches that are not returned: those returned before, and those of workers that have ended."""
         while True:
             batch = self._next
             if batch == self._sent:

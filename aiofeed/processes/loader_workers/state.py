@@ -1,4 +1,4 @@
-"""The saved state of a ``DataLoader``: the start of an epoch, and the batches of it that were handed out."""
+"""The saved state of a ``DataLoader``: the start of an epoch, and the batches of it that were returned."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ class LoaderPosition:
     """Where an epoch continues.
 
     Args:
-        batches: The batches before this number were handed out, or failed before one that was handed out.
+        batches: The batches before this number were returned, or failed before one that was returned.
         later: Numbers of further such batches, if they need not be in order.
-        returned: Number of batches that were handed out.
+        returned: Number of batches that were returned.
         turn: The worker of the next batch, in order.
-        workers: For each worker the number of its batches that were handed out or failed, and the state to continue
+        workers: For each worker the number of its batches that were returned or failed, and the state to continue
             from, see ``Restore``; ``None``: from its seed. If an iterable dataset saves no state, it is the worker's
             state at the start of the epoch, and the batches are read again.
         dataset: State of the dataset without workers, if it has one.
@@ -120,7 +120,7 @@ class LoaderPosition:
 
 
 class Progress:
-    """The start of an epoch, and the batches that were handed out. It does not refer to the iterator.
+    """The start of an epoch, and the batches that were returned. It does not refer to the iterator.
 
     Args:
         start: The states at the start of the epoch.
@@ -168,7 +168,7 @@ class Progress:
         return self.finished or self.returned > self.first.returned
 
     def add(self, batch: int, worker: int | None = None, state: bytes | None = None, *, in_order: bool = True) -> None:
-        """A batch is handed out; ``state``: of its worker after it. Ctrl-C may interrupt a call, which is repeated."""
+        """A batch is returned; ``state``: of its worker after it. Ctrl-C may interrupt a call, which is repeated."""
         if batch == self._last:
             return
         handed, states, batches, later = list(self._handed), list(self._states), self._batches, set(self._later)
@@ -191,12 +191,12 @@ class Progress:
         self._last = batch
 
     def failed(self, batch: int, worker: int, state: bytes | None) -> None:
-        """The error of a batch was raised. Its batch counts once a later one is handed out."""
+        """The error of a batch was raised. Its batch counts once a later one is returned."""
         if not self._failed or self._failed[-1][0] != batch:
             self._failed.append((batch, worker, state))
 
     def position(self) -> LoaderPosition:
-        """The position after the last batch that was handed out."""
+        """The position after the last batch that was returned."""
         dataset = None
         # At the start of an epoch an iterable dataset may still have its state at the end of the epoch before.
         if self._dataset is not None and (self._batches or not self._iterable):

@@ -134,7 +134,7 @@ class Consumer:
         self.close()
 
     def _lost(self, error: Exception | None) -> None:
-        # If its process runs, it may still hand out batches that it has received.
+        # If its process runs, it may still return batches that it has received.
         self.close(reading=error is not None or self.alive)
 
     def _received(self, payload: bytes, memory: list[Any]) -> None:

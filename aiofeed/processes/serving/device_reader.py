@@ -1,6 +1,6 @@
 """A consumer's end of a ring in device memory: it opens the server's blocks and copies batches out of them.
 
-No memory of the server is handed out. When a block's event ``filled`` is complete, the side stream copies the batch to
+The server keeps its memory. When a block's event ``filled`` is complete, the side stream copies the batch to
 memory of this process and records ``read``. If the server dies, the device may drop its queued work, or complete events
 whose work was never done. So a copy is valid only if it has completed and the server is alive after that.
 """

@@ -34,7 +34,7 @@ class EpochFeed:
         counters: Statistics of the epoch.
         epoch: Its number at the server; -1 before it has started.
         superseded: Whether a newer iterator follows.
-        started: Whether a batch was handed out.
+        started: Whether a batch was returned.
         complete: Whether the end of the epoch is in the queue.
         passed_on: Whether the next feed has got its batches, because this one had not started.
         unread: Serial numbers of its batches that have not been read yet.

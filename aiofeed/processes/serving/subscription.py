@@ -2,7 +2,7 @@
 
 The messages of a subscription arrive in order: an epoch starts, its batches, its end, the next epoch. They wait here,
 the batches in their slots, until an iterator's ``EpochFeed`` takes them. A feed takes a few batches ahead and sends
-``Read`` at once, but not before its first batch was handed out: an iterator that is replaced before that leaves its
+``Read`` at once, but not before its first batch was returned: an iterator that is replaced before that leaves its
 epoch to the next one, as a feeder's does.
 """
 
@@ -179,7 +179,7 @@ class Subscription:
             self._leave()
 
     def mark_started(self, feed: EpochFeed) -> None:
-        """A batch of a feed was handed out, or none ever will be: ``Read`` is sent as soon as a batch is read."""
+        """A batch of a feed was returned, or none ever will be: ``Read`` is sent as soon as a batch is read."""
         if feed.started or feed.passed_on:
             return
         feed.started = True
@@ -261,7 +261,7 @@ class Subscription:
             raise ProtocolError("a second Welcome")
 
     def _end(self, reason: str) -> None:
-        """The server closes the connection. Batches that it has sent are still handed out."""
+        """The server closes the connection. Batches that it has sent are still returned."""
         try:
             self.receiver.save_waiting()
         except (FeedError, TimeoutError, RuntimeError) as error:  # RuntimeError: no device memory left, for example

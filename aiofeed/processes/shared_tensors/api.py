@@ -123,7 +123,7 @@ def attach_tensors(
         timeout_s: How long to wait for a process that shares tensors there.
 
     Raises:
-        FeedError: No process of this user shares tensors there, or it cannot hand them out.
+        FeedError: No process of this user shares tensors there, or it cannot share them.
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):

@@ -47,7 +47,7 @@ def attach(path: Path, handles: CudaHandles, wanted: torch.device | None, *, wri
         timeout_s: How long to wait for a process that shares tensors there.
 
     Raises:
-        FeedError: No process shares tensors there, or it cannot hand them out.
+        FeedError: No process shares tensors there, or it cannot share them.
     """
 
     def tensors(*, host: bool) -> Any:

@@ -47,8 +47,8 @@ class Balanced(LengthPlan):
     of ``accumulate`` batches. Batch ``m * groups + g`` of a step is batch m of group g, so that every number of ranks
     that divides ``groups`` trains on the same samples in each step.
 
-    ``len(feeder)`` is the same in all epochs if each sample comes once. If there are less samples than batches, a batch
-    is one sample, and ``drop_last=True`` drops those of the last step if it has too few.
+    ``len(feeder)`` is the same in all epochs if each sample comes exactly once. If there are fewer samples than
+    batches, a batch is one sample, and ``drop_last=True`` drops those of the last step if it has too few.
 
     Args:
         lengths: The length of each sample in tokens, an array or list of ints from 1; or a function of the index,

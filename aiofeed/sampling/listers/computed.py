@@ -76,7 +76,7 @@ class WindowOrder(ComputedOrder):
     """The order of a feeder with ``shuffle="window"``: shards in random order, mixed over a few shards at a time.
 
     An epoch is cut into groups of ``width`` shards of the shuffled list of shards. The samples of a group are permuted.
-    Every sample comes once, and each shard is read within ``width`` shards' worth of samples.
+    Every sample comes exactly once, and each shard is read within ``width`` shards' worth of samples.
 
     Args:
         starts: The index of the first sample of each shard, and the number of samples.

@@ -125,7 +125,7 @@ class SamplerAdapter:
         return "" if self._last is None else str(self._last[1]["digest"])
 
     def repeat_last_epoch(self) -> None:
-        """List the last epoch again from the same state, because it handed out no batch."""
+        """List the last epoch again from the same state, because it returned no batch."""
         if self._loaded is None:
             self._loaded = self._last
 

@@ -144,7 +144,7 @@ def test_resume_at_every_position(position: int, device: SimulatedDevice, path: 
 
 
 def test_resume_with_another_number_of_ranks(path: Path) -> None:
-    """Three ranks go on with the windows that two have not handed out."""
+    """Three ranks go on with the windows that two have not returned."""
     seen: list[list[int]] = []
     state: dict[str, Any] = {}
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "cache": "device"}

@@ -23,7 +23,7 @@ from tests.support.waiting import until
 BOUND = DEVICE_BATCHES + QUEUED_BATCHES
 BLOCK = 512  # bytes, the least that the simulated device gives for a batch
 LATENCIES = ["late", "random", "early"]
-# Batches that a device that runs nothing can hand out: until its backlog is full, and those copied by then.
+# Batches that a device that runs nothing can return: until its backlog is full, and those copied by then.
 UNSYNCHRONISED = QUEUED_BATCHES - 1 + DEVICE_BATCHES
 
 

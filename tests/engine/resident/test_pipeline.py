@@ -139,7 +139,7 @@ def test_batches_and_states_are_those_of_streaming(
 def test_a_state_with_gaps_resumes_to_what_is_left(
     config: dict[str, Any], handed_out: set[int], memory: int | None
 ) -> None:
-    """After a resume from a state with gaps, exactly the batches handed out before are left out."""
+    """After a resume from a state with gaps, exactly the batches returned before are left out."""
     x, y = data(config["n"])
     options = options_of(config) | {"in_order": False}
     limits = None if memory is None else Limits(memory_bytes=memory)

@@ -1,4 +1,4 @@
-"""With engine="process", batches are handed out in the ring's memory, which is reused when nothing refers to it."""
+"""With engine="process", batches are returned in the ring's memory, which is reused when nothing refers to it."""
 
 from __future__ import annotations
 

@@ -451,7 +451,7 @@ def epoch(feeder: Any) -> list[int]:
     ids=str,
 )
 def test_epochs(source: Manifest, folder: Path, arguments: dict[str, Any]) -> None:
-    """Every sample comes once per epoch with its target, however the feeder works."""
+    """Every sample comes exactly once per epoch with its target, however the feeder works."""
     with new_feeder(source) as feeder:
         expected = epoch(feeder)
     if arguments.get("cache") == "disk":

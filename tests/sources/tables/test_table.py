@@ -377,7 +377,7 @@ def test_resume_at_every_position(kind: str, way: str, tmp_path: Path, monkeypat
 
 
 def test_resume_with_another_number_of_ranks(way: str) -> None:
-    """Three ranks go on with the rows that two have not handed out."""
+    """Three ranks go on with the rows that two have not returned."""
     seen: list[int] = []
     state: dict[str, Any] = {}
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True}
