@@ -230,7 +230,7 @@ def write_dataset(root: Path, codec: str, options: dict[str, str], count: int, l
             write_video(folder / f"file-{file:03}.mp4", codec, options, per_file * length, length, 2 * file + number)
         for file in range(DRAWN, FILES):
             os.link(folder / f"file-{file % DRAWN:03}.mp4", folder / f"file-{file:03}.mp4")
-    write_info(root, count, length, 2)
+    write_info(root, count, length, 2, int(options["g"]))
 
 
 def video_folder(root: Path, camera: str) -> Path:
@@ -279,11 +279,13 @@ def more_cameras(two: Path, root: Path, cameras: int) -> None:
     for number, camera in enumerate(CAMERAS[:cameras]):
         shutil.copytree(video_folder(two, CAMERAS[number % 2]), video_folder(root, camera), copy_function=os.link)
     info = json.loads((two / "meta/info.json").read_text())
-    write_info(root, info["total_episodes"], info["total_frames"] // info["total_episodes"], cameras)
+    group = info["features"][f"observation.images.{CAMERAS[0]}"]["info"]["video.g"]
+    write_info(root, info["total_episodes"], info["total_frames"] // info["total_episodes"], cameras, group)
 
 
-def write_info(root: Path, count: int, length: int, cameras: int) -> None:
-    camera = {"dtype": "video", "shape": [HEIGHT, WIDTH, 3], "names": ["height", "width", "channels"]}
+def write_info(root: Path, count: int, length: int, cameras: int, group: int) -> None:
+    camera: dict[str, Any] = {"dtype": "video", "shape": [HEIGHT, WIDTH, 3], "names": ["height", "width", "channels"]}
+    camera |= {"info": {"video.fps": RATE, "video.g": group}}
     features = {f"observation.images.{name}": camera for name in CAMERAS[:cameras]}
     for name in ("observation.state", "action"):
         features[name] = {"dtype": "float32", "shape": [DIMENSIONS], "names": None}

@@ -20,6 +20,7 @@ import aiofeed
 from aiofeed import Episodes, Feeder, Limits, Mixture
 from aiofeed.decoders.media.frames import FrameIndex, FramePool, Span
 from aiofeed.sources.episodes import videos
+from aiofeed.sources.episodes.moments import RUNS
 from tests.support.fault_server import FaultServer
 
 DATA = Path(__file__).parents[1] / "data/lerobot"
@@ -137,15 +138,23 @@ def test_neighbours_share_frames(shuffle: Any, decoded: Counter[tuple[str, int]]
 
 
 def test_kept_frames_are_bounded(decoded: Counter[tuple[str, int]]) -> None:
-    """Frames beyond ``decoded_bytes`` are decoded again, and runs are shorter, so that 16 of them fit."""
+    """Frames beyond ``decoded_bytes`` are decoded again, and runs are shorter, so that 16 of them fit: one group."""
     small, large = (Episodes(DATA / "h264", decoded_bytes=size) for size in (1, 1 << 30))
-    assert len(small.shard_starts) == len(small) + 1 > len(large.shard_starts)
+    assert max(np.diff(small.shard_starts)) == 8 < max(np.diff(large.shard_starts))
     pool = FramePool(1)
     frames = Episodes(DATA / "h264")._of.frames(np.array([0, 20, 0]))
     pictures = [each[TOP].decode(pool) for each in frames]
     assert (pictures[0] == pictures[2]).all()
     assert max(decoded.values()) == 2
     assert len(pool._groups) == 1
+
+
+@pytest.mark.parametrize(("offsets", "rows"), [([0.0], 24), ([-0.1, 0.0], 16), ([-0.1, 0.1], 8)])
+def test_runs_fit_with_the_groups_that_their_windows_reach(offsets: list[float], rows: int) -> None:
+    """A run has fewer rows if its windows need the groups before and behind it, too."""
+    bytes_of_row = 3 * 50 * 70 // 2
+    episodes = Episodes(DATA / "h264", {TOP: offsets}, features=[TOP], run=24, decoded_bytes=RUNS * 24 * bytes_of_row)
+    assert max(np.diff(episodes.shard_starts)) == rows
 
 
 def test_frames_before_a_key_frame_are_of_the_group_before(tmp_path: Path) -> None:

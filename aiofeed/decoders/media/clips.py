@@ -23,10 +23,10 @@ from aiofeed.decoders.media.container import (
     KNOWN_OPTIONS,
     SKIPPING,
     Media,
+    colours,
     import_av,
     open_media,
     packets_of,
-    scaler,
 )
 
 if TYPE_CHECKING:
@@ -204,15 +204,7 @@ class ClipDecoder:
             shape = [height * side // min(sides) for side in sides]  # both sides of `out` are equal
         top, left = (round((shape[0] - height) / 2), round((shape[1] - width) / 2))
         stored = shape if turns % 2 == 0 else shape[::-1]
-        # Planes of green, blue and red take 0.09 ms for 320 x 240 to 149 x 112, pixels of three bytes 0.27 ms. But
-        # FFmpeg's conversion to planes without scaling leaves the last columns of many widths undefined.
-        planar = stored != [frame.height, frame.width]
-        scaled = scaler().reformat(
-            frame, *stored[::-1], "gbrp" if planar else "rgb24", interpolation="BILINEAR", threads=1
-        )
-        for channel, number in enumerate((2, 0, 1)):
-            plane, offset, step = (scaled.planes[number], 0, 1) if planar else (scaled.planes[0], channel, 3)
-            pixels: NDArray[np.uint8] = np.ndarray(stored, np.uint8, plane, offset, (plane.line_size, step))
+        for channel, pixels in enumerate(colours(frame, stored, interpolation="BILINEAR")):
             out[channel] = np.rot90(pixels, turns)[top : top + height, left : left + width]
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from aiofeed.decoders.media.container import SKIPPING, import_av, open_media, scaler
+from aiofeed.decoders.media.container import SKIPPING, colours, import_av, open_media
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -265,4 +265,5 @@ def render(frame: Any, out: NDArray[np.uint8]) -> None:
     _, height, width = out.shape
     if (frame.height, frame.width) != (height, width):
         raise ValueError(f"a frame has {frame.width} x {frame.height} pixels, and the camera {width} x {height}")
-    out[...] = scaler().reformat(frame, format="rgb24", threads=1).to_ndarray().transpose(2, 0, 1)
+    for channel, pixels in enumerate(colours(frame, (height, width))):
+        out[channel] = pixels

@@ -100,7 +100,7 @@ class Episodes(IndexedSource):
         fill: Mapping[str, Any] | None = None,
         tolerance_s: float = 1e-4,
         run: int = 64,
-        decoded_bytes: int = 1 << 30,
+        decoded_bytes: int = 2 << 30,
         store: Any = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:

@@ -144,6 +144,9 @@ class Moments:
         """The first moment of each run, whose frames are decoded together."""
         group = max([camera.group for camera in self.cameras.values()], default=1)
         row_bytes = sum(3 * height * width // 2 for height, width in (each.size for each in self.cameras.values()))
-        rows = max(min(rows, decoded_bytes // (RUNS * max(row_bytes, 1))), 1)
+        steps = [step for name in self.cameras for step in self._steps.get(name, ())]
+        # The windows of a run reach into groups before and behind it.
+        reach = sum(-(-max(step, 0) // group) * group for step in (-min(steps, default=0), max(steps, default=0)))
+        rows = max(min(rows, max(decoded_bytes // (RUNS * max(row_bytes, 1)) - reach, group)), 1)
         rows -= rows % group if rows >= group else 0  # ends before a key frame
         return np.concatenate([np.arange(*each, rows) for each in zip(self.starts, self.starts[1:], strict=False)])
