@@ -9,13 +9,20 @@ from typing import Any
 from aiofeed.core.formatting import format_error
 from aiofeed.core.types import public, public_in
 
-_WORKER_DIED = "causes and fixes: https://aiofeed.readthedocs.io/en/latest/troubleshooting/#workerdiederror"
+_PAGE = "causes and fixes: https://aiofeed.readthedocs.io/en/latest/troubleshooting/#"
+# Classes whose cause is often not in the message.
+_EXPLAINED = ("BatchFailedError", "CacheError", "TooManyFailures", "WorkerDiedError")
 _in_errors = public_in("aiofeed.errors")
 
 
 @public
 class FeedError(Exception):
     """The base class of all errors that a feeder raises while it runs."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        if (name := type(self).__name__) in _EXPLAINED:
+            self.add_note(f"{_PAGE}{name.lower()}")
 
 
 @_in_errors
@@ -97,7 +104,6 @@ class WorkerDiedError(FeedError, RuntimeError):
     def __init__(self, message: str, exit_status: int | None = None) -> None:
         super().__init__(message)
         self.exit_status = exit_status
-        self.add_note(_WORKER_DIED)
 
 
 def add_note(error: BaseException, text: str) -> None:

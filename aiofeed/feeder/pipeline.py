@@ -251,6 +251,7 @@ def measurements(
         processes=config.engines,
         in_order=config.in_order,
         core_wait=core_wait,
+        alone_jobs=0 if streaming is None else streaming.loop_thread.decode_pool.alone_jobs,
         alone_sample_s=0.0 if streaming is None else streaming.loop_thread.decode_pool.alone_sample_s,
         resident=pipeline is not None and streaming is None,
         threads_tuned=tuner is not None and not tuner.decoding.given,

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import ceil, inf
+from math import ceil, inf, sqrt
 from typing import Any
 
 from aiofeed.core.statistics import EpochStats
@@ -81,7 +81,8 @@ class FeedMeasurements:
         dataset_threads: ``threads=`` of a ``FromDataset``; ``None`` for other sources.
         processes: Worker processes; 0 for threads.
         in_order: As of ``Feeder``.
-        alone_sample_s: Seconds per sample of decode jobs that ran alone; 0 if unknown.
+        alone_jobs: Decode jobs that ran alone.
+        alone_sample_s: Their seconds per sample.
         core_wait: The share of their time in which decode threads wait for a core.
         resident: Whether the data are in memory, so that the training thread makes the batches.
         threads_tuned: Whether more threads were tried, or would be, if they decoded more.
@@ -118,6 +119,7 @@ class FeedMeasurements:
     processes: int = 0
     in_order: bool | str = True
     core_wait: float = 0.0
+    alone_jobs: int = 0
     alone_sample_s: float = 0.0
     resident: bool = False
     threads_tuned: bool = False
@@ -211,12 +213,20 @@ class Bottleneck:
         self.busy: bool = self.rate >= BUSY * self.possible.get(self.stage, 0.0)
 
     @property
-    def together(self) -> float | None:
-        """How many times as much the decode jobs do side by side as one alone; ``None``: unknown."""
+    def together(self) -> float:
+        """How many times as much the decode jobs do side by side as one alone; inf if unknown."""
+        stats, measured = self.stats, self.measured
+        if not measured.alone_jobs or not stats.jobs_s:
+            return inf
+        return self.lanes() * measured.alone_sample_s * stats.jobs_samples / stats.jobs_s
+
+    @property
+    def _wait_for_each_other(self) -> bool:
+        """Whether the decode jobs do little more side by side than one alone, whichever of them have run alone."""
         stats = self.stats
-        if not self.measured.alone_sample_s or not stats.jobs_s or self.is_uneven(DECODE):
-            return None
-        return self.lanes() * self.measured.alone_sample_s * stats.jobs_samples / stats.jobs_s
+        variance = stats.jobs * stats.jobs_square_s / max(stats.jobs_s, 1e-9) ** 2 - 1
+        error = sqrt(max(variance, 0.0) / max(self.measured.alone_jobs, 1))
+        return self.waits and (1 + error) * self.together < APART * self.lanes()
 
     @property
     def _inline_read_s(self) -> float:
@@ -309,7 +319,7 @@ class Bottleneck:
         probe_s = stats.gil_probe_s / stats.gil_probes if stats.gil_probes else 0.0
         if measured.threads > 1 and (stats.gil_us or probe_s > GIL_WAIT_S) and not (others and core_wait > STOLEN):
             return "GIL"
-        if self.waits and (self.together or inf) < APART * self.lanes():
+        if self._wait_for_each_other:
             return "a lock"
         if others and core_wait > LARGE_PART:
             return "other processes"
@@ -350,14 +360,15 @@ class Bottleneck:
             return HAND_OVER, by_name[HAND_OVER].resource
         # Of stages that share their threads, the longer one is named.
         lowest = min(loading, key=lambda stage: (stage.samples_per_s or inf, -stage.time_s))
-        if self.waiting < LATE and (lowest.samples_per_s or inf) > AHEAD * self.step_rate:
+        costly = self.is_single and self.pool_s < 1.0 / self.rate < BATCH_COST_S
+        if self.waiting < LATE and (lowest.samples_per_s or inf) > AHEAD * self.step_rate and not costly:
             return STEP, by_name[STEP].resource
         if measured.cold_cache and lowest.name in (READ, DECODE):
             return lowest.name, "cold cache"
         if self.rate < BUSY * (lowest.samples_per_s or inf):
             if stats.plan_s > WAITING * stats.wall_s:
                 return READ, "the iterable"
-            if self.is_single and self.pool_s < 1.0 / self.rate < BATCH_COST_S:
+            if costly:
                 return HAND_OVER, "batch_size"
             if stats.memory_wait_s > WAITING * stats.wall_s:
                 return lowest.name, "memory_bytes"

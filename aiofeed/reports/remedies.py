@@ -369,7 +369,7 @@ def _decode_job_advice(found: Bottleneck) -> Iterator[Advice]:
             yield Advice(f"Limits(decode_threads={fewer}): as many threads as there are cores left for them")
     elif resource == "a lock":
         yield Advice(
-            f"no more threads: {found.lanes()} threads do {found.together or 0:.1f} times as much as one alone: "
+            f"no more threads: {found.lanes()} threads do {found.together:.1f} times as much as one alone: "
             f"their calls wait for each other, as for a lock"
         )
         if (processes := _processes(found)) > 1:

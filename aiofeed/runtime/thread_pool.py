@@ -36,7 +36,7 @@ BACKLOG_RUNS = 4
 WAITING_SHARE = 0.9
 GIL_RELEASED_S = 0.0001
 # Jobs that mostly wait may wait for each other, as for a lock: one of so many runs alone, which shows it. The first one
-# after that number for each thread, and later ones after twice as many, up to the second number. It costs 1 %.
+# after that number for each thread, and later ones after four times as many, up to the second number. It costs 1 %.
 ALONE_FIRST = 4
 ALONE_LATER = 128
 # A job that waits for this share of its time mostly waits.
@@ -130,7 +130,8 @@ class ThreadPool(ThreadPoolExecutor):
         running: Number of jobs that run or are about to; abandoned ones do not count.
         isolates: Whether some jobs may run alone. A slow one then delays the others.
         alone: Whether the job that runs is to do so alone.
-        alone_sample_s: Seconds per sample of the jobs that ran alone; 0 if none did.
+        alone_jobs: The jobs that ran alone.
+        alone_sample_s: Their seconds per sample.
         host: A thread to use as the first one, if it is free.
     """
 
@@ -147,6 +148,7 @@ class ThreadPool(ThreadPoolExecutor):
         self.running: int = 0
         self.isolates: bool = True
         self.alone: bool = False
+        self.alone_jobs: int = 0
         self.alone_sample_s: float = 0.0
         self._alone_samples = 0
         self._isolates = False
@@ -349,6 +351,7 @@ class ThreadPool(ThreadPoolExecutor):
 
     def count_alone(self, seconds: float, samples: int) -> None:
         """Count a job that ran alone."""
+        self.alone_jobs += 1
         self._alone_samples += samples
         self.alone_sample_s += (seconds - samples * self.alone_sample_s) / max(self._alone_samples, 1)
 
@@ -357,7 +360,7 @@ class ThreadPool(ThreadPoolExecutor):
         self._until_alone -= 1 / self.max_running
         if ended.alone:
             self._isolates = self.alone = False
-            self._alone_every = min(2 * self._alone_every, ALONE_LATER)
+            self._alone_every = min(4 * self._alone_every, ALONE_LATER)
             self._until_alone = self._alone_every
         elif self._until_alone <= 0 and self.max_running > 1 and self.isolates:
             self._isolates = self._isolates or self.waiting_share > MOSTLY_WAITS

@@ -247,12 +247,22 @@ def test_waiting_threads_give_a_bound() -> None:
 
 
 @pytest.mark.parametrize(
-    ("alone_s", "resource"), [(0.0125, "a lock"), (0.025, "blocking calls"), (0.0, "blocking calls")]
+    ("alone_s", "alone_jobs", "square_s", "resource"),
+    [
+        (0.0125, 4, 1.0, "a lock"),
+        (0.025, 4, 1.0, "blocking calls"),
+        (0.0, 0, 1.0, "blocking calls"),
+        # The times of jobs vary: one that ran alone may be short by chance.
+        (0.0125, 40, 1.5, "a lock"),
+        (0.0125, 1, 1.5, "blocking calls"),
+    ],
 )
-def test_calls_that_take_half_as_long_alone_wait_for_a_lock(alone_s: float, resource: str) -> None:
+def test_calls_that_take_half_as_long_alone_wait_for_a_lock(
+    alone_s: float, alone_jobs: int, square_s: float, resource: str
+) -> None:
     """Two threads that each take twice as long as one alone do no more than one: no more threads are advised."""
-    stats = heavy_decode(decode_cpu_s=1.0, jobs=100, jobs_samples=400, jobs_s=10.0, jobs_square_s=1.0)
-    found = explain(measured(stats, alone_sample_s=alone_s))
+    stats = heavy_decode(decode_cpu_s=1.0, jobs=100, jobs_samples=400, jobs_s=10.0, jobs_square_s=square_s)
+    found = explain(measured(stats, alone_sample_s=alone_s, alone_jobs=alone_jobs))
     assert (found.stage, found.resource) == ("decode", resource)
     assert ("decode_threads" in advice(found)) == (resource != "a lock")
     assert ("2 threads do 1.0 times as much as one alone" in advice(found)) == (resource == "a lock")
@@ -276,7 +286,9 @@ def test_some_jobs_run_alone_to_find_out_whether_they_wait_for_each_other() -> N
     with Feeder(Numbers(240), decode=decode, batch_size=8, limits=Limits(decode_threads=2)) as feeder:
         for _ in feeder:
             pass
-        assert feeder._session.measurements().alone_sample_s >= 0.002
+        measurements = feeder._session.measurements()
+        assert measurements.alone_jobs >= 1
+        assert measurements.alone_sample_s >= 0.002
     assert most == [1]
 
 
