@@ -361,8 +361,8 @@ class Bottleneck:
         # Of stages that share their threads, the longer one is named.
         lowest = min(loading, key=lambda stage: (stage.samples_per_s or inf, -stage.time_s))
         costly = self.is_single and self.pool_s < 1.0 / self.rate < BATCH_COST_S
-        if self.waiting < LATE and (lowest.samples_per_s or inf) > AHEAD * self.step_rate and not costly:
-            return STEP, by_name[STEP].resource
+        if self.waiting < LATE and (lowest.samples_per_s or inf) > AHEAD * self.step_rate:
+            return (HAND_OVER, "batch_size") if costly else (STEP, by_name[STEP].resource)
         if measured.cold_cache and lowest.name in (READ, DECODE):
             return lowest.name, "cold cache"
         if self.rate < BUSY * (lowest.samples_per_s or inf):

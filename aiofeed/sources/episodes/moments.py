@@ -147,6 +147,6 @@ class Moments:
         steps = [step for name in self.cameras for step in self._steps.get(name, ())]
         # The windows of a run reach into groups before and behind it.
         reach = sum(-(-max(step, 0) // group) * group for step in (-min(steps, default=0), max(steps, default=0)))
-        rows = max(min(rows, max(decoded_bytes // (RUNS * max(row_bytes, 1)) - reach, group)), 1)
+        rows = min(rows, max(decoded_bytes // (RUNS * max(row_bytes, 1)) - reach, group))
         rows -= rows % group if rows >= group else 0  # ends before a key frame
         return np.concatenate([np.arange(*each, rows) for each in zip(self.starts, self.starts[1:], strict=False)])
