@@ -160,7 +160,7 @@ def episodes(
 ) -> Iterator[Measure]:
     import aiofeed
 
-    source = aiofeed.Episodes(root, windows=windows_of(cameras, frames), options=options)
+    source = aiofeed.Episodes(root, windows_of(cameras, frames), decoded_bytes=cameras << 29, options=options)
     limits = aiofeed.Limits(decode_threads=WORKERS)
     feeder = aiofeed.Feeder(source, batch_size=BATCH, shuffle=shuffle, limits=limits)
     with feeder, endless((batch for _ in count() for batch in feeder), least_s, least) as measure:
