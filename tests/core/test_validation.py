@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiofeed.core.validation import check_bool, check_callable, check_int, check_positive_int, check_seed
+from aiofeed.core.validation import (
+    check_bool,
+    check_callable,
+    check_expanded,
+    check_int,
+    check_positive_int,
+    check_seed,
+)
 
 
 async def asynchronous() -> None:
@@ -64,3 +71,16 @@ def test_a_seed_leaves_room_for_epochs(seed: int) -> None:
     with pytest.raises(ValueError, match="seed must be between"):
         check_seed(seed)
     assert check_seed(seed // 2) == seed // 2
+
+
+@pytest.mark.parametrize(("nbytes", "stored_bytes"), [(0, 0), (256 << 20, 1), (100 << 30, 1 << 30)])
+def test_what_a_file_may_take_in_memory(nbytes: int, stored_bytes: int) -> None:
+    """A file may take 256 MiB, or 100 times what it stores."""
+    assert check_expanded("a.npz", nbytes, stored_bytes) == nbytes
+
+
+@pytest.mark.parametrize(("nbytes", "stored_bytes"), [(-1, 100), ((256 << 20) + 1, 1 << 20), (100 << 40, 1 << 30)])
+def test_what_a_file_may_not_take_in_memory(nbytes: int, stored_bytes: int) -> None:
+    """More, and negative sizes, are refused by the name of the file."""
+    with pytest.raises(ValueError, match=r"a\.npz claims .* in memory, from .* stored"):
+        check_expanded("a.npz", nbytes, stored_bytes)
