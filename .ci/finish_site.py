@@ -16,6 +16,8 @@ from urllib.parse import unquote
 
 import yaml
 
+from aiofeed.core import errors
+
 ROOT = Path(__file__).parents[1]
 # What a user may paste into the search box, and the page that one section of which has all these words.
 SEARCHES = {
@@ -58,6 +60,16 @@ def llms_txt(config: dict[str, Any], docs: Path) -> str:
     return text
 
 
+def addresses(site_url: str) -> Iterator[tuple[str, str]]:
+    """Each address of the site in README.md, pyproject.toml, the package and what its errors add, and where it is."""
+    for path in [ROOT / "README.md", ROOT / "pyproject.toml", *sorted((ROOT / "aiofeed").rglob("*.py"))]:
+        name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+        # An address that ends with # gets the name of an error.
+        yield from ((found, name) for found in re.findall(rf"{re.escape(site_url)}[\w./#-]*", text) if found[-1] != "#")
+    explained = [getattr(errors, name)("what happened") for name in errors.EXPLAINED]
+    yield from ((note.split()[-1], type(error).__name__) for error in explained for note in error.__notes__)
+
+
 def problems(config: dict[str, Any], docs: Path, site: Path, llms: str) -> Iterator[str]:
     """What is wrong with the site, one line each."""
     files = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
@@ -74,6 +86,11 @@ def problems(config: dict[str, Any], docs: Path, site: Path, llms: str) -> Itera
             if name != "404.html" and not (page.parent / unquote(link.partition("?")[0])).is_file():
                 yield f"{name} shows {link}, which is not in the site"
     items = json.loads((site / "search.json").read_text(encoding="utf-8"))["items"]
+    for address, at in addresses(config["site_url"]):
+        page, _, anchor = address.removeprefix(config["site_url"]).partition("#")
+        file = site / (page or "index.html")
+        if not file.is_file() or (anchor and f'id="{anchor}"' not in file.read_text(encoding="utf-8")):
+            yield f"{at} has {address}, which is not in the site"
     for words, place in SEARCHES.items():
         texts = [f"{item['title']} {item['text']}".lower() for item in items if item["location"].startswith(place)]
         if (site / place).exists() and not any(all(word in text for word in words.lower().split()) for text in texts):

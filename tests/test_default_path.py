@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-import aiofeed
 from aiofeed import DecodeImage, Feeder, ImageFolder
+from tests.support.paths import PACKAGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
-
-PACKAGE = f"{Path(aiofeed.__file__).parent}/"
 BATCHES = 30
 BATCH_SIZE = 6
 SIZE = 32

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 import aiofeed
+from aiofeed.core.formatting import format_bytes
+from tests.support.interrupts import Interrupt
 
 HEAVY = ("PIL", "numpy", "ray", "torch")
 
@@ -166,3 +168,13 @@ def test_no_subpackage_has_a_public_name() -> None:
     folder = Path(aiofeed.__file__).parent
     modules = {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
     assert modules & set(aiofeed.__all__) <= set(aiofeed._NAMESPACES)
+
+
+def test_only_the_package_is_interrupted() -> None:
+    """In a checkout called `aiofeed`, Ctrl-C at a place of the package is not raised in a test's own code."""
+    run = compile("len('')", "/home/me/aiofeed/tests/test_own.py", "exec")
+    with Interrupt(0) as interrupt:
+        exec(run)
+    assert interrupt.left == 0
+    with pytest.raises(KeyboardInterrupt), Interrupt(0):
+        format_bytes(1)

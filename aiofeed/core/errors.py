@@ -9,9 +9,9 @@ from typing import Any
 from aiofeed.core.formatting import format_error
 from aiofeed.core.types import public, public_in
 
-_PAGE = "causes and fixes: https://aiofeed.readthedocs.io/en/latest/troubleshooting/#"
+_PAGE = "causes and fixes: https://aiofeed.github.io/aiofeed/troubleshooting.html#"
 # Classes whose cause is often not in the message.
-_EXPLAINED = ("BatchFailedError", "CacheError", "TooManyFailures", "WorkerDiedError")
+EXPLAINED = ("BatchFailedError", "CacheError", "TooManyFailures", "WorkerDiedError")
 _in_errors = public_in("aiofeed.errors")
 
 
@@ -21,7 +21,7 @@ class FeedError(Exception):
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)
-        if (name := type(self).__name__) in _EXPLAINED:
+        if (name := type(self).__name__) in EXPLAINED:
             self.add_note(f"{_PAGE}{name.lower()}")
 
 

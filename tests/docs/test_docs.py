@@ -51,7 +51,7 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=inde
 INFO_STRINGS = {"python": True, "{.python .no-run}": False}
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 FILES = "https://github.com/aiofeed/aiofeed/blob/main/"
-PAGES = "https://aiofeed.readthedocs.io/en/latest/"
+PAGES = "https://aiofeed.github.io/aiofeed/"
 OURS = (FILES, "https://raw.githubusercontent.com/aiofeed/aiofeed/main/", PAGES)
 """Where the files of this repository are published: as they are, and the documents of docs/ as pages."""
 
@@ -244,7 +244,7 @@ def test_the_urls_of_the_project_agree_with_the_links() -> None:
     """``[project.urls]`` has the five links of PyPI's side bar, to the same places as the documents."""
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
     assert set(urls) == {"Homepage", "Documentation", "Source", "Changelog", "Issues"}
-    homes = ("https://github.com/aiofeed/aiofeed", "https://aiofeed.readthedocs.io")
+    homes = ("https://github.com/aiofeed/aiofeed", "https://aiofeed.github.io/aiofeed/")
     assert [url for url in urls.values() if not url.startswith(homes)] == []
     assert (ROOT / urls["Changelog"].removeprefix(FILES)).is_file()
 
@@ -283,8 +283,8 @@ def test_links_are_found_in_every_form(tmp_path: Path) -> None:
     """Relative, to GitHub, to the documentation, to an image; not in code, and not to other places."""
     text = (
         "[a](docs/guide.md#install) [b](https://github.com/aiofeed/aiofeed/blob/main/LICENSE) `[x](y)`\n"
-        '[c](https://aiofeed.readthedocs.io/en/latest/api.html) <img src="docs/no.png"> [d](https://pytorch.org/x)\n'
-        "[e](https://aiofeed.readthedocs.io/en/latest/)\n\n```text\n[f](nowhere)\n```\n"
+        '[c](https://aiofeed.github.io/aiofeed/api.html) <img src="docs/no.png"> [d](https://pytorch.org/x)\n'
+        "[e](https://aiofeed.github.io/aiofeed/)\n\n```text\n[f](nowhere)\n```\n"
     )
     found = [(file, anchor) for _, file, anchor in local_links(ROOT / "README.md", text)]
     assert found == [

@@ -21,6 +21,6 @@ def test_addresses_in_messages_lead_to_a_section() -> None:
     """Errors whose cause is often not in the message end with the address of their section."""
     for name in ("BatchFailedError", "CacheError", "TooManyFailures", "WorkerDiedError"):
         [note] = getattr(errors, name)("what happened").__notes__
-        assert note == f"causes and fixes: https://aiofeed.readthedocs.io/en/latest/troubleshooting/#{name.lower()}"
+        assert note == f"causes and fixes: https://aiofeed.github.io/aiofeed/troubleshooting.html#{name.lower()}"
         assert name.lower() in anchors(PAGE)
     assert not hasattr(errors.StateError("what happened"), "__notes__")

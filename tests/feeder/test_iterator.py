@@ -25,6 +25,7 @@ from aiofeed.runtime.threads import DaemonThread
 from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
 from tests.support.interrupts import Interrupt, interrupted_next
+from tests.support.paths import PACKAGE
 from tests.support.process_parts import Numbers
 
 
@@ -580,7 +581,7 @@ def test_the_collector_runs_no_python_code_of_aiofeed() -> None:
     called = []
 
     def trace(frame: FrameType, event: str, argument: object) -> None:
-        if "/aiofeed/" in frame.f_code.co_filename or "_weakrefset" in frame.f_code.co_filename:
+        if frame.f_code.co_filename.startswith(PACKAGE) or "_weakrefset" in frame.f_code.co_filename:
             called.append(frame.f_code.co_qualname)
 
     sys.setprofile(trace)

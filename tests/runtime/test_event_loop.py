@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fork_server import Child, End, ForkServer
+from tests.support.paths import PACKAGE
 from tests.support.signal_cases import (
     FORKED,
     FRESH_SPREAD_S,
@@ -149,7 +150,7 @@ def test_two_signals_at_once(start: Callable[[str], Child]) -> None:
     for words in ("Fatal", "never awaited", "was destroyed"):
         assert words not in end.err
     for ignored in end.err.split("Exception ignored")[1:]:
-        assert "/aiofeed/" not in ignored, end.err
+        assert PACKAGE not in ignored, end.err
 
 
 def test_ctrl_c_with_a_handler_of_the_user(start: Callable[[str], Child]) -> None:

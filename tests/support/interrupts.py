@@ -9,6 +9,8 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
+from tests.support.paths import PACKAGE
+
 _CALLS = ("CALL", "CALL_KW", "CALL_FUNCTION_EX")
 _TOOL = 4  # a number that no profiler or debugger uses
 
@@ -114,4 +116,4 @@ def interrupted_next(iterator: Any, place: int, seen: list[Any]) -> tuple[bool, 
 
 def _counts(code: CodeType) -> bool:
     # The simulated device stands for C code, which is not interrupted.
-    return "/aiofeed/" in code.co_filename and "/testing/" not in code.co_filename
+    return code.co_filename.startswith(PACKAGE) and not code.co_filename.startswith(f"{PACKAGE}testing")

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import aiofeed
+
 ROOT = Path(__file__).resolve().parents[2]
+# How the path of each file of the package begins, whatever the folder of the checkout is called.
+PACKAGE = os.path.join(os.path.dirname(aiofeed.__file__), "")
 
 
 def environment(**more: str) -> dict[str, str]:

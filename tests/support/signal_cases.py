@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from tests.support.fork_server import ENVIRONMENT, Child, End, ForkServer, pipes
-from tests.support.paths import ROOT
+from tests.support.paths import PACKAGE, ROOT
 
 # The guaranteed time from the signal to the end of the process, and extra time for a busy machine.
 PROMISE_S = 2.0
@@ -111,7 +111,7 @@ def complaints(end: End, returncode: int, error: str | None, chained: bool = Fal
     if end.seconds > PROMISE_S + GRACE_S:
         wrong.append(f"it took {end.seconds:.1f} s to end")
     parts = end.err.split(CHAINED)
-    if not chained and any("/aiofeed/" in part for part in parts[:-1]):
+    if not chained and any(PACKAGE in part for part in parts[:-1]):
         wrong.append("raised while aiofeed handled another error")
     reports = end.err.count("Traceback (most recent call last)") + 1 - len(parts)
     if error is None:
