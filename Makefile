@@ -7,7 +7,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.stamp
+DEMO_STAMP := $(VENV)/.stamp-demo
 DOCS_STAMP := $(VENV)/.stamp-docs
+SOURCES := pyproject.toml constraints-dev.txt hatch_build.py aiofeed/decoders/native_jpeg.c aiofeed/sources/native_files.c
 PEERS_VENV ?= .venv-peers
 PEERS_STAMP := $(PEERS_VENV)/.stamp
 GPU_PYTHON ?= $(BIN)/python
@@ -16,13 +18,13 @@ GPU_STAMP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
 .PHONY: venv test test-long first-batch soak kills lint docs demo bench bench-gpu bench-peers sanitize clean help
 .DEFAULT_GOAL := venv
 
-venv: $(STAMP)  ## the environment: aiofeed (editable) with all that tests, linters, demo and benchmarks need
+venv: $(STAMP)  ## the environment: aiofeed (editable) with all that tests, linters and benchmarks need
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Other packages pull Pillow in, so Pillow-SIMD goes over it as the last step; where it does not build, Pillow serves.
-$(STAMP): pyproject.toml constraints-dev.txt hatch_build.py aiofeed/decoders/native_jpeg.c aiofeed/sources/native_files.c | $(BIN)/python
+$(STAMP): $(SOURCES) | $(BIN)/python
 	$(PIP) install --quiet --constraint constraints-dev.txt --editable '.[pillow,turbo,objects,test,integration,lint,demo,bench]'
 	@if $(PIP) install --force-reinstall --no-deps --no-binary pillow-simd pillow-simd > $(VENV)/pillow-simd.log 2>&1; \
 	then echo "Images are decoded by Pillow-SIMD."; \
@@ -31,6 +33,12 @@ $(STAMP): pyproject.toml constraints-dev.txt hatch_build.py aiofeed/decoders/nat
 	else echo "aiofeed's own JPEG library was not built: run $(BIN)/python hatch_build.py to see why."; fi
 	@if [ -e aiofeed/sources/_native_files.so ]; then echo "Small files are read by aiofeed's own library."; \
 	else echo "aiofeed's own library for files was not built: run $(BIN)/python hatch_build.py to see why."; fi
+	@touch $@ $(DEMO_STAMP)
+
+# What the demo needs, which is a sixth of the packages; a complete environment serves, too.
+$(DEMO_STAMP): $(SOURCES) | $(BIN)/python
+	@echo "Installing torch, aiofeed, Pillow, psutil and rich into $(VENV)."
+	$(PIP) install --quiet --constraint constraints-dev.txt --editable '.[pillow,turbo,demo]'
 	@touch $@
 
 $(DOCS_STAMP): $(STAMP)
@@ -69,7 +77,7 @@ docs: $(DOCS_STAMP)  ## the documentation, into site/
 	$(BIN)/zensical build --strict --clean
 	$(BIN)/python .ci/finish_site.py
 
-demo: $(STAMP)  ## a training run on generated images
+demo: $(DEMO_STAMP)  ## a training on photographs through DataLoader and aiofeed, in two minutes with its set-up
 	$(BIN)/python examples/demo.py $(ARGS)
 
 bench: $(STAMP)  ## the benchmarks: ratios, and a picture
