@@ -216,6 +216,10 @@ ImageFolder("ftp://host/train") #: the scheme must be one of
 ImageFolder("s3:///train") #: names no bucket
 Files("train") #: ImageFolder reads a folder
 Files([3]) #: number 0 is 3
+Files(["a"], labels=[1]) #: pass targets=
+Files(["a"], decode=image) #: pass it to Feeder
+ImageFolder(["train"]) #: Files takes a list of paths
+ImageFolder(3) #: the path or URL of a folder
 Files([b"a.png"]) #: number 0 is
 Files(["a", ("b", "c")]) #: number 1
 Files([("a", "b"), ("c",)]) #: tuples of one length
@@ -300,6 +304,9 @@ DecodeImage(224, flip=0.5) #: flip
 DecodeImage(224, formats=["HEIC"]) #: formats
 DecodeImage(224, backend="opencv") #: backend
 DecodeImage(224)("0.png") #: bytes of one image
+image("train/a/0.png") #: pathlib.Path(path).read_bytes()
+DecodeNumpy()("0.npy") #: pathlib.Path(path).read_bytes()
+DecodePair(image, ("jpg", "png")) #: further arguments by name: fields=
 DecodePair(3) #: DecodeImage
 DecodeAudio(0, 1.0) #: rate
 DecodeNumpy(member=3) #: member

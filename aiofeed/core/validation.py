@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import operator
+import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -100,6 +101,7 @@ def check_bytes(decoder: object, data: object, file: str = "file") -> bytes:
         return bytes(memoryview(data))  # type: ignore[arg-type]
     except TypeError:
         way = "for an image and its mask pass decode=DecodePair(DecodeImage(size)), else a function of your own"
+        way = "read the file: pathlib.Path(path).read_bytes()" if isinstance(data, str | os.PathLike) else way
         raise TypeError(f"{takes}got {type(data).__name__}; {way}") from None
 
 

@@ -44,7 +44,7 @@ AT_ONCE_S = 0.0005
 
 
 @public
-@explain_arguments()
+@explain_arguments({"decode": "pass it to Feeder", "transform": "pass it to Feeder", "labels": "pass targets="})
 class Files(IndexedSource):
     """One sample per regular file, or per object at a URL; or one per tuple of them.
 

@@ -80,6 +80,8 @@ class ImageFolder(Files):
         options: Mapping[str, Any] | None = None,
         refresh: bool = False,
     ) -> None:
+        if not isinstance(root, str | os.PathLike):
+            raise TypeError(f"ImageFolder needs the path or URL of a folder, got {root!r}; Files takes a list of paths")
         root = os.fspath(root)
         is_url = store is not None or scheme_of(root) not in (None, "file")
         paths: Sequence[str]
