@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tarfile
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -148,6 +149,41 @@ list(Feeder([torch.zeros(2), torch.zeros(3)], batch_size=2)) #: aiofeed.pad_coll
 list(Feeder(folder, decode=len, batch_size=2, collate_fn=broken)) #: broken on purpose
 list(Feeder(folder, decode=broken, batch_size=2, on_error="skip")) #: max_failures
 list(aiofeed.prefetch(3)) #: iterable
+== A decoder, and other functions
+Feeder(folder, decode=two, batch_size=2) #: decode is called with one argument, the bytes of a sample
+Feeder(folder, decode=two, batch_size=2, engine="process") #: decode is called with one argument, the bytes of a sample
+Feeder(Stream(numbers), decode=two, batch_size=2) #: decode is called with one argument, the bytes of a sample
+Feeder(folder, decode=WrongTarget(), batch_size=2) #: unexpected keyword argument 'target'
+Feeder(folder, decode=lambda: 3, batch_size=2) #: too many positional arguments
+Feeder(folder, decode=generator, batch_size=2) #: use `return` in place of `yield`
+Feeder(folder, decode=generates, batch_size=2) #: use `return` in place of `yield`
+Feeder(folder, decode=asynchronous_generator, batch_size=2) #: ordinary function
+list(Feeder(folder, decode=lambda data: (part for part in data), batch_size=2)) #: use `return` in place of `yield`
+list(Feeder(folder, decode=lambda data: None, batch_size=2)) #: is a `return` missing?
+list(Feeder(folder, decode=Image.open, batch_size=2)) #: the decoder gets the bytes of a file, not its path
+list(Feeder(folder, decode=np.load, batch_size=2)) #: Image.open(io.BytesIO(data))
+list(Feeder(folder, decode=Path, batch_size=2)) #: the decoder gets the bytes of a file, not its path
+list(Feeder(folder, decode=torch.load, batch_size=2)) #: the decoder gets the bytes of a file, not its path
+list(Feeder(Files(["list.csv"]), decode=open, batch_size=1)) #: the decoder gets the bytes of a file, not its path
+list(Feeder(folder, decode=lambda data: Image.open("a/" + data), batch_size=1)) #: not its path
+list(Feeder(folder, decode=lambda data: Image.new("L", (2, 2)), batch_size=2)) #: one is an Image, a PIL image: convert
+list(Feeder(folder, decode=broken, batch_size=1, on_error="skip")) #: the only sample of batch 0 failed
+list(Feeder(Files(["train"]), decode=image, batch_size=1)) #: is a folder: aiofeed.ImageFolder('train')
+list(Feeder(Files(["list.csv"] * 2, [0, None]), decode=len, batch_size=2)) #: the target of 'list.csv' is None
+list(Feeder(Files(["images/0.png"] * 2, [0, None]), decode=image, batch_size=2)) #: target of 'images/0.png' is None
+list(Feeder(TarShards("shards/x.tar"), decode=image, batch_size=2)) #: data='jpg', target='cls' to the source: its
+list(Feeder(TarShards("shards/x.tar"), decode=DecodeNumpy(), batch_size=2)) #: data='jpg', target='cls'
+pair(image_bytes, target={"boxes": [[9, 5, 4, 9]]}) #: right is less than left: COCO's bbox is left, upper, width
+pair(image_bytes, target={"boxes": [[4, 9, 9, 5]]}) #: lower is less than upper: COCO's bbox is left, upper, width
+Feeder(folder, decode=image, batch_size=2, transform=two) #: transform is called with one argument, the batch
+Feeder(folder, decode=image, batch_size=2, transform=torch.nn.Flatten) #: pass an instance
+Feeder(folder, decode=image, batch_size=2, collate_fn=two) #: collate_fn is called with one argument, the samples
+Feeder(folder, decode=image, batch_size=2, collate_fn=generator) #: use `return` in place of `yield`
+aiofeed.prefetch([1], transform=two) #: transform is called with one argument, the batch
+FromDataset(numbers, setup=lambda: 3) #: FromDataset(setup=...) is called with one argument
+DecodeImage(16, augment=two) #: augment is called with one argument
+DecodePair(image, augment=generator) #: use `return` in place of `yield`
+TarShards("shards/x.tar", "jpg", "cls", to_target=two) #: TarShards(to_target=) is called with one argument
 == DataLoader
 DataLoader(folder) #: aiofeed.Feeder(source, decode=...
 DataLoader(folder, decode=image) #: aiofeed.Feeder(source, decode=...
@@ -180,6 +216,10 @@ ImageFolder("ftp://host/train") #: the scheme must be one of
 ImageFolder("s3:///train") #: names no bucket
 Files("train") #: ImageFolder reads a folder
 Files([3]) #: number 0 is 3
+Files(["a"], labels=[1]) #: pass targets=
+Files(["a"], decode=image) #: pass it to Feeder
+ImageFolder(["train"]) #: Files takes a list of paths
+ImageFolder(3) #: the path or URL of a folder
 Files([b"a.png"]) #: number 0 is
 Files(["a", ("b", "c")]) #: number 1
 Files([("a", "b"), ("c",)]) #: tuples of one length
@@ -251,6 +291,9 @@ DecodeImage() #: size
 DecodeImage(size=None) #: mode="keep"
 DecodeImage(0) #: size must be at least 1
 DecodeImage("224") #: size must be an int
+DecodeImage(224.0) #: size must be an int, (height, width) or None
+DecodeImage(224, 224) #: for height and width: DecodeImage((224, 224))
+Files(["a"], [0], "root") #: further arguments by name: root=
 DecodeImage((224,)) #: (height, width)
 DecodeImage(224, mode="RGB") #: "rgb" or "keep"
 DecodeImage(224, crop="middle") #: "center" or "random"
@@ -261,6 +304,9 @@ DecodeImage(224, flip=0.5) #: flip
 DecodeImage(224, formats=["HEIC"]) #: formats
 DecodeImage(224, backend="opencv") #: backend
 DecodeImage(224)("0.png") #: bytes of one image
+image("train/a/0.png") #: pathlib.Path(path).read_bytes()
+DecodeNumpy()("0.npy") #: pathlib.Path(path).read_bytes()
+DecodePair(image, ("jpg", "png")) #: further arguments by name: fields=
 DecodePair(3) #: DecodeImage
 DecodeAudio(0, 1.0) #: rate
 DecodeNumpy(member=3) #: member
@@ -309,6 +355,34 @@ def broken(data: Any) -> Any:
     raise ValueError("broken on purpose")
 
 
+def two(data: Any, label: Any) -> Any:
+    return data
+
+
+def generator(data: Any) -> Any:
+    yield data
+
+
+async def asynchronous_generator(data: Any) -> Any:
+    yield data
+
+
+class Generates:
+    """A decoder that is a generator function."""
+
+    def __call__(self, data: Any) -> Any:
+        yield data
+
+
+class WrongTarget:
+    """A decoder that asks for targets, and does not take them."""
+
+    takes_target = True
+
+    def __call__(self, data: Any) -> Any:
+        return data
+
+
 def per_sample(image: Any) -> Any:
     return image.resize((2, 2))
 
@@ -319,15 +393,21 @@ def prepare() -> dict[str, Any]:
         Path(place).mkdir(parents=True)
         for number in range(4):
             Image.new("L" if place == "masks" else "RGB", (32, 32)).save(f"{place}/{number}.png")
+    Path("shards").mkdir()
     Path("text.png").write_text("this is a text and not a picture, nor a shard " * 40)
     Path("empty.png").touch()
     Path("list.csv").write_text("path,label\ntrain/a/0.png,3\n")
     Path("list.txt").write_text("train/a/0.png\n")
     np.arange(100, dtype=np.uint16).tofile("tokens.bin")
+    with tarfile.open("shards/x.tar", "w") as tar:
+        tar.add("train/a/0.png", "0.jpg")
+        tar.add("list.txt", "0.cls")
     names = {name: getattr(aiofeed, name) for name in aiofeed.__all__}
     folder, image = aiofeed.ImageFolder("train"), aiofeed.DecodeImage(16)
     fed = aiofeed.Feeder(folder, decode=image, batch_size=4)
     frame = __import__("pandas").DataFrame({"x": [1, 2]})
+    names |= {"generates": Generates(), "pair": aiofeed.DecodePair(image)}
+    names |= {"image_bytes": Path("images/0.png").read_bytes()}
     names |= {"folder": folder, "image": image, "fed": fed, "frame": frame, "numbers": list(range(8))}
     return names | {"aiofeed": aiofeed, "torch": torch, "np": np, "Path": Path, "SimulatedDevice": SimulatedDevice}
 

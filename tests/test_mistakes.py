@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import subprocess
 import sys
@@ -9,11 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
+import aiofeed
 from aiofeed.reports.commands.prepare import write_indexes
 from aiofeed.sources.objects.requests import fault_of
-from tests.mistakes import message_of, mistakes, prepare
+from tests.mistakes import message_of, mistakes, prepare, two
 
 pytestmark = pytest.mark.integration
 pytest.importorskip("pandas")
@@ -32,6 +36,34 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         found["fed"].close()
 
 
+def wrong_name(data: bytes) -> Any:
+    return undefined_name  # type: ignore[name-defined]  # noqa: F821
+
+
+def wrong_attribute(data: bytes) -> Any:
+    return data.missing  # type: ignore[attr-defined]
+
+
+def wrong_type(data: bytes) -> Any:
+    return len(3)  # type: ignore[arg-type]
+
+
+def wrong_import(data: bytes) -> Any:
+    import missing_module  # type: ignore[import-not-found]
+
+    return missing_module
+
+
+class Broken:
+    """A Dataset with a wrong name."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return wrong_name(b"")
+
+
 @pytest.mark.parametrize(("code", "words"), [(code, words) for _, code, words in mistakes()])
 def test_a_mistake_has_a_message_with_the_way_out(
     code: str, words: str, names: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -47,6 +79,51 @@ def test_there_are_two_hundred_mistakes() -> None:
     """Each once."""
     found = [code for _, code, _ in mistakes()]
     assert len(set(found)) == len(found) >= 200
+
+
+@pytest.mark.parametrize(
+    ("decode", "engine"),
+    [
+        *[(decode, "thread") for decode in (wrong_name, wrong_attribute, wrong_type, wrong_import, Image.open)],
+        pytest.param(wrong_type, "process", marks=pytest.mark.slow),
+    ],
+)
+def test_no_advice_to_skip_samples_for_errors_of_code(
+    decode: Any, engine: str, names: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor with on_error="skip" to allow more failures; errors of data have the advice."""
+    names = names | {"decode": decode, "engine": engine}
+    with caplog.at_level(logging.CRITICAL):
+        message = message_of("list(Feeder(folder, decode=decode, batch_size=2, engine=engine))", names)
+        skipped = "list(Feeder(folder, decode=decode, batch_size=2, engine=engine, on_error='skip'))"
+        assert "decode 'train/a/0.png'" in str(message)
+        assert "on_error" not in str(message)
+        if decode is not Image.open and engine == "thread":
+            assert "max_failures=0.01 allows" in str(message := message_of(skipped, names))
+            assert "on_error" not in str(message)
+
+
+@pytest.mark.parametrize(
+    "way", ["Feeder(Broken(), batch_size=2)", "Feeder(Files(['train']), decode=image, batch_size=1)"]
+)
+def test_no_advice_to_skip_samples_for_errors_of_a_dataset_or_a_list(way: str, names: dict[str, Any]) -> None:
+    """A Dataset with a wrong name, and a folder among files."""
+    names = names | {"Broken": Broken}
+    assert "on_error" not in str(message_of(f"list({way})", names))
+    assert "on_error" in str(message_of("list(Feeder(Files(['text.png']), decode=image, batch_size=1))", names))
+
+
+def test_functions_whose_signature_fits_or_is_not_known() -> None:
+    """Builtins, partial functions, wrappers and functions with defaults pass."""
+
+    @functools.wraps(two)
+    def wrapper(data: bytes) -> int:
+        return int(two(data, 0) != b"")
+
+    partial = functools.partial(two, label=3)
+    decoders: list[Any] = [len, hash, np.asarray, partial, wrapper, lambda *data: 1, lambda data, size=3: 1, str.split]
+    for decode in [*decoders, lambda data, rng: 1]:
+        aiofeed.Feeder(aiofeed.Files([__file__]), decode=decode, batch_size=1).close()
 
 
 def test_a_decoder_that_workers_cannot_see(tmp_path: Path) -> None:

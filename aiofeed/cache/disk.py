@@ -15,7 +15,7 @@ from aiofeed.cache.layout import RECORDS, ItemLayout, Layout, NotCacheableError,
 from aiofeed.cache.store import RECORD, SampleStore
 from aiofeed.core.errors import CacheError
 from aiofeed.core.types import public
-from aiofeed.core.validation import check_positive_int, explain_arguments
+from aiofeed.core.validation import check_positive_int, counted, explain_arguments
 from aiofeed.sources.objects.urls import check_path
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class DiskStore(SampleStore):
 
         path = self.path
         if not self.samples:
-            raise CacheError(f"there is nothing to cache: {self.samples} samples of {layout.nbytes} bytes")
+            raise CacheError(f"there is nothing to cache: {counted(self.samples, 'sample')} of {layout.nbytes} bytes")
         file = self._empty_file or open_file(path, create=True)
         assert file is not None
         try:

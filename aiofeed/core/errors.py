@@ -12,6 +12,8 @@ from aiofeed.core.types import public, public_in
 _PAGE = "causes and fixes: https://aiofeed.github.io/aiofeed/troubleshooting.html#"
 # Classes whose cause is often not in the message.
 EXPLAINED = ("BatchFailedError", "CacheError", "TooManyFailures", "WorkerDiedError")
+# Errors of the user's code or of the list of files: leaving out samples would only hide them.
+OF_CODE = (TypeError, NameError, AttributeError, ImportError, NotImplementedError, SyntaxError, IsADirectoryError)
 _in_errors = public_in("aiofeed.errors")
 
 

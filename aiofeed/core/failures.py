@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from aiofeed.core.errors import SampleError, TooManyFailures
+from aiofeed.core.errors import OF_CODE, SampleError, TooManyFailures
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import public_in
@@ -73,10 +73,12 @@ class FailureCounter:
             return None
         limit = self._policy.max_failures
         number = "" if isinstance(limit, int) else f": {self.allowed} of {self._length}"
+        failed, action = len(self._counted), self._policy.action
+        way = f"on_error=FailurePolicy({action!r}, max_failures=...) with a number of samples or a fraction"
         error = TooManyFailures(
-            f"{len(self._counted)} samples failed in this epoch, more than max_failures={limit} allows{number}; "
-            f"the last: {last}. feeder.failures lists them; to allow more, pass "
-            f"on_error=FailurePolicy({self._policy.action!r}, max_failures=...) with a number of samples or a fraction"
+            f"{failed} sample{'s' * (failed != 1)} failed in this epoch, more than max_failures={limit} allows{number};"
+            f" the last: {last}. feeder.failures lists them"
+            f"{'' if isinstance(last.__cause__, OF_CODE) else f'; to allow more, pass {way}'}"
         )
         error.__cause__ = last
         return error
@@ -134,11 +136,11 @@ class FailureLog:
         if not self._seen:
             return
         stages = ", ".join(f"{count} to {stage}" for stage, count in sorted(self._epoch.items()))
+        failed = len(self._seen)
         log.warning(
-            "epoch %d: %d samples failed (%s) and were %s, %d returned; the first: %s; feeder.failures lists them",
+            "epoch %d: %s %s, %d returned; the first: %s; feeder.failures lists them",
             epoch,
-            len(self._seen),
-            stages,
+            f"1 sample failed ({stages}) and was" if failed == 1 else f"{failed} samples failed ({stages}) and were",
             self._treatment,
             counters.samples,
             self._first,

@@ -11,10 +11,18 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.0f} bytes"
 
 
+def kind_of(value: object) -> str:
+    """The type of a value with its article: ``"an int"``."""
+    name = type(value).__name__
+    return f"{'an' if name.startswith((*'aeiouAEIOU', 'ndarray')) else 'a'} {name}"
+
+
 def format_error(error: BaseException) -> str:
     """An exception as ``"ValueError: its text"``; its type alone if it has no text, or its ``__str__`` raises."""
     try:
         text = str(error)
     except BaseException:  # noqa: BLE001 - a user's __str__ may raise anything; SystemExit would end a worker process
         text = ""
+    # An error of the system has the name of a file, for which a decoder may pass its contents.
+    text = text if len(text) <= 3000 else f"{text[:2000]} ... {text[-500:]}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TypeAlias
 
 from aiofeed.core.types import public_in
+from aiofeed.core.validation import counted
 
 Event: TypeAlias = tuple[str, str, float, float, int, int, int]
 """What took place, the thread or other lane, begin and end on the clock of ``perf_counter``, the number of the batch,
@@ -138,7 +139,7 @@ class StorageStatistics:
 
     def __str__(self) -> str:
         looked_up = self.cache_hits + self.cache_misses
-        cached = f"{self.cache_hits} of {looked_up} samples cached"
+        cached = f"{self.cache_hits} of {counted(looked_up, 'sample')} cached"
         if looked_up and not self.requests:
             return cached
         return (
@@ -234,10 +235,10 @@ class FeedStatistics:
         rate = self.samples / wall
         mib = self.bytes_read / (1 << 20)
         text = (
-            f"{self.samples} samples in {self.batches} batches, {self.wall_s:.2f} s ({rate:.0f} samples/s, "
-            f"{mib / wall:.1f} MiB/s read); consumer waited {self.stall_s / wall:.0%}, engine waited "
+            f"{counted(self.samples, 'sample')} in {counted(self.batches, 'batch')}, {self.wall_s:.2f} s ({rate:.0f} "
+            f"samples/s, {mib / wall:.1f} MiB/s read); consumer waited {self.stall_s / wall:.0%}, engine waited "
             f"{self.idle_s / wall:.0%}; read {self.read_s:.2f} s, decode {self.decode_s:.2f} s on "
-            f"{self.decode_threads} threads, collate {self.collate_s:.2f} s, copy {self.copy_s:.2f} s; "
+            f"{counted(self.decode_threads, 'thread')}, collate {self.collate_s:.2f} s, copy {self.copy_s:.2f} s; "
             f"first batch {self.first_batch_s * 1000:.0f} ms"
         )
         if self.failures or self.retries:

@@ -215,6 +215,11 @@ def takes_target(decoder: object) -> bool:
     return getattr(decoder, "takes_target", False) is True
 
 
+def keywords_of(decoder: Any) -> list[str]:
+    """The keywords with which a decoder, or an ``augment``, is called."""
+    return ["rng"] * takes_rng(decoder) + ["target"] * takes_target(decoder)
+
+
 def takes_keyword(function: Callable[..., Any], name: str) -> bool:
     """Whether a function has a parameter ``name`` that can be passed by name; False if its signature cannot be read."""
     try:

@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import operator
+import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -17,8 +18,16 @@ from aiofeed.core.formatting import format_bytes
 # larger ones than this are rather an attack or damage.
 EXPANDED_BYTES = 256 << 20
 EXPANDED_TIMES = 100
+# The argument of a function that is passed by this name.
+_GETS = {"decode": "the bytes of a sample without its target", "collate_fn": "the samples", "transform": "the batch"}
+_TARGETS = ("cls", "label", "labels", "target")  # usual names of the target in a sample of several files
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things for a message: ``"1 sample"``, ``"2 batches"``."""
+    return f"{number} {noun}" + ("es" if noun.endswith(("s", "ch")) else "s") * (number != 1)
 
 
 def check_int(name: str, value: object) -> int:
@@ -53,13 +62,47 @@ def check_bool(name: str, value: object) -> bool:
     return value
 
 
-def check_callable(name: str, value: Any) -> Any:
-    """The value, which must be ``None`` or callable and not an ``async def`` function."""
-    if value is not None and not callable(value):
+def check_callable(name: str, value: Any, keywords: Sequence[str] = ()) -> Any:
+    """The value, which must be ``None`` or an ordinary function that takes one argument and ``keywords``."""
+    if value is None:
+        return value
+    if not callable(value):
         raise TypeError(f"{name} must be callable, got {value!r}")
-    if value is not None and is_async_function(value):
-        raise TypeError(f"{name} must be an ordinary function, because a thread calls it; {value!r} is `async def`")
+    if isinstance(value, type) and "__call__" in dir(value):  # its instances are called; others are like functions
+        raise TypeError(f"{name} must be a function, got the class {value.__name__}; pass an instance")
+    if is_async_function(value) or inspect.isasyncgenfunction(value):
+        raise TypeError(f"{name} must be an ordinary function; {value!r} is `async def`: await in an `async read`")
+    if any(map(inspect.isgeneratorfunction, (value, getattr(value, "__call__", None)))):  # noqa: B004
+        raise TypeError(f"{name} is a generator function, {value!r}: use `return` in place of `yield`")
+    try:
+        # Not of the function that functools.wraps names, because its wrapper is called.
+        inspect.signature(value, follow_wrapped=False).bind(None, **dict.fromkeys(keywords))
+    except TypeError as error:
+        gets = f"{name} is called with one argument, {_GETS.get(name, 'a value')}"
+        raise TypeError(f"{gets}; {value!r} takes others ({error}): set those with functools.partial") from None
+    except ValueError:
+        pass  # it has no signature
     return value
+
+
+def check_bytes(decoder: object, data: object, file: str = "file") -> bytes:
+    """The bytes of one file, which a decoder gets."""
+    if isinstance(data, bytes):
+        return data
+    takes = f"{decoder} takes the bytes of one {file}, "
+    if isinstance(data, Mapping):
+        names = sorted(map(str, data))
+        wanted = "".join([f"data={name!r}" for name in names if name not in _TARGETS][:1])
+        wanted += "".join([f", target={name!r}" for name in names if name in _TARGETS][:1])
+        raise TypeError(
+            f"{takes}got {type(data).__name__}: pass {wanted} to the source: its samples have {', '.join(names)}"
+        )
+    try:
+        return bytes(memoryview(data))  # type: ignore[arg-type]
+    except TypeError:
+        way = "for an image and its mask pass decode=DecodePair(DecodeImage(size)), else a function of your own"
+        way = "read the file: pathlib.Path(path).read_bytes()" if isinstance(data, str | os.PathLike) else way
+        raise TypeError(f"{takes}got {type(data).__name__}; {way}") from None
 
 
 def check_seed(value: object) -> int:
@@ -106,7 +149,7 @@ def explain_arguments(
         ways: What to do instead of passing an argument, by its name; as a function, it gets the value that was passed.
             For other arguments, the ``TypeError`` names the most similar one of these and of those that exist.
         positions: Names of the positional arguments of a similar class, for arguments that ``target`` takes by name.
-        hint: What else to do about positional arguments.
+        hint: What to do about more positional arguments.
     """
 
     def decorate(target: CallableT) -> CallableT:
@@ -117,7 +160,10 @@ def explain_arguments(
 
         @functools.wraps(function)
         def checked(*args: Any, **arguments: Any) -> Any:
-            if positions and len(args) > positional:
+            if len(args) > positional and not positions:
+                others = ", ".join(f"{name}=" for name in [*parameters][positional:]) or "none"
+                raise TypeError(f"{target.__name__} takes its further arguments by name: {others}{hint}")
+            if len(args) > positional:
                 # A function in the place of the batch size is a decoder.
                 names = [*["decode"][: callable(args[positional])], *positions[positional - 1 :]]
                 named = zip(names, args[positional:], strict=False)

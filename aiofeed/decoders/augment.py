@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from aiofeed.core.types import takes_rng
+from aiofeed.core.types import keywords_of, takes_rng
 from aiofeed.core.validation import check_callable
 
 if TYPE_CHECKING:
@@ -76,13 +76,12 @@ class Augmentation:
     """
 
     def __init__(self, augment: Any, *, alone: bool = False) -> None:
-        check_callable("augment", augment)
-        if isinstance(augment, type):
-            raise TypeError(f"augment must be a transform, got the class {augment.__name__}; pass an instance")
         self._augment = augment
         self._alone = alone
         self._is_v2 = _is_of(augment, "torchvision.transforms.v2")
         self._is_albumentations = _is_of(augment, "albumentations")
+        if not self._is_albumentations:
+            check_callable("augment", augment, keywords_of(augment))
         if self._is_albumentations and not hasattr(augment, "set_random_state"):
             raise TypeError(
                 f"augment={augment!r}: this albumentations draws from generators of the whole process, which cannot be "

@@ -106,9 +106,14 @@ def _boxes(value: Any, width: int, height: int) -> NDArray[np.float32]:
     inside = ((upper_left <= lower_right) & (upper_left >= least) & (lower_right <= most)).all(axis=1)
     if not inside.all():
         number = int(inside.argmin())
+        coco, (left, upper, right, lower) = "", boxes[number].tolist()
+        if left > right or upper > lower:
+            sides = "right is less than left" if left > right else "lower is less than upper"
+            coco = f"{sides}: COCO's bbox is left, upper, width, height; here "
         raise ValueError(
             f"box {number} of the target, {boxes[number].tolist()}, is not in the picture of {width} x {height} "
-            f"(width x height): boxes are left, upper, right, lower in pixels, with the EXIF orientation applied"
+            f"(width x height): {coco}boxes are left, upper, right, lower in pixels, with the EXIF orientation "
+            f"applied"
         )
     return boxes
 

@@ -23,7 +23,7 @@ from PIL import Image
 
 from aiofeed.core.random_numbers import SplitMix64, seed_from
 from aiofeed.core.types import Row, public
-from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
+from aiofeed.core.validation import check_bool, check_bytes, check_positive_int, explain_arguments
 from aiofeed.decoders.geometry import Box, View, center_box, map_box, random_box
 from aiofeed.decoders.native_jpeg import NativeDecoder, native_decoder, required_native_decoder
 from aiofeed.decoders.pillow import FORMATS, decode_kept, known_formats, load_picture, render
@@ -60,7 +60,7 @@ _WAYS = {
 
 
 @public
-@explain_arguments(_WAYS)
+@explain_arguments(_WAYS, hint="; for height and width: DecodeImage((224, 224))")
 @dataclass(frozen=True)
 class DecodeImage:
     """Decode the bytes of one image file, of any mode that Pillow reads, to uint8 RGB, [3, H, W].
@@ -436,6 +436,8 @@ def _parse_size(name: str, size: Any) -> int | tuple[int, int]:
         if len(size) != 2:
             raise ValueError(f"{name} must be an int or a pair (height, width), got {size!r}")
         return check_positive_int(f"height in {name}", size[0]), check_positive_int(f"width in {name}", size[1])
+    if not hasattr(type(size), "__index__"):
+        raise TypeError(f"{name} must be an int, (height, width) or None, got {size!r}")
     return check_positive_int(name, size)
 
 
@@ -476,13 +478,4 @@ def _check_output(out: NDArray[np.uint8], row: Row) -> None:
         )
 
 
-def _as_bytes(data: object) -> bytes:
-    if isinstance(data, bytes):
-        return data
-    try:
-        return bytes(memoryview(data))  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(
-            f"DecodeImage takes the bytes of one image, got {type(data).__name__}; for an image and its mask pass "
-            "decode=DecodePair(DecodeImage(size)), for other samples of several files a function of your own"
-        ) from None
+_as_bytes = functools.partial(check_bytes, "DecodeImage", file="image")

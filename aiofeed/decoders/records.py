@@ -8,7 +8,6 @@ import io
 import math
 import zipfile
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ import msgspec
 import numpy as np
 
 from aiofeed.core.types import public
-from aiofeed.core.validation import explain_arguments
+from aiofeed.core.validation import check_bytes, explain_arguments
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +47,7 @@ class DecodeNumpy:
 
     def __call__(self, data: bytes, /) -> NDArray[Any] | dict[str, NDArray[Any]]:
         """Decode one file."""
-        data = _as_bytes(self, data)
+        data = check_bytes(self, data)
         try:
             if data.startswith(_NPY):
                 return _decode_npy(data)
@@ -117,7 +116,7 @@ class DecodeTensor:
         """Decode one file."""
         error_type, load = _safetensors()
         try:
-            tensors: dict[str, torch.Tensor] = load(_as_bytes(self, data))
+            tensors: dict[str, torch.Tensor] = load(check_bytes(self, data))
         except error_type as error:
             raise ValueError(f"the .safetensors file is truncated or damaged: {error}") from error
         return tensors if self.name is None else tensors[_member(self.name, tensors, ".safetensors file")]
@@ -161,7 +160,7 @@ class DecodeJSON:
     def __call__(self, data: bytes, /) -> Any:
         """Decode one document."""
         try:
-            return self._decoder.decode(_as_bytes(self, data))
+            return self._decoder.decode(check_bytes(self, data))
         except msgspec.ValidationError as error:
             raise ValueError(f"the JSON is not of the type {self.type!r}: {error}") from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -177,17 +176,3 @@ def _member(name: str, names: Any, kind: str) -> str:
     if name not in names:
         raise ValueError(f"the {kind} has no {name!r}; it has {sorted(names)}")
     return name
-
-
-def _as_bytes(decoder: object, data: object) -> bytes:
-    if isinstance(data, bytes):
-        return data
-    if isinstance(data, Mapping):
-        raise TypeError(
-            f"{decoder!r} takes the bytes of one file, got a dict of {sorted(map(str, data))}: choose one with data= "
-            f"of the source"
-        )
-    try:
-        return bytes(memoryview(data))  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{decoder!r} takes the bytes of one file, got {type(data).__name__}") from None

@@ -21,8 +21,8 @@ from aiofeed.core.failure_policy import FailurePolicy, as_policy
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.limits import Limits, ResolvedLimits, resolve_limits
 from aiofeed.core.statistics import new_events
-from aiofeed.core.types import Collate, Row, Source, Traits, Transform, decodes_in_place, public, traits_of
-from aiofeed.core.validation import check_bool, check_callable, check_positive_int, check_seed, is_async_function
+from aiofeed.core.types import Collate, Row, Source, Traits, Transform, decodes_in_place, keywords_of, public, traits_of
+from aiofeed.core.validation import check_bool, check_callable, check_positive_int, check_seed
 from aiofeed.decoders.media.clips import Clips
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
@@ -198,15 +198,7 @@ def check_decoder(decode: Any, items: object) -> Callable[..., Any] | None:
         return None
     if isinstance(items, list | tuple) and items and isinstance(items[0], str | os.PathLike):
         raise TypeError(f"a {type(items).__name__} is used as a Dataset; for files pass aiofeed.Files(paths)")
-    if not callable(decode):
-        raise TypeError(f"decode must be callable, got {decode!r}")
-    if isinstance(decode, type) and "__call__" in dir(decode):  # its instances decode; others are like functions
-        raise TypeError(f"decode must be a decoder, got the class {decode.__name__}; pass an instance")
-    if is_async_function(decode):
-        raise TypeError(
-            f"decode must be an ordinary function, which threads call; {decode!r} is `async def`: await in the "
-            f"source's `async read` instead"
-        )
+    check_callable("decode", decode, keywords_of(decode))
     if decodes_in_place(decode):
         _check_row(decode)
     return decode  # type: ignore[no-any-return]

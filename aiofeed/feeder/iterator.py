@@ -383,7 +383,7 @@ class FeedIterator(Generic[BatchT_co]):
             what, *pids = self._delivery.waiting_for()
         except Exception as error:  # noqa: BLE001 - other threads change meanwhile what is looked at; the wait goes on
             what, pids = f"for a batch ({error!r})", []
-        long_waits.log_long_wait(f"{what} ({self._stats.batches} batches were returned)", *pids)
+        long_waits.log_long_wait(f"{what} (batches returned: {self._stats.batches})", *pids)
 
     def _raise_if_closed(self) -> None:
         """Raise ``IteratorClosedError`` if the iterator is closed or belongs to another process."""

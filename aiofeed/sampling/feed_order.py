@@ -15,7 +15,7 @@ import numpy as np
 
 from aiofeed.core.errors import StateError
 from aiofeed.core.statistics import EpochStats, Event, new_events
-from aiofeed.core.validation import check_epoch, check_int_from
+from aiofeed.core.validation import check_epoch, check_int_from, counted
 from aiofeed.sampling.epochs import EpochStart, EpochStream
 from aiofeed.sampling.listers.computed import ComputedOrder, ExcludingOrder
 from aiofeed.sampling.listers.length_plans import PlanLister
@@ -65,7 +65,7 @@ class FeedOrder:
         self._base = base
         self._sampler: SamplerAdapter | Lister | None = lister
         self._batch_size: object = lister if isinstance(lister, PlanLister) else base.batch_size
-        self._unit = "batches" if isinstance(lister, BatchSamplerAdapter | PlanLister) else "samples"
+        self._unit = "batch" if isinstance(lister, BatchSamplerAdapter | PlanLister) else "sample"
         if sampler is not None:
             self._sampler = SamplerAdapter(sampler, base.length)
         sharded = sampler is None and not (isinstance(lister, BatchSamplerAdapter) and lister.distributed)
@@ -186,8 +186,8 @@ class FeedOrder:
         change = self._sampler.changed_at if isinstance(self._sampler, MixtureOrder) else Position()
         if (position.epoch, position.consumed) < (change.epoch, change.consumed):
             raise ValueError(
-                f"the step is before the mixture was changed, after {change.consumed} samples of epoch {change.epoch}: "
-                f"ask a feeder over the mixture of that time"
+                f"the step is before the mixture was changed, after {counted(change.consumed, 'sample')} of epoch "
+                f"{change.epoch}: ask a feeder over the mixture of that time"
             )
         plan, lister = next(schedule.plans(position, listed)), self._samples
         source = lister.name_of if isinstance(lister, MixtureOrder) else lambda _: None
@@ -244,14 +244,15 @@ class FeedOrder:
         if self._warned or schedule.batches():
             return
         self._warned = True
-        where, reason, ranks = "", "there are no samples", schedule.world_size
-        if 0 < schedule.length < ranks:
+        where, reason, ranks, number = "", "there are no samples", schedule.world_size, schedule.length
+        if 0 < number < ranks:
             where = f" on rank {schedule.rank}"
-            reason = f"{schedule.length} {self._unit} are fewer than {ranks} ranks, and "
+            reason = f"{counted(number, self._unit)} {'is' if number == 1 else 'are'} fewer than {ranks} ranks, and "
             reason += "drop_last=True" if schedule.pad else "pad=False"
-        elif schedule.length:
+        elif number:
             each = f" on each of {ranks} ranks" if ranks > 1 else ""
-            reason = f"{schedule.length} samples do not fill a batch of {schedule.batch_size}{each}, and drop_last=True"
+            few = f"{counted(number, 'sample')} do{'es' * (number == 1)}"
+            reason = f"{few} not fill a batch of {schedule.batch_size}{each}, and drop_last=True"
         log.warning("an epoch has no batches%s: %s", where, reason)
 
     def on_first_batch(self) -> None:

@@ -412,7 +412,7 @@ def index_array(indices: Sequence[int], length: int) -> Int64:
         raise TypeError(f"a sampler must give one int per sample (batch_size= makes the batches): {error}") from None
     if array.size and (array.min() < 0 or array.max() >= length):
         wrong = int(array[(array < 0) | (array >= length)][0])
-        raise ValueError(f"the sampler gave the index {wrong}, but the source has {length} samples")
+        raise ValueError(f"the sampler gave the index {wrong}, but the source has {length} sample{'s' * (length != 1)}")
     return array
 
 

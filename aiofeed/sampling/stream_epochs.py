@@ -18,7 +18,7 @@ import numpy as np
 from aiofeed.core.errors import FeedError, StateError
 from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import BatchPlan
-from aiofeed.core.validation import check_epoch, check_int_from
+from aiofeed.core.validation import check_epoch, check_int_from, counted
 from aiofeed.sampling.epochs import EpochEnds, EpochStart, EpochStream, Step
 from aiofeed.sampling.feed_order import FeedOrder, check_shard, find_shard
 from aiofeed.sampling.listers.length_plans import STREAM_SAMPLES, LengthPlan
@@ -134,7 +134,7 @@ class StreamOrder(FeedOrder):
         super().__init__(base, None, None if stream.sharded else shard)
         self.plan = plan
         if plan is not None:
-            self._batch_size, self._unit = plan, "batches"
+            self._batch_size, self._unit = plan, "batch"
         self._own_shard: Shard = shard
         if shard is not None and shard != "auto":
             self._own_shard = check_shard(shard)
@@ -341,7 +341,7 @@ def _missing(stream: Items, start: Position, schedule: Schedule, items: int) -> 
     """The error of an epoch that has fewer items than the stream's length, or than were returned before."""
     length = stream.length
     if start.consumed > schedule.length:  # only with a plan: without one, the reader has found this
-        problem = f"batch {start.consumed} of epoch {start.epoch}, which ends after {schedule.length} batches"
+        problem = f"batch {start.consumed} of epoch {start.epoch}, which ends after {counted(schedule.length, 'batch')}"
         return StateError(f"the state is at {problem}: skip() must stay within the epoch, and {SAME_ITEMS}")
     if start.ahead:
         try:
@@ -351,7 +351,7 @@ def _missing(stream: Items, start: Position, schedule: Schedule, items: int) -> 
     if length is None or items >= length:
         return None
     return FeedError(
-        f"{stream!r} ended after {items} items in epoch {start.epoch}, but its length is {length}: pass "
+        f"{stream!r} ended after {counted(items, 'item')} in epoch {start.epoch}, but its length is {length}: pass "
         f"Stream(length=...) with the right number"
     )
 

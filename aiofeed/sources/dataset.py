@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from aiofeed.core.errors import add_note
 from aiofeed.core.types import Source, Traits, public
-from aiofeed.core.validation import check_callable, check_positive_int, explain_arguments
+from aiofeed.core.validation import check_callable, check_positive_int, counted, explain_arguments
 from aiofeed.sources.subset import IndexedSource, part_fingerprint
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class FromDataset(IndexedSource):
         found = list(many(list(indices)))
         if len(found) != len(indices):
             name = type(self.dataset).__name__
-            raise ValueError(f"{name}.__getitems__ returned {len(found)} samples instead of {len(indices)}")
+            raise ValueError(f"{name}.__getitems__ returned {counted(len(found), 'sample')} instead of {len(indices)}")
         return found
 
 

@@ -12,7 +12,7 @@ from aiofiles.ospath import wrap  # type: ignore[attr-defined]
 
 from aiofeed.core.statistics import StorageStatistics
 from aiofeed.core.types import public
-from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
+from aiofeed.core.validation import check_bool, check_positive_int, counted, explain_arguments
 from aiofeed.sources.dataset import MapDataset
 from aiofeed.sources.file_io import (
     MAX_BYTES,
@@ -44,7 +44,7 @@ AT_ONCE_S = 0.0005
 
 
 @public
-@explain_arguments()
+@explain_arguments({"decode": "pass it to Feeder", "transform": "pass it to Feeder", "labels": "pass targets="})
 class Files(IndexedSource):
     """One sample per regular file, or per object at a URL; or one per tuple of them.
 
@@ -116,9 +116,8 @@ class Files(IndexedSource):
         self.targets: Sequence[Any] | None = targets
         if targets is not None:
             if len(targets) != len(self):
-                raise ValueError(
-                    f"{len(self)} {'paths' if self._width is None else 'samples'}, but {len(targets)} targets"
-                )
+                paths = counted(len(self), "path" if self._width is None else "sample")
+                raise ValueError(f"{paths}, but {counted(len(targets), 'target')}")
             if not hasattr(type(self), "target"):  # a subclass may define its own
                 self.target = targets.__getitem__
         self._seconds_per_file = 0.0
@@ -141,7 +140,7 @@ class Files(IndexedSource):
         return len(self.paths) // (self._width or 1)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self)} {'files' if self._width is None else 'samples'})"
+        return f"{type(self).__name__}({counted(len(self), 'file' if self._width is None else 'sample')})"
 
     def key(self, index: int, /) -> str:
         """The path of the file, joined to ``root`` if that was given; or the URL, without credentials.
@@ -258,8 +257,8 @@ def _flattened(samples: Sequence[Any]) -> list[Any]:
             raise TypeError(f"Files needs tuples of paths, as number 0 is; number {position} is {sample!r}")
         if len(sample) != width or not width:
             raise ValueError(
-                f"Files needs tuples of one length: number 0 has {width} paths, number {position} has {len(sample)}: "
-                f"{sample!r}"
+                f"Files needs tuples of one length: number 0 has {counted(width, 'path')}, number {position} "
+                f"has {len(sample)}: {sample!r}"
             )
     return [path for sample in samples for path in sample]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.types import public
-from aiofeed.core.validation import check_bool, explain_arguments
+from aiofeed.core.validation import check_bool, counted, explain_arguments
 from aiofeed.sources.file_io import MAX_BYTES, ReadRules
 from aiofeed.sources.files import Files
 from aiofeed.sources.objects.urls import check_path, join_url, redacted, scheme_of, split_url
@@ -80,6 +80,8 @@ class ImageFolder(Files):
         options: Mapping[str, Any] | None = None,
         refresh: bool = False,
     ) -> None:
+        if not isinstance(root, str | os.PathLike):
+            raise TypeError(f"ImageFolder needs the path or URL of a folder, got {root!r}; Files takes a list of paths")
         root = os.fspath(root)
         is_url = store is not None or scheme_of(root) not in (None, "file")
         paths: Sequence[str]
@@ -118,7 +120,7 @@ class ImageFolder(Files):
             self._rules = ReadRules(max_bytes, follow_symlinks, shown)
 
     def __repr__(self) -> str:
-        return f"ImageFolder({self.root!r}: {len(self)} files, {len(self.classes)} classes)"
+        return f"ImageFolder({self.root!r}: {counted(len(self), 'file')}, {counted(len(self.classes), 'class')})"
 
 
 @public
@@ -299,7 +301,7 @@ def _missing_part(root: str) -> str:
 def _no_classes(root: str, loose: int) -> str:
     if loose:
         return (
-            f"ImageFolder: {root!r} has {loose} images but no sub-folders, which are the classes; "
+            f"ImageFolder: {root!r} has {counted(loose, 'image')} but no sub-folders, which are the classes; "
             f"for images without labels pass their paths to aiofeed.Files"
         )
     return f"ImageFolder: {root!r} has no sub-folders with images ({', '.join(EXTENSIONS)})"

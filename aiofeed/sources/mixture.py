@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from aiofeed.core.statistics import StorageStatistics
 from aiofeed.core.types import Members, Source, Traits, public, traits_of
-from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
+from aiofeed.core.validation import check_bool, check_positive_int, counted, explain_arguments
 from aiofeed.sampling.listers.mixture import Blocks, ChangingShares, ConstantShares, Interleaving, MixtureOrder, Shares
 from aiofeed.sources.dataset import FromDataset, MapDataset, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.parts import Parts, in_order
@@ -117,7 +117,9 @@ class Mixture:
         if isinstance(weights, str) or (not isinstance(weights, Sequence) and not hasattr(weights, "tolist")):
             raise TypeError(f"Mixture(weights=) must be a dict, a list or a function, got {weights!r}")
         if len(weights) != len(self.names):
-            raise ValueError(f"Mixture(weights=) has {len(weights)} weights for {len(self.names)} sources")
+            raise ValueError(
+                f"Mixture(weights=) has {counted(len(weights), 'weight')} for {counted(len(self.names), 'source')}"
+            )
         return list(weights)
 
     def _changing_weights(self, samples: int) -> list[float]:
@@ -125,8 +127,8 @@ class Mixture:
         weights = [float(weight) for weight in self._in_order(self._function(samples))]
         if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
             raise ValueError(
-                f"the function given as Mixture(weights=) returned {weights} for {samples} samples: weights are finite "
-                f"numbers from 0, and one of them above 0"
+                f"the function given as Mixture(weights=) returned {weights} for {counted(samples, 'sample')}: weights "
+                f"are finite numbers from 0, and one of them above 0"
             )
         return weights
 
@@ -146,8 +148,8 @@ class Mixture:
         rare = [name for name, each in zip(self.names, self._weights, strict=True) if each * length < total]
         if rare:
             raise ValueError(
-                f'Mixture(until="first"): an epoch of {length} samples is too short for a sample of {rare}; pass a '
-                f"number of samples"
+                f'Mixture(until="first"): an epoch of {counted(length, "sample")} is too short for a sample of {rare}; '
+                f"pass a number of samples"
             )
         return length
 

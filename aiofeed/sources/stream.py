@@ -13,7 +13,7 @@ from typing import Any
 from aiofeed.core.errors import FeedError, ReadError, StateError, as_exception
 from aiofeed.core.formatting import format_error
 from aiofeed.core.types import Traits, public, takes_keyword
-from aiofeed.core.validation import check_bool, check_int_from, explain_arguments, is_async_function
+from aiofeed.core.validation import check_bool, check_int_from, counted, explain_arguments, is_async_function
 from aiofeed.runtime.cancellation import clear_cancellation
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.sampling.stream_epochs import Block, Blocks, ItemNumber, Measured, Snapshot
@@ -243,8 +243,8 @@ class StreamReader:
                 if block.ended:
                     block.error = StateError(
                         f"the state is at item {self._first} of epoch {self._epoch}, but {self._stream!r} has ended "
-                        f"after {self._number} items: it must give the same items as when the state was saved. If "
-                        f"skip() has set this position, pass Stream(length=...), so that skip() finds the next epoch"
+                        f"after {counted(self._number, 'item')}: it must give the same items as when the state was "
+                        f"saved. If skip() has set this position, pass Stream(length=...), and it finds the next epoch"
                     )
             if block.error is None:
                 self._start(size + 1)

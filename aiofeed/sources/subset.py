@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import numpy as np
 
 from aiofeed.core.types import traits_of
-from aiofeed.core.validation import check_seed
+from aiofeed.core.validation import check_seed, counted
 from aiofeed.sampling.order import shuffled
 from aiofeed.sampling.schedule import fingerprint
 
@@ -67,7 +67,7 @@ class IndexedSource(Sized):
         ends = np.rint(np.cumsum(shares) * (length / total)).astype(np.int64)
         rows = np.split(shuffled(length, check_seed(seed), 0)(np.arange(length)), ends[:-1])
         if not all(part.size for part in rows):
-            raise ValueError(f"split({parts}): with {length} samples a part would be empty")
+            raise ValueError(f"split({parts}): with {counted(length, 'sample')} a part would be empty")
         return {name: self._part(np.sort(part)) for name, part in zip(parts, rows, strict=True)}
 
     def _part(self, rows: NDArray[np.int64]) -> Self:
@@ -179,8 +179,9 @@ def _checked(source: IndexedSource, indices: Any) -> NDArray[np.int64]:
     if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "biu"):
         raise TypeError(f"{name}[...] takes a slice, a list of ints or a mask of bools, got {reprlib.repr(indices)}")
     if rows.dtype == bool and len(rows) != length:
-        raise IndexError(f"{name}[mask]: the mask has {len(rows)} bools, and the source {length} samples")
+        mask, samples = counted(len(rows), "bool"), counted(length, "sample")
+        raise IndexError(f"{name}[mask]: the mask has {mask}, and the source {samples}")
     rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64)
     if rows.size and not -length <= rows.min() <= rows.max() < length:
-        raise IndexError(f"{name}[...]: the indices are {rows.min()} to {rows.max()}, for {length} samples")
+        raise IndexError(f"{name}[...]: the indices are {rows.min()} to {rows.max()}, for {counted(length, 'sample')}")
     return rows % max(length, 1)

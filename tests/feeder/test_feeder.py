@@ -742,7 +742,7 @@ def test_repr_and_len() -> None:
     """A feeder has a repr with its main arguments and its epoch, a length and a read-only batch size."""
     feeder = feeder_of()
     text = repr(Feeder(Files(["a"]), decode=DecodeImage(8), batch_size=4, shuffle=True, seed=3, engine="process:2"))
-    assert text.startswith("Feeder(Files(1 files), decode=DecodeImage(size=8")
+    assert text.startswith("Feeder(Files(1 file), decode=DecodeImage(size=8")
     assert text.endswith("batch_size=4, shuffle=True, seed=3, device=None, engine='process:2', epoch=0)")
     assert "sampler=EndlessSampler" in repr(feeder_of(sampler=EndlessSampler()))
     assert feeder.batch_size == 4

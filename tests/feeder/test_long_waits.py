@@ -78,7 +78,7 @@ def test_a_read_that_takes_long_is_named(logged: Logged) -> None:
     assert "for batch 1: reading " in line
     assert "'file 6.jpg'" in line
     assert f"py-spy dump --pid {os.getpid()}" in line
-    assert "1 batches were returned" in line
+    assert "batches returned: 1" in line
 
 
 def test_a_decode_job_that_takes_long_is_named(logged: Logged) -> None:

@@ -459,7 +459,7 @@ def test_two_feeders_of_one_stream() -> None:
 def test_an_empty_epoch_is_logged(caplog: pytest.LogCaptureFixture, drop_last: bool) -> None:
     """With the line that other sources have."""
     assert epoch_of(1 if drop_last else 0, drop_last=drop_last) == []
-    reason = "1 samples do not fill a batch of 2" if drop_last else "there are no samples"
+    reason = "1 sample does not fill a batch of 2" if drop_last else "there are no samples"
     assert [f"an epoch has no batches: {reason}" in record.getMessage() for record in caplog.records] == [True]
 
 

@@ -262,7 +262,7 @@ def test_a_batch_reads_few_documents_twice() -> None:
             "document 1 has 5 tokens with its separator, more than context=4",
         ),
         (lambda: Pack([2**31], 4).bind(1), ValueError, "has 2147483648 tokens, more than 2147483647: make several"),
-        (lambda: Pack([1], 4).bind(2), ValueError, "1 lengths for 2 samples"),
+        (lambda: Pack([1], 4).bind(2), ValueError, "1 length for 2 samples"),
     ],
 )
 def test_wrong_arguments_are_refused(make: Any, error: type[Exception], message: str) -> None:

@@ -79,7 +79,7 @@ def test_files_refuses_other_arguments() -> None:
     """A single path, a wrong number of targets and entries that are no paths are refused."""
     with pytest.raises(TypeError, match=r"single path 'a\.jpg'"):
         Files("a.jpg")
-    with pytest.raises(ValueError, match="2 paths, but 1 targets"):
+    with pytest.raises(ValueError, match="2 paths, but 1 target"):
         Files(["a", "b"], targets=[1])
     with pytest.raises(TypeError):
         Files([1, 2])  # type: ignore[list-item]
@@ -127,7 +127,7 @@ def test_follow_symlinks_of_image_folder(tmp_path: Path) -> None:
     [
         (lambda root: None, "does not exist.* exists and has no 'root'"),
         (lambda root: root.mkdir(), "no sub-folders"),
-        (lambda root: (root.mkdir(), (root / "a.jpg").touch()), "1 images but no sub-folders.*aiofeed.Files"),
+        (lambda root: (root.mkdir(), (root / "a.jpg").touch()), "1 image but no sub-folders.*aiofeed.Files"),
         (lambda root: (root / "cat").mkdir(parents=True), "class 'cat'.*has no image"),
         (lambda root: root.touch(), "not a folder"),
     ],

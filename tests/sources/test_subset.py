@@ -172,7 +172,7 @@ def test_indices(indices: Any, rows: list[int]) -> None:
         ([[0]], TypeError, "takes a slice, a list of ints or a mask"),
         ([0, ROWS], IndexError, "the indices are 0 to 100, for 100 samples"),
         ([-ROWS - 1], IndexError, "the indices are -101 to -101, for 100 samples"),
-        ([True], IndexError, "the mask has 1 bools, and the source 100 samples"),
+        ([True], IndexError, "the mask has 1 bool, and the source 100 samples"),
     ],
 )
 def test_wrong_indices(indices: Any, error: type[Exception], message: str) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import numpy as np
 
 from aiofeed.core.errors import CollateError
-from aiofeed.core.formatting import format_error
+from aiofeed.core.formatting import format_error, kind_of
 from aiofeed.core.pytree import is_namedtuple, like_list, like_mapping, map_leaves, total_nbytes
 from aiofeed.core.types import Collate, HostTensor, Row
 from aiofeed.runtime.buffers import BufferLease, array
@@ -91,10 +91,12 @@ class DefaultCollateBuilder(BatchBuilder):
         samples: Number of samples.
         lease: The memory of the batch.
         may_keep: Whether samples do not change after ``put``, so that torch can collate small ones together.
+        target: Which part of a sample is its target; "all": the whole.
     """
 
-    def __init__(self, samples: int, lease: BufferLease, *, may_keep: bool = False) -> None:
+    def __init__(self, samples: int, lease: BufferLease, *, may_keep: bool = False, target: object = None) -> None:
         self._samples = samples
+        self._target = target
         self._lease = lease
         self.may_keep = may_keep
         # One of both, from the first sample on.
@@ -137,6 +139,10 @@ class DefaultCollateBuilder(BatchBuilder):
             return self._root.finish(positions)
         except MisfitError as misfit:
             named = [keys[positions[position] if positions else position] for position in misfit.positions]
+            if str(misfit) == _NONE and self._target in ("all", getattr(self._root, "at", "")):
+                raise CollateError(
+                    f"the target of {named[0]!r} is None: set it, or pass collate_fn="
+                ) from misfit.__cause__
             raise CollateError(misfit.explain(named)) from misfit.__cause__
 
     def _collate(self, samples: list[Any]) -> Any:
@@ -183,20 +189,26 @@ def _has_small_tensor(sample: Any) -> bool:
     return False
 
 
-class MisfitError(Exception):
-    """Samples do not fit together. The message says how they differ; ``positions`` are those to name."""
+_NONE = "one is None"
+_NO_RETURN = "; is a `return` missing? Or pass collate_fn=, which may leave it out"
+_WAY = "; make the decoder return one structure and shape, or pass collate_fn=, such as aiofeed.pad_collate()"
 
-    def __init__(self, problem: str, positions: Sequence[int]) -> None:
+
+class MisfitError(Exception):
+    """Samples do not fit together. The message says how they differ; ``positions`` are those to name.
+
+    ``way`` says what to do.
+    """
+
+    def __init__(self, problem: str, positions: Sequence[int], way: str = _WAY) -> None:
         super().__init__(problem)
         self.positions = positions
+        self.way = way
 
     def explain(self, keys: Sequence[str]) -> str:
         """The message for the user; ``keys`` are those of the samples at ``positions``."""
         names = f" ({' and '.join(map(repr, keys))})" if keys else ""
-        return (
-            f"the samples of a batch do not fit together: {self}{names}; make the decoder return the same structure "
-            f"and shape for every sample, or pass collate_fn=, such as aiofeed.pad_collate"
-        )
+        return f"the samples of a batch do not fit together: {self}{names}{self.way}"
 
 
 class _ArrayNode:
@@ -294,7 +306,7 @@ class _TupleNode:
 
     def put(self, position: int, value: Any) -> None:
         if not isinstance(value, tuple | list) or len(value) != len(self.children):
-            got = f"{len(value)}" if isinstance(value, tuple | list) else f"a {type(value).__name__}"
+            got = f"{len(value)}" if isinstance(value, tuple | list) else kind_of(value)
             raise MisfitError(f"one has {len(self.children)} parts, another {got}", (position,))
         if isinstance(value, list) and type(value) is not list:
             self._models[position] = value
@@ -303,7 +315,8 @@ class _TupleNode:
 
     def finish(self, positions: Positions) -> Any:
         model = self._models.get(positions[0] if positions else 0, [])
-        return like_list(model, self._make([child.finish(positions) for child in self.children]))
+        # An error is that of the part ``at``.
+        return like_list(model, self._make([child.finish(positions) for self.at, child in enumerate(self.children)]))
 
 
 class _DictNode:
@@ -318,7 +331,7 @@ class _DictNode:
 
     def put(self, position: int, value: Any) -> None:
         if not isinstance(value, Mapping):
-            raise MisfitError(f"one is a dict, another a {type(value).__name__}", (position,))
+            raise MisfitError(f"one is a dict, another {kind_of(value)}", (position,))
         if type(value) is not dict:
             self._models[position] = value
         for name, child in self._children.items():
@@ -368,7 +381,7 @@ class RowBatchBuilder(BatchBuilder):
         )
         self._targets: DefaultCollateBuilder | SampleList | None = None
         if targets:
-            self._targets = DefaultCollateBuilder(samples, lease)
+            self._targets = DefaultCollateBuilder(samples, lease, target="all")
 
     def keep_targets(self) -> None:
         """Keep targets separate, for ``take_over``."""
@@ -487,13 +500,13 @@ def _default_collate(values: list[Any]) -> Any:
     except (TypeError, RuntimeError, ValueError, KeyError) as error:
         for position, value in enumerate(values):
             if (problem := _common_mistake(value)) is not None:
-                raise MisfitError(problem, (position,)) from error
+                raise MisfitError(problem, (position,), _NO_RETURN if value is None else "") from error
         shapes = [tuple(value.shape) if hasattr(value, "shape") else None for value in values]
         for position, shape in enumerate(shapes):
             if shape != shapes[0]:
                 problem = f"shapes {list(shapes[0] or ())} and {list(shape or ())}"
                 if shape is None or shapes[0] is None:
-                    problem = f"one is a {type(values[0]).__name__}, another a {type(values[position]).__name__}"
+                    problem = f"one is {kind_of(values[0])}, another {kind_of(values[position])}"
                 raise MisfitError(problem, (0, position)) from error
         dtypes = [getattr(value, "dtype", None) for value in values]
         for position, dtype in enumerate(dtypes):
@@ -503,13 +516,15 @@ def _default_collate(values: list[Any]) -> Any:
 
 
 def _common_mistake(value: Any) -> str | None:
-    """What is wrong with a value of a type that never collates; ``None`` for other values."""
+    """What is wrong with a value of a type that never collates, and the way out; ``None`` for other values."""
     if value is None:
-        return "one is None"
+        return _NONE
     if inspect.iscoroutine(value):
         return "one is a coroutine: `async def` is for a source's read, not for decoders, datasets and targets"
+    if inspect.isgenerator(value):
+        return "one is a generator: use `return` in place of `yield`, or list(...)"
     if type(value).__module__.startswith("PIL."):
-        return f"one is a {type(value).__name__}, a PIL image: convert it to an array with numpy.asarray(image)"
+        return f"one is {kind_of(value)}, a PIL image: convert it with numpy.asarray(image), or pass collate_fn=list"
     return None
 
 

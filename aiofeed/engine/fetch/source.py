@@ -21,7 +21,7 @@ from aiofeed.engine.fetch.async_reader import AsyncReader, ReadResult, total_byt
 from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, RowBatchBuilder, misfit_error
 from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, Place
 from aiofeed.engine.fetch.look_ahead import LookAhead
-from aiofeed.engine.fetch.user_errors import sample_error, untrace
+from aiofeed.engine.fetch.user_errors import bytes_hint, sample_error, untrace
 from aiofeed.runtime import machine
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.tensors import unchanged
@@ -113,7 +113,7 @@ class SourceFetcher(Fetcher):
     def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
         """A builder with the decoder's rows, or one that collates samples."""
         if not self._in_place:
-            return DefaultCollateBuilder(samples, lease, may_keep=self._may_keep)
+            return DefaultCollateBuilder(samples, lease, may_keep=self._may_keep, target=self.target and 1)
         decoder: RowDecoder = self._decoder  # type: ignore[assignment]
         return RowBatchBuilder(decoder.row, samples, lease, targets=self.target is not None)
 
@@ -267,10 +267,12 @@ class SourceFetcher(Fetcher):
         if (misfit := misfit_error(error, key)) is not None:
             return misfit
         if not reading:
-            return sample_error(DecodeError, error, key, index, traced=self.stop_at_error)
+            return sample_error(DecodeError, error, key, index, bytes_hint(error), traced=self.stop_at_error)
         hint = ""
         if isinstance(error, TypeError) and "await" in format_error(error):
             hint = f" ({type(self._source).__name__}.read is not an `async def`; a source needs one)"
+        if isinstance(error, IsADirectoryError):
+            hint = f" (it is a folder: aiofeed.ImageFolder({error.filename or key!r}) reads images of its sub-folders)"
         if isinstance(error, IndexError):
             with contextlib.suppress(BaseException):  # the user's __len__; this is only a hint
                 hint = f" (the source had {self._length} samples when the feeder was made, now {len(self._source)})"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from aiofeed.core.errors import DecodeError, FeedError, ReadError, SampleError, add_note, notes_of
+import re
+
+from aiofeed.core.errors import OF_CODE, DecodeError, FeedError, ReadError, SampleError, add_note, notes_of
 from aiofeed.core.formatting import format_error
 
 # Modules that call the user's code. Frames of sources and decoders stay in a traceback: they show where it failed.
 _OURS = ("aiofeed.engine.", "aiofeed.cache.", "aiofeed.runtime.")
+_BYTES = " (the decoder gets the bytes of a file, not its path: Image.open(io.BytesIO(data)))"
+# What Python, Pillow, NumPy, torch and OpenCV say about them.
+_OPENED = re.compile(r"embedded null|(not|got|type) (<class )?['\"]bytes|'bytes' object has|and bytes in|'filename'")
 _NAMED = (ReadError, DecodeError)
 _WAY = 'Feeder(on_error="skip") leaves out samples that fail, "replace" takes others instead'
 
@@ -31,9 +36,16 @@ def sample_error(
     return named
 
 
+def bytes_hint(error: BaseException) -> str:
+    """What to write instead of a function that was given the bytes of a file for its path, or for an open file."""
+    named = isinstance(getattr(error, "filename", None), bytes)  # the error of the system, such as "file name too long"
+    return _BYTES if named or _OPENED.search(format_error(error)) else ""
+
+
 def suggest_policy(error: FeedError) -> FeedError:
-    """The error; that of a sample with a note on what else may be done with samples that fail."""
-    if isinstance(error, SampleError) and _WAY not in notes_of(error):
+    """The error; that of a sample's data with a note on what else may be done with samples that fail."""
+    of_code = isinstance(error.__cause__, OF_CODE) or _BYTES in str(error)
+    if isinstance(error, SampleError) and not of_code and _WAY not in notes_of(error):
         add_note(error, _WAY)
     return error
 

@@ -237,7 +237,7 @@ class _LoaderWorker:
             data, extents = dump_batch(batch, slot, shared=shared)
         except Exception as error:
             raise RuntimeError(
-                f"the batch, a {type(batch).__name__}, cannot be sent from the worker process: "
+                f"the batch, of the type {type(batch).__name__}, cannot be sent from the worker process: "
                 f"{type(error).__name__}: {error}"
             ) from error
         del batch

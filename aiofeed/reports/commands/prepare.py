@@ -15,6 +15,7 @@ import aiofeed
 from aiofeed.cache.encoded.database import CacheDatabase, EncodedCache
 from aiofeed.core.errors import CacheError, FeedError
 from aiofeed.core.formatting import format_bytes
+from aiofeed.core.validation import counted
 from aiofeed.reports.commands.data_set import nothing, open_data_set, quoted
 from aiofeed.sources.objects.listing import run_blocking
 from aiofeed.sources.shards import indexing
@@ -63,7 +64,7 @@ async def _write_all(urls: Sequence[str], target: Sequence[str], output: str | N
             print(f"{shard.url}: {error}", file=sys.stderr)
         else:
             samples += len(index)
-            print(f"{path or shard.url}: {len(index)} samples", flush=True)
+            print(f"{path or shard.url}: {counted(len(index), 'sample')}", flush=True)
 
     try:
         shards = await ShardFinder(None, None).find(urls)
@@ -71,7 +72,8 @@ async def _write_all(urls: Sequence[str], target: Sequence[str], output: str | N
         print(error, file=sys.stderr)
         return 1
     await asyncio.gather(*[write_one(shard) for shard in shards])
-    print(f"{samples} samples in {len(shards) - failed} shards" + (f", {failed} shards failed" if failed else ""))
+    lost = f", {counted(failed, 'shard')} failed" if failed else ""
+    print(f"{counted(samples, 'sample')} in {counted(len(shards) - failed, 'shard')}{lost}")
     return 1 if failed else 0
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from aiofeed.core.types import public
-from aiofeed.core.validation import check_callable, check_int_from, check_positive_int
+from aiofeed.core.validation import check_callable, check_int_from, check_positive_int, counted
 from aiofeed.sampling.listers.length_plans import LengthPlan, Lengths, Measure, OnOversize, check_on_oversize, starts_of
 from aiofeed.sampling.order import BatchLists, Int64
 
@@ -314,7 +314,7 @@ def integer_costs(plan: str, cost: Cost | None, lengths: Int64) -> Int64:
     numbers = costs.shape == lengths.shape and costs.dtype.kind in "iuf"
     if not numbers or not (np.isfinite(costs) & (costs > 0)).all():
         raise ValueError(
-            f"{plan}(cost=) must return one positive number for each of {len(lengths)} lengths, got {costs}"
+            f"{plan}(cost=) must return one positive number for each of {counted(len(lengths), 'length')}, got {costs}"
         )
     # A power of two as scale is exact.
     _, bits = np.frexp(costs.max(initial=1))

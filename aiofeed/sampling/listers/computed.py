@@ -94,7 +94,7 @@ class WindowOrder(ComputedOrder):
         self._seed = seed
 
     def __str__(self) -> str:
-        return f"{self._width} shards"
+        return f"{self._width} shard{'s' * (self._width != 1)}"
 
     def permutation(self, epoch: int) -> Permutation:
         """The index at each position of an epoch."""
@@ -143,7 +143,7 @@ class WeightedOrder(ComputedOrder):
         self._seed = seed
 
     def __str__(self) -> str:
-        return f"{len(self)} weights"
+        return f"{len(self)} weight{'s' * (len(self) != 1)}"
 
     def permutation(self, epoch: int) -> Permutation:
         """The draws of an epoch."""
@@ -183,7 +183,7 @@ class ExcludingOrder(ComputedOrder):
         self._last = -1, excluded
 
     def __str__(self) -> str:
-        return f"{len(self._excluded)} samples"
+        return f"{len(self._excluded)} sample{'s' * (len(self._excluded) != 1)}"
 
     def _gaps(self, epoch: int) -> Int64:
         """The positions of the excluded samples among all, each less the number of gaps before it."""

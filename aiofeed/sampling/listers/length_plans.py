@@ -17,7 +17,7 @@ import numpy as np
 
 from aiofeed.core.errors import StateError
 from aiofeed.core.types import public
-from aiofeed.core.validation import check_positive_int
+from aiofeed.core.validation import check_positive_int, counted
 from aiofeed.sampling.listers.computed import ComputedOrder, ExcludingOrder
 from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.order import BatchLists, Int64, epoch_seed
@@ -113,7 +113,8 @@ class LengthPlan(ABC):
             assert callable(self._given)
             self.use([self._given(index) for index in range(samples)])
         if len(self.lengths) != samples:
-            raise ValueError(f"{type(self).__name__}(lengths=) has {len(self.lengths)} lengths for {samples} samples")
+            given, wanted = counted(len(self.lengths), "length"), counted(samples, "sample")
+            raise ValueError(f"{type(self).__name__}(lengths=) has {given} for {wanted}")
         self._check(self.lengths)
 
     @property

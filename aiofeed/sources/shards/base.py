@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from aiofeed.core.statistics import StorageStatistics
-from aiofeed.core.validation import check_callable
+from aiofeed.core.validation import check_callable, counted
 from aiofeed.sources.files import AT_ONCE_S
 from aiofeed.sources.objects.listing import LoadProgress, run_blocking
 from aiofeed.sources.objects.reader import run_all, statistics_of
@@ -60,7 +60,7 @@ class Shards(IndexedSource, ABC):
         return len(self._parts)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self)} samples in {len(self._shards)} shards)"
+        return f"{type(self).__name__}({counted(len(self), 'sample')} in {counted(len(self._shards), 'shard')})"
 
     def key(self, index: int, /) -> str:
         """The URL of the shard with the key of the sample, or with its number in the shard."""
@@ -179,9 +179,8 @@ class Shards(IndexedSource, ABC):
                 except ValueError as error:
                     raise ValueError(f"{shard.url}: {error}") from error
             if shard.samples not in (None, self._samples(shard)):
-                raise ValueError(
-                    f"{shard.url}: it has {self._samples(shard)} samples, the list of shards has {shard.samples}"
-                )
+                found = counted(self._samples(shard), "sample")
+                raise ValueError(f"{shard.url}: it has {found}, the list of shards has {shard.samples}")
             progress.add()
 
         try:

@@ -13,7 +13,7 @@ from contextlib import suppress
 import numpy as np
 
 from aiofeed.core.types import public
-from aiofeed.core.validation import explain_arguments
+from aiofeed.core.validation import counted, explain_arguments
 from aiofeed.sources.shards.base import FieldShards, some_samples
 from aiofeed.sources.shards.index import IndexBuilder, ShardIndex, ranges_of, split_name
 from aiofeed.sources.shards.indexing import IndexRules, Scan, idx_key
@@ -200,7 +200,7 @@ def _dali_index(data: bytes) -> ShardIndex:
     """``v1.2 count``, then a line per sample: extension, offset of the contents, size and name of each member."""
     head, *lines = data.decode().splitlines()
     if len(lines) != int(head.split()[1]):
-        raise ValueError(f"it has {len(lines)} lines, its first line says {head!r}")
+        raise ValueError(f"it has {counted(len(lines), 'line')}, its first line says {head!r}")
     builder = IndexBuilder()
     for line in lines:
         words = line.split(" ")
@@ -211,7 +211,7 @@ def _dali_index(data: bytes) -> ShardIndex:
             builder.add(words[at + 3], start, start + BLOCK + length)
     index = builder.finish()
     if len(index) != len(lines):
-        raise ValueError(f"it has {len(lines)} samples, the names in it are those of {len(index)}")
+        raise ValueError(f"it has {counted(len(lines), 'sample')}, the names in it are those of {len(index)}")
     return index
 
 

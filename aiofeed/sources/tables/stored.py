@@ -31,7 +31,7 @@ class ParquetTable(ParquetRows, Table):
             self._data = [self.data]  # a dot in the name of a column parts no fields
 
     def __repr__(self) -> str:
-        return f"Table({len(self)} rows in {len(self._shards)} Parquet files)"
+        return f"Table({len(self)} row{'s' * (len(self) != 1)} in {len(self._shards)} Parquet files)"
 
     def _take(self, shard: Shard, table: Any, first: int, rows: Sequence[int]) -> list[Any]:
         return self._samples_read(table.take([row - first for row in rows]))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from aiofeed.core.types import Traits, public
-from aiofeed.core.validation import explain_arguments
+from aiofeed.core.validation import counted, explain_arguments
 from aiofeed.sources.subset import IndexedSource
 from aiofeed.sources.tables.columns import Columns, no_tensors
 
@@ -113,7 +113,7 @@ class Table(IndexedSource):
         return self._length
 
     def __repr__(self) -> str:
-        return f"Table({len(self)} rows of {', '.join(self._problems())})"
+        return f"Table({counted(len(self), 'row')} of {', '.join(self._problems())})"
 
     def key(self, index: int, /) -> str:
         """The table and the row."""

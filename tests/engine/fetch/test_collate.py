@@ -95,11 +95,11 @@ def test_a_batch_is_what_default_collate_gives(kind: str, order: list[int] | Non
         ([torch.ones(3), torch.ones(3), torch.ones(3, 1)], r"shapes \[3\] and \[3, 1\].*'key 0' and 'key 2'"),
         ([(1, 2), (1, 2, 3)], "one has 2 parts, another 3"),
         ([{"a": 1}, {"b": 1}], "one has the key 'a', another has only"),
-        ([{"a": 1}, 3], "one is a dict, another a int"),
+        ([{"a": 1}, 3], "one is a dict, another an int"),
         ([None, None], r"one is None \('key 0'\)"),
         ([torch.ones(2), None], r"one is None \('key 1'\)"),
         ([torch.ones(2), "text"], "one is a Tensor, another a str.*'key 0' and 'key 1'"),
-        ([torch.ones(2), Image.new("L", (1, 1))], "a PIL image.*numpy.asarray.*'key 1'"),
+        ([torch.ones(2), Image.new("L", (1, 1))], "one is an Image, a PIL image.*numpy.asarray.*'key 1'"),
         ([1, 1 << 70], "int64"),
     ],
 )
