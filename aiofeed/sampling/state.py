@@ -59,6 +59,7 @@ class SavedState:
         in_order: The order in which batches are returned, see ``Feeder``.
         sampler: The state of the sampler as the JSON of a dict; empty without one.
         trail: What was seen before the position.
+        moved: Whether the position is another one than was saved.
     """
 
     schedule: Schedule
@@ -67,6 +68,7 @@ class SavedState:
     in_order: InOrder = True
     sampler: str = ""
     trail: Trail = field(default_factory=Trail)
+    moved: bool = False
 
     @property
     def receipt(self) -> str:
@@ -85,7 +87,9 @@ class SavedState:
             "fingerprint": self.fingerprint,
             "sampler": self.sampler,
             "receipt": self.receipt,
-            "trail": [self.trail.before, self.trail.order, self.trail.first],
+            # The receipt does not have the position at the start of an epoch and after `skip`; its digest is there for
+            # `load_state_dict`.
+            "trail": [self.trail.before, self.trail.order, self.trail.first, _digest_of(self.position)],
         }
 
     @classmethod
@@ -136,6 +140,7 @@ class SavedState:
                 field_of("in_order", check_in_order),
                 field_of("sampler", partial(_sampler, position.epoch)),
                 Trail(UNKNOWN) if older else field_of("trail", partial(_trail, position)),
+                not older and list(state["trail"][3:]) not in ([], [_digest_of(position)]),
             )
             if not older and field_of("receipt", _text) != saved.receipt:
                 raise ValueError("its receipt is not that of its epoch, position, handed_out, trail and fingerprint")
@@ -168,6 +173,8 @@ class SavedState:
             raise StateError("the state does not match this feeder: " + "; ".join(differences))
         if not self.sampler:  # with one, the epoch has to be listed first
             mine.schedule.check(self.position)
+        if self.moved:
+            raise StateError("the state is damaged: its trail is not that of its epoch, position and handed_out")
 
     @property
     def order(self) -> str:
@@ -254,10 +261,16 @@ def _sampler(epoch: int, name: str, value: object) -> str:
     return text
 
 
+def _digest_of(position: Position) -> str:
+    return digest(position.epoch, position.consumed, sorted(position.ahead))
+
+
 def _trail(end: Position, name: str, value: object) -> Trail:
-    if not isinstance(value, list | tuple) or len(value) != 3:
-        raise TypeError(f"{name} must be two digests and a position, got {value!r:.200}")
-    return Trail(_text(name, value[0]), _text(name, value[1]), check_int_from(0, name, value[2]), end)
+    # In a state of an older version it has no digest of the position.
+    if not isinstance(value, list | tuple) or len(value) not in (3, 4):
+        raise TypeError(f"{name} must be two digests, a position and its digest, got {value!r:.200}")
+    before, order, *_ = [_text(name, digest) for digest in (*value[:2], *value[3:])]
+    return Trail(before, order, check_int_from(0, name, value[2]), end)
 
 
 def _batch_numbers(name: str, value: object) -> frozenset[int]:

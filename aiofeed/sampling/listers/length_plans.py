@@ -394,6 +394,12 @@ def _permuted(lists: BatchLists, order: Int64) -> BatchLists:
     return BatchLists(lists.indices[starts + np.arange(len(starts))], offsets)
 
 
+def mixture_of(order: object) -> MixtureOrder | None:
+    """Return the mixture of an order, also if samples of it are left out."""
+    order = order.mixture if isinstance(order, ExcludingOrder) else order
+    return order if isinstance(order, MixtureOrder) else None
+
+
 class PlanLister:
     """A plan as the order of a feeder: lists the batches of an epoch, like ``SamplerAdapter``.
 
@@ -468,12 +474,12 @@ class PlanLister:
 
     def counts(self, position: Position) -> dict[str, int]:
         """The samples drawn from each source of a mixture before a position, from the first epoch on."""
-        if not isinstance(self.order, MixtureOrder):
+        if (order := self.order) is None or (mixture := mixture_of(order)) is None:
             return {}
         lists = self.list_epoch(position.epoch, resumed=True)
         consumed = lists.consumed(min(position.consumed, len(lists)))
-        before = self.order.counts(Position(position.epoch))
-        return {name: before[name] + more for name, more in self.order.count(consumed).items()}
+        before = order.counts(Position(position.epoch))
+        return {name: before[name] + more for name, more in mixture.count(consumed).items()}
 
     def load_state(self, text: str) -> None:
         """Check that a state is of the same plan.
@@ -489,8 +495,9 @@ class PlanLister:
             difference = f"{there}) in the state, {here}) here" if there != here else f"other lengths= of {here})"
             raise StateError(f"the state is of another plan: {difference}")
         # FeedOrder.resumed compares samples that are excluded.
-        order = "" if "exclude" in json_dict(order or "{}") else order
-        lister = None if isinstance(self.order, ExcludingOrder) else self.order
+        names = json_dict(order or "{}").keys()
+        order = order if "mixture" in names or "exclude" not in names else ""
+        lister = self.order.mixture if isinstance(self.order, ExcludingOrder) else self.order
         if bool(order) != (lister is not None):
             raise StateError(
                 "the state is of a plan with another order of samples: with or without a Mixture or weights="
