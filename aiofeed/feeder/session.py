@@ -569,7 +569,7 @@ def _data_in_memory(config: FeederConfig) -> Any:
     """
     source: Any = config.source
     traits = traits_of(source)
-    elsewhere = config.backend or config.collate_fn not in (None, collate_rows) or config.engines
+    elsewhere = config.backend or not (config.collate_fn is None or config.collate_fn is collate_rows) or config.engines
     gathered = traits.rows and not elsewhere and getattr(source, "in_memory", False)
     return source if traits.in_memory or config.tokens_resident or gathered else None
 

@@ -259,13 +259,13 @@ class LoaderState:
     def parse(cls, state: dict[str, Any], loader: Any) -> LoaderState:
         """The parts of a ``state_dict``; ``StateError`` if it is damaged or of another loader or version."""
         try:
-            if state["version"] != VERSION:
+            if type(state["version"]) is not int or state["version"] != VERSION:
                 raise StateError(f"the state has version {state['version']!r}; this aiofeed reads {VERSION}")
             epoch = state["epoch"]
             loaded = cls(
                 state,
                 _natural(state["num_workers"]),
-                state["batches"],
+                None if state["batches"] is None else _natural(state["batches"]),
                 _natural(state["rank"]),
                 LoaderPosition(
                     _natural(epoch["batches"]),

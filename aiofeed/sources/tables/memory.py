@@ -141,7 +141,7 @@ def _instead(table: Any, kind: str) -> str:
         return f"pass one of the values {list(table)[:8]} of the {kind}, or pyarrow.table(...) of columns"
     if isinstance(table, np.ndarray):
         return f"an array {list(table.shape)} of {table.dtype} has no columns, pass aiofeed.Tensors(array)"
-    return "got an empty list, which may come from a glob" if table == [] else f"got {kind}"
+    return "got an empty list, which may come from a glob" if isinstance(table, list) and not table else f"got {kind}"
 
 
 def _of_dataset(dataset: Any) -> tuple[Any, NDArray[np.int64] | None]:

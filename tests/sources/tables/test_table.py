@@ -550,6 +550,8 @@ def test_files_of_different_columns(tmp_path: Path) -> None:
         (lambda: np.zeros((2, 2), [("a", "i4")]), TypeError, "has no columns"),
         (lambda: 7, TypeError, r"got builtins\.int"),
         (lambda: [], TypeError, "got an empty list"),
+        (lambda: pytest.importorskip("pandas").Series([1, 2]), TypeError, r"got pandas\..*Series"),
+        (lambda: torch.zeros(2, 2), TypeError, r"got torch\.Tensor"),
         (lambda: np.zeros(0, [("a", "i4")]), ValueError, "no rows"),
         (lambda: np.array([(1,), ("a",)], [("a", object)]), ValueError, "column 'a' cannot be converted to Arrow"),
     ],
