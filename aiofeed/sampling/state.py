@@ -8,7 +8,8 @@ first batch on, ``EpochProgress`` counts the batches that the user gets; ``Check
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sized
+import os
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -100,12 +101,13 @@ class SavedState:
             StateError: The dict is not a state, or is damaged.
         """
         if not isinstance(state, Mapping):
-            raise StateError(f"a feeder's state is a dict, got {type(state).__name__}")
+            raise StateError(f"a feeder's state is a dict, got {type(state).__name__}{state_hint(state, 'handed_out')}")
         for key, owner in OTHER_STATES.items():
             if key in state:
                 raise StateError(f"this is the state of {owner}")
         if "version" not in state:
-            raise StateError(f"this is not the state of a feeder: it has the keys {sorted(map(str, state))[:16]}")
+            keys, hint = sorted(map(str, state))[:16], state_hint(state, "handed_out")
+            raise StateError(f"this is not the state of a feeder: it has the keys {keys}{hint}")
         if not isinstance(state["version"], int) or state["version"] != VERSION:
             raise StateError(f"the state has version {state['version']!r}; this aiofeed reads version {VERSION}")
 
@@ -213,6 +215,23 @@ class SavedState:
             for name in fixed
             if getattr(self.schedule, name) != getattr(mine.schedule, name)
         ]
+
+
+def states_in(value: object, key: str, name: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the dicts with a key within dicts and lists, such as a checkpoint, each with its place."""
+    if isinstance(value, Mapping) and key in value:
+        yield name, value
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for at, each in inner:
+        yield from states_in(each, key, (*name, at))
+
+
+def state_hint(given: object, key: str) -> str:
+    """Return what to load in place of a path or a whole checkpoint, as the end of a message."""
+    if isinstance(given, str | os.PathLike):
+        return f": load the file first, torch.load({os.fspath(given)!r}), and pass its state"
+    places = ["".join(f"[{at!r}]" for at in name) for name, _ in states_in(given, key)]
+    return f"; did you mean state{' or state'.join(places[:4])}?" if places else ""
 
 
 def check_in_order(name: str, value: Any) -> InOrder:

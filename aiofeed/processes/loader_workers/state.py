@@ -14,6 +14,7 @@ from torch.utils.data.dataloader import _DatasetKind, _get_distributed_settings
 from aiofeed.core.errors import StateError
 from aiofeed.processes.loader_workers import random_state as rng
 from aiofeed.processes.loader_workers.fetching import dataset_state, first_stateful
+from aiofeed.sampling.state import state_hint
 
 VERSION = 1
 
@@ -291,6 +292,7 @@ class LoaderState:
                 ) from None
             raise StateError(
                 f"this is not the state of an aiofeed.DataLoader, or it is damaged: {type(error).__name__}: {error}"
+                f"{state_hint(state, 'own_generators')}"
             ) from error
         loaded._check(loader)
         return loaded

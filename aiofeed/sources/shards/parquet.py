@@ -21,6 +21,7 @@ from aiofeed.sources.parts import in_order
 from aiofeed.sources.shards.base import RecentParts, Shards
 from aiofeed.sources.shards.index import ShardIndex
 from aiofeed.sources.shards.urls import Shard, Urls
+from aiofeed.sources.tokens.formats import is_text
 
 # Most footers are shorter, so that one request reads them.
 _TAIL_BYTES = 64 << 10
@@ -138,6 +139,12 @@ class ParquetRows(Shards):
         tail = await self._tail(shard, _TAIL_BYTES)
         length = int.from_bytes(tail[-8:-4], "little") + 8
         if not tail.endswith(b"PAR1") or length > shard.size:
+            # The first character may be cut.
+            if is_text(tail.lstrip(bytes(range(0x80, 0xC0))), least=1):
+                raise ValueError(
+                    "this is text, and not a Parquet file: for a list of paths pass aiofeed.Manifest(path); for rows, "
+                    "Table(pyarrow.csv.read_csv(path)) or a dataset of datasets.load_dataset"
+                )
             raise ValueError("this is not a Parquet file, or it is truncated or encrypted")
         if length > len(tail):
             tail = await self._tail(shard, length)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.runtime.machine import free_memory
+from aiofeed.sources.objects.listing import run_blocking
+from aiofeed.sources.shards.urls import ShardFinder
 from aiofeed.sources.tables.columns import Columns, NumberColumn, arrow
 from aiofeed.sources.tables.table import Table, as_list, check_columns
 
@@ -40,9 +42,10 @@ class MemoryTable(Table):
         self._load()
 
     def _load(self) -> None:
-        is_path = isinstance(self._table, str | os.PathLike)
-        self.name: str = os.fspath(self._table) if is_path else "Table"
-        columns, self._rows = _columns_of(mapped(self.name) if is_path else self._table)
+        paths = self._table if isinstance(self._table, list | tuple) else [self._table]
+        are_paths = bool(paths) and all(isinstance(path, str | os.PathLike) for path in paths)
+        self.name: str = os.fspath(paths[0]) if are_paths else "Table"
+        columns, self._rows = _columns_of(_mapped_all(paths) if are_paths else self._table)
         known, targets = [name for name, _ in columns], as_list(self._target_columns)
         chosen = self._chosen or (known if self.data is None else [self.data])
         check_columns(self.name, known, [*chosen, *targets])
@@ -166,6 +169,20 @@ def _converted(name: Any, values: Any) -> Any:
     except (arrow().ArrowException, TypeError, ValueError) as error:
         raise ValueError(f"Table: column {str(name)!r} cannot be converted to Arrow: {error}") from error
     return column if isinstance(column, arrow().ChunkedArray) else arrow().chunked_array([column])
+
+
+def _mapped_all(paths: Sequence[str | os.PathLike[str]]) -> Any:
+    """Map files, of which a text may be a glob, as one table."""
+    if any(isinstance(path, str) and not os.path.exists(path) for path in paths):
+        shards = run_blocking(lambda: ShardFinder(None, None).find(paths))
+        if remote := [shard.url for shard in shards if not shard.local]:
+            raise ValueError(f"{remote[0]}: Arrow files are read from disk only: download it, or write it as Parquet")
+        paths = [shard.key for shard in shards]
+    tables = [mapped(os.fspath(path)) for path in paths]
+    try:
+        return tables[0] if len(tables) == 1 else arrow().concat_tables(tables)
+    except arrow().ArrowException as error:
+        raise ValueError(f"{os.fspath(paths[0])} and other files differ in their columns: {error}") from None
 
 
 def mapped(path: str) -> Any:
