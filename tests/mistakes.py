@@ -212,7 +212,7 @@ TarShards("pipe:aws s3 cp s3://b/x.tar -") #: s3://bucket/key
 TarShards([]) #: empty
 TarShards(3) #: URLs or paths
 ZipShards("text.png") #: text.png
-ParquetRows("text.png") #: text.png
+ParquetRows("text.png") #: text.png: this is text, and not a Parquet file
 TFRecordShards("text.png") #: text.png
 MDSShards("train") #: train
 Table(frame, columns="x") #: list of names
@@ -223,7 +223,6 @@ Table(np.zeros((3, 2))) #: aiofeed.Tensors(array)
 Table("missing.parquet") #: missing.parquet
 Table({"x": [1]}) #: Table
 Table("list.csv") #: for a list of paths pass aiofeed.Manifest(path); for rows, Table(pyarrow.csv.read_csv(path))
-ParquetRows("text.png") #: this is text, and not a Parquet file
 Table("s3://bucket/a.arrow") #: Arrow files are read from disk only
 Tokens("missing.bin", 8) #: missing.bin does not exist
 Tokens("~/train.bin", 8) #: os.path.expanduser('~/train.bin')

@@ -452,7 +452,7 @@ class Checkpoint:
         if live:
             self.chosen = epoch != self.current_epoch
         else:
-            self.current_epoch = epoch
+            self.current_epoch, self.chosen = epoch, True
             if discarded or self.position.at_start:
                 self._reset(Position(epoch))
 
