@@ -114,6 +114,8 @@ class ValueColumn:
     def __init__(self, column: Any, problem: str) -> None:
         self.problem = problem
         self.column = column
+        self._ends = list(accumulate(map(len, column.chunks)))
+        self._checked: set[int] = set()
         self._value = _as_python
         if is_encoded(column.type):
             self._value = _file
@@ -122,11 +124,16 @@ class ValueColumn:
 
     def value(self, row: int) -> Any:
         """Return a row; ``None`` for null."""
+        number = bisect_right(self._ends, row)
+        if number not in self._checked:
+            # Of a damaged file, arrow would read beyond the memory of the column.
+            self.column.chunk(number).validate(full=True)
+            self._checked.add(number)
         return self._value(self.column, int(row))
 
     def values(self, rows: NDArray[np.int64]) -> list[Any]:
         """Return rows; ``None`` for null."""
-        return [self._value(self.column, row) for row in rows.tolist()]
+        return [self.value(row) for row in rows.tolist()]
 
 
 def _as_python(column: Any, row: int) -> Any:

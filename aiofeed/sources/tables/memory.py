@@ -191,6 +191,8 @@ def mapped(path: str) -> Any:
         magic = file.read(6)
         file.seek(0)
         try:
-            return (arrow().ipc.open_file if magic == b"ARROW1" else arrow().ipc.open_stream)(file).read_all()
-        except arrow().ArrowException as error:
+            found = (arrow().ipc.open_file if magic == b"ARROW1" else arrow().ipc.open_stream)(file).read_all()
+            found.validate()
+            return found
+        except (arrow().ArrowException, OSError, ValueError) as error:
             raise ValueError(f"{path}: it is no Arrow file, or a truncated one: {error}") from None

@@ -134,7 +134,7 @@ def _npy_layout(name: str, size: int, head: bytes) -> TokenLayout:
         nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         if file.tell() + nbytes > size:
             raise ValueError(f"it has {size} bytes of {file.tell() + nbytes}")
-    except (ValueError, EOFError) as error:
+    except Exception as error:  # numpy parses the header as Python code, and raises errors of that
         raise ValueError(f"{name} is no complete .npy file of numbers: {error}") from error
     if len(shape) != 1 or dtype.name not in DTYPES:
         raise ValueError(f"{name} has {dtype} {list(shape)}: tokens are one-dimensional and {', '.join(DTYPES)}")
