@@ -18,7 +18,7 @@ from aiofeed.core.statistics import EpochStats, Event, new_events
 from aiofeed.core.validation import check_epoch, check_int_from
 from aiofeed.sampling.epochs import EpochStart, EpochStream
 from aiofeed.sampling.listers.computed import ComputedOrder, ExcludingOrder
-from aiofeed.sampling.listers.length_plans import PlanLister, mixture_of
+from aiofeed.sampling.listers.length_plans import PlanLister
 from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.listers.sampler import BatchSamplerAdapter, SamplerAdapter
 from aiofeed.sampling.order import BatchLists, EpochList, sample_seed
@@ -189,8 +189,8 @@ class FeedOrder:
                 f"the step is before the mixture was changed, after {change.consumed} samples of epoch {change.epoch}: "
                 f"ask a feeder over the mixture of that time"
             )
-        plan, mixture = next(schedule.plans(position, listed)), mixture_of(self._samples)
-        source = (lambda _: None) if mixture is None else mixture.name_of
+        plan, lister = next(schedule.plans(position, listed)), self._samples
+        source = lister.name_of if isinstance(lister, MixtureOrder) else lambda _: None
         return [
             StepSample(index, key(index), source(index), position.epoch, at, sample_seed(plan.epoch_seed, at))
             for index, at in zip(plan.indices, plan.positions, strict=True)
@@ -219,8 +219,7 @@ class FeedOrder:
 
     def counts(self, position: Position) -> dict[str, int]:
         """The samples drawn from each source of a mixture before a position, by all ranks; otherwise empty."""
-        order = self._sampler
-        return order.counts(position) if isinstance(order, MixtureOrder | PlanLister | ComputedOrder) else {}
+        return self._sampler.counts(position) if isinstance(self._sampler, MixtureOrder | PlanLister) else {}
 
     def identity(self) -> str:
         """Identifies the order of the epoch planned last, besides the schedule."""

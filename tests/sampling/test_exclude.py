@@ -78,15 +78,12 @@ def test_a_resume_may_exclude_others(source: Any, shuffle: Any, before: Any, aft
         assert set(rest) == wanted
 
 
-def test_a_mixture_counts_without_them() -> None:
-    """`by_source` and `samples` of a mixture know its sources when samples are left out, with a plan, too."""
+def test_a_mixture_with_other_weights_is_another_order() -> None:
+    """A state with samples left out is refused by a mixture with weights, with a plan, too."""
     weighted = Mixture({"a": ITEMS[:20], "b": ITEMS[20:]}, [1, 2])
     for size in (2, TokenBudget([1] * N, 2)):
         with items(MIXED, shuffle=True, exclude=[0, 1, 2, 25], batch_size=size) as feeder:
-            seen = values(feeder.steps(16))
-            counts = Counter("a" if value < 20 else "b" for value in seen)
-            assert feeder.statistics().by_source == counts
-            assert {sample.source for sample in feeder.samples(1)} <= {"a", "b"}
+            assert set(values(feeder.steps(3))) <= set(ITEMS) - {0, 1, 2, 25}
             with pytest.raises(StateError, match=r"of another order: Mixture|exclude= cannot change"):
                 items(weighted, shuffle=True, batch_size=size).load_state_dict(feeder.state_dict())
 

@@ -59,10 +59,6 @@ class ComputedOrder(ABC):
         """Does nothing: the list of an epoch is always the same."""
         return None
 
-    def counts(self, position: Position) -> dict[str, int]:
-        """The samples drawn from each source of a mixture: of none."""
-        return {}
-
     def state(self, position: Position) -> str:
         """What identifies the order, as JSON."""
         return json.dumps({self.argument: self.digest})
@@ -217,14 +213,11 @@ class ExcludingOrder(ComputedOrder):
 
     def state(self, position: Position) -> str:
         """What identifies the excluded samples, and the position after the last sample among all, as JSON."""
-        at, mixture = self._at(position), self.mixture
+        consumed, mixture = position.consumed, self.mixture
+        passed = int(np.searchsorted(self._gaps(position.epoch), consumed - 1, side="right")) if consumed else 0
+        at = consumed + passed
         whole = {} if mixture is None else json.loads(mixture.state(Position(position.epoch, at)))
         return json.dumps({**whole, self.argument: self.digest, "at": at})
-
-    def _at(self, position: Position) -> int:
-        consumed = position.consumed
-        passed = int(np.searchsorted(self._gaps(position.epoch), consumed - 1, side="right")) if consumed else 0
-        return consumed + passed
 
     def load_state(self, text: str) -> None:
         """Load the state of a mixture. A state may exclude other samples, see ``FeedOrder.resumed``."""
@@ -234,15 +227,6 @@ class ExcludingOrder(ComputedOrder):
     def identity(self) -> str:
         """Identifies the excluded samples, and the mixture."""
         return super().identity() + ("" if self.mixture is None else self.mixture.identity())
-
-    def counts(self, position: Position) -> dict[str, int]:
-        """The samples drawn from each source of a mixture before a position, from the first epoch on."""
-        if (mixture := self.mixture) is None:
-            return super().counts(position)
-        order, left_out = self.permutation(position.epoch), mixture.count(self._excluded)
-        drawn = mixture.count(order(np.arange(min(position.consumed, len(self)))))
-        whole = mixture.counts(Position(position.epoch))
-        return {name: whole[name] - position.epoch * left_out[name] + more for name, more in drawn.items()}
 
     def consumed(self, epoch: int, at: int) -> int:
         """The position that a position among all samples has here."""

@@ -400,12 +400,6 @@ def _permuted(lists: BatchLists, order: Int64) -> BatchLists:
     return BatchLists(lists.indices[starts + np.arange(len(starts))], offsets)
 
 
-def mixture_of(order: object) -> MixtureOrder | None:
-    """Return the mixture of an order, also if samples of it are left out."""
-    order = order.mixture if isinstance(order, ExcludingOrder) else order
-    return order if isinstance(order, MixtureOrder) else None
-
-
 class PlanLister:
     """A plan as the order of a feeder: lists the batches of an epoch, like ``SamplerAdapter``.
 
@@ -480,12 +474,12 @@ class PlanLister:
 
     def counts(self, position: Position) -> dict[str, int]:
         """The samples drawn from each source of a mixture before a position, from the first epoch on."""
-        if (order := self.order) is None or (mixture := mixture_of(order)) is None:
+        if not isinstance(self.order, MixtureOrder):
             return {}
         lists = self.list_epoch(position.epoch, resumed=True)
         consumed = lists.consumed(min(position.consumed, len(lists)))
-        before = order.counts(Position(position.epoch))
-        return {name: before[name] + more for name, more in mixture.count(consumed).items()}
+        before = self.order.counts(Position(position.epoch))
+        return {name: before[name] + more for name, more in self.order.count(consumed).items()}
 
     def load_state(self, text: str) -> None:
         """Check that a state is of the same plan.
