@@ -134,6 +134,11 @@ fed.set_epoch("1") #: epoch
 fed.set_epoch(-1) #: epoch
 fed.load_state_dict({}) #: state
 fed.load_state_dict(3) #: state
+fed.load_state_dict({"epoch": 3, "feeder": fed.state_dict(), "model": {}}) #: did you mean state['feeder']?
+fed.load_state_dict({"loops": [{"x": 1}, fed.state_dict()]}) #: did you mean state['loops'][1]?
+fed.load_state_dict("list.csv") #: load the file first, torch.load('list.csv')
+fed.load_state_dict(Path("list.csv")) #: load the file first, torch.load('list.csv')
+Feeder(folder, decode=image, batch_size=4, seed=None) #: for another order in each run: seed=random.randrange(2**62)
 fed.load_state_dict(Feeder(folder[:4], decode=image, batch_size=4).state_dict()) #: length
 fed.load_state_dict(Feeder(folder, decode=image, batch_size=4, seed=1).state_dict()) #: seed
 fed.timeline("x.html") #: no batch was read
@@ -201,6 +206,8 @@ DataLoader(numbers, on_error="ignore") #: skip
 DataLoader(numbers, device="gpu") #: device
 DataLoader(numbers, batch_size=0) #: batch_size
 DataLoader(numbers).load_state_dict({}) #: state
+DataLoader(numbers).load_state_dict({"loader": DataLoader(numbers).state_dict()}) #: did you mean state['loader']?
+DataLoader(numbers).load_state_dict("list.csv") #: load the file first, torch.load('list.csv')
 == Files and folders
 ImageFolder("~/train") #: os.path.expanduser('~/train')
 ImageFolder("C:\\data\\train") #: a path of Windows
@@ -245,7 +252,7 @@ TarShards("pipe:aws s3 cp s3://b/x.tar -") #: s3://bucket/key
 TarShards([]) #: empty
 TarShards(3) #: URLs or paths
 ZipShards("text.png") #: text.png
-ParquetRows("text.png") #: text.png
+ParquetRows("text.png") #: text.png: this is text, and not a Parquet file
 TFRecordShards("text.png") #: text.png
 MDSShards("train") #: train
 Table(frame, columns="x") #: list of names
@@ -255,6 +262,8 @@ Table(frame, data="x", columns=["x"]) #: pass one of them
 Table(np.zeros((3, 2))) #: aiofeed.Tensors(array)
 Table("missing.parquet") #: missing.parquet
 Table({"x": [1]}) #: Table
+Table("list.csv") #: for a list of paths pass aiofeed.Manifest(path); for rows, Table(pyarrow.csv.read_csv(path))
+Table("s3://bucket/a.arrow") #: Arrow files are read from disk only
 Tokens("missing.bin", 8) #: missing.bin does not exist
 Tokens("~/train.bin", 8) #: os.path.expanduser('~/train.bin')
 Tokens("tokens.bin", 0) #: Tokens(block=...)
@@ -263,6 +272,9 @@ Tokens("tokens.bin", 8, dtype="float32") #: must be one of
 Tokens("tokens.bin", 8, vocab=5) #: vocab
 Tokens("tokens.bin", block_size=8) #: it is called block
 Tokens([], 8) #: at least one file
+Tokens("text.png", 8) #: tokenise it first
+Tokens([{"input_ids": [1, 2]}], 8) #: Tokens reads files, got dict in a list. For a dataset of documents: Feeder(Table(
+Tokens(np.arange(3), 8) #: for tokens in memory, numpy.save(path, ...)
 Tensors() #: Tensors(x, y)
 Tensors([1, 2]) #: torch.tensor makes one
 Tensors(torch.arange(3), torch.arange(4)) #: [3, 4]
@@ -325,6 +337,12 @@ Buckets([1, 2], [1], [4]) #: batch_sizes
 Buckets([1, 2], (8,), (0, 1)) #: batch_sizes
 TokenBudget([1, 2], 0) #: max_tokens
 Pack([1, 2], 0) #: context
+TokenBudget(1024) #: come first: TokenBudget(lengths, max_tokens=1024)
+Balanced(1024, 8) #: come first: Balanced(lengths, max_tokens=1024)
+Buckets(np.int64(8)) #: come first: Buckets(lengths, boundaries=8)
+Pack(2048) #: come first: Pack(lengths, context=2048)
+Pack([1, 2, 3]) #: Pack needs context=
+TokenBudget([1, 2, 3]) #: TokenBudget needs max_tokens=
 Balanced([1, 2], 0) #: max_tokens
 Feeder(numbers, batch_size=TokenBudget([1, 2], 8)) #: 2
 == Several processes

@@ -107,6 +107,8 @@ def check_bytes(decoder: object, data: object, file: str = "file") -> bytes:
 
 def check_seed(value: object) -> int:
     """The value as a seed; a torch generator takes it plus any epoch number."""
+    if value is None:
+        raise TypeError("seed must be an int, got None; for another order in each run: seed=random.randrange(2**62)")
     seed = check_int("seed", value)
     if not -(1 << 62) <= seed < 1 << 62:
         raise ValueError(f"seed must be between -2**62 and 2**62 - 1, got {seed}")

@@ -406,7 +406,8 @@ def new_order(a: Arguments) -> FeedOrder:
     elif (shards := window_shards(a.shuffle)) is not None:
         drawn = WindowOrder(a.source.shard_starts, shards, a.seed)
     if a.exclude is not None:
-        drawn = ExcludingOrder(order, a.exclude, a.adopted.key)
+        mixture = a.source.order(a.seed, shuffle=bool(a.shuffle)) if isinstance(a.source, Mixture) else None
+        drawn = ExcludingOrder(order, a.exclude, a.adopted.key, mixture)
     plan = a.batch_size if isinstance(a.batch_size, LengthPlan) and not a.traits.indexed else None
     batches = None if plan is not None else new_batches(a.batch_size, a.batch_sampler, order, drawn)
     lister: Lister | None = drawn

@@ -422,7 +422,8 @@ class Feeder(Generic[BatchT]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next ``iter()``. Without this call, epochs advance by themselves.
 
-        A position loaded by ``load_state_dict`` is kept if it is in this epoch, and otherwise discarded.
+        A position loaded by ``load_state_dict`` is kept if it is in this epoch, and otherwise discarded. After a
+        ``break``, ``state_dict`` keeps the position that was reached until a batch of this epoch is returned.
         """
         self._checkpoint.set_epoch(check_epoch("epoch", epoch), live=self._session.live)
 
@@ -440,8 +441,9 @@ class Feeder(Generic[BatchT]):
     def steps(self, n: int) -> Steps[BatchT]:
         """Return an iterable over the next ``n`` batches, for ``for`` or ``async for``, over as many epochs as needed.
 
-        It goes on where an earlier ``steps`` or a loaded state left off, and the next epoch is read ahead, as in
-        ``epochs``. Keep to ``steps`` for one training run: ``iter(feeder)`` starts a new epoch.
+        It goes on at the position of ``state_dict``, where earlier ``steps``, a ``break`` or a loaded state left off,
+        or at the epoch of ``set_epoch``; the next epoch is read ahead, as in ``epochs``. Keep to ``steps`` for one
+        training run: ``iter(feeder)`` starts a new epoch.
 
         Raises:
             TypeError, ValueError: ``n`` is not a positive int.
@@ -517,11 +519,11 @@ class Feeder(Generic[BatchT]):
         """Return a hash of the samples seen: of the source's fingerprint, the order, and the positions returned.
 
         Two runs have it in common if they have seen the same samples, with the same seeds, in the same order on all
-        ranks together, and otherwise not; interruptions, batch size and world size do not count. ``state_dict`` has it,
-        and ``load_state_dict`` checks it. It does not know which samples ``on_error`` has left out, and with
-        ``in_order=False`` and "samples" not in which order they came; with these and ``pad=False`` it is that of this
-        rank. A function that gives the weights of a ``Mixture`` does not count. After a state of an older version it
-        stands for an unknown past.
+        ranks together, and otherwise not; interruptions, batch size and world size do not count, but samples that
+        come twice do, to fill up an epoch for several ranks. ``state_dict`` has it, and ``load_state_dict`` checks it.
+        It does not know which samples ``on_error`` has left out, and with ``in_order=False`` and "samples" not in which
+        order they came; with these and ``pad=False`` it is that of this rank. A function that gives the weights of a
+        ``Mixture`` does not count. After a state of an older version it stands for an unknown past.
 
         Raises:
             StateError: The source is a ``Stream``, whose items have no names.

@@ -194,11 +194,12 @@ class FeederSession(Generic[BatchT]):
         """Return whether the rest of an epoch can be taken from its iterator, and is what comes next."""
         return iterator is self._live_iterator() and not epoch.complete and not self._checkpoint.chosen
 
-    def begin_steps(self, batches: int, after: EpochProgress | None) -> tuple[FeedIterator[BatchT], EpochProgress]:
-        """Begin the epoch of the next ``batches`` steps: the rest of that of the steps before, or the next one."""
+    def begin_steps(self, batches: int) -> tuple[FeedIterator[BatchT], EpochProgress]:
+        """Begin the epoch of the next ``batches`` steps: the rest of the one before, or the next one."""
         with self._beginnings.lock():
-            if after is self._epoch and after is not None and not after.complete and not self._checkpoint.chosen:
-                self.go_to(self._checkpoint.position)  # its iterator was closed
+            epoch = self._epoch
+            if epoch is not None and epoch.started and not (epoch.complete or self._checkpoint.chosen):
+                self.go_to(self._checkpoint.position)  # of an iterator that was closed, or is now
             self._steps_left = batches
             try:
                 iterator = self.begin()
@@ -518,7 +519,7 @@ class Steps(Generic[BatchT]):
         """The iterator for the next batches, and the progress of its epoch."""
         kept = self._kept
         if not kept or not self._session.in_progress(*kept[0]):
-            kept[:] = [self._session.begin_steps(batches, after=kept[0][1] if kept else None)]
+            kept[:] = [self._session.begin_steps(batches)]
         return kept[0]
 
     def _handed_out(self, epoch: EpochProgress, before: int) -> int:
@@ -569,7 +570,7 @@ def _data_in_memory(config: FeederConfig) -> Any:
     """
     source: Any = config.source
     traits = traits_of(source)
-    elsewhere = config.backend or config.collate_fn not in (None, collate_rows) or config.engines
+    elsewhere = config.backend or not (config.collate_fn is None or config.collate_fn is collate_rows) or config.engines
     gathered = traits.rows and not elsewhere and getattr(source, "in_memory", False)
     return source if traits.in_memory or config.tokens_resident or gathered else None
 

@@ -269,11 +269,11 @@ class FeedOrder:
         saved = json_dict(state) if state else {"at": position.consumed}
         if "plan" in saved:
             saved = json_dict(saved.get("order") or '{"at": 0}')
-        if "at" not in saved or saved.get("exclude") == (here and here.digest):
+        if not saved.keys() & {"at", "mixture"} or saved.get("exclude") == (here and here.digest):
             return position
         if position.ahead or (isinstance(self._sampler, PlanLister) and position.consumed):
             raise StateError("exclude= cannot change within an epoch of a plan, or of batches returned out of order")
-        at = check_int_from(0, "at", saved["at"])
+        at = check_int_from(0, "at", saved.get("at", position.consumed))
         return self.normalize(Position(position.epoch, here.consumed(position.epoch, at) if here else at))
 
     def sampler_state(self, position: Position) -> str:

@@ -8,7 +8,8 @@ first batch on, ``EpochProgress`` counts the batches that the user gets; ``Check
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sized
+import os
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -59,6 +60,7 @@ class SavedState:
         in_order: The order in which batches are returned, see ``Feeder``.
         sampler: The state of the sampler as the JSON of a dict; empty without one.
         trail: What was seen before the position.
+        moved: Whether the position is another one than was saved.
     """
 
     schedule: Schedule
@@ -67,6 +69,7 @@ class SavedState:
     in_order: InOrder = True
     sampler: str = ""
     trail: Trail = field(default_factory=Trail)
+    moved: bool = False
 
     @property
     def receipt(self) -> str:
@@ -85,7 +88,9 @@ class SavedState:
             "fingerprint": self.fingerprint,
             "sampler": self.sampler,
             "receipt": self.receipt,
-            "trail": [self.trail.before, self.trail.order, self.trail.first],
+            # The receipt does not have the position at the start of an epoch and after `skip`; its digest is there for
+            # `load_state_dict`.
+            "trail": [self.trail.before, self.trail.order, self.trail.first, _digest_of(self.position)],
         }
 
     @classmethod
@@ -96,12 +101,13 @@ class SavedState:
             StateError: The dict is not a state, or is damaged.
         """
         if not isinstance(state, Mapping):
-            raise StateError(f"a feeder's state is a dict, got {type(state).__name__}")
+            raise StateError(f"a feeder's state is a dict, got {type(state).__name__}{state_hint(state, 'handed_out')}")
         for key, owner in OTHER_STATES.items():
             if key in state:
                 raise StateError(f"this is the state of {owner}")
         if "version" not in state:
-            raise StateError(f"this is not the state of a feeder: it has the keys {sorted(map(str, state))[:16]}")
+            keys, hint = sorted(map(str, state))[:16], state_hint(state, "handed_out")
+            raise StateError(f"this is not the state of a feeder: it has the keys {keys}{hint}")
         if not isinstance(state["version"], int) or state["version"] != VERSION:
             raise StateError(f"the state has version {state['version']!r}; this aiofeed reads version {VERSION}")
 
@@ -136,6 +142,7 @@ class SavedState:
                 field_of("in_order", check_in_order),
                 field_of("sampler", partial(_sampler, position.epoch)),
                 Trail(UNKNOWN) if older else field_of("trail", partial(_trail, position)),
+                not older and list(state["trail"][3:]) not in ([], [_digest_of(position)]),
             )
             if not older and field_of("receipt", _text) != saved.receipt:
                 raise ValueError("its receipt is not that of its epoch, position, handed_out, trail and fingerprint")
@@ -168,6 +175,8 @@ class SavedState:
             raise StateError("the state does not match this feeder: " + "; ".join(differences))
         if not self.sampler:  # with one, the epoch has to be listed first
             mine.schedule.check(self.position)
+        if self.moved:
+            raise StateError("the state is damaged: its trail is not that of its epoch, position and handed_out")
 
     @property
     def order(self) -> str:
@@ -206,6 +215,23 @@ class SavedState:
             for name in fixed
             if getattr(self.schedule, name) != getattr(mine.schedule, name)
         ]
+
+
+def states_in(value: object, key: str, name: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the dicts with a key within dicts and lists, such as a checkpoint, each with its place."""
+    if isinstance(value, Mapping) and key in value:
+        yield name, value
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for at, each in inner:
+        yield from states_in(each, key, (*name, at))
+
+
+def state_hint(given: object, key: str) -> str:
+    """Return what to load in place of a path or a whole checkpoint, as the end of a message."""
+    if isinstance(given, str | os.PathLike):
+        return f": load the file first, torch.load({os.fspath(given)!r}), and pass its state"
+    places = ["".join(f"[{at!r}]" for at in name) for name, _ in states_in(given, key)]
+    return f"; did you mean state{' or state'.join(places[:4])}?" if places else ""
 
 
 def check_in_order(name: str, value: Any) -> InOrder:
@@ -254,10 +280,16 @@ def _sampler(epoch: int, name: str, value: object) -> str:
     return text
 
 
+def _digest_of(position: Position) -> str:
+    return digest(position.epoch, position.consumed, sorted(position.ahead))
+
+
 def _trail(end: Position, name: str, value: object) -> Trail:
-    if not isinstance(value, list | tuple) or len(value) != 3:
-        raise TypeError(f"{name} must be two digests and a position, got {value!r:.200}")
-    return Trail(_text(name, value[0]), _text(name, value[1]), check_int_from(0, name, value[2]), end)
+    # In a state of an older version it has no digest of the position.
+    if not isinstance(value, list | tuple) or len(value) not in (3, 4):
+        raise TypeError(f"{name} must be two digests, a position and its digest, got {value!r:.200}")
+    before, order, *_ = [_text(name, digest) for digest in (*value[:2], *value[3:])]
+    return Trail(before, order, check_int_from(0, name, value[2]), end)
 
 
 def _batch_numbers(name: str, value: object) -> frozenset[int]:
@@ -420,7 +452,7 @@ class Checkpoint:
         if live:
             self.chosen = epoch != self.current_epoch
         else:
-            self.current_epoch = epoch
+            self.current_epoch, self.chosen = epoch, True
             if discarded or self.position.at_start:
                 self._reset(Position(epoch))
 

@@ -30,7 +30,8 @@ Until: TypeAlias = 'Literal["all", "first"] | int'
 class Mixture:
     """Several sources, from which samples are drawn by weight. Pass it to ``Feeder`` like a source.
 
-    After any number of samples the count of a source differs from its share by less than one. Each source is passed
+    After any number of samples the count of a source differs from its share by less than one, counted from a change of
+    the mixture on by less than two. Each source is passed
     through in an order of its own, shuffled anew each time that it starts again. The order is a function of seed and
     epoch, so a state is exact under another world size, too.
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
-from aiofeed import DataLoader
+from aiofeed import DataLoader, Feeder
 from aiofeed.errors import StateError
 from aiofeed.processes.loader_workers.random_state import pack_random_state, unpack_random_state
 from tests.support.loader_parts import (
@@ -460,3 +460,33 @@ def test_the_state_of_a_stateful_data_loader() -> None:
     for state in ({"_num_yielded": 1, "_sampler_iter_yielded": 1}, {"_snapshot": {}, "_steps_since_snapshot": 0}):
         with pytest.raises(StateError, match=r"torchdata's StatefulDataLoader.*finish its epoch with"):
             loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("form", [np.array, torch.tensor, list], ids=["arrays", "tensors", "lists"])
+def test_batches_of_arrays_resume(form: Any, workers: int) -> None:
+    """A batch sampler may give arrays or tensors, which have no truth value, and a resume returns the rest."""
+    batches = [form(list(range(at, at + 4))) for at in range(0, 20, 4)]
+    new: Any = lambda: DataLoader(range(20), batch_sampler=batches, num_workers=workers, collate_fn=list)  # noqa: E731
+    loader = new()
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)
+    resumed = new()
+    resumed.load_state_dict(loader.state_dict())
+    assert [int(value) for batch in resumed for value in batch] == list(range(8, 20))
+    feeder = Feeder(range(20), batch_sampler=batches)
+    list(zip(range(2), feeder, strict=False))
+    again = Feeder(range(20), batch_sampler=batches)
+    again.load_state_dict(feeder.state_dict())
+    assert [value for batch in again for value in batch.tolist()] == list(range(8, 20))
+    del iterator
+
+
+@pytest.mark.parametrize("value", [np.array([1, 2]), torch.tensor([1, 2]), "1", 1.0])
+@pytest.mark.parametrize("name", ["version", "num_workers", "batches", "rank"])
+def test_a_state_with_arrays_is_refused(name: str, value: Any) -> None:
+    """An array in place of a number is a `StateError`, not an error of its comparison."""
+    loader = DataLoader(Plain(4), 2)
+    with pytest.raises(StateError):
+        loader.load_state_dict({**loader.state_dict(), name: value})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -197,6 +198,7 @@ def refusal(feeder: Feeder[Any], state: Any) -> str | None:
 def test_an_edited_state_works_or_is_refused_by_name(kind: str, in_the_middle: bool) -> None:
     """Another value of a field is a `StateError` that names it, or the epoch begins there."""
     state = saved(KINDS[kind], in_the_middle=in_the_middle)
+    del state["trail"][3:]  # as in a state of an older version: each field has checks of its own
     with KINDS[kind]() as feeder:
         for path in places(state):
             for value in ODD:
@@ -208,3 +210,86 @@ def test_an_edited_state_works_or_is_refused_by_name(kind: str, in_the_middle: b
                 else:
                     names = (*path, *OTHER_NAMES.get(path[-1], ()))
                     assert any(name in message for name in names), (path, value, message)
+
+
+@pytest.mark.parametrize("steps", [0, 3, 6])
+@pytest.mark.parametrize("skipped", [0, 7])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "sharded" not in kind])
+def test_an_edited_position_is_refused_everywhere(kind: str, skipped: int, steps: int) -> None:
+    """In mid-epoch, at the start of an epoch and after `skip`, another position is a `StateError` that names it."""
+    with KINDS[kind]() as feeder:
+        for _ in feeder.steps(steps) if steps else ():
+            pass
+        if skipped and "stream" not in kind:
+            feeder.skip(skipped)
+        state = feeder.state_dict()
+    with KINDS[kind]() as other:
+        for name in ("epoch", "position"):
+            for value in {0, 1, 2, 3, 8} - {state[name]}:
+                assert name in (refusal(other, {**state, name: value}) or ""), (name, value, state)
+        assert "handed_out" in (refusal(other, {**state, "handed_out": [1, 5]}) or "")
+        assert "trail" in (refusal(other, {**state, "trail": [*state["trail"][:3], "0"]}) or "")
+        other.load_state_dict(state)
+
+
+def mutations(state: Any, rng: random.Random) -> Any:
+    """The state with one to three of its values replaced, removed, repeated or cut, at any depth."""
+    text = json.dumps(state)
+    if rng.random() < 0.3:  # in the text of the file
+        at = rng.randrange(len(text))
+        text = text[:at] + rng.choice(["", "0", "9" * 30, "-", '"', "null", "[", "}", "\\u0000"]) + text[at + 1 :]
+        try:
+            return json.loads(text)
+        except ValueError:
+            return state
+    changed = json.loads(text)
+    for _ in range(rng.randint(1, 3)):
+        holder: Any = changed
+        while True:
+            keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
+            if not keys:
+                break
+            key = rng.choice(keys)
+            inner = holder[key]
+            if isinstance(inner, str) and inner.startswith("{") and rng.random() < 0.7:
+                holder[key] = json.dumps(mutations(json.loads(inner), rng))
+                break
+            if isinstance(inner, dict | list) and inner and rng.random() < 0.7:
+                holder = inner
+                continue
+            plain = [value for value in ODD if not isinstance(value, torch.Tensor) and value is not MISSING]
+            holder[key] = copy.deepcopy(rng.choice(plain))
+            if rng.random() < 0.3:
+                del holder[key]
+            break
+    return changed
+
+
+def load_mutated(kind: str, seeds: range) -> int:
+    """Load a state with each mutation; return how many of them are refused."""
+    states = [saved(KINDS[kind], in_the_middle=middle) for middle in (True, False)]
+    refused = 0
+    with KINDS[kind]() as feeder:
+        for seed in seeds:
+            state = mutations(states[seed % 2], random.Random(f"{kind} {seed}"))
+            try:
+                feeder.load_state_dict(state)
+                list(feeder)
+            except StateError:
+                refused += 1
+            except Exception as error:
+                raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}: {state}") from error
+    return refused
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_some_damaged_states_are_refused(kind: str) -> None:
+    """A damaged state is a `StateError`, or harmless."""
+    assert load_mutated(kind, range(30)) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_damaged_states_are_refused(kind: str) -> None:
+    """The same with a thousand mutations of each."""
+    assert load_mutated(kind, range(30, 1000)) > 300

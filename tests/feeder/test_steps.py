@@ -115,6 +115,48 @@ def test_a_loop_over_the_feeder_starts_the_next_epoch(expected: list[list[int]])
         assert lists(feeder.steps(2)) == expected[16:18]
 
 
+@pytest.mark.parametrize("leave", ["break", "open", "close", "failure"])
+@pytest.mark.parametrize("options", [{}, {"cache": "host"}, {"in_order": False}])
+def test_steps_go_on_where_a_loop_was_left(options: dict[str, Any], leave: str) -> None:
+    """Steps after an epoch that a loop has left return its rest, as a resume from the state would."""
+    with new_feeder(**options) as feeder, new_feeder(**options) as resumed:
+        iterator = iter(feeder)
+        found = lists(itertools.islice(iterator, 3))
+        if leave == "close":
+            feeder.close()
+        if leave == "failure":
+            with pytest.raises(ZeroDivisionError):
+                for batch in iterator:
+                    found.append(batch.tolist())
+                    raise ZeroDivisionError
+        if leave != "open":
+            del iterator
+        resumed.load_state_dict(feeder.state_dict())
+        rest = lists(feeder.steps(12))
+        assert sorted(sum((found + rest)[:8], [])) == list(range(30))
+        assert rest == lists(resumed.steps(12)) or "in_order" in options
+        assert feeder.receipt() == resumed.receipt()
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 5])
+@pytest.mark.parametrize("close", [False, True])
+@pytest.mark.parametrize("stepped", [False, True])
+def test_set_epoch_after_a_break_chooses_the_epoch_of_steps(
+    epoch: int, close: bool, stepped: bool, expected: list[list[int]]
+) -> None:
+    """Of steps and of a loop alike; until then the state has the position that was reached."""
+    with new_feeder() as feeder:
+        for _ in feeder.steps(3) if stepped else itertools.islice(feeder, 3):
+            pass
+        if close:
+            feeder.close()
+        feeder.set_epoch(epoch)
+        state = feeder.state_dict()
+        assert (state["epoch"], state["position"]) == (0, 12)
+        first = 3 if epoch == 0 and stepped and not close else 8 * epoch
+        assert lists(feeder.steps(2)) == expected[first : first + 2]
+
+
 def test_set_epoch_chooses_the_epoch_of_the_next_steps(expected: list[list[int]]) -> None:
     """The open epoch is left."""
     with new_feeder() as feeder:

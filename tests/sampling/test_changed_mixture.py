@@ -215,3 +215,22 @@ def test_a_state_of_an_older_version_is_loaded() -> None:
         feeder({"a": 1, "b": 6}).load_state_dict(old)
     one.close()
     again.close()
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=2, max_size=4),
+    st.lists(st.integers(1, 40), min_size=2, max_size=4),
+    st.integers(1, 200),
+)
+def test_after_a_change_counts_differ_by_less_than_two(before: list[int], after: list[int], done: int) -> None:
+    """Counted from the change on, each source is less than two samples from its share of the new weights."""
+    one, other = feeder(dict(zip("abcd", before, strict=False))), feeder(dict(zip("dcba", after, strict=False)))
+    take(one, done)
+    other.load_state_dict(one.state_dict())
+    seen = take(other, 30)
+    for number in range(1, len(seen) + 1):
+        found = counts(seen[:number])
+        for name, weight in zip("dcba", after, strict=False):
+            assert abs(found.get(name, 0) - number * weight / sum(after)) < 2
+    one.close()
+    other.close()

@@ -15,9 +15,11 @@ from aiofeed import Buckets, Feeder, FromDataset, Mixture, Stream, Tensors, Toke
 from aiofeed.errors import StateError
 from aiofeed.sampling.order import feistel
 from aiofeed.testing import SimulatedDevice
+from tests.support.states import edited_state
 
 N = 30
 ITEMS = list(range(N))
+MIXED = Mixture({"a": ITEMS[:20], "b": ITEMS[20:]})
 
 
 def items(source: Any = ITEMS, **options: Any) -> Feeder[Any]:
@@ -36,33 +38,35 @@ def test_a_keyed_permutation_has_an_inverse(n: int) -> None:
 
 
 @pytest.mark.parametrize("shuffle", [False, True, "keyed"])
+@pytest.mark.parametrize("source", [ITEMS, MIXED], ids=["list", "Mixture"])
 @pytest.mark.parametrize("exclude", [[], [0], [29], [3, 4, 5, 17, 29], ITEMS[:-1], ITEMS])
-def test_all_others_come_in_the_same_order(shuffle: Any, exclude: list[int]) -> None:
+def test_all_others_come_in_the_same_order(source: Any, shuffle: Any, exclude: list[int]) -> None:
     """In each epoch the order is that of all samples without the excluded ones, in full batches."""
-    with items(shuffle=shuffle) as whole, items(shuffle=shuffle, exclude=exclude) as feeder:
+    with items(source, shuffle=shuffle) as whole, items(source, shuffle=shuffle, exclude=exclude) as feeder:
         assert len(feeder) == -(-(N - len(exclude)) // 2)
         for _ in range(2):
             assert values(feeder) == [value for value in values(whole) if value not in exclude]
 
 
 @pytest.mark.parametrize("shuffle", [False, True, "keyed"])
-@pytest.mark.parametrize("before", [[], [2], [1, 2, 7, 20]])
-@pytest.mark.parametrize("after", [[], [7], [0, 2, 11, 12, 28]])
-def test_a_resume_may_exclude_others(shuffle: Any, before: list[int], after: list[int]) -> None:
+@pytest.mark.parametrize("source", [ITEMS, MIXED], ids=["list", "Mixture"])
+@pytest.mark.parametrize("before", [None, [], [2], [1, 2, 7, 20]])
+@pytest.mark.parametrize("after", [None, [], [7], [0, 2, 11, 12, 28]])
+def test_a_resume_may_exclude_others(source: Any, shuffle: Any, before: Any, after: Any) -> None:
     """After a resume, on other ranks, the rest of the epoch comes once, without the samples excluded now."""
-    feeder, state = items(shuffle=shuffle, exclude=before), None
+    feeder, state = items(source, shuffle=shuffle, exclude=before), None
     iterator = iter(feeder)
     seen = values(next(iterator) for _ in range(5))
     state = feeder.state_dict()
     rest = values(iterator)
     feeder.close()
-    ranks = [items(shuffle=shuffle, exclude=after, shard=(rank, 3), pad=True) for rank in range(3)]
+    ranks = [items(source, shuffle=shuffle, exclude=after, shard=(rank, 3), pad=True) for rank in range(3)]
     found: list[int] = []
     for rank in ranks:
         rank.load_state_dict(state)
         found += values(rank)
         rank.close()
-    order = values(items(shuffle=shuffle))
+    order, after = values(items(source, shuffle=shuffle)), after or []
     left = order[order.index(seen[-1]) + 1 :]
     wanted = set(left) - set(after)
     assert set(found) - set(after) >= wanted
@@ -70,8 +74,18 @@ def test_a_resume_may_exclude_others(shuffle: Any, before: list[int], after: lis
     padding = -len(wanted) % 3
     assert sum(counts.values()) == len(wanted) + padding
     assert not set(found) & set(after)
-    if before == after:
+    if (before or []) == after:
         assert set(rest) == wanted
+
+
+def test_a_mixture_with_other_weights_is_another_order() -> None:
+    """A state with samples left out is refused by a mixture with weights, with a plan, too."""
+    weighted = Mixture({"a": ITEMS[:20], "b": ITEMS[20:]}, [1, 2])
+    for size in (2, TokenBudget([1] * N, 2)):
+        with items(MIXED, shuffle=True, exclude=[0, 1, 2, 25], batch_size=size) as feeder:
+            assert set(values(feeder.steps(3))) <= set(ITEMS) - {0, 1, 2, 25}
+            with pytest.raises(StateError, match=r"of another order: Mixture|exclude= cannot change"):
+                items(weighted, shuffle=True, batch_size=size).load_state_dict(feeder.state_dict())
 
 
 def test_the_receipt_goes_on_with_other_samples_excluded() -> None:
@@ -151,8 +165,7 @@ def test_other_orders_refuse_it(source: Any, options: dict[str, Any]) -> None:
 
 def test_batches_handed_out_of_order_fix_it() -> None:
     """A state with batches that were returned before others cannot be resumed with other samples excluded."""
-    state = items(in_order=False).state_dict()
-    state = {name: value for name, value in state.items() if name not in ("receipt", "trail")} | {"handed_out": [2]}
+    state = edited_state(items(in_order=False).state_dict(), handed_out=[2])
     items(in_order=False).load_state_dict(state)
     with pytest.raises(StateError, match="exclude= cannot change within an epoch"):
         items(in_order=False, exclude=[1]).load_state_dict(state)

@@ -244,8 +244,9 @@ class WorkerBatches:
         self._wait_for_resumed(replays)
         if not self._iterable:
             # No islice, which would call iter().
-            for _ in zip(range(position.batches), iter(functools.partial(next, indices, self), self), strict=False):
-                pass
+            for _ in range(position.batches):
+                if next(indices, self) is self:
+                    break
         self.progress: Progress = Progress(
             start, position, workers=self._states, base_seed=self._base_seed, iterable=self._iterable
         )

@@ -14,6 +14,7 @@ from torch.utils.data.dataloader import _DatasetKind, _get_distributed_settings
 from aiofeed.core.errors import StateError
 from aiofeed.processes.loader_workers import random_state as rng
 from aiofeed.processes.loader_workers.fetching import dataset_state, first_stateful
+from aiofeed.sampling.state import state_hint
 
 VERSION = 1
 
@@ -259,13 +260,13 @@ class LoaderState:
     def parse(cls, state: dict[str, Any], loader: Any) -> LoaderState:
         """The parts of a ``state_dict``; ``StateError`` if it is damaged or of another loader or version."""
         try:
-            if state["version"] != VERSION:
+            if type(state["version"]) is not int or state["version"] != VERSION:
                 raise StateError(f"the state has version {state['version']!r}; this aiofeed reads {VERSION}")
             epoch = state["epoch"]
             loaded = cls(
                 state,
                 _natural(state["num_workers"]),
-                state["batches"],
+                None if state["batches"] is None else _natural(state["batches"]),
                 _natural(state["rank"]),
                 LoaderPosition(
                     _natural(epoch["batches"]),
@@ -291,6 +292,7 @@ class LoaderState:
                 ) from None
             raise StateError(
                 f"this is not the state of an aiofeed.DataLoader, or it is damaged: {type(error).__name__}: {error}"
+                f"{state_hint(state, 'own_generators')}"
             ) from error
         loaded._check(loader)
         return loaded

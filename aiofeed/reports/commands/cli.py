@@ -126,6 +126,7 @@ def _cache(options: argparse.Namespace) -> int:
 def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("replay", help="print the samples of any step of a training, from a saved state")
     command.add_argument("state", metavar="STATE", help="a feeder's state or a checkpoint with one: JSON or torch.save")
+    command.add_argument("--at", metavar="PLACE", help="the place of the state among several, as in feeders.train")
     command.add_argument("--step", type=int, required=True, help="the batch of a rank, from 0")
     command.add_argument("--epoch", type=int, default=0, help="the epoch from which on steps count (default: 0)")
     command.add_argument("--rank", type=int, help="the rank (default: that of the state)")
@@ -136,4 +137,5 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _replay(options: argparse.Namespace) -> int:
     from aiofeed.reports.commands.replay import replay
 
-    return replay(options.state, options.data, step=options.step, epoch=options.epoch, rank=options.rank)
+    where = {"at": options.at, "step": options.step, "epoch": options.epoch, "rank": options.rank}
+    return replay(options.state, options.data, **where)

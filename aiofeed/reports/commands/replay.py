@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from aiofeed.core.errors import StateError
 from aiofeed.reports.commands.data_set import open_data_set
 from aiofeed.sampling.feed_order import FeedOrder
-from aiofeed.sampling.state import SavedState
+from aiofeed.sampling.listers.mixture import MixtureOrder
+from aiofeed.sampling.state import ORDERS, SavedState, states_in
 from aiofeed.sources.subset import fingerprint_of
 
 
-def replay(path: str, data: Sequence[str], *, step: int, epoch: int, rank: int | None) -> int:
+def replay(path: str, data: Sequence[str], *, at: str | None, step: int, epoch: int, rank: int | None) -> int:
     """Print the samples of a step as JSON, one a line; returns the exit code."""
     try:
-        state = SavedState.from_dict(_read(path))
-        if state.sampler:
+        state = SavedState.from_dict(_read(path, at))
+        mixture, schedule = None, state.schedule
+        if state.order == ORDERS["mixture"]:
+            mixture = MixtureOrder.of_state(state.sampler, schedule.seed, shuffle=bool(schedule.shuffle))
+        elif state.sampler:
             raise StateError(f"the state does not have the whole order, {state.order}: call feeder.samples({step})")
         source = open_data_set(data).source if data else None
         if source is not None and fingerprint_of(source, len(source)) != state.fingerprint:
             raise StateError(f"the state is of other data than {source!r}")
-        schedule = state.schedule
-        order = FeedOrder(schedule, None, (schedule.rank, schedule.world_size))
+        order = FeedOrder(schedule, None, (schedule.rank, schedule.world_size), mixture)
         for sample in order.samples_at(step, epoch, rank, lambda at: None if source is None else str(source.key(at))):
             print(json.dumps(asdict(sample)))
     except (OSError, ValueError, ImportError, RuntimeError, StateError) as error:
@@ -34,8 +37,8 @@ def replay(path: str, data: Sequence[str], *, step: int, epoch: int, rank: int |
     return 0
 
 
-def _read(path: str) -> Mapping[str, Any]:
-    """The state of a feeder in a file of JSON or of ``torch.save``, also within a checkpoint."""
+def _read(path: str, at: str | None) -> Mapping[str, Any]:
+    """The state of a feeder in a file of JSON or of ``torch.save``, also within a checkpoint, there by its place."""
     with open(path, "rb") as file:
         content = file.read(1)
         if content == b"{":
@@ -47,15 +50,10 @@ def _read(path: str) -> Mapping[str, Any]:
                 saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except Exception as error:  # noqa: BLE001 - those of torch, zip files and pickles
                 raise StateError(f"{path} is no JSON, nor a safe file of torch.save: {error}") from None
-    states = list(_states(saved, ()))
-    if len(states) != 1:
-        raise StateError(f"{path} has {len(states)} states of feeders, at {[name for name, _ in states]}, and not one")
-    return states[0][1]
-
-
-def _states(value: object, name: tuple[object, ...]) -> Iterator[tuple[tuple[object, ...], Mapping[str, Any]]]:
-    if isinstance(value, Mapping):
-        if "handed_out" in value:
-            yield name, value
-        for key, inner in value.items():
-            yield from _states(inner, (*name, key))
+    states = list(states_in(saved, "handed_out"))
+    found = [state for name, state in states if at is None or at == ".".join(map(str, name))]
+    if len(found) == 1:
+        return found[0]  # type: ignore[no-any-return]
+    places = [".".join(map(str, name)) for name, _ in states]
+    way = f": choose one of them, as in --at {places[-1]}" if places else ""
+    raise StateError(f"{path} has {len(states)} states of feeders, at {[name for name, _ in states]}, and not one{way}")

@@ -80,7 +80,7 @@ class Balanced(LengthPlan):
         length: Measure | None = None,
     ) -> None:
         self.groups: int = check_int_from(2, "Balanced(groups=)", groups)
-        super().__init__(lengths, length)
+        super().__init__(lengths, length, max_tokens=max_tokens)
         self.max_tokens: int = check_positive_int("Balanced(max_tokens=)", max_tokens)
         self.cost: Cost | None = check_callable("Balanced(cost=)", cost)
         self.accumulate: int = check_positive_int("Balanced(accumulate=)", accumulate)

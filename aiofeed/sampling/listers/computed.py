@@ -12,6 +12,7 @@ import numpy as np
 
 from aiofeed.core.errors import StateError
 from aiofeed.core.random_numbers import mix64
+from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.order import ComputedEpoch, Int64, Permutation, drawn_from, epoch_seed, feistel
 from aiofeed.sampling.schedule import Position, Schedule
 from aiofeed.sampling.state import json_dict
@@ -156,9 +157,10 @@ class ExcludingOrder(ComputedOrder):
     Its state has the position among all samples, so that a resume may exclude others: none comes twice.
 
     Args:
-        base: The order of all samples.
+        base: The order of all samples, if they are not of a mixture.
         exclude: Samples to leave out, by index or key.
         key: Gives the key of an index.
+        mixture: The order of all samples of a mixture that has each of them once in an epoch.
 
     Raises:
         TypeError, ValueError: An item of ``exclude`` is neither an index nor a key.
@@ -167,7 +169,9 @@ class ExcludingOrder(ComputedOrder):
     argument = "exclude"
     differs = "other exclude="
 
-    def __init__(self, base: Schedule, exclude: Any, key: Callable[[int], str]) -> None:
+    def __init__(
+        self, base: Schedule, exclude: Any, key: Callable[[int], str], mixture: MixtureOrder | None = None
+    ) -> None:
         if isinstance(exclude, str) or not isinstance(exclude, Iterable):
             raise TypeError(f"exclude must be a list of indices or keys, got {exclude!r}")
         given, samples = set(exclude.tolist() if isinstance(exclude, np.ndarray) else exclude), range(base.length)
@@ -179,6 +183,7 @@ class ExcludingOrder(ComputedOrder):
         excluded = np.array(sorted({int(found.get(item, item)) for item in given}), np.int64)
         super().__init__(base.length - len(excluded), hashlib.sha256(excluded.tobytes()).hexdigest()[:32])
         self._base = base
+        self.mixture: MixtureOrder | None = mixture
         self._excluded = excluded
         self._last = -1, excluded
 
@@ -190,26 +195,38 @@ class ExcludingOrder(ComputedOrder):
         last = self._last
         if last[0] != epoch:
             base, found = self._base, self._excluded
-            if base.shuffle == "keyed":
+            if base.shuffle == "keyed" and self.mixture is None:
                 found = feistel(base.length, base.seed, epoch, inverse=True)(found)
-            elif base.shuffle:
-                found = np.flatnonzero(np.isin(base.permutation(epoch)(np.arange(base.length)), found))
+            elif base.shuffle or self.mixture is not None:
+                found = np.flatnonzero(np.isin(self._all(epoch)(np.arange(base.length)), found))
             last = self._last = epoch, np.sort(found) - np.arange(len(found))
         return last[1]
 
+    def _all(self, epoch: int) -> Permutation:
+        mixture = self.mixture
+        return self._base.permutation(epoch, None if mixture is None else mixture.list_epoch(epoch, resumed=False))
+
     def permutation(self, epoch: int) -> Permutation:
         """The index at each position of an epoch."""
-        indices, gaps = self._base.permutation(epoch), self._gaps(epoch)
+        indices, gaps = self._all(epoch), self._gaps(epoch)
         return lambda positions: indices(positions + np.searchsorted(gaps, positions, side="right"))
 
     def state(self, position: Position) -> str:
         """What identifies the excluded samples, and the position after the last sample among all, as JSON."""
-        consumed = position.consumed
+        consumed, mixture = position.consumed, self.mixture
         passed = int(np.searchsorted(self._gaps(position.epoch), consumed - 1, side="right")) if consumed else 0
-        return json.dumps({self.argument: self.digest, "at": consumed + passed})
+        at = consumed + passed
+        whole = {} if mixture is None else json.loads(mixture.state(Position(position.epoch, at)))
+        return json.dumps({**whole, self.argument: self.digest, "at": at})
 
     def load_state(self, text: str) -> None:
-        """Does nothing: a state may exclude other samples, see ``FeedOrder.resumed``."""
+        """Load the state of a mixture. A state may exclude other samples, see ``FeedOrder.resumed``."""
+        if self.mixture is not None:
+            self.mixture.load_state(text)
+
+    def identity(self) -> str:
+        """Identifies the excluded samples, and the mixture."""
+        return super().identity() + ("" if self.mixture is None else self.mixture.identity())
 
     def consumed(self, epoch: int, at: int) -> int:
         """The position that a position among all samples has here."""

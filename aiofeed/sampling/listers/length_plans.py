@@ -49,6 +49,7 @@ class LengthPlan(ABC):
         lengths: The length of each sample, an int from 1; or a function of the index, called once per sample; or
             "measure"; ``None`` for the items of a stream, which are measured as they come.
         length: How samples are measured, see ``Buckets``.
+        size: The next argument, which must not be 0.
 
     Attributes:
         streams: Whether the plan is for a stream.
@@ -62,7 +63,7 @@ class LengthPlan(ABC):
     examined = False
     """Whether it has looked for costs that cannot be balanced."""
 
-    def __init__(self, lengths: Lengths | None, length: Measure | None = None) -> None:
+    def __init__(self, lengths: Lengths | None, length: Measure | None = None, **size: object) -> None:
         self._given = lengths
         self._lengths: Int64 | None = None
         self.streams: bool = lengths is None
@@ -70,6 +71,11 @@ class LengthPlan(ABC):
         self.length: Measure | None = length
         self._window = STREAM_WINDOW if self.streams else WINDOW
         measured, plan = self.streams or self.measures, type(self).__name__
+        for name, value in size.items():
+            if isinstance(lengths, int | np.integer):
+                raise TypeError(f"lengths, one for each sample, come first: {plan}(lengths, {name}={lengths})")
+            if type(value) is int and value == 0:
+                raise ValueError(f"{plan} needs {name}=: {plan}({name}=) must be at least 1, got 0")
         if self.streams and self.groups is not None:
             raise ValueError(f"{plan}(groups=) balances samples whose lengths are known: pass lengths=")
         if length is not None and not measured:
@@ -203,7 +209,7 @@ class Buckets(LengthPlan):
         *,
         length: Measure | None = None,
     ) -> None:
-        super().__init__(lengths, length)
+        super().__init__(lengths, length, boundaries=boundaries)
         self.boundaries: list[int] = [
             check_positive_int(f"boundaries[{at}]", each) for at, each in enumerate(boundaries)
         ]
@@ -281,7 +287,7 @@ class TokenBudget(LengthPlan):
         on_oversize: OnOversize = "error",
         length: Measure | None = None,
     ) -> None:
-        super().__init__(lengths, length)
+        super().__init__(lengths, length, max_tokens=max_tokens)
         self.max_tokens: int = check_positive_int("TokenBudget(max_tokens=)", max_tokens)
         self.max_samples: int | None = (
             None if max_samples is None else check_positive_int("TokenBudget(max_samples=)", max_samples)
@@ -490,8 +496,9 @@ class PlanLister:
             difference = f"{there}) in the state, {here}) here" if there != here else f"other lengths= of {here})"
             raise StateError(f"the state is of another plan: {difference}")
         # FeedOrder.resumed compares samples that are excluded.
-        order = "" if "exclude" in json_dict(order or "{}") else order
-        lister = None if isinstance(self.order, ExcludingOrder) else self.order
+        names = json_dict(order or "{}").keys()
+        order = order if "mixture" in names or "exclude" not in names else ""
+        lister = self.order.mixture if isinstance(self.order, ExcludingOrder) else self.order
         if bool(order) != (lister is not None):
             raise StateError(
                 "the state is of a plan with another order of samples: with or without a Mixture or weights="

@@ -16,6 +16,7 @@ import hashlib
 import heapq
 import json
 import math
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -338,6 +339,31 @@ class MixtureOrder:
         self.changed_at: Position = Position()
         self._course = self._fresh()
         self.may_change: bool = not restarts
+
+    @classmethod
+    def of_state(cls, text: str, seed: int, *, shuffle: bool) -> MixtureOrder:
+        """Return the order of a state, without the sources.
+
+        Raises:
+            StateError: The state has not all of it, or is damaged.
+        """
+        try:
+            state = json.loads(text)
+            known = re.fullmatch(r"(?s).*; (\w+), weights \[(.*)\], (\d+) samples(.*)\)", state["mixture"])
+            if known is None or "exclude" in state:
+                raise StateError(
+                    "the state does not have the whole order: weights= is a function, or there is exclude="
+                )
+            kind, parts, samples, restarts = known.groups()
+            shares = ConstantShares([Fraction(part) for part in parts.split(",")])
+            interleaving = Interleaving(shares, Blocks(int(samples)), seed if kind == "random" else None)
+            # After the sources come those that were taken out.
+            lengths = {name: course[0] for name, course in list(state["course"][-1].items())[: len(shares.parts)]}
+            order = cls(lengths, interleaving, seed, shuffle=shuffle, restarts=bool(restarts))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise StateError(f"the state is damaged: its mixture is {text!r:.200}") from error
+        order.load_state(text)
+        return order
 
     def _fresh(self) -> dict[str, SourceCourse]:
         return {name: SourceCourse(length) for name, length in zip(self._names, self._lengths, strict=True)}

@@ -87,7 +87,7 @@ class Pack(LengthPlan):
         groups: int = 64,
     ) -> None:
         self.groups: int | None = None if cost is None else check_int_from(2, "Pack(groups=)", groups)
-        super().__init__(lengths, length)
+        super().__init__(lengths, length, context=context)
         self.cost: Cost | None = check_callable("Pack(cost=)", cost)
         self.context: int = check_positive_int("Pack(context=)", context)
         self.rows: int = check_positive_int("Pack(rows=)", rows)

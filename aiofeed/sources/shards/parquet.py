@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import io
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -20,6 +21,7 @@ from aiofeed.sources.parts import in_order
 from aiofeed.sources.shards.base import RecentParts, Shards
 from aiofeed.sources.shards.index import ShardIndex
 from aiofeed.sources.shards.urls import Shard, Urls
+from aiofeed.sources.tokens.formats import is_text
 
 # Most footers are shorter, so that one request reads them.
 _TAIL_BYTES = 64 << 10
@@ -36,11 +38,15 @@ class RowGroups:
     Args:
         metadata: pyarrow's description of the file.
         first: The first row of each group, and the number of rows.
+        leaves: The column chunks that are read of a group.
+        data: The column of ``data=``, and the fields within it.
         targets: The columns of targets, by name.
     """
 
     metadata: Any
     first: Any
+    leaves: Sequence[int] = ()
+    data: Sequence[str] = ()
     targets: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -93,7 +99,7 @@ class ParquetRows(Shards):
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"ParquetRows({argument}=) must be the name of a column, got {value!r}")
         self._columns = None if columns is None else list(columns)
-        self._data = data.split(".") if data is not None else None
+        self._data = data
         self._target_columns = target
         self._to_target = check_callable("ParquetRows(to_target=)", to_target)
         self._tables = RecentParts()
@@ -133,6 +139,12 @@ class ParquetRows(Shards):
         tail = await self._tail(shard, _TAIL_BYTES)
         length = int.from_bytes(tail[-8:-4], "little") + 8
         if not tail.endswith(b"PAR1") or length > shard.size:
+            # The first character may be cut.
+            if is_text(tail.lstrip(bytes(range(0x80, 0xC0))), least=1):
+                raise ValueError(
+                    "this is text, and not a Parquet file: for a list of paths pass aiofeed.Manifest(path); for rows, "
+                    "Table(pyarrow.csv.read_csv(path)) or a dataset of datasets.load_dataset"
+                )
             raise ValueError("this is not a Parquet file, or it is truncated or encrypted")
         if length > len(tail):
             tail = await self._tail(shard, length)
@@ -144,18 +156,35 @@ class ParquetRows(Shards):
     async def _index(self, shard: Shard) -> None:
         metadata = await self._footer(shard)
         rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-        shard.extra = RowGroups(metadata, np.cumsum([0, *rows]))
-        wanted = [*(self._columns or ()), *([".".join(self._data)] if self._data else ())]
-        targets = self._target_columns or []
+        shard.extra = found = RowGroups(metadata, np.cumsum([0, *rows]))
+        fields, wanted = metadata.schema.to_arrow_schema(), self._columns
+        names, counts = fields.names, Counter(fields.names)
+        targets = self._target_columns if self._target_columns is not None else []
         targets = [targets] if isinstance(targets, str) else list(targets)
-        for name in [*wanted, *targets]:
-            if not leaves(metadata, [name]):
-                raise ValueError(f"there is no column {name!r}; there are {_names(shard)}")
+        if self._data is not None:
+            found.data = self._path(fields, self._data) or ()
+            wanted = [self._data]
+        for name in [*(names if wanted is None else wanted), *targets]:
+            known = found.data if name == self._data and name not in targets else leaves(metadata, [name])
+            if not known or (name in targets and name not in names):
+                raise ValueError(f"there is no column {name!r}; there are {names}")
+            if counts[name] > 1:
+                raise ValueError(f"{counts[name]} columns have the name {name!r}")
+        found.leaves = leaves(metadata, wanted)
         if targets:
             async with self._scanning:
-                groups = range(metadata.num_row_groups)
-                tables = [await self._read_rows(shard, group, targets) for group in groups]
+                groups, chosen = range(metadata.num_row_groups), leaves(metadata, targets)
+                tables = [await self._read_rows(shard, group, chosen) for group in groups]
             shard.extra.targets = {name: _column(tables, name) for name in targets}
+
+    def _path(self, fields: Any, name: str) -> list[str] | None:
+        """The column of a name and the fields within it, which may have dots in names of their own."""
+        is_struct = importlib.import_module("pyarrow").types.is_struct
+        if any(each.name == name for each in fields):
+            return [name]
+        structs = [each for each in fields if name.startswith(f"{each.name}.") and is_struct(each.type)]
+        paths = [(each.name, self._path(list(each.type), name[len(each.name) + 1 :])) for each in structs]
+        return next(([head, *path] for head, path in paths if path), None)
 
     async def _tail(self, shard: Shard, nbytes: int) -> bytes:
         [tail] = await shard.read([(max(shard.size - nbytes, 0), shard.size)])
@@ -163,10 +192,13 @@ class ParquetRows(Shards):
 
     def _target(self, index: int) -> Any:
         shard, row = self._find(index)
-        values = {name: column[row] for name, column in shard.extra.targets.items()}
-        values = {name: value.as_py() if hasattr(value, "as_py") else value.item() for name, value in values.items()}
+        values = {name: self._value(column, row) for name, column in shard.extra.targets.items()}
         value = values[self._target_columns] if isinstance(self._target_columns, str) else values
         return value if self._to_target is None else self._to_target(value)
+
+    def _value(self, column: Any, row: int) -> Any:
+        value = column[row]
+        return value.as_py() if hasattr(value, "as_py") else value.item()
 
     async def _read_group(self, shard: Shard, samples: Sequence[int]) -> list[Any]:
         """Rows of one file; each row group is read once."""
@@ -218,21 +250,20 @@ class ParquetRows(Shards):
 
     def _chosen(self, value: Any, row: int, shard: Shard) -> Any:
         """The value of the column for the decoder; a ``ValueError`` if it is null."""
-        assert self._data is not None
-        for name in self._data:
+        for name in shard.extra.data:
             value = None if value is None else value[name]
-        return ValueError(f"{shard.url}: row {row} has no {'.'.join(self._data)!r}") if value is None else value
+        return ValueError(f"{shard.url}: row {row} has no {self._data!r}") if value is None else value
 
     async def _table(self, shard: Shard, group: int) -> Any:
         """A row group, read once if several reads need it at the same time."""
-        columns = [self._data[0]] if self._data else self._columns
-        return await self._tables.get((shard, group), lambda: self._read_rows(shard, group, columns))
+        chosen = shard.extra.leaves
+        return await self._tables.get((shard, group), lambda: self._read_rows(shard, group, chosen))
 
-    async def _read_rows(self, shard: Shard, group: int, columns: Sequence[str] | None) -> Any:
-        """The columns of a row group."""
+    async def _read_rows(self, shard: Shard, group: int, chosen: Sequence[int]) -> Any:
+        """Column chunks of a row group, by their numbers."""
         metadata = shard.extra.metadata
         described = metadata.row_group(group)
-        chunks = [described.column(number) for number in leaves(metadata, columns)]
+        chunks = [described.column(number) for number in chosen]
         ranges = []
         for chunk in chunks:
             start = chunk.data_page_offset
@@ -242,7 +273,7 @@ class ParquetRows(Shards):
         parts = await shard.read(ranges)
         file = _PartsOfFile(shard.size, {start: part for (start, _), part in zip(ranges, parts, strict=True)})
         try:
-            return await asyncio.to_thread(_read_row_group, file, metadata, group, columns)
+            return await asyncio.to_thread(_read_row_group, file, metadata, group, chosen)
         except Exception as error:  # noqa: BLE001 - pyarrow's errors
             raise ValueError(f"{shard.url}: row group {group}: {error}") from None
 
@@ -259,18 +290,30 @@ def _parquet() -> Any:
         raise ImportError('Parquet files are read by pyarrow: pip install "aiofeed[parquet]"') from None
 
 
-def _read_row_group(file: _PartsOfFile, metadata: Any, group: int, columns: Sequence[str] | None) -> Any:
+def _read_row_group(file: _PartsOfFile, metadata: Any, group: int, chosen: Sequence[int]) -> Any:
+    # Its reader takes numbers. The names of `read_row_group` are ambiguous: "a" is a part of "a.b", too.
     opened = _parquet().ParquetFile(file, metadata=metadata, pre_buffer=False)
-    return opened.read_row_group(group, columns=columns, use_threads=False)
+    return opened.reader.read_row_group(group, column_indices=list(chosen), use_threads=False)
 
 
 def leaves(metadata: Any, columns: Sequence[str] | None) -> list[int]:
-    """The numbers of the column chunks of columns; ``None``: of all."""
+    """The numbers of the column chunks of columns, or of fields of structs by their path; ``None``: of all."""
     numbers = range(metadata.num_columns)
     if columns is None:
         return list(numbers)
-    paths = [metadata.schema.column(number).path for number in numbers]
-    return [number for number in numbers if any(f"{paths[number]}.".startswith(f"{name}.") for name in columns)]
+    own: dict[str, range] = {}
+    end = 0
+    for column in metadata.schema.to_arrow_schema():
+        own[column.name] = range(end, end := end + _leaf_count(column.type))
+    paths = () if own.keys() >= set(columns) else [f"{metadata.schema.column(number).path}." for number in numbers]
+    found = [own.get(name) or [at for at, path in enumerate(paths) if path.startswith(f"{name}.")] for name in columns]
+    return list(dict.fromkeys(chain.from_iterable(found)))
+
+
+def _leaf_count(kind: Any) -> int:
+    kind = getattr(kind, "storage_type", kind)
+    inner = [kind.key_type, kind.item_type] if hasattr(kind, "item_type") else map(kind.field, range(kind.num_fields))
+    return sum(_leaf_count(getattr(each, "type", each)) for each in inner) or 1
 
 
 def _column(tables: Sequence[Any], name: str) -> Any:

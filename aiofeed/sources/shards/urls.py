@@ -139,7 +139,7 @@ class ShardFinder:
         wildcard = _GLOB.search(shard.key)
         if wildcard is None:
             if shard.local and await asyncio.to_thread(os.path.isdir, shard.key):
-                raise IsADirectoryError(f"{shard.key!r} is a folder; {shard.key.rstrip('/')}/* are the files in it")
+                raise IsADirectoryError(f"{shard.key!r} is a folder; {await asyncio.to_thread(_inside, shard.key)}")
             return [shard]
         if url.startswith(("http://", "https://")):
             raise ValueError(f"{shard.url!r}: a web server cannot be listed; name shards with {{000..099}} or a list")
@@ -196,6 +196,13 @@ def expand_braces(text: str) -> list[str]:
     else:
         raise ValueError(f"{redacted(text)!r}: braces contain a range {{000..099}} or a list {{a,b}}, not {{{body}}}")
     return [f"{head}{part}{rest}" for part in parts for rest in expand_braces(tail)]
+
+
+def _inside(folder: str) -> str:
+    for name, split in (("state.json", ""), ("dataset_dict.json", "['train']")):
+        if os.path.exists(os.path.join(folder, name)):  # written by save_to_disk
+            return f"pass the dataset: datasets.load_from_disk({folder!r}){split}"
+    return f"{folder.rstrip('/')}/* are the files in it"
 
 
 def _local_matches(path: str) -> list[str]:

@@ -114,6 +114,8 @@ class ValueColumn:
     def __init__(self, column: Any, problem: str) -> None:
         self.problem = problem
         self.column = column
+        self._ends = list(accumulate(map(len, column.chunks)))
+        self._checked: set[int] = set()
         self._value = _as_python
         if is_encoded(column.type):
             self._value = _file
@@ -122,11 +124,16 @@ class ValueColumn:
 
     def value(self, row: int) -> Any:
         """Return a row; ``None`` for null."""
+        number = bisect_right(self._ends, row)
+        if number not in self._checked:
+            # Of a damaged file, arrow would read beyond the memory of the column.
+            self.column.chunk(number).validate(full=True)
+            self._checked.add(number)
         return self._value(self.column, int(row))
 
     def values(self, rows: NDArray[np.int64]) -> list[Any]:
         """Return rows; ``None`` for null."""
-        return [self._value(self.column, row) for row in rows.tolist()]
+        return [self.value(row) for row in rows.tolist()]
 
 
 def _as_python(column: Any, row: int) -> Any:
@@ -137,7 +144,8 @@ def _as_python(column: Any, row: int) -> Any:
 
 def _as_array(column: Any, row: int) -> Any:
     try:
-        return _array(column.slice(row, 1).chunk(0))[0].copy()
+        found = _array(column.slice(row, 1).chunk(0))[0]
+        return found.copy() if found.shape else found.item()
     except NoTensorsError:
         return column[row].as_py()
 
@@ -226,7 +234,8 @@ def _column(column: Any) -> NumberColumn | ValueColumn:
     if isinstance(column, np.ndarray):
         return NumberColumn([column])
     try:
-        return NumberColumn([_array(chunk) for chunk in column.chunks or [arrow().array([], column.type)]])
+        # Not array([], type), which some types lack.
+        return NumberColumn([_array(chunk) for chunk in column.chunks or [arrow().nulls(0, column.type)]])
     except NoTensorsError as error:
         return ValueColumn(column, str(error))
 
@@ -243,11 +252,21 @@ def _array(chunk: Any) -> NDArray[Any]:
     Raises:
         NoTensorsError: It is not possible.
     """
-    types, kind, shape = arrow().types, chunk.type, None
+    types, shape = arrow().types, None
+    if types.is_dictionary(chunk.type) and types.is_primitive(chunk.type.value_type):
+        chunk = chunk.dictionary_decode()
+    kind = chunk.type
     if chunk.null_count:
         raise NoTensorsError("has null values")
     if isinstance(kind, arrow().FixedShapeTensorType):
-        return chunk.to_numpy_ndarray()  # type: ignore[no-any-return]
+        # Not to_numpy_ndarray(), which has no bools, and gives other values for some permutations.
+        axes = list(kind.permutation or range(len(kind.shape)))
+        if [axes[axis] for axis in axes] != sorted(axes):
+            # Arrow's specification and pyarrow's from_numpy_ndarray() mean inverse permutations.
+            raise NoTensorsError(f"has tensors whose axes {axes} other programs take for their inverse")
+        return _array(chunk.storage).reshape(len(chunk), *kind.shape).transpose(0, *(1 + axis for axis in axes))
+    if str(kind) == "extension<arrow.bool8>":
+        return chunk.storage.to_numpy() != 0  # type: ignore[no-any-return]
     if isinstance(kind, arrow().BaseExtensionType):
         # Hugging Face's Array2D has a shape, of which the first size may be unknown.
         shape = getattr(kind, "shape", None)
@@ -268,6 +287,14 @@ def _array(chunk: Any) -> NDArray[Any]:
     if len(lengths) > 1:
         raise NoTensorsError(f"has lists of different lengths, {lengths[0]} and {lengths[1]}")
     return values.reshape(len(chunk), *(shape if shape and None not in shape else (lengths[0], *values.shape[1:])))
+
+
+def take_rows(table: Any, rows: Any) -> Any:
+    """Return rows of an Arrow table, also of types that arrow's ``take`` does not know, such as views of texts."""
+    try:
+        return table.take(rows)
+    except arrow().ArrowNotImplementedError:
+        return arrow().concat_tables([table.slice(row, 1) for row in rows])
 
 
 def is_list(kind: Any) -> bool:

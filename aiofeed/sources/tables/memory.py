@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.runtime.machine import free_memory
+from aiofeed.sources.objects.listing import run_blocking
+from aiofeed.sources.shards.urls import ShardFinder
 from aiofeed.sources.tables.columns import Columns, NumberColumn, arrow
 from aiofeed.sources.tables.table import Table, as_list, check_columns
 
@@ -40,9 +42,10 @@ class MemoryTable(Table):
         self._load()
 
     def _load(self) -> None:
-        is_path = isinstance(self._table, str | os.PathLike)
-        self.name: str = os.fspath(self._table) if is_path else "Table"
-        columns, self._rows = _columns_of(mapped(self.name) if is_path else self._table)
+        paths = self._table if isinstance(self._table, list | tuple) else [self._table]
+        are_paths = bool(paths) and all(isinstance(path, str | os.PathLike) for path in paths)
+        self.name: str = os.fspath(paths[0]) if are_paths else "Table"
+        columns, self._rows = _columns_of(_mapped_all(paths) if are_paths else self._table)
         known, targets = [name for name, _ in columns], as_list(self._target_columns)
         chosen = self._chosen or (known if self.data is None else [self.data])
         check_columns(self.name, known, [*chosen, *targets])
@@ -141,7 +144,7 @@ def _instead(table: Any, kind: str) -> str:
         return f"pass one of the values {list(table)[:8]} of the {kind}, or pyarrow.table(...) of columns"
     if isinstance(table, np.ndarray):
         return f"an array {list(table.shape)} of {table.dtype} has no columns, pass aiofeed.Tensors(array)"
-    return "got an empty list, which may come from a glob" if table == [] else f"got {kind}"
+    return "got an empty list, which may come from a glob" if isinstance(table, list) and not table else f"got {kind}"
 
 
 def _of_dataset(dataset: Any) -> tuple[Any, NDArray[np.int64] | None]:
@@ -168,12 +171,28 @@ def _converted(name: Any, values: Any) -> Any:
     return column if isinstance(column, arrow().ChunkedArray) else arrow().chunked_array([column])
 
 
+def _mapped_all(paths: Sequence[str | os.PathLike[str]]) -> Any:
+    """Map files, of which a text may be a glob, as one table."""
+    if any(isinstance(path, str) and not os.path.exists(path) for path in paths):
+        shards = run_blocking(lambda: ShardFinder(None, None).find(paths))
+        if remote := [shard.url for shard in shards if not shard.local]:
+            raise ValueError(f"{remote[0]}: Arrow files are read from disk only: download it, or write it as Parquet")
+        paths = [shard.key for shard in shards]
+    tables = [mapped(os.fspath(path)) for path in paths]
+    try:
+        return tables[0] if len(tables) == 1 else arrow().concat_tables(tables)
+    except arrow().ArrowException as error:
+        raise ValueError(f"{os.fspath(paths[0])} and other files differ in their columns: {error}") from None
+
+
 def mapped(path: str) -> Any:
     """Map a file of Arrow's IPC format, of its kind for files or for streams."""
     with arrow().memory_map(path) as file:
         magic = file.read(6)
         file.seek(0)
         try:
-            return (arrow().ipc.open_file if magic == b"ARROW1" else arrow().ipc.open_stream)(file).read_all()
-        except arrow().ArrowException as error:
+            found = (arrow().ipc.open_file if magic == b"ARROW1" else arrow().ipc.open_stream)(file).read_all()
+            found.validate()
+            return found
+        except (arrow().ArrowException, OSError, ValueError) as error:
             raise ValueError(f"{path}: it is no Arrow file, or a truncated one: {error}") from None

@@ -14,7 +14,7 @@ from aiofeed.core.types import Traits
 from aiofeed.sources.shards.parquet import ParquetRows
 from aiofeed.sources.shards.urls import Shard
 from aiofeed.sources.stream import Stream
-from aiofeed.sources.tables.columns import Columns, problem_of
+from aiofeed.sources.tables.columns import Columns, ValueColumn, problem_of, take_rows
 from aiofeed.sources.tables.table import Table, as_list, check_columns
 
 
@@ -27,14 +27,18 @@ class ParquetTable(ParquetRows, Table):
     def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
         ParquetRows.__init__(self, table, columns, data=self.data, target=target, **storage)
         self.name: str = self._shards[0].url
-        if self.data is not None:
-            self._data = [self.data]  # a dot in the name of a column parts no fields
+
+    def _path(self, fields: Any, name: str) -> list[str] | None:
+        return [name] if name in fields.names else None  # a dot in the name of a column parts no fields
+
+    def _value(self, column: Any, row: int) -> Any:
+        return super()._value(column, row) if isinstance(column, np.ndarray) else ValueColumn(column, "").value(row)
 
     def __repr__(self) -> str:
         return f"Table({len(self)} row{'s' * (len(self) != 1)} in {len(self._shards)} Parquet files)"
 
     def _take(self, shard: Shard, table: Any, first: int, rows: Sequence[int]) -> list[Any]:
-        return self._samples_read(table.take([row - first for row in rows]))
+        return self._samples_read(take_rows(table, [row - first for row in rows]))
 
     def _problems(self) -> Mapping[str, str | None]:
         found, schemas = {}, [shard.extra.metadata.schema.to_arrow_schema() for shard in self._shards]

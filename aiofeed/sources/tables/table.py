@@ -13,7 +13,7 @@ import numpy as np
 from aiofeed.core.types import Traits, public
 from aiofeed.core.validation import counted, explain_arguments
 from aiofeed.sources.subset import IndexedSource
-from aiofeed.sources.tables.columns import Columns, no_tensors
+from aiofeed.sources.tables.columns import Columns, no_tensors, take_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -171,7 +171,7 @@ class Table(IndexedSource):
         if not nulls:
             return self._samples_of(Columns.of(table), np.arange(len(table)))
         valid = ~np.logical_or.reduce([table.column(column).is_null().to_numpy() for column in nulls])
-        found = iter(self._samples_of(Columns.of(table.filter(valid)), np.arange(valid.sum())))
+        found = iter(self._samples_of(Columns.of(take_rows(table, np.flatnonzero(valid))), np.arange(valid.sum())))
         null = ValueError(f"{' or '.join(map(repr, nulls))} is null")
         return [next(found) if each else null for each in valid]
 

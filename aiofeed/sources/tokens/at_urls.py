@@ -212,7 +212,8 @@ class RemoteTokens(Tokens, ParquetRows):
         lists, column = shard.extra.metadata, shard.extra.column
 
         async def read() -> NDArray[Any]:
-            return tokens_of((await self._read_rows(shard, number, [column])).column(0).combine_chunks())
+            rows = await self._read_rows(shard, number, leaves(lists, [column]))
+            return tokens_of(rows.column(0).combine_chunks())
 
         if isinstance(lists, MappedLists):
             return lists.batches[number]

@@ -134,7 +134,7 @@ def _npy_layout(name: str, size: int, head: bytes) -> TokenLayout:
         nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         if file.tell() + nbytes > size:
             raise ValueError(f"it has {size} bytes of {file.tell() + nbytes}")
-    except (ValueError, EOFError) as error:
+    except Exception as error:  # numpy parses the header as Python code, and raises errors of that
         raise ValueError(f"{name} is no complete .npy file of numbers: {error}") from error
     if len(shape) != 1 or dtype.name not in DTYPES:
         raise ValueError(f"{name} has {dtype} {list(shape)}: tokens are one-dimensional and {', '.join(DTYPES)}")
@@ -145,10 +145,13 @@ def _check_raw(name: str, head: bytes, dtype: str) -> None:
     """Raise ``ValueError`` if a file begins like text, another format or integers that are wider than ``dtype``."""
     itemsize = np.dtype(dtype).itemsize
     kind = next((kind for magic, kind in OTHER_FORMATS.items() if head.startswith(magic)), None)
-    if kind is None and itemsize > 1 and _is_text(head):
-        kind = "text"
     if kind is not None:
         raise ValueError(f"{name} is {kind}, and not a file of {dtype} tokens")
+    if itemsize > 1 and is_text(head, TEXT_BYTES):
+        raise ValueError(
+            f"{name} is text, and not a file of {dtype} tokens: tokenise it first, and write the tokens, for example "
+            f"with numpy.asarray(tokens, {dtype!r}).tofile(path)"
+        )
     for wide in ("int64", "int32"):
         width = np.dtype(wide).itemsize
         if width <= itemsize:
@@ -162,9 +165,9 @@ def _check_raw(name: str, head: bytes, dtype: str) -> None:
             )
 
 
-def _is_text(head: bytes) -> bool:
-    """Whether bytes are UTF-8 without control characters. The last character may be cut."""
-    if len(head) < TEXT_BYTES or _CONTROL.search(head):
+def is_text(head: bytes, least: int) -> bool:
+    """Whether at least so many bytes are UTF-8 without control characters. The last character may be cut."""
+    if len(head) < least or _CONTROL.search(head):
         return False
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head)

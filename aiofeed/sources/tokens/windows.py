@@ -290,12 +290,17 @@ def _dtype_name(dtype: Any) -> str:
 def _checked_paths(given: Any) -> list[Any]:
     if not isinstance(given, str | os.PathLike | Iterable):
         raise TypeError(f"Tokens(paths) must be the path of a file, or several, got {given!r}")
-    paths = [given] if isinstance(given, str | os.PathLike) else list(given)
+    paths = []
+    for path in [given] if isinstance(given, str | os.PathLike) else given:
+        if not isinstance(path, str | os.PathLike):
+            what = path if isinstance(path, int) else type(path).__name__  # not a row of a dataset
+            raise TypeError(
+                f"Tokens reads files, got {what} in a {type(given).__name__}. For a dataset of "
+                f"documents: Feeder(Table(dataset), batch_size=Pack(...)); for tokens in memory, numpy.save(path, ...)"
+            )
+        paths.append(path)
     if not paths:
         raise ValueError("Tokens needs at least one file; an empty list may come from a glob without a match")
-    for path in paths:
-        if not isinstance(path, str | os.PathLike):
-            raise TypeError(f"Tokens(paths) must be paths of files, got {path!r}")
     return paths
 
 

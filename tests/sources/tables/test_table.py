@@ -519,6 +519,27 @@ def test_files_that_are_no_tables(kind: str, message: str, tmp_path: Path) -> No
     assert str(path) in str(caught.value)
 
 
+def test_a_folder_of_save_to_disk(tmp_path: Path) -> None:
+    """The error names load_from_disk; the Arrow files in it are a table by a glob, braces or a list, and pickled."""
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"x": [1.0, 2.0, 3.0, 4.0]})
+    data.save_to_disk(tmp_path / "one", num_shards=2)
+    datasets.DatasetDict({"train": data}).save_to_disk(tmp_path / "dict")
+    for name, way in (("one", r"load_from_disk\('.*one'\)$"), ("dict", r"load_from_disk\('.*dict'\)\['train'\]")):
+        with pytest.raises(IsADirectoryError, match=way):
+            Table(tmp_path / name)
+    files = [tmp_path / f"one/data-0000{number}-of-00002.arrow" for number in range(2)]
+    for paths in (f"{tmp_path}/one/*.arrow", f"{tmp_path}/one/data-0000{{0..1}}-of-00002.arrow", files, files[1:]):
+        table = pickle.loads(pickle.dumps(Table(paths)))
+        [batch] = Feeder(table, batch_size=4)
+        assert batch["x"].tolist() == [1.0, 2.0, 3.0, 4.0][-len(table) :]
+    with pytest.raises(FileNotFoundError, match="no shard matches"):
+        Table(f"{tmp_path}/none*.arrow")
+    datasets.Dataset.from_dict({"y": [1]}).save_to_disk(tmp_path / "other")
+    with pytest.raises(ValueError, match="other files differ in their columns"):
+        Table([*files, *(tmp_path / "other").glob("*.arrow")])
+
+
 @pytest.mark.parametrize("name", ["none.parquet", "none.arrow"])
 def test_a_missing_file(name: str, tmp_path: Path) -> None:
     """The error names the file."""
@@ -550,6 +571,8 @@ def test_files_of_different_columns(tmp_path: Path) -> None:
         (lambda: np.zeros((2, 2), [("a", "i4")]), TypeError, "has no columns"),
         (lambda: 7, TypeError, r"got builtins\.int"),
         (lambda: [], TypeError, "got an empty list"),
+        (lambda: pytest.importorskip("pandas").Series([1, 2]), TypeError, r"got pandas\..*Series"),
+        (lambda: torch.zeros(2, 2), TypeError, r"got torch\.Tensor"),
         (lambda: np.zeros(0, [("a", "i4")]), ValueError, "no rows"),
         (lambda: np.array([(1,), ("a",)], [("a", object)]), ValueError, "column 'a' cannot be converted to Arrow"),
     ],
