@@ -244,6 +244,7 @@ class _Epochs:
             stats,
             batch_size=loader.batch_size,
             workers=loader.num_workers,
+            prefetch_batches=loader.num_workers * loader.prefetch_factor if loader.prefetch_factor else 2,
             persistent=loader.persistent_workers or not loader.num_workers,
             device=self.copies,
             transform=self.ahead,

@@ -128,9 +128,10 @@ def _verdict(found: Bottleneck) -> str:
             nothing = "Other tasks block its event loop, for which batches wait."
         elif found.waiting >= KEEPS_UP:
             nothing = "Single batches are late, because other work uses the cores or samples differ."
-        elif found.start_s >= KEEPS_UP * stats.wall_s:
-            nothing = f"The wait for the first batch took {found.start_s / stats.wall_s:.0%} of the epoch."
-        loading = f"loading could deliver {min(rates):,.0f}/s; " if rates and min(rates) < inf else ""
+        elif stats.first_stall_s >= KEEPS_UP * stats.wall_s:
+            nothing = f"The wait for the first batch took {stats.first_stall_s / stats.wall_s:.0%} of the epoch."
+        # It has delivered what the step took.
+        loading = f"loading could deliver {max(min(rates), found.rate):,.0f}/s; " if rates and min(rates) < inf else ""
         return (
             f"The step is the limit: it takes {found.rate:,.0f} samples/s, {loading}training waits "
             f"{found.waiting:.0%} of the time. {nothing}"

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,28 @@ def test_threads_are_advised_up_to_the_share_of_the_gil(held: int, threads: bool
     found = explain_loader(stats, batch_size=8, workers=2, first_epoch=False)
     assert ("threads=" in advice(found)) == threads
     assert "could" in found.verdict
+
+
+def test_the_wait_for_the_first_batch_is_named() -> None:
+    """In a first epoch beside the limit; in later ones it may be the limit, without the time that loading takes."""
+    stats = EpochStats(batches=9, wall_s=4.0, first_batch_s=3.0, first_stall_s=3.0, stall_s=3.0, jobs=9, decode_s=0.1)
+    explain_epoch = partial(explain_loader, batch_size=8, workers=2, persistent=False)
+    found = explain_epoch(stats, first_epoch=True)
+    assert found.stage == "step"
+    assert "The wait for the first batch took 75% of the epoch." in found.verdict
+    found = explain_epoch(stats, first_epoch=False)
+    assert found.stage == "first batch"
+    assert "persistent_workers=True" in advice(found)
+    slow = replace(stats, decode_s=18.0, wall_s=8.0, stall_s=5.0)
+    assert explain_epoch(slow, first_epoch=False).stage == "dataset"
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
+def test_a_short_epoch_of_a_slow_dataset() -> None:
+    """Its batches are made while the first is awaited: the dataset is named, not the step, after which they come."""
+    found = explained(DataLoader(Items(12, 0.04), batch_size=4, num_workers=3), 0.03)
+    assert found.stage == "dataset"
+    assert found.waiting > 0.3
 
 
 @pytest.mark.parametrize("workers", [0, 1])
