@@ -95,12 +95,18 @@ def test_the_wait_for_the_first_batch_is_named() -> None:
     assert explain_epoch(slow, first_epoch=False).stage == "dataset"
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
 def test_a_short_epoch_of_a_slow_dataset() -> None:
     """Its batches are made while the first is awaited: the dataset is named, not the step, after which they come."""
-    found = explained(DataLoader(Items(12, 0.04), batch_size=4, num_workers=3), 0.03)
+    stats = EpochStats(
+        **{"batches": 3, "wall_s": 1.0, "first_batch_s": 0.65, "first_stall_s": 0.65, "stall_s": 0.654},
+        **{"jobs": 3, "decode_s": 1.8},
+    )
+    found = explain_loader(stats, batch_size=16, workers=2, prefetch_batches=4, first_epoch=True)
     assert found.stage == "dataset"
-    assert found.waiting > 0.3
+    assert found.waiting == pytest.approx(0.654)
+    loading = next(stage for stage in found.stages if stage.name == "dataset")
+    assert loading.samples_per_s is not None
+    assert found.samples_per_s < loading.samples_per_s < found.stages[-1].samples_per_s  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
