@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import operator
+import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -19,6 +20,14 @@ EXPANDED_BYTES = 256 << 20
 EXPANDED_TIMES = 100
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
+
+
+def number_from_environment(name: str, default: int) -> int:
+    """Return the number in an environment variable; ``default`` if there is none, which is no error of the user."""
+    try:
+        return int(os.environ.get(name, ""))
+    except ValueError:
+        return default
 
 
 def check_int(name: str, value: object) -> int:

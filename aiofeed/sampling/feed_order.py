@@ -300,12 +300,15 @@ def find_shard() -> tuple[int, int]:
         log.info("shard %d of %d, from torch.distributed", *shard)
         return shard
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if rank is None or world_size is None:
+    if not rank or not world_size:  # an empty variable is one that is not set
         return (0, 1)
     try:
         shard = check_shard((int(rank), int(world_size)))
     except ValueError as error:
-        raise ValueError(f"RANK={rank!r} and WORLD_SIZE={world_size!r} in the environment: {error}") from error
+        raise ValueError(
+            f"RANK={rank!r} and WORLD_SIZE={world_size!r} in the environment: {error}. Unset them, or pass "
+            f"shard=(rank, world_size)"
+        ) from error
     log.info("shard %d of %d, from RANK and WORLD_SIZE", *shard)
     return shard
 

@@ -228,6 +228,16 @@ def test_one_line_for_the_loaders_of_a_line(shell: Shell, capsys: pytest.Capture
     assert f"test_run.py:{line_number} DataLoader of TensorDataset, num_workers=0: 12 batches, waited 0." in line
 
 
+@pytest.mark.parametrize("rank", ["", "node-0", "\u00b2"])
+def test_a_rank_that_is_no_number(
+    rank: str, shell: Shell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is that of the environment, of which torch's loaders read nothing: they work, and are listed."""
+    monkeypatch.setenv("RANK", rank)
+    assert len(list(DataLoader(ROWS, 5))) == 4
+    assert len(lines(shell, capsys)) == 1
+
+
 def test_loaders_from_before_the_extension(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:
     """A loader that was made before is changed, too, and all are torch's again after the extension is unloaded."""
     aiofeed.unload_ipython_extension(shell)  # type: ignore[attr-defined]

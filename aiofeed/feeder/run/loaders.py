@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing.util
-import os
 import sys
 import time
 import weakref
@@ -13,6 +12,7 @@ from typing import Any, cast
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
+from aiofeed.core.validation import number_from_environment
 from aiofeed.feeder.dataloader import DataLoader, LoaderIterator, _Epochs
 from aiofeed.runtime import machine
 
@@ -100,7 +100,7 @@ def _record(loader: Any) -> LoaderRecord:
     kind = f"{type(loader).__name__} of {type(loader.dataset).__name__}"
     name = f"{vars(loader).get('_aiofeed_place', '')}{kind}, num_workers={loader.num_workers}"
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    rank = torch.distributed.get_rank() if distributed else int(os.environ.get("RANK", "0"))
+    rank = torch.distributed.get_rank() if distributed else number_from_environment("RANK", 0)
     return _records.setdefault(name, LoaderRecord(-1 if get_worker_info() else rank, name))
 
 

@@ -33,9 +33,18 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     command.add_argument("--threads", type=int, metavar="N", help=_RUN_THREADS)
     command.add_argument("--explain", action="store_true", help="tell at the end what limits each loader, with advice")
     command.add_argument("-m", action="store_true", dest="module", help="SCRIPT is a module")
-    command.add_argument("script", metavar="SCRIPT", help="a Python file, or a command such as torchrun")
-    command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
-    command.set_defaults(run=lambda options: import_module("aiofeed.reports.commands.run").run(options))
+    _add_script(command, "a Python file, or a command such as torchrun, and its arguments")
+    command.set_defaults(run=lambda options: import_module("aiofeed.reports.commands.run").run(_split_script(options)))
+
+
+def _add_script(command: argparse.ArgumentParser, help: str) -> None:
+    # One argument: with one for the script and one for the rest, argparse drops a "--" between them.
+    command.add_argument("script", nargs=argparse.PARSER, metavar="SCRIPT", help=help)
+
+
+def _split_script(options: argparse.Namespace) -> argparse.Namespace:
+    options.script, *options.arguments = options.script[options.script[0] == "--" :]
+    return options
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -68,14 +77,14 @@ def _bench(options: argparse.Namespace) -> int:
 def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("profile", help="run a script, then explain where the time of its feeders went")
     command.add_argument("--output", metavar="PATH", help="write the timeline: .html, .png or .json for Perfetto")
-    command.add_argument("script", metavar="SCRIPT", help="a Python script")
-    command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    _add_script(command, "a Python script, and its arguments")
     command.set_defaults(run=_profile)
 
 
 def _profile(options: argparse.Namespace) -> int:
     from aiofeed.reports.commands.profile import profile
 
+    options = _split_script(options)
     return profile(options.script, options.arguments, options.output)
 
 
