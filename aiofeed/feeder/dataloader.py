@@ -249,6 +249,7 @@ class _Epochs:
             device=self.copies,
             transform=self.ahead,
             first_epoch=self.epochs == 1,
+            allows=lambda **_: _has_indices(loader),
         )
 
     def unused(self) -> _Epochs:
@@ -520,6 +521,10 @@ def _has_length(loader: DataLoader[Any]) -> bool:
         return False
 
 
+def _has_indices(loader: DataLoader[Any]) -> bool:
+    return loader._dataset_kind == _DatasetKind.Map and loader.batch_sampler is not None
+
+
 # --- batches of a feeder ---
 
 
@@ -527,7 +532,7 @@ class _FeederEpochs:
     """Runs the epochs of a ``DataLoader`` on a ``Feeder``, in the order of the loader's sampler."""
 
     def __init__(self, loader: DataLoader[Any], **options: Any) -> None:
-        if loader._dataset_kind == _DatasetKind.Iterable or loader.batch_sampler is None:
+        if not _has_indices(loader):
             raise ValueError(
                 "on_error=, cache=, engine= and threads= need a dataset with indices, in batches: leave them out "
                 "with an IterableDataset or batch_size=None"

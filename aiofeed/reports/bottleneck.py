@@ -89,7 +89,8 @@ class FeedMeasurements:
         resident: Whether the data are in memory, so that the training thread makes the batches.
         threads_tuned: Whether more threads were tried, or would be, if they decoded more.
         threads_saturated: Whether more threads were tried and decoded no more.
-        allows: Whether ``Feeder`` would accept another ``in_order``, ``engine`` or ``cache``; "disk": a ``DiskCache``.
+        allows: Whether ``Feeder`` would accept another ``in_order``, ``engine``, ``shuffle`` or ``cache``; "disk": a
+            ``DiskCache``. Whether ``DataLoader`` would accept ``threads``.
         cached: Whether there is a cache.
         first_epoch: Whether threads started in this epoch.
         cold_cache: Whether a cache is being filled in this epoch.

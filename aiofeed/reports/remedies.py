@@ -104,7 +104,7 @@ def explain_attached(stats: EpochStats, **settings: Any) -> Explanation:
 def _gil_share(found: Bottleneck) -> str:
     """Whether threads could do the work of worker processes, if it was measured."""
     probes, held = found.stats.dataset_probes
-    if probes < LEAST_PROBES:
+    if probes < LEAST_PROBES or not found.measured.allows(threads=found.measured.threads):
         return ""
     could = "could" if held < THREADS_FIT * probes else "could not"
     return (
@@ -246,7 +246,7 @@ def _other_advice(found: Bottleneck) -> Iterator[Advice]:
                 f"num_workers={workers}", _gain(found, pool=min(workers / found.pool_s, found.cores_rate)), reason
             )
         probes, held = found.stats.dataset_probes
-        if probes >= LEAST_PROBES and held < THREADS_FIT * probes:
+        if probes >= LEAST_PROBES and held < THREADS_FIT * probes and measured.allows(threads=workers):
             bound = min(min(workers, probes / max(held, 1)) / found.pool_s, found.cores_rate)
             text = f"threads={workers} in place of workers, if several threads may call the dataset"
             yield Advice(text, _gain(found, pool=bound), "the dataset may hold the GIL for moments that no probe met")
@@ -295,8 +295,10 @@ def _read_advice(found: Bottleneck) -> Iterator[Advice]:
         )
     elif measured.lookahead_bytes:
         more = 4 * measured.lookahead_bytes
-        ways = f'Limits(lookahead_bytes={more}), {format_bytes(more)}, or shuffle="window"'
-        yield Advice(f"{ways}: one request then reads more samples of a shard")
+        ways = ', or shuffle="window"' if measured.allows(shuffle="window") else ""
+        yield Advice(
+            f"Limits(lookahead_bytes={more}), {format_bytes(more)}{ways}: one request then reads more samples of a shard"
+        )
     elif measured.reads < measured.reads_most:
         wanted = SPARE * measured.reads * found.with_stages(**{READ: inf}) / found.rate
         reads = min(measured.reads_most, _power_of_two(wanted))
@@ -329,7 +331,7 @@ def _uneven_sample_advice(found: Bottleneck) -> Iterator[Advice]:
         gain = _gain(found, **({READ: inf} if found.stage == READ else {}))
         reason = "as if no thread and no read had to wait for another"
         yield Advice('in_order="samples": a slow sample then delays no other', gain, reason)
-    elif measured.in_order is True:
+    elif measured.in_order is True and measured.allows(in_order=False):
         yield Advice("in_order=False: a batch with a slow sample then delays no other")
     yield Advice(f"Limits(prefetch_batches={4 * measured.prefetch_batches}): batches wait for the slow ones, in order")
 

@@ -11,6 +11,8 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ import torch
 import aiofeed
 from aiofeed import Feeder, FromDataset, Limits, Table, Tensors
 from aiofeed.core.statistics import EpochStats
+from aiofeed.feeder.arguments import allows
 from aiofeed.reports.bottleneck import FeedMeasurements, all_allowed
 from aiofeed.reports.explanation import RankTimes
 from aiofeed.reports.ranks import compare, figures_of
@@ -26,6 +29,7 @@ from aiofeed.reports.remedies import explain
 from aiofeed.runtime import machine
 from benchmarks import explain as plants
 from benchmarks.explain import PLANTS, Items, Numbers
+from tests.support.calls import PUBLIC, calls_in
 from tests.support.explained_plants import RECORDED, slow_rank
 
 COUNTERS: dict[str, Any] = json.loads(RECORDED.read_text())
@@ -458,6 +462,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"in_order": False},
     {"cache": "host"},
     {"cache": "disk"},
+    {"shuffle": "window"},
 ]
 
 
@@ -481,6 +486,31 @@ def test_an_option_is_advised_if_the_feeder_would_accept_it(options: dict[str, A
         allows = feeder._session.measurements().allows
         for option in OPTIONS:
             assert allows(**option) == is_accepted(options | option), option
+
+
+def test_what_a_feeder_refuses_is_not_advised() -> None:
+    """Another order of batches on the ranks of a mesh that get the same ones; a window over a source in one piece."""
+    config: Any = SimpleNamespace(facts={"a mesh with other dimensions"})
+    assert not allows(config, in_order=False)
+    assert allows(config, shuffle="window")
+    uneven = heavy_decode(jobs=100, jobs_samples=400, jobs_s=10.0, jobs_square_s=5.0, decode_s=4.0)
+    for allowed in (False, True):
+
+        def accepts(allowed: bool = allowed, **option: object) -> bool:
+            return allowed and "samples" not in option.values()
+
+        found = explain(measured(uneven, allows=accepts))
+        assert ("in_order=False" in advice(found)) == allowed
+        found = explain(measured(lookahead_bytes=64 << 20, allows=accepts))
+        assert ('shuffle="window"' in advice(found)) == allowed
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_advised_calls_work(name: str, tmp_path: Path) -> None:
+    """Each call that is advised for a plant makes an object."""
+    names = {"dataset": [1, 2], "path": tmp_path / "cache"}
+    for call in calls_in(advice(explain(recorded(name)))):
+        eval(call.code, PUBLIC | names)
 
 
 @pytest.mark.parametrize("options", [BYTES | {"engine": "process:2"}, {"source": a_table}])

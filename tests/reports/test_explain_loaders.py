@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import IterableDataset
 
 import aiofeed
 from aiofeed import DataLoader
@@ -107,6 +108,27 @@ def test_a_short_epoch_of_a_slow_dataset() -> None:
     loading = next(stage for stage in found.stages if stage.name == "dataset")
     assert loading.samples_per_s is not None
     assert found.samples_per_s < loading.samples_per_s < found.stages[-1].samples_per_s  # type: ignore[operator]
+
+
+class Iterated(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        for number in range(160):
+            time.sleep(0.002)
+            yield number
+
+
+@pytest.mark.parametrize(
+    ("dataset", "batch_size"), [(Iterated(), 8), (Items(160, 0.002), None), (Items(160, 0.002), 8)]
+)
+def test_threads_are_advised_where_they_are_possible(dataset: Any, batch_size: int | None) -> None:
+    """Not for a dataset without indices, nor for single samples: ``DataLoader`` refuses ``threads=`` then."""
+    loader = DataLoader(dataset, batch_size=batch_size)
+    loader._aiofeed.stats = EpochStats(batches=101, wall_s=10.1, stall_s=9.0, jobs=101, decode_s=9.0)
+    loader._aiofeed.stats.dataset_probes[:] = 40, 0
+    found = loader.explain()
+    possible = isinstance(dataset, Items) and batch_size is not None
+    assert found.stage == "dataset"
+    assert ("threads" in found.verdict) == ("threads=" in advice(found)) == possible
 
 
 @pytest.mark.parametrize("workers", [0, 1])
