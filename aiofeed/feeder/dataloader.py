@@ -282,8 +282,10 @@ class _Epochs:
     def load_state_dict(self, loader: DataLoader[Any], state: dict[str, Any]) -> None:
         """Check a state, and keep it for the next ``iter``."""
         loaded = LoaderState.parse(state, loader)
-        if loaded.of_this_rank:
+        if loaded.of_this_rank and loaded.restores_generators:
             loaded.now.restore_generators(loader)
+        elif loaded.of_this_rank:
+            loaded.now.restore_own_generators(loader)
         else:
             loaded.without_worker_generators()
             loaded.now.restore_own_generators(loader)
@@ -418,6 +420,7 @@ class LoaderIterator(_BaseDataLoaderIter):
                 self._start_feed(workers)
         else:
             self._batches = InProcessBatches(self, start, position, epochs.new_deliver())
+            self._batches.first_generators = None if epochs.loaded is None else epochs.loaded.first_generators
             self._batches.stats = stats
             epochs.progress = self._batches.progress
         stats.stall_s = time.perf_counter() - asked

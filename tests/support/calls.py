@@ -62,7 +62,7 @@ def calls_in(text: str) -> Iterator[ShownCall]:
 
 
 def messages_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the texts in a module, with their lines, except docstrings and those of ``__repr__``; ``{...}`` is ``...``."""
+    """Yield the texts in a module, with their lines, without docstrings and ``__repr__``; ``{x}`` is ``...``."""
     left_out: set[int] = set()
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
