@@ -24,6 +24,7 @@ from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import Source, Transform, public
 from aiofeed.core.validation import explain_arguments
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator
+from aiofeed.feeder.run.hook import in_place_of
 from aiofeed.feeder.prefetch import IterableProducer, Prefetch
 from aiofeed.processes.loader_workers.batches import InProcessBatches, WorkerBatches
 from aiofeed.processes.loader_workers.state import LoaderPosition, LoaderState, OrderState, Progress, saved_dataset
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 # Batches that a feeder gets at a time from a sampler without a length.
 _PART_BATCHES = 1024
 T_co = TypeVar("T_co", covariant=True)
+_in_torch = in_place_of(torch.utils.data.DataLoader._get_iterator)
 _SOURCES = "write aiofeed.Feeder(source, decode=..., batch_size=..., shuffle=...), which needs no workers"
 
 
@@ -156,7 +158,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._aiofeed: _Epochs = _Epochs(self, **options)
 
     def _get_iterator(self) -> Any:
-        self.check_worker_number_rationality()
+        _in_torch(self.check_worker_number_rationality)
         return LoaderIterator(self)
 
     def explain(self) -> Explanation:
@@ -374,7 +376,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._batches: InProcessBatches | WorkerBatches | None = None
         self._feed: FeedIterator[Any] | None = None
         with epochs.starting(loader) as (start, position):
-            super().__init__(loader)
+            _in_torch(super().__init__, loader)
             if self._num_workers and epochs.feeder is None:
                 if position.base_seed is not None:
                     self._base_seed = position.base_seed
@@ -429,7 +431,7 @@ class LoaderIterator(_BaseDataLoaderIter):
     def _start_feed(self, workers: WorkerBatches) -> None:
         self._feed = self._epochs.new_feed(workers, pins=self._pin_memory and not self._epochs.copies)
 
-    def _next_data(self) -> Any:
+    def _next_batch(self) -> Any:
         if self._feed is None:
             if self._batches is None:
                 raise StopIteration
@@ -464,14 +466,15 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._reset(loader) if self._persistent_workers else LoaderIterator.__init__(self, loader)
         return True
 
-    def __next__(self) -> Any:
+    # Torch's __next__ calls it, and is not replaced: its warnings name the line of its caller.
+    def _next_data(self) -> Any:
         asked = time.perf_counter()
         try:
-            batch = super().__next__()
+            batch = self._next_batch()
         except StopIteration:
             if not self._starts_next_epoch():
                 raise
-            batch = super().__next__()
+            batch = self._next_batch()
         self._handed_out(asked)
         return batch
 

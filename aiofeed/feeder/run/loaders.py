@@ -13,7 +13,7 @@ import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
 from aiofeed.core.validation import number_from_environment
-from aiofeed.feeder.dataloader import DataLoader, LoaderIterator, _Epochs
+from aiofeed.feeder.dataloader import DataLoader, LoaderIterator, _Epochs, _in_torch
 from aiofeed.runtime import machine
 
 
@@ -67,9 +67,9 @@ class _EpochsOfTorch(_Epochs):
 class _CountedIterator(LoaderIterator):
     """Counts batches and waiting."""
 
-    def __next__(self) -> Any:
+    def _next_data(self) -> Any:
         began = time.perf_counter()
-        batch = super().__next__()
+        batch = super()._next_data()
         record = self._epochs.record  # type: ignore[attr-defined]
         record.batches += 1
         record.waited_s += time.perf_counter() - began
@@ -83,7 +83,7 @@ def new_iterator(loader: Any, options: dict[str, Any], of_torch: Any) -> Any:
     epochs = vars(loader).get("_aiofeed")
     if epochs is None or epochs.loader() is not loader:
         vars(loader)["_aiofeed"] = _EpochsOfTorch(loader, options)
-    loader.check_worker_number_rationality()
+    _in_torch(loader.check_worker_number_rationality)
     return _CountedIterator(loader)
 
 
