@@ -146,8 +146,8 @@ def _parse(device: str | int | torch.device, kind: str | None) -> tuple[str | No
         parsed = torch.device(device)
     except RuntimeError as error:
         name, colon, index = str(device).lower().partition(":")
+        name = (kind or "cuda") if name in ("gpu", "nvidia", "rocm", "hip") else name
         near = difflib.get_close_matches(name, ("cuda", "cpu", "auto", "mps", "xpu"), 1, 0.5)
-        near = [kind or "cuda"] if name in ("gpu", "nvidia", "rocm", "hip") else near
         # Torch's reason, if it is not a list of all that it has names for.
         reason = "" if "Expected one of" in str(error) else f" ({str(error).splitlines()[0]})"
         raise ValueError(

@@ -24,8 +24,8 @@ from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import Source, Transform, public
 from aiofeed.core.validation import explain_arguments
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator
-from aiofeed.feeder.run.hook import in_place_of
 from aiofeed.feeder.prefetch import IterableProducer, Prefetch
+from aiofeed.feeder.run.hook import in_place_of
 from aiofeed.processes.loader_workers.batches import InProcessBatches, WorkerBatches
 from aiofeed.processes.loader_workers.state import LoaderPosition, LoaderState, OrderState, Progress, saved_dataset
 from aiofeed.processes.loader_workers.workers import LoaderWorkers

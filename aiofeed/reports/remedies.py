@@ -295,9 +295,9 @@ def _read_advice(found: Bottleneck) -> Iterator[Advice]:
         )
     elif measured.lookahead_bytes:
         more = 4 * measured.lookahead_bytes
-        ways = ', or shuffle="window"' if measured.allows(shuffle="window") else ""
-        limits = f"Limits(lookahead_bytes={more}), {format_bytes(more)}"
-        yield Advice(f"{limits}{ways}: one request then reads more samples of a shard")
+        ways = f"Limits(lookahead_bytes={more}), {format_bytes(more)}"
+        ways += ', or shuffle="window"' * measured.allows(shuffle="window")
+        yield Advice(f"{ways}: one request then reads more samples of a shard")
     elif measured.reads < measured.reads_most:
         wanted = SPARE * measured.reads * found.with_stages(**{READ: inf}) / found.rate
         reads = min(measured.reads_most, _power_of_two(wanted))

@@ -305,10 +305,7 @@ def find_shard() -> tuple[int, int]:
     try:
         shard = check_shard((int(rank), int(world_size)))
     except ValueError as error:
-        raise ValueError(
-            f"RANK={rank!r} and WORLD_SIZE={world_size!r} in the environment: {error}. Unset them, or pass "
-            f"shard=(rank, world_size)"
-        ) from error
+        raise ValueError(f"RANK={rank!r} and WORLD_SIZE={world_size!r} in the environment: {error}") from error
     log.info("shard %d of %d, from RANK and WORLD_SIZE", *shard)
     return shard
 

@@ -898,7 +898,7 @@ def test_a_wrong_environment_is_refused(
     """The error has the values of both variables."""
     no_launcher.setenv("RANK", rank)
     no_launcher.setenv("WORLD_SIZE", world_size)
-    with pytest.raises(ValueError, match=rf"RANK='{rank}' and WORLD_SIZE='{world_size}'.* pass shard=\(rank, world"):
+    with pytest.raises(ValueError, match=f"RANK='{rank}' and WORLD_SIZE='{world_size}'"):
         len(make(shard="auto"))
 
 

@@ -17,6 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for add in (_add_run, _add_doctor, _add_bench, _add_profile, _add_index, _add_cache, _add_replay):
         add(commands)
     options = parser.parse_args(arguments)
+    if "script" in options:
+        options.script, *options.arguments = options.script[options.script[0] == "--" :]
     return options.run(options) or 0
 
 
@@ -34,17 +36,12 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     command.add_argument("--explain", action="store_true", help="tell at the end what limits each loader, with advice")
     command.add_argument("-m", action="store_true", dest="module", help="SCRIPT is a module")
     _add_script(command, "a Python file, or a command such as torchrun, and its arguments")
-    command.set_defaults(run=lambda options: import_module("aiofeed.reports.commands.run").run(_split_script(options)))
+    command.set_defaults(run=lambda options: import_module("aiofeed.reports.commands.run").run(options))
 
 
 def _add_script(command: argparse.ArgumentParser, help: str) -> None:
     # One argument: with one for the script and one for the rest, argparse drops a "--" between them.
     command.add_argument("script", nargs=argparse.PARSER, metavar="SCRIPT", help=help)
-
-
-def _split_script(options: argparse.Namespace) -> argparse.Namespace:
-    options.script, *options.arguments = options.script[options.script[0] == "--" :]
-    return options
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -84,7 +81,6 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _profile(options: argparse.Namespace) -> int:
     from aiofeed.reports.commands.profile import profile
 
-    options = _split_script(options)
     return profile(options.script, options.arguments, options.output)
 
 
