@@ -82,7 +82,7 @@ class FeedMeasurements:
         reads_most: The most reads at a time that the source can use.
         dataset_threads: ``threads=`` of a ``FromDataset``; ``None`` for other sources.
         processes: Worker processes; 0 for threads.
-        in_order: As of ``Feeder``.
+        in_order: As of ``Feeder``; "fixed": ``True``, and no other is possible.
         alone_jobs: Decode jobs that ran alone.
         alone_sample_s: Their seconds per sample, without those in which they waited for a core.
         core_wait: The share of their time in which decode threads wait for a core.

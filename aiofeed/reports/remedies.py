@@ -330,7 +330,7 @@ def _uneven_sample_advice(found: Bottleneck) -> Iterator[Advice]:
         gain = _gain(found, **({READ: inf} if found.stage == READ else {}))
         reason = "as if no thread and no read had to wait for another"
         yield Advice('in_order="samples": a slow sample then delays no other', gain, reason)
-    elif measured.in_order is True and measured.allows(in_order=False):
+    elif measured.in_order is True:
         yield Advice("in_order=False: a batch with a slow sample then delays no other")
     yield Advice(f"Limits(prefetch_batches={4 * measured.prefetch_batches}): batches wait for the slow ones, in order")
 

@@ -494,15 +494,18 @@ def test_what_a_feeder_refuses_is_not_advised() -> None:
     assert not allows(config, in_order=False)
     assert allows(config, shuffle="window")
     uneven = heavy_decode(jobs=100, jobs_samples=400, jobs_s=10.0, jobs_square_s=5.0, decode_s=4.0)
-    for allowed in (False, True):
-
-        def accepts(allowed: bool = allowed, **option: object) -> bool:
-            return allowed and "samples" not in option.values()
-
-        found = explain(measured(uneven, allows=accepts))
-        assert ("in_order=False" in advice(found)) == allowed
-        found = explain(measured(lookahead_bytes=64 << 20, allows=accepts))
-        assert ('shuffle="window"' in advice(found)) == allowed
+    for in_order in (True, "fixed"):
+        found = explain(measured(uneven, allows=lambda **_: False, in_order=in_order))
+        assert ("in_order=False" in advice(found)) == (in_order is True)
+    for allowed in (all_allowed, lambda **_: False):
+        found = explain(measured(lookahead_bytes=64 << 20, allows=allowed))
+        assert ('shuffle="window"' in advice(found)) == (allowed is all_allowed)
+    with Feeder(Numbers(40), decode=plants.decode, batch_size=4) as feeder:
+        next(iter(feeder))
+        session = feeder._session
+        assert session.measurements().in_order is True
+        session._allows = lambda **_: False  # type: ignore[assignment]
+        assert session.measurements().in_order == "fixed"
 
 
 @pytest.mark.parametrize("name", COUNTERS)

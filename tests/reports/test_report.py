@@ -99,7 +99,7 @@ class TestAdvice:
             (
                 "none",
                 {"nvidia_files": False, "nvidia_driver": None},
-                "finds no driver: install it, or nothing if there is no GPU",
+                "install it, or nothing if there is no GPU",
             ),
             ("none: unknown error", {}, "none: unknown error: run `nvidia-smi`"),
             ("none", {"forked": True}, "forked from one that had initialized CUDA.*'spawn'"),
