@@ -108,6 +108,10 @@ def _log_to_stderr(level: str) -> None:
     """``AIOFEED_LOG=debug``: print what aiofeed does, one line per step of an epoch."""
     import logging
 
+    if not isinstance(logging.getLevelName(level.upper()), int):
+        # An import that fails for a log would end the script.
+        warnings.warn(f"AIOFEED_LOG={level!r} is no level: set it to debug, info, warning or error", stacklevel=2)
+        return
     log, handler = logging.getLogger("aiofeed"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(relativeCreated)9.1f ms %(threadName)s %(name)s: %(message)s"))
     log.addHandler(handler)

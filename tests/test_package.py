@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import os
 import subprocess
 import sys
@@ -161,6 +162,13 @@ def test_aiofeed_log_prints_every_stage() -> None:
     )
     for stage in ("planned, 4 samples", "read samples 0 to ", "decoded", "delivered", "returned", "stopped"):
         assert stage in ended.stderr
+
+
+def test_a_wrong_aiofeed_log_is_no_error() -> None:
+    """The import goes on, with a warning that names the variable and its values."""
+    with pytest.warns(UserWarning, match="AIOFEED_LOG='1' is no level: set it to debug, info"):
+        aiofeed._log_to_stderr("1")
+    assert not logging.getLogger("aiofeed").handlers
 
 
 def test_no_subpackage_has_a_public_name() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from aiofeed.cache.layout import UNIT, Layout
 from aiofeed.cache.store import EMPTY, HELD, WRITING, SampleStore, record_slot, units_of
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import public
-from aiofeed.core.validation import check_positive_int, explain_arguments
+from aiofeed.core.validation import check_positive_int, explain_arguments, number_from_environment
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -118,5 +117,4 @@ class HostStore(SampleStore):
 
 def local_ranks() -> int:
     """Number of ranks that share this host's memory, as torchrun's environment says; 1 without it."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(int(text), 1) if text.isdigit() else 1
+    return max(number_from_environment("LOCAL_WORLD_SIZE", 1), 1)

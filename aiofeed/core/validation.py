@@ -30,6 +30,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("es" if noun.endswith(("s", "ch")) else "s") * (number != 1)
 
 
+def number_from_environment(name: str, default: int) -> int:
+    """Return the number in an environment variable; ``default`` if there is none, which is no error of the user."""
+    try:
+        return int(os.environ.get(name, ""))
+    except ValueError:
+        return default
+
+
 def check_int(name: str, value: object) -> int:
     """The value as an int. Integers of numpy are allowed; bools and floats are not."""
     if isinstance(value, int) and not isinstance(value, bool):

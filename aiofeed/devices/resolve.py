@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -144,9 +145,14 @@ def _parse(device: str | int | torch.device, kind: str | None) -> tuple[str | No
     try:
         parsed = torch.device(device)
     except RuntimeError as error:
+        name, colon, index = str(device).lower().partition(":")
+        name = (kind or "cuda") if name in ("gpu", "nvidia", "rocm", "hip") else name
+        near = difflib.get_close_matches(name, ("cuda", "cpu", "auto", "mps", "xpu"), 1, 0.5)
+        # Torch's reason, if it is not a list of all that it has names for.
+        reason = "" if "Expected one of" in str(error) else f" ({str(error).splitlines()[0]})"
         raise ValueError(
             f"device={device!r} is not a device that torch knows: expected None, 'auto', 'cpu', 'cuda', 'cuda:1' or "
-            f"similar ({str(error).splitlines()[0]})"
+            f"similar{f'; did you mean {near[0] + colon + index!r}?' if near and not reason else reason}"
         ) from error
     return parsed.type, parsed.index
 

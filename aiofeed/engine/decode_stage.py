@@ -146,6 +146,7 @@ class DecodeStage:
         """Decode a chunk, and finish the batch if it is the last one; runs in a decode thread."""
         timer = JobTimer(self._executor) if self._tuner is not None and self._tuner.listening else None
         samples, began, alone = len(encoded), time.perf_counter(), self._executor.alone
+        core_wait_s = machine.core_wait_s(threading.get_native_id()) if alone else 0.0
         batch.under_way[start] = "decoding", began, start + samples, encoded
         # The first chunk that runs takes the buffer; chunks that wait for a thread need none.
         with batch.lock:
@@ -158,7 +159,9 @@ class DecodeStage:
         if deadline is not None and not deadline.finish():
             raise AbandonedError
         if alone:
-            self._executor.count_alone(outcome.decode_s, outcome.samples)
+            core_wait_s = machine.core_wait_s(threading.get_native_id()) - core_wait_s
+            waited = min(core_wait_s / (time.perf_counter() - began), 1.0)
+            self._executor.count_alone((1.0 - waited) * outcome.decode_s, outcome.samples)
         thread, ended = threading.current_thread().name, time.perf_counter()
         batch.counters.events.append(("decode", thread, began, ended, batch.plan.number, samples, outcome.nbytes))
         if self._record(batch, outcome) and not batch.errors and not self._stop.is_set():

@@ -524,6 +524,8 @@ _ADVISED = {
     "host": ("cache=", "cache= on the host", "cache in host memory"),
     "disk": ("cache=", "cache= on the host"),
     "samples": ('in_order="samples"', "in_order= other than True"),
+    False: ("in_order= other than True",),
+    "window": ("shuffle=", 'shuffle="window"', 'shuffle="replacement" or "window"', "an order by shuffle="),
 }
 
 
@@ -531,7 +533,8 @@ def allows(config: FeederConfig, **options: Any) -> bool:
     """Return whether ``Feeder`` would accept another option beside those of a configuration.
 
     Args:
-        options: ``in_order``, ``engine``, or ``cache``, which is "host" or, for a ``DiskCache``, "disk".
+        options: ``in_order``, ``engine``, ``shuffle="window"``, or ``cache``, which is "host" or, for a ``DiskCache``,
+            "disk".
     """
     facts = set(config.facts)
     try:

@@ -25,6 +25,7 @@ from aiofeed.core.types import Source, Transform, public
 from aiofeed.core.validation import explain_arguments
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator
 from aiofeed.feeder.prefetch import IterableProducer, Prefetch
+from aiofeed.feeder.run.hook import in_place_of
 from aiofeed.processes.loader_workers.batches import InProcessBatches, WorkerBatches
 from aiofeed.processes.loader_workers.state import LoaderPosition, LoaderState, OrderState, Progress, saved_dataset
 from aiofeed.processes.loader_workers.workers import LoaderWorkers
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 # Batches that a feeder gets at a time from a sampler without a length.
 _PART_BATCHES = 1024
 T_co = TypeVar("T_co", covariant=True)
+_in_torch = in_place_of(torch.utils.data.DataLoader._get_iterator)
 _SOURCES = "write aiofeed.Feeder(source, decode=..., batch_size=..., shuffle=...), which needs no workers"
 
 
@@ -156,7 +158,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._aiofeed: _Epochs = _Epochs(self, **options)
 
     def _get_iterator(self) -> Any:
-        self.check_worker_number_rationality()
+        _in_torch(self.check_worker_number_rationality)
         return LoaderIterator(self)
 
     def explain(self) -> Explanation:
@@ -244,10 +246,12 @@ class _Epochs:
             stats,
             batch_size=loader.batch_size,
             workers=loader.num_workers,
+            prefetch_batches=loader.num_workers * loader.prefetch_factor if loader.prefetch_factor else 2,
             persistent=loader.persistent_workers or not loader.num_workers,
             device=self.copies,
             transform=self.ahead,
             first_epoch=self.epochs == 1,
+            allows=lambda **_: _has_indices(loader),
         )
 
     def unused(self) -> _Epochs:
@@ -280,8 +284,10 @@ class _Epochs:
     def load_state_dict(self, loader: DataLoader[Any], state: dict[str, Any]) -> None:
         """Check a state, and keep it for the next ``iter``."""
         loaded = LoaderState.parse(state, loader)
-        if loaded.of_this_rank:
+        if loaded.of_this_rank and loaded.restores_generators:
             loaded.now.restore_generators(loader)
+        elif loaded.of_this_rank:
+            loaded.now.restore_own_generators(loader)
         else:
             loaded.without_worker_generators()
             loaded.now.restore_own_generators(loader)
@@ -370,7 +376,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._batches: InProcessBatches | WorkerBatches | None = None
         self._feed: FeedIterator[Any] | None = None
         with epochs.starting(loader) as (start, position):
-            super().__init__(loader)
+            _in_torch(super().__init__, loader)
             if self._num_workers and epochs.feeder is None:
                 if position.base_seed is not None:
                     self._base_seed = position.base_seed
@@ -416,6 +422,7 @@ class LoaderIterator(_BaseDataLoaderIter):
                 self._start_feed(workers)
         else:
             self._batches = InProcessBatches(self, start, position, epochs.new_deliver())
+            self._batches.first_generators = None if epochs.loaded is None else epochs.loaded.first_generators
             self._batches.stats = stats
             epochs.progress = self._batches.progress
         stats.stall_s = time.perf_counter() - asked
@@ -424,7 +431,7 @@ class LoaderIterator(_BaseDataLoaderIter):
     def _start_feed(self, workers: WorkerBatches) -> None:
         self._feed = self._epochs.new_feed(workers, pins=self._pin_memory and not self._epochs.copies)
 
-    def _next_data(self) -> Any:
+    def _next_batch(self) -> Any:
         if self._feed is None:
             if self._batches is None:
                 raise StopIteration
@@ -459,14 +466,15 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._reset(loader) if self._persistent_workers else LoaderIterator.__init__(self, loader)
         return True
 
-    def __next__(self) -> Any:
+    # Torch's __next__ calls it, and is not replaced: its warnings name the line of its caller.
+    def _next_data(self) -> Any:
         asked = time.perf_counter()
         try:
-            batch = super().__next__()
+            batch = self._next_batch()
         except StopIteration:
             if not self._starts_next_epoch():
                 raise
-            batch = super().__next__()
+            batch = self._next_batch()
         self._handed_out(asked)
         return batch
 
@@ -519,6 +527,10 @@ def _has_length(loader: DataLoader[Any]) -> bool:
         return False
 
 
+def _has_indices(loader: DataLoader[Any]) -> bool:
+    return loader._dataset_kind == _DatasetKind.Map and loader.batch_sampler is not None
+
+
 # --- batches of a feeder ---
 
 
@@ -526,7 +538,7 @@ class _FeederEpochs:
     """Runs the epochs of a ``DataLoader`` on a ``Feeder``, in the order of the loader's sampler."""
 
     def __init__(self, loader: DataLoader[Any], **options: Any) -> None:
-        if loader._dataset_kind == _DatasetKind.Iterable or loader.batch_sampler is None:
+        if not _has_indices(loader):
             raise ValueError(
                 "on_error=, cache=, engine= and threads= need a dataset with indices, in batches: leave them out "
                 "with an IterableDataset or batch_size=None"

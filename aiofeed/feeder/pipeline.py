@@ -249,7 +249,7 @@ def measurements(
         reads_most=MOST_READ_THREADS if Members.of(source).read_now else READS_MOST,
         dataset_threads=source.threads if isinstance(source, FromDataset) else None,
         processes=config.engines,
-        in_order=config.in_order,
+        in_order=config.in_order if config.in_order is not True or allows(in_order=False) else "fixed",
         core_wait=core_wait,
         alone_jobs=0 if streaming is None else streaming.loop_thread.decode_pool.alone_jobs,
         alone_sample_s=0.0 if streaming is None else streaming.loop_thread.decode_pool.alone_sample_s,

@@ -83,8 +83,8 @@ EXCLUDED: tuple[tuple[str, str, type[Exception], str], ...] = (
     ('batch_sampler=|a plan|collate_fn=|engine="process"|static_batches=True|a list of devices', "Tokens on the device",
      ValueError, f"batches are gathered on one device, in its own memory and in one size: {_ONE}"),
     ("Tokens on the device", "Tokens at URLs", ValueError,
-     "they are copied from files: download them, or pass cache=EncodedCache(path), which keeps windows on the local "
-     "disk"),
+     "they are copied from files: download them, or pass cache=EncodedCache(path, max_bytes), which keeps windows on "
+     "the local disk"),
     ("cache=", "rows with parts", TypeError, "a cache cannot keep rows with parts: leave it out"),
     ("EncodedCache", "a Dataset", TypeError,
      "it keeps the bytes that a source reads, and the items of a Dataset are decoded: pass cache=DiskCache(path), or a "

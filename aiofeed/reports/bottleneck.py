@@ -27,6 +27,8 @@ AHEAD = 2.0
 LATE = 0.25
 # A stage that reaches this part of its rate is busy.
 BUSY = 0.75
+# A predicted rate that is lower than this part of the measured one is wrong, or batches were loaded before.
+CONSISTENT = 0.9
 # Planning waits for memory, or for the iterable of a stream, for this part of the time.
 WAITING = 0.3
 # The time of a job goes to cores, to waiting for a core or to other waits, whichever has this part of it.
@@ -80,14 +82,15 @@ class FeedMeasurements:
         reads_most: The most reads at a time that the source can use.
         dataset_threads: ``threads=`` of a ``FromDataset``; ``None`` for other sources.
         processes: Worker processes; 0 for threads.
-        in_order: As of ``Feeder``.
+        in_order: As of ``Feeder``; "fixed": ``True``, and no other is possible.
         alone_jobs: Decode jobs that ran alone.
-        alone_sample_s: Their seconds per sample.
+        alone_sample_s: Their seconds per sample, without those in which they waited for a core.
         core_wait: The share of their time in which decode threads wait for a core.
         resident: Whether the data are in memory, so that the training thread makes the batches.
         threads_tuned: Whether more threads were tried, or would be, if they decoded more.
         threads_saturated: Whether more threads were tried and decoded no more.
-        allows: Whether ``Feeder`` would accept another ``in_order``, ``engine`` or ``cache``; "disk": a ``DiskCache``.
+        allows: Whether ``Feeder`` would accept another ``in_order``, ``engine``, ``shuffle`` or ``cache``; "disk": a
+            ``DiskCache``. Whether ``DataLoader`` would accept ``threads``.
         cached: Whether there is a cache.
         first_epoch: Whether threads started in this epoch.
         cold_cache: Whether a cache is being filled in this epoch.
@@ -177,15 +180,16 @@ class Bottleneck:
     """The limit of an epoch.
 
     Attributes:
-        rate: Samples per second, without the first batch.
-        waiting: Share of the time in which training waits for batches, without the first one.
+        rate: Samples per second, without the first batch; with it, if later ones were loaded while it was awaited.
+        waiting: Share of the time in which training waits for batches, in the same time.
         start_s: Seconds of waiting for the first batch that each epoch takes.
         step_rate: Samples per second of the step alone.
         stages: The stages that took time.
         stage, resource: The limit.
         busy: Whether the stage works all the time.
-        waits: Whether the threads mostly wait in decode jobs. More of them help only if the waits are not for each
-            other, for example for a lock.
+        core_wait: Share of the time of decode jobs in which they wait for a core, as far as they do not compute.
+        waits: Whether the threads mostly wait in decode jobs, while they have a core. More of them help only if the
+            waits are not for each other, for example for a lock.
     """
 
     def __init__(self, measured: FeedMeasurements) -> None:
@@ -197,16 +201,26 @@ class Bottleneck:
         samples = stats.samples * (stats.batches - 1) / stats.batches
         stall_s = min(max(stats.stall_s - stats.first_stall_s, 0.0), self.wall_s)
         self.rate: float = samples / self.wall_s
-        self.waiting: float = stall_s / self.wall_s
         self.step_rate: float = samples / max(self.wall_s - stall_s, 1e-9)
         self.decoded: int = stats.samples_decoded or stats.samples
         self.pool_s: float = (stats.decode_s + stats.collate_s + self._inline_read_s) / self.decoded
         cpu_s = stats.decode_cpu_s + stats.collate_cpu_s + self._inline_read_s
+        if measured.kind == "loader":  # a worker makes all of the first batch
+            self.start_s = max(self.start_s - self.pool_s * stats.samples / stats.batches, 0.0)
         # Samples per second that the processors could decode.
         self.cores_rate: float = measured.cores * self.decoded / max(cpu_s, 1e-9)
-        self.waits: bool = 2 * cpu_s < self.pool_s * self.decoded
+        at_work = min(cpu_s / max(self.pool_s * self.decoded, 1e-9), 1.0)
+        self.core_wait: float = min(measured.core_wait, 1.0 - at_work)
+        self.waits: bool = 2 * at_work < 1.0 - self.core_wait
         self.stages: tuple[StageTimes, ...] = tuple(self._stages())
         self.possible: dict[str, float] = {stage.name: stage.samples_per_s or inf for stage in self.stages}
+        # Batches that come faster than they can be loaded were loaded while the first one was awaited.
+        loaded = min(self.possible.values()) * self.wall_s
+        ahead = (measured.prefetch_batches + 1) * stats.samples / stats.batches
+        if samples - ahead <= loaded < CONSISTENT * samples:
+            self.wall_s, stall_s = max(stats.wall_s, 1e-9), stats.stall_s
+            self.rate = stats.samples / self.wall_s
+        self.waiting: float = stall_s / self.wall_s
         self.stage: str
         self.resource: str
         self.stage, self.resource = self._limit(stall_s)
@@ -214,11 +228,12 @@ class Bottleneck:
 
     @property
     def together(self) -> float:
-        """How many times as much the decode jobs do side by side as one alone; inf if unknown."""
+        """How many times as much the decode jobs do side by side as one alone, both with cores; inf if unknown."""
         stats, measured = self.stats, self.measured
         if not measured.alone_jobs or not stats.jobs_s:
             return inf
-        return self.lanes() * measured.alone_sample_s * stats.jobs_samples / stats.jobs_s
+        jobs_s = max((1.0 - self.core_wait) * stats.jobs_s, 1e-9)
+        return self.lanes() * measured.alone_sample_s * stats.jobs_samples / jobs_s
 
     @property
     def _wait_for_each_other(self) -> bool:

@@ -104,7 +104,7 @@ def explain_attached(stats: EpochStats, **settings: Any) -> Explanation:
 def _gil_share(found: Bottleneck) -> str:
     """Whether threads could do the work of worker processes, if it was measured."""
     probes, held = found.stats.dataset_probes
-    if probes < LEAST_PROBES:
+    if probes < LEAST_PROBES or not found.measured.allows(threads=found.measured.threads):
         return ""
     could = "could" if held < THREADS_FIT * probes else "could not"
     return (
@@ -128,9 +128,10 @@ def _verdict(found: Bottleneck) -> str:
             nothing = "Other tasks block its event loop, for which batches wait."
         elif found.waiting >= KEEPS_UP:
             nothing = "Single batches are late, because other work uses the cores or samples differ."
-        elif found.start_s >= KEEPS_UP * stats.wall_s:
-            nothing = f"The wait for the first batch took {found.start_s / stats.wall_s:.0%} of the epoch."
-        loading = f"loading could deliver {min(rates):,.0f}/s; " if rates and min(rates) < inf else ""
+        elif stats.first_stall_s >= KEEPS_UP * stats.wall_s:
+            nothing = f"The wait for the first batch took {stats.first_stall_s / stats.wall_s:.0%} of the epoch."
+        # It has delivered what the step took.
+        loading = f"loading could deliver {max(min(rates), found.rate):,.0f}/s; " if rates and min(rates) < inf else ""
         return (
             f"The step is the limit: it takes {found.rate:,.0f} samples/s, {loading}training waits "
             f"{found.waiting:.0%} of the time. {nothing}"
@@ -245,7 +246,7 @@ def _other_advice(found: Bottleneck) -> Iterator[Advice]:
                 f"num_workers={workers}", _gain(found, pool=min(workers / found.pool_s, found.cores_rate)), reason
             )
         probes, held = found.stats.dataset_probes
-        if probes >= LEAST_PROBES and held < THREADS_FIT * probes:
+        if probes >= LEAST_PROBES and held < THREADS_FIT * probes and measured.allows(threads=workers):
             bound = min(min(workers, probes / max(held, 1)) / found.pool_s, found.cores_rate)
             text = f"threads={workers} in place of workers, if several threads may call the dataset"
             yield Advice(text, _gain(found, pool=bound), "the dataset may hold the GIL for moments that no probe met")
@@ -294,7 +295,8 @@ def _read_advice(found: Bottleneck) -> Iterator[Advice]:
         )
     elif measured.lookahead_bytes:
         more = 4 * measured.lookahead_bytes
-        ways = f'Limits(lookahead_bytes={more}), {format_bytes(more)}, or shuffle="window"'
+        ways = f"Limits(lookahead_bytes={more}), {format_bytes(more)}"
+        ways += ', or shuffle="window"' * measured.allows(shuffle="window")
         yield Advice(f"{ways}: one request then reads more samples of a shard")
     elif measured.reads < measured.reads_most:
         wanted = SPARE * measured.reads * found.with_stages(**{READ: inf}) / found.rate

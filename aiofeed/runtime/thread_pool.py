@@ -131,7 +131,7 @@ class ThreadPool(ThreadPoolExecutor):
         isolates: Whether some jobs may run alone. A slow one then delays the others.
         alone: Whether the job that runs is to do so alone.
         alone_jobs: The jobs that ran alone.
-        alone_sample_s: Their seconds per sample.
+        alone_sample_s: Their seconds per sample, without those in which they waited for a core.
         host: A thread to use as the first one, if it is free.
     """
 
@@ -350,7 +350,7 @@ class ThreadPool(ThreadPoolExecutor):
             return work
 
     def count_alone(self, seconds: float, samples: int) -> None:
-        """Count a job that ran alone."""
+        """Count a job that ran alone; ``seconds``: without those in which it waited for a core."""
         self.alone_jobs += 1
         self._alone_samples += samples
         self.alone_sample_s += (seconds - samples * self.alone_sample_s) / max(self._alone_samples, 1)

@@ -301,7 +301,7 @@ def find_shard() -> tuple[int, int]:
         log.info("shard %d of %d, from torch.distributed", *shard)
         return shard
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if rank is None or world_size is None:
+    if not rank or not world_size:  # an empty variable is one that is not set
         return (0, 1)
     try:
         shard = check_shard((int(rank), int(world_size)))

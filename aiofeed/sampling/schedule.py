@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import numpy as np
 
 from aiofeed.core.errors import StateError
 from aiofeed.core.types import BatchPlan
+from aiofeed.core.validation import number_from_environment
 from aiofeed.sampling.order import (
     BatchLists,
     ComputedEpoch,
@@ -198,8 +198,7 @@ class Schedule:
         once per epoch here, and no replacement of cached samples has more hits than none, because a sample that is
         stored in an epoch has been read in it.
         """
-        text = os.environ.get("LOCAL_WORLD_SIZE", "")
-        local = int(text) if text.isdigit() else self.world_size
+        local = number_from_environment("LOCAL_WORLD_SIZE", self.world_size)
         if self.shuffle == "replacement" or local < 1 or self.world_size <= local or self.world_size % local:
             return None
         first = self.rank // local * local

@@ -119,6 +119,7 @@ def test_next_uses_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         ("2", {"world_size": 2}),
         ("", {"world_size": 4}),
         ("text", {"world_size": 4}),
+        ("\u00b2", {"world_size": 4}),
         ("0", {"world_size": 4}),
         ("3", {"world_size": 4}),
         ("2", {"world_size": 4, "shuffle": "replacement"}),

@@ -124,6 +124,24 @@ class TestAbsent:
         with pytest.raises(ValueError, match="'gpu' is not a device that torch knows: expected None, 'auto'"):
             resolve_device("gpu")
 
+    @pytest.mark.parametrize(
+        ("given", "meant"),
+        [("gpu", "cuda"), ("GPU:1", "cuda:1"), ("nvidia", "cuda"), ("Cuda", "cuda"), ("cude:0", "cuda:0")],
+    )
+    def test_what_was_meant(self, machine, given, meant):
+        """The error names the device that was meant, and not all that torch has names for."""
+        machine(None, 0)
+        with pytest.raises(ValueError, match=f"did you mean '{meant}'") as caught:
+            resolve_device(given)
+        assert "vulkan" not in str(caught.value)
+
+    @pytest.mark.parametrize("given", ["banana", "cuda:x"])
+    def test_nothing_near(self, given):
+        """Without one that is near, or with a wrong index, none is proposed."""
+        with pytest.raises(ValueError, match="or similar") as caught:
+            resolve_device(given)
+        assert "did you mean" not in str(caught.value)
+
     @pytest.mark.parametrize("given", ["cuda", "cuda:1", 0])
     def test_build_without_cuda(self, machine, given):
         """If torch is built without CUDA, the error says so and links to the installation page."""

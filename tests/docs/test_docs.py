@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import io
 import logging
 import re
@@ -19,6 +20,7 @@ import torch.utils.data
 from PIL import Image
 
 import aiofeed
+from tests.support.calls import calls_in, messages_of
 from tests.support.paths import ROOT
 from tests.support.shard_files import tar_of
 
@@ -112,6 +114,29 @@ def run_document(path: Path) -> None:
         namespace.clear()
 
 
+def test_calls_in_messages_and_documents() -> None:
+    """Each has arguments that the public name takes, and all that it needs where it does not only name some."""
+    texts = [
+        (f"{path.relative_to(ROOT)}:{line}", text)
+        for path in sorted((ROOT / "aiofeed").rglob("*.py"))
+        for line, text in messages_of(path)
+    ]
+    for path in DOCUMENTS:
+        if path.name != "CHANGELOG.md":  # it names what there was
+            prose = FENCE.sub("", path.read_text(encoding="utf-8"))
+            texts += [(path.name, code) for code in re.findall("`([^`]+)`", prose)]
+    calls, wrong = 0, []
+    for place, text in texts:
+        for call in calls_in(text):
+            calls += 1
+            try:
+                call.bind()
+            except TypeError as error:
+                wrong.append(f"{place}: {call.code}: {error}")
+    assert calls > 200
+    assert wrong == []
+
+
 @pytest.fixture
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty current folder, beside the sockets of addresses that are plain names; restores the levels of loggers."""
@@ -130,6 +155,45 @@ def document(path: Path) -> Any:
     name = path.relative_to(ROOT).as_posix()
     marks = [pytest.mark.integration, pytest.mark.filterwarnings("default")] if name in NEEDS else []
     return pytest.param(path, id=name, marks=marks)
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("empty_folder")
+def test_a_client_that_leaves_cancels_the_handler() -> None:
+    """With the runner of the recipe for a service over HTTP."""
+    aiohttp = pytest.importorskip("aiohttp")
+    path = ROOT / "docs" / "recipes" / "http-service.md"
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    run_blocks(python_blocks(path, path.read_text(encoding="utf-8")), namespace)
+
+    async def client_leaves() -> None:
+        cancelled = asyncio.Event()
+
+        async def handler(request: Any) -> None:
+            response = aiohttp.web.StreamResponse()
+            await response.prepare(request)
+            await response.write(b"x")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        namespace["batches"] = handler
+        runner = namespace["new_runner"]()
+        await runner.setup()
+        try:
+            await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
+            async with aiohttp.ClientSession() as session:
+                response = await session.get(f"http://127.0.0.1:{runner.addresses[0][1]}/batches")
+                await response.content.readexactly(1)
+                response.close()
+                await asyncio.wait_for(cancelled.wait(), 20)
+        finally:
+            await runner.shutdown()
+            await asyncio.wait_for(runner.cleanup(), 20)
+
+    asyncio.run(client_leaves())
 
 
 @pytest.mark.usefixtures("empty_folder")

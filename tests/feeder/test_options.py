@@ -17,6 +17,7 @@ from aiofeed import Feeder
 from aiofeed.core.types import Traits
 from aiofeed.feeder.rules import EXCLUDED
 from aiofeed.testing import SimulatedDevice
+from tests.support.calls import PUBLIC, calls_in
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 N = 24
@@ -49,6 +50,18 @@ def test_the_page_is_up_to_date() -> None:
     if os.environ.get("AIOFEED_RECORD_API") == "1":
         PAGE.write_text(options_page(), encoding="utf-8")
     assert PAGE.read_text(encoding="utf-8") == options_page()
+
+
+def test_calls_in_the_table_work(tmp_path: Path) -> None:
+    """Each call that is written out makes an object; of ``N`` and other names a program has its own values."""
+    (tmp_path / "a").write_bytes(b"a")
+    names = {"aiofeed": aiofeed, "path": tmp_path / "cache", "paths": [tmp_path / "a"], "max_bytes": 1 << 20}
+    calls = [call for *_, why in EXCLUDED for call in calls_in(why)]
+    assert {call.name for call in calls} >= {"DiskCache", "EncodedCache", "Files", "DecodeImage", "Stream"}
+    for call in calls:
+        call.bind()
+        if not call.is_open:
+            eval(call.code, PUBLIC | names)
 
 
 # --- sources of one's own, each a class ---

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import os
 import pickle
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -228,6 +230,16 @@ def test_one_line_for_the_loaders_of_a_line(shell: Shell, capsys: pytest.Capture
     assert f"test_run.py:{line_number} DataLoader of TensorDataset, num_workers=0: 12 batches, waited 0." in line
 
 
+@pytest.mark.parametrize("rank", ["", "node-0", "\u00b2"])
+def test_a_rank_that_is_no_number(
+    rank: str, shell: Shell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is that of the environment, of which torch's loaders read nothing: they work, and are listed."""
+    monkeypatch.setenv("RANK", rank)
+    assert len(list(DataLoader(ROWS, 5))) == 4
+    assert len(lines(shell, capsys)) == 1
+
+
 def test_loaders_from_before_the_extension(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:
     """A loader that was made before is changed, too, and all are torch's again after the extension is unloaded."""
     aiofeed.unload_ipython_extension(shell)  # type: ignore[attr-defined]
@@ -256,6 +268,39 @@ def test_frameworks_see_the_signature_of_torch(shell: Shell) -> None:
     assert "pin_memory_device" in inspect.signature(DataLoader.__init__).parameters
     assert next(iter(inspect.signature(DataLoader).parameters)) == "dataset"
     assert not hasattr(DataLoader(ROWS), "state_dict")
+
+
+class Longer(IterableDataset[int]):
+    """Has more items than its length says."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(5)
+
+
+def warned(new_loader: Any) -> list[tuple[str, str, int]]:
+    """The warnings of loaders: their first words, file and line; lines of torch's files are 0."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        longer = new_loader(Longer())
+        len(longer)
+        for _ in longer:
+            pass
+        list(new_loader(ROWS, 5, pin_memory=True, pin_memory_device="cpu"))
+        list(new_loader(ROWS, 10, num_workers=(os.cpu_count() or 1) + 2))
+    return [(str(each.message)[:30], each.filename, each.lineno * (each.filename == __file__)) for each in caught]
+
+
+def test_warnings_name_the_file_that_they_name_without_aiofeed(shell: Shell) -> None:
+    """The user's line, or torch's file where torch's own names it."""
+    found, of_ours = warned(DataLoader), warned(aiofeed.DataLoader)
+    aiofeed.unload_ipython_extension(shell)  # type: ignore[attr-defined]
+    expected = warned(DataLoader)
+    assert found == of_ours == expected
+    assert len(expected) >= 5
+    assert {__file__, torch.utils.data.dataloader.__file__} == {name for _, name, _ in expected}
 
 
 def test_loaders_of_aiofeed_are_not_listed(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:

@@ -230,3 +230,69 @@ def test_a_prepared_loader_resumes_exactly(
     instance.load_state(str(tmp_path))
     rest = [batch for _ in range(EPOCHS - step // 7) for batch in loader]
     assert same(rest, whole[step:])
+
+
+@pytest.mark.parametrize(
+    ("workers", "step", "registered"), [(0, 3, True), (0, 7, True), (2, 3, True), (2, 10, True), (0, 3, False)]
+)
+def test_a_resume_with_dropout_is_exact(
+    accelerator: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    workers: int,
+    step: int,
+    registered: bool,
+) -> None:
+    """The model draws from the global generators between two batches, the first of which is made before that. Losses
+    and batches after `load_state` are those of the uninterrupted run, with a dataset that draws, too."""
+    monkeypatch.setattr("accelerate.data_loader.DataLoader", DataLoader)
+
+    def train(epochs: int, *, loads: bool = False) -> list[tuple[Any, float]]:
+        instance = accelerator()
+        loader = prepared(instance, workers=workers)
+        model = instance.prepare(
+            torch.nn.Sequential(torch.nn.Linear(2, 64), torch.nn.Dropout(), torch.nn.Linear(64, 1))
+        )
+        optimizer = instance.prepare(torch.optim.SGD(model.parameters(), lr=0.001))
+        if registered:
+            instance.register_for_checkpointing(loader)
+        if loads:
+            torch.manual_seed(2)
+            if not registered:
+                loader.load_state_dict(torch.load(tmp_path / "loader.pt"))
+            instance.load_state(str(tmp_path))
+        seen = []
+        for _ in range(epochs):
+            for batch in loader:
+                loss = model(batch / 26).square().mean()
+                optimizer.zero_grad()
+                instance.backward(loss)
+                optimizer.step()
+                seen.append((batch.tolist(), loss.item()))
+                if len(seen) == step and not loads:
+                    torch.save(loader.state_dict(), tmp_path / "loader.pt")
+                    instance.save_state(str(tmp_path))
+        return seen
+
+    whole = train(EPOCHS)
+    assert train(EPOCHS - step // 7, loads=True) == whole[step:]
+
+
+def test_a_state_that_the_script_loads_restores_the_generators(
+    accelerator: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If not `load_state` loads the state of a prepared loader, nobody else restores them."""
+    monkeypatch.setattr("accelerate.data_loader.DataLoader", DataLoader)
+    loader = prepared(accelerator())
+    for number, _ in enumerate(loader):
+        if number == 2:
+            break
+    state, now = loader.state_dict(), torch.get_rng_state()
+    torch.rand(1)
+    prepared(accelerator()).load_state_dict(state)
+    drawn = torch.rand(1)
+    torch.set_rng_state(now)
+    assert not torch.equal(drawn, torch.rand(1))  # one batch was read ahead of the state
+    first = prepared(accelerator())
+    first.load_state_dict(state)
+    assert torch.equal(drawn, torch.rand(1))

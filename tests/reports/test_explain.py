@@ -11,6 +11,8 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ import torch
 import aiofeed
 from aiofeed import Feeder, FromDataset, Limits, Table, Tensors
 from aiofeed.core.statistics import EpochStats
+from aiofeed.feeder.arguments import allows
 from aiofeed.reports.bottleneck import FeedMeasurements, all_allowed
 from aiofeed.reports.explanation import RankTimes
 from aiofeed.reports.ranks import compare, figures_of
@@ -26,6 +29,7 @@ from aiofeed.reports.remedies import explain
 from aiofeed.runtime import machine
 from benchmarks import explain as plants
 from benchmarks.explain import PLANTS, Items, Numbers
+from tests.support.calls import PUBLIC, calls_in
 from tests.support.explained_plants import RECORDED, slow_rank
 
 COUNTERS: dict[str, Any] = json.loads(RECORDED.read_text())
@@ -226,6 +230,24 @@ def test_the_wait_for_the_first_batch_of_a_later_epoch_counts() -> None:
     assert explain(measured(slow_rest)).stage == "read"
 
 
+def test_batches_that_were_loaded_before_do_not_make_the_step_the_limit() -> None:
+    """Batches that come faster than decoding allows were made while the first was awaited, so that wait counts.
+
+    That many batches cannot have been: then the prediction is wrong, and is no less than what was delivered.
+    """
+    stats = heavy_decode(
+        **{"samples": 32, "batches": 4, "wall_s": 3.0, "first_batch_s": 2.4, "first_stall_s": 2.4, "stall_s": 2.4},
+        **{"samples_read": 32, "samples_read_apart": 4, "samples_decoded": 32, "decode_s": 3.2, "decode_cpu_s": 0.1},
+    )
+    found = explain(measured(stats, first_epoch=True))
+    assert (found.stage, found.resource) == ("decode", "blocking calls")
+    assert (found.samples_per_s, found.waiting) == (pytest.approx(32 / 3), pytest.approx(0.8))
+    assert "the step could take 40/s" in found.verdict
+    longer = explain(measured(heavy_decode(stall_s=0.1), first_epoch=True))
+    assert longer.stage == "step"
+    assert "it takes 80 samples/s, loading could deliver 80/s" in longer.verdict
+
+
 def test_time_to_list_the_order_counts_in_every_epoch() -> None:
     """A sampler that takes 88 of 100 s in ``iter()`` is named; without it, the epoch would be 8.3 times as fast."""
     found = explain(measured(replace(LATE_START, order_s=88.0), first_epoch=True))
@@ -266,6 +288,35 @@ def test_calls_that_take_half_as_long_alone_wait_for_a_lock(
     assert (found.stage, found.resource) == ("decode", resource)
     assert ("decode_threads" in advice(found)) == (resource != "a lock")
     assert ("2 threads do 1.0 times as much as one alone" in advice(found)) == (resource == "a lock")
+
+
+@pytest.mark.parametrize(
+    ("core_wait", "cpu_s", "alone_s", "resource"),
+    [
+        (0.86, 2.0, 0.003, "other processes"),
+        # Of what is left beside the waits for cores, as much is other waiting as work.
+        (0.7, 2.0, 0.007, "other processes"),
+        (0.3, 1.0, 0.009, "a lock"),
+        (0.6, 1.0, 0.005, "a lock"),
+    ],
+)
+def test_a_wait_for_a_core_is_no_wait_for_a_lock(core_wait: float, cpu_s: float, alone_s: float, resource: str) -> None:
+    """Beside other processes a job that runs alone is faster, because it shares the cores with one thread less."""
+    stats = heavy_decode(decode_cpu_s=cpu_s, jobs=100, jobs_samples=400, jobs_s=10.0, jobs_square_s=1.0)
+    found = explain(measured(stats, alone_sample_s=alone_s, alone_jobs=4, core_wait=core_wait))
+    assert (found.stage, found.resource) == ("decode", resource)
+
+
+def test_the_time_of_a_job_alone_is_without_its_waits_for_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the thread waited for a core all the time, no time of the job is left."""
+    monkeypatch.setattr(machine, "core_wait_s", lambda _: time.perf_counter())
+    decode = partial(plants.decode, seconds=0.002)
+    with Feeder(Numbers(240), decode=decode, batch_size=8, limits=Limits(decode_threads=2)) as feeder:
+        for _ in feeder:
+            pass
+        measurements = feeder._session.measurements()
+    assert measurements.alone_jobs >= 1
+    assert measurements.alone_sample_s < 0.002
 
 
 def test_some_jobs_run_alone_to_find_out_whether_they_wait_for_each_other() -> None:
@@ -411,6 +462,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"in_order": False},
     {"cache": "host"},
     {"cache": "disk"},
+    {"shuffle": "window"},
 ]
 
 
@@ -434,6 +486,34 @@ def test_an_option_is_advised_if_the_feeder_would_accept_it(options: dict[str, A
         allows = feeder._session.measurements().allows
         for option in OPTIONS:
             assert allows(**option) == is_accepted(options | option), option
+
+
+def test_what_a_feeder_refuses_is_not_advised() -> None:
+    """Another order of batches on the ranks of a mesh that get the same ones; a window over a source in one piece."""
+    config: Any = SimpleNamespace(facts={"a mesh with other dimensions"})
+    assert not allows(config, in_order=False)
+    assert allows(config, shuffle="window")
+    uneven = heavy_decode(jobs=100, jobs_samples=400, jobs_s=10.0, jobs_square_s=5.0, decode_s=4.0)
+    for in_order in (True, "fixed"):
+        found = explain(measured(uneven, allows=lambda **_: False, in_order=in_order))
+        assert ("in_order=False" in advice(found)) == (in_order is True)
+    for allowed in (all_allowed, lambda **_: False):
+        found = explain(measured(lookahead_bytes=64 << 20, allows=allowed))
+        assert ('shuffle="window"' in advice(found)) == (allowed is all_allowed)
+    with Feeder(Numbers(40), decode=plants.decode, batch_size=4) as feeder:
+        next(iter(feeder))
+        session = feeder._session
+        assert session.measurements().in_order is True
+        session._allows = lambda **_: False  # type: ignore[assignment]
+        assert session.measurements().in_order == "fixed"
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_advised_calls_work(name: str, tmp_path: Path) -> None:
+    """Each call that is advised for a plant makes an object."""
+    names = {"dataset": [1, 2], "path": tmp_path / "cache"}
+    for call in calls_in(advice(explain(recorded(name)))):
+        eval(call.code, PUBLIC | names)
 
 
 @pytest.mark.parametrize("options", [BYTES | {"engine": "process:2"}, {"source": a_table}])

@@ -6,11 +6,13 @@ import asyncio
 import ctypes
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import IterableDataset
 
 import aiofeed
 from aiofeed import DataLoader
@@ -78,6 +80,55 @@ def test_threads_are_advised_up_to_the_share_of_the_gil(held: int, threads: bool
     found = explain_loader(stats, batch_size=8, workers=2, first_epoch=False)
     assert ("threads=" in advice(found)) == threads
     assert "could" in found.verdict
+
+
+def test_the_wait_for_the_first_batch_is_named() -> None:
+    """In a first epoch beside the limit; in later ones it may be the limit, without the time that loading takes."""
+    stats = EpochStats(batches=9, wall_s=4.0, first_batch_s=3.0, first_stall_s=3.0, stall_s=3.0, jobs=9, decode_s=0.1)
+    explain_epoch = partial(explain_loader, batch_size=8, workers=2, persistent=False)
+    found = explain_epoch(stats, first_epoch=True)
+    assert found.stage == "step"
+    assert "The wait for the first batch took 75% of the epoch." in found.verdict
+    found = explain_epoch(stats, first_epoch=False)
+    assert found.stage == "first batch"
+    assert "persistent_workers=True" in advice(found)
+    slow = replace(stats, decode_s=18.0, wall_s=8.0, stall_s=5.0)
+    assert explain_epoch(slow, first_epoch=False).stage == "dataset"
+
+
+def test_a_short_epoch_of_a_slow_dataset() -> None:
+    """Its batches are made while the first is awaited: the dataset is named, not the step, after which they come."""
+    stats = EpochStats(
+        **{"batches": 3, "wall_s": 1.0, "first_batch_s": 0.65, "first_stall_s": 0.65, "stall_s": 0.654},
+        **{"jobs": 3, "decode_s": 1.8},
+    )
+    found = explain_loader(stats, batch_size=16, workers=2, prefetch_batches=4, first_epoch=True)
+    assert found.stage == "dataset"
+    assert found.waiting == pytest.approx(0.654)
+    loading = next(stage for stage in found.stages if stage.name == "dataset")
+    assert loading.samples_per_s is not None
+    assert found.samples_per_s < loading.samples_per_s < found.stages[-1].samples_per_s  # type: ignore[operator]
+
+
+class Iterated(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        for number in range(160):
+            time.sleep(0.002)
+            yield number
+
+
+@pytest.mark.parametrize(
+    ("dataset", "batch_size"), [(Iterated(), 8), (Items(160, 0.002), None), (Items(160, 0.002), 8)]
+)
+def test_threads_are_advised_where_they_are_possible(dataset: Any, batch_size: int | None) -> None:
+    """Not for a dataset without indices, nor for single samples: ``DataLoader`` refuses ``threads=`` then."""
+    loader = DataLoader(dataset, batch_size=batch_size)
+    loader._aiofeed.stats = EpochStats(batches=101, wall_s=10.1, stall_s=9.0, jobs=101, decode_s=9.0)
+    loader._aiofeed.stats.dataset_probes[:] = 40, 0
+    found = loader.explain()
+    possible = isinstance(dataset, Items) and batch_size is not None
+    assert found.stage == "dataset"
+    assert ("threads" in found.verdict) == ("threads=" in advice(found)) == possible
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -69,6 +69,12 @@ def test_how_a_script_ends(profile: Profile, end: str, code: int, message: str) 
     assert done.stderr.count("Feeder(") == 2
 
 
+def test_arguments_with_dashes(profile: Profile) -> None:
+    """They are the script's, as under `python`."""
+    done = profile("import sys; print(sys.argv)", "script.py", "--", "--output", "1", "--")
+    assert done.stdout == "['script.py', '--', '--output', '1', '--']\n", done.stderr
+
+
 def test_scripts_without_feeder(profile: Profile) -> None:
     """The report says so; a missing script is an error."""
     assert "took no batch from a Feeder" in profile("print(1)", "script.py").stderr

@@ -96,7 +96,11 @@ class TestAdvice:
                 "update it, or install a torch built for an older",
             ),
             ("none", {"nvidia_files": False}, "no device files: start the container with `--gpus all`"),
-            ("none", {"nvidia_files": False, "nvidia_driver": None}, "finds no driver"),
+            (
+                "none",
+                {"nvidia_files": False, "nvidia_driver": None},
+                "install it, or nothing if there is no GPU",
+            ),
             ("none: unknown error", {}, "none: unknown error: run `nvidia-smi`"),
             ("none", {"forked": True}, "forked from one that had initialized CUDA.*'spawn'"),
         ],

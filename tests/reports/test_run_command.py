@@ -82,7 +82,10 @@ NOTHING = "aiofeed run: this process took no batch from a torch DataLoader\n"
 RUN = ("-m", "aiofeed", "run")
 
 
-@pytest.mark.parametrize("arguments", [("script.py", "--device", "", "--", "-m"), ("-m", "script"), ("./script.py",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [("script.py", "--device", "", "--", "-m"), ("-m", "script"), ("./script.py",), ("script.py", "--", "1", "--")],
+)
 def test_a_script_sees_what_it_sees_under_python(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     """Arguments, names, paths and flags are those of `python`."""
     (tmp_path / "script.py").write_text(INSIDE)
@@ -103,10 +106,14 @@ def test_a_sitecustomize_of_the_environment_is_imported(tmp_path: Path) -> None:
 
 
 def test_a_process_with_a_part_of_the_variables(tmp_path: Path) -> None:
-    """A child that gets PYTHONPATH alone runs as without aiofeed; a forked child that exits prints no line."""
-    child = "subprocess.run([sys.executable, '-c', ''], env={'PYTHONPATH': os.environ['PYTHONPATH']})"
+    """A child with PYTHONPATH alone, or an empty variable of aiofeed's, runs as without aiofeed; a forked child that
+    exits prints no line."""
+    part = "{'PYTHONPATH': os.environ['PYTHONPATH']}"
+    children = [
+        f"subprocess.run([sys.executable, '-c', ''], env={env})" for env in (part, f"{part} | {{'AIOFEED_RUN': ''}}")
+    ]
     fork = "os.fork() or sys.exit()"
-    (tmp_path / "script.py").write_text(f"import os, subprocess, sys\n{child}\n{fork}\nos.wait()")
+    (tmp_path / "script.py").write_text("\n".join(["import os, subprocess, sys", *children, fork, "os.wait()"]))
     done = python(tmp_path, *RUN, "script.py")
     assert (done.returncode, done.stderr) == (0, NOTHING)
 

@@ -844,6 +844,11 @@ def test_alone_there_is_one_shard(make: MakeFeeder, no_launcher: pytest.MonkeyPa
     assert flat(make(shard="auto")) == list(range(10))
     no_launcher.setenv("WORLD_SIZE", "3")
     assert flat(make(shard="auto")) == list(range(10))
+    no_launcher.setenv("RANK", "")  # of a job template whose variable is not set
+    assert flat(make(shard="auto")) == list(range(10))
+    no_launcher.setenv("RANK", "0")
+    no_launcher.setenv("WORLD_SIZE", "")
+    assert flat(make(shard="auto")) == list(range(10))
 
 
 def test_the_shard_comes_from_the_environment_when_first_needed(

@@ -7,9 +7,10 @@ import functools
 import os
 import sys
 import sysconfig
+from collections.abc import Callable
 from importlib import import_module
 from importlib.machinery import PathFinder
-from types import FrameType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 # Imported with the first iterator: it needs torch.
@@ -51,6 +52,7 @@ def replace(module: ModuleType, executed: None = None) -> None:
     """
     loader, iterator = module.DataLoader, module._BaseDataLoaderIter
     init, get_iterator, begin = loader.__init__, loader._get_iterator, iterator.__init__
+    call = in_place_of(iterator.__init__)
 
     def made(self: Any, *given: Any, **named: Any) -> None:
         vars(self).setdefault("_aiofeed_place", place(sys._getframe(1)))
@@ -61,11 +63,25 @@ def replace(module: ModuleType, executed: None = None) -> None:
 
     def begun(self: Any, loader: Any) -> None:
         import_module(_LOADERS).note_iterator(self, loader)
-        begin(self, loader)
+        call(begin, self, loader)
 
     for cls, old, new in ((loader, init, made), (loader, get_iterator, new_iterator), (iterator, begin, begun)):
         _of_torch.append((cls, old))
         setattr(cls, old.__name__, functools.wraps(old)(new))
+
+
+def in_place_of(function: Any) -> Callable[..., Any]:
+    """Return a function that calls another one, in a frame with the file, the line and the module of ``function``.
+
+    Warnings name their caller, by which users filter them: it is torch's, not a function here in its place.
+    """
+
+    def call(other: Any, *arguments: Any) -> Any:
+        return other(*arguments)
+
+    theirs = function.__code__
+    code = call.__code__.replace(co_filename=theirs.co_filename, co_firstlineno=theirs.co_firstlineno)
+    return FunctionType(code, function.__globals__)
 
 
 def place(frame: FrameType | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing.util
-import os
 import sys
 import time
 import weakref
@@ -13,7 +12,8 @@ from typing import Any, cast
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from aiofeed.feeder.dataloader import DataLoader, LoaderIterator, _Epochs
+from aiofeed.core.validation import number_from_environment
+from aiofeed.feeder.dataloader import DataLoader, LoaderIterator, _Epochs, _in_torch
 from aiofeed.runtime import machine
 
 
@@ -67,9 +67,9 @@ class _EpochsOfTorch(_Epochs):
 class _CountedIterator(LoaderIterator):
     """Counts batches and waiting."""
 
-    def __next__(self) -> Any:
+    def _next_data(self) -> Any:
         began = time.perf_counter()
-        batch = super().__next__()
+        batch = super()._next_data()
         record = self._epochs.record  # type: ignore[attr-defined]
         record.batches += 1
         record.waited_s += time.perf_counter() - began
@@ -83,7 +83,7 @@ def new_iterator(loader: Any, options: dict[str, Any], of_torch: Any) -> Any:
     epochs = vars(loader).get("_aiofeed")
     if epochs is None or epochs.loader() is not loader:
         vars(loader)["_aiofeed"] = _EpochsOfTorch(loader, options)
-    loader.check_worker_number_rationality()
+    _in_torch(loader.check_worker_number_rationality)
     return _CountedIterator(loader)
 
 
@@ -100,7 +100,7 @@ def _record(loader: Any) -> LoaderRecord:
     kind = f"{type(loader).__name__} of {type(loader.dataset).__name__}"
     name = f"{vars(loader).get('_aiofeed_place', '')}{kind}, num_workers={loader.num_workers}"
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    rank = torch.distributed.get_rank() if distributed else int(os.environ.get("RANK", "0"))
+    rank = torch.distributed.get_rank() if distributed else number_from_environment("RANK", 0)
     return _records.setdefault(name, LoaderRecord(-1 if get_worker_info() else rank, name))
 
 

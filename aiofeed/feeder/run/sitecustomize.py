@@ -7,7 +7,7 @@ import sys
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 # A script may start a process with a part of its environment.
-_OPTIONS = json.loads(os.environ.get("AIOFEED_RUN", "{}"))
+_OPTIONS = json.loads(os.environ.get("AIOFEED_RUN") or "{}")
 
 # The script sees the path that it has without aiofeed. Its children need the variable.
 sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _FOLDER]

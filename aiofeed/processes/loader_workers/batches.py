@@ -25,6 +25,7 @@ from aiofeed.core.errors import FeedError, IteratorClosedError
 from aiofeed.core.statistics import EpochStats
 from aiofeed.processes.loader_workers.channel import Answer, Fetch, Restore, Resume
 from aiofeed.processes.loader_workers.fetching import BatchTimes, count_times, dataset_state, fetch, restore_dataset
+from aiofeed.processes.loader_workers.random_state import random_state, set_random_state
 from aiofeed.processes.loader_workers.state import LoaderPosition, OrderState, Progress
 from aiofeed.processes.loader_workers.worker_loop import WorkerStart
 from aiofeed.processes.loader_workers.workers import LoaderWorkers
@@ -71,6 +72,8 @@ class InProcessBatches:
             iterator._drop_last,
         )
         self._fetcher = self._new_fetcher()
+        # The states of the global generators in which the first batch is made, if it was before the state of these.
+        self.first_generators: tuple[Any, ...] | None = None
         self.stats: EpochStats = EpochStats()
         self._indices: Iterator[Any] = iterator._sampler_iter
         self._pins = iterator._pin_memory
@@ -103,6 +106,13 @@ class InProcessBatches:
         Raises:
             FeedError: Ctrl-C has interrupted ``deliver``.
         """
+        if self.first_generators is not None:
+            now, first, self.first_generators = random_state(), self.first_generators, None
+            set_random_state(first)
+            try:
+                return self.next()
+            finally:
+                set_random_state(now)
         progress = self.progress
         if progress.delivering is not None:
             raise FeedError(

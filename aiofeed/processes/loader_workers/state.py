@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -307,6 +308,27 @@ class LoaderState:
         for order in (self.now, self.start):
             if order is not None:
                 order.check(loader)
+
+    @property
+    def restores_generators(self) -> bool:
+        """Whether loading the state sets the global generators; from within Accelerate's ``load_state`` it does not.
+
+        Accelerate restores them itself, as they were after the step on the last batch.
+        """
+        frames = (frame for frame, _ in traceback.walk_stack(None))
+        accelerate = any(frame.f_globals.get("__name__") == "accelerate.checkpointing" for frame in frames)
+        return not (accelerate and "_iterator_finished" in self.packed)
+
+    @property
+    def first_generators(self) -> tuple[Any, ...] | None:
+        """The states of the global generators for the first batch alone; ``None`` if it is made with the present ones.
+
+        Accelerate takes the state of a loader that it has prepared, and reads the next batch, before the step on the
+        last one.
+        """
+        now = self.now.generators
+        early = "_iterator_finished" in self.packed and self.position.returned > 0
+        return now if early and not rng.same_random_state(rng.random_state(), now) else None
 
     @property
     def of_this_rank(self) -> bool:

@@ -17,6 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for add in (_add_run, _add_doctor, _add_bench, _add_profile, _add_index, _add_cache, _add_replay):
         add(commands)
     options = parser.parse_args(arguments)
+    if "script" in options:
+        options.script, *options.arguments = options.script[options.script[0] == "--" :]
     return options.run(options) or 0
 
 
@@ -33,9 +35,13 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     command.add_argument("--threads", type=int, metavar="N", help=_RUN_THREADS)
     command.add_argument("--explain", action="store_true", help="tell at the end what limits each loader, with advice")
     command.add_argument("-m", action="store_true", dest="module", help="SCRIPT is a module")
-    command.add_argument("script", metavar="SCRIPT", help="a Python file, or a command such as torchrun")
-    command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    _add_script(command, "a Python file, or a command such as torchrun, and its arguments")
     command.set_defaults(run=lambda options: import_module("aiofeed.reports.commands.run").run(options))
+
+
+def _add_script(command: argparse.ArgumentParser, help: str) -> None:
+    # One argument: with one for the script and one for the rest, argparse drops a "--" between them.
+    command.add_argument("script", nargs=argparse.PARSER, metavar="SCRIPT", help=help)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -68,8 +74,7 @@ def _bench(options: argparse.Namespace) -> int:
 def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("profile", help="run a script, then explain where the time of its feeders went")
     command.add_argument("--output", metavar="PATH", help="write the timeline: .html, .png or .json for Perfetto")
-    command.add_argument("script", metavar="SCRIPT", help="a Python script")
-    command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    _add_script(command, "a Python script, and its arguments")
     command.set_defaults(run=_profile)
 
 

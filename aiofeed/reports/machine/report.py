@@ -219,7 +219,7 @@ def _missing_accelerator_advice(absent: str, found: Environment) -> Iterator[str
     elif found.nvidia_driver is not None and not found.nvidia_files:
         yield "the NVIDIA driver is loaded, but there are no device files: start the container with `--gpus all`"
     elif not driver:
-        yield f"{found.torch} finds no driver: install the accelerator's, or start the container with `--gpus all`"
+        yield f"{found.torch} finds no driver: install it, or nothing if there is no GPU; containers need `--gpus all`"
     else:
         yield f"{absent}: run `nvidia-smi`"
 

@@ -198,9 +198,9 @@ def _aws_profile(options: Mapping[str, Any]) -> dict[str, str]:
     """What the AWS configuration files say, and neither the options nor the environment, which obstore reads itself."""
     home = Path(os.path.expanduser("~/.aws"))  # stays as it is for a user without a home
     parser = configparser.ConfigParser(interpolation=None)
-    parser.read(os.environ.get("AWS_CONFIG_FILE", home / "config"), encoding="utf-8")
-    parser.read(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", home / "credentials"), encoding="utf-8")
-    profile = os.environ.get("AWS_PROFILE", "default")
+    parser.read(os.environ.get("AWS_CONFIG_FILE") or home / "config", encoding="utf-8")
+    parser.read(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or home / "credentials", encoding="utf-8")
+    profile = os.environ.get("AWS_PROFILE") or "default"
     found: dict[str, str] = {}
     for section in (f"profile {profile}", profile):
         found.update(parser[section] if parser.has_section(section) else {})

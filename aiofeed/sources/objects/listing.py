@@ -67,7 +67,7 @@ def cache_folder() -> Path | None:
         _warn_without_home()
         return None
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local")) / "aiofeed" / "Cache"
+        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "aiofeed" / "Cache"
     if sys.platform == "darwin":
         return home / "Library" / "Caches" / "aiofeed"
     return home / ".cache" / "aiofeed"

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiofeed.sources.objects import reader as reader_module
+from aiofeed.sources.objects.clients import _aws_profile
 from aiofeed.sources.objects.reader import ObjectReader
 from tests.support.fault_server import Fault, FaultServer
 from tests.support.waiting import until
@@ -290,6 +291,16 @@ async def test_the_environment_is_changed(server, tmp_path, monkeypatch, wrong):
     assert new.statistics().requests == 1
     assert await old.read("a") == DATA
     assert ObjectReader("s3://bucket")._client is new._client
+
+
+def test_empty_variables_are_not_set(tmp_path, monkeypatch):
+    """The profile is the default one, of the default files."""
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_PROFILE"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws" / "config").write_text("[default]\nregion = eu-central-1\n")
+    assert _aws_profile({}) == {"region": "eu-central-1"}
 
 
 async def test_credentials_are_not_mixed(server, tmp_path, monkeypatch):
