@@ -193,6 +193,24 @@ def test_a_wav_without_samples_has_no_sound_in_its_metadata() -> None:
         decode(DecodeAudio(RATE, 0.5, crop="first"), data[:4] + struct.pack("<I", len(data) - 8) + data[8:])
 
 
+@pytest.mark.parametrize("channels", [7, 8, 9, 33])
+def test_many_channels(channels: int) -> None:
+    """Sound of 8 channels and more is decoded, each in its place."""
+    samples = (np.arange(400)[:, None] * np.arange(1, channels + 1)).astype(np.int16)
+    data = bytearray(wav(samples, samples.nbytes))
+    at = data.index(b"fmt ") + 10
+    data[at : at + 12] = struct.pack("<HIIH", channels, RATE, RATE * 2 * channels, 2 * channels)
+    found = decode(DecodeAudio(RATE, 400 / RATE, crop="first", channels=channels), bytes(data))
+    assert np.array_equal(found, samples.T / np.float32(32768))
+
+
+def test_a_rate_out_of_proportion() -> None:
+    """A header with a huge rate is refused before the filter for it takes memory."""
+    data = wav(WAVE, WAVE.nbytes).replace(struct.pack("<I", RATE), struct.pack("<I", 0x7FFFFFFF))
+    with pytest.raises(ValueError, match="2147483647 samples per second, more than 100 times 16000"):
+        decode(DecodeAudio(RATE, 0.5, crop="first"), data)
+
+
 @pytest.mark.parametrize(
     ("dtype", "form", "one"),
     [("u1", 1, None), ("<i2", 1, 2**15), ("<i4", 1, 2**31), ("<f4", 3, 1.0), ("<f8", 3, 1.0)],
