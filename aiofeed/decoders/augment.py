@@ -182,7 +182,9 @@ class Augmentation:
             rows = np.array(result["bboxes"], np.float32)
             rows = rows if rows.size else np.zeros((0, 5), np.float32)
             found["boxes"], found["kept"] = rows[:, :4].copy(), rows[:, 4].astype(np.int64)
-        if keypoints is not None:
+        if keypoints is not None and not keypoints.size:
+            found["keypoints"] = keypoints
+        elif keypoints is not None:
             found["keypoints"] = np.array(result["keypoints"], np.float32)[:, :2].reshape(keypoints.shape)
         return found
 

@@ -31,12 +31,12 @@ class Objects:
         kept: The numbers of the objects that have not been dropped.
 
     Raises:
-        ValueError: The target has other shapes, or a box outside the picture.
+        ValueError: The target has other shapes, a box outside the picture, or places in shares of the picture.
     """
 
     def __init__(self, target: Mapping[str, Any], width: int, height: int) -> None:
         self.boxes = _boxes(target["boxes"], width, height) if "boxes" in target else None
-        self.keypoints = _keypoints(target["keypoints"]) if "keypoints" in target else None
+        self.keypoints = _keypoints(target["keypoints"], width, height) if "keypoints" in target else None
         self.kept: NDArray[np.int64] = np.arange(0 if self.boxes is None else len(self.boxes))
         if self.boxes is not None and self.keypoints is not None and len(self.boxes) != len(self.keypoints):
             raise ValueError(
@@ -58,7 +58,7 @@ class Objects:
                     xy[..., 0] = width - xy[..., 0]
         if view.flip and self.boxes is not None:
             self.boxes[:, [0, 2]] = self.boxes[:, [2, 0]]
-        if view.flip and self.keypoints is not None:
+        if view.flip and self.keypoints is not None and self.keypoints.size:
             for one, other in flip_pairs:
                 self.keypoints[:, [one, other]] = self.keypoints[:, [other, one]]
 
@@ -95,11 +95,17 @@ class Objects:
 
 
 def _boxes(value: Any, width: int, height: int) -> NDArray[np.float32]:
+    # torchvision's BoundingBoxes name their format.
+    if (form := getattr(getattr(value, "format", None), "name", "XYXY")) != "XYXY":
+        raise ValueError(
+            f'"boxes" of the target have the format {form}: make left, upper, right, lower (XYXY) of them in the target'
+        )
     boxes = np.array(np.asarray(value), np.float32)
     if not boxes.size:
         return boxes.reshape(0, 4)
     if boxes.ndim != 2 or boxes.shape[1] != 4:
         raise ValueError(f'"boxes" of the target must be [N, 4], got {list(boxes.shape)}')
+    _check_units("boxes", boxes, width, height)
     least, most = -_OVERHANG, np.array([width, height], np.float32) + _OVERHANG
     upper_left, lower_right = boxes[:, :2], boxes[:, 2:]
     # Also false for NaN.
@@ -118,8 +124,23 @@ def _boxes(value: Any, width: int, height: int) -> NDArray[np.float32]:
     return boxes
 
 
-def _keypoints(value: Any) -> NDArray[np.float32]:
+def _keypoints(value: Any, width: int, height: int) -> NDArray[np.float32]:
     keypoints = np.array(np.asarray(value), np.float32)
+    if keypoints.ndim < 3 and not keypoints.size:
+        return keypoints.reshape(0, 0, 3)
     if keypoints.ndim != 3 or keypoints.shape[2] not in (2, 3):
         raise ValueError(f'"keypoints" of the target must be [N, K, 2] or [N, K, 3], got {list(keypoints.shape)}')
+    # Whole numbers may be a pixel in the corner.
+    if (keypoints[..., :2] != np.floor(keypoints[..., :2])).any():
+        _check_units("keypoints", keypoints[..., :2], width, height)
     return keypoints
+
+
+def _check_units(name: str, places: NDArray[np.float32], width: int, height: int) -> None:
+    """Raise ``ValueError`` if places are shares of a picture: all in its first pixel, but for rounding."""
+    if max(width, height) > 2 and places.min() > -0.5 and 0 < places.max() < 1.01:
+        raise ValueError(
+            f'"{name}" of the target are all between {places.min():g} and {places.max():g}, in a picture of {width} x '
+            f"{height} (width x height): these are shares of it, and not pixels. Multiply them by width and height in "
+            f"the target"
+        )

@@ -553,14 +553,15 @@ static void init_errors(work_t *work) {
     work->errors.output_message = on_output;
 }
 
-/* Whether a file is baseline grey, or YCbCr whose chroma is subsampled by 1, 2 or 4 on each axis. */
+/* Whether a file is baseline grey, or YCbCr whose chroma is subsampled by 1 or 2 on each axis. Chroma at a quarter is
+ * left to Pillow: libjpeg repeats its pixels, and enlarges others with a triangle. */
 static int is_supported(const struct jpeg_decompress_struct *info) {
     const jpeg_component_info *parts = info->comp_info;
     if (info->data_precision != 8 || info->progressive_mode || info->arith_code) return 0;
     if (info->num_components == 1) return info->jpeg_color_space == JCS_GRAYSCALE;
     if (info->num_components != 3 || info->jpeg_color_space != JCS_YCbCr) return 0;
     return parts[0].h_samp_factor == info->max_h_samp_factor && parts[0].v_samp_factor == info->max_v_samp_factor &&
-           info->max_h_samp_factor != 3 && info->max_v_samp_factor != 3 && parts[1].h_samp_factor == 1 &&
+           info->max_h_samp_factor <= 2 && info->max_v_samp_factor <= 2 && parts[1].h_samp_factor == 1 &&
            parts[1].v_samp_factor == 1 && parts[2].h_samp_factor == 1 && parts[2].v_samp_factor == 1;
 }
 

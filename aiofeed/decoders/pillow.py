@@ -51,7 +51,9 @@ _UPRIGHT = {
 }
 
 # TIFF 6.0, sections 8 and 19.
-_BITS_PER_SAMPLE, _SAMPLES_PER_PIXEL, _SAMPLE_FORMAT = 258, 277, 339
+_BITS_PER_SAMPLE, _COMPRESSION, _PHOTOMETRY, _SAMPLES_PER_PIXEL, _PLANES, _SAMPLE_FORMAT = 258, 259, 262, 277, 284, 339
+_WHITE_IS_ZERO, _YCBCR = 0, 6
+_JPEGS = (6, 7)
 _KINDS = {1: "u", 2: "i", 3: "f"}
 # Formats whose samples have 8 bits. Pillow scales the deeper ones of AVIF and JPEG 2000.
 _EIGHT_BITS = ("JPEG", "WEBP", "GIF", "BMP")
@@ -238,7 +240,7 @@ def load_picture(
         choose_view: called with the upright picture's width and height at full scale.
         target: (width, height) to which the view is going to be resized; a JPEG is decoded at the smallest scale that
             keeps the view at least twice as large on both axes. ``None``: full scale.
-        convert: called with the loaded picture; ``None``: ``to_rgb``.
+        convert: called with the loaded picture, which has the numbers of the file; ``None``: ``to_rgb``.
 
     Raises:
         OSError, ValueError: the picture cannot be decoded. Other errors of Pillow's plugins over broken files
@@ -250,6 +252,8 @@ def load_picture(
     try:
         image = open_image(data, max_pixels, formats)
         if not isinstance(image, JpegFile):
+            if image.format == "TIFF":
+                _mend_tiff(image, as_stored=convert is not None)
             image.load()
             check_pixels(image.size, max_pixels)  # an icon may be larger than its directory states
         orientation = orientation_of(image)
@@ -280,6 +284,33 @@ def _warn_about_truncated_images() -> None:
     )
 
 
+def _mend_tiff(image: Any, *, as_stored: bool) -> None:
+    """Let Pillow read the numbers of an opened TIFF rightly, and with ``as_stored`` without changes.
+
+    Raises:
+        ValueError: Pillow cannot, and would give others.
+    """
+    tags, mode, what = image.tag_v2, image.mode, ""
+    codec, raw = (image.tile[0].codec_name, image.tile[0].args[0]) if image.tile else ("", "")
+    bits, changed = (
+        max(tags.get(_BITS_PER_SAMPLE, (1,))),
+        as_stored and (raw.startswith("RGBa") or mode in ("LA", "PA")),
+    )
+    if tags.get(_PLANES) == 2 and (mode == "LAB" or changed or (codec == "raw" and bits > 8)):
+        what = f"{mode} with {bits} bits in separate planes"
+    elif tags.get(_PHOTOMETRY) == _YCBCR and tags.get(_COMPRESSION, 1) not in _JPEGS and (as_stored or codec == "raw"):
+        what = "YCbCr"
+    if what:
+        raise ValueError(f"this TIFF has {what}, which Pillow does not read: pass a decoder of your own as decode=")
+    for at, tile in enumerate(image.tile):
+        raw, *more = tile.args
+        if codec == "libtiff":  # it gives numbers in the order of the machine, for which Pillow cares in "I;16" only
+            raw = re.sub(r"^([IF];\d\d)B?([SF])$", r"\1N\2", raw)
+        if as_stored:  # Pillow inverts grey of which 0 is white, and divides by an associated alpha
+            raw = raw.replace("a", "A") if mode == "RGBA" else raw.replace("I", "").rstrip(";") if mode in "1L" else raw
+        image.tile[at] = tile._replace(args=(raw, *more))
+
+
 def to_rgb(image: Image.Image) -> Image.Image:
     """The loaded ``image`` in mode RGB; ``image`` itself if it is RGB.
 
@@ -290,17 +321,25 @@ def to_rgb(image: Image.Image) -> Image.Image:
     - ``I``, as which Pillow opens 16-bit grey in some formats: the same; ``ValueError`` outside 0 to 65535;
     - ``F``: times 255 if all values lie in [0, 1], unchanged if they lie in [0, 255], then rounded; ``ValueError`` for
       other values, NaN and infinity included.
+
+    In a TIFF they are inverted if 0 is white, as Pillow does with 8 bits; ``ValueError`` for negative ones of 8 bits.
     """
     mode = image.mode
     if mode == "RGB":
         return image
+    levels: NDArray[Any] | None = None
     if mode.startswith("I;16"):
-        return _grey_to_rgb(np.asarray(image) >> 8)
-    if mode == "I":
-        return _grey_to_rgb(_levels(image, 65535) >> 8)
-    if mode == "F":
+        levels = np.asarray(image) >> 8
+    elif mode == "I":
+        levels = _levels(image, 65535) >> 8
+    elif mode == "F":
         levels = _levels(image, 255)
-        return _grey_to_rgb(np.rint(levels * 255 if levels.max() <= 1 else levels))
+        levels = np.rint(levels * 255 if levels.max() <= 1 else levels)
+    tags: Any = image.tag_v2 if image.format == "TIFF" else {_PHOTOMETRY: 1}  # type: ignore[attr-defined]
+    if levels is not None:
+        return _grey_to_rgb(255 - levels if tags.get(_PHOTOMETRY, _WHITE_IS_ZERO) == _WHITE_IS_ZERO else levels)
+    if mode == "L" and tags.get(_SAMPLE_FORMAT) == (2,):
+        _levels(image, 127)
     # Without alpha a transparent colour has no effect. Pillow would convert it, and warn if it cannot.
     image.info.pop("transparency", None)
     if mode == "La":  # Pillow converts it to LA only

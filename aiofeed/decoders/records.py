@@ -6,6 +6,7 @@ import functools
 import importlib
 import io
 import math
+import struct
 import zipfile
 import zlib
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import msgspec
 import numpy as np
 
 from aiofeed.core.types import public
-from aiofeed.core.validation import check_bytes, explain_arguments
+from aiofeed.core.validation import check_bytes, check_expanded, explain_arguments
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +24,13 @@ if TYPE_CHECKING:
 
 _NPY, _ZIP = b"\x93NUMPY", b"PK"
 # By the major version of a .npy file: the length of the fields before its header, and the reader of the header.
-_HEADERS = {1: (10, np.lib.format.read_array_header_1_0), 2: (12, np.lib.format.read_array_header_2_0)}
+_HEADERS = {
+    1: (10, np.lib.format.read_array_header_1_0),
+    2: (12, np.lib.format.read_array_header_2_0),
+    3: (12, np.lib.format.read_array_header_2_0),  # but for names of fields, which are UTF-8
+}
+# Of numpy's files. Python decompresses the others without a limit.
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
 @public
@@ -52,17 +59,30 @@ class DecodeNumpy:
             if data.startswith(_NPY):
                 return _decode_npy(data)
             if data.startswith(_ZIP):
-                with np.load(io.BytesIO(data), allow_pickle=False) as file:
-                    return dict(file) if self.member is None else file[_member(self.member, file.files, ".npz file")]
-        except (EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+                with zipfile.ZipFile(io.BytesIO(data)) as file:
+                    found = {each.filename.removesuffix(".npy"): each for each in file.infolist()}
+                    if self.member is not None:
+                        found = {self.member: found[_member(self.member, found, ".npz file")]}
+                    check_expanded("the .npz file", sum(each.file_size for each in found.values()), len(data))
+                    arrays = {name: _decode_member(file, each) for name, each in found.items()}
+                    return arrays if self.member is None else arrays[self.member]
+        except (EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error, struct.error) as error:
             raise ValueError(f"the file is truncated or damaged: {error}") from error
         raise ValueError(f"this is not a .npy or .npz file: it begins with {data[:8]!r}")
 
 
+def _decode_member(file: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
+    if member.compress_type not in _METHODS:
+        raise ValueError(f"{member.filename!r} of the .npz file is not compressed by numpy: save it with numpy")
+    with file.open(member) as opened:
+        # At most what the directory says, whatever the data inflate to.
+        return _decode_npy(opened.read(member.file_size))
+
+
 def _decode_npy(data: bytes) -> NDArray[Any]:
     start, read_header = _HEADERS.get(data[6] if len(data) > 6 else 0, (0, None))
-    if read_header is None:
-        return np.load(io.BytesIO(data), allow_pickle=False)  # type: ignore[no-any-return]
+    if read_header is None or not data.startswith(_NPY):
+        raise ValueError(f"this is no .npy file of version 1 to 3, or it is truncated: it begins with {data[:8]!r}")
     start += int.from_bytes(data[8:start], "little")
     shape, fortran_order, dtype = _npy_header(data[:start])
     if dtype.hasobject:
@@ -73,7 +93,12 @@ def _decode_npy(data: bytes) -> NDArray[Any]:
             f"the .npy file is truncated: {dtype} {list(shape)} needs {count * dtype.itemsize} bytes, and it has "
             f"{len(data) - start}"
         )
-    array = np.frombuffer(data, dtype, count, start).reshape(shape, order="F" if fortran_order else "C")
+    if data[6] == 3 and dtype.names:
+        return np.load(io.BytesIO(data), allow_pickle=False)  # type: ignore[no-any-return]
+    try:
+        array = np.frombuffer(data, dtype, count, start).reshape(shape, order="F" if fortran_order else "C")
+    except OverflowError as error:
+        raise ValueError(f"the header of the .npy file is damaged: its shape is {list(shape)}") from error
     return array.copy(order="K")
 
 
@@ -163,7 +188,7 @@ class DecodeJSON:
             return self._decoder.decode(check_bytes(self, data))
         except msgspec.ValidationError as error:
             raise ValueError(f"the JSON is not of the type {self.type!r}: {error}") from error
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"this is not JSON: {error}") from error
 
 

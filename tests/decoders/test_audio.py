@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
+import struct
 import sys
 import wave
 from pathlib import Path
@@ -121,6 +122,105 @@ def test_the_sound_of_a_video_and_a_path(tmp_path: Path) -> None:
     assert decode(DecodeAudio(RATE, 1, crop="first"), video(sound=True)).shape == (1, RATE)
     (tmp_path / "a.wav").write_bytes(sound(chirp(1, RATE), RATE))
     assert np.array_equal(decode(DecodeAudio(RATE, 1), str(tmp_path / "a.wav"), 1), chirp(1, RATE))
+
+
+# --- uncompressed sound -----------------------------------------------------------------------------------------------
+
+LIST = b"LIST" + struct.pack("<I", 5) + b"INFO!\0"
+
+
+def wav(samples: Any, size: int | None = None, riff: int = 0, *, form: int = 1, ds64: int | None = None) -> bytes:
+    """A WAV of samples of a dtype of numpy, with any size in its header; with ``ds64`` an RF64 of that size."""
+    width, data = samples.dtype.itemsize, samples.tobytes()
+    fmt = LIST + b"fmt " + struct.pack("<IHHIIHH", 16, form, 1, RATE, RATE * width, width, 8 * width)
+    if ds64 is not None:
+        fmt = b"ds64" + struct.pack("<IQQQI", 28, ds64 + 72, ds64, ds64 // width, 0) + fmt
+    kind = b"RIFF" if ds64 is None else b"RF64"
+    return kind + struct.pack("<I", riff) + b"WAVE" + fmt + b"data" + struct.pack("<I", size or 0) + data
+
+
+def au(samples: Any, size: int) -> bytes:
+    return b".snd" + struct.pack(">IIIII", 24, size, 3, RATE, 1) + samples.astype(">i2").tobytes()
+
+
+def caf(samples: Any, size: int) -> bytes:
+    description = struct.pack(">qd4sIIIII", 32, RATE, b"lpcm", 0, 2, 1, 1, 16)
+    data = b"desc" + description + b"data" + struct.pack(">qI", size, 0)
+    return b"caff\0\1\0\0" + data + samples.astype(">i2").tobytes()
+
+
+def aiff(samples: Any, size: int) -> bytes:
+    common = b"COMM" + struct.pack(">IhIhhQ", 18, 1, len(samples), 16, 16383 + 13, RATE << 50)
+    data = b"SSND" + struct.pack(">III", size + 8, 0, 0) + samples.astype(">i2").tobytes()
+    return b"FORM" + struct.pack(">I", 4 + len(common) + len(data)) + b"AIFF" + common + data
+
+
+WAVE = (np.sin(np.arange(RATE // 2) / 7) * 20_000).astype(np.int16)
+PIPES = {f"{size:#x}": wav(WAVE, size, size) for size in
+         (0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFFFF - 36, 0x7FFFFFFF, 0x7FFFFFFF - 36, 0x7FFFF000, 0x80000000)}  # fmt: skip
+PIPES |= {"0, Python": wav(WAVE, 0, 36), "0": wav(WAVE, 0, 0), "AU": au(WAVE, 0xFFFFFFFF), "CAF": caf(WAVE, -1)}
+PIPES |= {"RF64": wav(WAVE, 0xFFFFFFFF, 0xFFFFFFFF, ds64=WAVE.nbytes), "an odd byte": PIPES["0xffffffff"] + b"!"}
+
+
+@pytest.mark.parametrize("name", PIPES)
+def test_a_file_of_a_pipe_goes_on_to_its_end(name: str, tmp_path: Path) -> None:
+    """A header that was written before the size was known does not make a file a truncated one."""
+    (tmp_path / "a.wav").write_bytes(PIPES[name])
+    for data in (PIPES[name], tmp_path / "a.wav"):
+        assert np.array_equal(decode(DecodeAudio(RATE, 0.5, crop="first"), data)[0], WAVE / np.float32(32768))
+
+
+@pytest.mark.parametrize("cut", [2, 700, 8192])
+@pytest.mark.parametrize("kind", ["WAV", "RF64", "AU", "CAF", "AIFF"])
+def test_uncompressed_sound_that_is_cut(kind: str, cut: int) -> None:
+    """A file with less sound than its header states is an error with both lengths, wherever it ends."""
+    whole = {
+        "WAV": lambda: wav(WAVE, WAVE.nbytes),
+        "RF64": lambda: wav(WAVE, 0xFFFFFFFF, 0xFFFFFFFF, ds64=WAVE.nbytes),
+        "AU": lambda: au(WAVE, WAVE.nbytes),
+        "CAF": lambda: caf(WAVE, WAVE.nbytes + 4),
+        "AIFF": lambda: aiff(WAVE, WAVE.nbytes),
+    }[kind]()
+    assert np.array_equal(decode(DecodeAudio(RATE, 0.5, crop="first"), whole)[0], WAVE / np.float32(32768))
+    with pytest.raises(ValueError, match=r"truncated: its header states (\S+) seconds, and it has (?!\1)"):
+        decode(DecodeAudio(RATE, 0.5, crop="first"), whole[:-cut])
+
+
+def test_a_wav_without_samples_has_no_sound_in_its_metadata() -> None:
+    """What follows an empty chunk of data is no sound, if the size of the file says that it is whole."""
+    data = wav(WAVE[:0], 0) + LIST
+    with pytest.raises(ValueError, match="the audio has no samples"):
+        decode(DecodeAudio(RATE, 0.5, crop="first"), data[:4] + struct.pack("<I", len(data) - 8) + data[8:])
+
+
+@pytest.mark.parametrize("channels", [7, 8, 9, 33])
+def test_many_channels(channels: int) -> None:
+    """Sound of 8 channels and more is decoded, each in its place."""
+    samples = (np.arange(400)[:, None] * np.arange(1, channels + 1)).astype(np.int16)
+    data = bytearray(wav(samples, samples.nbytes))
+    at = data.index(b"fmt ") + 10
+    data[at : at + 12] = struct.pack("<HIIH", channels, RATE, RATE * 2 * channels, 2 * channels)
+    found = decode(DecodeAudio(RATE, 400 / RATE, crop="first", channels=channels), bytes(data))
+    assert np.array_equal(found, samples.T / np.float32(32768))
+
+
+def test_a_rate_out_of_proportion() -> None:
+    """A header with a huge rate is refused before the filter for it takes memory."""
+    data = wav(WAVE, WAVE.nbytes).replace(struct.pack("<I", RATE), struct.pack("<I", 0x7FFFFFFF))
+    with pytest.raises(ValueError, match="2147483647 samples per second, more than 100 times 16000"):
+        decode(DecodeAudio(RATE, 0.5, crop="first"), data)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "form", "one"),
+    [("u1", 1, None), ("<i2", 1, 2**15), ("<i4", 1, 2**31), ("<f4", 3, 1.0), ("<f8", 3, 1.0)],
+)
+def test_sample_formats(dtype: str, form: int, one: float | None) -> None:
+    """Samples with and without a sign, and floats, have full scale at -1 and 1."""
+    levels = np.array([-1.0, -0.5, 0.0, 0.25, 0.5] * 20)
+    samples = ((levels + 1) * 128 if one is None else levels * one).astype(dtype)
+    found = decode(DecodeAudio(RATE, 100 / RATE, crop="first"), wav(samples, samples.nbytes, form=form))
+    assert found[0].tolist() == levels.tolist()
 
 
 # --- feeders ----------------------------------------------------------------------------------------------------------

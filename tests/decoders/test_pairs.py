@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,26 @@ def test_no_boxes_are_an_empty_tensor() -> None:
     assert pad_collate()([none, none])["boxes"].shape == (2, 0, 4)
 
 
+@pytest.mark.parametrize("columns", [2, 3])
+@pytest.mark.parametrize("empty", [[], [[]], np.zeros((0, 17, 3))])
+def test_keypoints_of_none_are_an_empty_tensor(empty: Any, columns: int) -> None:
+    """An image without persons has lists without items; a batch with others is padded, and a mirrored one is legal."""
+    decode = DecodePair(DecodeImage(16, flip=True), flip_pairs=[(0, 1)], augment=lambda sample: dict(sample))
+    person = {"boxes": [[3, 4, 30, 20]], "labels": [1], "keypoints": [[[9, 8, 2][:columns]] * 17]}
+    nobody = {"boxes": [], "labels": [], "keypoints": empty}
+    for seed in range(4):
+        samples = [decode(jpeg(ramps(40, 30)), rng=rng(seed), target=each) for each in (nobody, person, nobody)]
+        assert [len(sample["keypoints"]) for sample in samples] == [0, 1, 0]
+        for place, order in ((1, samples), (0, samples[1:])):
+            for side in ("left", "right"):
+                batch = pad_collate({"labels": -1}, side=side)(order)  # type: ignore[arg-type, unused-ignore]
+                assert batch["keypoints"].shape == (len(order), 1, 17, columns)
+                assert batch["keypoints"].dtype == torch.float32
+                assert torch.equal(batch["keypoints"][place], samples[1]["keypoints"])
+                assert batch["attention_mask"].sum() == 1
+        assert len(pad_collate()([samples[0]])["keypoints"][0]) == 0
+
+
 def test_fields_name_the_files_of_a_dict() -> None:
     """The sample of a shard is a dict, of which `fields` chooses image and mask."""
     mask = number_png(np.full((10, 10), 3, np.uint8))
@@ -196,6 +217,17 @@ def test_the_cached_form_gives_the_same_sample(options: dict[str, Any], dtype: A
 
 
 BOX = r"box 1 of the target, \[.*\], is not in the picture of 40 x 30 \(width x height\)"
+SHARES = '"{}" of the target are all between {} and {}, in a picture of 40 x 30 .*these are shares of it'
+
+
+class Formatted(list[list[float]]):
+    """Boxes that name their format, as `torchvision.tv_tensors.BoundingBoxes` do."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__([[3, 4, 30, 20]])
+        self.format = SimpleNamespace(name=form)
+
+
 BAD_TARGETS: list[tuple[dict[str, Any], str]] = [
     ({"boxes": [[0, 0, 5, 5], [30, 0, 45, 5]]}, BOX),
     ({"boxes": [[0, 0, 5, 5], [30, 20, 10, 25]]}, BOX),
@@ -210,7 +242,31 @@ BAD_TARGETS: list[tuple[dict[str, Any], str]] = [
     ({"boxes": [], "keypoints": [[[1, 2]]]}, '"keypoints" of the target has 1 items'),
     ({"keypoints": [[1, 2]]}, r"must be \[N, K, 2\] or \[N, K, 3\], got \[1, 2\]"),
     ({"image": 3}, r"the target has \['image'\]"),
+    ({"boxes": [[0.1, 0.2, 0.5, 0.7], [0, 0, 1, 1]], "labels": [1, 2]}, SHARES.format("boxes", "0", "1")),
+    ({"boxes": [[0.5, 0.5, 0.2, 0.3]]}, SHARES.format("boxes", "0.2", "0.5")),
+    ({"boxes": np.float64([[0, 0, 1.0000001, 0.5]])}, SHARES.format("boxes", "0", "1")),
+    ({"boxes": [[3, 4, 30, 20]], "keypoints": [[[0.5, 0.25, 2], [0, 0, 0]]]}, SHARES.format("keypoints", "0", "0.5")),
+    ({"keypoints": torch.tensor([[[0.5, 0.25]]])}, SHARES.format("keypoints", "0.25", "0.5")),
+    ({"boxes": Formatted("XYWH")}, '"boxes" of the target have the format XYWH: make left, upper, right, lower'),
+    ({"boxes": Formatted("CXCYWH")}, '"boxes" of the target have the format CXCYWH'),
 ]
+
+
+@pytest.mark.parametrize(
+    ("target", "left"),
+    [
+        ({"boxes": [[5, 5, 5.5, 5.5], [0.2, 0.2, 0.6, 0.6]]}, 0),
+        ({"boxes": [[0, 0, 1, 1], [3, 3, 9, 9]]}, 2),
+        ({"boxes": [[0, 0, 0, 0]]}, 0),
+        ({"boxes": [[3, 4, 30, 20]], "keypoints": [[[1, 1, 2], [1, 0, 1]]]}, 1),
+        ({"boxes": [[3, 4, 30, 20]], "keypoints": [[[0, 0, 0]]]}, 1),
+        ({"boxes": [[3, 4, 30, 20]], "keypoints": [[[float("inf"), float("nan"), 2]]]}, 1),
+        ({"boxes": Formatted("XYXY")}, 1),
+    ],
+)
+def test_small_places_in_pixels_are_legal(target: dict[str, Any], left: int) -> None:
+    """Tiny boxes are dropped, and keypoints in the first pixel are kept: only shares of the picture are errors."""
+    assert len(DecodePair(DecodeImage((30, 40)))(jpeg(ramps(40, 30)), target=target)["boxes"]) == left
 
 
 @pytest.mark.parametrize(("target", "message"), BAD_TARGETS)

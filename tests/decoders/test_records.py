@@ -6,6 +6,8 @@ import io
 import json
 import pickle
 import sys
+import tracemalloc
+import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from aiofeed import DecodeJSON, DecodeNumpy, DecodeTensor, DiskCache, Feeder, Files
+from aiofeed.core import validation
 from aiofeed.errors import DecodeError
 
 ARRAYS = {
@@ -82,8 +85,10 @@ FLOATS = npy(ARRAYS["float32"])
         (b"", "not a .npy or .npz file: it begins with b''"),
         (b"\x89PNG....", "not a .npy or .npz file: it begins with b.*PNG"),
         (FLOATS[:-1], r"truncated: float32 \[3, 4\] needs 48 bytes, and it has 47"),
-        (FLOATS[:6], "expected 8 bytes got 6"),
-        (FLOATS[:7], "expected 8 bytes got 7"),
+        (FLOATS[:6], "no .npy file of version 1 to 3, or it is truncated"),
+        (FLOATS[:7], "the header of the .npy file is damaged"),
+        (FLOATS[:6] + b"\4" + FLOATS[7:], "no .npy file of version 1 to 3"),
+        (FLOATS.replace(b"(3, 4), }" + b" " * 30, b"(0, 1" + b"0" * 30 + b")} "), "header of the .npy file is damaged"),
         (FLOATS[:40], "header of the .npy file is damaged: EOF"),
         (FLOATS.replace(b"'shape'", b"'sheep'"), "header of the .npy file is damaged: .*sheep"),
         (FLOATS.replace(b"(3, 4)", b"(3, -)"), "header of the .npy file is damaged"),
@@ -105,18 +110,94 @@ def test_pickles_are_never_loaded() -> None:
     np.save(file, PICKLES, allow_pickle=True)
     with pytest.raises(ValueError, match="pickles"):
         DecodeNumpy()(file.getvalue())
-    with pytest.raises(ValueError, match="allow_pickle=False"):
+    with pytest.raises(ValueError, match="Python objects, which are pickles"):
         DecodeNumpy()(npz(x=PICKLES))
+    fields = np.array([(1, print)], [("a", int), ("b", object)])
+    file = io.BytesIO()
+    np.lib.format.write_array(file, fields, (3, 0))
+    with pytest.raises(ValueError, match="Python objects, which are pickles"):
+        DecodeNumpy()(file.getvalue())
     with pytest.raises(TypeError, match="never loaded"):
         DecodeNumpy(allow_pickle=True)  # type: ignore[call-arg]
 
 
-def test_a_header_claims_no_memory() -> None:
-    """A header with a huge shape is refused without an allocation."""
-    data = FLOATS.replace(b"(3, 4), }         ", b"(3000000000000,)} ")
-    assert data != FLOATS
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.filterwarnings("ignore:Stored array in format")
+def test_a_header_claims_no_memory(version: tuple[int, int], packed: bool) -> None:
+    """A header with a huge shape is refused without an allocation, whatever its version, and in a .npz file, too."""
+    floats = npy(ARRAYS["float32"], version)
+    data = floats.replace(b"(3, 4), }         ", b"(3000000000000,)} ")
+    assert data != floats
     with pytest.raises(ValueError, match="needs 12000000000000 bytes"):
-        DecodeNumpy()(data)
+        DecodeNumpy("x" if packed else None)(zipped(x=data) if packed else data)
+
+
+def test_fields_with_names_beyond_latin() -> None:
+    """Names of fields that only version 3 can store are kept."""
+    fields = np.array([(1, 2.5)], [("é", np.int64), ("数", np.float32)])
+    file = io.BytesIO()
+    np.lib.format.write_array(file, fields, (3, 0))
+    for data in (file.getvalue(), zipped(x=file.getvalue())):
+        found = DecodeNumpy()(data)
+        found = found["x"] if isinstance(found, dict) else found
+        assert found.dtype == fields.dtype
+        assert found.tolist() == fields.tolist()
+    with pytest.raises(ValueError, match="truncated"):
+        DecodeNumpy()(file.getvalue()[:-1])
+
+
+def zipped(method: int = zipfile.ZIP_DEFLATED, **members: bytes) -> bytes:
+    """A .npz file of the bytes of its members."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as writer:
+        for name, data in members.items():
+            writer.writestr(f"{name}.npy", data)
+    return file.getvalue()
+
+
+def test_members_that_inflate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A .npz file that inflates to more than the limit is refused before it does; a part of it may be decoded."""
+    monkeypatch.setattr(validation, "EXPANDED_BYTES", 16 << 20)
+    zeros = npy(np.zeros(9 << 20, np.uint8))
+    bomb = zipped(x=zeros, y=zeros, z=npy(ARRAYS["float32"]))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"the .npz file claims 18\.0 MiB in memory, .* damaged, or made to"):
+            DecodeNumpy()(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    z = DecodeNumpy("z")(bomb)
+    assert isinstance(z, np.ndarray)
+    assert np.array_equal(z, ARRAYS["float32"])
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_other_compressions_of_npz(method: int) -> None:
+    """Compressions that numpy does not write, and Python unpacks without a limit, are refused."""
+    with pytest.raises(ValueError, match=r"'x\.npy' of the .npz file is not compressed by numpy"):
+        DecodeNumpy()(zipped(method, x=FLOATS))
+
+
+def test_a_member_inflates_to_no_more_than_the_directory_says() -> None:
+    """A directory that states a smaller size than the data have gives an error, and no more memory."""
+    bomb = bytearray(zipped(x=npy(np.zeros(16 << 20, np.uint8))))
+    at = bomb.index(b"PK\1\2")
+    bomb[at + 24 : at + 28] = (1000).to_bytes(4, "little")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="truncated"):
+            DecodeNumpy()(bytes(bomb))
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_members_that_are_no_arrays() -> None:
+    """A zip file of something else is no .npz file."""
+    with pytest.raises(ValueError, match=r"this is no \.npy file"):
+        DecodeNumpy()(zipped(x=b"text"))
 
 
 def test_members_of_npz() -> None:
@@ -188,6 +269,7 @@ def test_json() -> None:
         (None, b"", "this is not JSON: "),
         (None, b"\xff", "this is not JSON: "),
         (None, b'"\xff"', "this is not JSON: "),
+        (None, b"[" * 100_000, "this is not JSON: .*recursion"),
         (Point, b'["a", "b"]', r"not of the type .*Point.*Expected `int`, got `str` - at `\$\[0\]`"),
         (dict[str, int], b'{"a": "b"}', "Expected `int`, got `str`"),
     ],

@@ -140,6 +140,22 @@ def test_raw_dtypes(dtype: Any, tmp_path: Path) -> None:
     assert lists(Feeder(Tokens(path, 4, dtype=dtype), batch_size=1)) == [[numbers.tolist()]]
 
 
+@pytest.mark.parametrize("dtype", [">u2", np.dtype(">i4"), ">u4", ">i8"])
+def test_raw_tokens_of_the_other_byte_order(dtype: Any, way: str, tmp_path: Path) -> None:
+    """A dtype with a byte order is that of the file, with every option; a pickled source and a mixture keep it."""
+    path = tmp_path / "train.bin"
+    NUMBERS.astype(dtype).tofile(path)
+    source = tokens_in(way, path, BLOCK, dtype=dtype, targets=True, vocab=60_000)
+    other = tokens_in(way, write_raw(tmp_path / "other.bin", NUMBERS), BLOCK, targets=True)
+    options: list[dict[str, Any]] = [{}, {"cache": "device", "device": SimulatedDevice()}]
+    for each in (source, pickle.loads(pickle.dumps(source)), source.joined([other])):
+        for option in options:
+            batches = list(Feeder(each, batch_size=5, **option))
+            expected = windows(stride=BLOCK, block=BLOCK + 1) * (2 if len(each) > len(source) else 1)
+            assert torch.cat([x.cpu() for x, _ in batches]).tolist() == [window[:-1] for window in expected]
+            assert torch.cat([y.cpu() for _, y in batches]).tolist() == [window[1:] for window in expected]
+
+
 def test_files_larger_than_memory(tmp_path: Path) -> None:
     """A file of a tebibyte is mapped at once, and threads make its batches."""
     path = tmp_path / "train.bin"
@@ -403,6 +419,9 @@ def damaged(folder: Path, kind: str) -> Path:
             path.write_bytes(data[:-1])
         case "other magic":
             write_header(path, NUMBERS, magic=20250401)
+        case "big-endian header":
+            data = write_header(path, NUMBERS).read_bytes()
+            path.write_bytes(np.frombuffer(data[:1024], "<i4").astype(">i4").tobytes() + data[1024:])
         case "other version":
             write_header(path, NUMBERS, version=2)
         case "other size":
@@ -428,6 +447,9 @@ def damaged(folder: Path, kind: str) -> Path:
         case "short npy":
             path = save_npy(folder / "train.npy", NUMBERS)
             path.write_bytes(path.read_bytes()[:-10])
+        case "huge npy":
+            path = save_npy(folder / "train.npy", NUMBERS)
+            path.write_bytes(path.read_bytes().replace(b"(500,), }".ljust(29), b"(4611686018427387904,), }".ljust(29)))
         case "floats":
             path = save_npy(folder / "train.npy", NUMBERS / 2)
         case "rows":
@@ -448,6 +470,7 @@ def damaged(folder: Path, kind: str) -> Path:
         ("header says more", "says 500 uint16 tokens, but the file has 499"),
         ("odd after header", r"says 500 uint16 tokens, but the file has 499\.5"),
         ("other magic", "magic number 20250401, and aiofeed knows 20240520, 20240801, 278895051"),
+        ("big-endian header", "has a big-endian header"),
         ("other version", "version 2; aiofeed reads version 1"),
         ("other size", "says 3 bytes per token, but must say 2 or 4"),
         ("no index", r"train\.idx.*is no index of Megatron: it begins with b'TNTIDX"),
@@ -457,6 +480,7 @@ def damaged(folder: Path, kind: str) -> Path:
         ("float index", "dtype code 6"),
         ("text as npy", "no complete .npy file"),
         ("short npy", "no complete .npy file"),
+        ("huge npy", r"no complete .npy file of numbers: it has 4128 bytes of 36893488147419103360"),
         ("floats", r"has float64 \[500\]: tokens are one-dimensional and uint8"),
         ("rows", r"has int64 \[2, 250\]"),
         ("objects", "no complete .npy file"),
@@ -486,6 +510,8 @@ LLAMA3 = np.random.default_rng(0).integers(128_256, size=COUNT)
         (LLAMA3, "int64", "int32"),
         (GPT2, "int32", "uint8"),
         (GPT2 % 65, "int32", "int16"),
+        (GPT2, ">i4", ">u2"),
+        (LLAMA3, ">i8", ">u4"),
     ],
 )
 def test_wider_tokens_than_the_dtype(tokens: Any, dtype: str, read_as: str, tmp_path: Path) -> None:

@@ -80,6 +80,18 @@ def test_formats(name: str, server: FaultServer, tmp_path: Path) -> None:
         assert sum(lists(feeder), []) == windows(stride=5)
 
 
+@pytest.mark.parametrize("dtype", [">u2", ">i4"])
+def test_raw_tokens_of_the_other_byte_order(dtype: str, server: FaultServer, tmp_path: Path) -> None:
+    """A dtype with a byte order is that of the object, alone and beside a file of its own dtype."""
+    server.objects["bucket/b.bin"] = NUMBERS.astype(dtype).tobytes()
+    path = save_npy(tmp_path / "c.npy", NUMBERS.astype(np.int64))
+    with Feeder(remote(server, "b.bin", dtype=dtype, vocab=60_000), batch_size=5) as feeder:
+        assert sum(lists(feeder), []) == windows()
+    source = Tokens(["s3://bucket/b.bin", path], BLOCK, dtype=dtype, options=server.options)
+    with Feeder(source, batch_size=5) as feeder:
+        assert sum(lists(feeder), []) == windows() * 2
+
+
 def test_objects_of_several_dtypes(server: FaultServer, tmp_path: Path) -> None:
     """Objects of different dtypes, and files among them, give windows of int64."""
     server.objects["bucket/c.npy"] = save_npy(tmp_path / "c.npy", NUMBERS.astype(np.int32)).read_bytes()

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 WARM_UP_S = 0.5
 # The filter of the resampler reaches 16 samples of the lower rate to each side.
 MARGIN_S = 0.01
+# The filter takes memory in proportion to the ratio of the rates: some 13 MB for this one.
+MOST_RATIO = 100
 
 
 @public
@@ -109,6 +111,8 @@ class DecodeAudio:
                     f"the file has {rate} samples per second, not {self.rate}: pass resample=True to DecodeAudio, or "
                     f"convert the file"
                 )
+            if rate > MOST_RATIO * self.rate:
+                raise ValueError(f"the file has {rate} samples per second, more than {MOST_RATIO} times {self.rate}")
             packets = packets_of(container, stream)
             if not packets:
                 raise ValueError("the audio has no samples")
@@ -158,7 +162,8 @@ def _position(timed: Any, rate: int) -> int:
 def _decode(context: Any, packets: Sequence[Any], rate: int, start: int, stop: int) -> NDArray[np.float32]:
     """The samples from ``start`` to ``stop``, or to the end of the recording: [channels, samples]."""
     av = import_av()
-    to_float = av.AudioResampler(format="fltp")
+    # Interleaved, because PyAV reads past the planes of 8 channels and more.
+    to_float = av.AudioResampler(format="flt")
     parts: list[NDArray[np.float32]] = []
     first = reached = 0
     positions = [_position(packet, rate) for packet in packets]
@@ -178,7 +183,7 @@ def _decode(context: Any, packets: Sequence[Any], rate: int, start: int, stop: i
             if not parts:
                 first = reached = _position(frame, rate)
             for part in to_float.resample(frame):
-                parts.append(part.to_ndarray())
+                parts.append(part.to_ndarray().reshape(part.samples, -1).T)
                 reached += part.samples
         if reached >= stop:
             break

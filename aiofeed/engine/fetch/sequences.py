@@ -113,11 +113,14 @@ class PadCollate:
         import torch
 
         # A sample without items may have another dtype: torch makes float32 of an empty list.
-        dtype = functools.reduce(torch.promote_types, [part.dtype for part in parts if len(part)] or [parts[0].dtype])
-        padded = parts[0].new_full((len(parts), total, *parts[0].shape[1:]), value, dtype=dtype)
+        # Nor has it the other dimensions.
+        filled = [part for part in parts if len(part)] or parts[:1]
+        dtype = functools.reduce(torch.promote_types, [part.dtype for part in filled])
+        padded = parts[0].new_full((len(parts), total, *filled[0].shape[1:]), value, dtype=dtype)
         for row, part in zip(padded, parts, strict=True):
             start = total - len(part) if self.left else 0
-            row[start : start + len(part)] = part
+            if len(part):
+                row[start : start + len(part)] = part
         return padded
 
 

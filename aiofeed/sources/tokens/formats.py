@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import math
 import re
 import struct
 from dataclasses import dataclass
@@ -131,7 +132,7 @@ def _npy_layout(name: str, size: int, head: bytes) -> TokenLayout:
         shape, _, dtype = read(file)
         if dtype.hasobject:
             raise ValueError("it has Python objects")
-        nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        nbytes = dtype.itemsize * math.prod(shape)
         if file.tell() + nbytes > size:
             raise ValueError(f"it has {size} bytes of {file.tell() + nbytes}")
     except Exception as error:  # numpy parses the header as Python code, and raises errors of that
@@ -143,7 +144,7 @@ def _npy_layout(name: str, size: int, head: bytes) -> TokenLayout:
 
 def _check_raw(name: str, head: bytes, dtype: str) -> None:
     """Raise ``ValueError`` if a file begins like text, another format or integers that are wider than ``dtype``."""
-    itemsize = np.dtype(dtype).itemsize
+    itemsize, is_big = np.dtype(dtype).itemsize, dtype.startswith(">")
     kind = next((kind for magic, kind in OTHER_FORMATS.items() if head.startswith(magic)), None)
     if kind is not None:
         raise ValueError(f"{name} is {kind}, and not a file of {dtype} tokens")
@@ -152,16 +153,17 @@ def _check_raw(name: str, head: bytes, dtype: str) -> None:
             f"{name} is text, and not a file of {dtype} tokens: tokenise it first, and write the tokens, for example "
             f"with numpy.asarray(tokens, {dtype!r}).tofile(path)"
         )
-    for wide in ("int64", "int32"):
+    for wide in (">i8", ">i4") if is_big else ("int64", "int32"):
         width = np.dtype(wide).itemsize
         if width <= itemsize:
             return
-        tokens = np.frombuffer(head, f"<u{width}", len(head) // width)
+        tokens = np.frombuffer(head, f"{'>' if is_big else '<'}u{width}", len(head) // width)
         large = np.count_nonzero(tokens % (1 << 8 * itemsize) > 3)
         if large >= LARGE_TOKENS and (tokens < WIDE_VOCAB).all():
             raise ValueError(
-                f"{name} seems to have {wide} tokens: of each {width // itemsize} {dtype} only the first is ever more "
-                f"than 3. Pass dtype={wide!r}. If they are {dtype}, write them as .npy, which names its dtype"
+                f"{name} seems to have {wide} tokens: of each {width // itemsize} {dtype} only the "
+                f"{'last' if is_big else 'first'} is ever more than 3. Pass dtype={wide!r}. If they are "
+                f"{dtype}, write them as .npy, which names its dtype"
             )
 
 
@@ -180,6 +182,8 @@ def _header_dtype(name: str, size: int, head: bytes) -> str | None:
     """The dtype that a header names; ``None`` for a file without a header."""
     magic, version, count, itemsize = struct.unpack_from("<4i", head)
     expected, dtype = LLM_C.get(magic, (1, NEMO_DTYPES.get(itemsize)))
+    if int.from_bytes(head[:4], "big") in (*LLM_C, NEMO):
+        raise ValueError(f"{name} has a big-endian header, and aiofeed reads little-endian ones: convert the file")
     if magic in LLM_C or magic == NEMO:
         if version != expected:
             raise ValueError(f"{name} has a header of version {version}; aiofeed reads version {expected}")

@@ -58,7 +58,7 @@ class Tokens(IndexedSource):
             llm.c, modded-nanogpt or NeMo; ``.npy``; or Megatron's ``.bin`` beside its ``.idx``, of which the tokens of
             all documents are one stream. Or URLs, globs and braces of them included.
         block: Tokens of a window.
-        dtype: The dtype of raw tokens. Other files name their own.
+        dtype: The dtype of raw tokens; ``">u2"`` for big-endian uint16. Other files name their own.
         stride: Tokens from the start of a window to the next. Default: ``block``, windows side by side. Tokens that do
             not fill a last window are left out.
         targets: Make samples ``(x, y)``. A window then needs ``block + 1`` tokens.
@@ -278,13 +278,14 @@ class TokenDecoder:
 
 
 def _dtype_name(dtype: Any) -> str:
-    name = ""
+    """The name of a dtype; of one in the other byte order, numpy's string, which has the order."""
+    given = None
     if dtype is not None:
         with contextlib.suppress(TypeError):
-            name = str(np.dtype(dtype).name)
-    if name not in DTYPES:
+            given = np.dtype(dtype)
+    if given is None or given.name not in DTYPES:
         raise ValueError(f"Tokens(dtype=...) must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    return name
+    return str(given.name if given.isnative else given.str)
 
 
 def _checked_paths(given: Any) -> list[Any]:
