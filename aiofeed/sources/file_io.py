@@ -8,12 +8,14 @@ import functools
 import io
 import logging
 import os
+import reprlib
 import stat
 import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -213,6 +215,27 @@ def check_beneath(root: str, path: str) -> None:
         raise ValueError(f"{path!r} is not relative to root={root!r}; with a root, all paths must be")
     if os.pardir in parts:
         raise ValueError(f"{path!r} may lead out of root={root!r}: with a root, {os.pardir!r} is not allowed")
+
+
+def check_foreign_name(by: str, name: object) -> str:
+    """Return the name of a file in an index, list or description ``by``, which may be of somebody else.
+
+    Every reader of such names calls this. The name is a relative path that stays in its folder, also in a URL.
+
+    Raises:
+        ValueError: The name is no text, or may lead to a file elsewhere; it names ``by``.
+    """
+    try:
+        if not isinstance(name, str) or not name or "\0" in unquote(name):
+            raise ValueError
+        name.encode("utf-8", "surrogateescape")
+        for each in {name, unquote(name)}:  # a URL is unquoted later
+            check_beneath("", each)
+    except ValueError:
+        raise ValueError(
+            f"{by}: it names the file {reprlib.repr(name)}; names in it must be relative paths that stay in its folder"
+        ) from None
+    return name
 
 
 def refuse_links(root: str, path: str, known: dict[str, bool]) -> None:

@@ -25,7 +25,7 @@ from PIL import Image, ImageFile, features
 from aiofeed import DecodeImage, Feeder, Files, ImageFolder
 from aiofeed.errors import DecodeError, ReadError, SampleError
 from aiofeed.sources import file_io
-from aiofeed.sources.file_io import ReadRules, read_file, read_unchanged, unchanged_since
+from aiofeed.sources.file_io import ReadRules, check_foreign_name, read_file, read_unchanged, unchanged_since
 from tests.support.paths import ROOT
 from tests.support.rewriting import rewritten
 
@@ -693,3 +693,22 @@ def test_pillow_logs_nothing_about_damaged_files(tmp_path: Path, caplog: pytest.
         assert [each.category for each in caught] != []
         assert caught[0].filename.endswith("TiffImagePlugin.py")
         assert [record for record in caplog.records if record.name.startswith("PIL")] != []
+
+
+@pytest.mark.parametrize("name", ["a.tar", "b/c..d.tar", "...", "é.tar", "\udcff.tar", "100%.tar", ".hidden"])
+def test_a_foreign_name_below_the_folder_is_returned_as_it_is(name: str) -> None:
+    """A name that stays in the folder of the list is not changed."""
+    assert check_foreign_name("list.json", name) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", "/etc/passwd", "..", "../a", "a/../../b", "a/..", "%2e%2e/a", "%2Fetc/passwd", "a/%2E./b"),
+        *("a\0b", "a%00b", "\ud800", None, 1, ["a"], b"a"),
+    ],
+)
+def test_a_foreign_name_that_leads_elsewhere_is_an_error_with_the_list(name: object) -> None:
+    """Absolute names, those with "..", quoted or not, and values that are no names are refused."""
+    with pytest.raises(ValueError, match=r"^list\.json: it names the file .*relative paths"):
+        check_foreign_name("list.json", name)
