@@ -8,7 +8,6 @@ import functools
 import io
 import logging
 import os
-import reprlib
 import stat
 import sys
 from collections import deque
@@ -18,6 +17,8 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import numpy as np
+
+from aiofeed.sources.objects.urls import redacted
 
 # Far above the size of a sample, far below the memory of a machine.
 MAX_BYTES = 1 << 30
@@ -226,14 +227,15 @@ def check_foreign_name(by: str, name: object) -> str:
         ValueError: The name is no text, or may lead to a file elsewhere; it names ``by``.
     """
     try:
-        if not isinstance(name, str) or not name or "\0" in unquote(name):
+        if not isinstance(name, str) or not name or "://" in name or "\0" in unquote(name):
             raise ValueError
         name.encode("utf-8", "surrogateescape")
         for each in {name, unquote(name)}:  # a URL is unquoted later
             check_beneath("", each)
     except ValueError:
+        shown = repr(redacted(name) if isinstance(name, str) else name)[:200]
         raise ValueError(
-            f"{by}: it names the file {reprlib.repr(name)}; names in it must be relative paths that stay in its folder"
+            f"{by}: it names the file {shown}; names in it must be relative paths that stay in its folder"
         ) from None
     return name
 

@@ -705,7 +705,7 @@ def test_a_foreign_name_below_the_folder_is_returned_as_it_is(name: str) -> None
     "name",
     [
         *("", "/etc/passwd", "..", "../a", "a/../../b", "a/..", "%2e%2e/a", "%2Fetc/passwd", "a/%2E./b"),
-        *("a\0b", "a%00b", "\ud800", None, 1, ["a"], b"a"),
+        *("file:///etc/passwd", "http://host/a", "a\0b", "a%00b", "\ud800", None, 1, ["a"], b"a"),
     ],
 )
 def test_a_foreign_name_that_leads_elsewhere_is_an_error_with_the_list(name: object) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_callable, check_positive_int, explain_arguments
-from aiofeed.sources.file_io import MAX_BYTES, check_beneath, open_file
+from aiofeed.sources.file_io import MAX_BYTES, check_foreign_name, open_file
 from aiofeed.sources.files import Files, path_of
 from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
 from aiofeed.sources.objects.listing import run_blocking
@@ -36,7 +36,7 @@ _FORMATS = {
 _COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 _URL = "^[a-zA-Z][a-zA-Z0-9+.-]+://"
 # Entries that may lead out of a root.
-_OUTWARD = r"^[/\\]|^[a-zA-Z]:|(^|[/\\])\.\.([/\\]|$)"
+_OUTWARD = rf"{_URL}|^$|\x00|%00|%2[eEfF]|%5[cC]|^[/\\]|^[a-zA-Z]:|(^|[/\\])\.\.([/\\]|$)"
 # The longest line of JSON in bytes.
 _LINE = 16 << 20
 # Values of other types than numbers and texts that are Python objects at the same time.
@@ -420,17 +420,15 @@ def _located(
         return np.flatnonzero(compute.match_substring_regex(column, pattern).to_numpy())
 
     urls = rows(_URL)
+    # The entries of a manifest in a store, which may be of somebody else, name no files of this machine.
+    if root is not None or not (file.is_local or len(urls)):
+        for row in rows(_OUTWARD).tolist():
+            check_foreign_name(f"{file.name}, row {row}", keys[row])
     try:
         if root is None and len(urls):
             found = _of_urls(file, column, keys, urls, store, options)
         else:
-            # The entries of a manifest in a store, which may be of somebody else, name no files of this machine.
             folder = os.fspath(root) if root is not None else "" if file.is_local and store is not None else file.folder
-            if root is not None or not file.is_local:
-                if len(urls):
-                    raise ValueError(f"{redacted(keys[urls[0]])!r} is not relative to root={redacted(folder)!r}")
-                for row in rows(_OUTWARD):
-                    check_beneath(redacted(folder), keys[row])
             found = ObjectList(keys, [ObjectReader(folder, store=store, options=options)])
     except ValueError as error:
         raise ValueError(f"{file.name}: {error}") from None

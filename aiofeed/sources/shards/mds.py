@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from aiofeed.core.types import public
-from aiofeed.core.validation import explain_arguments
+from aiofeed.core.validation import explain_arguments, parse_json
+from aiofeed.sources.file_io import check_foreign_name
 from aiofeed.sources.shards.base import FieldShards, RecentParts
 from aiofeed.sources.shards.index import ShardIndex, ranges_of
 from aiofeed.sources.shards.indexing import IndexRules, Scan
@@ -187,10 +188,7 @@ class MDSShards(FieldShards):
             folder = text.removesuffix("index.json") if text.rpartition("/")[2] == "index.json" else text
             base = folder.rstrip("/") or "."
             listed = finder.shard(f"{base}/index.json")
-            try:
-                index = json.loads(await listed.reader.read(listed.key))
-            except ValueError as error:
-                raise ValueError(f"{listed.url}: it is no JSON file: {error}") from None
+            index = parse_json(listed.url, await listed.reader.read(listed.key))
             if not isinstance(index, dict) or index.get("version") != 2 or not isinstance(index.get("shards"), list):
                 raise ValueError(f"{listed.url}: it is no index of MDS shards of version 2")
             for entry in index["shards"]:
@@ -210,12 +208,12 @@ class MDSShards(FieldShards):
         if self._encodings not in ({}, columns):
             raise ValueError(f"{url}: shards have different columns: {self._encodings} and {columns}")
         self._encodings, self._sizes = columns, dict(zip(names, sizes, strict=True))
-        shard = finder.shard(f"{base}/{entry['raw_data']['basename']}")
+        shard = finder.shard(f"{base}/{check_foreign_name(url, entry['raw_data']['basename'])}")
         if entry.get("zip_data") is not None:
             shard = CompressedShard(
                 shard.reader,
                 shard.key,
-                packed=finder.shard(f"{base}/{entry['zip_data']['basename']}"),
+                packed=finder.shard(f"{base}/{check_foreign_name(url, entry['zip_data']['basename'])}"),
                 codec=entry["compression"].partition(":")[0],
                 unpacked_bytes=int(entry["raw_data"]["bytes"]),
                 parts=self._unpacked,

@@ -131,12 +131,15 @@ def test_damaged_indexes(folder: Path) -> None:
     index = json.loads((folder / "index.json").read_text())
     zipped = {"compression": "bz2", "zip_data": {"basename": "shard.00001.mds.bz2"}}
     cases = [
-        ("{", "it is no JSON file"),
+        ("{", "it is no JSON"),
         (json.dumps({"version": 1}), "it is no index of MDS shards of version 2"),
         (json.dumps({"version": 2, "shards": []}), "the list of shards is empty"),
         (_changed(index, format="csv"), "a shard of format 'csv'"),
         (_changed(index, raw_data=None), "an entry of a shard is damaged"),
         (json.dumps({"version": 2, "shards": [3]}), "an entry of a shard is damaged"),
+        (_changed(index, raw_data={"basename": "../private/s.mds"}), r"it names the file '\.\./private/s.mds'"),
+        (_changed(index, raw_data={"basename": str(folder / "shard.00001.mds")}), "it names the file '/"),
+        (_changed(index, **(zipped | {"zip_data": {"basename": "%2e%2e/s.mds"}})), "it names the file '%2e"),
         (_changed(index, samples=9), "it has 8 samples, the list of shards has 9"),
         (_changed(index, column_encodings=["str"] * 3), "shards have different columns"),
     ]

@@ -119,6 +119,32 @@ def test_a_list_of_wids(tmp_path: Path) -> None:
         TarShards(tmp_path / "index.json")
 
 
+def test_a_list_of_others_names_no_files(tmp_path: Path, server: Any) -> None:
+    """The names in a list at a URL, and its base path, are URLs or lie beside the list; a file may name any."""
+    write_tar(tmp_path / "secret.tar", members_of(numbered(0, 5)))
+    server.objects["site/lists/s/ok.tar"] = (tmp_path / "secret.tar").read_bytes()
+    secret, list_url = str(tmp_path / "secret.tar"), f"{server.endpoint}/site/lists/list.json"
+
+    def opened(url: Any, base: Any = "") -> int:
+        listed = json.dumps({"base_path": base, "shardlist": [{"url": url, "nsamples": 5}]})
+        server.objects["site/lists/list.json"] = listed.encode()
+        return len(TarShards(list_url))
+
+    for url, base in (
+        *((secret, ""), (f"file://{secret}", ""), (f"FILE://localhost{secret}", ""), ("secret.tar", str(tmp_path))),
+        *(("secret.tar", f"file://{tmp_path}"), (f"../..{secret}", ""), ("%2e%2e/a.tar", ""), ("ok.tar", "../s")),
+        *(("ftp://host/a.tar", ""), ("http:///a.tar", ""), ("a\0.tar", ""), ("s3://", ""), ("ok.tar", 3)),
+    ):
+        with pytest.raises(ValueError, match=r"site/lists/list\.json: it (names|is no list)|list\.json: '"):
+            opened(url, base)
+    for url, base in (("s/ok.tar", ""), ("ok.tar", "s"), ("ok.tar", f"{server.endpoint}/site/lists/s/")):
+        assert opened(url, base) == 5
+    assert opened(f"{server.endpoint}/site/lists/s/ok.tar", "elsewhere") == 5
+    server.objects["site/lists/list.json"] = b"[" * 100_000
+    with pytest.raises(ValueError, match=r"list\.json: it is no JSON"):
+        TarShards(list_url)
+
+
 # --- indexes
 
 
