@@ -102,11 +102,12 @@ def read_unchanged(path: str, rules: ReadRules, since: float) -> bytes | None:
 
 
 def read_file(path: str, rules: ReadRules = _ANY) -> bytes:
-    """The contents of a regular file up to its end; its size is a hint only (files of /proc, short reads).
+    """The contents of a regular file; the size 0 is a hint only (files of /proc).
 
     Raises:
         OSError: An error of the system, or ``ENXIO``: not a regular file; ``EFBIG``: more than ``max_bytes``;
-            ``ELOOP``: a link that must not be followed; ``EBUSY`` (transient): the file changed during the read.
+            ``ELOOP``: a link that must not be followed; ``EBUSY`` (transient): the file changed during the read, or the
+            read ended before the file.
     """
     descriptor = _open(path, rules)
     try:
@@ -124,8 +125,9 @@ def read_file(path: str, rules: ReadRules = _ANY) -> bytes:
         # needs no further read, so the second fstat replaces one. Not detected: changes within one tick of the file
         # system's clock, and an incomplete file whose writer pauses.
         after = os.fstat(descriptor)
-        if after.st_size != size or after.st_mtime_ns != before.st_mtime_ns:
-            message = f"the file changed while it was read: from {size} to {after.st_size} bytes"
+        # A file server may report the old size of a file that ends earlier by now. Files of /proc have the size 0.
+        if after.st_size != size or after.st_mtime_ns != before.st_mtime_ns or (size and len(data) != size):
+            message = f"the file changed while it was read: from {size} to {after.st_size} bytes, {len(data)} were read"
             raise OSError(errno.EBUSY, message, path)
         return data
     finally:

@@ -282,6 +282,34 @@ def test_a_file_that_changes_while_it_is_read_is_a_read_error(tmp_path: Path, mo
     assert error.value.key == str(path)
 
 
+@pytest.mark.parametrize("least", [0, 1000, 300_000])
+def test_a_read_that_ends_before_the_file_is_a_read_error(
+    least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer bytes than the file has are a transient error, also if its size and times stay; so does a file server."""
+    path = tmp_path / "short.bin"
+    path.write_bytes(bytes(1_000_000))
+    real = os.read
+    reads: list[int] = []
+
+    class EndingOs:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def read(self, descriptor: int, count: int) -> bytes:
+            reads.append(count)
+            return real(descriptor, least) if len(reads) == 1 else b""
+
+    monkeypatch.setattr(file_io, "os", EndingOs())
+    with pytest.raises(OSError, match=f"1000000 bytes, {least} were read") as caught:
+        read_file(str(path))
+    assert (caught.value.errno, caught.value.filename) == (errno.EBUSY, str(path))
+    reads.clear()
+    with Feeder(Files([path]), decode=len, batch_size=1, collate_fn=list) as feeder, pytest.raises(ReadError) as error:
+        list(feeder)
+    assert error.value.key == str(path)
+
+
 def test_a_file_that_is_replaced_or_removed_while_it_is_read_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

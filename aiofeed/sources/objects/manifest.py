@@ -43,6 +43,16 @@ _LINE = 16 << 20
 _BLOCK = 1 << 16
 
 
+class _CompleteFile(io.FileIO):
+    """A file. A read that ends before it does is an error, not a shorter table."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        if not data and size and self.tell() < os.fstat(self.fileno()).st_size:
+            raise ValueError(f"the file could be read up to byte {self.tell()} only")
+        return data
+
+
 class TableFile:
     """A CSV, JSON Lines or Parquet file at a path or URL.
 
@@ -80,7 +90,7 @@ class TableFile:
             self._data = self._arrow.py_buffer(run_blocking(lambda: reader.read(key, max_bytes=sys.maxsize)))
 
     def _open(self) -> Any:
-        stream = io.FileIO(open_file(self.name)) if self.is_local else self._arrow.BufferReader(self._data)
+        stream = _CompleteFile(open_file(self.name)) if self.is_local else self._arrow.BufferReader(self._data)
         return stream if self._compression is None else self._arrow.CompressedInputStream(stream, self._compression)
 
     def names(self) -> list[str]:

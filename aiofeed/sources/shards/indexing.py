@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from aiofeed.sources.file_io import open_file, read_range
 from aiofeed.sources.objects.listing import cache_path, write_cached, write_whole
+from aiofeed.sources.objects.requests import too_short
 from aiofeed.sources.shards.index import SUFFIX, ShardIndex
 from aiofeed.sources.shards.urls import Shard
 
@@ -174,7 +175,10 @@ def _scan_file(path: str, scan: Scan) -> ShardIndex:
         try:
             start, end = next(scan)
             while True:
-                start, end = scan.send(read_range(file, start, end))
+                data = read_range(file, start, end)
+                if len(data) < min(end, os.fstat(file.fileno()).st_size) - start:
+                    raise too_short(path, start, end)
+                start, end = scan.send(data)
         except StopIteration as done:
             return done.value  # type: ignore[no-any-return]
 

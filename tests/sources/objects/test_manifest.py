@@ -10,6 +10,7 @@ import pickle
 import sys
 import time
 import tracemalloc
+import types
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 import aiofeed
 from aiofeed import Manifest
+from aiofeed.sources.objects import manifest
 from aiofeed.testing import SimulatedDevice
 from tests.support.number_decoders import scalar
 
@@ -327,6 +329,26 @@ def test_wrong_manifests(name: str, data: bytes, arguments: dict[str, Any], mess
     Path(name).write_bytes(data)
     with pytest.raises(ValueError, match=message):
         Manifest(name, **arguments)
+
+
+@pytest.mark.parametrize("name", ["m.csv", "m.jsonl", "m.csv.gz"])
+def test_a_read_that_ends_before_the_manifest_is_an_error(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer bytes than the file has are an error that names it, not fewer rows."""
+    path = write(folder / name, ROWS)
+    assert len(Manifest(path)) == SAMPLES
+
+    class LargerOs:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def fstat(self, descriptor: int) -> Any:
+            return types.SimpleNamespace(st_size=os.fstat(descriptor).st_size + 1)
+
+    monkeypatch.setattr(manifest, "os", LargerOs())
+    with pytest.raises(ValueError, match=rf"{name}: the file could be read up to byte {path.stat().st_size} only"):
+        Manifest(path)
 
 
 @pytest.mark.parametrize(

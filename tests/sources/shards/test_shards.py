@@ -22,9 +22,10 @@ from _pytest.capture import CaptureIO
 from hypothesis import given
 
 import aiofeed.sources.shards.indexing as indexing
-from aiofeed import DecodeImage, EncodedCache, FailurePolicy, Feeder, Limits, TarShards
+from aiofeed import DecodeImage, EncodedCache, FailurePolicy, Feeder, Limits, TarShards, TFRecordShards, ZipShards
 from aiofeed.errors import ReadError, StateError
 from aiofeed.reports.commands.cli import main
+from aiofeed.sources.file_io import read_range
 from aiofeed.sources.objects import listing
 from aiofeed.sources.objects import reader as reader_module
 from aiofeed.sources.shards.index import ShardIndex
@@ -143,6 +144,32 @@ def test_a_list_of_others_names_no_files(tmp_path: Path, server: Any) -> None:
     server.objects["site/lists/list.json"] = b"[" * 100_000
     with pytest.raises(ValueError, match=r"list\.json: it is no JSON"):
         TarShards(list_url)
+
+
+@pytest.mark.parametrize("kind", ["tar", "zip", "tfrecord"])
+def test_a_read_that_ends_before_the_shard_is_an_error(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_all: Any
+) -> None:
+    """Fewer bytes than a file has are an error that names it, in the pass over it and in reads."""
+    path = tmp_path / f"x.{kind}"
+    samples = numbered(0, 30)
+    write = {"tar": write_tar, "zip": write_zip}.get(kind)
+    path.write_bytes(tfrecord([bytes([n]) * 500 for n in range(30)]))
+    if write is not None:
+        write(path, members_of(samples))
+    open_source = {"tar": TarShards, "zip": ZipShards, "tfrecord": TFRecordShards}[kind]
+    source = open_source(path)
+
+    def ending(file: Any, start: int, end: int) -> bytes:
+        return read_range(file, start, max(min(end, 3000), start))
+
+    monkeypatch.setattr(reader_module, "read_range", ending)
+    monkeypatch.setattr(indexing, "read_range", ending)
+    found = read_all(source)
+    assert all(isinstance(each, OSError) and path.name in str(each) for each in found[-5:])
+    monkeypatch.setenv("AIOFEED_CACHE", str(tmp_path / "empty"))
+    with pytest.raises(OSError, match=rf"x\.{kind}"):
+        open_source(path)
 
 
 # --- indexes
