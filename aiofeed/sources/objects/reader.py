@@ -260,17 +260,20 @@ class ObjectReader:
             last = page[-1]["path"]
             yield [(meta["path"][cut:], _info(meta)) for meta in page]
 
-    async def list_top(self) -> tuple[Sequence[str], Sequence[tuple[str, ObjectInfo]]]:
-        """The folders at the top of a bucket or prefix, and the objects beside them, if it ``has_folders``."""
+    async def list_top(self, folder: str = "") -> tuple[Sequence[str], Sequence[tuple[str, ObjectInfo]]]:
+        """The folders in a folder of a bucket, and the objects beside them; of a repository the files only."""
+        prefix, cut = self._prefix + folder, len(self._prefix)
+        if self._hub is not None:
+            return [], [(key[cut:], info) for key, info in await self._hub.list(prefix, recursive=False)]
 
         async def attempt(store: Any) -> Any:
             open_requests.add(attempt)
             try:
-                return await _obstore().list_with_delimiter_async(store, self._prefix or None)
+                return await _obstore().list_with_delimiter_async(store, prefix or None)
             finally:
                 open_requests.discard(attempt)
 
-        found, cut = await self._retried("", attempt), len(self._prefix)
+        found = await self._retried(folder, attempt)
         objects = [(meta["path"][cut:], _info(meta)) for meta in found["objects"]]
         return [folder[cut:] for folder in found["common_prefixes"]], objects
 

@@ -125,6 +125,8 @@ async def _beside(
     names: dict[str, Callable[[bytes, int], ShardIndex | None]] = {shard.key + SUFFIX: partial(_own, target)}
     names.update({name(shard.key): read for name, read in rules.foreign.items()})
     for key, read in names.items():
+        if shard.indexes is not None and key not in shard.indexes:
+            continue
         try:
             data = await shard.reader.read(key)
         except (FileNotFoundError, PermissionError):  # S3 denies access to a key that does not exist

@@ -87,18 +87,18 @@ def _members(
         if header == _ZEROS[: len(header)] and (ended or len(header) == BLOCK):
             at, ended = at + BLOCK, True
             continue
-        if len(header) < BLOCK:
-            raise ValueError(f"the tar file is truncated: it ends at byte {size} without an end mark")
         if number == 0 and (kind := _compression(header)) is not None:
             raise ValueError(
                 f"it is compressed with {kind}, which has no random access: decompress the tar file; images and other "
                 f"members that are compressed themselves do not grow"
             )
+        if len(header) < BLOCK:
+            what = "the tar file is truncated" if number or size == 0 or b"\0" in header else "this is not a tar file"
+            raise ValueError(f"{what}: it ends at byte {size} without an end mark")
         if _checksum(header) != _octal(header[148:156]):
-            what = (
+            raise ValueError(
                 "this is not a tar file" if not number else f"the tar file is damaged: there is no header at byte {at}"
             )
-            raise ValueError(what)
         number, ended = number + 1, not whole
         kind_of, length = header[156:157], member_size(header)
         body = at + BLOCK

@@ -16,7 +16,7 @@ from aiofeed.sources.file_io import check_foreign_name
 from aiofeed.sources.objects.reader import ObjectReader, read_ranges
 from aiofeed.sources.objects.requests import ObjectInfo
 from aiofeed.sources.objects.urls import check_path, is_remote, redacted, split_url
-from aiofeed.sources.shards.index import ShardIndex, ranges_of
+from aiofeed.sources.shards.index import SUFFIX, ShardIndex, ranges_of
 
 Urls: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
@@ -40,6 +40,7 @@ class Shard:
         version: Its etag, or the time of its last change.
         index: Where its samples are.
         extra: What else its format has to know.
+        indexes: The keys of the index files in its folder, if that was listed.
     """
 
     reader: ObjectReader
@@ -50,6 +51,7 @@ class Shard:
     version: str = ""
     index: ShardIndex = NO_SAMPLES
     extra: Any = None
+    indexes: frozenset[str] | None = None
 
     def __str__(self) -> str:
         """Its URL without credentials, or its path."""
@@ -66,8 +68,8 @@ class Shard:
         return self.reader.url(self.key)
 
     def beside(self, key: str) -> Shard:
-        """Another object of the same store."""
-        return Shard(self.reader, key)
+        """Another object of the same folder."""
+        return Shard(self.reader, key, indexes=self.indexes)
 
     async def open(self) -> None:
         """Find out size and version."""
@@ -147,10 +149,14 @@ class ShardFinder:
         if shard.local:
             keys = await asyncio.to_thread(_local_matches, shard.key)
         else:
-            folder = shard.key[: wildcard.start()].rpartition("/")[0]
-            keys = []
-            async for page in shard.reader.list(f"{folder}/" if folder else ""):
-                keys += [key for key, _ in page if _matches(key, shard.key)]
+            folder, slash, _ = shard.key[: wildcard.start()].rpartition("/")
+            if "/" in shard.key[wildcard.start() :]:
+                pages = shard.reader.list(folder + slash)
+                keys = [key async for page in pages for key, _ in page if _matches(key, shard.key)]
+            else:  # all matches are in one folder, below which there may be many more objects
+                _, found = await shard.reader.list_top(folder + slash)
+                keys = [key for key, _ in found if _matches(key, shard.key)]
+                shard.indexes = frozenset(key for key, _ in found if key.endswith((".idx", SUFFIX)))
         if not keys:
             raise FileNotFoundError(f"no shard matches {shard.url!r}")
         return [shard.beside(key) for key in sorted(keys)]

@@ -70,6 +70,24 @@ def test_lists_and_globs(tmp_path: Path) -> None:
     assert len(TarShards(tmp_path / "[1].tar")) == 1
 
 
+def test_a_glob_lists_one_folder(shard: Path, server: Any, read_all: Any) -> None:
+    """A glob in one folder lists neither the folders in it nor their odd keys; indexes that it lacks are not read."""
+    data = shard.read_bytes()
+    server.page = 2
+    server.objects.update({f"bucket/t/x-{number}.tar": data for number in range(3)})
+    server.objects.update({f"bucket/t/deep/{number}.tar": b"" for number in range(50)})
+    server.objects.update({"bucket/t/deep//x-9.tar": b"", "bucket/other/x-0.tar": b"", "bucket/t/x-1.idx": b"v0"})
+    source = TarShards("s3://bucket/t/x-*.tar", options=server.options)
+    assert [shard.key for shard in source._shards] == [f"t/x-{number}.tar" for number in range(3)]
+    listings = [request.query for request in server.requests if "list-type" in request.query]
+    assert all((query["prefix"], query["delimiter"]) == (["t/"], ["/"]) for query in listings)
+    assert len(listings) <= 4
+    assert {request.key for request in server.requests if request.key.endswith("idx")} == {"bucket/t/x-1.idx"}
+    assert len(read_all(source)) == 90
+    server.objects = {key: data for key, data in server.objects.items() if "//" not in key and data}
+    assert len(TarShards("s3://bucket/*/x-*.tar", options=server.options)) == 90
+
+
 def test_wrong_urls(tmp_path: Path) -> None:
     """A missing shard, a glob without a match, a pipe and a number are errors that name it."""
     with pytest.raises(FileNotFoundError, match=r"none\.tar"):
