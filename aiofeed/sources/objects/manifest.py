@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_callable, check_positive_int, explain_arguments
 from aiofeed.sources.file_io import MAX_BYTES, check_foreign_name, open_file
@@ -25,7 +27,7 @@ from aiofeed.sources.objects.reader import ObjectReader, read_ranges, run_all
 from aiofeed.sources.objects.samples import ObjectList, objects_of
 from aiofeed.sources.objects.urls import check_path, redacted, scheme_of, split_url
 from aiofeed.sources.parts import in_order
-from aiofeed.sources.tables.columns import ValueColumn
+from aiofeed.sources.tables.columns import ValueColumn, is_list
 
 # The usual names of the column of keys; Hugging Face's metadata files have "file_name".
 KEYS = ("path", "file_name", "url", "key", "filename")
@@ -37,7 +39,10 @@ _COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 _URL = "^[a-zA-Z][a-zA-Z0-9+.-]+://"
 # Entries that may lead out of a root.
 _OUTWARD = rf"{_URL}|^$|\x00|%00|%2[eEfF]|%5[cC]|^[/\\]|^[a-zA-Z]:|(^|[/\\])\.\.([/\\]|$)"
-# The longest line of JSON in bytes.
+# Floats have all whole numbers up to this one, and not those of 16 digits.
+_EXACT = 1 << 53
+_LARGE = re.compile(r"(?<![\w.])[-+]?\d{16,}(?![\w.])")
+# The longest line of a file in bytes.
 _LINE = 16 << 20
 # Values of other types than numbers and texts that are Python objects at the same time.
 _BLOCK = 1 << 16
@@ -100,7 +105,7 @@ class TableFile:
                 return list(_pyarrow("parquet").ParquetFile(stream).schema_arrow.names)
             if self._format == "jsonl":
                 return list(next(_objects(stream), {}))
-            return list(_pyarrow("csv").open_csv(stream, parse_options=self._csv_options()).schema.names)
+            return list(_pyarrow("csv").open_csv(stream, **self._csv_options()).schema.names)
 
     def read(self, columns: list[str], types: Mapping[str, Any]) -> Any:
         """An Arrow table of some columns, some of them as values of a type.
@@ -114,23 +119,64 @@ class TableFile:
                 table = _pyarrow("parquet").ParquetFile(stream).read(columns)
                 return table.cast(arrow.schema([(each.name, types.get(each.name, each.type)) for each in table.schema]))
             if self._format == "jsonl":
-                reader = _pyarrow("json")
-                # A column with values of several types is an error only if some type has to be inferred.
-                others = "ignore" if types.keys() >= set(columns) else "infer"
-                options = reader.ParseOptions(arrow.schema(types.items()), unexpected_field_behavior=others)
-                blocks = reader.ReadOptions(block_size=_LINE)
-                table = reader.read_json(stream, read_options=blocks, parse_options=options).select(columns)
+                table = self._read_lines(stream, columns, types)
             else:
                 reader = _pyarrow("csv")
                 convert = reader.ConvertOptions(include_columns=columns, column_types=dict(types))
-                table = reader.read_csv(stream, parse_options=self._csv_options(), convert_options=convert)
+                table = reader.read_csv(stream, **self._csv_options(), convert_options=convert)
         # A text that looks like a date is a text.
-        dates = {each.name: arrow.string() for each in table.schema if arrow.types.is_temporal(each.type)}
-        return self.read(columns, {**types, **dates}) if dates else table
+        if dates := {each.name: arrow.string() for each in table.schema if arrow.types.is_temporal(each.type)}:
+            return self.read(columns, {**types, **dates})
+        for at, name in enumerate(columns):
+            if _largest(table.column(name)) >= _EXACT:
+                table = table.set_column(at, name, self._exact(name, table.column(name)))
+        return table
 
-    def _csv_options(self) -> Any:
-        delimiter = "\t" if self._format == "tsv" else ","
-        return _pyarrow("csv").ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    def _read_lines(self, stream: Any, columns: list[str], types: Mapping[str, Any]) -> Any:
+        reader, arrow = _pyarrow("json"), self._arrow
+        # A column with values of several types is an error only if some type has to be inferred.
+        others = "ignore" if types.keys() >= set(columns) else "infer"
+        options = {
+            "parse_options": reader.ParseOptions(arrow.schema(types.items()), unexpected_field_behavior=others),
+            "read_options": reader.ReadOptions(block_size=_LINE),
+        }
+        try:
+            return reader.read_json(stream, **options).select(columns)
+        except arrow.ArrowInvalid:  # it may be a column of which no type is needed here
+            with self._open() as again:
+                kept = [{name: row[name] for name in columns if name in row} for row in _objects(again)]
+            lines = arrow.py_buffer("\n".join(map(json.dumps, kept)).encode())
+            return reader.read_json(arrow.BufferReader(lines), **options).select(columns)
+
+    def _exact(self, name: str, floats: Any) -> Any:
+        """A column with whole numbers that arrow has made floats; ``floats`` if it has no such number.
+
+        Raises:
+            ValueError: No type has all values.
+        """
+        if self._format == "jsonl":
+            with self._open() as stream:
+                cells = [row.get(name) for row in _objects(stream)]
+        else:
+            cells = self.read([name], {name: self._arrow.string()}).column(0).to_pylist()
+        row = next((row for row, cell in enumerate(cells) if _LARGE.search(str(cell))), None)
+        if row is None:
+            return floats
+        try:
+            values = [None if cell in (None, "") else int(str(cell)) for cell in cells]
+            return self._arrow.chunked_array([self._arrow.array(values, self._arrow.uint64())])
+        except (OverflowError, TypeError, ValueError):
+            raise ValueError(
+                f"{self.name}: row {row} (the first is 0) has {cells[row]} in {name!r}, and no type of numbers holds "
+                f"this and the other values exactly: write them as texts"
+            ) from None
+
+    def _csv_options(self) -> dict[str, Any]:
+        reader, delimiter = _pyarrow("csv"), "\t" if self._format == "tsv" else ","
+        return {
+            "parse_options": reader.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+            "read_options": reader.ReadOptions(block_size=_LINE),
+        }
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -141,6 +187,8 @@ class TableFile:
             if isinstance(error, OSError) and error.filename is not None:
                 raise
             reason: Exception = error
+            if "straddling" in str(error):
+                reason = ValueError(f"a row has more than {format_bytes(_LINE)}")
             if self._format == "jsonl" and isinstance(error, ValueError):
                 with self._open() as stream:
                     try:
@@ -148,6 +196,16 @@ class TableFile:
                     except ValueError as wrong:
                         reason = wrong
             raise ValueError(f"{self.name}: {reason}") from None
+
+
+def _largest(column: Any) -> float:
+    """The largest magnitude of the floats in a column, or in its lists and structs."""
+    arrow, compute = _pyarrow(""), _pyarrow("compute")
+    if arrow.types.is_struct(column.type):
+        return max(map(_largest, column.flatten()), default=0.0)
+    if is_list(column.type):
+        return _largest(compute.list_flatten(column))
+    return compute.max(compute.abs(column)).as_py() or 0.0 if arrow.types.is_floating(column.type) else 0.0
 
 
 def _objects(stream: Any) -> Iterator[dict[str, Any]]:
