@@ -137,6 +137,8 @@ def read_file(path: str, rules: ReadRules = _ANY) -> bytes:
 def _open(path: str, rules: ReadRules) -> int:
     try:
         return os.open(path, _FLAGS) if rules.follow_symlinks else _open_unlinked(path, rules.root)
+    except ValueError as error:  # a NUL in it, or half of a character
+        raise OSError(errno.EINVAL, f"it is no path: {error}", path) from None
     except OSError as error:
         # The system refuses to open a socket, without saying that it is one.
         if error.errno in (errno.ENXIO, errno.EOPNOTSUPP) and not stat.S_ISREG(mode := os.stat(path).st_mode):

@@ -135,7 +135,24 @@ class ShardIndex:
         }
         names, unlabelled = tuple(header.pop("names")), frozenset(header.pop("unlabelled"))
         arrays: dict[str, Any] = {name: parts[name] for name in _ARRAYS if name in parts}
-        return ShardIndex(names=names, unlabelled=unlabelled, **arrays, **packed), header
+        index = ShardIndex(names=names, unlabelled=unlabelled, **arrays, **packed)
+        if at != len(rest) or not index.is_consistent():
+            raise ValueError("the arrays of the index file do not fit together")
+        return index, header
+
+    def is_consistent(self) -> bool:
+        """Whether the arrays have the same members, samples and names."""
+        members, first, fields = len(self.starts), self.first, self.fields
+        packed = [each for each in (self.keys, self.labels) if each is not None]
+        return (
+            (first is None) == (fields is None) == (self.keys is None)
+            and all(isinstance(name, str) for name in self.names)
+            and (first is None or (len(first) > 0 and _rises(first, members)))
+            and (fields is None or bool((fields < len(self.names)).all()))
+            and all(each is None or len(each) == members for each in (self.ends, fields, self.sizes, self.crcs))
+            and bool((self.starts <= self.ends).all())
+            and all(len(each) == len(self) and _rises(each.offsets, len(each.data)) for each in packed)
+        )
 
 
 class IndexBuilder:
@@ -221,6 +238,11 @@ def split_name(name: str) -> tuple[str | None, str]:
     if dot <= name.rfind("/") + 1 or (top.startswith("__") and top.endswith("__") and len(top) > 3):
         return None, ""
     return name[:dot], name[dot + 1 :].lower()
+
+
+def _rises(offsets: Any, end: int) -> bool:
+    """Whether offsets rise from 0 to an end."""
+    return bool(offsets[0] == 0 and offsets[-1] == end and (offsets[1:] >= offsets[:-1]).all())
 
 
 def narrow(values: Any) -> Unsigned:

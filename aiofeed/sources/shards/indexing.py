@@ -107,12 +107,12 @@ async def save(
 def _load(path: Path, shard: Shard) -> ShardIndex | None:
     try:
         index, described = ShardIndex.from_bytes(path.read_bytes())
+        return index if (described["size"], described["version"]) == (shard.size, shard.version) else None
     except FileNotFoundError:
         return None
     except (OSError, *DAMAGED) as error:
         log.warning("the cached index %s cannot be read and is made again: %s", path, error)
         return None
-    return index if (described["size"], described["version"]) == (shard.size, shard.version) else None
 
 
 async def _beside(

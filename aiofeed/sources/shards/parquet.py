@@ -242,9 +242,12 @@ class ParquetRows(Shards):
         parts = await shard.read(ranges)
         file = _PartsOfFile(shard.size, {start: part for (start, _), part in zip(ranges, parts, strict=True)})
         try:
-            return await asyncio.to_thread(_read_row_group, file, metadata, group, columns)
+            table = await asyncio.to_thread(_read_row_group, file, metadata, group, columns)
         except Exception as error:  # noqa: BLE001 - pyarrow's errors
             raise ValueError(f"{shard.url}: row group {group}: {error}") from None
+        if table.num_rows != described.num_rows:
+            raise ValueError(f"{shard.url}: row group {group} has {table.num_rows} rows of {described.num_rows}")
+        return table
 
 
 def _names(shard: Shard) -> list[str]:
