@@ -99,8 +99,9 @@ def parse_json(name: str, data: bytes | str) -> Any:
     """Return the value in a JSON file.
 
     Raises:
-        ValueError: It is no JSON.
+        ValueError: It is no JSON, or too large.
     """
+    check_expanded(name, len(data), 0)
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -18,8 +18,8 @@ import numpy as np
 
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import public
-from aiofeed.core.validation import check_callable, check_positive_int, explain_arguments
-from aiofeed.sources.file_io import MAX_BYTES, check_foreign_name, open_file
+from aiofeed.core.validation import check_callable, check_expanded, check_positive_int, explain_arguments
+from aiofeed.sources.file_io import MAX_BYTES, ReadRules, check_foreign_name, open_file, read_file
 from aiofeed.sources.files import Files, path_of
 from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
 from aiofeed.sources.objects.listing import run_blocking
@@ -46,16 +46,6 @@ _LARGE = re.compile(r"(?<![\w.])[-+]?\d{16,}(?![\w.])")
 _LINE = 16 << 20
 # Values of other types than numbers and texts that are Python objects at the same time.
 _BLOCK = 1 << 16
-
-
-class _CompleteFile(io.FileIO):
-    """A file. A read that ends before it does is an error, not a shorter table."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        data = super().read(size)
-        if not data and size and self.tell() < os.fstat(self.fileno()).st_size:
-            raise ValueError(f"the file could be read up to byte {self.tell()} only")
-        return data
 
 
 class TableFile:
@@ -89,14 +79,27 @@ class TableFile:
         if self.is_local:
             self.name: str = key
             self.folder: str = os.path.dirname(key)
+            in_parts = self._format == "parquet" and self._compression is None
+            data = None if in_parts else read_file(key, ReadRules(sys.maxsize))
         else:
             reader = ObjectReader(base, store=store, options=options)
             self.name, self.folder = reader.url(key), _parent(path)
-            self._data = self._arrow.py_buffer(run_blocking(lambda: reader.read(key, max_bytes=sys.maxsize)))
+            data = run_blocking(lambda: reader.read(key, max_bytes=sys.maxsize))
+        if data is not None and self._compression is not None:
+            with self._errors():
+                data = self._unpacked(data, self._compression)
+        self._data = data
+
+    def _unpacked(self, data: bytes, compression: str) -> bytes:
+        stream, parts, nbytes = self._arrow.CompressedInputStream(self._arrow.BufferReader(data), compression), [], 0
+        while part := stream.read(_LINE):
+            nbytes += len(part)
+            check_expanded("it", nbytes, len(data))
+            parts.append(part)
+        return b"".join(parts)
 
     def _open(self) -> Any:
-        stream = _CompleteFile(open_file(self.name)) if self.is_local else self._arrow.BufferReader(self._data)
-        return stream if self._compression is None else self._arrow.CompressedInputStream(stream, self._compression)
+        return io.FileIO(open_file(self.name)) if self._data is None else self._arrow.BufferReader(self._data)
 
     def names(self) -> list[str]:
         """The names of the columns; in JSON Lines those of the first line."""

@@ -157,9 +157,8 @@ def _name(header: bytes) -> str:
     return _text(prefix + b"/" + name if prefix else name)
 
 
-def may_be_named(header: bytes, key: bytes, field: str) -> bool:
+def may_be_named(header: bytes, name: bytes) -> bool:
     """Whether a header may be that of a member. Long names, and others than ASCII, are in another header."""
-    name = key + b"." + field.encode("utf-8", "surrogateescape")
     found = header[:100].split(b"\0", 1)[0]
     return len(found) == 100 or header[345] != 0 or not name.isascii() or found.lower() == name.lower()
 
@@ -275,7 +274,10 @@ class TarShards(FieldShards):
         fields, key = {}, index.keys[sample]
         for member, part in zip(index.members(sample), parts, strict=True):
             field = index.names[int(index.fields[member])]
-            if member_size(part) != len(part) - BLOCK or not (part.startswith(key) or may_be_named(part, key, field)):
+            name = b"%b.%b" % (key, field.encode("utf-8", "surrogateescape"))
+            if member_size(part) != len(part) - BLOCK or not (
+                part.startswith(name + b"\0") or may_be_named(part, name)
+            ):
                 raise ValueError("the header of a member is not where the index says; the shard has another index")
             fields[field] = part[BLOCK:]
         return fields

@@ -10,7 +10,6 @@ import pickle
 import sys
 import time
 import tracemalloc
-import types
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ import pytest
 
 import aiofeed
 from aiofeed import Manifest
-from aiofeed.sources.objects import manifest
+from aiofeed.core import validation
+from aiofeed.sources import file_io
 from aiofeed.testing import SimulatedDevice
 from tests.support.number_decoders import scalar
 
@@ -399,16 +399,28 @@ def test_a_read_that_ends_before_the_manifest_is_an_error(
     path = write(folder / name, ROWS)
     assert len(Manifest(path)) == SAMPLES
 
-    class LargerOs:
+    class EndingOs:
         def __getattr__(self, name: str) -> Any:
             return getattr(os, name)
 
-        def fstat(self, descriptor: int) -> Any:
-            return types.SimpleNamespace(st_size=os.fstat(descriptor).st_size + 1)
+        def read(self, descriptor: int, count: int) -> bytes:
+            return b""
 
-    monkeypatch.setattr(manifest, "os", LargerOs())
-    with pytest.raises(ValueError, match=rf"{name}: the file could be read up to byte {path.stat().st_size} only"):
+    monkeypatch.setattr(file_io, "os", EndingOs())
+    with pytest.raises(OSError, match=r"bytes, 0 were read.*m\."):
         Manifest(path)
+
+
+@pytest.mark.parametrize("suffix", ["gz", "bz2", "zst"])
+def test_a_manifest_that_would_exhaust_memory(folder: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that inflates to far more than it has is an error before all of it is inflated."""
+    monkeypatch.setattr(validation, "EXPANDED_BYTES", 1 << 20)
+    text = b"path\n" + b"a\n" * (1 << 21)
+    name = {"gz": "gzip", "bz2": "bz2", "zst": "zstd"}[suffix]
+    with arrow.CompressedOutputStream(arrow.OSFile(str(folder / f"m.csv.{suffix}"), "wb"), name) as file:
+        file.write(text)
+    with pytest.raises(ValueError, match=rf"m\.csv\.{suffix}: it claims .* in memory, from .* stored; at most 1.0 MiB"):
+        Manifest(folder / f"m.csv.{suffix}")
 
 
 @pytest.mark.parametrize(

@@ -286,3 +286,13 @@ def _mosaic(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     except ImportError as error:
         pytest.skip(f"mosaicml-streaming is not complete: {error}")
     return MDSWriter, MDSReader
+
+
+def test_a_compressed_shard_that_would_exhaust_memory(folder: Path) -> None:
+    """A compressed shard whose index claims far more bytes than it has is an error before it is decompressed."""
+    compress(folder, "zstd")
+    index = json.loads((folder / "index.json").read_text())
+    index["shards"][1]["raw_data"]["bytes"] = 1 << 30
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"shard\.00001\.mds.*claims 1\.0 GiB in memory"):
+        MDSShards(folder)
