@@ -192,8 +192,8 @@ def _wait_s(headers: Mapping[str, str]) -> float | None:
     """The seconds that an answer asks to wait; ``None`` if it does not say."""
     given = headers.get("retry-after", "")
     reset = _RESET.search(headers.get("ratelimit", ""))
-    if given.isdecimal() or reset:
-        return float(given if given.isdecimal() else reset[1])
+    if given.isdecimal() or reset is not None:
+        return float(reset[1] if reset is not None and not given.isdecimal() else given)
     try:
         return max(parsedate_to_datetime(given).timestamp() - time.time(), PAUSE_S)
     except ValueError:

@@ -293,7 +293,7 @@ def listing_file(listing: Listing, url: str) -> list[bytes | memoryview]:
     line = json.dumps(header).encode()
     arrays: list[Any] = [keys.offsets, listing.sizes, keys.data]
     padded = line + b" " * (-(len(line) + 1) % _ALIGN) + b"\n"
-    parts = [padded, *[memoryview(values) for values in arrays]]
+    parts: list[bytes | memoryview] = [padded, *[memoryview(values) for values in arrays]]
     return [*parts, functools.reduce(lambda crc, part: zlib.crc32(part, crc), parts, 0).to_bytes(4, "little")]
 
 

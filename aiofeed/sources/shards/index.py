@@ -178,7 +178,7 @@ class IndexBuilder:
         self._seen: set[str] = set()
         self._targets: list[tuple[int, bytes] | None] = []
 
-    def add(self, name: str, start: int, end: int, zipped: tuple[int, int, int] | None = None) -> bool:
+    def add(self, name: str, start: int, end: int, zipped: Sequence[int] = ()) -> bool:
         """Add a member; returns whether its contents are a target, to be passed to ``label``.
 
         A member of a zip file has ``zipped``: the bytes of its data, its CRC-32 and the bytes of its contents.
@@ -201,7 +201,7 @@ class IndexBuilder:
         columns["starts"].append(start)
         columns["ends"].append(end)
         columns["fields"].append(self._names.setdefault(field, len(self._names)))
-        for column, value in zip(("sizes", "crcs", "inflated"), zipped or (), strict=False):
+        for column, value in zip(("sizes", "crcs", "inflated"), zipped, strict=False):
             columns[column].append(value)
         self._field = field
         return field in self._labels

@@ -59,7 +59,7 @@ def scan_zip(size: int, target: Sequence[str] = ()) -> Scan:
     ends = dict(pairwise(starts))
     builder = IndexBuilder()
     for start, name, *zipped in entries:
-        builder.add(name, start, ends[start], (*zipped,))
+        builder.add(name, start, ends[start], zipped)
     return builder.finish()
 
 
