@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import json
 import operator
 import os
 import reprlib
@@ -145,6 +146,19 @@ def check_expanded(name: str, nbytes: int, stored_bytes: int) -> int:
             "are allowed: the file is damaged, or made to exhaust memory"
         )
     return nbytes
+
+
+def parse_json(name: str, data: bytes | str) -> Any:
+    """Return the value in a JSON file.
+
+    Raises:
+        ValueError: It is no JSON, or too large.
+    """
+    check_expanded(name, len(data), 0)
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: it is no JSON: {error}") from None
 
 
 def explain_arguments(

@@ -14,8 +14,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
+
+from aiofeed.sources.objects.urls import redacted
 
 # Far above the size of a sample, far below the memory of a machine.
 MAX_BYTES = 1 << 30
@@ -99,11 +102,12 @@ def read_unchanged(path: str, rules: ReadRules, since: float) -> bytes | None:
 
 
 def read_file(path: str, rules: ReadRules = _ANY) -> bytes:
-    """The contents of a regular file up to its end; its size is a hint only (files of /proc, short reads).
+    """The contents of a regular file; the size 0 is a hint only (files of /proc).
 
     Raises:
         OSError: An error of the system, or ``ENXIO``: not a regular file; ``EFBIG``: more than ``max_bytes``;
-            ``ELOOP``: a link that must not be followed; ``EBUSY`` (transient): the file changed during the read.
+            ``ELOOP``: a link that must not be followed; ``EBUSY`` (transient): the file changed during the read, or the
+            read ended before the file.
     """
     descriptor = _open(path, rules)
     try:
@@ -121,8 +125,9 @@ def read_file(path: str, rules: ReadRules = _ANY) -> bytes:
         # needs no further read, so the second fstat replaces one. Not detected: changes within one tick of the file
         # system's clock, and an incomplete file whose writer pauses.
         after = os.fstat(descriptor)
-        if after.st_size != size or after.st_mtime_ns != before.st_mtime_ns:
-            message = f"the file changed while it was read: from {size} to {after.st_size} bytes"
+        # A file server may report the old size of a file that ends earlier by now. Files of /proc have the size 0.
+        if after.st_size != size or after.st_mtime_ns != before.st_mtime_ns or (size and len(data) != size):
+            message = f"the file changed while it was read: from {size} to {after.st_size} bytes, {len(data)} were read"
             raise OSError(errno.EBUSY, message, path)
         return data
     finally:
@@ -132,6 +137,8 @@ def read_file(path: str, rules: ReadRules = _ANY) -> bytes:
 def _open(path: str, rules: ReadRules) -> int:
     try:
         return os.open(path, _FLAGS) if rules.follow_symlinks else _open_unlinked(path, rules.root)
+    except ValueError as error:  # a NUL in it, or half of a character
+        raise OSError(errno.EINVAL, f"it is no path: {error}", path) from None
     except OSError as error:
         # The system refuses to open a socket, without saying that it is one.
         if error.errno in (errno.ENXIO, errno.EOPNOTSUPP) and not stat.S_ISREG(mode := os.stat(path).st_mode):
@@ -213,6 +220,28 @@ def check_beneath(root: str, path: str) -> None:
         raise ValueError(f"{path!r} is not relative to root={root!r}; with a root, all paths must be")
     if os.pardir in parts:
         raise ValueError(f"{path!r} may lead out of root={root!r}: with a root, {os.pardir!r} is not allowed")
+
+
+def check_foreign_name(by: str, name: object) -> str:
+    """Return the name of a file in an index, list or description ``by``, which may be of somebody else.
+
+    Every reader of such names calls this. The name is a relative path that stays in its folder, also in a URL.
+
+    Raises:
+        ValueError: The name is no text, or may lead to a file elsewhere; it names ``by``.
+    """
+    try:
+        if not isinstance(name, str) or not name or "://" in name or "\0" in unquote(name):
+            raise ValueError
+        name.encode("utf-8", "surrogateescape")
+        for each in {name, unquote(name)}:  # a URL is unquoted later
+            check_beneath("", each)
+    except ValueError:
+        shown = repr(redacted(name) if isinstance(name, str) else name)[:200]
+        raise ValueError(
+            f"{by}: it names the file {shown}; names in it must be relative paths that stay in its folder"
+        ) from None
+    return name
 
 
 def refuse_links(root: str, path: str, known: dict[str, bool]) -> None:

@@ -288,7 +288,10 @@ def _refuse(error: OSError) -> None:
 
 def _missing_part(root: str) -> str:
     """The existing parent folder and the missing part; shows the base of a relative path, too."""
-    absolute = os.path.abspath(root)
+    try:
+        absolute = os.path.abspath(root)
+    except FileNotFoundError:
+        return ", and neither does the working folder, which was deleted"
     parent = os.path.dirname(absolute)
     while not os.path.isdir(parent) and parent != os.path.dirname(parent):
         parent = os.path.dirname(parent)

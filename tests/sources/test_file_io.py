@@ -25,7 +25,7 @@ from PIL import Image, ImageFile, features
 from aiofeed import DecodeImage, Feeder, Files, ImageFolder
 from aiofeed.errors import DecodeError, ReadError, SampleError
 from aiofeed.sources import file_io
-from aiofeed.sources.file_io import ReadRules, read_file, read_unchanged, unchanged_since
+from aiofeed.sources.file_io import ReadRules, check_foreign_name, read_file, read_unchanged, unchanged_since
 from tests.support.paths import ROOT
 from tests.support.rewriting import rewritten
 
@@ -279,6 +279,34 @@ def test_a_file_that_changes_while_it_is_read_is_a_read_error(tmp_path: Path, mo
         changing(patched, changes[0])
         with pytest.raises(ReadError, match="changed while it was read") as error:
             list(feeder)
+    assert error.value.key == str(path)
+
+
+@pytest.mark.parametrize("least", [0, 1000, 300_000])
+def test_a_read_that_ends_before_the_file_is_a_read_error(
+    least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer bytes than the file has are a transient error, also if its size and times stay; so does a file server."""
+    path = tmp_path / "short.bin"
+    path.write_bytes(bytes(1_000_000))
+    real = os.read
+    reads: list[int] = []
+
+    class EndingOs:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def read(self, descriptor: int, count: int) -> bytes:
+            reads.append(count)
+            return real(descriptor, least) if len(reads) == 1 else b""
+
+    monkeypatch.setattr(file_io, "os", EndingOs())
+    with pytest.raises(OSError, match=f"1000000 bytes, {least} were read") as caught:
+        read_file(str(path))
+    assert (caught.value.errno, caught.value.filename) == (errno.EBUSY, str(path))
+    reads.clear()
+    with Feeder(Files([path]), decode=len, batch_size=1, collate_fn=list) as feeder, pytest.raises(ReadError) as error:
+        list(feeder)
     assert error.value.key == str(path)
 
 
@@ -693,3 +721,22 @@ def test_pillow_logs_nothing_about_damaged_files(tmp_path: Path, caplog: pytest.
         assert [each.category for each in caught] != []
         assert caught[0].filename.endswith("TiffImagePlugin.py")
         assert [record for record in caplog.records if record.name.startswith("PIL")] != []
+
+
+@pytest.mark.parametrize("name", ["a.tar", "b/c..d.tar", "...", "é.tar", "\udcff.tar", "100%.tar", ".hidden"])
+def test_a_foreign_name_below_the_folder_is_returned_as_it_is(name: str) -> None:
+    """A name that stays in the folder of the list is not changed."""
+    assert check_foreign_name("list.json", name) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", "/etc/passwd", "..", "../a", "a/../../b", "a/..", "%2e%2e/a", "%2Fetc/passwd", "a/%2E./b"),
+        *("file:///etc/passwd", "http://host/a", "a\0b", "a%00b", "\ud800", None, 1, ["a"], b"a"),
+    ],
+)
+def test_a_foreign_name_that_leads_elsewhere_is_an_error_with_the_list(name: object) -> None:
+    """Absolute names, those with "..", quoted or not, and values that are no names are refused."""
+    with pytest.raises(ValueError, match=r"^list\.json: it names the file .*relative paths"):
+        check_foreign_name("list.json", name)

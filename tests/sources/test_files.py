@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from collections import UserDict
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
-from aiofeed import Feeder, Files, FromDataset, ImageFolder, Source
+from aiofeed import Feeder, Files, FolderPairs, FromDataset, ImageFolder, Source
 from aiofeed.core.types import BatchPlan
 from aiofeed.engine.fetch.collate import CollateBatchBuilder
 from aiofeed.engine.fetch.fetcher import UNREAD
@@ -148,6 +149,18 @@ def test_the_error_of_a_relative_root_has_the_base_folder(tmp_path: Path, monkey
     with pytest.raises(FileNotFoundError) as caught:
         ImageFolder("data/trian/cats")
     assert f"{str(tmp_path / 'data')!r} exists and has no 'trian'" in str(caught.value)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a working folder cannot be deleted")
+def test_the_error_in_a_deleted_folder_names_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a working folder that was deleted, the folder of the pictures is named, and that there is none to look in."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for make, name in ((lambda: ImageFolder("train"), "train"), (lambda: FolderPairs("images", "masks"), "images")):
+        with pytest.raises(FileNotFoundError, match=rf"'{name}' does not exist.* working folder, which was deleted"):
+            make()
 
 
 @pytest.mark.parametrize("wrong", [1, b"a.jpg", None])

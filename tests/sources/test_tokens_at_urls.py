@@ -258,10 +258,12 @@ def test_an_index_that_cannot_be_read_is_an_error(server: FaultServer) -> None:
         return Fault(status=status) if request.key.endswith(".idx") else None
 
     server.schedule, status = schedule, 403
-    assert len(remote(server)) == 62
+    braces = "a-{0..1}.bin"
+    assert len(remote(server, braces)) == len(remote(server)) == 62
     status = 400
     with pytest.raises(OSError, match=r"a-.\.idx"):
-        remote(server)
+        remote(server, braces)
+    assert len(remote(server)) == 62  # the folder was listed, and has none
 
 
 # --- columns of lists -------------------------------------------------------------------------------------------------

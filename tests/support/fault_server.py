@@ -39,6 +39,9 @@ class Fault:
         close: Whether the connection is closed without an answer.
         stall: Whether no answer comes, ever.
         ignore_range: Whether the whole object is sent, with status 200.
+        half: Whether the first half of the object is sent, with status 206.
+        chunked: Whether the body is sent in a chunk, without its length.
+        encoding: The value of Content-Encoding.
     """
 
     delay_s: float = 0.0
@@ -50,6 +53,9 @@ class Fault:
     close: bool = False
     stall: bool = False
     ignore_range: bool = False
+    half: bool = False
+    chunked: bool = False
+    encoding: str = ""
 
 
 _NONE = Fault()
@@ -213,6 +219,11 @@ class _Connection(asyncio.Protocol):
             headers["ETag"] = etag
         if self._server.has_etags and request.headers.get("if-match", etag) != etag:
             return self._error(412, "PreconditionFailed")
+        if fault.encoding:
+            headers["Content-Encoding"] = fault.encoding
+        if fault.half:
+            headers["Content-Range"] = f"bytes 0-{len(data) // 2 - 1}/{len(data)}"
+            return self._send(206, data[: len(data) // 2], headers, fault)
         wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", request.headers.get("range", ""))
         if wanted is None or fault.ignore_range:
             return self._send(200, data, headers, fault, body=request.method == "GET")
@@ -264,7 +275,10 @@ class _Connection(asyncio.Protocol):
         *,
         body: bool = True,
     ) -> None:
-        lines = [f"HTTP/1.1 {status} x", f"Content-Length: {len(data)}", *[f"{k}: {v}" for k, v in headers.items()]]
+        length = "Transfer-Encoding: chunked" if fault.chunked else f"Content-Length: {len(data)}"
+        if fault.chunked:
+            data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data)
+        lines = [f"HTTP/1.1 {status} x", length, *[f"{k}: {v}" for k, v in headers.items()]]
         self._transport.write("\r\n".join([*lines, "\r\n"]).encode())
         if body and fault.trickle_s:
             self._trickle(data, fault.trickle_s)

@@ -43,6 +43,8 @@ class StoreClient:
         self.root = root
         self.options: dict[str, Any] = dict(options)
         self._given = store
+        # Whether the server has sent a whole object in place of a part.
+        self.ignores_ranges = False
         self._made: dict[str, Any] = {}
         self._surroundings: object = None
         # Counts the stores that were made, so that many expired reads make one new store.

@@ -14,6 +14,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
+from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -109,11 +110,11 @@ class HubClient(StoreClient):
                 self._located[key] = found
         return found
 
-    async def list(self, prefix: str) -> list[tuple[str, ObjectInfo]]:
-        """The files of a folder and of those in it, with their information."""
+    async def list(self, prefix: str, *, recursive: bool = True) -> list[tuple[str, ObjectInfo]]:
+        """The files of a folder, and of those in it if ``recursive``, with their information."""
 
         def entries() -> list[tuple[str, ObjectInfo]]:
-            options = {"revision": self._revision, "repo_type": self._type, "recursive": True}
+            options = {"revision": self._revision, "repo_type": self._type, "recursive": recursive}
             found = self._api().list_repo_tree(self._name, prefix.strip("/") or None, **options)
             return [(each.path, _info(each)) for each in found if hasattr(each, "blob_id")]
 
@@ -191,7 +192,12 @@ def _wait_s(headers: Mapping[str, str]) -> float | None:
     """The seconds that an answer asks to wait; ``None`` if it does not say."""
     given = headers.get("retry-after", "")
     reset = _RESET.search(headers.get("ratelimit", ""))
-    return float(given) if given.isdecimal() else float(reset[1]) if reset else None
+    if given.isdecimal() or reset is not None:
+        return float(reset[1] if reset is not None and not given.isdecimal() else given)
+    try:
+        return max(parsedate_to_datetime(given).timestamp() - time.time(), PAUSE_S)
+    except ValueError:
+        return None
 
 
 def _hub() -> Any:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ LOG_EVERY_S = 5.0
 # A bar appears after this time, and is drawn at most this often. A drawing takes some 0.1 ms.
 BAR_AFTER_S = 0.5
 BAR_EVERY_S = 0.1
-_VERSION = 1
+_VERSION = 2
 _ALIGN = 64
 
 
@@ -292,7 +293,8 @@ def listing_file(listing: Listing, url: str) -> list[bytes | memoryview]:
     line = json.dumps(header).encode()
     arrays: list[Any] = [keys.offsets, listing.sizes, keys.data]
     padded = line + b" " * (-(len(line) + 1) % _ALIGN) + b"\n"
-    return [padded, *[memoryview(values) for values in arrays]]
+    parts: list[bytes | memoryview] = [padded, *[memoryview(values) for values in arrays]]
+    return [*parts, functools.reduce(lambda crc, part: zlib.crc32(part, crc), parts, 0).to_bytes(4, "little")]
 
 
 def write_cached(path: Path, parts: Iterable[bytes | memoryview], failure: str) -> None:
@@ -329,13 +331,16 @@ def _load(path: Path) -> Listing | None:
             header = json.loads(first := file.readline())
             count, at = header["objects"], len(first)
             size = at + 8 * (2 * count + 1) + header["key_bytes"]
-            if header["version"] != _VERSION or os.fstat(file.fileno()).st_size != size:
+            if header["version"] != _VERSION or os.fstat(file.fileno()).st_size != size + 4:
                 return None
             # Shared by processes, and in the page cache rather than in memory of this process.
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if zlib.crc32(memoryview(memory)[:size]) != int.from_bytes(memory[size:], "little"):
+            log.warning("the cached listing %s is damaged and is made again", path)
+            return None
         offsets = np.frombuffer(memory, np.int64, count + 1, at)
         sizes = np.frombuffer(memory, np.int64, count, at + 8 * (count + 1))
-        keys = PackedKeys(np.frombuffer(memory, np.uint8, offset=size - header["key_bytes"]), offsets)
+        keys = PackedKeys(np.frombuffer(memory, np.uint8, header["key_bytes"], size - header["key_bytes"]), offsets)
         return Listing(keys, sizes, header["etag"], header["listed_at"])
     except FileNotFoundError:
         return None

@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import public
-from aiofeed.core.validation import check_callable, check_positive_int, explain_arguments
-from aiofeed.sources.file_io import MAX_BYTES, check_beneath, open_file
+from aiofeed.core.validation import check_callable, check_expanded, check_positive_int, explain_arguments
+from aiofeed.sources.file_io import MAX_BYTES, ReadRules, check_foreign_name, open_file, read_file
 from aiofeed.sources.files import Files, path_of
 from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
 from aiofeed.sources.objects.listing import run_blocking
@@ -25,7 +27,7 @@ from aiofeed.sources.objects.reader import ObjectReader, read_ranges, run_all
 from aiofeed.sources.objects.samples import ObjectList, objects_of
 from aiofeed.sources.objects.urls import check_path, redacted, scheme_of, split_url
 from aiofeed.sources.parts import in_order
-from aiofeed.sources.tables.columns import ValueColumn
+from aiofeed.sources.tables.columns import ValueColumn, is_list
 
 # The usual names of the column of keys; Hugging Face's metadata files have "file_name".
 KEYS = ("path", "file_name", "url", "key", "filename")
@@ -36,8 +38,11 @@ _FORMATS = {
 _COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 _URL = "^[a-zA-Z][a-zA-Z0-9+.-]+://"
 # Entries that may lead out of a root.
-_OUTWARD = r"^[/\\]|^[a-zA-Z]:|(^|[/\\])\.\.([/\\]|$)"
-# The longest line of JSON in bytes.
+_OUTWARD = rf"{_URL}|^$|\x00|%00|%2[eEfF]|%5[cC]|^[/\\]|^[a-zA-Z]:|(^|[/\\])\.\.([/\\]|$)"
+# Floats have all whole numbers up to this one, and not those of 16 digits.
+_EXACT = 1 << 53
+_LARGE = re.compile(r"(?<![\w.])[-+]?\d{16,}(?![\w.])")
+# The longest line of a file in bytes.
 _LINE = 16 << 20
 # Values of other types than numbers and texts that are Python objects at the same time.
 _BLOCK = 1 << 16
@@ -74,14 +79,27 @@ class TableFile:
         if self.is_local:
             self.name: str = key
             self.folder: str = os.path.dirname(key)
+            in_parts = self._format == "parquet" and self._compression is None
+            data = None if in_parts else read_file(key, ReadRules(sys.maxsize))
         else:
             reader = ObjectReader(base, store=store, options=options)
             self.name, self.folder = reader.url(key), _parent(path)
-            self._data = self._arrow.py_buffer(run_blocking(lambda: reader.read(key, max_bytes=sys.maxsize)))
+            data = run_blocking(lambda: reader.read(key, max_bytes=sys.maxsize))
+        if data is not None and self._compression is not None:
+            with self._errors():
+                data = self._unpacked(data, self._compression)
+        self._data = data
+
+    def _unpacked(self, data: bytes, compression: str) -> bytes:
+        stream, parts, nbytes = self._arrow.CompressedInputStream(self._arrow.BufferReader(data), compression), [], 0
+        while part := stream.read(_LINE):
+            nbytes += len(part)
+            check_expanded("it", nbytes, len(data))
+            parts.append(part)
+        return b"".join(parts)
 
     def _open(self) -> Any:
-        stream = io.FileIO(open_file(self.name)) if self.is_local else self._arrow.BufferReader(self._data)
-        return stream if self._compression is None else self._arrow.CompressedInputStream(stream, self._compression)
+        return io.FileIO(open_file(self.name)) if self._data is None else self._arrow.BufferReader(self._data)
 
     def names(self) -> list[str]:
         """The names of the columns; in JSON Lines those of the first line."""
@@ -90,7 +108,7 @@ class TableFile:
                 return list(_pyarrow("parquet").ParquetFile(stream).schema_arrow.names)
             if self._format == "jsonl":
                 return list(next(_objects(stream), {}))
-            return list(_pyarrow("csv").open_csv(stream, parse_options=self._csv_options()).schema.names)
+            return list(_pyarrow("csv").open_csv(stream, **self._csv_options()).schema.names)
 
     def read(self, columns: list[str], types: Mapping[str, Any]) -> Any:
         """An Arrow table of some columns, some of them as values of a type.
@@ -104,23 +122,64 @@ class TableFile:
                 table = _pyarrow("parquet").ParquetFile(stream).read(columns)
                 return table.cast(arrow.schema([(each.name, types.get(each.name, each.type)) for each in table.schema]))
             if self._format == "jsonl":
-                reader = _pyarrow("json")
-                # A column with values of several types is an error only if some type has to be inferred.
-                others = "ignore" if types.keys() >= set(columns) else "infer"
-                options = reader.ParseOptions(arrow.schema(types.items()), unexpected_field_behavior=others)
-                blocks = reader.ReadOptions(block_size=_LINE)
-                table = reader.read_json(stream, read_options=blocks, parse_options=options).select(columns)
+                table = self._read_lines(stream, columns, types)
             else:
                 reader = _pyarrow("csv")
                 convert = reader.ConvertOptions(include_columns=columns, column_types=dict(types))
-                table = reader.read_csv(stream, parse_options=self._csv_options(), convert_options=convert)
+                table = reader.read_csv(stream, **self._csv_options(), convert_options=convert)
         # A text that looks like a date is a text.
-        dates = {each.name: arrow.string() for each in table.schema if arrow.types.is_temporal(each.type)}
-        return self.read(columns, {**types, **dates}) if dates else table
+        if dates := {each.name: arrow.string() for each in table.schema if arrow.types.is_temporal(each.type)}:
+            return self.read(columns, {**types, **dates})
+        for at, name in enumerate(columns):
+            if _largest(table.column(name)) >= _EXACT:
+                table = table.set_column(at, name, self._exact(name, table.column(name)))
+        return table
 
-    def _csv_options(self) -> Any:
-        delimiter = "\t" if self._format == "tsv" else ","
-        return _pyarrow("csv").ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    def _read_lines(self, stream: Any, columns: list[str], types: Mapping[str, Any]) -> Any:
+        reader, arrow = _pyarrow("json"), self._arrow
+        # A column with values of several types is an error only if some type has to be inferred.
+        others = "ignore" if types.keys() >= set(columns) else "infer"
+        options = {
+            "parse_options": reader.ParseOptions(arrow.schema(types.items()), unexpected_field_behavior=others),
+            "read_options": reader.ReadOptions(block_size=_LINE),
+        }
+        try:
+            return reader.read_json(stream, **options).select(columns)
+        except arrow.ArrowInvalid:  # it may be a column of which no type is needed here
+            with self._open() as again:
+                kept = [{name: row[name] for name in columns if name in row} for row in _objects(again)]
+            lines = arrow.py_buffer("\n".join(map(json.dumps, kept)).encode())
+            return reader.read_json(arrow.BufferReader(lines), **options).select(columns)
+
+    def _exact(self, name: str, floats: Any) -> Any:
+        """A column with whole numbers that arrow has made floats; ``floats`` if it has no such number.
+
+        Raises:
+            ValueError: No type has all values.
+        """
+        if self._format == "jsonl":
+            with self._open() as stream:
+                cells = [row.get(name) for row in _objects(stream)]
+        else:
+            cells = self.read([name], {name: self._arrow.string()}).column(0).to_pylist()
+        row = next((row for row, cell in enumerate(cells) if _LARGE.search(str(cell))), None)
+        if row is None:
+            return floats
+        try:
+            values = [None if cell in (None, "") else int(str(cell)) for cell in cells]
+            return self._arrow.chunked_array([self._arrow.array(values, self._arrow.uint64())])
+        except (OverflowError, TypeError, ValueError):
+            raise ValueError(
+                f"{self.name}: row {row} (the first is 0) has {cells[row]} in {name!r}, and no type of numbers holds "
+                f"this and the other values exactly: write them as texts"
+            ) from None
+
+    def _csv_options(self) -> dict[str, Any]:
+        reader, delimiter = _pyarrow("csv"), "\t" if self._format == "tsv" else ","
+        return {
+            "parse_options": reader.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+            "read_options": reader.ReadOptions(block_size=_LINE),
+        }
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -131,6 +190,8 @@ class TableFile:
             if isinstance(error, OSError) and error.filename is not None:
                 raise
             reason: Exception = error
+            if "straddling" in str(error):
+                reason = ValueError(f"a row has more than {format_bytes(_LINE)}")
             if self._format == "jsonl" and isinstance(error, ValueError):
                 with self._open() as stream:
                     try:
@@ -138,6 +199,16 @@ class TableFile:
                     except ValueError as wrong:
                         reason = wrong
             raise ValueError(f"{self.name}: {reason}") from None
+
+
+def _largest(column: Any) -> float:
+    """The largest magnitude of the floats in a column, or in its lists and structs."""
+    arrow, compute = _pyarrow(""), _pyarrow("compute")
+    if arrow.types.is_struct(column.type):
+        return max(map(_largest, column.flatten()), default=0.0)
+    if is_list(column.type):
+        return _largest(compute.list_flatten(column))
+    return compute.max(compute.abs(column)).as_py() or 0.0 if arrow.types.is_floating(column.type) else 0.0
 
 
 def _objects(stream: Any) -> Iterator[dict[str, Any]]:
@@ -420,17 +491,15 @@ def _located(
         return np.flatnonzero(compute.match_substring_regex(column, pattern).to_numpy())
 
     urls = rows(_URL)
+    # The entries of a manifest in a store, which may be of somebody else, name no files of this machine.
+    if root is not None or not (file.is_local or len(urls)):
+        for row in rows(_OUTWARD).tolist():
+            check_foreign_name(f"{file.name}, row {row}", keys[row])
     try:
         if root is None and len(urls):
             found = _of_urls(file, column, keys, urls, store, options)
         else:
-            # The entries of a manifest in a store, which may be of somebody else, name no files of this machine.
             folder = os.fspath(root) if root is not None else "" if file.is_local and store is not None else file.folder
-            if root is not None or not file.is_local:
-                if len(urls):
-                    raise ValueError(f"{redacted(keys[urls[0]])!r} is not relative to root={redacted(folder)!r}")
-                for row in rows(_OUTWARD):
-                    check_beneath(redacted(folder), keys[row])
             found = ObjectList(keys, [ObjectReader(folder, store=store, options=options)])
     except ValueError as error:
         raise ValueError(f"{file.name}: {error}") from None

@@ -23,6 +23,7 @@ from aiofeed.sources.objects.clients import open_requests, shared_client
 from aiofeed.sources.objects.hub import HubClient, at_commit
 from aiofeed.sources.objects.requests import (
     Fault,
+    NoRangeError,
     ObjectInfo,
     RangesIgnoredError,
     RequestMonitor,
@@ -57,6 +58,8 @@ FIRST_RETRY_S = 3.0
 # Seconds between log lines about faults.
 LOG_EVERY_S = 10.0
 PAGE = 1000
+# Values of Content-Encoding, and the suffix of files that are such by themselves.
+ENCODINGS = {"gzip": ".gz", "x-gzip": ".gz", "br": ".br", "zstd": ".zst", "deflate": ".zz", "compress": ".Z"}
 
 
 class ObjectReader:
@@ -165,8 +168,8 @@ class ObjectReader:
         if self._local is not None:
             return await self._local.read(key, max_bytes)
         for most in (min(WHOLE_BYTES, max_bytes), max_bytes):
-            answer, body = await self._get(key, None, None, most)
-            start, end = answer.range
+            answer, body = await self._get_whole(key, size, most)
+            start, end = 0, answer.meta["size"]
             info = _info(answer.meta) if body is None else None
             del answer  # ends its body
             if end > max_bytes:
@@ -257,23 +260,40 @@ class ObjectReader:
             last = page[-1]["path"]
             yield [(meta["path"][cut:], _info(meta)) for meta in page]
 
-    async def list_top(self) -> tuple[Sequence[str], Sequence[tuple[str, ObjectInfo]]]:
-        """The folders at the top of a bucket or prefix, and the objects beside them, if it ``has_folders``."""
+    async def list_top(self, folder: str = "") -> tuple[Sequence[str], Sequence[tuple[str, ObjectInfo]]]:
+        """The folders in a folder of a bucket, and the objects beside them; of a repository the files only."""
+        prefix, cut = self._prefix + folder, len(self._prefix)
+        if self._hub is not None:
+            return [], [(key[cut:], info) for key, info in await self._hub.list(prefix, recursive=False)]
 
         async def attempt(store: Any) -> Any:
             open_requests.add(attempt)
             try:
-                return await _obstore().list_with_delimiter_async(store, self._prefix or None)
+                return await _obstore().list_with_delimiter_async(store, prefix or None)
             finally:
                 open_requests.discard(attempt)
 
-        found, cut = await self._retried("", attempt), len(self._prefix)
+        found = await self._retried(folder, attempt)
         objects = [(meta["path"][cut:], _info(meta)) for meta in found["objects"]]
         return [folder[cut:] for folder in found["common_prefixes"]], objects
 
     def statistics(self) -> StorageStatistics | None:
         """The requests of this reader in this process; ``None`` for a folder."""
         return statistics_of([self])
+
+    async def _get_whole(self, key: str, size: int | None, most: int) -> tuple[Any, Any]:
+        """The answer with a whole object, and its body; ``None`` if that has more than ``most`` bytes.
+
+        The answer to a range has the size of the object. That of a proxy to a plain request may be a part of it.
+        """
+        if size is None and most <= WHOLE_BYTES and not self._client.ignores_ranges:
+            try:
+                return await self._get(key, {"range": (0, WHOLE_BYTES)}, None, most)
+            except RangesIgnoredError:
+                self._client.ignores_ranges = True
+            except NoRangeError:
+                pass  # the object is empty
+        return await self._get(key, None, None, most)
 
     async def _read_parts(self, key: str, ranges: Sequence[JoinedRange], expected: Expected) -> Sequence[bytes]:
         """The bytes of each range; long ones in parts, some of them at the same time."""
@@ -312,6 +332,14 @@ class ObjectReader:
             return monitor.send(partial(get, store, path, options=options), nbytes, most)
 
         found: tuple[Any, Any] = await self._retried(key, attempt)
+        # Some servers send this header for files that are compressed themselves, such as x.csv.gz.
+        for encoding in found[0].attributes.get("Content-Encoding", "").lower().replace(" ", "").split(","):
+            if encoding not in ENCODINGS or key.partition(QUERY)[0].endswith(ENCODINGS[encoding]):
+                continue
+            raise OSError(
+                f"the server sends the object compressed with {encoding}, as its Content-Encoding says, and aiofeed "
+                f"reads objects as they are: store it without: {self.url(key)}"
+            )
         return found
 
     async def _retried(self, key: str, attempt: Callable[[Any], Awaitable[Any]]) -> Any:

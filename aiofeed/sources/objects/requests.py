@@ -41,6 +41,7 @@ BODY_LATE_TIMES = 4
 _STORE = re.compile(r"Generic \w+ error: ")
 _STATUS = re.compile(r"status code: (\d{3})")
 _REASON = re.compile(r'(?:message|error): "([^"]+)"')
+_OTHER_PART = re.compile(r"Requested \d+\.\.\d+, got ")
 # The names of a fault of TLS: "InvalidCertificate", and its innermost reason, such as "UnknownIssuer".
 _TLS = re.compile(r"kind: InvalidData,\s+error: (\w+)\((?:\s*\w+\()*\s*(\w+)")
 # A redirect that cannot be followed, or leads to no URL.
@@ -204,7 +205,7 @@ class _Request:
         if (answer := self._take(future)) is None:
             return
         self._monitor.answered = True
-        if self._most is not None and answer.range[1] > self._most:
+        if self._most is not None and answer.meta["size"] > self._most:
             self.result.set_result((answer, None))
         else:
             self._limit_body(answer.range[1] - answer.range[0])
@@ -260,6 +261,10 @@ class ObjectInfo(NamedTuple):
         return self.size == other.size and tags[0] == tags[1]
 
 
+class NoRangeError(OSError):
+    """An object ends before a range."""
+
+
 class RangesIgnoredError(OSError):
     """A server sends whole objects only."""
 
@@ -297,8 +302,15 @@ def fault_of(error: Exception, redact: Callable[[str], str], url: str) -> Fault:
     if "Received non-partial response" in first or "Range request not supported" in first:
         return Fault(RangesIgnoredError(f"the server ignores requests for a part of an object, as needed here: {url}"))
     expired = status == 401 or (status in (400, 403) and _EXPIRED.search(text) is not None)
-    if status == 416:
-        return Fault(OSError(f"the object is shorter than the part of it that was requested: {url}"))
+    # A proxy may do both now and then. If no server has answered otherwise, this one always does.
+    if "Content-Length Header missing" in first:
+        return Fault(OSError(f"the server does not send the length of the object: {url}"), True, answered=False)
+    if _OTHER_PART.search(first):
+        return Fault(
+            OSError(f"the server sends another part of the object than requested: {url}"), True, answered=False
+        )
+    if status == 416 or "but object was only" in first:
+        return Fault(NoRangeError(f"the object is shorter than the part of it that was requested: {url}"))
     throttled = _THROTTLED.search(text) is not None
     # Without keys in the environment, credentials are requested from the address of a cloud's machines.
     way = _WAY if url.startswith("s3://") and (status in (401, 403) or "169.254.169.254" in text) else ""

@@ -173,11 +173,11 @@ class Shards(IndexedSource, ABC):
 
         async def open_one(shard: Shard) -> None:
             async with turn:
-                await shard.open()
                 try:
+                    await shard.open()
                     await self._index(shard)
-                except ValueError as error:
-                    raise ValueError(f"{shard.url}: {error}") from error
+                except indexing.DAMAGED as error:
+                    raise ValueError(f"{shard.url}: {reason_of(error)}") from error
             if shard.samples not in (None, self._samples(shard)):
                 found = counted(self._samples(shard), "sample")
                 raise ValueError(f"{shard.url}: it has {found}, the list of shards has {shard.samples}")
@@ -198,7 +198,9 @@ class Shards(IndexedSource, ABC):
         if samples := some_samples(index):
             parts = iter(await shard.read(_ranges(index, samples)))
             for sample in samples:
-                self._unpack(index, sample, [next(parts) for _ in index.members(sample)])
+                found = self._unpack(index, sample, [next(parts) for _ in index.members(sample)])
+                if index.labels is not None and index.labels[sample] not in (b"", *found.values()):
+                    raise ValueError(f"the target of sample {sample} is another one")
 
     # --- reading
 
@@ -240,7 +242,7 @@ class Shards(IndexedSource, ABC):
             try:
                 found.append(self._parse(index, sample, parts[at : at + count]))
             except Exception as error:  # noqa: BLE001 - damaged bytes may raise anything
-                found.append(ValueError(f"{shard.url}: {error}"))
+                found.append(ValueError(f"{shard.url}: {reason_of(error)}"))
             at += count
         return found
 
@@ -271,6 +273,11 @@ class RecentParts:
                     self._parts.popitem(last=False)
         locks.pop(key, None)
         return part
+
+
+def reason_of(error: Exception) -> str:
+    """What is wrong with a file, by an error of its reader."""
+    return str(error) if isinstance(error, ValueError) else f"it is damaged: {error!r}"
 
 
 def _ranges(index: ShardIndex, samples: Iterable[int]) -> list[tuple[int, int]]:

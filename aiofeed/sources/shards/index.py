@@ -22,7 +22,7 @@ Unsigned: TypeAlias = "NDArray[np.unsignedinteger[Any]]"
 MAGIC = b"aiofeed index 1\n"
 SUFFIX = ".aiofeed"
 _DTYPES = ("|u1", "<u2", "<u4", "<u8")
-_ARRAYS = ("starts", "ends", "first", "fields", "sizes", "crcs")
+_ARRAYS = ("starts", "ends", "first", "fields", "sizes", "crcs", "inflated")
 
 
 class PackedBytes(PackedSequence[bytes]):
@@ -58,6 +58,7 @@ class ShardIndex:
         unlabelled: The samples without a target.
         sizes: The bytes of each member's data in a zip file.
         crcs: The CRC-32 of each member's contents in a zip file.
+        inflated: The bytes of each member's contents in a zip file.
     """
 
     starts: Unsigned
@@ -70,6 +71,7 @@ class ShardIndex:
     unlabelled: frozenset[int] = frozenset()
     sizes: Unsigned | None = None
     crcs: Unsigned | None = None
+    inflated: Unsigned | None = None
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -135,7 +137,27 @@ class ShardIndex:
         }
         names, unlabelled = tuple(header.pop("names")), frozenset(header.pop("unlabelled"))
         arrays: dict[str, Any] = {name: parts[name] for name in _ARRAYS if name in parts}
-        return ShardIndex(names=names, unlabelled=unlabelled, **arrays, **packed), header
+        index = ShardIndex(names=names, unlabelled=unlabelled, **arrays, **packed)
+        if at != len(rest) or not index.is_consistent():
+            raise ValueError("the arrays of the index file do not fit together")
+        return index, header
+
+    def is_consistent(self) -> bool:
+        """Whether the arrays have the same members, samples and names."""
+        members, first, fields = len(self.starts), self.first, self.fields
+        packed = [each for each in (self.keys, self.labels) if each is not None]
+        return (
+            (first is None) == (fields is None) == (self.keys is None)
+            and all(isinstance(name, str) for name in self.names)
+            and (first is None or (len(first) > 0 and _rises(first, members)))
+            and (fields is None or bool((fields < len(self.names)).all()))
+            and all(
+                each is None or len(each) == members
+                for each in (self.ends, fields, self.sizes, self.crcs, self.inflated)
+            )
+            and bool((self.starts <= self.ends).all())
+            and all(len(each) == len(self) and _rises(each.offsets, len(each.data)) for each in packed)
+        )
 
 
 class IndexBuilder:
@@ -156,8 +178,10 @@ class IndexBuilder:
         self._seen: set[str] = set()
         self._targets: list[tuple[int, bytes] | None] = []
 
-    def add(self, name: str, start: int, end: int, size: int | None = None, crc: int | None = None) -> bool:
+    def add(self, name: str, start: int, end: int, zipped: Sequence[int] = ()) -> bool:
         """Add a member; returns whether its contents are a target, to be passed to ``label``.
+
+        A member of a zip file has ``zipped``: the bytes of its data, its CRC-32 and the bytes of its contents.
 
         Raises:
             ValueError: The sample has this field already.
@@ -177,9 +201,8 @@ class IndexBuilder:
         columns["starts"].append(start)
         columns["ends"].append(end)
         columns["fields"].append(self._names.setdefault(field, len(self._names)))
-        if size is not None and crc is not None:
-            columns["sizes"].append(size)
-            columns["crcs"].append(crc)
+        for column, value in zip(("sizes", "crcs", "inflated"), zipped, strict=False):
+            columns[column].append(value)
         self._field = field
         return field in self._labels
 
@@ -221,6 +244,11 @@ def split_name(name: str) -> tuple[str | None, str]:
     if dot <= name.rfind("/") + 1 or (top.startswith("__") and top.endswith("__") and len(top) > 3):
         return None, ""
     return name[:dot], name[dot + 1 :].lower()
+
+
+def _rises(offsets: Any, end: int) -> bool:
+    """Whether offsets rise from 0 to an end."""
+    return bool(offsets[0] == 0 and offsets[-1] == end and (offsets[1:] >= offsets[:-1]).all())
 
 
 def narrow(values: Any) -> Unsigned:

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from aiofeed.sources.file_io import open_file, read_range
 from aiofeed.sources.objects.listing import cache_path, write_cached, write_whole
+from aiofeed.sources.objects.requests import too_short
 from aiofeed.sources.shards.index import SUFFIX, ShardIndex
 from aiofeed.sources.shards.urls import Shard
 
@@ -106,12 +107,12 @@ async def save(
 def _load(path: Path, shard: Shard) -> ShardIndex | None:
     try:
         index, described = ShardIndex.from_bytes(path.read_bytes())
+        return index if (described["size"], described["version"]) == (shard.size, shard.version) else None
     except FileNotFoundError:
         return None
     except (OSError, *DAMAGED) as error:
         log.warning("the cached index %s cannot be read and is made again: %s", path, error)
         return None
-    return index if (described["size"], described["version"]) == (shard.size, shard.version) else None
 
 
 async def _beside(
@@ -124,6 +125,8 @@ async def _beside(
     names: dict[str, Callable[[bytes, int], ShardIndex | None]] = {shard.key + SUFFIX: partial(_own, target)}
     names.update({name(shard.key): read for name, read in rules.foreign.items()})
     for key, read in names.items():
+        if shard.indexes is not None and key not in shard.indexes:
+            continue
         try:
             data = await shard.reader.read(key)
         except (FileNotFoundError, PermissionError):  # S3 denies access to a key that does not exist
@@ -174,7 +177,10 @@ def _scan_file(path: str, scan: Scan) -> ShardIndex:
         try:
             start, end = next(scan)
             while True:
-                start, end = scan.send(read_range(file, start, end))
+                data = read_range(file, start, end)
+                if len(data) < min(end, os.fstat(file.fileno()).st_size) - start:
+                    raise too_short(path, start, end)
+                start, end = scan.send(data)
         except StopIteration as done:
             return done.value  # type: ignore[no-any-return]
 

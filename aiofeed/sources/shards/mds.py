@@ -18,10 +18,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from aiofeed.core.types import public
-from aiofeed.core.validation import explain_arguments
-from aiofeed.sources.shards.base import FieldShards, RecentParts
+from aiofeed.core.validation import check_expanded, explain_arguments, parse_json
+from aiofeed.sources.file_io import check_foreign_name
+from aiofeed.sources.shards.base import FieldShards, RecentParts, reason_of
 from aiofeed.sources.shards.index import ShardIndex, ranges_of
-from aiofeed.sources.shards.indexing import IndexRules, Scan
+from aiofeed.sources.shards.indexing import DAMAGED, IndexRules, Scan
 from aiofeed.sources.shards.urls import Shard, ShardFinder, Urls
 
 # The numbers of dtypes in an array of any dtype.
@@ -115,6 +116,7 @@ class CompressedShard(Shard):
                     f"{self.packed.url} has {self.unpacked_bytes} bytes compressed with {self.codec}; aiofeed reads "
                     f"less than 4 GiB compressed with {', '.join(_CODECS)}: decompress it with MosaicML Streaming"
                 ) from None
+            check_expanded(self.packed.url, self.unpacked_bytes, self.packed.size)
             self.plain = False
             self.size: int = self.unpacked_bytes
             self.version: str = self.packed.version
@@ -187,35 +189,35 @@ class MDSShards(FieldShards):
             folder = text.removesuffix("index.json") if text.rpartition("/")[2] == "index.json" else text
             base = folder.rstrip("/") or "."
             listed = finder.shard(f"{base}/index.json")
-            try:
-                index = json.loads(await listed.reader.read(listed.key))
-            except ValueError as error:
-                raise ValueError(f"{listed.url}: it is no JSON file: {error}") from None
+            index = parse_json(listed.url, await listed.reader.read(listed.key))
             if not isinstance(index, dict) or index.get("version") != 2 or not isinstance(index.get("shards"), list):
                 raise ValueError(f"{listed.url}: it is no index of MDS shards of version 2")
             for entry in index["shards"]:
                 try:
-                    found.append(self._shard(finder, base, listed.url, entry))
-                except (LookupError, TypeError, AttributeError) as error:
-                    raise ValueError(f"{listed.url}: an entry of a shard is damaged: {error!r}") from None
+                    found.append(self._shard(finder, base, entry))
+                except DAMAGED as error:
+                    raise ValueError(f"{listed.url}: an entry of a shard: {reason_of(error)}") from None
         if not found:
             raise ValueError("the list of shards is empty")
         return found
 
-    def _shard(self, finder: ShardFinder, base: str, url: str, entry: dict[str, Any]) -> Shard:
+    def _shard(self, finder: ShardFinder, base: str, entry: dict[str, Any]) -> Shard:
         if entry.get("format") != "mds" or entry.get("version") != 2:
-            raise ValueError(f"{url}: a shard of format {entry.get('format')!r}, not MDS of version 2")
+            raise ValueError(f"it has the format {entry.get('format')!r}, not MDS of version 2")
         names, encodings, sizes = entry["column_names"], entry["column_encodings"], entry["column_sizes"]
         columns = dict(zip(names, encodings, strict=True))
+        sizes_are_right = all(size is None or (isinstance(size, int) and size >= 0) for size in sizes)
+        if not sizes_are_right or not all(isinstance(text, str) for text in (*names, *encodings)):
+            raise ValueError(f"it has columns of the names {names}, encodings {encodings} and sizes {sizes}")
         if self._encodings not in ({}, columns):
-            raise ValueError(f"{url}: shards have different columns: {self._encodings} and {columns}")
+            raise ValueError(f"shards have different columns: {self._encodings} and {columns}")
         self._encodings, self._sizes = columns, dict(zip(names, sizes, strict=True))
-        shard = finder.shard(f"{base}/{entry['raw_data']['basename']}")
+        shard = finder.shard(f"{base}/{check_foreign_name('raw_data', entry['raw_data']['basename'])}")
         if entry.get("zip_data") is not None:
             shard = CompressedShard(
                 shard.reader,
                 shard.key,
-                packed=finder.shard(f"{base}/{entry['zip_data']['basename']}"),
+                packed=finder.shard(f"{base}/{check_foreign_name('zip_data', entry['zip_data']['basename'])}"),
                 codec=entry["compression"].partition(":")[0],
                 unpacked_bytes=int(entry["raw_data"]["bytes"]),
                 parts=self._unpacked,

@@ -14,7 +14,7 @@ import numpy as np
 
 from aiofeed.core.types import public
 from aiofeed.core.validation import counted, explain_arguments
-from aiofeed.sources.shards.base import FieldShards, some_samples
+from aiofeed.sources.shards.base import FieldShards
 from aiofeed.sources.shards.index import IndexBuilder, ShardIndex, ranges_of, split_name
 from aiofeed.sources.shards.indexing import IndexRules, Scan, idx_key
 from aiofeed.sources.shards.urls import Shard
@@ -87,18 +87,18 @@ def _members(
         if header == _ZEROS[: len(header)] and (ended or len(header) == BLOCK):
             at, ended = at + BLOCK, True
             continue
-        if len(header) < BLOCK:
-            raise ValueError(f"the tar file is truncated: it ends at byte {size} without an end mark")
         if number == 0 and (kind := _compression(header)) is not None:
             raise ValueError(
                 f"it is compressed with {kind}, which has no random access: decompress the tar file; images and other "
                 f"members that are compressed themselves do not grow"
             )
+        if len(header) < BLOCK:
+            what = "the tar file is truncated" if number or size == 0 or b"\0" in header else "this is not a tar file"
+            raise ValueError(f"{what}: it ends at byte {size} without an end mark")
         if _checksum(header) != _octal(header[148:156]):
-            what = (
+            raise ValueError(
                 "this is not a tar file" if not number else f"the tar file is damaged: there is no header at byte {at}"
             )
-            raise ValueError(what)
         number, ended = number + 1, not whole
         kind_of, length = header[156:157], member_size(header)
         body = at + BLOCK
@@ -258,30 +258,26 @@ class TarShards(FieldShards):
 
     async def _check_fit(self, shard: Shard, index: ShardIndex) -> None:
         await super()._check_fit(shard, index)
+        if (index.starts % BLOCK).any():
+            raise ValueError("a member does not begin at a multiple of 512 bytes")
         # A tar file may grow without another size, because it ends with zeros. Other tar files may be joined to it.
         after = -(-int(index.ends.max(initial=0)) // BLOCK) * BLOCK
         stop = min(after + _END_BYTES, shard.size)
         if after < stop and any((await shard.read([(after, stop)]))[0]):
             raise ValueError(f"other members follow at byte {after}, behind those that it has")
-        if index.keys is None or index.fields is None or not len(index):
-            return
-        samples = some_samples(index)
-        members = [index.members(sample)[0] for sample in samples]
-        headers = await shard.read(
-            [(int(index.starts[member]), int(index.starts[member]) + BLOCK) for member in members]
-        )
-        for sample, member, header in zip(samples, members, headers, strict=True):
-            name = index.keys[sample] + b"." + index.names[int(index.fields[member])].encode("utf-8", "surrogateescape")
-            if not may_be_named(header, name):
-                raise ValueError(f"there is no {name.decode(errors='replace')!r} where it says")
 
     def _unpack(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> dict[str, bytes]:
         if index.fields is None:
             found = members_of(parts[0])
             return {field: data for field, data in found.items() if not index.names or field in index.names}
-        fields = {}
+        assert index.keys is not None
+        fields, key = {}, index.keys[sample]
         for member, part in zip(index.members(sample), parts, strict=True):
-            if member_size(part) != len(part) - BLOCK:
+            field = index.names[int(index.fields[member])]
+            name = b"%b.%b" % (key, field.encode("utf-8", "surrogateescape"))
+            if member_size(part) != len(part) - BLOCK or not (
+                part.startswith(name + b"\0") or may_be_named(part, name)
+            ):
                 raise ValueError("the header of a member is not where the index says; the shard has another index")
-            fields[index.names[int(index.fields[member])]] = part[BLOCK:]
+            fields[field] = part[BLOCK:]
         return fields

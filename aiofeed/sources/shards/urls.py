@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import glob
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,10 +11,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
+from aiofeed.core.validation import parse_json
+from aiofeed.sources.file_io import check_foreign_name
 from aiofeed.sources.objects.reader import ObjectReader, read_ranges
 from aiofeed.sources.objects.requests import ObjectInfo
-from aiofeed.sources.objects.urls import check_path, redacted, split_url
-from aiofeed.sources.shards.index import ShardIndex, ranges_of
+from aiofeed.sources.objects.urls import check_path, is_remote, redacted, split_url
+from aiofeed.sources.shards.index import SUFFIX, ShardIndex, ranges_of
 
 Urls: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
@@ -39,6 +40,7 @@ class Shard:
         version: Its etag, or the time of its last change.
         index: Where its samples are.
         extra: What else its format has to know.
+        indexes: The keys of the index files in its folder, if that was listed.
     """
 
     reader: ObjectReader
@@ -49,6 +51,7 @@ class Shard:
     version: str = ""
     index: ShardIndex = NO_SAMPLES
     extra: Any = None
+    indexes: frozenset[str] | None = None
 
     def __str__(self) -> str:
         """Its URL without credentials, or its path."""
@@ -65,8 +68,8 @@ class Shard:
         return self.reader.url(self.key)
 
     def beside(self, key: str) -> Shard:
-        """Another object of the same store."""
-        return Shard(self.reader, key)
+        """Another object of the same folder."""
+        return Shard(self.reader, key, indexes=self.indexes)
 
     async def open(self) -> None:
         """Find out size and version."""
@@ -146,30 +149,46 @@ class ShardFinder:
         if shard.local:
             keys = await asyncio.to_thread(_local_matches, shard.key)
         else:
-            folder = shard.key[: wildcard.start()].rpartition("/")[0]
-            keys = []
-            async for page in shard.reader.list(f"{folder}/" if folder else ""):
-                keys += [key for key, _ in page if _matches(key, shard.key)]
+            folder, slash, _ = shard.key[: wildcard.start()].rpartition("/")
+            if "/" in shard.key[wildcard.start() :]:
+                pages = shard.reader.list(folder + slash)
+                keys = [key async for page in pages for key, _ in page if _matches(key, shard.key)]
+            else:  # all matches are in one folder, below which there may be many more objects
+                _, found = await shard.reader.list_top(folder + slash)
+                keys = [key for key, _ in found if _matches(key, shard.key)]
+                shard.indexes = frozenset(key for key, _ in found if key.endswith((".idx", SUFFIX)))
         if not keys:
             raise FileNotFoundError(f"no shard matches {shard.url!r}")
         return [shard.beside(key) for key in sorted(keys)]
 
     async def _listed(self, shard: Shard, url: str) -> list[Shard]:
         """The shards in a JSON file of ``wids``; relative ones lie beside the file."""
-        listed = json.loads(await shard.reader.read(shard.key))
-        entries = listed.get("shardlist") if isinstance(listed, dict) else None
-        if not isinstance(entries, list) or not all(
+        listed = parse_json(shard.url, await shard.reader.read(shard.key))
+        entries, base = (
+            (listed.get("shardlist"), listed.get("base_path") or "") if isinstance(listed, dict) else ("", "")
+        )
+        if not (isinstance(entries, list) and isinstance(base, str)) or not all(
             isinstance(each, dict) and isinstance(each.get("url"), str) for each in entries
         ):
             raise ValueError(f"{shard.url}: it is no list of shards as widsindex writes it, with the key 'shardlist'")
-        base = listed.get("base_path") or url.rpartition("/")[0]
+        folder = url.rpartition("/")[0]
+        if base and not shard.local:
+            base = self._at(shard, folder, base)
         found = []
         for entry in entries:
-            name = entry["url"]
-            at = name if "://" in name or os.path.isabs(name) or not base else f"{base.rstrip('/')}/{name}"
-            found.append(self.shard(at))
+            found.append(self.shard(self._at(shard, base or folder, entry["url"])))
             found[-1].samples = entry.get("nsamples")
         return found
+
+    def _at(self, listed_in: Shard, folder: str, name: str) -> str:
+        """Where a list names a shard or a folder: a list at a URL, which may be of somebody else, names no files."""
+        try:
+            is_url = is_remote(name) and bool(split_url(name))
+        except ValueError as error:
+            raise ValueError(f"{listed_in.url}: {error}") from None
+        if not is_url and not listed_in.local:
+            check_foreign_name(listed_in.url, name)
+        return name if "://" in name or os.path.isabs(name) or not folder else f"{folder.rstrip('/')}/{name}"
 
 
 def expand_braces(text: str) -> list[str]:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from aiofeed.core.types import public
-from aiofeed.core.validation import explain_arguments
-from aiofeed.sources.file_io import MAX_BYTES
+from aiofeed.core.validation import check_expanded, explain_arguments
 from aiofeed.sources.shards.base import FieldShards
 from aiofeed.sources.shards.index import IndexBuilder, ShardIndex
 from aiofeed.sources.shards.indexing import IndexRules, Scan
@@ -59,13 +58,13 @@ def scan_zip(size: int, target: Sequence[str] = ()) -> Scan:
     starts = sorted([start for start, *_ in entries] + [end - length])
     ends = dict(pairwise(starts))
     builder = IndexBuilder()
-    for start, name, stored, crc in entries:
-        builder.add(name, start, ends[start], stored, crc)
+    for start, name, *zipped in entries:
+        builder.add(name, start, ends[start], zipped)
     return builder.finish()
 
 
-def _entries(directory: bytes, count: int, shift: int) -> list[tuple[int, str, int, int]]:
-    """Where each member starts, its name, the bytes of its data and its CRC-32."""
+def _entries(directory: bytes, count: int, shift: int) -> list[tuple[int, str, int, int, int]]:
+    """Where each member starts, its name, the bytes of its data, its CRC-32 and its size."""
     found, at = [], 0
     for _ in range(count):
         if len(directory) < at + _ENTRY.size or not directory.startswith(b"PK\1\2", at):
@@ -83,12 +82,13 @@ def _entries(directory: bytes, count: int, shift: int) -> list[tuple[int, str, i
             raise ValueError(f"the member {name!r} is compressed with method {method}; stored and deflated can be read")
         large = _zip64(extra)
         if size == 0xFFFFFFFF:
-            large = large[1:]
+            size, *large = large or [0]
         if stored == 0xFFFFFFFF:
             stored, *large = large or [0]
         if start == 0xFFFFFFFF:
             start = (large or [0])[0]
-        found.append((start + shift, name, stored, crc))
+        check_expanded(f"the member {name!r}", size, stored)
+        found.append((start + shift, name, stored, crc, size))
     return found
 
 
@@ -102,7 +102,7 @@ def _zip64(extra: bytes) -> list[int]:
     return []
 
 
-def _contents(part: bytes, stored: int) -> bytes:
+def _contents(part: bytes, stored: int, size: int) -> bytes:
     """The contents of a member, from the bytes from its local header on."""
     if len(part) < _LOCAL.size or not part.startswith(b"PK\3\4"):
         raise ValueError("there is no member where the directory says")
@@ -115,15 +115,15 @@ def _contents(part: bytes, stored: int) -> bytes:
         return data
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     try:
-        contents = inflater.decompress(data, MAX_BYTES)
+        contents = inflater.decompress(data, size + 1)
     except zlib.error as error:
         raise ValueError(f"a member cannot be inflated: {error}") from None
-    if not inflater.eof:
-        raise ValueError(f"a member is cut, or has more than {MAX_BYTES} bytes")
+    if not inflater.eof or len(contents) != size:
+        raise ValueError(f"a member is cut, or has another size than the {size} bytes that its directory says")
     return contents
 
 
-ZIP_RULES = IndexRules("zip", scan_zip, streams=False)
+ZIP_RULES = IndexRules("zip 2", scan_zip, streams=False)
 
 
 @public
@@ -146,9 +146,10 @@ class ZipShards(FieldShards):
         assert index.fields is not None
         assert index.sizes is not None
         assert index.crcs is not None
+        assert index.inflated is not None
         found = {}
         for member, part in zip(index.members(sample), parts, strict=True):
-            data = _contents(part, int(index.sizes[member]))
+            data = _contents(part, int(index.sizes[member]), int(index.inflated[member]))
             if zlib.crc32(data) != int(index.crcs[member]):
                 raise ValueError("a member has another CRC-32 than its directory says")
             found[index.names[int(index.fields[member])]] = data

@@ -14,7 +14,7 @@ from aiofeed.core.types import Traits
 from aiofeed.sources.shards.parquet import ParquetRows
 from aiofeed.sources.shards.urls import Shard
 from aiofeed.sources.stream import Stream
-from aiofeed.sources.tables.columns import Columns, ValueColumn, problem_of, take_rows
+from aiofeed.sources.tables.columns import Columns, ValueColumn, is_encoded, problem_of, take_rows
 from aiofeed.sources.tables.table import Table, as_list, check_columns
 
 
@@ -38,7 +38,15 @@ class ParquetTable(ParquetRows, Table):
         return f"Table({len(self)} row{'s' * (len(self) != 1)} in {len(self._shards)} Parquet files)"
 
     def _take(self, shard: Shard, table: Any, first: int, rows: Sequence[int]) -> list[Any]:
-        return self._samples_read(take_rows(table, [row - first for row in rows]))
+        table = take_rows(table, [row - first for row in rows])
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            if not shard.local and is_encoded(column.type):
+                for each in column:
+                    if each.is_valid and not each["bytes"].is_valid and each["path"].is_valid:
+                        raise ValueError(
+                            f"{shard.url}: column {name!r} names a file, and a file at a URL may name none"
+                        )
+        return self._samples_read(table)
 
     def _problems(self) -> Mapping[str, str | None]:
         found, schemas = {}, [shard.extra.metadata.schema.to_arrow_schema() for shard in self._shards]

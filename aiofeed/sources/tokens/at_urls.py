@@ -106,7 +106,7 @@ class RemoteTokens(Tokens, ParquetRows):
     async def _open_file(self, shard: Shard, given: TokenObject, head: bytes) -> TokenObject:
         stem, suffix = posixpath.splitext(shard.key)
         beside, index = shard.beside(f"{stem}.idx"), None
-        if suffix == ".bin":
+        if suffix == ".bin" and (shard.indexes is None or beside.key in shard.indexes):
             try:
                 index = await beside.reader.read(beside.key)
             except (FileNotFoundError, PermissionError):  # S3 denies access to a key that does not exist

@@ -50,6 +50,8 @@ TRANSIENT = {
     "no body": Fault(cut=0),
     "cut": Fault(cut=10),
     "closed": Fault(close=True),
+    "half": Fault(half=True),
+    "chunked": Fault(chunked=True),
 }
 
 
@@ -91,6 +93,58 @@ async def test_a_server_that_ignores_ranges(reader, server):
     server.schedule = lambda request: Fault(ignore_range=True)
     with pytest.raises(OSError, match="ignores requests for a part"):
         await reader.read_ranges("a", [10], [20])
+
+
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+async def test_half_of_an_object_is_never_the_object(reader, server, scheme, monkeypatch):
+    """A server that always sends a part with status 206, or no length, is an error; an answer of this kind is not used.
+
+    A server that sends such a part only if no part is requested is read by requests for parts.
+    """
+    monkeypatch.setattr(reader_module, "FIRST_RETRY_S", 0.1)
+    if scheme == "http":
+        reader = ObjectReader(f"{server.endpoint}/bucket")
+    for fault, message in (
+        (Fault(half=True), r"sends another part of the object than requested: .*://.*/a"),
+        (Fault(chunked=True), r"does not send the length of the object: .*://.*/a"),
+    ):
+        server.schedule = lambda request, fault=fault: fault
+        with pytest.raises(OSError, match=message):
+            await reader.read("a")
+        with pytest.raises(OSError, match=message):
+            await reader.read_ranges("a", [0, 3000], [10, 4096])
+    server.schedule = lambda request: None if "range" in request.headers else Fault(half=True)
+    assert await reader.read("a") == DATA
+
+
+async def test_objects_of_any_size_are_one_request(reader, server):
+    """The size of an object is known from the answer that has its bytes; an empty one needs another request."""
+    for number, size in enumerate([1, 4096, 1 << 20]):
+        server.objects["bucket/b"] = bytes(size)
+        assert await reader.read("b") == bytes(size)
+        assert server.count == number + 1
+    server.objects["bucket/b"] = b""
+    assert await reader.read("b") == b""
+    server.schedule = lambda request: Fault(ignore_range=True)
+    for requests in (2, 1):  # that the server ignores ranges is remembered
+        before = server.count
+        assert await reader.read("a") == DATA
+        assert server.count - before == requests
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "Gzip, aws-chunked", "aws-chunked", "identity"])
+async def test_compressed_answers_are_refused(reader, server, encoding):
+    """Bytes that are compressed in transit, or were for the store, are not the object; those of a .gz file are."""
+    server.objects["bucket/a.csv.gz"] = DATA
+    server.schedule = lambda request: Fault(encoding=encoding)
+    if encoding in ("aws-chunked", "identity"):  # what clients of S3 have left behind; the bytes are plain
+        assert await reader.read("a") == DATA
+        return
+    for read in (reader.read("a"), reader.read_ranges("a", [0], [9]), reader.read("a", size=len(DATA))):
+        with pytest.raises(OSError, match=f"(?i)compressed with {encoding[:4]}.*Content-Encoding.*s3://bucket/a"):
+            await read
+    if encoding == "gzip":
+        assert await reader.read("a.csv.gz") == DATA
 
 
 async def test_an_outage_ends_in_an_error(reader, server, monkeypatch):

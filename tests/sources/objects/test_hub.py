@@ -154,9 +154,21 @@ def test_faults_are_sent_again(part: str, status: int, hub: HubServer) -> None:
     assert left == [0]
 
 
-@pytest.mark.parametrize("headers", [{"Retry-After": "40"}, {"RateLimit": '"resolvers";r=0;t=40'}])
-def test_retry_after_is_obeyed(headers: dict[str, str], hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No request is sent to the Hub before the seconds that it asks to wait are over."""
+@pytest.mark.parametrize(
+    ("headers", "wait_s"),  # a negative number: so many usual pauses
+    [
+        ({"Retry-After": "40"}, 40.0),
+        ({"RateLimit": '"resolvers";r=0;t=40'}, 40.0),
+        ({"Retry-After": "Thu, 26 Nov 2026 20:00:40 GMT"}, 40.0),
+        ({"Retry-After": "Thu, 26 Nov 2026 19:00:00 GMT"}, -1),
+        ({"Retry-After": "Thu, 26 Nov 2026 20:30:00 GMT"}, -2),  # too long; the usual pause
+        ({"Retry-After": "soon"}, -2),
+    ],
+)
+def test_retry_after_is_obeyed(
+    headers: dict[str, str], wait_s: float, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No request is sent to the Hub before the seconds that it asks to wait are over, or the time that it names."""
     clock, waits = [1000.0], list[float]()
 
     async def sleep(seconds: float) -> None:
@@ -165,6 +177,7 @@ def test_retry_after_is_obeyed(headers: dict[str, str], hub: HubServer, monkeypa
 
     reader = ObjectReader(ROOT)
     monkeypatch.setattr(hub_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(hub_module.time, "time", lambda: 1_795_723_200.0)  # Thu, 26 Nov 2026 20:00:00 GMT
     monkeypatch.setattr(hub_module.asyncio, "sleep", sleep)
     times: list[float] = []
 
@@ -174,8 +187,9 @@ def test_retry_after_is_obeyed(headers: dict[str, str], hub: HubServer, monkeypa
 
     hub.fault = fault
     assert asyncio.run(reader.head("data/b.bin")).size == 400
-    assert times == [1000.0, 1040.0]
-    assert waits == [40.0]
+    wait_s = wait_s if wait_s > 0 else -wait_s * hub_module.PAUSE_S
+    assert times == [1000.0, 1000.0 + wait_s]
+    assert waits == [wait_s]
 
 
 def test_the_token_is_nowhere(hub: HubServer, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,6 +18,8 @@ import pytest
 
 import aiofeed
 from aiofeed import Manifest
+from aiofeed.core import validation
+from aiofeed.sources import file_io
 from aiofeed.testing import SimulatedDevice
 from tests.support.number_decoders import scalar
 
@@ -298,9 +300,9 @@ CSV = b"path,label,at,size\n"
             {"start": "at", "end": "size", "max_bytes": 9},
             r"bytes 0 to 20 are more than max_bytes=9 allows",
         ),
-        ("m.csv", b"path\na\n../b\n", {"root": "."}, r"m.csv: '../b' may lead out of root='.'"),
-        ("m.csv", b"path\na\n/b\n", {"root": "."}, r"'/b' is not relative to root='.'"),
-        ("m.csv", b"path\ns3://b/c\n", {"root": "."}, r"'s3://b/c' is not relative to root='.'"),
+        ("m.csv", b"path\na\n../b\n", {"root": "."}, r"m.csv, row 1: it names the file '../b'; .* relative"),
+        ("m.csv", b"path\na\n/b\n", {"root": "."}, r"m.csv, row 1: it names the file '/b'"),
+        ("m.csv", b"path\ns3://b/c\n", {"root": "."}, r"m.csv, row 0: it names the file 's3://b/c'"),
         ("m.csv", b"path\na\ns3://b/c\n", {}, r"row 0, 'a', is no URL, and row 1 is one"),
         ("m.csv", b"path\nhdfs://b/c\n", {}, r"m.csv: 'hdfs://b/c': the scheme must be one of"),
         ("m.csv", b"path\nfile:///a\ns3://b/c\n", {}, r"m.csv: 's3://b/c', number 1, is a URL, and number 0 is a file"),
@@ -329,6 +331,98 @@ def test_wrong_manifests(name: str, data: bytes, arguments: dict[str, Any], mess
         Manifest(name, **arguments)
 
 
+@pytest.mark.parametrize("name", ["m.csv", "m.tsv", "m.jsonl", "m.jsonl.gz", "m.parquet"])
+def test_large_whole_numbers_are_exact(folder: Path, name: str) -> None:
+    """Numbers from 2**63 on, and all others of their column, are what the file says."""
+    numbers = [1234567890123456789, 0, 2**64 - 1, 2**53 + 1]
+    rows = [{"path": "a", "id": number, "x": 1.5e300, "y": 0.25} for number in numbers]
+    if name.endswith("parquet"):
+        columns = [*zip(*[row.values() for row in rows], strict=True)]
+        types = [arrow.string(), arrow.uint64(), arrow.float64(), arrow.float64()]
+        arrays = [arrow.array(column, kind) for column, kind in zip(columns, types, strict=True)]
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.table(arrays, names=[*rows[0]]), folder / name)
+    else:
+        write(folder / name, rows)
+    source = Manifest(folder / name, target=["id", "x", "y"])
+    assert [int(source.target(row)[0]) for row in range(4)] == numbers
+    assert source.target(0)[0].dtype == np.uint64
+    assert [source.target(row)[1:] for row in range(4)] == [(1.5e300, 0.25)] * 4
+
+
+@pytest.mark.parametrize("name", ["m.csv", "m.jsonl"])
+@pytest.mark.parametrize("values", [[2**63, -1], [2**64, 1], [1, 2**53 + 1, 0.5], ["[3, 18446744073709551615]"] * 2])
+def test_whole_numbers_of_no_type_are_an_error(folder: Path, name: str, values: list[Any]) -> None:
+    """If no type has all numbers of a column exactly, the error names the row of a large one."""
+    if name.endswith("jsonl"):
+        lines = "".join(f'{{"path": "a", "id": {value}}}\n' for value in values)
+    else:
+        lines = "path,id\n" + "".join(f'a,"{value}"\n' for value in values)
+    (folder / name).write_text(lines)
+    if isinstance(values[0], str) and name.endswith("csv"):
+        assert Manifest(folder / name, target="id").target(0) == values[0]  # a text
+        return
+    row = 1 if values[0] == 1 else 0
+    with pytest.raises(ValueError, match=rf"{name}: row {row} .* has .* in 'id', and no type"):
+        Manifest(folder / name, target="id")
+
+
+def test_a_column_that_is_not_used_may_have_any_values(folder: Path) -> None:
+    """Values of several types are an error only in the columns that are read."""
+    metas: list[Any] = [1, {"x": [1]}, "text", None, [{}]]
+    rows = [{"path": "files/0.txt", "label": number, "meta": meta} for number, meta in enumerate(metas)]
+    path = write(folder / "m.jsonl", [*rows, {"path": "files/1.txt", "label": 5}])
+    source = Manifest(path, target="label")
+    assert [source.target(row) for row in range(6)] == list(range(6))
+    assert read_all(source)[4:] == [b"0", b"1"]
+    assert len(Manifest(path)) == 6
+    with pytest.raises(ValueError, match=r"m.jsonl: .*\(/meta\) changed from number to object in row 1"):
+        Manifest(path, target="meta")
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_large_cells(folder: Path, place: int) -> None:
+    """A cell of CSV may have some megabytes; a row of more than 16 MiB is an error that says so."""
+    rows = [{"path": "a", "text": "x"}, {"path": "a", "text": f'"{"y" * 3_000_000}"'}]
+    path = write(folder / "m.csv", rows[:: 1 - 2 * place])
+    source = Manifest(path, target="text")
+    assert sorted(len(source.target(row)) for row in range(2)) == [1, 3_000_000]
+    path.write_text("path,text\n" + place * "a,x\n" + f'a,"{"y" * (33 << 20)}"\n')
+    with pytest.raises(ValueError, match=r"m.csv: a row has more than 16.0 MiB"):
+        Manifest(path, target="text")
+
+
+@pytest.mark.parametrize("name", ["m.csv", "m.jsonl", "m.csv.gz"])
+def test_a_read_that_ends_before_the_manifest_is_an_error(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer bytes than the file has are an error that names it, not fewer rows."""
+    path = write(folder / name, ROWS)
+    assert len(Manifest(path)) == SAMPLES
+
+    class EndingOs:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def read(self, descriptor: int, count: int) -> bytes:
+            return b""
+
+    monkeypatch.setattr(file_io, "os", EndingOs())
+    with pytest.raises(OSError, match=r"bytes, 0 were read.*m\."):
+        Manifest(path)
+
+
+@pytest.mark.parametrize("suffix", ["gz", "bz2", "zst"])
+def test_a_manifest_that_would_exhaust_memory(folder: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that inflates to far more than it has is an error before all of it is inflated."""
+    monkeypatch.setattr(validation, "EXPANDED_BYTES", 1 << 20)
+    text = b"path\n" + b"a\n" * (1 << 21)
+    name = {"gz": "gzip", "bz2": "bz2", "zst": "zstd"}[suffix]
+    with arrow.CompressedOutputStream(arrow.OSFile(str(folder / f"m.csv.{suffix}"), "wb"), name) as file:
+        file.write(text)
+    with pytest.raises(ValueError, match=rf"m\.csv\.{suffix}: it claims .* in memory, from .* stored; at most 1.0 MiB"):
+        Manifest(folder / f"m.csv.{suffix}")
+
+
 @pytest.mark.parametrize(
     ("path", "arguments", "error", "message"),
     [
@@ -352,11 +446,11 @@ def test_wrong_arguments(folder: Path, path: Any, arguments: dict[str, Any], err
         Manifest(path, **arguments)
 
 
-@pytest.mark.parametrize("entry", ["/etc/passwd", "../a", "file:///etc/passwd"])
+@pytest.mark.parametrize("entry", ["/etc/passwd", "../a", "%2e%2e/a", "a\0b", "file:///etc/passwd"])
 def test_a_manifest_of_others_names_no_files(server: Any, entry: str) -> None:
     """Entries of a manifest at a URL do not lead to files of this machine, nor out of its folder."""
     server.objects["bucket/lists/m.csv"] = f"path\n{entry}\n".encode()
-    with pytest.raises(ValueError, match=r"s3://bucket/lists/m.csv: "):
+    with pytest.raises(ValueError, match=r"s3://bucket/lists/m.csv(, row 0)?: "):
         Manifest("s3://bucket/lists/m.csv", options=server.options)
 
 

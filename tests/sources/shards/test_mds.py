@@ -131,12 +131,15 @@ def test_damaged_indexes(folder: Path) -> None:
     index = json.loads((folder / "index.json").read_text())
     zipped = {"compression": "bz2", "zip_data": {"basename": "shard.00001.mds.bz2"}}
     cases = [
-        ("{", "it is no JSON file"),
+        ("{", "it is no JSON"),
         (json.dumps({"version": 1}), "it is no index of MDS shards of version 2"),
         (json.dumps({"version": 2, "shards": []}), "the list of shards is empty"),
-        (_changed(index, format="csv"), "a shard of format 'csv'"),
-        (_changed(index, raw_data=None), "an entry of a shard is damaged"),
-        (json.dumps({"version": 2, "shards": [3]}), "an entry of a shard is damaged"),
+        (_changed(index, format="csv"), "an entry of a shard: it has the format 'csv'"),
+        (_changed(index, raw_data=None), "an entry of a shard: it is damaged"),
+        (json.dumps({"version": 2, "shards": [3]}), "an entry of a shard: it is damaged"),
+        (_changed(index, raw_data={"basename": "../private/s.mds"}), r"it names the file '\.\./private/s.mds'"),
+        (_changed(index, raw_data={"basename": str(folder / "shard.00001.mds")}), "it names the file '/"),
+        (_changed(index, **(zipped | {"zip_data": {"basename": "%2e%2e/s.mds"}})), "it names the file '%2e"),
         (_changed(index, samples=9), "it has 8 samples, the list of shards has 9"),
         (_changed(index, column_encodings=["str"] * 3), "shards have different columns"),
     ]
@@ -223,7 +226,7 @@ def test_damaged_compressed_shards(folder: Path, monkeypatch: pytest.MonkeyPatch
         ({"raw_data": raw | {"bytes": raw["bytes"] - 1}}, "its zstd data are truncated or damaged"),
         ({"raw_data": raw | {"bytes": 1 << 40}}, "reads less than 4 GiB"),
         ({"compression": "bz2:9"}, "compressed with bz2; .* with zstd, gz, br, snappy"),
-        ({"compression": None}, "an entry of a shard is damaged"),
+        ({"compression": None}, "an entry of a shard: it is damaged"),
     ]:
         (folder / "index.json").write_text(_changed(index, **change))
         with pytest.raises(ValueError, match=message):
@@ -283,3 +286,13 @@ def _mosaic(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     except ImportError as error:
         pytest.skip(f"mosaicml-streaming is not complete: {error}")
     return MDSWriter, MDSReader
+
+
+def test_a_compressed_shard_that_would_exhaust_memory(folder: Path) -> None:
+    """A compressed shard whose index claims far more bytes than it has is an error before it is decompressed."""
+    compress(folder, "zstd")
+    index = json.loads((folder / "index.json").read_text())
+    index["shards"][1]["raw_data"]["bytes"] = 1 << 30
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"shard\.00001\.mds.*claims 1\.0 GiB in memory"):
+        MDSShards(folder)

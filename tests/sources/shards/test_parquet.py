@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from aiofeed import Feeder, ParquetRows, Table
+from aiofeed.core import validation
 from aiofeed.sources.shards import base
+from aiofeed.sources.shards import parquet as parquet_module
 
 pytestmark = pytest.mark.integration
 
@@ -168,3 +171,25 @@ def test_wrong_arguments(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(ImportError, match=r"aiofeed\[parquet\]"):
         ParquetRows(files / "0.parquet")
+
+
+def test_rows_that_would_exhaust_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row group that needs far more memory than it has bytes in the file is an error before it is read."""
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    parquet.write_table(arrow.table({"x": np.zeros(1_000_000, np.int64)}), tmp_path / "x.parquet")
+    source = ParquetRows(tmp_path / "x.parquet", target="x")
+    assert source.target(0) == 0
+    monkeypatch.setattr(validation, "EXPANDED_BYTES", 1 << 20)
+    found = asyncio.run(source.read_many([0]))[0]
+    assert "x.parquet: row group 0 claims 7.6 MiB in memory" in str(found)
+
+
+def test_a_row_group_with_other_rows_than_the_footer_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_all: Any
+) -> None:
+    """A row group of fewer rows than its description is an error that names both numbers."""
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    parquet.write_table(arrow.table({"x": [1, 2, 3]}), tmp_path / "x.parquet")
+    source, read = ParquetRows(tmp_path / "x.parquet"), parquet_module._read_row_group
+    monkeypatch.setattr(parquet_module, "_read_row_group", lambda *arguments: read(*arguments).slice(0, 2))
+    assert {str(each) for each in read_all(source)} == {f"{tmp_path}/x.parquet: row group 0 has 2 rows of 3"}

@@ -22,9 +22,10 @@ from _pytest.capture import CaptureIO
 from hypothesis import given
 
 import aiofeed.sources.shards.indexing as indexing
-from aiofeed import DecodeImage, EncodedCache, FailurePolicy, Feeder, Limits, TarShards
+from aiofeed import DecodeImage, EncodedCache, FailurePolicy, Feeder, Limits, TarShards, TFRecordShards, ZipShards
 from aiofeed.errors import ReadError, StateError
 from aiofeed.reports.commands.cli import main
+from aiofeed.sources.file_io import read_range
 from aiofeed.sources.objects import listing
 from aiofeed.sources.objects import reader as reader_module
 from aiofeed.sources.shards.index import ShardIndex
@@ -67,6 +68,24 @@ def test_lists_and_globs(tmp_path: Path) -> None:
     assert [source.key(index).rpartition("/d/")[0][-5:] for index in (0, 1)] == ["b.tar", "a.tar"]
     assert len(TarShards(tmp_path / "?.tar")) == 2
     assert len(TarShards(tmp_path / "[1].tar")) == 1
+
+
+def test_a_glob_lists_one_folder(shard: Path, server: Any, read_all: Any) -> None:
+    """A glob in one folder lists neither the folders in it nor their odd keys; indexes that it lacks are not read."""
+    data = shard.read_bytes()
+    server.page = 2
+    server.objects.update({f"bucket/t/x-{number}.tar": data for number in range(3)})
+    server.objects.update({f"bucket/t/deep/{number}.tar": b"" for number in range(50)})
+    server.objects.update({"bucket/t/deep//x-9.tar": b"", "bucket/other/x-0.tar": b"", "bucket/t/x-1.idx": b"v0"})
+    source = TarShards("s3://bucket/t/x-*.tar", options=server.options)
+    assert [shard.key for shard in source._shards] == [f"t/x-{number}.tar" for number in range(3)]
+    listings = [request.query for request in server.requests if "list-type" in request.query]
+    assert all((query["prefix"], query["delimiter"]) == (["t/"], ["/"]) for query in listings)
+    assert len(listings) <= 4
+    assert {request.key for request in server.requests if request.key.endswith("idx")} == {"bucket/t/x-1.idx"}
+    assert len(read_all(source)) == 90
+    server.objects = {key: data for key, data in server.objects.items() if "//" not in key and data}
+    assert len(TarShards("s3://bucket/*/x-*.tar", options=server.options)) == 90
 
 
 def test_wrong_urls(tmp_path: Path) -> None:
@@ -117,6 +136,58 @@ def test_a_list_of_wids(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text("3")
     with pytest.raises(ValueError, match=r"index\.json: it is no list of shards"):
         TarShards(tmp_path / "index.json")
+
+
+def test_a_list_of_others_names_no_files(tmp_path: Path, server: Any) -> None:
+    """The names in a list at a URL, and its base path, are URLs or lie beside the list; a file may name any."""
+    write_tar(tmp_path / "secret.tar", members_of(numbered(0, 5)))
+    server.objects["site/lists/s/ok.tar"] = (tmp_path / "secret.tar").read_bytes()
+    secret, list_url = str(tmp_path / "secret.tar"), f"{server.endpoint}/site/lists/list.json"
+
+    def opened(url: Any, base: Any = "") -> int:
+        listed = json.dumps({"base_path": base, "shardlist": [{"url": url, "nsamples": 5}]})
+        server.objects["site/lists/list.json"] = listed.encode()
+        return len(TarShards(list_url))
+
+    for url, base in (
+        *((secret, ""), (f"file://{secret}", ""), (f"FILE://localhost{secret}", ""), ("secret.tar", str(tmp_path))),
+        *(("secret.tar", f"file://{tmp_path}"), (f"../..{secret}", ""), ("%2e%2e/a.tar", ""), ("ok.tar", "../s")),
+        *(("ftp://host/a.tar", ""), ("http:///a.tar", ""), ("a\0.tar", ""), ("s3://", ""), ("ok.tar", 3)),
+    ):
+        with pytest.raises(ValueError, match=r"site/lists/list\.json: it (names|is no list)|list\.json: '"):
+            opened(url, base)
+    for url, base in (("s/ok.tar", ""), ("ok.tar", "s"), ("ok.tar", f"{server.endpoint}/site/lists/s/")):
+        assert opened(url, base) == 5
+    assert opened(f"{server.endpoint}/site/lists/s/ok.tar", "elsewhere") == 5
+    server.objects["site/lists/list.json"] = b"[" * 100_000
+    with pytest.raises(ValueError, match=r"list\.json: it is no JSON"):
+        TarShards(list_url)
+
+
+@pytest.mark.parametrize("kind", ["tar", "zip", "tfrecord"])
+def test_a_read_that_ends_before_the_shard_is_an_error(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_all: Any
+) -> None:
+    """Fewer bytes than a file has are an error that names it, in the pass over it and in reads."""
+    path = tmp_path / f"x.{kind}"
+    samples = numbered(0, 30)
+    write = {"tar": write_tar, "zip": write_zip}.get(kind)
+    path.write_bytes(tfrecord([bytes([n]) * 500 for n in range(30)]))
+    if write is not None:
+        write(path, members_of(samples))
+    open_source = {"tar": TarShards, "zip": ZipShards, "tfrecord": TFRecordShards}[kind]
+    source = open_source(path)
+
+    def ending(file: Any, start: int, end: int) -> bytes:
+        return read_range(file, start, max(min(end, 3000), start))
+
+    monkeypatch.setattr(reader_module, "read_range", ending)
+    monkeypatch.setattr(indexing, "read_range", ending)
+    found = read_all(source)
+    assert all(isinstance(each, OSError) and path.name in str(each) for each in found[-5:])
+    monkeypatch.setenv("AIOFEED_CACHE", str(tmp_path / "empty"))
+    with pytest.raises(OSError, match=rf"x\.{kind}"):
+        open_source(path)
 
 
 # --- indexes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bz2
 import gzip
 import io
 import pickle
@@ -246,9 +247,13 @@ def test_damaged_and_foreign_files(tars: Path) -> None:
     (tars / "text.tar").write_bytes(b"something else" * 100)
     with pytest.raises(ValueError, match=r"text\.tar: this is not a tar file"):
         TarShards(tars / "text.tar")
-    (tars / "packed.tar").write_bytes(gzip.compress(bytes(data)))
-    with pytest.raises(ValueError, match="compressed with gzip, which has no random access: decompress"):
-        TarShards(tars / "packed.tar")
+    (tars / "text.tar").write_bytes(b"path,label\na.jpg,1\n")
+    with pytest.raises(ValueError, match=r"text\.tar: this is not a tar file"):
+        TarShards(tars / "text.tar")
+    for packed in (gzip.compress(bytes(data)), gzip.compress(bytes(10_240)), bz2.compress(b"")):
+        (tars / "packed.tar").write_bytes(packed)
+        with pytest.raises(ValueError, match=r"compressed with (gzip|bzip2), which has no random access: decompress"):
+            TarShards(tars / "packed.tar")
 
 
 def test_sparse_members_are_refused(tars: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import threading
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from aiofeed import ZipShards
+from aiofeed.core import validation
 from tests.support.shard_files import members_of, numbered, write_zip
 
 
@@ -123,12 +125,24 @@ def test_damaged_files(tmp_path: Path, read_all: Any) -> None:
 
 
 def test_members_that_inflate_too_far(tmp_path: Path, read_all: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member of more bytes than any sample fails before they are all in memory."""
-    write_zip(tmp_path / "x.zip", [("a.jpg", bytes(5000)), ("b.jpg", b"1")], method=zipfile.ZIP_DEFLATED)
-    monkeypatch.setattr("aiofeed.sources.shards.zip.MAX_BYTES", 1000)
-    first, second = read_all(ZipShards(tmp_path / "x.zip", "jpg"))
-    assert "has more than 1000 bytes" in str(first)
-    assert second == b"1"
+    """A member that inflates to other bytes than its directory says, or claims far more than it has, is an error."""
+    path = tmp_path / "x.zip"
+    write_zip(path, [("a.jpg", bytes(5_000_000)), ("b.jpg", b"1")], method=zipfile.ZIP_DEFLATED)
+    data = bytearray(path.read_bytes())
+    at = data.index(b"PK\1\2") + 24
+    for size in (100, 4_999_999, 5_000_001):
+        data[at : at + 4] = size.to_bytes(4, "little")
+        path.write_bytes(data)
+        tracemalloc.start()
+        first, second = read_all(ZipShards(path, "jpg"))
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert f"x.zip: a member is cut, or has another size than the {size} bytes" in str(first)
+        assert second == b"1"
+        assert size > 100 or peak < 4_000_000
+    monkeypatch.setattr(validation, "EXPANDED_BYTES", 1 << 20)
+    with pytest.raises(ValueError, match=r"y\.zip: the member 'a.jpg' claims 4\.8 MiB in memory"):
+        ZipShards(path.rename(tmp_path / "y.zip"))
 
 
 def test_members_are_inflated_in_threads(server: Any, tmp_path: Path) -> None:

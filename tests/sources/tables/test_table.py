@@ -444,6 +444,22 @@ def test_columns_without_tensors(kind: str, column: str, why: str, tmp_path: Pat
         Feeder(table, batch_size=9)
 
 
+@pytest.mark.usefixtures("obstore_started")
+def test_a_table_at_a_url_names_no_files(object_server: Any, tmp_path: Path) -> None:
+    """Rows of a Parquet file at a URL do not lead to files of this machine; those of a local one do."""
+    arrow, writer = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "secret").write_bytes(b"SECRET")
+    column = [{"bytes": b"own", "path": "secret"}, {"bytes": None, "path": str(tmp_path / "secret")}]
+    kind = arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())])
+    writer.write_table(arrow.table({"image": arrow.array(column, kind)}), tmp_path / "x.parquet")
+    object_server.objects["bucket/x.parquet"] = (tmp_path / "x.parquet").read_bytes()
+    source = Table("s3://bucket/x.parquet", data="image", options=object_server.options)
+    assert asyncio.run(source.read_many([0])) == [b"own"]
+    [found] = asyncio.run(source.read_many([1]))
+    assert str(found) == "s3://bucket/x.parquet: column 'image' names a file, and a file at a URL may name none"
+    assert asyncio.run(Table(tmp_path / "x.parquet", data="image").read_many([1])) == [b"SECRET"]
+
+
 def test_images_without_a_decoder(tmp_path: Path) -> None:
     """The error names the column and what decodes it."""
     with pytest.raises(TypeError, match=r"column 'image' has encoded files.*data='image' for a decoder"):
