@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 import pickle
 import struct
 import sys
 import wave
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,13 @@ from aiofeed import DecodeAudio, EncodedCache, Feeder, Files
 from aiofeed.decoders.media.container import import_av
 from aiofeed.errors import DecodeError
 from aiofeed.testing import SimulatedDevice
-from tests.support.media_files import chirp, sound, video
+from tests.support.damage import damage_bytes
+from tests.support.media_files import chirp, cut, shortened, sound, video
 
 pytest.importorskip("av")
 
+# `make test-long` sets this.
+EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "600")) // 20
 RATE = 16_000
 KINDS: dict[str, dict[str, str]] = {
     "wav": {},
@@ -348,3 +353,55 @@ def test_a_random_crop_needs_random_numbers() -> None:
         decode(decoder, data)
     assert decoder(data, rng=torch.Generator()).shape == (1, RATE // 2)
     assert DecodeAudio(RATE, 0.5, crop="first")(data).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["begins later", "ends earlier"])
+def test_an_edit_list_is_no_damage(name: str) -> None:
+    """A recording that an edit list cuts has the samples that players play, and crops are parts of them."""
+    data = sound(chirp(2.0, RATE), RATE, **KINDS["m4a"])
+    edited = cut(data, Fraction(1, 2), "audio") if name == "begins later" else shortened(data)
+    with import_av().open(io.BytesIO(edited)) as container:
+        whole = np.concatenate([frame.to_ndarray() for frame in container.decode(audio=0)], axis=1)
+    assert np.array_equal(decode(DecodeAudio(RATE, whole.shape[1] / RATE, crop="first"), edited), whole)
+    crop = decode(DecodeAudio(RATE, 0.25), edited, seed=4)
+    at = place_of(crop, whole)
+    assert np.abs(crop - whole[:, at : at + crop.shape[1]]).max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_is_concealed_or_an_error_that_says_so(kind: str) -> None:
+    """Of a recording with damaged bytes, in its header above all, there are samples, or a ``ValueError``."""
+    data, outcomes = sound(chirp(1.0, RATE), RATE, **KINDS[kind]), set()
+    start = max(data.find(b"moov"), 0)
+    decoders = [DecodeAudio(rate, 0.25) for rate in (8000, RATE)]
+    for seed in range(EXAMPLES):
+        try:
+            with np.errstate(invalid="ignore"):  # the sum of infinite samples
+                decode(decoders[seed % 2], damage_bytes(data, seed, start), seed)
+            outcomes.add(None)
+        except ValueError as error:
+            outcomes.add(type(error))
+    assert None in outcomes
+    assert outcomes <= {None, ValueError}  # not UnicodeDecodeError, which has no sentence for users
+
+
+@pytest.mark.parametrize("rate", [0, 0x7FFFFFFF])
+def test_a_rate_that_cannot_be_is_refused(rate: int) -> None:
+    """A header that states no rate, or one of gigahertz, is refused before a filter is made for it."""
+    data = bytearray(sound(chirp(0.2, RATE), RATE))
+    data[24:28] = rate.to_bytes(4, "little")
+    with pytest.raises(ValueError, match=r"samples per second|truncated or damaged"):
+        decode(DecodeAudio(8000, 0.1), bytes(data), 1)
+
+
+def test_text_in_another_encoding_does_not_matter() -> None:
+    """A title that is not UTF-8 does not keep a file from being decoded."""
+    file, samples = io.BytesIO(), chirp(0.2, RATE)
+    with import_av().open(file, "w", format="wav") as output:
+        output.metadata["title"] = "caf__"
+        stream = output.add_stream("pcm_f32le", rate=RATE, layout="mono")
+        frame = import_av().AudioFrame.from_ndarray(samples, format="fltp", layout="mono")
+        frame.sample_rate = RATE
+        output.mux([*stream.encode(frame), *stream.encode(None)])
+    data = file.getvalue().replace(b"caf__", b"caf\xe9_")
+    assert np.array_equal(decode(DecodeAudio(RATE, 0.1, crop="first"), data), samples[:, : RATE // 10])

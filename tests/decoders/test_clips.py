@@ -6,8 +6,10 @@ import io
 import itertools
 import os
 import pickle
+import struct
 import sys
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,13 @@ from aiofeed.decoders.media.clips import ClipDecoder, VideoIndex
 from aiofeed.decoders.media.container import import_av
 from aiofeed.errors import DecodeError, ReadError
 from aiofeed.testing import SimulatedDevice
-from tests.support.media_files import WIDTH, numbers_in, picture_of, sound, turned, video
+from tests.support.damage import damage_bytes
+from tests.support.media_files import WIDTH, cut, numbers_in, picture_of, shortened, sound, turned, video
 
 pytest.importorskip("av")
 
+# `make test-long` sets this.
+EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "600")) // 20
 SIZE = (24, WIDTH)
 KINDS: dict[str, dict[str, Any]] = {
     "mp4": {},
@@ -173,6 +178,17 @@ def test_few_frames_are_decoded(mp4: bytes, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(decoded) < 2 * 20
 
 
+@pytest.mark.parametrize("name", ["begins later", "ends earlier"])
+def test_an_edit_list_is_no_damage(mp4: bytes, name: str) -> None:
+    """A video that an edit list cuts has the frames that players show, in the middle of a group of frames, too."""
+    edited, frames = (cut(mp4, Fraction(30, 25)), range(30, 60)) if name == "begins later" else (shortened(mp4), None)
+    with import_av().open(io.BytesIO(edited)) as container:
+        count = sum(1 for _ in container.decode(video=0))
+    found = numbers_in(decode(edited, count, 1, 1, SIZE)[0])
+    assert found == list(frames or range(count))
+    assert count < 60
+
+
 # --- pixels -----------------------------------------------------------------------------------------------------------
 
 
@@ -211,6 +227,41 @@ def test_a_stored_rotation_is_applied(mp4: bytes) -> None:
     assert numbers_in(upright.transpose(2, 3)) == [30]
     square = decode(turned(mp4), 1, 1, 1, 24)[0, 0]
     assert square.shape == (3, 24, 24)
+
+
+# The matrix (a, b, c, d), and where the picture that is shown grows red and green.
+ORIENTATIONS: dict[str, tuple[tuple[int, int, int, int], str, str]] = {
+    "turned by 180": ((-1, 0, 0, -1), "left", "up"),
+    "turned by 270": ((0, -1, 1, 0), "up", "right"),
+    "mirrored left to right": ((-1, 0, 0, 1), "left", "down"),
+    "mirrored top to bottom": ((1, 0, 0, -1), "right", "up"),
+    "transposed": ((0, 1, 1, 0), "down", "right"),
+    "transposed and turned by 180": ((0, -1, -1, 0), "up", "left"),
+}
+
+
+@pytest.mark.parametrize("name", ORIENTATIONS)
+def test_a_stored_mirroring_is_applied(name: str) -> None:
+    """The matrix of a track is applied as players do: (x, y) is shown at (a x + c y, b x + d y)."""
+    import av
+
+    (a, b, c, d), *expected = ORIENTATIONS[name]
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as output:
+        stream: Any = output.add_stream("libx264", rate=25, width=96, height=64, pix_fmt="yuv420p")
+        y, x = np.mgrid[:64, :96]
+        picture = np.stack([x * 255 // 96, y * 255 // 64, 0 * x], -1).astype(np.uint8)
+        output.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        output.mux(stream.encode(None))
+    matrix = struct.pack(">9i", a << 16, b << 16, 0, c << 16, d << 16, 0, 0, 0, 1 << 30)
+    clip = decode(turned(file.getvalue(), matrix), 1, 1, 1, (96, 64) if b else (64, 96))[0, 0].float()
+    found = []
+    for channel in clip[:2]:
+        across = float(channel[:, -8:].mean() - channel[:, :8].mean())
+        down = float(channel[-8:].mean() - channel[:8].mean())
+        directions = ("left", "right") if abs(across) > abs(down) else ("up", "down")
+        found.append(directions[max(across, down, key=abs) > 0])
+    assert found == expected
 
 
 @pytest.mark.parametrize("per_video", ["random", 2])
@@ -527,3 +578,30 @@ def test_a_file_that_changes_gets_no_index_of_another(folder: Path) -> None:
         os.remove(folder / "60.mp4")
         with pytest.raises(ReadError, match="No such file"):
             list(feeder)
+
+
+@pytest.mark.parametrize("kind", ["mp4", "header first", "mkv", "ts", "avi"])
+def test_damage_is_concealed_or_an_error_that_says_so(kind: str) -> None:
+    """Of a video with damaged bytes, in its header above all, there are clips, or a ``ValueError``."""
+    options = {"header first": {"container_options": {"moov_size": "5000"}}}.get(kind) or KINDS[kind]
+    data = video(20, **options)
+    start, end = data.find(b"moov"), data.find(b"mdat") if kind == "header first" else len(data)
+    decoder, outcomes = ClipDecoder(4, 1, 3, 24), set()
+    for seed in range(EXAMPLES):
+        try:
+            decoder(damage_bytes(data, seed, max(start, 0), end))
+            outcomes.add(None)
+        except ValueError as error:
+            outcomes.add(type(error))
+    assert outcomes == {None, ValueError}  # not UnicodeDecodeError, which has no sentence for users
+
+
+def test_a_header_of_far_more_than_the_file_is_refused() -> None:
+    """A header that lists millions of frames is refused before packets are made of them."""
+    data, many = bytearray(video(container_options={"moov_size": "20000"}, bf="0")), 1_400_000
+    at = data.index(b"stsz") + 8
+    data[at : at + 8] = struct.pack(">II", 1, many)
+    at = data.index(b"stsc") + 16  # how many frames are in a chunk
+    data[at : at + 4] = struct.pack(">I", many)
+    with pytest.raises(ValueError, match="header of the file claims"):
+        ClipDecoder(1, 1, 1, 24)(bytes(data))

@@ -1,11 +1,14 @@
 """``Episodes``: windows over the episodes of LeRobot data sets, at a path and at a URL."""
 
 import hashlib
+import io
 import json
+import os
 import pickle
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,12 @@ from aiofeed import Episodes, Feeder, Limits, Mixture
 from aiofeed.decoders.media.frames import FrameIndex, FramePool, Span
 from aiofeed.sources.episodes import videos
 from aiofeed.sources.episodes.moments import RUNS
+from tests.support.damage import damage_bytes, damage_json
 from tests.support.fault_server import FaultServer
+from tests.support.media_files import cut, shortened, video
 
+# `make test-long` sets this.
+EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "240")) // 20
 DATA = Path(__file__).parents[1] / "data/lerobot"
 EXPECTED = json.loads((DATA / "expected.json").read_text())
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
@@ -179,6 +186,92 @@ def test_frames_before_a_key_frame_are_of_the_group_before(tmp_path: Path) -> No
 def test_runs_end_before_key_frames() -> None:
     """A run has a multiple of the distance of key frames, so that no group is in two of them."""
     assert Episodes(DATA / "av1", run=5).shard_starts.tolist()[:4] == [0, 4, 8, 9]
+
+
+# --- what only the container says
+
+
+def data_set(root: Path, data: bytes) -> list[np.ndarray[Any, Any]]:
+    """Write a data set of version 2.1 with one video at 25 frames per second; return its frames, as PyAV gives them."""
+    for folder in ("meta", "data", "videos"):
+        (root / folder).mkdir(parents=True)
+    (root / "videos/0.mp4").write_bytes(data)
+    with av.open(io.BytesIO(data)) as container:
+        container.streams.video[0].codec_context.thread_count = 1
+        frames = list(container.decode(video=0))
+    columns: dict[str, Any] = {"timestamp": np.array([frame.time for frame in frames], np.float32)}
+    columns |= dict.fromkeys(("episode_index", "task_index"), np.zeros(len(frames), np.int64))
+    columns |= dict.fromkeys(("frame_index", "index"), np.arange(len(frames)))
+    parquet.write_table(pa.table(columns), root / "data/0.parquet")
+    features = {name: {"dtype": str(column.dtype), "shape": [1]} for name, column in columns.items()}
+    features["cam"] = {"dtype": "video", "shape": [frames[0].height, frames[0].width, 3]}
+    info = {"codebase_version": "v2.1", "total_episodes": 1, "fps": 25, "features": features}
+    info |= {"data_path": "data/{episode_index}.parquet", "video_path": "videos/{episode_index}.mp4"}
+    (root / "meta/info.json").write_text(json.dumps(info))
+    (root / "meta/episodes.jsonl").write_text(json.dumps({"episode_index": 0, "length": len(frames)}))
+    (root / "meta/tasks.jsonl").write_text(json.dumps({"task_index": 0, "task": "wave"}))
+    return [frame.to_ndarray(format="rgb24", threads=1).transpose(2, 0, 1) for frame in frames]
+
+
+SMALL = {"bf": "0", "sc_threshold": "0"}
+CONTAINERS: dict[str, Callable[[], bytes]] = {
+    "cut in a group, H.264": lambda: cut(video(40, **SMALL), Fraction(7, 25)),
+    "cut in a group, MPEG-4 part 2": lambda: cut(video(40, codec="mpeg4", **SMALL), Fraction(7, 25)),
+    "cut in a group with frames in another order": lambda: cut(video(40, bf="2"), Fraction(15, 25)),
+    "ends earlier": lambda: shortened(video(40, **SMALL)),
+    "intra refresh": lambda: video(40, bf="0", **{"x264-params": "intra-refresh=1:keyint=10:scenecut=0"}),
+    "colours of the container": lambda: coloured(),
+    "bytes behind a packet": lambda: video(24, codec="mpeg4", qmin="2", qmax="2"),
+}
+
+
+def coloured() -> bytes:
+    """A video whose matrix and range stand in the container only."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4", container_options={"movflags": "write_colr"}) as output:
+        stream: Any = output.add_stream("mpeg4", rate=25, width=64, height=48, pix_fmt="yuv420p")
+        for name in ("color_primaries", "color_trc", "colorspace"):
+            setattr(stream.codec_context, name, 1)
+        for at in range(4):
+            frame = av.VideoFrame(64, 48, "yuv420p")
+            for plane, value in zip(frame.planes, (90 + at, 60, 200), strict=True):
+                plane.update(bytes([value]) * plane.buffer_size)
+            frame.colorspace = 1
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_frames_equal_those_of_the_whole_file(name: str, tmp_path: Path) -> None:
+    """Frames have the pixels of a decoder that reads the file from its start, by themselves and in groups."""
+    expected = data_set(tmp_path / "set", CONTAINERS[name]())
+    episodes = Episodes(tmp_path / "set", tolerance_s=0.002)
+    assert len(episodes) == len(expected)
+    for source in (episodes, episodes.sharing_frames()):
+        for at in reversed(range(len(expected))):
+            assert np.array_equal(source[at]["cam"], expected[at]), at
+
+
+def test_an_earlier_key_frame_is_read_at_a_url(object_server: FaultServer, tmp_path: Path) -> None:
+    """If a key frame is only a recovery point, the groups before it are read from the URL, too."""
+    expected = data_set(tmp_path / "set", CONTAINERS["intra refresh"]())
+    files = [path for path in (tmp_path / "set").rglob("*") if path.is_file()]
+    object_server.objects = {f"bucket/{path.relative_to(tmp_path).as_posix()}": path.read_bytes() for path in files}
+    episodes = Episodes("s3://bucket/set", tolerance_s=0.002, options=object_server.options)
+    for at in (15, 39):
+        assert np.array_equal(episodes[at]["cam"], expected[at])
+
+
+def test_packets_have_zeros_behind_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of a packet are in memory of FFmpeg, which has the padding that its decoders read."""
+    data_set(tmp_path / "set", CONTAINERS["bytes behind a packet"]())
+    made: list[Any] = []
+    packet = av.Packet
+    monkeypatch.setattr(av, "Packet", lambda given: made.append(given) or packet(given))
+    _ = Episodes(tmp_path / "set", tolerance_s=0.002)[3]
+    assert made
+    assert all(isinstance(size, int) for size in made)
 
 
 # --- rows
@@ -413,6 +506,149 @@ def test_inconsistent_data_sets_are_refused(copied: Path) -> None:
             Episodes(copied)
     with pytest.raises(FileNotFoundError, match=r"info\.json"):
         Episodes(copied / "meta")
+
+
+def change_rows(root: Path, change: Callable[[pa.Table], pa.Table]) -> None:
+    path = root / "data/chunk-000/file-000.parquet"
+    parquet.write_table(change(parquet.read_table(path)), path)
+
+
+def replaced(table: pa.Table, name: str, values: Any) -> pa.Table:
+    return table.set_column(table.column_names.index(name), name, pa.array(values))
+
+
+OTHER_ROWS: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
+    "wider": (
+        lambda t: replaced(t, "action", [[0.0] * 4] * len(t)),
+        r"column 'action' has float64 \[4\] in a row, and",
+    ),
+    "narrower": (lambda t: replaced(t, "action", [0.0] * len(t)), "column 'action' has"),
+    "fractions": (lambda t: replaced(t, "index", np.arange(len(t)) + 0.5), "column 'index' has float64"),
+    "another order": (
+        lambda t: t.take(np.arange(len(t))[::-1].copy()),
+        "'episode_index', its rows are in another order",
+    ),
+    "rows of an episode in another order": (
+        lambda t: t.take(np.r_[1, 0, 2 : len(t)]),
+        "'frame_index', its rows are in another order",
+    ),
+    "another rate": (
+        lambda t: replaced(t, "timestamp", np.array(t["timestamp"]) / 3),
+        "'timestamp' has 30 rows per second, and info.json describes 10",
+    ),
+    "no times": (lambda t: replaced(t, "timestamp", np.full(len(t), np.nan, np.float32)), "nan rows per second"),
+    "null": (
+        lambda t: replaced(t, "action", [None] + [[0.0, 0.0]] * (len(t) - 1)),
+        "null values: leave it out with features=",
+    ),
+    "ragged": (lambda t: replaced(t, "action", [[0.0]] + [[0.0, 0.0]] * (len(t) - 1)), "leave it out with features="),
+    "no text": (lambda t: replaced(t, "task_index", np.full(len(t), 9)), r"the tasks \[9\], which have no text"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ROWS)
+def test_rows_that_contradict_the_description_are_refused(copied: Path, name: str) -> None:
+    """Rows of other shapes, types, episodes and times than described never become rows of other moments."""
+    change, message = OTHER_ROWS[name]
+    change_rows(copied, change)
+    with pytest.raises(ValueError, match=message) as raised:
+        Episodes(copied)
+    assert str(copied) in str(raised.value)
+    for advice in ("columns=", "collate_fn=", "data="):
+        assert advice not in str(raised.value)
+
+
+def test_episodes_are_described_in_the_order_of_their_numbers(copied: Path) -> None:
+    """Descriptions of episodes in another order would give each the rows of another one."""
+    change_episodes(copied, "episode_index", lambda values: values[::-1])
+    with pytest.raises(ValueError, match="meta/episodes: the episodes are in another order"):
+        Episodes(copied)
+
+
+@pytest.mark.parametrize("columns", [{"robot": "arm"}, {}])
+def test_the_text_of_a_task_is_the_index_of_its_table(copied: Path, columns: dict[str, str]) -> None:
+    """Further columns of tasks.parquet do not matter; a table without texts is an error that names it."""
+    path = copied / "meta/tasks.parquet"
+    table = parquet.read_table(path)
+    for name, value in columns.items():
+        table = table.add_column(0, name, pa.array([value] * len(table))).replace_schema_metadata(table.schema.metadata)
+    parquet.write_table(table, path)
+    assert Episodes(copied)[0]["task"] == Episodes(DATA / "av1")[0]["task"]
+    parquet.write_table(table.select(["task_index"]), path)
+    with pytest.raises(ValueError, match=r"tasks\.parquet"):
+        Episodes(copied)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{chunk_index:0300000000d}",
+        "{chunk_index:{chunk_index}}",
+        "{chunk_index.__class__}",
+        "{chunk_index!r:>900000000}",
+        "{nothing}",
+        "../private/{file_index}.parquet",
+        "/etc/{file_index}.parquet",
+        "s3://other/{file_index}.parquet",
+        3,
+    ],
+)
+def test_paths_of_the_description_are_names_within_the_data_set(copied: Path, template: Any) -> None:
+    """A path has plain fields of small widths, and does not lead out of the data set."""
+    for name in ("data_path", "video_path"):
+        info = json.loads((DATA / "av1/meta/info.json").read_text()) | {name: template}
+        (copied / "meta/info.json").write_text(json.dumps(info))
+        with pytest.raises(ValueError, match=r"meta/info\.json: ") as raised:
+            Episodes(copied)
+        assert len(str(raised.value)) < 1000
+
+
+DAMAGED = {
+    "av1-v2.1": ["meta/info.json", "meta/episodes.jsonl", "meta/tasks.jsonl"],
+    "av1": [
+        "meta/info.json",
+        "meta/tasks.parquet",
+        "meta/episodes/chunk-000/file-000.parquet",
+        "data/chunk-000/file-000.parquet",
+        f"videos/{TOP}/chunk-000/file-000.mp4",
+    ],
+}
+
+
+@pytest.mark.parametrize(("root", "name"), [(root, name) for root, names in DAMAGED.items() for name in names])
+def test_damaged_files_are_named(root: str, name: str, tmp_path: Path) -> None:
+    """A damaged file gives samples, or a ``ValueError`` or ``OSError`` that names the data set."""
+    copy = Path(shutil.copytree(DATA / root, tmp_path / "set"))
+    whole, errors = (copy / name).read_bytes(), list[Exception]()
+    for seed in range(EXAMPLES):
+        (copy / name).write_bytes(damaged(name, whole, seed))
+        try:
+            episodes = Episodes(copy, features=[TOP, "action", "task", "index"])
+            _ = episodes[0], episodes[len(episodes) - 1]
+        except (OSError, ValueError) as error:
+            errors.append(error)
+    assert errors
+    assert [error for error in errors if str(copy) not in str(error) or isinstance(error, UnicodeError)] == []
+
+
+def damaged(name: str, data: bytes, seed: int) -> bytes:
+    """A damaged copy: of JSON one value, of a video the header."""
+    if name.endswith(".json"):
+        return damage_json(data, seed)
+    if name.endswith(".jsonl"):
+        lines = data.splitlines()
+        lines[seed % len(lines)] = damage_json(lines[seed % len(lines)], seed)
+        return b"\n".join(lines)
+    return damage_bytes(data, seed, max(data.find(b"moov"), 0))
+
+
+@pytest.mark.parametrize("container", ["mpegts", "matroska", "avi"])
+def test_a_video_of_another_format_is_named(container: str, tmp_path: Path) -> None:
+    """A file of another format with the name of an MP4 file is an error that names it."""
+    data_set(tmp_path / "set", video(4))
+    (tmp_path / "set/videos/0.mp4").write_bytes(video(4, container=container, codec="mpeg4"))
+    with pytest.raises(ValueError, match=r"0\.mp4: the file (is no MP4 file, but of the|has no video)"):
+        _ = Episodes(tmp_path / "set")[0]
 
 
 def test_damaged_rows_are_named(copied: Path) -> None:

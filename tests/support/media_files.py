@@ -63,10 +63,33 @@ def video(
     return file.getvalue()
 
 
-def turned(data: bytes) -> bytes:
-    """An MP4 file whose header turns the picture by 90 degrees clockwise."""
+def turned(data: bytes, matrix: bytes = TURNED) -> bytes:
+    """An MP4 file whose header turns the picture by 90 degrees clockwise, or as another matrix says."""
     at = data.index(b"tkhd") + 44
-    return data[:at] + TURNED + data[at + 36 :]
+    return data[:at] + matrix + data[at + 36 :]
+
+
+def cut(data: bytes, seconds: Fraction, kind: str = "video") -> bytes:
+    """An MP4 file that begins that much later by its edit list, as ``ffmpeg -ss -c copy`` writes it."""
+    import av
+
+    file = io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(file, "w", format="mp4") as output:
+        given: Any = source.streams.best(kind)  # type: ignore[call-overload]
+        stream: Any = output.add_stream_from_template(given)
+        for packet in source.demux(given):
+            if packet.dts is not None and packet.pts is not None:
+                back = round(seconds / given.time_base)
+                packet.pts, packet.dts, packet.stream = packet.pts - back, packet.dts - back, stream
+                output.mux(packet)
+    return file.getvalue()
+
+
+def shortened(data: bytes) -> bytes:
+    """An MP4 file that ends at its half by its edit list."""
+    at = data.index(b"elst") + 12
+    [duration] = struct.unpack(">I", data[at : at + 4])
+    return data[:at] + struct.pack(">I", duration // 2) + data[at + 4 :]
 
 
 def chirp(seconds: float, rate: int, channels: int = 1) -> NDArray[np.float32]:

@@ -106,6 +106,8 @@ class DecodeAudio:
         """Decode a crop into ``out``, float32 of ``row.shape``."""
         with open_media(data, "audio") as (container, stream):
             rate = stream.codec_context.sample_rate
+            if rate <= 0:
+                raise ValueError(f"the file states {rate} samples per second: it is damaged")
             if rate != self.rate and not self.resample:
                 raise ValueError(
                     f"the file has {rate} samples per second, not {self.rate}: pass resample=True to DecodeAudio, or "
@@ -128,8 +130,8 @@ class DecodeAudio:
             stop = math.ceil((start + out.shape[1]) * rate / self.rate + MARGIN_S * rate)
             part = origin + blocks * block, origin + stop
             sound = self._mixed(_decode(stream.codec_context, packets, rate, *part))
-        if rate != self.rate:
-            sound = np.stack([_resample(channel, rate, self.rate) for channel in sound])
+            if rate != self.rate:
+                sound = np.stack([_resample(channel, rate, self.rate) for channel in sound])
         start -= blocks * new_block
         sound = sound[:, start : start + out.shape[1]]
         out[:, : sound.shape[1]] = sound
@@ -189,7 +191,10 @@ def _decode(context: Any, packets: Sequence[Any], rate: int, start: int, stop: i
             break
     if not parts:
         raise ValueError("the audio has no samples")
+    first = min(first, stop)
     sound = np.concatenate(parts, axis=1)[:, max(start - first, 0) : stop - first]
+    if not sound.size:
+        raise ValueError("the audio ends before the end that is stated, or its timestamps are wrong")
     return np.pad(sound, ((0, 0), (max(first - start, 0), 0)))
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -55,7 +57,7 @@ class Clips:
     """Clips of the videos of a source: uint8 [frames, 3, H, W]. ``Feeder`` takes it as a source, without ``decode``.
 
     A sample is a video. Needs ``pip install "aiofeed[media]"``. The pixels of a frame are those of FFmpeg's bilinear
-    scaler, which filters over all pixels when it shrinks; the rotation that a phone stores is applied.
+    scaler, which filters over all pixels when it shrinks; the rotation or mirroring that a phone stores is applied.
 
     Args:
         source: A source of encoded videos, such as ``Files``. If its ``read`` returns the path of a local file, only
@@ -197,15 +199,27 @@ class ClipDecoder:
     def _render(self, frame: Any, out: NDArray[np.uint8]) -> None:
         """Write a frame into ``out``, [3, H, W]."""
         _, height, width = out.shape
-        turns = round(frame.rotation / 90) % 4
+        swaps, down, across = _orientation(frame)
         shape = [height, width]
         if self._crops:
-            sides = (frame.height, frame.width) if turns % 2 == 0 else (frame.width, frame.height)
+            sides = (frame.width, frame.height) if swaps else (frame.height, frame.width)
             shape = [height * side // min(sides) for side in sides]  # both sides of `out` are equal
         top, left = (round((shape[0] - height) / 2), round((shape[1] - width) / 2))
-        stored = shape if turns % 2 == 0 else shape[::-1]
+        stored = shape[::-1] if swaps else shape
         for channel, pixels in enumerate(colours(frame, stored, interpolation="BILINEAR")):
-            out[channel] = np.rot90(pixels, turns)[top : top + height, left : left + width]
+            shown = (pixels.T if swaps else pixels)[::down, ::across]
+            out[channel] = shown[top : top + height, left : left + width]
+
+
+def _orientation(frame: Any) -> tuple[bool, int, int]:
+    """How a frame is shown: whether its sides are swapped, and then 1, or -1 for mirrored, down and across."""
+    angle = math.radians(frame.rotation)
+    a, b, c, d = math.cos(angle), -math.sin(angle), math.sin(angle), math.cos(angle)
+    with contextlib.suppress(KeyError, ValueError):  # PyAV refuses side data of kinds that it does not know
+        # ISO/IEC 14496-12, 6.2.2: the pixel (x, y) is shown at (a x + c y, b x + d y).
+        a, b, _, c, d = struct.unpack_from("5i", frame.side_data["DISPLAYMATRIX"])
+    swaps = abs(b) + abs(c) > abs(a) + abs(d)
+    return swaps, -1 if (b if swaps else d) < 0 else 1, -1 if (c if swaps else a) < 0 else 1
 
 
 class VideoIndex(NamedTuple):

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
+from aiofeed.core.validation import check_expanded
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -28,6 +30,8 @@ KNOWN_OPTIONS: Mapping[str, str] = {"skip_frame": "all", "probesize": "20000"}
 SKIPPING: frozenset[str] = frozenset({"h264", "hevc", "mpeg4"})
 # The last packet may end this much before the end that a header states.
 TOLERANCE_S = 1.0
+# What a packet takes in memory beside its bytes.
+PACKET_BYTES = 200
 
 _local = threading.local()  # .scaler: made once per thread, because that takes a quarter of scaling a small frame
 
@@ -57,8 +61,9 @@ def open_media(
         ValueError: The file is of no known format, has no such stream, or is damaged where it is used.
     """
     av = import_av()
+    given = {**_OPTIONS, **(options or {})}
     try:
-        with _as_file(data) as file, av.open(file, options={**_OPTIONS, **(options or {})}) as container:
+        with _as_file(data) as file, av.open(file, options=given, metadata_errors="replace") as container:
             stream = container.streams.best(kind)
             if stream is None:
                 others = ", ".join(sorted({f"{other.type}" for other in container.streams})) or "no streams at all"
@@ -82,16 +87,31 @@ def _as_file(data: Any) -> Any:
         raise TypeError(f"a video or audio file is bytes or a path, got {type(data).__name__}") from None
 
 
+def check_header(container: Any, stream: Any) -> None:
+    """Raise ``ValueError`` if the header lists far more bytes of packets than the file has."""
+    listed = sum(entry.size + PACKET_BYTES for entry in stream.index_entries)
+    check_expanded("the header of the file", listed, container.size)
+
+
+def check_complete(count: int, stream: Any) -> None:
+    """Raise ``ValueError`` if an MP4 file has fewer packets than its header lists, without those that an edit removes.
+
+    The header of MP3, Ogg, MPEG-TS and fragmented MP4 lists none: such a file is as long as what is left of it.
+    """
+    if stream.frames and count < (listed := sum(entry.size > 0 for entry in stream.index_entries)):
+        raise ValueError(f"the file is truncated: its header counts {listed} packets, and it has {count}")
+
+
 def packets_of(container: Any, stream: Any) -> list[Any]:
     """All packets of a stream, in the order in which they are decoded.
 
     Raises:
-        ValueError: The header of the file states more. That of MP3, Ogg, MPEG-TS and fragmented MP4 does not state it:
-            such a file is as long as what is left of it.
+        ValueError: The header of the file states more.
     """
+    check_header(container, stream)
     packets = [packet for packet in container.demux(stream) if packet.size]
-    if len(packets) < stream.frames and "mp4" in container.format.name:
-        raise ValueError(f"the file is truncated: its header counts {stream.frames} packets, and it has {len(packets)}")
+    if "mp4" in container.format.name:
+        check_complete(len(packets), stream)
     stated = _stated_seconds(container, stream)
     ends = [(packet.pts + (packet.duration or 0)) * packet.time_base for packet in packets if packet.pts is not None]
     found = float(max(ends, default=0))

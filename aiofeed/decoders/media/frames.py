@@ -6,6 +6,7 @@ group are read from where they are, a file or an object store, and a decoder tha
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import OrderedDict
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from aiofeed.decoders.media.container import SKIPPING, colours, import_av, open_media
+from aiofeed.decoders.media.container import SKIPPING, check_complete, check_header, colours, import_av, open_media
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,6 +29,11 @@ HEADER_BYTES = 64 << 10
 _HEADER_OPTIONS = {"skip_frame": "all", "probesize": "32", "analyzeduration": "0", "fflags": "noparse"}
 # Decoders that each thread keeps open, one for each kind of stream: cameras of one resolution share it.
 DECODERS = 8
+# What the header says of a stream, and the packets of some codecs do not.
+PARAMETERS = (
+    *("extradata", "width", "height", "pix_fmt", "bits_per_coded_sample", "reorder_depth", "codec_tag"),
+    *("colorspace", "color_range", "color_primaries", "color_trc"),
+)
 
 _local = threading.local()  # .decoders
 
@@ -36,13 +42,15 @@ class Span(NamedTuple):
     """Packets that are decoded together, from a key frame on, and their bytes in the file.
 
     Args:
-        first: The number of the first packet, in the order of decoding.
+        key: The number of the packet of the key frame before the frames that are needed.
+        first: The number of the first packet, in the order of decoding: that one, or an earlier key frame.
         last: The number of the last one.
         start: Their first byte.
         end: The byte after their last one.
         wanted: The timestamps of the frames that are needed; ``None`` for all.
     """
 
+    key: int
     first: int
     last: int
     start: int
@@ -55,24 +63,24 @@ class FrameIndex:
     """The frames of a video.
 
     Args:
-        codec: FFmpeg's name of the decoder.
-        extradata: The decoder's parameters.
+        kind: The codec, and the parameters of its decoder.
         time_base: Seconds of a unit of timestamps.
         timestamps: The timestamp of each frame, ascending.
         order: The number of each frame's packet, in the order of decoding.
-        keys: The numbers of key frames among the frames, ascending.
+        keys: The number of the packet of the key frame before each frame, ascending.
         packets: The timestamp of each packet.
+        flags: Whether each packet is a key frame.
         starts: The first byte of each packet.
         sizes: The bytes of each packet.
     """
 
-    codec: str
-    extradata: bytes | None
+    kind: tuple[Any, ...]
     time_base: float
     timestamps: NDArray[Any]
     order: NDArray[Any]
     keys: NDArray[Any]
     packets: NDArray[Any]
+    flags: NDArray[Any]
     starts: NDArray[Any]
     sizes: NDArray[Any]
 
@@ -98,40 +106,54 @@ class FrameIndex:
             )
         return found
 
-    def spans(self, frames: NDArray[np.int64], *, whole: bool) -> list[Span]:
-        """What has to be decoded for frames; ``whole``: all frames between two key frames, so that others have them."""
-        groups = np.maximum(np.searchsorted(self.keys, frames, side="right") - 1, 0)
-        return [self._span(int(group), None if whole else frames[groups == group]) for group in np.unique(groups)]
+    def spans(self, frames: NDArray[np.int64], *, whole: bool, back: int = 0) -> list[Span]:
+        """What has to be decoded for frames.
 
-    def _span(self, group: int, frames: NDArray[np.int64] | None) -> Span:
-        wanted = None
-        if frames is None:
-            end = self.keys[group + 1] if group + 1 < len(self.keys) else len(self.timestamps)
-            frames = np.arange(self.keys[group], end)
-        else:
-            wanted = frozenset(self.timestamps[frames].tolist())
-        first, last = int(self.order[self.keys[group]]), int(self.order[frames].max())
-        starts = self.starts[first : last + 1]
-        return Span(first, last, int(starts.min()), int((starts + self.sizes[first : last + 1]).max()), wanted)
+        Args:
+            frames: The numbers of the frames.
+            whole: Whether all frames between two key frames are decoded, so that others have them.
+            back: How many key frames earlier decoding begins.
+        """
+        found, keys = [], self.keys[frames]
+        for key in np.unique(keys).tolist():
+            chosen = np.arange(*self._group(key)) if whole else frames[keys == key]
+            wanted = None if whole else frozenset(self.timestamps[chosen].tolist())
+            found.append(self.earlier(Span(key, key, int(self.order[chosen].max()), 0, 0, wanted), back))
+        return found
+
+    def _group(self, key: int) -> list[int]:
+        """The first frame of the group of a key frame, and that of the next one."""
+        bounds: list[int] = np.searchsorted(self.keys, [key, key + 1]).tolist()
+        return bounds
+
+    def earlier(self, span: Span, back: int) -> Span:
+        """The span from ``back`` key frames before its own on."""
+        first = span.key
+        for _ in range(back):
+            first = int(self.keys[max(self._group(first)[0] - 1, 0)])
+        starts = self.starts[first : span.last + 1]
+        end = (starts + self.sizes[first : span.last + 1]).max()
+        return span._replace(first=first, start=int(starts.min()), end=int(end))
 
     def decode(self, span: Span, data: bytes | memoryview) -> dict[int, Any]:
         """Decode the bytes of a span to frames by timestamp.
 
         Raises:
-            ValueError: The bytes are damaged.
+            ValueError: The bytes are damaged, or decoding has to begin earlier.
         """
-        av, context = import_av(), _decoder(self.codec, self.extradata)
+        av, context = import_av(), _decoder(self.kind)
         found: dict[int, Any] = {}
-        skips = span.wanted is not None and self.codec in SKIPPING
+        skips = span.wanted is not None and self.kind[0] in SKIPPING
         # Frames that are shown before the key frame need the group before, and are in it.
         numbers = span.first + np.flatnonzero(self.packets[span.first : span.last + 1] >= self.packets[span.first])
-        wanted = span.wanted or frozenset(self.packets[numbers].tolist())
+        wanted = span.wanted or frozenset(self.timestamps[slice(*self._group(span.key))].tolist())
         view = memoryview(data)
         try:
             for number in numbers.tolist():
-                start = int(self.starts[number]) - span.start
-                packet = av.Packet(view[start : start + int(self.sizes[number])])
-                packet.pts = int(self.packets[number])
+                start, size = int(self.starts[number]) - span.start, int(self.sizes[number])
+                packet = av.Packet(size)  # with the zeros behind its bytes that FFmpeg needs
+                packet.update(view[start : start + size])
+                packet.pts, packet.is_keyframe = int(self.packets[number]), bool(self.flags[number])
                 if skips:
                     context.skip_frame = "DEFAULT" if packet.pts in wanted else "NONREF"
                 for frame in context.decode(packet):
@@ -146,20 +168,32 @@ class FrameIndex:
         if not wanted <= found.keys():
             missing = min(wanted - found.keys()) * self.time_base
             raise ValueError(f"the frame at {missing:.6f} s cannot be decoded: the video is damaged")
-        return found
+        return {timestamp: found[timestamp] for timestamp in wanted}
 
 
-def _decoder(codec: str, extradata: bytes | None) -> Any:
+def _kind(context: Any) -> tuple[Any, ...]:
+    """The codec of an open stream, and its parameters."""
+    found = [context.codec.name]
+    for name in PARAMETERS:
+        with contextlib.suppress(UnicodeDecodeError):  # a tag beyond ASCII
+            found.append((name, getattr(context, name)))
+    return tuple(found)
+
+
+def _decoder(kind: tuple[Any, ...]) -> Any:
     """The open decoder of this thread for a kind of stream. Each decodes in the thread itself."""
     try:
         decoders: OrderedDict[Any, Any] = _local.decoders
     except AttributeError:
         decoders = _local.decoders = OrderedDict()
-    context = decoders.get((codec, extradata))
+    context = decoders.get(kind)
     if context is None:
-        context = import_av().CodecContext.create(codec, "r")
-        context.extradata, context.thread_count = extradata, 1
-        decoders[codec, extradata] = context
+        context = import_av().CodecContext.create(kind[0], "r")
+        context.thread_count = 1
+        for name, value in kind[1:]:
+            if value is not None:
+                setattr(context, name, value)
+        decoders[kind] = context
         if len(decoders) > DECODERS:
             decoders.popitem(last=False)
     return context
@@ -196,21 +230,29 @@ def read_index(size: int, read: Callable[[int, int], bytes]) -> FrameIndex:
     """
     file = _HeaderFile(size, read)
     with open_media(file, "video", _HEADER_OPTIONS) as (container, stream):
-        file.is_open, context = True, stream.codec_context
-        # One at a time: each packet has memory for its bytes.
-        packets = [
-            (packet.pts, packet.is_keyframe, packet.is_discard, packet.pos, packet.size)
-            for packet in container.demux(stream)
-            if packet.size
-        ]
-        if len(packets) < stream.frames or not packets or "mp4" not in container.format.name:
-            raise ValueError(f"the file is truncated: it has {len(packets)} of {stream.frames} frames, or it is no MP4")
-        timestamps, keys, discarded, starts, sizes = (np.array(column) for column in zip(*packets, strict=True))
-        order = np.argsort(timestamps, kind="stable")
+        if "mp4" not in container.format.name:
+            raise ValueError(f"the file is no MP4 file, but of the format {container.format.name}")
+        check_header(container, stream)
+        file.is_open, packets, kind = True, list[Any](), _kind(stream.codec_context)
+        for packet in container.demux(stream):  # one at a time: each has memory for its bytes
+            if packets and packet.has_sidedata("new_extradata"):
+                raise ValueError("the parameters of the video change within it: encode it again")
+            if packet.size:
+                packets.append((packet.pts, packet.is_keyframe, packet.is_discard, packet.pos, packet.size))
+        check_complete(len(packets), stream)
+        if any(packet[0] is None for packet in packets) or all(discarded for _, _, discarded, *_ in packets):
+            raise ValueError("the video has no frames, or they have no timestamps")
+        stamps, flags, discarded, starts, sizes = (np.array(column) for column in zip(*packets, strict=True))
+        order = np.argsort(stamps, kind="stable")
         order = order[~discarded[order]]
-        shown = np.union1d(0, np.flatnonzero(keys[order]))
-        series = timestamps[order], order, shown, timestamps, starts, sizes
-        return FrameIndex(context.codec.name, context.extradata, float(stream.time_base), *series)
+        # The key frame before a frame may be discarded: a video that was cut is decoded from before its beginning.
+        numbers = np.union1d(0, np.flatnonzero(flags))
+        before = np.searchsorted(numbers, order, side="right") - 1
+        # Frames that are shown before the key frame are of the group before it.
+        before = np.maximum(before - (stamps[numbers[before]] > stamps[order]), 0)
+        keys = np.minimum.accumulate(numbers[before][::-1])[::-1]
+        series = stamps[order], order, keys, stamps, flags, starts, sizes
+        return FrameIndex(kind, float(stream.time_base), *series)
 
 
 class FramePool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -109,11 +108,7 @@ class Episodes(IndexedSource):
         check_positive_int("Episodes(run=)", run)
         self._decoded_bytes = check_positive_int("Episodes(decoded_bytes=)", decoded_bytes)
         reader = ObjectReader(os.fspath(root), store=store, options=options)
-        try:
-            data = run_blocking(lambda: describe(reader))
-        except (KeyError, json.JSONDecodeError) as error:
-            raise ValueError(f"{reader.url('meta')}: it is no description of LeRobot's: {error!r}") from error
-        self._of = moments = Moments(data, given)
+        self._of = moments = Moments(run_blocking(lambda: describe(reader)), given)
         self._whole = False
         self._pool: FramePool | None = None
         self.shard_starts: NDArray[np.int64] = np.append(moments.runs(run, decoded_bytes), len(self))
@@ -156,7 +151,7 @@ class Episodes(IndexedSource):
     def key(self, index: int, /) -> str:
         """The data set, the episode, the row in it, and its time."""
         [episode], [row] = self._of.place(np.array([index]))
-        seconds = row / self._of.data.info["fps"]
+        seconds = row / self._of.data.fps
         return f"{self._of.name}[episode {self._of.episodes[episode]}, frame {row}, {seconds:.3f} s]"
 
     def fingerprint(self) -> str:

@@ -69,6 +69,8 @@ class Moments:
             raise ValueError(f"{self.name}: no rows are left")
         needed = {*self._names.values(), "timestamp", *(["task_index"] if self.has_task else [])}
         self._columns = run_blocking(lambda: data.load(sorted(needed), self.episodes))
+        if self.has_task and (unknown := set(self._columns["task_index"].reshape(-1).tolist()) - data.tasks.keys()):
+            raise ValueError(f"{self.name}: the rows have the tasks {sorted(unknown)[:10]}, which have no text")
         self.fields: dict[str, tuple[tuple[int, ...], str]] = {
             name: self._field(name, (3, *camera.size), "uint8") for name, camera in self.cameras.items()
         }
@@ -80,7 +82,7 @@ class Moments:
 
     def _steps_of(self, name: str, offsets: Sequence[float]) -> Int64:
         """Offsets in seconds as numbers of rows."""
-        fps = self.data.info["fps"]
+        fps = self.data.fps
         steps = [round(offset * fps) for offset in offsets]
         wrong = [x for x, step in zip(offsets, steps, strict=True) if abs(x * fps - step) / fps > self._tolerance_s]
         if wrong or not steps:

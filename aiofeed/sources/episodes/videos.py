@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from bisect import bisect_right
@@ -14,6 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from aiofeed.decoders.media.frames import FrameIndex, FramePool, Span, read_index, render
+from aiofeed.sources.objects.listing import run_blocking
 from aiofeed.sources.objects.reader import ObjectReader, read_ranges, run_all
 from aiofeed.sources.objects.requests import ObjectInfo
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 # Seconds that a block of a header may take; requests are sent again for up to 60.
 HEADER_S = 120.0
+# Key frames to go back if a group cannot be decoded: a recovery point, also called a key frame, needs frames before it.
+BACK = (1, 4, 16)
 
 
 class Video:
@@ -36,6 +40,8 @@ class Video:
         self._arguments = reader, key
         self.url: str = reader.url(key)
         self.index: FrameIndex | None = None
+        self.back = 0
+        """How many key frames earlier than stated decoding begins."""
         self._info: ObjectInfo | None = None
         self._lock = threading.Lock()
         self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
@@ -51,8 +57,10 @@ class Video:
             return self.index
 
     def read_now(self, start: int, end: int) -> bytes:
-        """A range of a local file."""
-        return read_ranges(self.url, [(start, end)])[0]
+        """A range of a file, read while this thread waits."""
+        if self._arguments[0].is_local:
+            return read_ranges(self.url, [(start, end)])[0]
+        return run_blocking(lambda: self._read(start, end))
 
     async def open(self) -> FrameIndex:
         """The index of a file at a URL, read by two or three requests if it is the first time."""
@@ -128,7 +136,7 @@ class Frames:
             ValueError: A frame is missing.
         """
         frames = index.nearest(self._seconds, self._tolerance_s)
-        return index.timestamps[frames].tolist(), index.spans(frames, whole=whole)
+        return index.timestamps[frames].tolist(), index.spans(frames, whole=whole, back=self.video.back)
 
     def decode(self, pool: FramePool | None) -> NDArray[np.uint8]:
         """The frames, uint8 [n, 3, H, W], or [3, H, W] of one; ``pool`` keeps frames for other moments.
@@ -141,9 +149,9 @@ class Frames:
         index = video.index or video.open_now()
         timestamps, spans = self.find(index, whole=pool is not None)
         found: dict[int, Any] = {}
-        for span in spans:
+        for span in self.data or spans:
             decode = partial(self._decode, video, index, span)
-            found.update(decode() if pool is None else pool.get((video, span.first), decode))
+            found.update(decode() if pool is None else pool.get((video, span.key), decode))
         out = np.empty((len(timestamps), 3, *self._size), np.uint8)
         for place, timestamp in enumerate(timestamps):
             if (first := timestamps.index(timestamp)) < place:
@@ -153,7 +161,17 @@ class Frames:
         return out if len(out) > 1 else out[0]
 
     def _decode(self, video: Video, index: FrameIndex, span: Span) -> dict[int, Any]:
-        return index.decode(span, self.data[span] if self.data else video.read_now(span.start, span.end))
+        try:
+            return index.decode(span, self.data[span] if self.data else video.read_now(span.start, span.end))
+        except ValueError:
+            for back in BACK:
+                earlier = index.earlier(span, back)
+                if back > video.back and earlier.first < span.first:
+                    with contextlib.suppress(ValueError):
+                        found = index.decode(earlier, video.read_now(earlier.start, earlier.end))
+                        video.back = back
+                        return found
+            raise
 
 
 async def read_frames(moments: list[Any], *, whole: bool) -> None:
