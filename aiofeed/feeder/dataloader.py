@@ -8,7 +8,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -25,9 +25,8 @@ from aiofeed.core.types import Source, Transform, public
 from aiofeed.core.validation import explain_arguments
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator
 from aiofeed.feeder.prefetch import IterableProducer, Prefetch
-from aiofeed.processes.loader_workers.batches import InProcessBatches, WorkerBatches
+from aiofeed.processes.loader_workers.batches import CLOSED, InProcessBatches, WorkerBatches
 from aiofeed.processes.loader_workers.state import LoaderPosition, LoaderState, OrderState, Progress, saved_dataset
-from aiofeed.processes.loader_workers.workers import LoaderWorkers
 from aiofeed.runtime import machine
 from aiofeed.runtime.queue import ReadyBatch
 from aiofeed.sources.dataset import FromDataset
@@ -216,8 +215,6 @@ class _Epochs:
         )
         self.copies: bool = device is not None
         self.ahead: bool = device is not None or transform is not None
-        # Workers of a complete epoch, for the next one.
-        self.spare_workers: list[LoaderWorkers] = []
         # Of the epoch that was started last, and the state that was loaded.
         self.progress: Progress | None = None
         self._loaded: LoaderState | None = None
@@ -253,7 +250,7 @@ class _Epochs:
     def unused(self) -> _Epochs:
         """A copy for a copy of the loader."""
         other = copy.copy(self)
-        other.spare_workers, other.progress, other._loaded = [], None, self.loaded
+        other.progress, other._loaded = None, self.loaded
         return other
 
     # --- state ---
@@ -341,21 +338,22 @@ class _Epochs:
             pull.described = lambda: source.waiting_for()
             return pull
 
-        return self.bridge.start(new_pull, partial(_PulledObserver, batches))
+        return self.bridge.start(new_pull, partial(_PulledObserver, batches, batches.epoch))
 
 
 class _PulledObserver(EpochObserver):
     """Calls ``handing_out`` for each batch, in the consumer's thread."""
 
-    def __init__(self, batches: WorkerBatches, delivery: Delivery) -> None:
+    def __init__(self, batches: WorkerBatches, epoch: int, delivery: Delivery) -> None:
         super().__init__(delivery)
         self._batches = batches
+        self._epoch = epoch
         self._next = 0
 
     def handing_out(self, item: ReadyBatch) -> None:
         if item.number == self._next:
+            self._batches.handing_out(self._epoch)
             self._next += 1
-            self._batches.handing_out()
 
 
 class LoaderIterator(_BaseDataLoaderIter):
@@ -375,7 +373,7 @@ class LoaderIterator(_BaseDataLoaderIter):
                 if position.base_seed is not None:
                     self._base_seed = position.base_seed
                     start.restore(loader)
-                self._batches = WorkerBatches(self, loader, epochs.spare_workers)
+                self._batches = WorkerBatches(self, loader)
                 # What trainers touch: the processes, and queues to close, of which there are none.
                 self._workers = self._batches.workers.processes
                 self._index_queues: list[Any] = []
@@ -384,11 +382,15 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         workers = self._batches if isinstance(self._batches, WorkerBatches) else None
+        if self._feed is not None:
+            self._feed.close(CLOSED)  # another thread may wait in it
         if self._epochs.loaded is not None or (workers is not None and not workers.workers.usable):
             LoaderIterator.__init__(self, loader)
             return
         asked = time.perf_counter()
-        with self._epochs.starting(loader) as (start, position):
+        if workers is not None:
+            workers.epoch += 1  # a thread that is in `next` gets an error then, and no batch of this epoch
+        with nullcontext() if workers is None else workers.lock, self._epochs.starting(loader) as (start, position):
             super()._reset(loader, first_iter)
             if workers is not None:
                 workers.restart(self._shared_seed)
