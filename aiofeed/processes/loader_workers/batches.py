@@ -316,13 +316,12 @@ class WorkerBatches:
             self.request()
         self._pass_ended(wait=False)
 
-    def next(self) -> Any:
-        """Return the next batch.
+    def next(self, epoch: int) -> Any:
+        """Return the next batch of an epoch.
 
         Raises:
-            IteratorClosedError: Another thread has started the next epoch meanwhile.
+            IteratorClosedError: It is not the last one that was started.
         """
-        epoch = self.epoch
         with self.lock:
             self._check(epoch)
             number, answer = self.receive()
