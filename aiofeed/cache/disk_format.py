@@ -17,7 +17,6 @@ bytes of its entry, or byte 0 before there are entries. Such locks end with the 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -27,7 +26,6 @@ import shutil
 import stat
 import struct
 import sys
-import time
 import weakref
 import zlib
 from collections.abc import Iterator
@@ -41,6 +39,7 @@ from aiofeed.cache.layout import RECORDS, UNIT, ItemLayout, Layout, layout_from_
 from aiofeed.cache.store import RECORD, record_slot, units_of
 from aiofeed.core.errors import CacheError
 from aiofeed.core.formatting import format_bytes
+from aiofeed.runtime import machine
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,7 +60,6 @@ _OWN_LOCK: int | None = getattr(fcntl, "F_OFD_SETLK", None) if _LINUX else None
 _FLOCK = struct.Struct("hhqqi4x")
 # A write takes milliseconds. A process that holds the lock for longer was probably stopped, by Ctrl-Z or a debugger.
 LOCK_LIMIT_S = 5.0
-_LOCK_POLL_S = 0.002
 _WAY_OUT = "delete the file, or choose another path"
 
 
@@ -120,31 +118,11 @@ class CacheFile:
         Raises:
             TimeoutError: Another process holds the lock for longer than a write takes.
         """
-        deadline = time.monotonic() + LOCK_LIMIT_S
-        while True:
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"{self._lock_holder()} has locked it for more than {LOCK_LIMIT_S:g} s; is it stopped?"
-                    ) from None
-                time.sleep(_LOCK_POLL_S)
+        machine.lock_file(self._fd, LOCK_LIMIT_S)
         try:
             yield
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
-
-    def _lock_holder(self) -> str:
-        """The process that holds the lock, from ``/proc/locks``, where Linux lists them by device and inode."""
-        status = os.fstat(self._fd)
-        file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-        with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/locks", encoding="ascii") as locks:
-            for fields in map(str.split, locks):
-                if fields[1] == "FLOCK" and fields[5] == file:
-                    return f"process {fields[4]}"
-        return "another process"
 
     def claim(self, index: int | None) -> bool:
         """Claim an item, or with ``None`` the first item of an empty file; False if another process has claimed it.

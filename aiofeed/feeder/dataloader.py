@@ -8,7 +8,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -26,9 +26,8 @@ from aiofeed.core.validation import explain_arguments
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator
 from aiofeed.feeder.prefetch import IterableProducer, Prefetch
 from aiofeed.feeder.run.hook import in_place_of
-from aiofeed.processes.loader_workers.batches import InProcessBatches, WorkerBatches
+from aiofeed.processes.loader_workers.batches import CLOSED, InProcessBatches, WorkerBatches
 from aiofeed.processes.loader_workers.state import LoaderPosition, LoaderState, OrderState, Progress, saved_dataset
-from aiofeed.processes.loader_workers.workers import LoaderWorkers
 from aiofeed.runtime import machine
 from aiofeed.runtime.queue import ReadyBatch
 from aiofeed.sources.dataset import FromDataset
@@ -218,8 +217,6 @@ class _Epochs:
         )
         self.copies: bool = device is not None
         self.ahead: bool = device is not None or transform is not None
-        # Workers of a complete epoch, for the next one.
-        self.spare_workers: list[LoaderWorkers] = []
         # Of the epoch that was started last, and the state that was loaded.
         self.progress: Progress | None = None
         self._loaded: LoaderState | None = None
@@ -257,7 +254,7 @@ class _Epochs:
     def unused(self) -> _Epochs:
         """A copy for a copy of the loader."""
         other = copy.copy(self)
-        other.spare_workers, other.progress, other._loaded = [], None, self.loaded
+        other.progress, other._loaded = None, self.loaded
         return other
 
     # --- state ---
@@ -347,21 +344,22 @@ class _Epochs:
             pull.described = lambda: source.waiting_for()
             return pull
 
-        return self.bridge.start(new_pull, partial(_PulledObserver, batches))
+        return self.bridge.start(new_pull, partial(_PulledObserver, batches, batches.epoch))
 
 
 class _PulledObserver(EpochObserver):
     """Calls ``handing_out`` for each batch, in the consumer's thread."""
 
-    def __init__(self, batches: WorkerBatches, delivery: Delivery) -> None:
+    def __init__(self, batches: WorkerBatches, epoch: int, delivery: Delivery) -> None:
         super().__init__(delivery)
         self._batches = batches
+        self._epoch = epoch
         self._next = 0
 
     def handing_out(self, item: ReadyBatch) -> None:
         if item.number == self._next:
+            self._batches.handing_out(self._epoch)
             self._next += 1
-            self._batches.handing_out()
 
 
 class LoaderIterator(_BaseDataLoaderIter):
@@ -381,7 +379,7 @@ class LoaderIterator(_BaseDataLoaderIter):
                 if position.base_seed is not None:
                     self._base_seed = position.base_seed
                     start.restore(loader)
-                self._batches = WorkerBatches(self, loader, epochs.spare_workers)
+                self._batches = WorkerBatches(self, loader)
                 # What trainers touch: the processes, and queues to close, of which there are none.
                 self._workers = self._batches.workers.processes
                 self._index_queues: list[Any] = []
@@ -389,12 +387,24 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._begin(loader, start, position, asked)
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        other = self
+        if loader._iterator is self:
+            # A thread that still has this iterator gets no batch of the next epoch. `iter` returns the other one.
+            loader._iterator = other = object.__new__(type(self))
+            other.__dict__.update(self.__dict__)
+        other._restart(loader, first_iter)
+
+    def _restart(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         workers = self._batches if isinstance(self._batches, WorkerBatches) else None
+        if self._feed is not None:
+            self._feed.close(CLOSED)  # another thread may wait in it
         if self._epochs.loaded is not None or (workers is not None and not workers.workers.usable):
             LoaderIterator.__init__(self, loader)
             return
         asked = time.perf_counter()
-        with self._epochs.starting(loader) as (start, position):
+        if workers is not None:
+            workers.epoch += 1  # a thread that is in `next` gets an error then, and no batch of this epoch
+        with nullcontext() if workers is None else workers.lock, self._epochs.starting(loader) as (start, position):
             super()._reset(loader, first_iter)
             if workers is not None:
                 workers.restart(self._shared_seed)
@@ -417,6 +427,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         elif isinstance(workers, WorkerBatches):
             workers.stats = stats
             workers.begin(self._sampler_iter, start, position)
+            self._pull: Callable[[], Any] = partial(workers.next, workers.epoch)
             epochs.progress = workers.progress
             if epochs.ahead or self._pin_memory:
                 self._start_feed(workers)
@@ -424,6 +435,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._batches = InProcessBatches(self, start, position, epochs.new_deliver())
             self._batches.first_generators = None if epochs.loaded is None else epochs.loaded.first_generators
             self._batches.stats = stats
+            self._pull = self._batches.next
             epochs.progress = self._batches.progress
         stats.stall_s = time.perf_counter() - asked
         self._progress = epochs.progress
@@ -435,7 +447,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._feed is None:
             if self._batches is None:
                 raise StopIteration
-            return self._batches.next()
+            return self._pull()
         try:
             return next(self._feed)
         except StopIteration:
@@ -463,7 +475,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._progress.finished = True
         if loader is None or not resumed:
             return False
-        self._reset(loader) if self._persistent_workers else LoaderIterator.__init__(self, loader)
+        self._restart(loader) if self._persistent_workers else LoaderIterator.__init__(self, loader)
         return True
 
     # Torch's __next__ calls it, and is not replaced: its warnings name the line of its caller.

@@ -6,14 +6,16 @@ of tensors and arrays is not: it is written to shared memory, and the parent's t
 
 from __future__ import annotations
 
+import bisect
 import io
 import math
 import pickle
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -97,35 +99,69 @@ class _Buffers:
         return False
 
 
-class _BatchPickler(ForkingPickler):
-    """Pickles a view of part of a large storage with that part alone, unless the storage is among ``whole``."""
+_Parts: TypeAlias = dict[tuple[int, int], list[tuple[int, int]]]
+"""Where parts of storages begin and end, by address and size of the storage."""
 
-    def __init__(self, file: io.BytesIO, buffers: _Buffers, whole: set[int]) -> None:
+
+class _BatchPickler(ForkingPickler):
+    """Pickles a view of part of a large storage with that part alone.
+
+    Args:
+        joined: The parts of storages of which tensors overlap; the tensors of a part share its memory.
+
+    Attributes:
+        parts: Those of the tensors and storages that were pickled.
+    """
+
+    def __init__(self, file: io.BytesIO, buffers: _Buffers, joined: _Parts) -> None:
         super().__init__(file, 5, True, buffers.place)
-        self.whole = whole
-        self.parts: set[int] = set()
+        self.parts: _Parts = defaultdict(list)
+        self._joined = joined
+        self._shared: dict[tuple[int, int], dict[Any, torch.UntypedStorage]] = defaultdict(dict)
 
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
         if kind is torch.Tensor and _is_plain(value):
             return self._reduce_tensor(value)
         if kind is torch.UntypedStorage and value.device.type == "cpu":
+            self.parts[value.data_ptr(), value.nbytes()].append((0, value.nbytes()))
             return _storage, (pickle.PickleBuffer(_memory(value)),)
         if kind is np.ndarray and not value.flags.writeable and not value.dtype.hasobject:
             return value.copy(order="K").__reduce_ex__(5)  # arrives writable, as from torch
         return NotImplemented
 
-    def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        storage, offset = tensor.untyped_storage(), tensor.storage_offset()
-        size, stride = tuple(tensor.size()), tensor.stride()
+    def _reduce_tensor(self, tensor: Any) -> tuple[Any, ...]:
+        storage, itemsize = tensor.untyped_storage(), tensor.itemsize
+        size, stride, offset = tuple(tensor.size()), tensor.stride(), tensor.storage_offset() * itemsize
         span = tensor.numel() and 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-        itemsize, address = tensor.itemsize, storage.data_ptr()
-        if storage.nbytes() <= 2 * span * itemsize or address in self.whole:
-            self.whole.add(address)
-            return _tensor, (storage, tensor.dtype, offset, size, stride)
-        self.parts.add(address)
-        part: Any = _memory(storage)[offset * itemsize : (offset + span) * itemsize]
-        return _tensor_of_part, (pickle.PickleBuffer(part), tensor.dtype, size, stride)
+        part, nbytes = (offset, offset + span * itemsize), storage.nbytes()
+        if nbytes <= 2 * span * itemsize:
+            part = 0, nbytes
+        key = storage.data_ptr(), nbytes
+        if span:
+            self.parts[key].append(part)
+            if key in self._joined:
+                parts = self._joined[key]
+                part = parts[bisect.bisect(parts, (part[0], nbytes)) - 1]
+        if part[1] - part[0] < nbytes:
+            memory = _memory(storage)[slice(*part)]
+            if key not in self._joined:
+                return _tensor_of_part, (pickle.PickleBuffer(memory), tensor.dtype, size, stride)
+            if part not in self._shared[key]:
+                self._shared[key][part] = _storage(memory)
+            storage = self._shared[key][part]
+        return _tensor, (storage, tensor.dtype, (offset - part[0]) // itemsize, size, stride)
+
+
+def _join(parts: list[tuple[int, int]], grain: int) -> list[tuple[int, int]]:
+    """Join parts that overlap; each begins at a multiple of ``grain``."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted((start // grain * grain, end) for start, end in parts):
+        if joined and start < joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return joined
 
 
 def dump_batch(batch: Any, slot: Slot, *, shared: bool = True) -> tuple[bytes, list[Extent]]:
@@ -134,14 +170,17 @@ def dump_batch(batch: Any, slot: Slot, *, shared: bool = True) -> tuple[bytes, l
     Returns:
         The pickle, and where its buffers lie.
     """
-    whole: set[int] = set()
+    joined: _Parts = {}
     while True:
         file, buffers = io.BytesIO(), _Buffers(slot, _INLINE_BYTES if shared else math.inf)
-        pickler = _BatchPickler(file, buffers, whole)
+        pickler = _BatchPickler(file, buffers, joined)
         pickler.dump(batch)
-        if pickler.parts.isdisjoint(whole):
+        # Tensors that share memory still do. Several that are sent with their whole storage share that already.
+        several = {key: parts for key, parts in pickler.parts.items() if len(parts) > 1 and {*parts} != {(0, key[1])}}
+        if joined or all(len(_join(parts, 1)) == len(parts) for parts in several.values()):
             return file.getvalue(), buffers.extents
-        # Tensors that share memory still do: a storage that is sent as a whole is not sent in parts, too.
+        # An item of any dtype lies at a whole number of items from a multiple of 16.
+        joined = {key: _join(parts, 16) for key, parts in several.items()}
 
 
 def move_batch(extents: Sequence[Extent], slot: Slot, target: Slot) -> list[Extent]:

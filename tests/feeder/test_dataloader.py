@@ -342,6 +342,20 @@ class Waits(Plain):
         return index
 
 
+class Gated(Waits):
+    """Its second sample waits until a gate is opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = multiprocessing.Event()
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 1:
+            self.waiting.set()
+            self.gate.wait(60)
+        return torch.tensor(index)
+
+
 def ignore_sigterm(number: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -355,7 +369,7 @@ def test_a_stuck_worker_is_terminated(monkeypatch: pytest.MonkeyPatch, init: Any
     assert dataset.waiting.wait(60)
     [worker] = iterator._batches.workers._workers
     del iterator
-    assert worker.process.exitcode == status
+    until(lambda: worker.process.exitcode == status)
 
 
 def test_a_stopped_worker_ends() -> None:
@@ -365,7 +379,20 @@ def test_a_stopped_worker_ends() -> None:
     processes = [each.process for each in iterator._batches.workers._workers]
     os.kill(processes[0].pid, signal.SIGSTOP)
     del iterator
-    assert [each.exitcode for each in processes] == [0, 0]
+    until(lambda: [each.exitcode for each in processes] == [0, 0])
+
+
+def test_a_dropped_iterator_does_not_wait_for_its_workers() -> None:
+    """A Ctrl-C in a finalizer would be lost. The next workers start when those of before have ended."""
+    dataset = Waits()
+    iterator: Any = iter(DataLoader(dataset, num_workers=1))
+    assert dataset.waiting.wait(60)
+    [process] = iterator._workers
+    del iterator
+    assert process.is_alive()
+    os.kill(process.pid, signal.SIGKILL)
+    assert next(iter(DataLoader(Plain(3), num_workers=1))).tolist() == [0]
+    assert process.exitcode == -signal.SIGKILL
 
 
 # --- Ctrl-C, break, exit ---
@@ -456,6 +483,91 @@ def test_ctrl_c_anywhere_repeats_no_batch() -> None:
     assert place > 20
 
 
+interrupted_forks = 0
+
+
+def interrupt_fork() -> None:
+    """Send Ctrl-C at the start of as many forks."""
+    global interrupted_forks
+    if interrupted_forks:
+        interrupted_forks -= 1
+        signal.raise_signal(signal.SIGINT)
+
+
+os.register_at_fork(before=interrupt_fork)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_ctrl_c_while_a_worker_is_forked(persistent: bool) -> None:
+    """It is raised by `iter`, although exceptions of functions that are called at a fork are lost."""
+    global interrupted_forks
+    loader = DataLoader(Plain(4), 2, num_workers=2, persistent_workers=persistent)
+    interrupted_forks = 1
+    with pytest.raises(KeyboardInterrupt):
+        iter(loader)
+    assert not interrupted_forks
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+class Interrupted(Plain):
+    """Sends Ctrl-C at one item, once: while that is made, or while its number is drawn as a sampler."""
+
+    at = 5
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.at:
+            self.at = -1
+            signal.raise_signal(signal.SIGINT)
+        return index
+
+    def __iter__(self) -> Iterator[int]:
+        return (self[index] for index in range(len(self)))
+
+
+class Streamed(Interrupted, IterableDataset[int]):
+    """The same, without indices."""
+
+    def __iter__(self) -> Iterator[int]:
+        return super().__iter__()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "repeated"),
+    [
+        (Interrupted, {}, True),
+        (Interrupted, {"transform": torch.neg}, True),
+        (Streamed, {}, False),
+        (Plain, {"sampler": Interrupted(12)}, False),
+        (Plain, {"sampler": Interrupted(12), "num_workers": 1, "prefetch_factor": 1}, False),
+        (Plain, {"sampler": Interrupted(12), "num_workers": 1, "transform": torch.neg}, False),
+    ],
+)
+def test_a_caught_ctrl_c_loses_no_batch(dataset: Any, options: dict[str, Any], repeated: bool) -> None:
+    """Not in the dataset and not in the sampler: the batch is made again, or an error says how to go on with it."""
+    if "sampler" in options:
+        options["sampler"].at = 5
+    loader = DataLoader(dataset(12), 2, **options)
+    seen: list[int] = []
+    caught = 0
+    iterator = None
+    while len(seen) < 12:
+        try:
+            iterator = iter(loader) if iterator is None else iterator
+            for batch in iterator:
+                seen += batch.abs().tolist()
+            assert len(seen) == 12, "the epoch has ended early"
+        except KeyboardInterrupt:
+            caught += 1
+        except FeedError as error:
+            assert not repeated
+            assert "interrupted at batch 2" in str(error)  # noqa: PT017 - some kinds raise none
+            loader.load_state_dict(loader.state_dict())
+            iterator, repeated = None, True
+    assert (caught, repeated) == (1, True)
+    assert seen == list(range(12))
+
+
 def test_fork_in_the_loop_body() -> None:
     """A child process of the loop body keeps its batch, cannot use the iterator, and disturbs nothing."""
     iterator = iter(DataLoader(Plain(list(ROWS.repeat(1, 20))), None, num_workers=2))
@@ -490,6 +602,42 @@ def test_two_threads_on_one_iterator() -> None:
         thread.join(60)
     assert sorted(got[0] + got[1]) == list(range(40))
     assert all(each == sorted(each) for each in got)
+
+
+@pytest.mark.parametrize("transform", [None, torch.neg])
+def test_a_new_epoch_while_a_thread_is_in_the_one_before(transform: Any) -> None:
+    """With persistent workers the thread's `next` raises an error, and the new epoch has all batches."""
+    dataset = Gated()
+    loader = DataLoader(dataset, None, num_workers=1, persistent_workers=True, transform=transform)
+    iterator: Any = iter(loader)
+    next(iterator)
+    failed: list[Exception] = []
+
+    def pull() -> None:
+        try:
+            while True:
+                next(iterator)
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=pull)
+    thread.start()
+    assert dataset.waiting.wait(60)
+    batches, epoch = iterator._batches, iterator._batches.epoch
+
+    def open_gate() -> None:
+        until(lambda: batches.epoch > epoch)
+        dataset.gate.set()
+
+    opening = threading.Thread(target=open_gate)
+    opening.start()
+    seen = [abs(int(batch)) for batch in loader]
+    opening.join(60)
+    thread.join(60)
+    assert seen == list(range(9))
+    assert [type(error) for error in failed] == [IteratorClosedError]
+    with pytest.raises(IteratorClosedError):
+        next(iterator)
 
 
 # --- memory ---

@@ -12,6 +12,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from torch.utils.data import (
 )
 
 from aiofeed import DataLoader
-from tests.support.loader_parts import Plain, both, last_line, same, seed_all
+from tests.support.loader_parts import Counts, Plain, both, last_line, same, seed_all
 
 DATA = torch.randn(50, 2, 3, 5)
 LABELS = torch.randperm(25).repeat(2)
@@ -238,12 +239,19 @@ def test_a_child_process_starts_workers_of_its_own(options: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_workers_of_a_fork_server_get_tensors_in_every_epoch(persistent: bool) -> None:
-    """Each worker gets the dataset by pickle in each epoch; a tensor in it has shared memory, and is sent once."""
-    data = TensorDataset(torch.arange(8))
-    loader = DataLoader(data, 2, num_workers=2, persistent_workers=persistent, multiprocessing_context="forkserver")
-    for _ in range(3):
-        assert [batch.tolist() for [batch] in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+def test_workers_of_a_fork_server(persistent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker gets the dataset by pickle, a tensor in it too. A new one in each epoch, unless workers are persistent.
+
+    A new one has the folder that the script is in now, and module variables as they were imported.
+    """
+    options: dict[str, Any] = {"persistent_workers": persistent, "multiprocessing_context": "forkserver"}
+    loader = DataLoader(Counts(torch.arange(4)), 2, num_workers=1, collate_fn=list, **options)
+    first, folder = [sample for batch in loader for sample in batch], os.getcwd()
+    monkeypatch.chdir(tmp_path)
+    second = [sample for batch in loader for sample in batch]
+    assert first == [(number, number, folder) for number in range(4)]
+    again = [(number, number + 4, folder) for number in range(4)]
+    assert second == (again if persistent else [(number, number, str(tmp_path)) for number in range(4)])
 
 
 @pytest.mark.slow

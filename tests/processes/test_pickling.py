@@ -155,3 +155,44 @@ def test_views_of_a_large_storage() -> None:
     assert row.tolist() == [7.0] * 1000
     del row, whole
     both.close()
+
+
+def storage_of(*tensors: torch.Tensor) -> int:
+    """The size of the storage that tensors share."""
+    [(_, nbytes)] = {(each.untyped_storage().data_ptr(), each.untyped_storage().nbytes()) for each in tensors}
+    return nbytes
+
+
+def test_overlapping_views_of_a_large_storage() -> None:
+    """Views that overlap share memory in one part of their storage, whatever their dtypes, strides and order."""
+    both = Both()
+    table = torch.arange(400_000, dtype=torch.int32)
+    inputs, targets = both.send((table[1000:5000], table[1001:5001]))
+    inputs[100:200] = -1
+    assert targets.tolist() == [*range(1001, 1100), *[-1] * 100, *range(1200, 5001)]
+    assert storage_of(inputs, targets) < 4 * 4010
+    # The third joins the parts of the others; an item of eight bytes does not begin where one of four does.
+    odd, eight, columns, apart = both.send(
+        [
+            table[3:500],
+            {"a": table.view(torch.int64)[400:800]},
+            (table[:1000].view(100, 10)[:, 3],),
+            table[200_000:200_010],
+        ]
+    )
+    (columns,), eight = columns, eight["a"]
+    assert same([odd, eight, columns], [table[3:500], table.view(torch.int64)[400:800], table[3:1000:10]])
+    assert storage_of(odd, eight, columns) < 4 * 1610
+    assert storage_of(apart) == 40
+    columns.fill_(7)
+    assert odd[::10].tolist() == [7] * 50
+    assert eight.view(torch.int32)[3].item() == 7
+    plain = torch.arange(90_000.0)
+    leaf, view = both.send([plain[:3].requires_grad_(), plain[1:4]])  # torch sends the first with all of its storage
+    leaf.detach().fill_(5)
+    assert view[:2].tolist() == [5, 5]
+    empty, full = both.send([table[:0], table[:300]])
+    assert empty.numel() == 0
+    assert same(full, table[:300])
+    del inputs, targets, odd, eight, columns, apart, full, empty, leaf, view
+    both.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -103,6 +105,16 @@ class Plain(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self.items[index]
+
+
+_calls = itertools.count()
+
+
+class Counts(Plain):
+    """The items, as numbers, with how many this process has taken before, and the folder it is in."""
+
+    def __getitem__(self, index: int) -> Any:
+        return int(self.items[index]), next(_calls), os.getcwd()
 
 
 class Random(Dataset[Any]):

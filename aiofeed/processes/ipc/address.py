@@ -34,6 +34,8 @@ _MAX_PATH_BYTES = 107 if sys.platform == "linux" else 103
 _BACKLOG = 64
 _POLL_S = 0.02
 MAX_CONNECTIONS = 256
+# The folder of a socket is locked for some system calls.
+LOCK_LIMIT_S = 5.0
 _WRITABLE = "use the path of a socket in a writable folder as the address, or set TMPDIR to such a folder"
 # After a failed accept (no file descriptors left), before the next one.
 _RETRY_S = 0.5
@@ -167,9 +169,10 @@ class Listener:
         except OSError as error:
             raise FeedError(f"no socket can be made in {self.path.parent}: {error.strerror}; {_WRITABLE}") from error
         try:
-            import fcntl  # here, so that systems without it can import this module
-
-            fcntl.flock(folder, fcntl.LOCK_EX)
+            try:
+                machine.lock_file(folder, LOCK_LIMIT_S)
+            except OSError as error:
+                raise FeedError(f"the folder {self.path.parent} cannot be locked: {error}; {_WRITABLE}") from error
             if check_free(self.path, kind):
                 self.path.unlink()
             try:

@@ -26,6 +26,8 @@ from aiofeed.runtime.event_loop import reserve_standard_descriptors
 
 # Segments are multiples of this size.
 GRAIN = 64 * 1024
+# The file beside named segments is locked for some system calls.
+_LOCK_LIMIT_S = 5.0
 # From this size on, a segment is compared with the free memory of the machine.
 _CHECKED_BYTES = 8 << 20
 _SHM = Path("/dev/shm")  # named segments on Linux; macOS does not show them in the file system
@@ -120,13 +122,15 @@ def _is_sealed(descriptor: int) -> bool:
 def _unlinked(nbytes: int) -> int:
     # multiprocessing.shared_memory uses this module, and keeps the name.
     import _posixshmem  # type: ignore[import-not-found]
-    import fcntl
 
     name = segment_name()
     path = os.path.join(tempfile.gettempdir(), f"aiofeed-{os.getuid()}.lock")
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            machine.lock_file(lock, _LOCK_LIMIT_S)
+        except OSError as error:
+            raise FeedError(f"no shared memory: {path} cannot be locked: {error}") from error
         try:
             # Left by a crash between the two calls below; the lock excludes any other process.
             _posixshmem.shm_unlink(name)

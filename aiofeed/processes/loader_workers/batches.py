@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe
@@ -39,9 +39,49 @@ _OWNER_POLL_S = 0.1
 # if fewer, a quarter of them are used.
 _MOST_KEPT = 256
 
+CLOSED = "a newer iter() of this loader has started the next epoch, with the same persistent workers"
+
 
 def _is_iterable(iterator: Any) -> bool:
     return bool(iterator._dataset_kind == torch_loader._DatasetKind.Iterable)
+
+
+class _Indices:
+    """The indices of a sampler, taken one at a time. If Ctrl-C interrupts the sampler's own code, no more are taken.
+
+    Attributes:
+        taken: Those that no batch was made of.
+    """
+
+    def __init__(self, sampler: Iterator[Any]) -> None:
+        self._sampler = sampler
+        self._cut = False
+        self.taken: deque[Any] = deque()
+
+    def take(self) -> None:
+        """Take the next one, if there is one."""
+        if self._cut:
+            return
+        try:
+            # One call to C code: Ctrl-C loses no index. islice would call iter(), which restarts Lightning's samplers.
+            self.taken.extend(itertools.starmap(self._sampler.__next__, [()]))
+        except BaseException as error:
+            # A generator that an exception has left is at its end.
+            ended = not self.taken and getattr(self._sampler, "gi_frame", self) is None
+            inside: Any = error.__traceback__ and error.__traceback__.tb_next
+            self._cut = ended and bool(inside) and not isinstance(error, Exception)
+            raise
+
+    def end(self, batch: int) -> NoReturn:
+        """Raise ``StopIteration``, or ``FeedError`` if the sampler was interrupted before its end."""
+        raise _interrupted("the sampler", batch) if self._cut else StopIteration
+
+
+def _interrupted(what: str, batch: int) -> FeedError:
+    return FeedError(
+        f"{what} was interrupted at batch {batch}, which cannot be made from where it stopped. To go on with that "
+        f"batch, call loader.load_state_dict(loader.state_dict()) and iterate over the loader again"
+    )
 
 
 class InProcessBatches:
@@ -75,22 +115,23 @@ class InProcessBatches:
         # The states of the global generators in which the first batch is made, if it was before the state of these.
         self.first_generators: tuple[Any, ...] | None = None
         self.stats: EpochStats = EpochStats()
-        self._indices: Iterator[Any] = iterator._sampler_iter
+        self._iterable = _is_iterable(iterator)
+        self._indices: _Indices = _Indices(iterator._sampler_iter)
+        self._taken = self._indices.taken
+        self._cut = ""  # what Ctrl-C has interrupted so that its batch cannot be made again
         self._pins = iterator._pin_memory
         self._pin_device = iterator._pin_memory_device
         self._deliver = deliver
-        self._skip(position, read=_is_iterable(iterator) and position.dataset is None)
+        self._skip(iterator._sampler_iter, position, read=self._iterable and position.dataset is None)
         self._number = position.batches
         self._dataset_state = functools.partial(dataset_state, self._fetcher, self._dataset)
-        self.progress: Progress = Progress(
-            start, position, iterable=_is_iterable(iterator), dataset=self._dataset_state
-        )
+        self.progress: Progress = Progress(start, position, iterable=self._iterable, dataset=self._dataset_state)
 
-    def _skip(self, position: LoaderPosition, *, read: bool) -> None:
+    def _skip(self, indices: Iterator[Any], position: LoaderPosition, *, read: bool) -> None:
         """Leave out the batches that were returned; ``read``: an iterable dataset without a state reads them."""
         for _ in range(position.batches):
             try:
-                index = next(self._indices)
+                index = next(indices)
                 if read:
                     fetch(self._fetcher, index)
             except StopIteration:
@@ -101,10 +142,10 @@ class InProcessBatches:
             self._fetcher = self._new_fetcher()
 
     def next(self) -> Any:
-        """Return the next batch.
+        """Return the next batch. After a Ctrl-C in the dataset the same batch is made again, if that is possible.
 
         Raises:
-            FeedError: Ctrl-C has interrupted ``deliver``.
+            FeedError: It is not: Ctrl-C has interrupted ``deliver``, the sampler, or a dataset that has a state.
         """
         if self.first_generators is not None:
             now, first, self.first_generators = random_state(), self.first_generators, None
@@ -113,17 +154,31 @@ class InProcessBatches:
                 return self.next()
             finally:
                 set_random_state(now)
-        progress = self.progress
-        if progress.delivering is not None:
-            raise FeedError(
-                f"transform= was interrupted at batch {self._number - 1}, which it may have changed in part. To go on "
-                f"with that batch, call loader.load_state_dict(loader.state_dict()) and iterate over the loader again"
-            )
-        before = None if self._deliver is None else (self._dataset_state(),)
-        began = time.perf_counter()
-        index = next(self._indices)
+        if self.progress.making is not None and self._cut:
+            raise _interrupted(self._cut, self._number)
+        if not self._taken:
+            began = time.perf_counter()
+            self._indices.take()
+            self.stats.sampler_s += time.perf_counter() - began
+            if not self._taken:
+                self._indices.end(self._number)
+        self.progress.making = before = (self._dataset_state(),)
+        try:
+            batch = self._make(self._taken[0], repeatable=not self._iterable and before[0] is None)
+        except Exception:
+            del self._taken[0]
+            self._number += 1
+            self.progress.making = None
+            raise
+        self.progress.add(self._number)
+        # No call follows, so Ctrl-C cannot come between these lines.
+        del self._taken[0]
         self._number += 1
-        self.stats.sampler_s += time.perf_counter() - began
+        self.progress.making = None
+        return batch
+
+    def _make(self, index: Any, *, repeatable: bool) -> Any:
+        self._cut = "" if repeatable else "the dataset"
         if self._times.left:
             self._times.left -= 1
             batch = fetch(self._fetcher, index)
@@ -131,23 +186,17 @@ class InProcessBatches:
             batch = self._times.fetch(self._fetcher, index)
             count_times(self.stats, self._times.taken())
         if not self._pins and self._deliver is None:
-            progress.add(self._number - 1)
             return batch
         fetched = time.perf_counter()
         if self._pins:
             batch = pin_memory(batch, self._pin_device)
         if self._deliver is not None:
-            progress.delivering = before
+            self._cut = "transform="
             try:
                 batch = self._deliver(batch)
-            except Exception as error:
-                progress.delivering = None
-                if isinstance(error, StopIteration):
-                    raise RuntimeError("transform= raised StopIteration") from error
-                raise
+            except StopIteration as error:
+                raise RuntimeError("transform= raised StopIteration") from error
         self.stats.copy_s += time.perf_counter() - fetched
-        progress.add(self._number - 1)
-        progress.delivering = None
         return batch
 
 
@@ -160,15 +209,16 @@ class WorkerBatches:
     Args:
         iterator: torch's iterator, which has drawn from the generators.
         loader: The ``DataLoader``.
-        spare: Workers of a complete epoch; changed.
 
     Attributes:
         workers: The processes.
         progress: The batches that were returned.
         pull: The ``IterableProducer`` that iterates over ``received``, if there is one.
+        epoch: Counts the epochs of persistent workers, whose iterator stays the same.
+        lock: Held while a batch is received for a consumer, and while an epoch begins.
     """
 
-    def __init__(self, iterator: Any, loader: Any, spare: list[LoaderWorkers]) -> None:
+    def __init__(self, iterator: Any, loader: Any) -> None:
         assert loader.prefetch_factor > 0, "prefetch_factor must be greater than 0"
         self._num_workers: int = iterator._num_workers
         self._in_order = loader.in_order
@@ -179,11 +229,12 @@ class WorkerBatches:
         self._pin_device = iterator._pin_memory_device
         self._most_batches: int = loader.prefetch_factor * self._num_workers
         self.pull: Any = None
+        self.epoch: int = 0
         # The state of each worker after the last batch that was received.
         self._states: list[bytes | None] = [None] * self._num_workers
         self.stats: EpochStats = EpochStats()
         self._answers: dict[int, Answer] = {}
-        self._lock, self._request_lock = threading.Lock(), threading.Lock()
+        self.lock, self._request_lock = threading.Lock(), threading.Lock()
         dataset, init_fn = iterator._dataset, loader.worker_init_fn
         if isinstance(dataset, IterDataPipe | MapDataPipe):
             init_fn = functools.partial(
@@ -202,14 +253,7 @@ class WorkerBatches:
             self._most_batches,
             min(_MOST_KEPT, os.sysconf("SC_OPEN_MAX") // 4),
         )
-        context = loader.multiprocessing_context or torch.multiprocessing
-        self._spare = spare
-        if spare and spare[0].renew(context, start):
-            self.workers: LoaderWorkers = spare.pop()
-            self._wait_for_resumed(self._num_workers)
-        else:
-            spare.clear()
-            self.workers = LoaderWorkers(context, start)
+        self.workers: LoaderWorkers = LoaderWorkers(loader.multiprocessing_context or torch.multiprocessing, start)
 
     def restart(self, shared_seed: int | None) -> None:
         """Let persistent workers start another epoch."""
@@ -221,6 +265,10 @@ class WorkerBatches:
         for number in range(self._num_workers):
             self.workers.send(number, Resume(shared_seed))
         self._wait_for_resumed(self._num_workers)
+
+    def _check(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            raise IteratorClosedError(CLOSED)
 
     def stop_pull(self) -> None:
         """Stop the thread that receives batches ahead, and wait for it."""
@@ -260,14 +308,14 @@ class WorkerBatches:
         self.progress: Progress = Progress(
             start, position, workers=self._states, base_seed=self._base_seed, iterable=self._iterable
         )
-        self._sampler_iter = indices
+        self._sampler: _Indices = _Indices(indices)
+        self._indices = self._sampler.taken
         self._exhausted = False
         self._requested_after = -1
         self._more = threading.Event()
         # Numbers of the next batch to request and to return; of those between, the worker and the answer.
         self._sent = self._next = position.batches
         self._done = set(position.later)
-        self._indices: deque[Any] = deque()
         self._worker_of: dict[int, int] = {}
         self._asked: dict[int, tuple[float, Any]] = {}
         self._active = [True] * self._num_workers
@@ -279,14 +327,20 @@ class WorkerBatches:
             self.request()
         self._pass_ended(wait=False)
 
-    def next(self) -> Any:
-        """Return the next batch."""
-        with self._lock:
+    def next(self, epoch: int) -> Any:
+        """Return the next batch of an epoch.
+
+        Raises:
+            IteratorClosedError: It is not the last one that was started.
+        """
+        with self.lock:
+            self._check(epoch)
             number, answer = self.receive()
+            self._check(epoch)
             # Ctrl-C may interrupt each of these lines before `take`; the next call repeats them for the same batch.
             if self._requested_after != answer.batch:
-                self._requested_after = answer.batch
                 self.request(number)
+                self._requested_after = answer.batch
             try:
                 data = self.load(number, answer)
             except Exception:
@@ -317,11 +371,15 @@ class WorkerBatches:
             yield pin_memory(batch, self._pin_device) if pins else batch
             del batch
 
-    def handing_out(self) -> None:
+    def handing_out(self, epoch: int) -> None:
         """The consumer gets the next batch of ``received``. Requests a further one, as torch's iterator does."""
-        number, answer = self._ready.popleft()
-        self.progress.add(answer.batch, number, answer.state, in_order=self._in_order)
-        self.request(number)
+        with self.lock:
+            self._check(epoch)
+            number, answer = self._ready[0]
+            # Ctrl-C may interrupt each of these lines; the next call repeats them.
+            self.progress.add(answer.batch, number, answer.state, in_order=self._in_order)
+            self.request(number)
+            del self._ready[0]
 
     def continues(self) -> bool:
         """Return whether ``received`` may be called again after an error, as torch's iterator continues after one."""
@@ -342,11 +400,9 @@ class WorkerBatches:
                 self._loads[freed] -= 1
             number = None
             try:
-                # One call to C code: Ctrl-C loses no index. islice would call iter(), which restarts a sampler of
-                # Lightning.
                 while not self._indices:
                     began = time.perf_counter()
-                    self._indices.extend(itertools.starmap(self._sampler_iter.__next__, [()]))
+                    self._sampler.take()
                     self.stats.sampler_s += time.perf_counter() - began
                     if self._sent in self._done and self._indices:
                         # It was returned before the state was saved.
@@ -363,8 +419,8 @@ class WorkerBatches:
                     self.workers.send(number, Fetch(self._sent, self._indices[0], self.workers.releases(number)))
                     self._sent += 1
                     self._indices.popleft()
-            finally:
                 self._exhausted = number is None
+            finally:
                 self._more.set()
 
     def _next_worker(self) -> int | None:
@@ -382,7 +438,7 @@ class WorkerBatches:
         """Wait for the answer of the next batch; return its worker and the answer, which ``take`` removes.
 
         Raises:
-            StopIteration: There are no more batches. Forked workers then end, unless they are persistent.
+            StopIteration: There are no more batches. The workers then end, unless they are persistent.
         """
         while True:
             self._pass_ended(wait=True)
@@ -401,11 +457,8 @@ class WorkerBatches:
             if answer.kind == "end" and not self._in_order:
                 self._active[number] = False
         if not self._persistent:
-            if self.workers.forked:
-                self.workers.close()
-            else:
-                self._spare[:] = [self.workers]
-        raise StopIteration
+            self.workers.close()
+        self._sampler.end(self._next)
 
     def _pass_ended(self, *, wait: bool) -> None:
         """Advance over batches that are not returned: those returned before, and those of workers that have ended."""
@@ -414,6 +467,9 @@ class WorkerBatches:
             if batch == self._sent:
                 if self._exhausted or not wait:
                     return
+                if self.pull is None:  # Ctrl-C has interrupted `request`
+                    self.request()
+                    continue
                 self._more.wait(self._wait_s())  # another thread calls `request`
                 self._more.clear()
                 continue

@@ -43,11 +43,9 @@ class Resume:
 
     Args:
         shared_seed: The seed of data pipes.
-        start: A pickled ``WorkerStart``; ``None``: go on with the same dataset and random generators.
     """
 
     shared_seed: int | None
-    start: bytes | None = None
 
 
 @dataclass(frozen=True)

@@ -72,13 +72,14 @@ class BatchTimes:
             self._ended.clear()
             thread = threading.Thread(target=self._probe, name="aiofeed-gil", daemon=True)
             thread.start()
-        self._collate_fn, fetcher.collate_fn, self._collate_s = fetcher.collate_fn, self._collate, 0.0
         self._began, cpu_s = time.perf_counter(), time.thread_time()
+        # No call lies between each of these and `try` or `finally`, so that Ctrl-C cannot leave the one in place.
+        self._collate_fn, fetcher.collate_fn, self._collate_s = fetcher.collate_fn, self._collate, 0.0
         try:
             batch = fetch(fetcher, index)
         finally:
-            self._dataset_s = time.perf_counter() - self._began - self._collate_s
             fetcher.collate_fn = self._collate_fn
+            self._dataset_s = time.perf_counter() - self._began - self._collate_s
             if thread is not None:
                 self._ended.set()
                 thread.join()

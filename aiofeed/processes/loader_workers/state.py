@@ -134,7 +134,7 @@ class Progress:
 
     Attributes:
         finished: Whether the consumer has seen the end of the epoch.
-        delivering: While a batch is copied and transformed, without workers: the state of the dataset before it.
+        making: While a batch is made, without workers: the state of the dataset before it.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Progress:
         self.start = start
         self.first = position
         self.finished: bool = False
-        self.delivering: tuple[Any] | None = None
+        self.making: tuple[Any] | None = None
         self.returned: int = position.returned
         self._received = workers = workers if workers is not None else []
         self._first_states = self._states = list(workers)
@@ -202,7 +202,7 @@ class Progress:
         dataset = None
         # At the start of an epoch an iterable dataset may still have its state at the end of the epoch before.
         if self._dataset is not None and (self._batches or not self._iterable):
-            (dataset,) = self.delivering or (self._dataset(),)
+            (dataset,) = self.making or (self._dataset(),)
         return replace(
             self.first,
             batches=self._batches,

@@ -167,25 +167,9 @@ class _LoaderWorker:
 
     def _resume(self, task: Resume) -> None:
         self._ended = False
-        if task.start is None:
-            self._seed_pipes(task.shared_seed)
-            self._new_fetcher()
-        else:
-            self._renew(task.start)
+        self._seed_pipes(task.shared_seed)
+        self._new_fetcher()
         self._send(Answer("resumed", -1))
-
-    def _renew(self, start: bytes) -> None:
-        """Begin as a new process would."""
-        self._init_error = self._generators = None
-        self._shared_rng = torch.Generator()
-        try:
-            self._start = pickle.loads(start)
-        except Exception:  # noqa: BLE001 - the parent raises it
-            self._init_error = self._wrapped_error()
-            return
-        self._dataset = self._start.dataset
-        self._seed()
-        self._init()
 
     def _restore(self, task: Restore) -> None:
         random_generators, dataset = task.state

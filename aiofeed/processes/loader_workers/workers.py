@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import pickle
 import signal
 import socket
+import sys
+import threading
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
-from multiprocessing.reduction import ForkingPickler
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from aiofeed.core.errors import IteratorClosedError, WorkerDiedError
 from aiofeed.processes.ipc.framing import close_all
 from aiofeed.processes.ipc.peers import describe_exit
 from aiofeed.processes.ipc.ring import Borrowed, Ring, free_dropped_slots
-from aiofeed.processes.loader_workers.channel import Answer, Channel, Resume, wait
+from aiofeed.processes.loader_workers.channel import Answer, Channel, wait
 from aiofeed.processes.loader_workers.worker_loop import WorkerStart, main
 from aiofeed.processes.pickling import load_batch
 from aiofeed.runtime.buffers import Bytes, DropTracker
@@ -28,30 +30,55 @@ from aiofeed.runtime.buffers import Bytes, DropTracker
 _REAP_S = 1.0
 # As torch waits for its workers.
 _END_S = 5.0
+# Shortest and longest interval of the checks whether they have ended.
+_END_POLL_S, _LONGEST_POLL_S = 0.001, 0.02
 # The parent's ends of all channels. A forked worker closes its copies.
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+# The workers of iterators that were dropped, until they have ended.
+_ending: list[list[Any]] = []
+
+
+@contextmanager
+def _held(number: int, forks: bool) -> Iterator[None]:
+    """Call the handler of a signal after a block that forks, not in it, if this is the main thread.
+
+    ``os.fork`` calls Python functions that modules have registered. Python handles a signal in the first one, where
+    the exception of the handler is printed and lost.
+    """
+    handler = signal.getsignal(number)
+    arrived: list[int] = []
+    if not forks or not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    try:
+        signal.signal(number, lambda *_: arrived.append(number))
+        yield
+    finally:
+        signal.signal(number, handler)
+        if arrived:
+            handler(number, sys._getframe())
 
 
 class _LoaderProcess:
     """One process, its channel and its shared memory."""
 
     def __init__(self, context: Any, start: WorkerStart, number: int) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            _sockets.add(ours)
-            inherited = list(_sockets) if context.get_start_method() == "fork" else []
-            self.process = context.Process(target=main, args=(theirs, inherited, start, number), daemon=True)
-            try:
-                self.process.start()
-            except BaseException:
-                ours.close()
-                raise
+        ours, self._theirs = socket.socketpair()
+        _sockets.add(ours)
+        self._forks = context.get_start_method() == "fork"
+        inherited = list(_sockets) if self._forks else []
+        self.process = context.Process(target=main, args=(self._theirs, inherited, start, number), daemon=True)
         self.channel = Channel(ours)
         self.ring = Ring()
         # Batches whose memory the user has dropped.
         self.tracker: DropTracker[Borrowed] = DropTracker()
         self.loaded: tuple[int, Borrowed] | None = None
         self._free: list[tuple[int, bool]] = []
+
+    def start(self) -> None:
+        """Start the process."""
+        with self._theirs, _held(signal.SIGTERM, self._forks), _held(signal.SIGINT, self._forks):
+            self.process.start()
 
     def releases(self) -> Sequence[tuple[int, bool]]:
         """The slots that are free since the last call; see ``Fetch``."""
@@ -82,22 +109,22 @@ class LoaderWorkers:
     Args:
         context: ``torch.multiprocessing`` or one of its contexts.
         start: What each worker starts with.
-
-    Attributes:
-        forked: Whether the processes were forked.
     """
 
     def __init__(self, context: Any, start: WorkerStart) -> None:
         self._workers: list[_LoaderProcess] = []
         self._pid = os.getpid()
         # At interpreter exit multiprocessing ends them, and modules may be gone.
-        weakref.finalize(self, _end, self._workers, self._pid).atexit = False
-        self._context = context
-        self.forked: bool = context.get_start_method() == "fork"
+        # A finalizer does not wait: a Ctrl-C in it would be lost.
+        weakref.finalize(self, _end, self._workers, self._pid, waits=False).atexit = False
+        # A fork has copied the list, not the processes.
+        while any(each._parent_pid == self._pid and each.is_alive() for group in [*_ending] for each in group):
+            time.sleep(_LONGEST_POLL_S)  # as torch, which waits for them when the iterator is dropped
         self._opened: tuple[int, Answer] | None = None
         for number in range(start.num_workers):
             try:
                 self._workers.append(_LoaderProcess(context, start, number))
+                self._workers[-1].start()
             except (TypeError, AttributeError, pickle.PicklingError) as error:
                 self.close()
                 method = context.get_start_method()
@@ -110,23 +137,6 @@ class LoaderWorkers:
             except BaseException:
                 self.close()
                 raise
-
-    def renew(self, context: Any, start: WorkerStart) -> bool:
-        """Let the workers begin as new processes would, with a new copy of the dataset; return whether they can.
-
-        A fork copies the whole state of its parent, which cannot be sent. Other new processes get the dataset by
-        pickle, and then start in seconds, because they import torch.
-        """
-        if context is not self._context or start.num_workers != len(self._workers) or self.forked or not self.usable:
-            return False
-        try:
-            # One for each: torch's shared tensors can be loaded once.
-            pickled = [bytes(ForkingPickler.dumps(start)) for _ in self._workers]
-        except Exception:  # noqa: BLE001 - some objects can be sent to starting processes only, such as locks
-            return False
-        for number, data in enumerate(pickled):
-            self.send(number, Resume(start.shared_seed, data))
-        return True
 
     @property
     def usable(self) -> bool:
@@ -203,23 +213,37 @@ class LoaderWorkers:
 
     def close(self) -> None:
         """End the workers: each after its current batch, or by a signal if that takes more than 5 s. Idempotent."""
-        _end(self._workers, self._pid)
+        _end(self._workers, self._pid, waits=True)
 
 
-def _end(workers: Sequence[_LoaderProcess], pid: int) -> None:
+def _end(workers: Sequence[_LoaderProcess], pid: int, *, waits: bool) -> None:
+    """Close the channels of the workers, and see that they end: ``waits`` or in a thread."""
     if pid != os.getpid():
         return
     for worker in workers:
         worker.close()
+    processes = [worker.process for worker in workers if worker.process.is_alive()]
+    if waits:
+        _wait_for_end(processes)
+    elif processes:
+        _ending.append(processes)
+        with suppress(RuntimeError):  # at interpreter exit there is no new thread
+            # Not a threading.Thread, whose start waits.
+            _thread.start_new_thread(_wait_for_end, (processes,))
+
+
+def _wait_for_end(processes: list[Any]) -> None:
     # A stopped worker goes on, and ends with its channel.
     for number in (signal.SIGCONT, signal.SIGTERM, signal.SIGKILL):
-        running = [worker.process for worker in workers if worker.process.is_alive()]
-        for process in running:
+        for process in [each for each in processes if each.is_alive()]:
             with suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(process.pid, number)
-        deadline = time.monotonic() + _END_S
-        for process in running:
-            process.join(max(0.0, deadline - time.monotonic()))
+        deadline, pause_s = time.monotonic() + _END_S, _END_POLL_S
+        # Not `join`: two threads that wait for a process at the same time get no exit status.
+        while any(each.is_alive() for each in processes) and time.monotonic() < deadline:
+            time.sleep(pause_s := min(1.5 * pause_s, _LONGEST_POLL_S))
+    with suppress(ValueError):
+        _ending.remove(processes)
 
 
 def _died(worker: _LoaderProcess) -> WorkerDiedError:

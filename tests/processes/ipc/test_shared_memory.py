@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 from collections.abc import Iterator
@@ -46,6 +47,21 @@ def test_named_memory_loses_its_name_at_once(named: None) -> None:
     before = set(os.listdir("/dev/shm"))
     write_and_read(100_000)
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "aiofeed" in name]
+
+
+@linux
+def test_named_memory_whose_lock_is_held_is_an_error(
+    named: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait has a limit."""
+    monkeypatch.setattr(segments, "_LOCK_LIMIT_S", 0.05)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with open(tmp_path / f"aiofeed-{os.getuid()}.lock", "wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(FeedError, match=r"cannot be locked: .*process .* has locked it"):
+            write_and_read(100_000)
+    os.chmod(held.name, 0o600)
+    write_and_read(100_000)
 
 
 @linux

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import stat
@@ -17,6 +18,7 @@ import torch
 import aiofeed
 from aiofeed import Feeder, FeedError
 from aiofeed.errors import CollateError, ReadError, StateError, WorkerDiedError
+from aiofeed.processes import share
 from aiofeed.processes.serving import hub
 from aiofeed.processes.serving.published import BatchPublisher
 from aiofeed.testing import SimulatedDevice
@@ -419,6 +421,21 @@ def test_a_second_server_at_an_address_is_refused(address: str) -> None:
             server.start()
         assert stat.S_IMODE(os.stat(address).st_mode) == 0o600
     assert not os.path.exists(address)
+
+
+@pytest.mark.parametrize("what", ["feeder", "tensors"])
+def test_a_folder_that_is_locked_is_an_error(what: str, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process that may read the folder can lock it; the wait has a limit, and the error names the process."""
+    monkeypatch.setattr("aiofeed.processes.ipc.address.LOCK_LIMIT_S", 0.05)
+    folder = os.open(os.path.dirname(address), os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_SH)
+        with numbers() as feeder, pytest.raises(FeedError, match=r"cannot be locked: .*process .* has locked it"):
+            aiofeed.serve(feeder, address).start() if what == "feeder" else share({"a": torch.ones(3)}, address)
+    finally:
+        os.close(folder)
+    with numbers() as feeder, aiofeed.serve(feeder, address):
+        pass
 
 
 def test_a_file_that_is_no_socket_is_left_alone(address: str) -> None:
