@@ -26,7 +26,7 @@ from aiofeed.core.validation import check_bool, check_callable, check_positive_i
 from aiofeed.decoders.media.clips import Clips
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
-from aiofeed.engine.fetch.sequences import PackCollate
+from aiofeed.engine.fetch.sequences import PackCollate, check_collate_fn
 from aiofeed.feeder.rules import check, conflict, facts_of
 from aiofeed.runtime import machine
 from aiofeed.sampling.feed_order import FeedOrder, Lister
@@ -332,7 +332,7 @@ class Arguments:
         self.samples: int = 1
         if self.batch_sampler is None and not isinstance(self.batch_size, LengthPlan):
             self.samples = check_batch_size(self.batch_size)
-        self.collate_fn: Collate | None = check_callable("collate_fn", given["collate_fn"])
+        self.collate_fn: Collate | None = check_collate_fn(given["collate_fn"])
         transform = check_callable("transform", given["transform"])
         self.transform: Transform | None = sequence_part(given["split_sequence"], transform)
         self.backend: DeviceBackend | DeviceGroup | None = resolve_devices(given["device"])

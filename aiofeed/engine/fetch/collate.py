@@ -195,7 +195,7 @@ class MisfitError(Exception):
         names = f" ({' and '.join(map(repr, keys))})" if keys else ""
         return (
             f"the samples of a batch do not fit together: {self}{names}; make the decoder return the same structure "
-            f"and shape for every sample, or pass collate_fn=, such as aiofeed.pad_collate"
+            f"and shape for every sample, or pass collate_fn=, such as aiofeed.pad_collate()"
         )
 
 
@@ -466,12 +466,17 @@ class CollateBatchBuilder(SampleList):
         try:
             batch = self._collate_fn(samples)
         except BaseException as error:  # the user's function may raise anything; it is chained and named
-            named = pick(keys, positions)
-            span = repr(named[0]) if len(named) == 1 else f"{named[0]!r} to {named[-1]!r}"
-            raise CollateError(f"collate_fn raised {format_error(error)} (samples {span})") from error
+            raise CollateError(f"collate_fn raised {format_error(error)} ({_span(keys, positions)})") from error
+        if batch is None:
+            raise CollateError(f"collate_fn returned None ({_span(keys, positions)}): return the batch")
         batch, nbytes = (batch, total_nbytes(batch)) if self._lease is None else stage(batch, self._lease)
         self.nbytes: int = nbytes
         return batch
+
+
+def _span(keys: Sequence[str], positions: Positions) -> str:
+    named = pick(keys, positions)
+    return f"samples {named[0]!r}" if len(named) == 1 else f"samples {named[0]!r} to {named[-1]!r}"
 
 
 def misfit_error(error: BaseException, key: str) -> CollateError | None:
