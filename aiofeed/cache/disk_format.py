@@ -178,7 +178,7 @@ class CacheFile:
         Raises:
             CacheError: The file is not a cache, has a damaged header, another version, or is too short.
         """
-        head = os.pread(self._fd, _HEAD.size, 0)
+        head = self._read(_HEAD.size, 0)
         if not head:
             return None
         if not head.startswith(_MAGIC):
@@ -188,7 +188,7 @@ class CacheFile:
         _, length, crc, _ = _HEAD.unpack(head)
         if not length:
             return None
-        text = os.pread(self._fd, length, _DESCRIPTION_AT)
+        text = self._read(length, _DESCRIPTION_AT)
         if zlib.crc32(text) != crc:
             raise CacheError(f"the header of the cache {self.path!r} is damaged: {_WAY_OUT}")
         try:
@@ -323,7 +323,7 @@ class CacheFile:
     def table(self) -> NDArray[np.void]:
         """A copy of all entries."""
         self.check_size()
-        return np.frombuffer(os.pread(self._fd, self.samples * _ENTRY.size, self._table_at), _ENTRY_TYPE)
+        return np.frombuffer(self._read(self.samples * _ENTRY.size, self._table_at), _ENTRY_TYPE)
 
     def valid_slot(self, index: int) -> int | None:
         """Number of a sample's slot if its checksum matches; call ``open_rows`` before."""
@@ -337,9 +337,12 @@ class CacheFile:
     def record(self, slot: int) -> NDArray[np.uint8]:
         """A record, in memory of its own."""
         end, memory = self._end_of(slot), np.empty(units_of(slot)[1] * UNIT, np.uint8)
-        if os.preadv(self._fd, [memory.data], end - memory.nbytes) < memory.nbytes:
-            raise self._truncated(end)
-        return memory
+        try:
+            if os.preadv(self._fd, [memory.data], end - memory.nbytes) == memory.nbytes:
+                return memory
+        except OSError as error:
+            raise self._unreadable(error) from error
+        raise self._truncated(end)
 
     def _end_of(self, slot: int) -> int:
         if slot < RECORD:
@@ -347,7 +350,7 @@ class CacheFile:
         return self._records_at + sum(units_of(slot)) * UNIT
 
     def _entry(self, index: int) -> tuple[int | None, int]:
-        entry = os.pread(self._fd, _ENTRY.size, self._table_at + index * _ENTRY.size)
+        entry = self._read(_ENTRY.size, self._table_at + index * _ENTRY.size)
         if len(entry) < _ENTRY.size:
             raise self._truncated()
         number, crc, _ = _ENTRY.unpack(entry)
@@ -376,7 +379,7 @@ class CacheFile:
         return record_slot(used, units)
 
     def _used(self, at: int) -> int:
-        return int(_USED.unpack(os.pread(self._fd, _USED.size, at))[0])
+        return int(_USED.unpack(self._read(_USED.size, at))[0])
 
     def _counted(self) -> tuple[int, int]:
         """Rows and units in use by the table: after a power failure the disk may have more than the header counts."""
@@ -391,6 +394,15 @@ class CacheFile:
         """Write a row or record, then its entry, inside ``locked``."""
         self._write(data.data, self._end_of(slot) - data.nbytes)
         self._write(_ENTRY.pack(slot + 1, checksum(index, data), 0), self._table_at + index * _ENTRY.size)
+
+    def _read(self, nbytes: int, at: int) -> bytes:
+        try:
+            return os.pread(self._fd, nbytes, at)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> CacheError:
+        return CacheError(f"the cache {self.path!r} cannot be read: {error}; {_WAY_OUT}")
 
     def _write(self, data: Any, at: int) -> None:
         view = memoryview(data).cast("B")
