@@ -202,6 +202,9 @@ class DiskStore(SampleStore):
         assert file is not None
         try:
             with file.locked():
+                if file.removed:
+                    self._empty_file = None
+                    return self._allocate(layout)
                 described = file.describe()
                 if described is None:
                     if not file.writable:
@@ -289,9 +292,10 @@ class DiskStore(SampleStore):
                     "the cache %s has damaged samples, first sample %d: they are decoded again", self.path, index
                 )
         else:
+            record = self._file.record(found) if found >= RECORD else None
             try:
-                if found >= RECORD:
-                    unpack_record(self._file.record(found))
+                if record is not None:
+                    unpack_record(record)
                 self.slots[index] = found
             except LookupError:
                 pass  # the class of its namedtuple is known once such an item is made

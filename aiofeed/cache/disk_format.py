@@ -91,12 +91,14 @@ class CacheFile:
 
     Args:
         path: Path of an existing file.
+        created: Whether this process has created it.
     """
 
     _least_used: tuple[int, int] | None = None
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, created: bool = False) -> None:
         self.path = path
+        self.created = created
         self.writable: bool = True
         flags = os.O_CLOEXEC | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_NONBLOCK", 0)
         try:
@@ -264,6 +266,7 @@ class CacheFile:
         if max_bytes is not None and row:
             described["capacity"] = min(samples, max((max_bytes - self._rows_at) // row, 0))
         if max_bytes is not None and max_bytes < least:
+            self.remove_if_empty()
             raise CacheError(
                 f"DiskCache(max_bytes={max_bytes}) has no room for a single sample: one takes {format_bytes(least)} "
                 f"({least} bytes), all of them {format_bytes(self._end)}"
@@ -292,6 +295,7 @@ class CacheFile:
                 os.ftruncate(self._fd, self._end)
         except OSError as error:
             os.ftruncate(self._fd, 0)
+            self.remove_if_empty()
             if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
                 raise
             raise CacheError(
@@ -299,6 +303,17 @@ class CacheFile:
                 f"samples, and {format_bytes(free)} are free in {folder!r} ({os.strerror(error.errno or 0)}): "
                 f"free some space, choose another path, or cache fewer samples with DiskCache(path, max_bytes=...)"
             ) from error
+
+    def remove_if_empty(self) -> None:
+        """Remove the file, inside ``locked``, if this object created it and nothing was written."""
+        if self.created and not os.fstat(self._fd).st_size:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+
+    @property
+    def removed(self) -> bool:
+        """Whether the file has been removed; another process may have done so before it could write the header."""
+        return not os.fstat(self._fd).st_nlink
 
     def open_rows(self) -> NDArray[np.uint8]:
         """The rows as a read-only view of shared memory, which shows what other processes write.
@@ -427,7 +442,7 @@ def open_file(path: str, *, create: bool) -> CacheFile | None:
         raise CacheError(f"the cache {path!r} cannot be opened: {error}") from error
     try:
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666))
-        return CacheFile(path)
+        return CacheFile(path, created=True)
     except OSError as error:
         folder = os.path.dirname(path) or "."
         hint = f"there is no folder {folder!r}: create it first"
