@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import functools
 import json
 import os
@@ -361,17 +362,16 @@ def test_a_disk_that_cannot_be_read_is_an_error_that_names_the_file(
 
     with Feeder(Rows(), decode=decode, batch_size=8, collate_fn=list, cache=DiskCache(path)) as feeder:
         list(feeder)
-    read, calls = getattr(os, function), [0]
+    read = getattr(os, function)
 
     def failing(*arguments: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == fails_at:
+        if next(calls) == fails_at:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return read(*arguments)
 
     monkeypatch.setattr(os, function, failing)
     for fails_at in (1, 2, 3, 7, 50):  # noqa: B007 - ``failing`` uses it
-        calls[0] = 0
+        calls = itertools.count(1)
         with pytest.raises(CacheError, match=r"cannot be read: .*Input/output error") as caught:
             for _ in Feeder(Rows(), decode=decode, batch_size=8, collate_fn=list, cache=DiskCache(path)):
                 pass

@@ -506,7 +506,7 @@ def misfit_error(error: BaseException, key: str) -> CollateError | None:
     return CollateError(error.explain([key])) if isinstance(error, MisfitError) else None
 
 
-def _default_collate(values: Sequence[Any]) -> Any:
+def _default_collate(values: Any) -> Any:
     from torch.utils.data import default_collate
 
     try:
