@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import functools
+import itertools
 import json
 import os
 import random
