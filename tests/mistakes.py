@@ -91,6 +91,10 @@ Feeder(folder, decode=image, batch_size=4, weights=[1.0]) #: 8
 Feeder(folder, decode=image, batch_size=4, weights=[-1.0] * 8) #: weights
 Feeder(folder, decode=image, batch_size=4, exclude=3) #: exclude
 Feeder(folder, decode=image, batch_size=4, collate_fn=3) #: collate_fn must be callable
+Feeder(folder, decode=image, batch_size=4, collate_fn=aiofeed.pad_collate) #: collate_fn=aiofeed.pad_collate()
+aiofeed.DataLoader(numbers, collate_fn=aiofeed.pad_collate) #: collate_fn=aiofeed.pad_collate()
+list(torch.utils.data.DataLoader([torch.ones(2)], collate_fn=aiofeed.pad_collate)) #: collate_fn=aiofeed.pad_collate()
+list(Feeder([torch.ones(1), torch.ones(2)], batch_size=2)) #: aiofeed.pad_collate()
 Feeder(folder, decode=image, batch_size=4, transform="flip") #: transform must be callable
 Feeder(folder, decode=3, batch_size=4) #: decode must be callable
 Feeder(folder, decode=DecodeImage, batch_size=4) #: pass an instance

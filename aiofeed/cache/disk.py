@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.cache.item_codec import deserialized, serialized
-from aiofeed.cache.layout import RECORDS, ItemLayout, Layout, NotCacheableError, Parts, unpack_record
+from aiofeed.cache.layout import (
+    RECORDS,
+    UNIT,
+    ItemLayout,
+    Layout,
+    NotCacheableError,
+    Parts,
+    describe,
+    same_structure,
+    unpack_record,
+)
 from aiofeed.cache.store import RECORD, SampleStore
 from aiofeed.core.errors import CacheError
 from aiofeed.core.types import public
@@ -177,6 +187,11 @@ class DiskStore(SampleStore):
             raise NotCacheableError(f"the file has {self._file.layout}, this one is {layout}")
         return super().set_layout(layout)
 
+    def _room(self) -> int:
+        # The header takes a page, the table 16 bytes for each sample, and a record some more than its sample.
+        most = self._cache.max_bytes
+        return 1 << 62 if most is None else most - 4096 - -(-16 * self.samples // 4096) * 4096 - 2 * UNIT
+
     def _allocate(self, layout: Layout) -> Layout | None:
         from aiofeed.cache.disk_format import open_file
 
@@ -187,6 +202,9 @@ class DiskStore(SampleStore):
         assert file is not None
         try:
             with file.locked():
+                if file.removed:
+                    self._empty_file = None
+                    return self._allocate(layout)
                 described = file.describe()
                 if described is None:
                     if not file.writable:
@@ -274,11 +292,14 @@ class DiskStore(SampleStore):
                     "the cache %s has damaged samples, first sample %d: they are decoded again", self.path, index
                 )
         else:
+            record = self._file.record(found) if found >= RECORD else None
             try:
-                if found >= RECORD:
-                    unpack_record(self._file.record(found))
+                if record is not None:
+                    unpack_record(record)
                 self.slots[index] = found
-            except Exception:  # noqa: BLE001 - its namedtuple is not loaded yet, or any program has written it
+            except LookupError:
+                pass  # the class of its namedtuple is known once such an item is made
+            except Exception:  # noqa: BLE001 - any program may have written it
                 self._damaged.add(index)
 
     def copy_rows(self, indices: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
@@ -361,7 +382,12 @@ class DiskStore(SampleStore):
         """Warn if the source gives another sample than the file has."""
         if isinstance(found, NotCacheableError):
             raise self._other_content([f"layout of a sample: {self.layout} in the file; here {found}"]) from None
-        if any(new.tobytes() != old.tobytes() for new, old in zip(found, self.get(index)[0], strict=True)):
+        cached, layout = self.get(index)
+        if any(new.tobytes() != old.tobytes() for new, old in zip(found, cached, strict=True)):
+            if layout is RECORDS and not same_structure(
+                old := unpack_record(cached[0]), new := unpack_record(found[0])
+            ):
+                raise self._other_content([f"structure of {key}: {describe(old)} in the file, {describe(new)} here"])
             log.warning(
                 "the cache %s has another %s than the Dataset returns now. Either its data or settings have changed: "
                 "then delete the file. Or its items are random: then those of the first run are used. "

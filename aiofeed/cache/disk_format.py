@@ -17,6 +17,7 @@ bytes of its entry, or byte 0 before there are entries. Such locks end with the 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -89,12 +90,14 @@ class CacheFile:
 
     Args:
         path: Path of an existing file.
+        created: Whether this process has created it.
     """
 
     _least_used: tuple[int, int] | None = None
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, created: bool = False) -> None:
         self.path = path
+        self.created = created
         self.writable: bool = True
         flags = os.O_CLOEXEC | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_NONBLOCK", 0)
         try:
@@ -156,7 +159,7 @@ class CacheFile:
         Raises:
             CacheError: The file is not a cache, has a damaged header, another version, or is too short.
         """
-        head = os.pread(self._fd, _HEAD.size, 0)
+        head = self._read(_HEAD.size, 0)
         if not head:
             return None
         if not head.startswith(_MAGIC):
@@ -166,7 +169,7 @@ class CacheFile:
         _, length, crc, _ = _HEAD.unpack(head)
         if not length:
             return None
-        text = os.pread(self._fd, length, _DESCRIPTION_AT)
+        text = self._read(length, _DESCRIPTION_AT)
         if zlib.crc32(text) != crc:
             raise CacheError(f"the header of the cache {self.path!r} is damaged: {_WAY_OUT}")
         try:
@@ -242,6 +245,7 @@ class CacheFile:
         if max_bytes is not None and row:
             described["capacity"] = min(samples, max((max_bytes - self._rows_at) // row, 0))
         if max_bytes is not None and max_bytes < least:
+            self.remove_if_empty()
             raise CacheError(
                 f"DiskCache(max_bytes={max_bytes}) has no room for a single sample: one takes {format_bytes(least)} "
                 f"({least} bytes), all of them {format_bytes(self._end)}"
@@ -270,6 +274,7 @@ class CacheFile:
                 os.ftruncate(self._fd, self._end)
         except OSError as error:
             os.ftruncate(self._fd, 0)
+            self.remove_if_empty()
             if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
                 raise
             raise CacheError(
@@ -277,6 +282,17 @@ class CacheFile:
                 f"samples, and {format_bytes(free)} are free in {folder!r} ({os.strerror(error.errno or 0)}): "
                 f"free some space, choose another path, or cache fewer samples with DiskCache(path, max_bytes=...)"
             ) from error
+
+    def remove_if_empty(self) -> None:
+        """Remove the file, inside ``locked``, if this object created it and nothing was written."""
+        if self.created and not os.fstat(self._fd).st_size:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+
+    @property
+    def removed(self) -> bool:
+        """Whether the file has been removed; another process may have done so before it could write the header."""
+        return not os.fstat(self._fd).st_nlink
 
     def open_rows(self) -> NDArray[np.uint8]:
         """The rows as a read-only view of shared memory, which shows what other processes write.
@@ -301,7 +317,7 @@ class CacheFile:
     def table(self) -> NDArray[np.void]:
         """A copy of all entries."""
         self.check_size()
-        return np.frombuffer(os.pread(self._fd, self.samples * _ENTRY.size, self._table_at), _ENTRY_TYPE)
+        return np.frombuffer(self._read(self.samples * _ENTRY.size, self._table_at), _ENTRY_TYPE)
 
     def valid_slot(self, index: int) -> int | None:
         """Number of a sample's slot if its checksum matches; call ``open_rows`` before."""
@@ -315,9 +331,12 @@ class CacheFile:
     def record(self, slot: int) -> NDArray[np.uint8]:
         """A record, in memory of its own."""
         end, memory = self._end_of(slot), np.empty(units_of(slot)[1] * UNIT, np.uint8)
-        if os.preadv(self._fd, [memory.data], end - memory.nbytes) < memory.nbytes:
-            raise self._truncated(end)
-        return memory
+        try:
+            if os.preadv(self._fd, [memory.data], end - memory.nbytes) == memory.nbytes:
+                return memory
+        except OSError as error:
+            raise self._unreadable(error) from error
+        raise self._truncated(end)
 
     def _end_of(self, slot: int) -> int:
         if slot < RECORD:
@@ -325,7 +344,7 @@ class CacheFile:
         return self._records_at + sum(units_of(slot)) * UNIT
 
     def _entry(self, index: int) -> tuple[int | None, int]:
-        entry = os.pread(self._fd, _ENTRY.size, self._table_at + index * _ENTRY.size)
+        entry = self._read(_ENTRY.size, self._table_at + index * _ENTRY.size)
         if len(entry) < _ENTRY.size:
             raise self._truncated()
         number, crc, _ = _ENTRY.unpack(entry)
@@ -354,7 +373,7 @@ class CacheFile:
         return record_slot(used, units)
 
     def _used(self, at: int) -> int:
-        return int(_USED.unpack(os.pread(self._fd, _USED.size, at))[0])
+        return int(_USED.unpack(self._read(_USED.size, at))[0])
 
     def _counted(self) -> tuple[int, int]:
         """Rows and units in use by the table: after a power failure the disk may have more than the header counts."""
@@ -369,6 +388,15 @@ class CacheFile:
         """Write a row or record, then its entry, inside ``locked``."""
         self._write(data.data, self._end_of(slot) - data.nbytes)
         self._write(_ENTRY.pack(slot + 1, checksum(index, data), 0), self._table_at + index * _ENTRY.size)
+
+    def _read(self, nbytes: int, at: int) -> bytes:
+        try:
+            return os.pread(self._fd, nbytes, at)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> CacheError:
+        return CacheError(f"the cache {self.path!r} cannot be read: {error}; {_WAY_OUT}")
 
     def _write(self, data: Any, at: int) -> None:
         view = memoryview(data).cast("B")
@@ -393,7 +421,7 @@ def open_file(path: str, *, create: bool) -> CacheFile | None:
         raise CacheError(f"the cache {path!r} cannot be opened: {error}") from error
     try:
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666))
-        return CacheFile(path)
+        return CacheFile(path, created=True)
     except OSError as error:
         folder = os.path.dirname(path) or "."
         hint = f"there is no folder {folder!r}: create it first"

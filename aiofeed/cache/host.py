@@ -63,9 +63,14 @@ class HostStore(SampleStore):
         self._blocks: list[NDArray[np.uint8]] = []
         self._full_logged = False
 
+    def _room(self) -> int:
+        if not self._limit:
+            limit = self._cache.max_bytes
+            self._limit = self._free_memory() // (2 * local_ranks()) if limit is None else limit
+        return self._limit
+
     def _allocate(self, layout: Layout) -> Layout:
-        limit = self._cache.max_bytes
-        self._limit = self._free_memory() // (2 * local_ranks()) if limit is None else limit
+        self._room()
         capacity = min(self.samples, self._limit // max(layout.nbytes, 1))
         # Private memory: a forked child has a copy. The system provides pages as they are written.
         self._arena = np.empty((capacity, layout.nbytes), np.uint8)
@@ -75,13 +80,14 @@ class HostStore(SampleStore):
         with self._lock:
             if self.slots[index] not in (EMPTY, HELD):
                 return
-            if self._used_bytes + data.nbytes > self._limit:
+            if self._used_bytes + self._held_bytes + data.nbytes > self._limit:
                 self._log_full()
                 return
             self._used_bytes += data.nbytes
             slot = record_slot(self._take(units), units) if units else self._used
             self._used += not units
-            self.slots[index] = WRITING
+            # One that is held stays readable: the lock is held until its slot is set, by ``settle``.
+            self.slots[index] = WRITING if self.slots[index] == EMPTY else HELD
         memory = self._record(slot) if units else self._arena[slot]
         memory[:] = data
         self.slots[index] = slot

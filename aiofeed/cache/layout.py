@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
-from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
@@ -34,7 +33,7 @@ _NUMPY_DTYPES = {np.dtype(code).name for code in "?bhiqBHIQefdFD"}
 # Characters of a value that an error message shows.
 _SHOWN = 40
 # The classes of namedtuples in records of this process, which may be local to a function.
-_classes: WeakValueDictionary[str, type] = WeakValueDictionary()
+_classes: dict[str, type] = {}
 
 Parts: TypeAlias = "Sequence[NDArray[Any]]"
 """The arrays of one sample, in the order of its layout's ``parts``."""
@@ -172,7 +171,7 @@ def unpack_record(record: NDArray[np.uint8]) -> Any:
 def _node(value: Any, path: str) -> Any:
     """The description of a value, with the memory of its arrays and tensors."""
     kind = type(value)
-    if value is None or kind in (bool, float, bytes) or (kind is int and abs(value) < 1 << 63):
+    if value is None or kind in (bool, float, bytes) or (kind is int and -(1 << 63) <= value < 1 << 63):
         return value
     if kind is str:
         # Paths that are no UTF-8 have surrogates.
@@ -245,6 +244,22 @@ def namedtuple_class(path: str, fields: list[str]) -> Any:
     if found is None:
         raise LookupError(f"no namedtuple {path} is loaded")
     return found
+
+
+def same_structure(one: Any, other: Any) -> bool:
+    """Whether two items differ in values, lengths and shapes only. ``None`` may stand for anything."""
+    if one is None or other is None:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_structure(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        lengths = isinstance(one, list) or len(one) == len(other)
+        return lengths and all(map(same_structure, one, other))
+    dtypes = [getattr(each, "dtype", None) for each in (one, other)]
+    alike = dtypes[0] == dtypes[1] or getattr(dtypes[0], "kind", "") in ("S", "U")
+    return alike and getattr(one, "ndim", 0) == getattr(other, "ndim", 0)
 
 
 def describe(value: Any) -> str:

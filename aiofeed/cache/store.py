@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -11,12 +12,15 @@ import numpy as np
 
 from aiofeed.cache.item_codec import value_of
 from aiofeed.cache.layout import RECORDS, UNIT, Layout, NotCacheableError, Parts, pack, pack_record
+from aiofeed.core.formatting import format_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiofeed.core.types import HostTensor
     from aiofeed.devices.backend import DeviceBackend
+
+log: logging.Logger = logging.getLogger("aiofeed.cache")
 
 # Slot numbers of samples that are not cached, and of samples that are being written.
 EMPTY = -1
@@ -28,7 +32,7 @@ _LENGTH_BITS = 25
 _MOST_UNITS = (1 << _LENGTH_BITS) - 64
 # The slot number of a sample that is held until it is decided whether there are rows.
 HELD = RECORD - 1
-# Room for rows is taken for all samples: so many must have the first layout, or all of the first chunk.
+# Room for rows is taken for all samples: so many must have the first layout, or all.
 DECIDING = 4
 
 
@@ -64,6 +68,10 @@ class SampleStore(ABC):
         # Whether there is room for rows, or there are none; until then the first samples, as bytes.
         self._decided = False
         self._held: dict[int, tuple[NDArray[np.uint8], Layout]] = {}
+        self._held_bytes = 0
+        # The layouts of the first samples, also of those that are too large to be held.
+        self._first: list[Layout] = []
+        self._too_large_logged = False
         self._reset_lock()
 
     def _reset_lock(self) -> None:
@@ -127,20 +135,35 @@ class SampleStore(ABC):
     def _allocate(self, layout: Layout) -> Layout | None:
         """Allocate memory for rows of this layout. Returns the layout in use: of a file's rows, if known."""
 
-    def settle(self) -> None:
-        """Decide whether there are rows, by the samples that are held, and write these; called after each chunk.
+    def settle(self, *, last: bool = False) -> None:
+        """Decide whether there are rows, by the first samples, and write those that are held; called after each chunk.
+
+        Args:
+            last: Whether there are no more samples for now.
 
         Raises:
             CacheError: There is no room.
         """
         with self._lock:
-            if self._held and not self._decided:
-                alike = all(layout == self.layout for _, layout in self._held.values())
-                self._use_layout(self.layout if alike and self.layout is not None else RECORDS)
-                for index, (row, layout) in self._held.items():
-                    self._write(index, _split(row, layout), layout)
-                # Readers look here before they look at the slot. What could not be written stays.
-                self._held = {index: held for index, held in self._held.items() if self.slots[index] == HELD}
+            if not self._first or self._decided or not (last or self.claims or len(self._first) >= self._deciding):
+                return
+            # Another process that claims items waits for the decision: a few samples alone are records.
+            alike = len(self._first) >= self._deciding and all(layout == self.layout for layout in self._first)
+            self._use_layout(self.layout if alike and self.layout is not None else RECORDS)
+            for index, (row, layout) in self._held.items():
+                self._held_bytes -= row.nbytes
+                self._write(index, _split(row, layout), layout)
+                self._held_bytes += row.nbytes * (self.slots[index] == HELD)
+            # Readers look here before they look at the slot. What could not be written stays.
+            self._held = {index: held for index, held in self._held.items() if self.slots[index] == HELD}
+
+    @property
+    def _deciding(self) -> int:
+        return min(DECIDING, self.samples)
+
+    def _room(self) -> int:
+        """How many bytes may be held before it is decided whether there are rows."""
+        raise NotImplementedError
 
     def nbytes(self, index: int) -> int:
         """Bytes of a cached sample."""
@@ -201,13 +224,17 @@ class SampleStore(ABC):
         if not self._decided:
             with self._lock:
                 if not self._decided and self.slots[index] == EMPTY:
-                    row = pack(parts).copy()
-                    row.flags.writeable = False
-                    self._held[index] = row, layout
-                    self.slots[index] = HELD
-                    if len(self._held) >= DECIDING or layout != self.layout:
+                    self._first.append(layout)
+                    row = pack(parts)
+                    if self._held_bytes + row.nbytes <= self._room():
+                        row = row.copy()
+                        row.flags.writeable = False
+                        self._held_bytes += row.nbytes
+                        self._held[index] = row, layout
+                        self.slots[index] = HELD
+                    if len(self._first) >= self._deciding or layout != self.layout:
                         self.settle()
-        if self.slots[index] == EMPTY:
+        if self.slots[index] == EMPTY and self._decided:
             self._write(index, parts, layout)
 
     def _write(self, index: int, parts: Parts, layout: Layout) -> None:
@@ -217,6 +244,14 @@ class SampleStore(ABC):
         record = parts[0] if layout is RECORDS else pack_record(value_of(parts, layout))
         if (units := record.nbytes // UNIT) <= _MOST_UNITS:
             self._store(index, record, units)
+        elif not self._too_large_logged:
+            self._too_large_logged = True
+            log.warning(
+                "sample %d takes %s, and a cache stores at most 2 GiB of a sample, unless all have one shape: those "
+                "larger are decoded in every epoch",
+                index,
+                format_bytes(record.nbytes),
+            )
 
     def _store(self, index: int, data: NDArray[np.uint8], units: int) -> None:
         """Cache a row, or a record of so many units, if there is room."""

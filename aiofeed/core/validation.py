@@ -114,6 +114,14 @@ def check_bytes(decoder: object, data: object, file: str = "file") -> bytes:
         raise TypeError(f"{takes}got {type(data).__name__}; {way}") from None
 
 
+def check_returned(name: str, value: Any, number: int | None = None) -> Any:
+    """The batch that a user's function has returned; ``TypeError`` if it has returned ``None``."""
+    if value is None:
+        batch = "" if number is None else f" for batch {number}"
+        raise TypeError(f"{name} returned None{batch}: return the batch, also if it was changed in place")
+    return value
+
+
 def check_seed(value: object) -> int:
     """The value as a seed; a torch generator takes it plus any epoch number."""
     if value is None:

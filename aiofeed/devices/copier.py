@@ -23,6 +23,7 @@ from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.formatting import format_error
 from aiofeed.core.pytree import leaves, map_leaves
 from aiofeed.core.types import DeferredTensor, HostTensor, Transform
+from aiofeed.core.validation import check_returned
 from aiofeed.devices.backend import is_out_of_memory
 from aiofeed.runtime.buffers import DropTracker, release_unused
 from aiofeed.runtime.tensors import is_tensor, restore_layout
@@ -220,7 +221,7 @@ class Copier:
     def _transformed(self, batch: Any) -> Any:
         assert self.transform is not None
         try:
-            return self.transform(batch)
+            return check_returned("transform=", self.transform(batch))
         except KeyboardInterrupt:  # not an error of transform: for resident data this runs in the consumer's thread
             self.wait_for_copies()
             raise

@@ -26,9 +26,10 @@ from aiofeed.core.validation import check_bool, check_callable, check_positive_i
 from aiofeed.decoders.media.clips import Clips
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
-from aiofeed.engine.fetch.sequences import PackCollate
+from aiofeed.engine.fetch.sequences import PackCollate, check_collate_fn
 from aiofeed.feeder.rules import check, conflict, facts_of
 from aiofeed.runtime import machine
+from aiofeed.runtime.tensors import is_plain
 from aiofeed.sampling.feed_order import FeedOrder, Lister
 from aiofeed.sampling.listers.computed import ComputedOrder, ExcludingOrder, WeightedOrder, WindowOrder
 from aiofeed.sampling.listers.length_plans import STREAM_SAMPLES, Buckets, LengthPlan, PlanLister
@@ -160,7 +161,7 @@ def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
 def _check_row(decode: Any) -> None:
     """Raise ``TypeError`` if torch has no tensors of the dtype of a decoder's rows."""
     dtype = np.dtype(decode.row.dtype)
-    if dtype.kind not in "biufc" or not dtype.isnative:
+    if not is_plain(dtype):
         raise TypeError(
             f"the rows of {decode!r} have the dtype {dtype!s}, of which torch has no tensors: use numbers or bools in "
             f"the machine's byte order, or leave out decode_into and return something else"
@@ -324,7 +325,7 @@ class Arguments:
         self.samples: int = 1
         if self.batch_sampler is None and not isinstance(self.batch_size, LengthPlan):
             self.samples = check_batch_size(self.batch_size)
-        self.collate_fn: Collate | None = check_callable("collate_fn", given["collate_fn"])
+        self.collate_fn: Collate | None = check_collate_fn(given["collate_fn"])
         transform = check_callable("transform", given["transform"])
         self.transform: Transform | None = sequence_part(given["split_sequence"], transform)
         self.backend: DeviceBackend | DeviceGroup | None = resolve_devices(given["device"])

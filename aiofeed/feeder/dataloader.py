@@ -22,7 +22,8 @@ from aiofeed.core.failure_policy import Action, FailurePolicy
 from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES, Limits
 from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import Source, Transform, public
-from aiofeed.core.validation import explain_arguments
+from aiofeed.core.validation import check_returned, explain_arguments
+from aiofeed.engine.fetch.sequences import check_collate_fn
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator
 from aiofeed.feeder.prefetch import IterableProducer, Prefetch
 from aiofeed.feeder.run.hook import in_place_of
@@ -123,7 +124,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             sampler,
             batch_sampler,
             num_workers,
-            collate_fn,
+            check_collate_fn(collate_fn),
             pin_memory,
             drop_last,
             timeout,
@@ -330,7 +331,7 @@ class _Epochs:
                 copier.wait_for_caller()
                 batch = copier.deliver(copier.issue(batch))
                 copier.release()
-            return batch if transform is None else transform(batch)
+            return batch if transform is None else check_returned("transform=", transform(batch))
 
         return deliver
 

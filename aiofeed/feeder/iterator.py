@@ -19,6 +19,7 @@ from aiofeed.core.errors import FeedError, IteratorClosedError, add_note
 from aiofeed.core.limits import DEVICE_BATCHES
 from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import Transform
+from aiofeed.core.validation import check_returned
 from aiofeed.devices.copy_thread import CopyThread
 from aiofeed.runtime import queue as long_waits
 from aiofeed.runtime.buffers import release_unused
@@ -167,7 +168,7 @@ class Delivery:
             raise FeedError(_INTERRUPTED.format(item.number))
         item.transform_begun = True
         try:
-            item.batch = self._transform(batch)
+            item.batch = check_returned("transform=", self._transform(batch), item.number)
         except Exception as error:
             add_note(error, f"in transform= of batch {item.number}: it gets whole batches, decode= gets samples")
             raise

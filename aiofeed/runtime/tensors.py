@@ -28,6 +28,10 @@ NUMBER_DTYPES: dict[type, np.dtype[Any]] = {
 """The dtypes of the tensors that ``default_collate`` makes of Python numbers."""
 
 
+# Numbers of numpy that torch has, too; it lacks the long double.
+_TORCH_CHARS = "?bhilqBHILQefdFD"
+
+
 def integer_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The integer dtype of the same size; the dtype itself if there is none."""
     name = INTEGER_OF_SIZE.get(dtype.itemsize)
@@ -129,11 +133,15 @@ def as_tensors(batch: Any) -> Any:
     return map_leaves(lambda leaf: as_tensor(leaf) if type(leaf) is HostTensor else leaf, batch)
 
 
+def is_plain(dtype: np.dtype[Any]) -> bool:
+    """Whether torch has this dtype."""
+    return dtype.char in _TORCH_CHARS and dtype.isnative
+
+
 def as_array(value: Any) -> tuple[NDArray[Any] | None, str | None]:
     """The memory of a plain host tensor or array, and its torch dtype if numpy lacks it; else ``(None, None)``."""
     if isinstance(value, np.ndarray):
-        plain = value.dtype.kind in "biufc" and value.dtype.isnative and type(value) is np.ndarray
-        return (value, None) if plain else (None, None)
+        return (value, None) if is_plain(value.dtype) and type(value) is np.ndarray else (None, None)
     if not hasattr(value, "__torch_function__"):
         return None, None
     import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import json
 import os
 import random
@@ -27,6 +28,7 @@ from aiofeed.cache.disk_format import open_file
 from aiofeed.cache.fingerprint import identity
 from aiofeed.errors import CacheError
 from tests.support.fork_server import ForkServer
+from tests.support.mutations import mutated
 from tests.support.paths import ROOT, environment
 
 
@@ -263,7 +265,7 @@ def test_a_full_disk_is_an_error_before_the_first_read(
         pytest.raises(CacheError, match=r"needs .*bytes\) for 36 samples, and .* are free in .*max_bytes"),
     ):
         iter(feeder)
-    assert path.read_bytes() == b""
+    assert not path.exists()
     monkeypatch.undo()
     with Feeder(ImageFolder(jpeg_folder), decode=DecodeImage(16), batch_size=8, cache=DiskCache(path)) as feeder:
         list(feeder)
@@ -322,6 +324,58 @@ def test_flipped_bits_are_never_seen(path: Path, most: int | None, seed: int, ca
     if most is None:
         assert DiskCache(path).verify() == ()
         assert run(path).reads == Counter()
+
+
+@pytest.mark.parametrize("seeds", [range(24), pytest.param(range(24, 1000), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("sized", [False, True])
+def test_a_mutated_file_gives_the_data_or_an_error_that_names_it(path: Path, seeds: range, sized: bool) -> None:
+    """Rows, and records of samples of several sizes."""
+
+    def decode(data: bytes) -> Any:
+        return block(data)[: int(data) % 7] if sized else block(data)
+
+    def seen() -> list[list[int]]:
+        with Feeder(Rows(), decode=decode, batch_size=8, collate_fn=list, cache=DiskCache(path)) as feeder:
+            return [sample.tolist() for batch in feeder for sample in batch]
+
+    wanted = seen()
+    data = path.read_bytes()
+    head = offsets(path)[1]
+    for seed in seeds:
+        path.write_bytes(mutated(data, seed, head))
+        try:
+            assert seen() == wanted, seed
+            assert seen() == wanted, seed
+            DiskCache(path).verify()
+        except CacheError as error:
+            assert str(path) in str(error), seed  # noqa: PT017 - either is right
+
+
+@pytest.mark.parametrize("function", ["pread", "preadv"])
+def test_a_disk_that_cannot_be_read_is_an_error_that_names_the_file(
+    path: Path, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever part of the file it is."""
+
+    def decode(data: bytes) -> Any:
+        return block(data)[: int(data) % 7]
+
+    with Feeder(Rows(), decode=decode, batch_size=8, collate_fn=list, cache=DiskCache(path)) as feeder:
+        list(feeder)
+    read = getattr(os, function)
+
+    def failing(*arguments: Any) -> Any:
+        if next(calls) == fails_at:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(*arguments)
+
+    monkeypatch.setattr(os, function, failing)
+    for fails_at in (1, 2, 3, 7, 50):  # noqa: B007 - ``failing`` uses it
+        calls = itertools.count(1)
+        with pytest.raises(CacheError, match=r"cannot be read: .*Input/output error") as caught:
+            for _ in Feeder(Rows(), decode=decode, batch_size=8, collate_fn=list, cache=DiskCache(path)):
+                pass
+        assert str(path) in str(caught.value)
 
 
 def test_swapped_entries_are_not_used(path: Path) -> None:

@@ -39,12 +39,34 @@ from tests.support.encoded import (
     plans,
     write_now,
 )
+from tests.support.mutations import mutated
 from tests.support.paths import ROOT, environment
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 # --- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seeds", [range(24), pytest.param(range(24, 1000), marks=pytest.mark.slow)], ids=str)
+async def test_a_mutated_file_gives_the_data_or_an_error_that_names_it(tmp_path: Path, seeds: range) -> None:
+    """Whatever is damaged: pages of SQLite, its header, entries or their bytes."""
+    path = tmp_path / "cache"
+    await filled(path)
+    data = path.read_bytes()
+    for seed in seeds:
+        for file in tmp_path.iterdir():
+            file.unlink()
+        path.write_bytes(mutated(data, seed, 20_000))
+        cache = EncodedCache(path, 40 * SIZE)
+        try:
+            check_file(cache)
+        except CacheError as error:
+            assert str(path) in str(error)  # noqa: PT017 - either is right
+        for _ in range(2):
+            source = CachedSource(Blocks(), cache)
+            assert await source.read_many(range(40)) == [block(index, SIZE) for index in range(40)], seed
+            await source.aclose()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import random
 import signal
 import string
 from collections import Counter, OrderedDict, namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from aiofeed import DiskCache, Feeder, FromDataset, HostCache, Limits
 from aiofeed.cache import disk_format as cache_file
 from aiofeed.cache import layout as layouts
 from aiofeed.cache.disk_format import CacheFile, checksum, open_file
-from aiofeed.cache.layout import NotCacheableError, pack_record, unpack_record
+from aiofeed.cache.host import HostStore
+from aiofeed.cache.layout import Layout, NotCacheableError, pack_record, unpack_record
+from aiofeed.cache.store import HELD
 from aiofeed.errors import CacheError, CollateError
 from tests.cache.test_disk import offsets
 from tests.cache.test_item_codec import UNLIKE, Items
@@ -515,13 +518,147 @@ def test_what_a_record_cannot_describe_is_named() -> None:
             pack_record(value)
 
 
+class Listed:
+    """Items of different lengths, as the function makes them."""
+
+    def __init__(self, item: Callable[[int], Any]) -> None:
+        self._item = item
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return self._item(index)
+
+
+def listed(item: Callable[[int], Any], path: Path, batch_size: int = 4) -> list[Any]:
+    with Feeder(Listed(item), batch_size=batch_size, collate_fn=list, cache=DiskCache(path)) as feeder:
+        return [item for batch in feeder for item in batch]
+
+
 def test_other_items_in_a_later_run_are_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The first cached item is compared, records too."""
-    run(Structures(12, 1), DiskCache(path))
-    run(Structures(12, 1), DiskCache(path))
+    """The first cached item is compared, records too; lengths and shapes are values."""
+
+    def item(index: int) -> Any:
+        return {"t": "a" * (index % 3), "x": np.ones(index), "n": [1] * index, "o": None, "s": np.array(["a" * index])}
+
+    def other(index: int) -> Any:
+        return {"t": "b", "x": np.ones(index + 1), "n": [2, 2], "o": 1, "s": np.array(["long"])}
+
+    listed(item, path)
+    listed(item, path)
     assert "than the Dataset returns now" not in caplog.text
-    run(Structures(12, 2), DiskCache(path))
+    assert listed(other, path)[3]["t"] == ""
     assert "has another" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "other",
+    [("a", [1]), {"u": "a", "n": [1]}, {"t": "a", "n": (1,)}, {"t": 1, "n": [1]}, {"t": "a", "n": np.ones(1)}],
+    ids=str,
+)
+def test_items_of_another_structure_are_refused(other: Any, path: Path) -> None:
+    """Records, too, are not used for a Dataset that returns something else now."""
+    listed(lambda index: {"t": "a" * (index % 3), "n": [1] * index}, path)
+    with pytest.raises(CacheError, match=r"other data: structure of Listed.*Delete the file"):
+        listed(lambda index: other, path)
+
+
+def test_the_smallest_integer_is_cached(path: Path) -> None:
+    """It has 64 bits, too."""
+    items = listed(lambda index: {"n": -(2**63), "t": "a" * index}, path)
+    assert items == listed(lambda index: {"n": -(2**63), "t": "a" * index}, path)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_items_whose_class_is_not_found_by_name_are_not_stored_again(path: Path, batch_size: int) -> None:
+    """A later run makes one to learn the class; the file does not grow."""
+    sizes, calls = [], []
+    for _ in range(3):
+        kind = namedtuple("Other", "x y")  # type: ignore[misc]
+        layouts._classes.clear()  # as in a new process
+        made: list[int] = []
+
+        def item(index: int, made: list[int] = made, kind: Any = kind) -> Any:
+            made.append(index)
+            return [kind(index, "a" * (index % 3))]
+
+        listed(item, path, batch_size)
+        sizes.append(path.stat().st_size)
+        calls.append(len(made))
+    assert sizes == sizes[:1] * 3
+    assert calls[2] <= 2  # one to compare, one to learn from
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("max_bytes", [200_000, None])
+def test_a_large_first_sample_decides_nothing(path: Path, batch_size: int, max_bytes: int | None) -> None:
+    """There are no rows of its size, and it is not in memory if it does not fit: the others are cached."""
+    made: list[int] = []
+
+    class Sizes(Listed):
+        def __len__(self) -> int:
+            return 60
+
+    def item(index: int) -> torch.Tensor:
+        made.append(index)
+        return torch.full((250_000 if index == 0 else 4,), index, dtype=torch.int32)
+
+    with Feeder(
+        Sizes(item), batch_size=batch_size, collate_fn=list, cache=DiskCache(path, max_bytes=max_bytes)
+    ) as feeder:
+        for _ in range(2):
+            assert [int(item[0]) for batch in feeder for item in batch] == list(range(60))
+    assert (made[:60], set(made[60:])) == ([*range(60)], {0} if max_bytes else set())
+    assert path.stat().st_size < 2_000_000
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_large_first_samples_are_not_held_beyond_the_limit(path: Path, disk: bool) -> None:
+    """``max_bytes`` holds also before it is decided whether there are rows."""
+    made: list[int] = []
+
+    def item(index: int) -> torch.Tensor:
+        made.append(index)
+        return torch.full((100_000 if index < 3 else 4,), index, dtype=torch.int32)
+
+    cache = DiskCache(path, 200_000) if disk else HostCache(200_000)
+    with Feeder(Listed(item), batch_size=4, collate_fn=list, cache=cache) as feeder:
+        for _ in range(2):
+            assert [int(item[0]) for batch in feeder for item in batch] == list(range(12))
+    assert (made[:12], set(made[12:])) == ([*range(12)], {0, 1, 2})
+
+
+def test_a_sample_of_more_than_a_record_can_be_is_logged(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its length is counted in 25 bits; the log says that it is decoded in every epoch."""
+    monkeypatch.setattr("aiofeed.cache.store._MOST_UNITS", 10)
+    listed(lambda index: "a" * (1000 if index > 8 else index), path)
+    assert "at most 2 GiB" in caplog.text
+    assert caplog.text.count("sample 9 takes") == 1
+
+
+def test_a_held_sample_stays_readable_while_it_is_written() -> None:
+    """Readers never take it for a row before its slot is set."""
+    store = HostStore(4, HostCache(1000), lambda: 1000)
+    store.open(None)
+    seen: list[bool] = []
+
+    class Slots(np.ndarray):  # type: ignore[type-arg]
+        def __setitem__(self, at: Any, value: Any) -> None:
+            held = self[at] == HELD
+            super().__setitem__(at, value)
+            seen.append(bool(held and self[at] < 0))
+
+    store.slots = store.slots.view(Slots)
+    known = store.set_layout(Layout((8,), "uint8"))
+    rows = [np.full(8, index, np.uint8) for index in range(4)]
+    for index, row in enumerate(rows):
+        store.put(index, [row], known)
+    assert seen
+    assert not any(seen)
+    assert [store.get(index)[0][0].tolist() for index in range(4)] == [row.tolist() for row in rows]
 
 
 def test_an_entry_without_its_record_is_made_again(path: Path) -> None:

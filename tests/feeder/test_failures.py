@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import pickle
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
-from aiofeed import DecodeImage, Feeder, FeedError, Files, ImageFolder, Limits
+from aiofeed import DataLoader, DecodeImage, Feeder, FeedError, Files, ImageFolder, Limits, prefetch
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.types import Row
 from aiofeed.engine.fetch.fetcher import ChunkOutcome
 from aiofeed.engine.fetch.source import BlockingReader
-from aiofeed.errors import CollateError, DecodeError, DeviceCopyError, ReadError, SampleError
+from aiofeed.errors import CollateError, DecodeError, DeviceCopyError, ReadError, SampleError, TooManyFailures
 from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
 from tests.support.process_parts import Numbers
@@ -452,3 +454,119 @@ def test_an_error_of_a_blocking_read_is_that_of_its_file(tmp_path: Path) -> None
     read = BlockingReader(source.read_now, FailurePolicy()).read(range(9), ChunkOutcome(), threading.Event())
     assert read[:8] == [b"%d" % index for index in range(8)]
     assert isinstance(read[8], ValueError)
+
+
+class QueriedItems:
+    """A Dataset whose two methods differ: ``many`` makes its batches, and ``one`` its single items."""
+
+    def __init__(self, one: Callable[[int], Any], many: Callable[[list[int]], Any]) -> None:
+        self._one, self._many = one, many
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self._one(index)
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self._many(indices)
+
+
+def _no_query(indices: list[int]) -> Any:
+    raise KeyError("the query failed")
+
+
+def _no_item(index: int) -> Any:
+    raise NotImplementedError("use __getitems__")
+
+
+QUERIES = [
+    (lambda index: -1, _no_query, "the query failed"),
+    (lambda index: -1, lambda indices: [index for index in indices if index % 4], "3 samples instead of 4"),
+    (_no_item, _no_query, "the query failed"),
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"cache": "host"}, {"in_order": "samples"}], ids=str)
+@pytest.mark.parametrize(("one", "many", "text"), QUERIES)
+def test_an_error_of_getitems_is_raised(one: Any, many: Any, text: str, options: dict[str, Any]) -> None:
+    """It is not replaced by the items, or by another error, of ``__getitem__``, and no such item is cached."""
+    feeder = Feeder(QueriedItems(one, many), batch_size=4, **options)
+    for _ in range(2):
+        with pytest.raises(ReadError, match=text) as caught:
+            list(feeder)
+        assert caught.value.key == "QueriedItems[0]"
+
+
+@pytest.mark.parametrize(("one", "many", "text"), QUERIES)
+def test_a_skipped_error_of_getitems_is_logged(
+    one: Any, many: Any, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If failures are skipped, a log line says that the items are those of ``__getitem__``."""
+    with contextlib.suppress(TooManyFailures):
+        list(Feeder(QueriedItems(one, many), batch_size=4, on_error="skip"))
+    assert text in caplog.text
+    assert "requested one by one" in caplog.text
+
+
+def test_a_transient_error_of_getitems_is_retried() -> None:
+    """``retries=`` repeats the call of ``__getitems__``; ``__getitem__`` is not asked."""
+    failed: list[int] = []
+
+    def many(indices: list[int]) -> list[int]:
+        if not failed:
+            failed.append(indices[0])
+            raise ConnectionError
+        return indices
+
+    policy = FailurePolicy(retries=1)
+    batches = [batch.tolist() for batch in Feeder(QueriedItems(_no_item, many), batch_size=4, on_error=policy)]
+    assert batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_an_error_of_getitems_that_items_have_is_named_by_the_item() -> None:
+    """The item that fails alone, in the same way, is the one that the error names."""
+
+    def one(index: int) -> int:
+        if index == 5:
+            raise ValueError("damaged")
+        return index
+
+    dataset = QueriedItems(one, lambda indices: [one(index) for index in indices])
+    with pytest.raises(ReadError, match="damaged") as caught:
+        list(Feeder(dataset, batch_size=4))
+    assert (caught.value.index, str(caught.value)) == (5, "cannot read 'QueriedItems[5]': ValueError: damaged")
+
+
+FORGETS = [
+    pytest.param(lambda data, forgets: Feeder(data, batch_size=4, transform=forgets), id="resident"),
+    pytest.param(lambda data, forgets: Feeder(list(data), batch_size=4, transform=forgets), id="thread"),
+    pytest.param(
+        lambda data, forgets: Feeder(list(data), batch_size=4, transform=forgets, device=SimulatedDevice()), id="device"
+    ),
+    pytest.param(
+        lambda data, forgets: Feeder(data, batch_size=4, transform=forgets, device=SimulatedDevice()),
+        id="resident on a device",
+    ),
+    pytest.param(lambda data, forgets: prefetch([torch.zeros(4)], transform=forgets), id="prefetch"),
+    pytest.param(
+        lambda data, forgets: prefetch([torch.zeros(4)], SimulatedDevice(), transform=forgets),
+        id="prefetch to a device",
+    ),
+    pytest.param(lambda data, forgets: DataLoader(data, batch_size=4, transform=forgets), id="DataLoader"),
+    pytest.param(lambda data, forgets: DataLoader(data, batch_size=4, threads=1, transform=forgets), id="its threads"),
+]
+
+
+@pytest.mark.parametrize("make", FORGETS)
+def test_a_transform_without_return_is_an_error(make: Callable[..., Any]) -> None:
+    """The batch would be ``None``; the error names the argument and says what to do."""
+    data = TensorDataset(torch.zeros(8, 2))
+    with pytest.raises((TypeError, DeviceCopyError), match=r"transform= returned None.*return the batch"):
+        next(iter(make(data, lambda batch: None)))
+
+
+def test_a_collate_fn_without_return_is_an_error() -> None:
+    """The error names the samples."""
+    with pytest.raises(CollateError, match=r"collate_fn returned None \(samples 'list\[0\]' to 'list\[3\]'\)"):
+        next(iter(Feeder(list(range(8)), batch_size=4, collate_fn=lambda samples: None)))

@@ -11,14 +11,17 @@ _TEXT = re.compile(rb'"[^"]*"')
 _TEXTS = (b'""', b'"../x"', b'"\\ud800"', b'"a\\u0000b"', b"3", b"null", b'"/dev/null"', b'"http://"', b'["a"]')
 
 
-def mutated(data: bytes, seed: int, *, text: bool = False) -> bytes:
-    """Return a file with one to three changes; with ``text`` also changes of its numbers and quoted texts."""
+def mutated(data: bytes, seed: int, head: int = 0, *, text: bool = False) -> bytes:
+    """Return a file with one to three changes, half of them in the first ``head`` bytes, if given.
+
+    With ``text``, its numbers and quoted texts are changed, too.
+    """
     rng = random.Random(seed)
     found = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         kinds = ["flip", "set", "cut", "remove", "repeat", "insert", "move", *["number", "text"] * (3 * text)]
         kind, size = rng.choice(kinds), len(found)
-        start = rng.randrange(size + 1)
+        start = rng.randrange((min(head, size) if head and rng.random() < 0.5 else size) + 1)
         stop = min(start + rng.choice((1, 2, 4, 8, 64, 512)), size)
         if kind == "flip" and start < size:
             found[start] ^= 1 << rng.randrange(8)

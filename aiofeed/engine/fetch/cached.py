@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -45,6 +45,8 @@ from aiofeed.runtime.time_limits import JobControl, JobDeadline, JobStuckError, 
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from aiofeed.sampling.epochs import Step
 
 log: logging.Logger = logging.getLogger("aiofeed.engine")
 
@@ -132,6 +134,12 @@ class CachedFetcher(Fetcher):
         if layout is not None and self._store.on_device:
             return DeviceBatchBuilder(samples, lease, self._codec, self._store, layout, targets=targets)
         return self._inner.new_builder(samples, lease)
+
+    @contextlib.contextmanager
+    def reading_ahead(self, steps: Iterable[Step]) -> Iterator[Iterable[Step]]:
+        """The same steps; at their end, few samples that are held are written."""
+        yield steps
+        self._store.settle(last=True)
 
     async def prepare(self, decode_pool: ThreadPool) -> None:
         """Learn the layout from one of the first samples, if the store needs it before the first batch.

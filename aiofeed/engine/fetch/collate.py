@@ -20,7 +20,7 @@ from aiofeed.core.formatting import format_error, kind_of
 from aiofeed.core.pytree import is_namedtuple, like_list, like_mapping, map_leaves, total_nbytes
 from aiofeed.core.types import Collate, HostTensor, Row
 from aiofeed.runtime.buffers import BufferLease, array
-from aiofeed.runtime.tensors import NUMBER_DTYPES, as_array, as_tensor, is_tensor, stage
+from aiofeed.runtime.tensors import NUMBER_DTYPES, as_array, as_tensor, is_plain, is_tensor, stage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -103,6 +103,8 @@ class DefaultCollateBuilder(BatchBuilder):
         self._root: _Node | None = None
         self.kept: list[Any] | None = None
         self._kept_bytes = 0
+        # Samples of another structure than the first that arrived, which need not be the first of the batch.
+        self._misfits: dict[int, Any] = {}
         self._lock = threading.Lock()
 
     def put(self, position: int, sample: Any) -> None:
@@ -119,10 +121,13 @@ class DefaultCollateBuilder(BatchBuilder):
                     else:
                         self._root = _node(sample, self._samples, self._lease)
                 root = self._root
-        if root is not None:
-            root.put(position, sample)
-        else:
+        if root is None:
             self.put(position, sample)
+            return
+        try:
+            root.put(position, sample)
+        except MisfitError:
+            self._misfits[position] = map_leaves(_copied, sample)
 
     def rows_of(self, layout: Any, *, targets: bool) -> tuple[NDArray[Any], Callable[[int, Any], None]] | None:
         """As ``BatchBuilder.rows_of``; ``None`` if the first sample has another layout."""
@@ -135,8 +140,12 @@ class DefaultCollateBuilder(BatchBuilder):
         try:
             if kept is not None:
                 return self._collate(pick(kept, positions))
-            assert self._root is not None, "a builder without samples"
-            return self._root.finish(positions)
+            root, misfits = self._root, self._misfits
+            assert root is not None, "a builder without samples"
+            if misfits:
+                every = range(self._samples) if positions is None else positions
+                return self._collate([misfits[at] if at in misfits else root.sample(at) for at in every])
+            return root.finish(positions)
         except MisfitError as misfit:
             named = [keys[positions[position] if positions else position] for position in misfit.positions]
             if str(misfit) == _NONE and self._target in ("all", getattr(self._root, "at", "")):
@@ -245,21 +254,17 @@ class _ArrayNode:
     def takes(self, layout: Any) -> bool:
         return (self._shape, self._dtype.name, self._torch_dtype) == (layout.shape, layout.dtype, layout.torch_dtype)
 
+    def sample(self, position: int) -> Any:
+        # Arrays stay arrays: then it does not matter which sample arrived first.
+        if position in self._others:
+            return self._others[position]
+        row = self.rows[position, ...]
+        return row if self._of_numpy else as_tensor(HostTensor(row, torch_dtype=self._torch_dtype))
+
     def finish(self, positions: Positions) -> Any:
         if not self._others:
             return HostTensor(compact(self.rows, positions), torch_dtype=self._torch_dtype, pinned=self._pinned)
-        rows = as_tensor(HostTensor(self.rows, torch_dtype=self._torch_dtype, pinned=self._pinned))
-        every = range(len(self.rows)) if positions is None else positions
-        others = {position: self._as_tensor(value) for position, value in self._others.items()}
-        return _default_collate([others.get(position, rows[position]) for position in every])
-
-    def _as_tensor(self, value: Any) -> Any:
-        """A tensor of an array, as ``default_collate`` makes it before it stacks arrays of several dtypes."""
-        if not self._of_numpy or not isinstance(value, np.ndarray) or as_array(value)[0] is None:
-            return value
-        import torch
-
-        return torch.as_tensor(value)
+        return _default_collate([self.sample(at) for at in (range(len(self.rows)) if positions is None else positions)])
 
 
 class _ListNode:
@@ -273,6 +278,9 @@ class _ListNode:
 
     def put(self, position: int, value: Any) -> None:
         self._values[position] = value
+
+    def sample(self, position: int) -> Any:
+        return self._values[position]
 
     def finish(self, positions: Positions) -> Any:
         values, self._values = pick(self._values, positions), []
@@ -289,12 +297,14 @@ class _ListNode:
                 except OverflowError as error:
                     raise MisfitError(f"a number does not fit into {dtype.name}: {error}", ()) from error
                 return HostTensor(rows, pinned=self._lease.pinned)
-        return _default_collate(values)
+        return _default_collate(self._texts(values))
 
 
 class _TupleNode:
     def __init__(self, first: Any, samples: int, lease: BufferLease) -> None:
-        self._make = type(first)._make if is_namedtuple(first) else list
+        self._kind: Any = type(first)
+        self._make = self._kind._make if is_namedtuple(first) else list
+        self._remake: Any = tuple if self._make is list and isinstance(first, tuple) else self._make
         # default_collate transposes tuples and lists with zip, and returns strings in zip's tuples.
         self.children: list[Any] = [_node(item, samples, lease, texts=tuple) for item in first]
         # Lists of a subclass: the batch is of the same class, with the first sample's attributes.
@@ -305,13 +315,17 @@ class _TupleNode:
         return sum(child.nbytes for child in self.children)
 
     def put(self, position: int, value: Any) -> None:
-        if not isinstance(value, tuple | list) or len(value) != len(self.children):
+        if type(value) is not self._kind or len(value) != len(self.children):
             got = f"{len(value)}" if isinstance(value, tuple | list) else kind_of(value)
             raise MisfitError(f"one has {len(self.children)} parts, another {got}", (position,))
-        if isinstance(value, list) and type(value) is not list:
+        if self._kind is not list and isinstance(value, list):
             self._models[position] = value
         for child, item in zip(self.children, value, strict=True):
             child.put(position, item)
+
+    def sample(self, position: int) -> Any:
+        parts = [child.sample(position) for child in self.children]
+        return like_list(self._models.get(position, []), self._remake(parts))
 
     def finish(self, positions: Positions) -> Any:
         model = self._models.get(positions[0] if positions else 0, [])
@@ -321,6 +335,7 @@ class _TupleNode:
 
 class _DictNode:
     def __init__(self, first: Mapping[Any, Any], samples: int, lease: BufferLease) -> None:
+        self._kind = type(first)
         self._children = {name: _node(item, samples, lease) for name, item in first.items()}
         # Mappings of other classes: as for lists.
         self._models: dict[int, Mapping[Any, Any]] = {}
@@ -330,9 +345,11 @@ class _DictNode:
         return sum(child.nbytes for child in self._children.values())
 
     def put(self, position: int, value: Any) -> None:
-        if not isinstance(value, Mapping):
-            raise MisfitError(f"one is a dict, another {kind_of(value)}", (position,))
-        if type(value) is not dict:
+        if type(value) is not self._kind:
+            raise MisfitError(f"one is a {self._kind.__name__}, another {kind_of(value)}", (position,))
+        if len(value) != len(self._children):
+            raise MisfitError(f"one has the keys {list(self._children)}, another {list(value)}", (position,))
+        if self._kind is not dict:
             self._models[position] = value
         for name, child in self._children.items():
             try:
@@ -340,6 +357,11 @@ class _DictNode:
             except KeyError:
                 raise MisfitError(f"one has the key {name!r}, another has only {list(value)}", (position,)) from None
             child.put(position, item)
+
+    def sample(self, position: int) -> Any:
+        return like_mapping(
+            self._models.get(position, {}), {name: child.sample(position) for name, child in self._children.items()}
+        )
 
     def finish(self, positions: Positions) -> Any:
         model = self._models.get(positions[0] if positions else 0, {})
@@ -479,12 +501,17 @@ class CollateBatchBuilder(SampleList):
         try:
             batch = self._collate_fn(samples)
         except BaseException as error:  # the user's function may raise anything; it is chained and named
-            named = pick(keys, positions)
-            span = repr(named[0]) if len(named) == 1 else f"{named[0]!r} to {named[-1]!r}"
-            raise CollateError(f"collate_fn raised {format_error(error)} (samples {span})") from error
+            raise CollateError(f"collate_fn raised {format_error(error)} ({_span(keys, positions)})") from error
+        if batch is None:
+            raise CollateError(f"collate_fn returned None ({_span(keys, positions)}): return the batch")
         batch, nbytes = (batch, total_nbytes(batch)) if self._lease is None else stage(batch, self._lease)
         self.nbytes: int = nbytes
         return batch
+
+
+def _span(keys: Sequence[str], positions: Positions) -> str:
+    named = pick(keys, positions)
+    return f"samples {named[0]!r}" if len(named) == 1 else f"samples {named[0]!r} to {named[-1]!r}"
 
 
 def misfit_error(error: BaseException, key: str) -> CollateError | None:
@@ -492,12 +519,12 @@ def misfit_error(error: BaseException, key: str) -> CollateError | None:
     return CollateError(error.explain([key])) if isinstance(error, MisfitError) else None
 
 
-def _default_collate(values: list[Any]) -> Any:
+def _default_collate(values: Any) -> Any:
     from torch.utils.data import default_collate
 
     try:
         return default_collate(values)
-    except (TypeError, RuntimeError, ValueError, KeyError) as error:
+    except Exception as error:  # torch and the samples' own classes raise any: each is one that names the samples
         for position, value in enumerate(values):
             if (problem := _common_mistake(value)) is not None:
                 raise MisfitError(problem, (position,), _NO_RETURN if value is None else "") from error
@@ -525,6 +552,9 @@ def _common_mistake(value: Any) -> str | None:
         return "one is a generator: use `return` in place of `yield`, or list(...)"
     if type(value).__module__.startswith("PIL."):
         return f"one is {kind_of(value)}, a PIL image: convert it with numpy.asarray(image), or pass collate_fn=list"
+    dtype = getattr(value, "dtype", None)
+    if isinstance(dtype, np.dtype) and not (is_plain(dtype) or isinstance(value, str | bytes)):
+        return f"one has the dtype {dtype}, which torch lacks: convert it"
     return None
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import reprlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from aiofeed.core.errors import FeedError, ReadError
 from aiofeed.core.failure_policy import FailurePolicy
+from aiofeed.core.failures import LOGGED_MOST
+from aiofeed.core.formatting import format_error
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan
 from aiofeed.engine.fetch.async_reader import ReadResult
@@ -16,7 +20,7 @@ from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, mi
 from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, Fetcher, Place
 from aiofeed.engine.fetch.generators import DrawDetector, seed_generators
 from aiofeed.engine.fetch.source import seed_of
-from aiofeed.engine.fetch.user_errors import sample_error
+from aiofeed.engine.fetch.user_errors import sample_error, without_our_frames
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.thread_pool import ThreadHost
 from aiofeed.runtime.time_limits import AbandonedError, retry_blocking
@@ -24,6 +28,8 @@ from aiofeed.sources.dataset import FromDataset, has_getitems
 from aiofeed.sources.dataset_slots import DatasetCalls, DatasetSlot
 
 ItemT = TypeVar("ItemT")
+
+log: logging.Logger = logging.getLogger("aiofeed.engine")
 
 
 class DatasetFetcher(Fetcher):
@@ -47,6 +53,7 @@ class DatasetFetcher(Fetcher):
         # Threads that call it at the same time would share the generators.
         self._seeds = own_process and source.threads == 1
         self._detector = DrawDetector(source.dataset)
+        self._logged: set[str] = set()
         limits = (self.policy.read_timeout_s, self.policy.decode_timeout_s)
         self.limit_s: float | None = sum(limit or 0.0 for limit in limits) or None
 
@@ -80,8 +87,11 @@ class DatasetFetcher(Fetcher):
         def work() -> None:
             nonlocal reached, seconds, cpu_s
             started, cpu_started = time.perf_counter(), time.thread_time()
-            if self._request_all(chunk, requested):
+            together = self._request_all(chunk, requested)
+            if together is True:
                 reached = chunk.decode_each(place)
+            elif together is not None:
+                reached = self._find_culprit(chunk, place, slot, requested, together)
             else:
                 request_one = self._request_one(chunk, place, slot)
                 reached = chunk.decode_each(request_one, 0, 1)
@@ -98,20 +108,51 @@ class DatasetFetcher(Fetcher):
         if reached and outcome.retries == retries:
             self._sizer.observe(seconds, reached)
 
-    def _request_all(self, chunk: Chunk, positions: Sequence[int]) -> bool:
-        """Request items in one call; False if they have to be requested one by one.
+    def _request_all(self, chunk: Chunk, positions: Sequence[int]) -> Literal[True] | BaseException | None:
+        """Request items in one call. Returns its error, or ``None`` if they have to be requested one by one.
 
-        That is for a time limit per item, or to find out which item fails.
+        That is for a time limit per item.
         """
         if not self.gets_several or chunk.control.deadline is not None:
-            return False
+            return None
         request = partial(self._source.items, [chunk.plan.indices[position] for position in positions])
         try:
             items = iter(self._called(request, chunk.plan, positions[0]))
-        except BaseException:  # noqa: BLE001 - the user's Dataset may raise anything; one by one, the error gets a name
-            return False
+        except BaseException as error:  # noqa: BLE001 - the user's Dataset may raise anything; it becomes a value
+            again = partial(self._called, request, chunk.plan, positions[0])
+            found, retries = retry_blocking(self.policy, error, again, chunk.control.stop)
+            chunk.outcome.retries += retries
+            if isinstance(found, BaseException):
+                return found
+            items = iter(found)
         chunk.values = [next(items) if value is UNREAD else value for value in chunk.values]
         return True
+
+    def _find_culprit(
+        self, chunk: Chunk, place: Place, slot: DatasetSlot, positions: Sequence[int], error: BaseException
+    ) -> int:
+        """Request items one by one after an error of ``__getitems__``, to name the item that has it.
+
+        If none has it, ``__getitems__`` itself is wrong, and its items may be others than those of ``__getitem__``:
+        they become no batch, unless failures are skipped or replaced; then a log line says so.
+        """
+        outcome, before = chunk.outcome, len(chunk.outcome.errors)
+        placed = (lambda position, item: None) if self.stop_at_error else place
+        reached = chunk.decode_each(self._request_one(chunk, placed, slot))
+        alone, text = outcome.errors[before:], format_error(error)
+        if any(format_error(each.__cause__ or each) == text for _, each in alone) or chunk.control.stop.is_set():
+            return reached
+        indices, found = [chunk.plan.indices[position] for position in positions], str(alone[0][1]) if alone else ""
+        several = f"{type(self._source.dataset).__name__}.__getitems__ raised {text} for {reprlib.repr(indices)}"
+        several += f"; requested one by one: {found or 'none of these fails'}"
+        if self.stop_at_error:
+            named = ReadError(several, key=self.key(indices[0]), index=indices[0], stage="read")
+            named.__cause__ = without_our_frames(error)
+            outcome.errors[before:] = [(positions[0], named)]
+        elif several not in self._logged and len(self._logged) < LOGGED_MOST:
+            self._logged.add(several)
+            log.warning("%s", several)
+        return reached
 
     def _keep_rest(self, chunk: Chunk, slot: DatasetSlot) -> int:
         """Request the items after the first, up to one that fails, if the batch keeps them as they are.

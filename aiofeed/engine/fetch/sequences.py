@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import reprlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from aiofeed.core.types import BatchPlan, HostTensor, public
-from aiofeed.core.validation import check_positive_int
+from aiofeed.core.validation import check_callable, check_positive_int
 from aiofeed.engine.fetch.collate import BatchBuilder, MisfitError, Positions
 from aiofeed.runtime.buffers import BufferLease, array
 from aiofeed.runtime.tensors import as_array
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from aiofeed.sampling.listers.packing import Fill
 
+_CALLED = "call it: collate_fn=aiofeed.pad_collate()"
 MASK = "attention_mask"
 PACK_NAMES = ("position_ids", "document_ids", "cu_seqlens", "max_seqlen")
 
@@ -53,11 +56,21 @@ def pad_collate(
     Raises:
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, Sequence) else [value]
+    if isinstance(value, str) or not all(isinstance(each, Real) or getattr(each, "ndim", 1) == 0 for each in values):
+        raise TypeError(f"pad_collate(value=) must be one or several numbers, got {reprlib.repr(value)}; {_CALLED}")
     if side not in ("right", "left"):
         raise ValueError(f'pad_collate(side=) must be "right" or "left", got {side!r}')
     if multiple_of is not None:
         multiple_of = check_positive_int("pad_collate(multiple_of=)", multiple_of)
     return PadCollate(value, side == "left", multiple_of or 1)
+
+
+def check_collate_fn(value: Any) -> Any:
+    """The value of ``collate_fn=``, which must be ``None`` or callable, and not what makes such a function."""
+    if value is pad_collate:
+        raise TypeError(f"aiofeed.pad_collate makes a collate_fn; {_CALLED}")
+    return check_callable("collate_fn", value)
 
 
 @dataclass(frozen=True)

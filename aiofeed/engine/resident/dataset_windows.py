@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from typing import TYPE_CHECKING, Any
 
+from aiofeed.core.formatting import format_error
 from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import BatchPlan
 from aiofeed.engine.fetch.collate import collate_plain
@@ -21,6 +23,8 @@ from aiofeed.sources.dataset_slots import DatasetSlot
 
 if TYPE_CHECKING:
     from aiofeed.sources.dataset import FromDataset
+
+log: logging.Logger = logging.getLogger("aiofeed.engine")
 
 # A window takes about this long: beside it, one call of the dataset's slot counts nothing.
 WINDOW_S = 0.0005
@@ -98,8 +102,10 @@ class DatasetWindows(HostWindows):
         if self._here and not _has_modes():
             try:
                 self._make_here(pieces, batches)
-            except Exception:  # noqa: BLE001 - the user's Dataset may raise anything; its own thread is asked again
+            except Exception as error:  # noqa: BLE001 - the user's Dataset may raise anything; its own thread is asked again
                 self._here = bool(batches)  # the batch that failed is the first one of the next window
+                if not batches:
+                    log.info("batches are made in the Dataset's own thread again, after %s", format_error(error))
         if not batches:
             batches.append(self._made_there(batch_range.numbers[0], pieces[0]))
         return batch_range.head(len(batches)), batches

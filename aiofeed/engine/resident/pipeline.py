@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import DeviceCopyError, IteratorClosedError, SampleError
 from aiofeed.core.types import traits_of
+from aiofeed.core.validation import check_returned
 from aiofeed.devices.backend import poll, poll_pauses
 from aiofeed.engine.resident.device_tokens import DeviceTokenWindows
 from aiofeed.engine.resident.device_windows import DeviceWindows
@@ -318,7 +319,7 @@ def on_consumer_stream(transform: Transform, backend: DeviceBackend) -> Transfor
     def transformed(batch: Any) -> Any:
         try:
             with default_modes(backend.device.type):
-                return transform(batch)
+                return check_returned("transform=", transform(batch))
         except Exception as error:
             raise DeviceCopyError(f"transform raised {type(error).__name__} on {backend.name}: {error}") from error
 

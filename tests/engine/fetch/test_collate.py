@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,6 +120,66 @@ def test_samples_that_do_not_fit_together_are_named(samples: list[Any], message:
     with pytest.raises(CollateError, match=message) as caught:
         attempt()
     assert "collate_fn=" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [{"a": 1.0}, np.float64(1), np.float64(2)],
+        [{"a": 1, "b": 2}, {"a": 1}, {"a": 1}],
+        [{"a": 1}, {"a": 1, "b": 2}, {"a": 1, "b": 2}],
+        [(1, 2), [1, 2], Pair(1, 2)],
+        [Pair(1, np.ones(2)), (1, np.ones(2)), (1, np.ones(2))],
+        [(1, 2), 3, (1, 2)],
+        [np.array(1.0), 2.0, np.float64(3)],
+        [np.ones(2), np.ones(2, np.float32), np.ones(2, np.float32)],
+        [np.ones(2), 1.0, "text"],
+        [{"a": np.ones(2)}, {"a": 1}, {"a": {"b": 1}}],
+    ],
+)
+def test_the_order_of_arrival_decides_nothing(samples: list[Any]) -> None:
+    """The batch is ``default_collate``'s, or the error a ``CollateError``, whichever sample arrives first."""
+    try:
+        wanted = default_collate(samples)
+    except Exception:
+        wanted = None
+    for order in itertools.permutations(range(3)):
+        if wanted is None:
+            with pytest.raises(CollateError):
+                built(samples, list(order))
+        else:
+            same(built(samples, list(order)), wanted)
+
+
+def test_a_sample_of_another_structure_may_use_its_memory_again() -> None:
+    """It is copied when it arrives, as the others are."""
+    memory = np.zeros(2)
+    builder = DefaultCollateBuilder(3, HostBufferPool(keep=2))
+    for position, sample in enumerate([(1, memory), [1, memory], [1, memory]]):
+        memory[:] = position
+        builder.put(position, sample)
+    assert as_tensors(builder.finish("abc"))[1].tolist() == [[0, 0], [1, 1], [2, 2]]
+
+
+LACKING = [
+    np.zeros(3, np.longdouble), np.zeros(3, np.clongdouble), np.zeros(3, "M8[s]"), np.zeros(3, "m8[s]"),
+    np.zeros(3, [("a", "i4")]), np.zeros(3, "V4"), np.array(["a"]), np.array([b"a"]), np.array([{}], object),
+    np.zeros(3, np.dtype(np.uint16).newbyteorder()), np.longdouble(1), np.datetime64(0, "s"),
+    np.zeros(1, [("a", "i4")])[0],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrap", [lambda value: value, lambda value: (value, 1), lambda value: {"x": value}])
+@pytest.mark.parametrize("value", LACKING, ids=lambda value: f"{type(value).__name__} {value.dtype}")
+def test_a_dtype_that_torch_lacks_is_named(value: Any, wrap: Any) -> None:
+    """It is one error, a ``CollateError`` that names the dtype and a sample."""
+    with pytest.raises(CollateError, match=r"has the dtype .*, which torch lacks.*'key 0'"):
+        built([wrap(value)] * 2)
+    as_target = RowBatchBuilder(Row((2,), "float32"), 2, HostBufferPool(keep=2), targets=True)
+    for position in range(2):
+        as_target.put(position, wrap(value))
+    with pytest.raises(CollateError, match="which torch lacks"):
+        as_target.finish(["a", "b"])
 
 
 def test_a_coroutine_in_a_batch_is_an_error_that_says_so() -> None:
