@@ -388,14 +388,6 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._begin(loader, start, position, asked)
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
-        other = self
-        if loader._iterator is self:
-            # A thread that still has this iterator gets no batch of the next epoch. `iter` returns the other one.
-            loader._iterator = other = object.__new__(type(self))
-            other.__dict__.update(self.__dict__)
-        other._restart(loader, first_iter)
-
-    def _restart(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         workers = self._batches if isinstance(self._batches, WorkerBatches) else None
         if self._feed is not None:
             self._feed.close(CLOSED)  # another thread may wait in it
@@ -428,7 +420,6 @@ class LoaderIterator(_BaseDataLoaderIter):
         elif isinstance(workers, WorkerBatches):
             workers.stats = stats
             workers.begin(self._sampler_iter, start, position)
-            self._pull: Callable[[], Any] = partial(workers.next, workers.epoch)
             epochs.progress = workers.progress
             if epochs.ahead or self._pin_memory:
                 self._start_feed(workers)
@@ -436,7 +427,6 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._batches = InProcessBatches(self, start, position, epochs.new_deliver())
             self._batches.first_generators = None if epochs.loaded is None else epochs.loaded.first_generators
             self._batches.stats = stats
-            self._pull = self._batches.next
             epochs.progress = self._batches.progress
         stats.stall_s = time.perf_counter() - asked
         self._progress = epochs.progress
@@ -448,7 +438,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._feed is None:
             if self._batches is None:
                 raise StopIteration
-            return self._pull()
+            return self._batches.next()
         try:
             return next(self._feed)
         except StopIteration:
@@ -476,7 +466,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._progress.finished = True
         if loader is None or not resumed:
             return False
-        self._restart(loader) if self._persistent_workers else LoaderIterator.__init__(self, loader)
+        self._reset(loader) if self._persistent_workers else LoaderIterator.__init__(self, loader)
         return True
 
     # Torch's __next__ calls it, and is not replaced: its warnings name the line of its caller.

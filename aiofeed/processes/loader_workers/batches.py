@@ -327,12 +327,13 @@ class WorkerBatches:
             self.request()
         self._pass_ended(wait=False)
 
-    def next(self, epoch: int) -> Any:
-        """Return the next batch of an epoch.
+    def next(self) -> Any:
+        """Return the next batch.
 
         Raises:
-            IteratorClosedError: It is not the last one that was started.
+            IteratorClosedError: Another thread has started the next epoch meanwhile.
         """
+        epoch = self.epoch
         with self.lock:
             self._check(epoch)
             number, answer = self.receive()
