@@ -168,12 +168,13 @@ class Delivery:
             raise FeedError(_INTERRUPTED.format(item.number))
         item.transform_begun = True
         try:
-            item.batch = check_returned("transform=", self._transform(batch), item.number)
+            item.batch = self._transform(batch)
+            # Nothing is called before this line: after Ctrl-C the next call returns the batch.
+            item.transformed = item.batch is not None
+            return check_returned("transform=", item.batch, item.number)
         except Exception as error:
             add_note(error, f"in transform= of batch {item.number}: it gets whole batches, decode= gets samples")
             raise
-        item.transformed = True
-        return item.batch
 
     def waiting_for(self) -> tuple[Any, ...]:
         """See ``Producer.waiting_for``."""

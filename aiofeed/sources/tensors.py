@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from aiofeed.core.formatting import kind_of
 from aiofeed.core.types import Traits, public
 from aiofeed.core.validation import check_bool
 from aiofeed.runtime.tensors import tensor_row_bytes
@@ -151,7 +152,7 @@ def _check(tensor: Any, what: str, alias: bool) -> None:
     if isinstance(tensor, np.ndarray):
         known = tensor.dtype.kind in "biu" or tensor.dtype.name in ("float16", "float32", "float64", "complex64")
         if type(tensor) not in (np.ndarray, np.memmap) or not (known or tensor.dtype == np.complex128):
-            raise TypeError(f"{what} has the dtype {tensor.dtype}, which torch cannot convert")
+            raise TypeError(f"{what} is {kind_of(tensor)} of {tensor.dtype}, which torch cannot convert")
         if not tensor.dtype.isnative:
             raise TypeError(f"{what} is not in native byte order ({tensor.dtype.str}): convert it with .astype")
         if alias and not tensor.flags.writeable:

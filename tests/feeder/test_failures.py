@@ -453,7 +453,7 @@ def test_an_error_of_a_blocking_read_is_that_of_its_file(tmp_path: Path) -> None
     source = Files([*sorted(tmp_path.iterdir()), "no\0path"])
     read = BlockingReader(source.read_now, FailurePolicy()).read(range(9), ChunkOutcome(), threading.Event())
     assert read[:8] == [b"%d" % index for index in range(8)]
-    assert isinstance(read[8], ValueError)
+    assert isinstance(read[8], OSError)
 
 
 class QueriedItems:

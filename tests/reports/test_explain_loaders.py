@@ -150,7 +150,7 @@ def test_transforms_copies_and_steps_are_told_apart() -> None:
     """A transform without a device runs in the training thread; a step that takes longer than loading is the limit."""
     slow = partial(time.sleep, 0.02)
     for workers in (0, 1):
-        loader: Any = DataLoader(NUMBERS, batch_size=4, num_workers=workers, transform=lambda _: slow())
+        loader: Any = DataLoader(NUMBERS, batch_size=4, num_workers=workers, transform=lambda batch: slow() or batch)
         assert explained(loader).stage == "transform"
     copied: Any = DataLoader(NUMBERS, batch_size=4, num_workers=1, device=SimulatedDevice())
     assert {"copy", "dataset", "hand-over"} <= {stage.name for stage in explained(copied).stages}

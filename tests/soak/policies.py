@@ -65,7 +65,7 @@ def policy(episode: Episode) -> None:
     # With in_order="samples", which batch a failed sample is in differs from run to run.
     fixed = {"source": random.choice(("coroutine", "many", "dataset")), "in_order": random.choice((True, False))}
     rig = episode.rig(fixed=fixed, on_error=drawn)
-    episode.allowed += ["skipped: cannot", "replaced: cannot", "samples failed"]
+    episode.allowed += ["skipped: cannot", "replaced: cannot", "failed ("]
     length = rig.configuration.length
     for _ in range(random.randint(1, 3)):
         bad = frozenset(random.sample(range(length), random.randint(0, max(1, length // random.choice((3, 8))))))

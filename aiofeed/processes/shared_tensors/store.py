@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from aiofeed.core.errors import FeedError
-from aiofeed.core.formatting import format_bytes
+from aiofeed.core.formatting import format_bytes, kind_of
 from aiofeed.processes.ipc.address import TENSORS, Listener
 from aiofeed.processes.ipc.cuda_ipc import CudaHandles, HandleError
 from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS, Connection, close_all
@@ -369,11 +369,11 @@ def _checked(item: Any, where: str) -> Any:
             raise TypeError(f"{where} is an array of {array.dtype}, a dtype that torch lacks") from None
         return array
     if not isinstance(item, torch.Tensor):
-        raise TypeError(f"{where} is of the type {type(item).__name__}: expected a tensor or an array")
+        raise TypeError(f"{where} is {kind_of(item)}: expected a tensor or an array")
     if type(item) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise TypeError(
-            f"{where} is of the type {type(item).__name__}, which other processes get as a plain tensor; to allow "
-            f"that, share its .as_subclass(torch.Tensor)"
+            f"{where} is {kind_of(item)}, which other processes would get as a plain tensor; to allow that, "
+            f"share its .as_subclass(torch.Tensor)"
         )
     if item.layout is not torch.strided or item.is_nested:
         raise TypeError(f"{where} has the layout {item.layout}: expected a strided tensor, or share its parts")
