@@ -234,7 +234,8 @@ class WorkerBatches:
         self._states: list[bytes | None] = [None] * self._num_workers
         self.stats: EpochStats = EpochStats()
         self._answers: dict[int, Answer] = {}
-        self.lock, self._request_lock = threading.Lock(), threading.Lock()
+        self.lock: threading.Lock = threading.Lock()
+        self._request_lock: threading.Lock = threading.Lock()
         dataset, init_fn = iterator._dataset, loader.worker_init_fn
         if isinstance(dataset, IterDataPipe | MapDataPipe):
             init_fn = functools.partial(
