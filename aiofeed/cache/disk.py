@@ -11,17 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.cache.item_codec import deserialized, serialized
-from aiofeed.cache.layout import (
-    RECORDS,
-    UNIT,
-    ItemLayout,
-    Layout,
-    NotCacheableError,
-    Parts,
-    describe,
-    same_structure,
-    unpack_record,
-)
+from aiofeed.cache.layout import RECORDS, ItemLayout, Layout, NotCacheableError, Parts, other_structure, unpack_record
 from aiofeed.cache.store import RECORD, SampleStore
 from aiofeed.core.errors import CacheError
 from aiofeed.core.types import public
@@ -188,9 +178,9 @@ class DiskStore(SampleStore):
         return super().set_layout(layout)
 
     def _room(self) -> int:
-        # The header takes a page, the table 16 bytes for each sample, and a record some more than its sample.
+        # The header takes a page, the table 16 bytes for each sample, and a record up to 128 more than its sample.
         most = self._cache.max_bytes
-        return 1 << 62 if most is None else most - 4096 - -(-16 * self.samples // 4096) * 4096 - 2 * UNIT
+        return 1 << 62 if most is None else most - 4096 - -(-16 * self.samples // 4096) * 4096 - 128
 
     def _allocate(self, layout: Layout) -> Layout | None:
         from aiofeed.cache.disk_format import open_file
@@ -384,10 +374,8 @@ class DiskStore(SampleStore):
             raise self._other_content([f"layout of a sample: {self.layout} in the file; here {found}"]) from None
         cached, layout = self.get(index)
         if any(new.tobytes() != old.tobytes() for new, old in zip(found, cached, strict=True)):
-            if layout is RECORDS and not same_structure(
-                old := unpack_record(cached[0]), new := unpack_record(found[0])
-            ):
-                raise self._other_content([f"structure of {key}: {describe(old)} in the file, {describe(new)} here"])
+            if layout is RECORDS and (other := other_structure(cached[0], found[0])):
+                raise self._other_content([f"structure of {key}: {other}"])
             log.warning(
                 "the cache %s has another %s than the Dataset returns now. Either its data or settings have changed: "
                 "then delete the file. Or its items are random: then those of the first run are used. "

@@ -246,17 +246,22 @@ def namedtuple_class(path: str, fields: list[str]) -> Any:
     return found
 
 
-def same_structure(one: Any, other: Any) -> bool:
-    """Whether two items differ in values, lengths and shapes only. ``None`` may stand for anything."""
-    if one is None or other is None:
+def other_structure(cached: NDArray[np.uint8], record: NDArray[np.uint8]) -> str:
+    """How the items of two records differ in more than values, lengths and shapes; empty if they do not."""
+    one, other = unpack_record(cached), unpack_record(record)
+    return "" if _are_alike(one, other) else f"{describe(one)} in the file, {describe(other)} here"
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    if one is None or other is None:  # which may stand for anything
         return True
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same_structure(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(_are_alike(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
         lengths = isinstance(one, list) or len(one) == len(other)
-        return lengths and all(map(same_structure, one, other))
+        return lengths and all(map(_are_alike, one, other))
     dtypes = [getattr(each, "dtype", None) for each in (one, other)]
     alike = dtypes[0] == dtypes[1] or getattr(dtypes[0], "kind", "") in ("S", "U")
     return alike and getattr(one, "ndim", 0) == getattr(other, "ndim", 0)

@@ -12,7 +12,6 @@ import numpy as np
 
 from aiofeed.cache.item_codec import value_of
 from aiofeed.cache.layout import RECORDS, UNIT, Layout, NotCacheableError, Parts, pack, pack_record
-from aiofeed.core.formatting import format_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,6 +70,7 @@ class SampleStore(ABC):
         self._held_bytes = 0
         # The layouts of the first samples, also of those that are too large to be held.
         self._first: list[Layout] = []
+        self._deciding = min(DECIDING, self.samples)
         self._too_large_logged = False
         self._reset_lock()
 
@@ -157,10 +157,6 @@ class SampleStore(ABC):
             # Readers look here before they look at the slot. What could not be written stays.
             self._held = {index: held for index, held in self._held.items() if self.slots[index] == HELD}
 
-    @property
-    def _deciding(self) -> int:
-        return min(DECIDING, self.samples)
-
     def _room(self) -> int:
         """How many bytes may be held before it is decided whether there are rows."""
         raise NotImplementedError
@@ -246,12 +242,7 @@ class SampleStore(ABC):
             self._store(index, record, units)
         elif not self._too_large_logged:
             self._too_large_logged = True
-            log.warning(
-                "sample %d takes %s, and a cache stores at most 2 GiB of a sample, unless all have one shape: those "
-                "larger are decoded in every epoch",
-                index,
-                format_bytes(record.nbytes),
-            )
+            log.warning("a cache stores at most 2 GiB of a sample: larger ones, such as %d, are decoded again", index)
 
     def _store(self, index: int, data: NDArray[np.uint8], units: int) -> None:
         """Cache a row, or a record of so many units, if there is room."""

@@ -97,9 +97,7 @@ class Objects:
 def _boxes(value: Any, width: int, height: int) -> NDArray[np.float32]:
     # torchvision's BoundingBoxes name their format.
     if (form := getattr(getattr(value, "format", None), "name", "XYXY")) != "XYXY":
-        raise ValueError(
-            f'"boxes" of the target have the format {form}: make left, upper, right, lower (XYXY) of them in the target'
-        )
+        raise ValueError(f'"boxes" of the target have the format {form}: make left, upper, right, lower of them')
     boxes = np.array(np.asarray(value), np.float32)
     if not boxes.size:
         return boxes.reshape(0, 4)
@@ -118,8 +116,7 @@ def _boxes(value: Any, width: int, height: int) -> NDArray[np.float32]:
             coco = f"{sides}: COCO's bbox is left, upper, width, height; here "
         raise ValueError(
             f"box {number} of the target, {boxes[number].tolist()}, is not in the picture of {width} x {height} "
-            f"(width x height): {coco}boxes are left, upper, right, lower in pixels, with the EXIF orientation "
-            f"applied"
+            f"(width x height): {coco}boxes are left, upper, right, lower in pixels, as EXIF orients the picture"
         )
     return boxes
 
@@ -141,6 +138,5 @@ def _check_units(name: str, places: NDArray[np.float32], width: int, height: int
     if max(width, height) > 2 and places.min() > -0.5 and 0 < places.max() < 1.01:
         raise ValueError(
             f'"{name}" of the target are all between {places.min():g} and {places.max():g}, in a picture of {width} x '
-            f"{height} (width x height): these are shares of it, and not pixels. Multiply them by width and height in "
-            f"the target"
+            f"{height} (width x height): these are shares of it: multiply them by its width and height"
         )

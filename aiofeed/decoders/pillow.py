@@ -292,11 +292,8 @@ def _mend_tiff(image: Any, *, as_stored: bool) -> None:
     """
     tags, mode, what = image.tag_v2, image.mode, ""
     codec, raw = (image.tile[0].codec_name, image.tile[0].args[0]) if image.tile else ("", "")
-    bits, changed = (
-        max(tags.get(_BITS_PER_SAMPLE, (1,))),
-        as_stored and (raw.startswith("RGBa") or mode in ("LA", "PA")),
-    )
-    if tags.get(_PLANES) == 2 and (mode == "LAB" or changed or (codec == "raw" and bits > 8)):
+    bits, has_alpha = max(tags.get(_BITS_PER_SAMPLE, (1,))), raw.startswith("RGBa") or mode in ("LA", "PA")
+    if tags.get(_PLANES) == 2 and (mode == "LAB" or (as_stored and has_alpha) or (codec == "raw" and bits > 8)):
         what = f"{mode} with {bits} bits in separate planes"
     elif tags.get(_PHOTOMETRY) == _YCBCR and tags.get(_COMPRESSION, 1) not in _JPEGS and (as_stored or codec == "raw"):
         what = "YCbCr"

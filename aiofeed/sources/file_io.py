@@ -238,9 +238,7 @@ def check_foreign_name(by: str, name: object) -> str:
             check_beneath("", each)
     except ValueError:
         shown = repr(redacted(name) if isinstance(name, str) else name)[:200]
-        raise ValueError(
-            f"{by}: it names the file {shown}; names in it must be relative paths that stay in its folder"
-        ) from None
+        raise ValueError(f"{by}: it names the file {shown}; only relative paths in its folder are allowed") from None
     return name
 
 

@@ -21,8 +21,8 @@ from aiofeed import DecodeAudio, EncodedCache, Feeder, Files
 from aiofeed.decoders.media.container import import_av
 from aiofeed.errors import DecodeError
 from aiofeed.testing import SimulatedDevice
-from tests.support.damage import damage_bytes
 from tests.support.media_files import chirp, cut, shortened, sound, video
+from tests.support.mutations import mutated
 
 pytest.importorskip("av")
 
@@ -212,7 +212,7 @@ def test_many_channels(channels: int) -> None:
 def test_a_rate_out_of_proportion() -> None:
     """A header with a huge rate is refused before the filter for it takes memory."""
     data = wav(WAVE, WAVE.nbytes).replace(struct.pack("<I", RATE), struct.pack("<I", 0x7FFFFFFF))
-    with pytest.raises(ValueError, match="2147483647 samples per second, more than 100 times 16000"):
+    with pytest.raises(ValueError, match="2147483647 samples per second, not 1 to 100 \\* 16000"):
         decode(DecodeAudio(RATE, 0.5, crop="first"), data)
 
 
@@ -377,7 +377,7 @@ def test_damage_is_concealed_or_an_error_that_says_so(kind: str) -> None:
     for seed in range(EXAMPLES):
         try:
             with np.errstate(invalid="ignore"):  # the sum of infinite samples
-                decode(decoders[seed % 2], damage_bytes(data, seed, start), seed)
+                decode(decoders[seed % 2], data[:start] + mutated(data[start:], seed), seed)
             outcomes.add(None)
         except ValueError as error:
             outcomes.add(type(error))

@@ -24,9 +24,9 @@ from aiofeed import Episodes, Feeder, Limits, Mixture
 from aiofeed.decoders.media.frames import FrameIndex, FramePool, Span
 from aiofeed.sources.episodes import videos
 from aiofeed.sources.episodes.moments import RUNS
-from tests.support.damage import damage_bytes, damage_json
 from tests.support.fault_server import FaultServer
 from tests.support.media_files import cut, shortened, video
+from tests.support.mutations import mutated
 
 # `make test-long` sets this.
 EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "240")) // 20
@@ -632,14 +632,9 @@ def test_damaged_files_are_named(root: str, name: str, tmp_path: Path) -> None:
 
 
 def damaged(name: str, data: bytes, seed: int) -> bytes:
-    """A damaged copy: of JSON one value, of a video the header."""
-    if name.endswith(".json"):
-        return damage_json(data, seed)
-    if name.endswith(".jsonl"):
-        lines = data.splitlines()
-        lines[seed % len(lines)] = damage_json(lines[seed % len(lines)], seed)
-        return b"\n".join(lines)
-    return damage_bytes(data, seed, max(data.find(b"moov"), 0))
+    """A damaged copy: of a video the header."""
+    start = max(data.find(b"moov"), 0)
+    return data[:start] + mutated(data[start:], seed, text="json" in name)
 
 
 @pytest.mark.parametrize("container", ["mpegts", "matroska", "avi"])

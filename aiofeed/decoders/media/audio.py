@@ -106,15 +106,13 @@ class DecodeAudio:
         """Decode a crop into ``out``, float32 of ``row.shape``."""
         with open_media(data, "audio") as (container, stream):
             rate = stream.codec_context.sample_rate
-            if rate <= 0:
-                raise ValueError(f"the file states {rate} samples per second: it is damaged")
+            if not 0 < rate <= MOST_RATIO * self.rate:
+                raise ValueError(f"the file has {rate} samples per second, not 1 to {MOST_RATIO} * {self.rate}")
             if rate != self.rate and not self.resample:
                 raise ValueError(
                     f"the file has {rate} samples per second, not {self.rate}: pass resample=True to DecodeAudio, or "
                     f"convert the file"
                 )
-            if rate > MOST_RATIO * self.rate:
-                raise ValueError(f"the file has {rate} samples per second, more than {MOST_RATIO} times {self.rate}")
             packets = packets_of(container, stream)
             if not packets:
                 raise ValueError("the audio has no samples")

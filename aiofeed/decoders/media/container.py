@@ -87,18 +87,21 @@ def _as_file(data: Any) -> Any:
         raise TypeError(f"a video or audio file is bytes or a path, got {type(data).__name__}") from None
 
 
-def check_header(container: Any, stream: Any) -> None:
-    """Raise ``ValueError`` if the header lists far more bytes of packets than the file has."""
-    listed = sum(entry.size + PACKET_BYTES for entry in stream.index_entries)
-    check_expanded("the header of the file", listed, container.size)
-
-
-def check_complete(count: int, stream: Any) -> None:
-    """Raise ``ValueError`` if an MP4 file has fewer packets than its header lists, without those that an edit removes.
+def demuxed(container: Any, stream: Any) -> Iterator[Any]:
+    """The packets of a stream that have bytes, in the order in which they are decoded.
 
     The header of MP3, Ogg, MPEG-TS and fragmented MP4 lists none: such a file is as long as what is left of it.
+
+    Raises:
+        ValueError: The header of an MP4 file lists more, without those that an edit removes; or more than fit in it.
     """
-    if stream.frames and count < (listed := sum(entry.size > 0 for entry in stream.index_entries)):
+    sizes, count = [entry.size for entry in stream.index_entries], 0
+    check_expanded("the header of the file", sum(sizes) + PACKET_BYTES * len(sizes), container.size)
+    for packet in container.demux(stream):
+        if packet.size:
+            count += 1
+            yield packet
+    if "mp4" in container.format.name and stream.frames and count < (listed := sum(size > 0 for size in sizes)):
         raise ValueError(f"the file is truncated: its header counts {listed} packets, and it has {count}")
 
 
@@ -108,10 +111,7 @@ def packets_of(container: Any, stream: Any) -> list[Any]:
     Raises:
         ValueError: The header of the file states more.
     """
-    check_header(container, stream)
-    packets = [packet for packet in container.demux(stream) if packet.size]
-    if "mp4" in container.format.name:
-        check_complete(len(packets), stream)
+    packets = list(demuxed(container, stream))
     stated = _stated_seconds(container, stream)
     ends = [(packet.pts + (packet.duration or 0)) * packet.time_base for packet in packets if packet.pts is not None]
     found = float(max(ends, default=0))

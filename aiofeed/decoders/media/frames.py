@@ -6,7 +6,6 @@ group are read from where they are, a file or an object store, and a decoder tha
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections import OrderedDict
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from aiofeed.decoders.media.container import SKIPPING, check_complete, check_header, colours, import_av, open_media
+from aiofeed.decoders.media.container import SKIPPING, colours, demuxed, import_av, open_media
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -171,15 +170,6 @@ class FrameIndex:
         return {timestamp: found[timestamp] for timestamp in wanted}
 
 
-def _kind(context: Any) -> tuple[Any, ...]:
-    """The codec of an open stream, and its parameters."""
-    found = [context.codec.name]
-    for name in PARAMETERS:
-        with contextlib.suppress(UnicodeDecodeError):  # a tag beyond ASCII
-            found.append((name, getattr(context, name)))
-    return tuple(found)
-
-
 def _decoder(kind: tuple[Any, ...]) -> Any:
     """The open decoder of this thread for a kind of stream. Each decodes in the thread itself."""
     try:
@@ -232,14 +222,12 @@ def read_index(size: int, read: Callable[[int, int], bytes]) -> FrameIndex:
     with open_media(file, "video", _HEADER_OPTIONS) as (container, stream):
         if "mp4" not in container.format.name:
             raise ValueError(f"the file is no MP4 file, but of the format {container.format.name}")
-        check_header(container, stream)
-        file.is_open, packets, kind = True, list[Any](), _kind(stream.codec_context)
-        for packet in container.demux(stream):  # one at a time: each has memory for its bytes
+        file.is_open, packets, context = True, list[Any](), stream.codec_context
+        kind = (context.codec.name, *[(name, getattr(context, name)) for name in PARAMETERS])
+        for packet in demuxed(container, stream):  # one at a time: each has memory for its bytes
             if packets and packet.has_sidedata("new_extradata"):
                 raise ValueError("the parameters of the video change within it: encode it again")
-            if packet.size:
-                packets.append((packet.pts, packet.is_keyframe, packet.is_discard, packet.pos, packet.size))
-        check_complete(len(packets), stream)
+            packets.append((packet.pts, packet.is_keyframe, packet.is_discard, packet.pos, packet.size))
         if any(packet[0] is None for packet in packets) or all(discarded for _, _, discarded, *_ in packets):
             raise ValueError("the video has no frames, or they have no timestamps")
         stamps, flags, discarded, starts, sizes = (np.array(column) for column in zip(*packets, strict=True))

@@ -21,7 +21,7 @@ from aiofeed.sources.episodes.moments import Moments
 from aiofeed.sources.episodes.videos import Frames, read_frames
 from aiofeed.sources.objects.listing import run_blocking
 from aiofeed.sources.objects.reader import ObjectReader, statistics_of
-from aiofeed.sources.subset import IndexedSource, Indices
+from aiofeed.sources.subset import GroupedSource, Indices
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ class Moment(NamedTuple):
         "drop_n_last_frames": "it is called drop_last_frames",
     }
 )
-class Episodes(IndexedSource):
+class Episodes(GroupedSource):
     """Moments of the episodes of a LeRobot data set (3.0 or 2.1), each with windows of rows and frames around it.
 
     A sample is a dict as an item of LeRobot's ``LeRobotDataset``: each camera uint8 [3, H, W], or [n, 3, H, W] with
@@ -230,13 +230,6 @@ class Episodes(IndexedSource):
             if tasks is not None:
                 found[-1].fields["task"] = tasks[at]
         return found
-
-    async def read(self, index: int, /) -> Any:
-        """Read one sample."""
-        [sample] = await self.read_many([index])
-        if isinstance(sample, Exception):
-            raise sample
-        return sample
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Samples whose frames are encoded, or the error of each that cannot be read. Of a folder, decoding reads."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import json
 import math
 import os
@@ -278,12 +277,11 @@ async def _read_lines(reader: ObjectReader, key: str, *names: str) -> list[tuple
 
 async def _read_table(reader: ObjectReader, key: str, columns: Sequence[str] | None = None) -> Any:
     """Read a Parquet file, or some of its columns."""
-    parquet = importlib.import_module("pyarrow.parquet")
     file: Any = reader.url(key) if reader.is_local else arrow().BufferReader(await reader.read(key))
 
     def read() -> Any:
         try:
-            with parquet.ParquetFile(file, memory_map=True) as opened:
+            with arrow("pyarrow.parquet").ParquetFile(file, memory_map=True) as opened:
                 known = opened.schema_arrow.names
                 if missing := [name for name in columns or () if name not in known]:
                     raise ValueError(f"there is no column {missing[0]!r}; there are {known}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import io
 import json
 import os
@@ -16,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_callable, check_expanded, check_positive_int, explain_arguments
 from aiofeed.sources.file_io import MAX_BYTES, ReadRules, check_foreign_name, open_file, read_file
@@ -27,7 +25,7 @@ from aiofeed.sources.objects.reader import ObjectReader, read_ranges, run_all
 from aiofeed.sources.objects.samples import ObjectList, objects_of
 from aiofeed.sources.objects.urls import check_path, redacted, scheme_of, split_url
 from aiofeed.sources.parts import in_order
-from aiofeed.sources.tables.columns import ValueColumn, is_list
+from aiofeed.sources.tables.columns import ValueColumn, arrow, is_list
 
 # The usual names of the column of keys; Hugging Face's metadata files have "file_name".
 KEYS = ("path", "file_name", "url", "key", "filename")
@@ -67,7 +65,6 @@ class TableFile:
     def __init__(self, path: str, format: str | None, store: Any, options: Mapping[str, Any] | None) -> None:
         base, key = split_url(check_path(path))
         self.is_local: bool = not base and (store is None or scheme_of(path) == "file")
-        self._arrow = _pyarrow("")
         stem, suffix = os.path.splitext(key.lower())
         self._compression = _COMPRESSIONS.get(suffix)
         by_suffix = _FORMATS.get(suffix if self._compression is None else os.path.splitext(stem)[1])
@@ -91,7 +88,7 @@ class TableFile:
         self._data = data
 
     def _unpacked(self, data: bytes, compression: str) -> bytes:
-        stream, parts, nbytes = self._arrow.CompressedInputStream(self._arrow.BufferReader(data), compression), [], 0
+        stream, parts, nbytes = arrow().CompressedInputStream(arrow().BufferReader(data), compression), [], 0
         while part := stream.read(_LINE):
             nbytes += len(part)
             check_expanded("it", nbytes, len(data))
@@ -99,16 +96,16 @@ class TableFile:
         return b"".join(parts)
 
     def _open(self) -> Any:
-        return io.FileIO(open_file(self.name)) if self._data is None else self._arrow.BufferReader(self._data)
+        return io.FileIO(open_file(self.name)) if self._data is None else arrow().BufferReader(self._data)
 
     def names(self) -> list[str]:
         """The names of the columns; in JSON Lines those of the first line."""
         with self._errors(), self._open() as stream:
             if self._format == "parquet":
-                return list(_pyarrow("parquet").ParquetFile(stream).schema_arrow.names)
+                return list(arrow("pyarrow.parquet").ParquetFile(stream).schema_arrow.names)
             if self._format == "jsonl":
                 return list(next(_objects(stream), {}))
-            return list(_pyarrow("csv").open_csv(stream, **self._csv_options()).schema.names)
+            return list(arrow("pyarrow.csv").open_csv(stream, *self._csv_options()).schema.names)
 
     def read(self, columns: list[str], types: Mapping[str, Any]) -> Any:
         """An Arrow table of some columns, some of them as values of a type.
@@ -116,19 +113,19 @@ class TableFile:
         Raises:
             ValueError: The file is damaged, or a value is not of the type of its column.
         """
-        arrow = self._arrow
         with self._errors(), self._open() as stream:
             if self._format == "parquet":
-                table = _pyarrow("parquet").ParquetFile(stream).read(columns)
-                return table.cast(arrow.schema([(each.name, types.get(each.name, each.type)) for each in table.schema]))
+                table = arrow("pyarrow.parquet").ParquetFile(stream).read(columns)
+                kinds = [(each.name, types.get(each.name, each.type)) for each in table.schema]
+                return table.cast(arrow().schema(kinds))
             if self._format == "jsonl":
                 table = self._read_lines(stream, columns, types)
             else:
-                reader = _pyarrow("csv")
+                reader = arrow("pyarrow.csv")
                 convert = reader.ConvertOptions(include_columns=columns, column_types=dict(types))
-                table = reader.read_csv(stream, **self._csv_options(), convert_options=convert)
+                table = reader.read_csv(stream, *self._csv_options(), convert)
         # A text that looks like a date is a text.
-        if dates := {each.name: arrow.string() for each in table.schema if arrow.types.is_temporal(each.type)}:
+        if dates := {each.name: arrow().string() for each in table.schema if arrow().types.is_temporal(each.type)}:
             return self.read(columns, {**types, **dates})
         for at, name in enumerate(columns):
             if _largest(table.column(name)) >= _EXACT:
@@ -136,20 +133,17 @@ class TableFile:
         return table
 
     def _read_lines(self, stream: Any, columns: list[str], types: Mapping[str, Any]) -> Any:
-        reader, arrow = _pyarrow("json"), self._arrow
+        reader = arrow("pyarrow.json")
         # A column with values of several types is an error only if some type has to be inferred.
         others = "ignore" if types.keys() >= set(columns) else "infer"
-        options = {
-            "parse_options": reader.ParseOptions(arrow.schema(types.items()), unexpected_field_behavior=others),
-            "read_options": reader.ReadOptions(block_size=_LINE),
-        }
+        parsing = reader.ParseOptions(arrow().schema(types.items()), unexpected_field_behavior=others)
+        blocks = reader.ReadOptions(block_size=_LINE)
         try:
-            return reader.read_json(stream, **options).select(columns)
-        except arrow.ArrowInvalid:  # it may be a column of which no type is needed here
-            with self._open() as again:
-                kept = [{name: row[name] for name in columns if name in row} for row in _objects(again)]
-            lines = arrow.py_buffer("\n".join(map(json.dumps, kept)).encode())
-            return reader.read_json(arrow.BufferReader(lines), **options).select(columns)
+            return reader.read_json(stream, blocks, parsing).select(columns)
+        except arrow().ArrowInvalid:  # it may be a column of which no type is needed here
+            kept = [{name: row[name] for name in columns if name in row} for row in _objects(self._open())]
+            lines = arrow().py_buffer("\n".join(map(json.dumps, kept)).encode())
+            return reader.read_json(arrow().BufferReader(lines), blocks, parsing).select(columns)
 
     def _exact(self, name: str, floats: Any) -> Any:
         """A column with whole numbers that arrow has made floats; ``floats`` if it has no such number.
@@ -158,57 +152,51 @@ class TableFile:
             ValueError: No type has all values.
         """
         if self._format == "jsonl":
-            with self._open() as stream:
-                cells = [row.get(name) for row in _objects(stream)]
+            cells = [row.get(name) for row in _objects(self._open())]
         else:
-            cells = self.read([name], {name: self._arrow.string()}).column(0).to_pylist()
+            cells = self.read([name], {name: arrow().string()}).column(0).to_pylist()
         row = next((row for row, cell in enumerate(cells) if _LARGE.search(str(cell))), None)
         if row is None:
             return floats
         try:
             values = [None if cell in (None, "") else int(str(cell)) for cell in cells]
-            return self._arrow.chunked_array([self._arrow.array(values, self._arrow.uint64())])
+            return arrow().chunked_array([arrow().array(values, arrow().uint64())])
         except (OverflowError, TypeError, ValueError):
             raise ValueError(
                 f"{self.name}: row {row} (the first is 0) has {cells[row]} in {name!r}, and no type of numbers holds "
                 f"this and the other values exactly: write them as texts"
             ) from None
 
-    def _csv_options(self) -> dict[str, Any]:
-        reader, delimiter = _pyarrow("csv"), "\t" if self._format == "tsv" else ","
-        return {
-            "parse_options": reader.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-            "read_options": reader.ReadOptions(block_size=_LINE),
-        }
+    def _csv_options(self) -> tuple[Any, Any]:
+        reader, delimiter = arrow("pyarrow.csv"), "\t" if self._format == "tsv" else ","
+        parsing = reader.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+        return reader.ReadOptions(block_size=_LINE), parsing
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
         """Name the file in errors; in those of JSON Lines also the line, which pyarrow does not know."""
         try:
             yield
-        except (self._arrow.ArrowException, ValueError, EOFError, OSError) as error:
+        except (arrow().ArrowException, ValueError, EOFError, OSError) as error:
             if isinstance(error, OSError) and error.filename is not None:
                 raise
             reason: Exception = error
-            if "straddling" in str(error):
-                reason = ValueError(f"a row has more than {format_bytes(_LINE)}")
             if self._format == "jsonl" and isinstance(error, ValueError):
-                with self._open() as stream:
-                    try:
-                        deque(_objects(stream), 0)
-                    except ValueError as wrong:
-                        reason = wrong
+                try:
+                    deque(_objects(self._open()), 0)
+                except ValueError as wrong:
+                    reason = wrong
             raise ValueError(f"{self.name}: {reason}") from None
 
 
 def _largest(column: Any) -> float:
     """The largest magnitude of the floats in a column, or in its lists and structs."""
-    arrow, compute = _pyarrow(""), _pyarrow("compute")
-    if arrow.types.is_struct(column.type):
+    compute = arrow("pyarrow.compute")
+    if arrow().types.is_struct(column.type):
         return max(map(_largest, column.flatten()), default=0.0)
     if is_list(column.type):
         return _largest(compute.list_flatten(column))
-    return compute.max(compute.abs(column)).as_py() or 0.0 if arrow.types.is_floating(column.type) else 0.0
+    return compute.max(compute.abs(column)).as_py() or 0.0 if arrow().types.is_floating(column.type) else 0.0
 
 
 def _objects(stream: Any) -> Iterator[dict[str, Any]]:
@@ -288,15 +276,14 @@ class Manifest(Files):
         check_positive_int("max_bytes", max_bytes)
         file = TableFile(os.fspath(path), format, store, options)
         key = _check_names(file, key, [*targets, *ranges])
-        arrow = _pyarrow("")
         wanted = list(dict.fromkeys([key, *targets, *ranges]))
-        table = file.read(wanted, {key: arrow.large_string(), **dict.fromkeys(ranges, arrow.int64())})
+        table = file.read(wanted, {key: arrow().large_string(), **dict.fromkeys(ranges, arrow().int64())})
         if not len(table):
             raise ValueError(f"{file.name} lists no samples")
         columns = {name: _values(file, table.column(name), name, name == key) for name in table.column_names}
         paths = _located(file, table.column(key), columns[key], root, store, options)
         del table
-        arrow.default_memory_pool().release_unused()  # else some 150 bytes per row
+        arrow().default_memory_pool().release_unused()  # else some 150 bytes per row
         self._bounds = _bounds(file, [columns[name] for name in ranges], length is not None, max_bytes)
         self._columns = [columns[name] for name in targets]
         labels: Any = None
@@ -398,13 +385,6 @@ def _parts(column: Any) -> Iterator[Any]:
         yield np.ascontiguousarray(column)
 
 
-def _pyarrow(module: str) -> Any:
-    try:
-        return importlib.import_module(f"pyarrow.{module}" if module else "pyarrow")
-    except ImportError:
-        raise ImportError('manifests are read by pyarrow: pip install "aiofeed[parquet]"') from None
-
-
 def _parent(url: str) -> str:
     """The URL of the folder of an object; of one on a web server with its query."""
     path, mark, query = url.partition("?") if url.lower().startswith("http") else (url, "", "")
@@ -429,10 +409,9 @@ def _check_names(file: TableFile, key: str | None, others: Sequence[str]) -> str
 
 def _values(file: TableFile, column: Any, name: str, is_key: bool) -> Any:
     """The values of a column: packed texts, a numpy array, or an ``ArrowColumn``."""
-    arrow = _pyarrow("")
-    if arrow.types.is_dictionary(column.type):
+    if arrow().types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
-    is_text = arrow.types.is_string(column.type) or arrow.types.is_large_string(column.type)
+    is_text = arrow().types.is_string(column.type) or arrow().types.is_large_string(column.type)
     missing = column.is_null().to_numpy() if column.null_count else np.zeros(len(column), np.bool_)
     if is_text:
         packed = _packed(column)
@@ -442,15 +421,14 @@ def _values(file: TableFile, column: Any, name: str, is_key: bool) -> Any:
         raise ValueError(f"{file.name}: {_row(missing)} has no {name!r}")
     if is_text:
         return packed
-    if arrow.types.is_primitive(column.type) and not arrow.types.is_temporal(column.type):
+    if arrow().types.is_primitive(column.type) and not arrow().types.is_temporal(column.type):
         return column.to_numpy()
-    return ValueColumn(arrow.chunked_array([arrow.concat_arrays(column.chunks)]), "")
+    return ValueColumn(arrow().chunked_array([arrow().concat_arrays(column.chunks)]), "")
 
 
 def _packed(column: Any) -> PackedKeys:
     """The texts of a column, in the memory of Arrow if they lie together there."""
-    arrow = _pyarrow("")
-    texts = arrow.concat_arrays([chunk.cast(arrow.large_string()) for chunk in column.chunks])
+    texts = arrow().concat_arrays([chunk.cast(arrow().large_string()) for chunk in column.chunks])
     _, offsets, data = texts.buffers()
     at = np.frombuffer(offsets, np.int64, len(texts) + 1, 8 * texts.offset)
     return PackedKeys(np.frombuffer(data or b"", np.uint8), at)
@@ -485,7 +463,7 @@ def _located(
     options: Mapping[str, Any] | None,
 ) -> ObjectList:
     """The objects of a column of entries."""
-    compute = _pyarrow("compute")
+    compute = arrow("pyarrow.compute")
 
     def rows(pattern: str) -> Any:
         return np.flatnonzero(compute.match_substring_regex(column, pattern).to_numpy())
@@ -523,7 +501,7 @@ def _of_urls(
         packer = KeyPacker()
         packer.add(path_of(url, row) for row, url in enumerate(keys))
         return ObjectList(packer.packed(), [ObjectReader("")])
-    compute, base = _pyarrow("compute"), split_url(keys[0])[0]
+    compute, base = arrow("pyarrow.compute"), split_url(keys[0])[0]
     # The keys of one bucket are plain text and need no loop, which takes a second for a million of them.
     in_bucket = store is None and not base.startswith("http")
     if in_bucket and compute.all(compute.starts_with(column, f"{base}/")).as_py():

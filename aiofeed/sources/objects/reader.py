@@ -326,20 +326,16 @@ class ObjectReader:
         self, key: str, options: Mapping[str, Any] | None, nbytes: int | None, most: int = 0
     ) -> tuple[Any, Any]:
         path, monitor, get = self._prefix + key.partition(QUERY)[0], self._monitor(), _obstore().get_async
-        path = "" if self._hub is not None else path
+        place = "" if self._hub is not None else path
 
         def attempt(store: Any) -> Coroutine[Any, Any, tuple[Any, Any]]:
-            return monitor.send(partial(get, store, path, options=options), nbytes, most)
+            return monitor.send(partial(get, store, place, options=options), nbytes, most)
 
         found: tuple[Any, Any] = await self._retried(key, attempt)
         # Some servers send this header for files that are compressed themselves, such as x.csv.gz.
         for encoding in found[0].attributes.get("Content-Encoding", "").lower().replace(" ", "").split(","):
-            if encoding not in ENCODINGS or key.partition(QUERY)[0].endswith(ENCODINGS[encoding]):
-                continue
-            raise OSError(
-                f"the server sends the object compressed with {encoding}, as its Content-Encoding says, and aiofeed "
-                f"reads objects as they are: store it without: {self.url(key)}"
-            )
+            if not path.endswith(ENCODINGS.get(encoding, "")):
+                raise OSError(f"the object has Content-Encoding {encoding}: store it without one: {self.url(key)}")
         return found
 
     async def _retried(self, key: str, attempt: Callable[[Any], Awaitable[Any]]) -> Any:

@@ -303,12 +303,9 @@ def fault_of(error: Exception, redact: Callable[[str], str], url: str) -> Fault:
         return Fault(RangesIgnoredError(f"the server ignores requests for a part of an object, as needed here: {url}"))
     expired = status == 401 or (status in (400, 403) and _EXPIRED.search(text) is not None)
     # A proxy may do both now and then. If no server has answered otherwise, this one always does.
-    if "Content-Length Header missing" in first:
-        return Fault(OSError(f"the server does not send the length of the object: {url}"), True, answered=False)
-    if _OTHER_PART.search(first):
-        return Fault(
-            OSError(f"the server sends another part of the object than requested: {url}"), True, answered=False
-        )
+    if "Content-Length Header missing" in first or _OTHER_PART.search(first):
+        what = "does not send the length of the object" if "missing" in first else "sends another part than requested"
+        return Fault(OSError(f"the server {what}: {url}"), True, answered=False)
     if status == 416 or "but object was only" in first:
         return Fault(NoRangeError(f"the object is shorter than the part of it that was requested: {url}"))
     throttled = _THROTTLED.search(text) is not None

@@ -23,7 +23,7 @@ from aiofeed.sources.parts import Parts, in_order
 from aiofeed.sources.shards import indexing
 from aiofeed.sources.shards.index import ShardIndex, with_labels
 from aiofeed.sources.shards.urls import Shard, ShardFinder, Urls
-from aiofeed.sources.subset import IndexedSource
+from aiofeed.sources.subset import GroupedSource
 
 # Shards that are opened at the same time, and shards that are read from end to end at the same time.
 OPEN = 64
@@ -36,7 +36,7 @@ PARTS = 4
 CACHE_BYTES = 256 << 20
 
 
-class Shards(IndexedSource, ABC):
+class Shards(GroupedSource, ABC):
     """Samples in shards. Index i counts through the shards in their order."""
 
     rules: ClassVar[indexing.IndexRules]
@@ -87,13 +87,6 @@ class Shards(IndexedSource, ABC):
         """The version of the shard, the sample's number in it, and which part of it is read."""
         shard, sample = self._find(index)
         return f"{shard.version} {shard.size} {sample} {self._selection()!r}"
-
-    async def read(self, index: int, /) -> Any:
-        """Read one sample."""
-        [sample] = await self.read_many([index])
-        if isinstance(sample, Exception):
-            raise sample
-        return sample
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Samples, or the error of each that cannot be read. All ranges of a shard are read together."""
@@ -195,7 +188,8 @@ class Shards(IndexedSource, ABC):
 
     async def _check_fit(self, shard: Shard, index: ShardIndex) -> None:
         """Raise ``ValueError`` unless the first, a middle and the last sample are where an index says."""
-        if samples := some_samples(index):
+        count = len(index)
+        if samples := sorted({0, count // 2, count - 1}) if count else []:
             parts = iter(await shard.read(_ranges(index, samples)))
             for sample in samples:
                 found = self._unpack(index, sample, [next(parts) for _ in index.members(sample)])
@@ -286,12 +280,6 @@ def _ranges(index: ShardIndex, samples: Iterable[int]) -> list[tuple[int, int]]:
     return [(int(starts[member]), int(ends[member])) for sample in samples for member in index.members(sample)]
 
 
-def some_samples(index: ShardIndex) -> list[int]:
-    """The first, a middle and the last sample."""
-    count = len(index)
-    return sorted({0, count // 2, count - 1}) if count else []
-
-
 class FieldShards(Shards):
     """Shards whose samples have named fields: dicts, or one of the fields and another one as the target."""
 
@@ -343,9 +331,8 @@ class FieldShards(Shards):
 
     def _missing(self, index: ShardIndex, sample: int, wanted: Sequence[str], fields: Mapping[str, bytes]) -> str:
         name = sample if index.keys is None else repr(index.keys[sample].decode(errors="replace"))
-        return f"the sample {name} has no {' or '.join(map(repr, wanted))}" + (
-            f", but {sorted(fields)}" if fields else ""
-        )
+        there = f", but {sorted(fields)}" if fields else ""
+        return f"the sample {name} has no {' or '.join(map(repr, wanted))}{there}"
 
     async def _index(self, shard: Shard) -> None:
         await self._finish(shard, await self._obtain(shard, self._target_fields))

@@ -146,15 +146,13 @@ class ShardIndex:
         """Whether the arrays have the same members, samples and names."""
         members, first, fields = len(self.starts), self.first, self.fields
         packed = [each for each in (self.keys, self.labels) if each is not None]
+        columns = (self.ends, fields, self.sizes, self.crcs, self.inflated)
         return (
             (first is None) == (fields is None) == (self.keys is None)
             and all(isinstance(name, str) for name in self.names)
             and (first is None or (len(first) > 0 and _rises(first, members)))
             and (fields is None or bool((fields < len(self.names)).all()))
-            and all(
-                each is None or len(each) == members
-                for each in (self.ends, fields, self.sizes, self.crcs, self.inflated)
-            )
+            and all(each is None or len(each) == members for each in columns)
             and bool((self.starts <= self.ends).all())
             and all(len(each) == len(self) and _rises(each.offsets, len(each.data)) for each in packed)
         )

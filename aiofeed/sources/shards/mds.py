@@ -7,7 +7,6 @@ and the samples; a sample is the sizes of its columns of variable size (uint32) 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from aiofeed.sources.shards.base import FieldShards, RecentParts, reason_of
 from aiofeed.sources.shards.index import ShardIndex, ranges_of
 from aiofeed.sources.shards.indexing import DAMAGED, IndexRules, Scan
 from aiofeed.sources.shards.urls import Shard, ShardFinder, Urls
+from aiofeed.sources.tables.columns import arrow
 
 # The numbers of dtypes in an array of any dtype.
 _DTYPES = {
@@ -130,18 +130,11 @@ class CompressedShard(Shard):
 
     async def _decompressed(self) -> memoryview:
         [data] = await self.packed.read([(0, self.packed.size)])
-        arrow = _arrow()
+        decompress, codec = arrow().decompress, _CODECS[self.codec]
         try:
-            return memoryview(await asyncio.to_thread(arrow.decompress, data, self.unpacked_bytes, _CODECS[self.codec]))
-        except (OSError, arrow.ArrowException) as error:
+            return memoryview(await asyncio.to_thread(decompress, data, self.unpacked_bytes, codec))
+        except (OSError, arrow().ArrowException) as error:
             raise ValueError(f"{self.packed.url}: its {self.codec} data are truncated or damaged: {error}") from None
-
-
-def _arrow() -> Any:
-    try:
-        return importlib.import_module("pyarrow")
-    except ImportError:
-        raise ImportError('Compressed MDS shards are read by pyarrow: pip install "aiofeed[parquet]"') from None
 
 
 @public

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import io
 import os
 from collections import Counter
@@ -21,6 +20,7 @@ from aiofeed.sources.parts import in_order
 from aiofeed.sources.shards.base import RecentParts, Shards
 from aiofeed.sources.shards.index import ShardIndex
 from aiofeed.sources.shards.urls import Shard, Urls
+from aiofeed.sources.tables.columns import arrow
 from aiofeed.sources.tokens.formats import is_text
 
 # Most footers are shorter, so that one request reads them.
@@ -104,7 +104,7 @@ class ParquetRows(Shards):
         self._target_columns = target
         self._to_target = check_callable("ParquetRows(to_target=)", to_target)
         self._tables = RecentParts()
-        _parquet()
+        arrow("pyarrow.parquet")
         super().__init__(urls, store=store, options=options)
         if self._columns is None and self._data is None:
             self._check_alike()
@@ -151,7 +151,7 @@ class ParquetRows(Shards):
         if length > len(tail):
             tail = await self._tail(shard, length)
         try:
-            return _parquet().read_metadata(io.BytesIO(tail))
+            return arrow("pyarrow.parquet").read_metadata(io.BytesIO(tail))
         except Exception as error:  # noqa: BLE001 - pyarrow's errors
             raise ValueError(f"its footer is damaged: {error}") from None
 
@@ -181,10 +181,9 @@ class ParquetRows(Shards):
 
     def _path(self, fields: Any, name: str) -> list[str] | None:
         """The column of a name and the fields within it, which may have dots in names of their own."""
-        is_struct = importlib.import_module("pyarrow").types.is_struct
         if any(each.name == name for each in fields):
             return [name]
-        structs = [each for each in fields if name.startswith(f"{each.name}.") and is_struct(each.type)]
+        structs = [each for each in fields if name.startswith(f"{each.name}.") and arrow().types.is_struct(each.type)]
         paths = [(each.name, self._path(list(each.type), name[len(each.name) + 1 :])) for each in structs]
         return next(([head, *path] for head, path in paths if path), None)
 
@@ -240,8 +239,7 @@ class ParquetRows(Shards):
         """Samples of a row group, of which row ``first`` of the file is the first one."""
         at = [row - first for row in rows]
         values: list[Any]
-        is_number = importlib.import_module("pyarrow").types.is_primitive
-        if len(at) >= _MANY_ROWS and all(map(is_number, table.schema.types)):
+        if len(at) >= _MANY_ROWS and all(map(arrow().types.is_primitive, table.schema.types)):
             values = table.take(at).to_pylist()
         else:
             columns = list(zip(table.column_names, table.columns, strict=True))
@@ -266,18 +264,15 @@ class ParquetRows(Shards):
         metadata = shard.extra.metadata
         described = metadata.row_group(group)
         chunks = [described.column(number) for number in chosen]
-        ranges = []
-        # A column of equal values needs few bytes in a file, and those of its type in memory.
-        nbytes = [
-            max(each.total_uncompressed_size, each.num_values * _WIDTHS.get(each.physical_type, 1)) for each in chunks
-        ]
-        stored = sum(chunk.total_compressed_size for chunk in chunks)
-        check_expanded(f"{shard.url}: row group {group}", sum(nbytes), stored)
+        ranges, nbytes = [], 0
         for chunk in chunks:
+            # A column of equal values needs few bytes in a file, and those of its type in memory.
+            nbytes += max(chunk.total_uncompressed_size, chunk.num_values * _WIDTHS.get(chunk.physical_type, 1))
             start = chunk.data_page_offset
             if chunk.dictionary_page_offset is not None:  # 0 if there is none
                 start = min(start, chunk.dictionary_page_offset or start)
             ranges.append((start, start + chunk.total_compressed_size))
+        check_expanded(f"{shard.url}: row group {group}", nbytes, sum(end - start for start, end in ranges))
         parts = await shard.read(ranges)
         file = _PartsOfFile(shard.size, {start: part for (start, _), part in zip(ranges, parts, strict=True)})
         try:
@@ -294,16 +289,9 @@ def _names(shard: Shard) -> list[str]:
     return names
 
 
-def _parquet() -> Any:
-    try:
-        return importlib.import_module("pyarrow.parquet")
-    except ImportError:
-        raise ImportError('Parquet files are read by pyarrow: pip install "aiofeed[parquet]"') from None
-
-
 def _read_row_group(file: _PartsOfFile, metadata: Any, group: int, chosen: Sequence[int]) -> Any:
     # Its reader takes numbers. The names of `read_row_group` are ambiguous: "a" is a part of "a.b", too.
-    opened = _parquet().ParquetFile(file, metadata=metadata, pre_buffer=False)
+    opened = arrow("pyarrow.parquet").ParquetFile(file, metadata=metadata, pre_buffer=False)
     return opened.reader.read_row_group(group, column_indices=list(chosen), use_threads=False)
 
 
@@ -329,9 +317,8 @@ def _leaf_count(kind: Any) -> int:
 
 def _column(tables: Sequence[Any], name: str) -> Any:
     """A column of several tables, as a numpy array if it has numbers only."""
-    arrow = importlib.import_module("pyarrow")
-    column = arrow.chunked_array([chunk for table in tables for chunk in table.column(name).chunks] or [[]])
-    numeric = arrow.types.is_integer(column.type) or arrow.types.is_floating(column.type)
+    column = arrow().chunked_array([chunk for table in tables for chunk in table.column(name).chunks] or [[]])
+    numeric = arrow().types.is_integer(column.type) or arrow().types.is_floating(column.type)
     return column.to_numpy() if numeric and not column.null_count else column
 
 

@@ -164,9 +164,8 @@ class ShardFinder:
     async def _listed(self, shard: Shard, url: str) -> list[Shard]:
         """The shards in a JSON file of ``wids``; relative ones lie beside the file."""
         listed = parse_json(shard.url, await shard.reader.read(shard.key))
-        entries, base = (
-            (listed.get("shardlist"), listed.get("base_path") or "") if isinstance(listed, dict) else ("", "")
-        )
+        listed = listed if isinstance(listed, dict) else {}
+        entries, base = listed.get("shardlist"), listed.get("base_path") or ""
         if not (isinstance(entries, list) and isinstance(base, str)) or not all(
             isinstance(each, dict) and isinstance(each.get("url"), str) for each in entries
         ):

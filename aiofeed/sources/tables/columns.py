@@ -310,13 +310,13 @@ def is_encoded(kind: Any) -> bool:
 
 
 @cache
-def arrow() -> Any:
-    """Return the module ``pyarrow``.
+def arrow(module: str = "pyarrow") -> Any:
+    """Return ``pyarrow``, or a module of it.
 
     Raises:
         ImportError: It is not installed.
     """
     try:
-        return importlib.import_module("pyarrow")
+        return importlib.import_module(module)
     except ImportError:
-        raise ImportError('Table reads columns through pyarrow: pip install "aiofeed[parquet]"') from None
+        raise ImportError('Parquet, Arrow and such files need pyarrow: pip install "aiofeed[parquet]"') from None

@@ -40,12 +40,9 @@ class ParquetTable(ParquetRows, Table):
     def _take(self, shard: Shard, table: Any, first: int, rows: Sequence[int]) -> list[Any]:
         table = take_rows(table, [row - first for row in rows])
         for name, column in zip(table.column_names, table.columns, strict=True):
-            if not shard.local and is_encoded(column.type):
-                for each in column:
-                    if each.is_valid and not each["bytes"].is_valid and each["path"].is_valid:
-                        raise ValueError(
-                            f"{shard.url}: column {name!r} names a file, and a file at a URL may name none"
-                        )
+            files = column if not shard.local and is_encoded(column.type) else ()
+            if any(each.is_valid and not each["bytes"].is_valid and each["path"].is_valid for each in files):
+                raise ValueError(f"{shard.url}: column {name!r} names a file, and a file at a URL may name none")
         return self._samples_read(table)
 
     def _problems(self) -> Mapping[str, str | None]:

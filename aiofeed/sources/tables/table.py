@@ -12,7 +12,7 @@ import numpy as np
 
 from aiofeed.core.types import Traits, public
 from aiofeed.core.validation import counted, explain_arguments
-from aiofeed.sources.subset import IndexedSource
+from aiofeed.sources.subset import GroupedSource
 from aiofeed.sources.tables.columns import Columns, no_tensors, take_rows
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ ARROW_FILES = (".arrow", ".feather", ".ipc")
         "split": "pass one split of the dataset, as in dataset['train']",
     }
 )
-class Table(IndexedSource):
+class Table(GroupedSource):
     """Rows of a table; without ``decode=`` and ``collate_fn=`` a batch is a dict of tensors, one for each column.
 
     Columns of numbers, bools, and lists or arrays of them of one length become tensors; a batch is one gather for each
@@ -118,13 +118,6 @@ class Table(IndexedSource):
     def key(self, index: int, /) -> str:
         """The table and the row."""
         return f"{self.name}[{index}]"
-
-    async def read(self, index: int, /) -> Any:
-        """Return one sample."""
-        [sample] = await self.read_many([index])
-        if isinstance(sample, Exception):
-            raise sample
-        return sample
 
     def in_batches(self) -> Self:
         """Return the table with samples for ``collate_rows``.

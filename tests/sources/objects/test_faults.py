@@ -105,7 +105,7 @@ async def test_half_of_an_object_is_never_the_object(reader, server, scheme, mon
     if scheme == "http":
         reader = ObjectReader(f"{server.endpoint}/bucket")
     for fault, message in (
-        (Fault(half=True), r"sends another part of the object than requested: .*://.*/a"),
+        (Fault(half=True), r"sends another part than requested: .*://.*/a"),
         (Fault(chunked=True), r"does not send the length of the object: .*://.*/a"),
     ):
         server.schedule = lambda request, fault=fault: fault
@@ -141,7 +141,7 @@ async def test_compressed_answers_are_refused(reader, server, encoding):
         assert await reader.read("a") == DATA
         return
     for read in (reader.read("a"), reader.read_ranges("a", [0], [9]), reader.read("a", size=len(DATA))):
-        with pytest.raises(OSError, match=f"(?i)compressed with {encoding[:4]}.*Content-Encoding.*s3://bucket/a"):
+        with pytest.raises(OSError, match=f"(?i)Content-Encoding {encoding[:4]}.*s3://bucket/a"):
             await read
     if encoding == "gzip":
         assert await reader.read("a.csv.gz") == DATA

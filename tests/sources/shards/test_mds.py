@@ -21,6 +21,7 @@ import torch
 from aiofeed import Feeder, MDSShards
 from aiofeed.sources.shards import base
 from aiofeed.sources.shards.mds import CompressedShard
+from aiofeed.sources.tables.columns import arrow
 
 COLUMNS: dict[str, tuple[str, int | None]] = {"image": ("jpeg", None), "label": ("int", 8), "text": ("str", None)}
 
@@ -233,6 +234,7 @@ def test_damaged_compressed_shards(folder: Path, monkeypatch: pytest.MonkeyPatch
             MDSShards(folder)
     (folder / "index.json").write_text(json.dumps(index))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
+    arrow.cache_clear()
     with pytest.raises(ImportError, match=r"aiofeed\[parquet\]"):
         MDSShards(folder)
 

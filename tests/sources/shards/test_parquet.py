@@ -15,6 +15,7 @@ from aiofeed import Feeder, ParquetRows, Table
 from aiofeed.core import validation
 from aiofeed.sources.shards import base
 from aiofeed.sources.shards import parquet as parquet_module
+from aiofeed.sources.tables.columns import arrow
 
 pytestmark = pytest.mark.integration
 
@@ -169,6 +170,7 @@ def test_wrong_arguments(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="pass one of them"):
         ParquetRows(files / "0.parquet", ["n"], data="n")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    arrow.cache_clear()
     with pytest.raises(ImportError, match=r"aiofeed\[parquet\]"):
         ParquetRows(files / "0.parquet")
 
