@@ -578,8 +578,8 @@ class _FeederEpochs:
         """Start an epoch; see ``next_part``."""
         if self._collate_fn is not loader.collate_fn:
             self._make(loader)
-        # iter() would restart a sampler of Lightning.
-        self._planned = enumerate(iter(partial(next, indices, None), None))
+        # `next` only: iter() would restart a sampler of Lightning, and == of two batches may be an array.
+        self._planned = enumerate(itertools.starmap(indices.__next__, itertools.repeat(())))
         try:
             self._part_batches = max(len(loader), _PART_BATCHES)
         except TypeError:  # the sampler has no length

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -566,6 +567,28 @@ def test_a_caught_ctrl_c_loses_no_batch(dataset: Any, options: dict[str, Any], r
             iterator, repeated = None, True
     assert (caught, repeated) == (1, True)
     assert seen == list(range(12))
+
+
+class NoState(Plain):
+    """Has a state only between epochs."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("no state within an epoch")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise RuntimeError("no state within an epoch")
+
+
+def test_the_state_of_the_dataset_is_not_requested_for_each_batch() -> None:
+    """A loop without `state_dict` calls none of the dataset, which may take long or raise."""
+    assert [batch.tolist() for batch in DataLoader(NoState(4), 2)] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("options", [{"on_error": "skip"}, {"threads": 2}])
+def test_batches_of_arrays_in_a_feeder(options: dict[str, Any]) -> None:
+    """Batches of NumPy indices are not compared, which gives an array."""
+    loader: Any = DataLoader(Plain(6), batch_sampler=[np.arange(3), np.arange(3, 6)], **options)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_fork_in_the_loop_body() -> None:

@@ -568,5 +568,5 @@ def test_a_transform_without_return_is_an_error(make: Callable[..., Any]) -> Non
 
 def test_a_collate_fn_without_return_is_an_error() -> None:
     """The error names the samples."""
-    with pytest.raises(CollateError, match=r"collate_fn returned None \(samples 'list\[0\]' to 'list\[3\]'\)"):
+    with pytest.raises(CollateError, match=r"collate_fn returned None.* \(samples 'list\[0\]' to 'list\[3\]'\)"):
         next(iter(Feeder(list(range(8)), batch_size=4, collate_fn=lambda samples: None)))

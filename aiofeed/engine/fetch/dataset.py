@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import reprlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from aiofeed.core.errors import FeedError, ReadError
 from aiofeed.core.failure_policy import FailurePolicy
-from aiofeed.core.failures import LOGGED_MOST
 from aiofeed.core.formatting import format_error
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan
@@ -53,7 +51,7 @@ class DatasetFetcher(Fetcher):
         # Threads that call it at the same time would share the generators.
         self._seeds = own_process and source.threads == 1
         self._detector = DrawDetector(source.dataset)
-        self._logged: set[str] = set()
+        self._warned = False
         limits = (self.policy.read_timeout_s, self.policy.decode_timeout_s)
         self.limit_s: float | None = sum(limit or 0.0 for limit in limits) or None
 
@@ -87,11 +85,12 @@ class DatasetFetcher(Fetcher):
         def work() -> None:
             nonlocal reached, seconds, cpu_s
             started, cpu_started = time.perf_counter(), time.thread_time()
-            together = self._request_all(chunk, requested)
-            if together is True:
-                reached = chunk.decode_each(place)
-            elif together is not None:
-                reached = self._find_culprit(chunk, place, slot, requested, together)
+            # One by one for a time limit per item, too.
+            if self.gets_several and chunk.control.deadline is None:
+                if (error := self._request_all(chunk, requested)) is None:
+                    reached = chunk.decode_each(place)
+                else:
+                    reached = self._find_culprit(chunk, place, slot, requested, error)
             else:
                 request_one = self._request_one(chunk, place, slot)
                 reached = chunk.decode_each(request_one, 0, 1)
@@ -108,25 +107,20 @@ class DatasetFetcher(Fetcher):
         if reached and outcome.retries == retries:
             self._sizer.observe(seconds, reached)
 
-    def _request_all(self, chunk: Chunk, positions: Sequence[int]) -> Literal[True] | BaseException | None:
-        """Request items in one call. Returns its error, or ``None`` if they have to be requested one by one.
-
-        That is for a time limit per item.
-        """
-        if not self.gets_several or chunk.control.deadline is not None:
-            return None
-        request = partial(self._source.items, [chunk.plan.indices[position] for position in positions])
+    def _request_all(self, chunk: Chunk, positions: Sequence[int]) -> BaseException | None:
+        """Request items in one call; returns its error."""
+        items = partial(self._source.items, [chunk.plan.indices[position] for position in positions])
+        request = partial(self._called, items, chunk.plan, positions[0])
         try:
-            items = iter(self._called(request, chunk.plan, positions[0]))
+            found = request()
         except BaseException as error:  # noqa: BLE001 - the user's Dataset may raise anything; it becomes a value
-            again = partial(self._called, request, chunk.plan, positions[0])
-            found, retries = retry_blocking(self.policy, error, again, chunk.control.stop)
+            found, retries = retry_blocking(self.policy, error, request, chunk.control.stop)
             chunk.outcome.retries += retries
             if isinstance(found, BaseException):
                 return found
-            items = iter(found)
-        chunk.values = [next(items) if value is UNREAD else value for value in chunk.values]
-        return True
+        each = iter(found)
+        chunk.values = [next(each) if value is UNREAD else value for value in chunk.values]
+        return None
 
     def _find_culprit(
         self, chunk: Chunk, place: Place, slot: DatasetSlot, positions: Sequence[int], error: BaseException
@@ -134,7 +128,7 @@ class DatasetFetcher(Fetcher):
         """Request items one by one after an error of ``__getitems__``, to name the item that has it.
 
         If none has it, ``__getitems__`` itself is wrong, and its items may be others than those of ``__getitem__``:
-        they become no batch, unless failures are skipped or replaced; then a log line says so.
+        they become no batch, unless failures are skipped or replaced; then one log line says so.
         """
         outcome, before = chunk.outcome, len(chunk.outcome.errors)
         placed = (lambda position, item: None) if self.stop_at_error else place
@@ -142,15 +136,14 @@ class DatasetFetcher(Fetcher):
         alone, text = outcome.errors[before:], format_error(error)
         if any(format_error(each.__cause__ or each) == text for _, each in alone) or chunk.control.stop.is_set():
             return reached
-        indices, found = [chunk.plan.indices[position] for position in positions], str(alone[0][1]) if alone else ""
-        several = f"{type(self._source.dataset).__name__}.__getitems__ raised {text} for {reprlib.repr(indices)}"
-        several += f"; requested one by one: {found or 'none of these fails'}"
+        index, found = chunk.plan.indices[positions[0]], alone[0][1] if alone else "none of these fails"
+        several = f"__getitems__ raised {text} for {len(positions)} items; requested one by one: {found}"
         if self.stop_at_error:
-            named = ReadError(several, key=self.key(indices[0]), index=indices[0], stage="read")
+            named = ReadError(several, key=self.key(index), index=index, stage="read")
             named.__cause__ = without_our_frames(error)
             outcome.errors[before:] = [(positions[0], named)]
-        elif several not in self._logged and len(self._logged) < LOGGED_MOST:
-            self._logged.add(several)
+        elif not self._warned:
+            self._warned = True
             log.warning("%s", several)
         return reached
 

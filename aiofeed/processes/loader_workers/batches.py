@@ -24,7 +24,14 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from aiofeed.core.errors import FeedError, IteratorClosedError
 from aiofeed.core.statistics import EpochStats
 from aiofeed.processes.loader_workers.channel import Answer, Fetch, Restore, Resume
-from aiofeed.processes.loader_workers.fetching import BatchTimes, count_times, dataset_state, fetch, restore_dataset
+from aiofeed.processes.loader_workers.fetching import (
+    BatchTimes,
+    count_times,
+    dataset_state,
+    fetch,
+    first_stateful,
+    restore_dataset,
+)
 from aiofeed.processes.loader_workers.random_state import random_state, set_random_state
 from aiofeed.processes.loader_workers.state import LoaderPosition, OrderState, Progress
 from aiofeed.processes.loader_workers.worker_loop import WorkerStart
@@ -119,6 +126,8 @@ class InProcessBatches:
         self._indices: _Indices = _Indices(iterator._sampler_iter)
         self._taken = self._indices.taken
         self._cut = ""  # what Ctrl-C has interrupted so that its batch cannot be made again
+        # A dataset that a batch changes.
+        self._changes = "the dataset" if self._iterable or first_stateful(self._dataset) is not None else ""
         self._pins = iterator._pin_memory
         self._pin_device = iterator._pin_memory_device
         self._deliver = deliver
@@ -162,9 +171,10 @@ class InProcessBatches:
             self.stats.sampler_s += time.perf_counter() - began
             if not self._taken:
                 self._indices.end(self._number)
-        self.progress.making = before = (self._dataset_state(),)
+        # Making a state may take long. It is needed where Ctrl-C may come in ``deliver``, after the dataset.
+        self.progress.making = () if self._deliver is None else (self._dataset_state(),)
         try:
-            batch = self._make(self._taken[0], repeatable=not self._iterable and before[0] is None)
+            batch = self._make(self._taken[0])
         except Exception:
             del self._taken[0]
             self._number += 1
@@ -177,8 +187,8 @@ class InProcessBatches:
         self.progress.making = None
         return batch
 
-    def _make(self, index: Any, *, repeatable: bool) -> Any:
-        self._cut = "" if repeatable else "the dataset"
+    def _make(self, index: Any) -> Any:
+        self._cut = self._changes
         if self._times.left:
             self._times.left -= 1
             batch = fetch(self._fetcher, index)

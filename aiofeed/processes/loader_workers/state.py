@@ -134,7 +134,7 @@ class Progress:
 
     Attributes:
         finished: Whether the consumer has seen the end of the epoch.
-        making: While a batch is made, without workers: the state of the dataset before it.
+        making: While a batch is made, without workers: the state of the dataset before it, if it is known.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Progress:
         self.start = start
         self.first = position
         self.finished: bool = False
-        self.making: tuple[Any] | None = None
+        self.making: tuple[Any, ...] | None = None
         self.returned: int = position.returned
         self._received = workers = workers if workers is not None else []
         self._first_states = self._states = list(workers)

@@ -125,17 +125,15 @@ class LoaderWorkers:
             try:
                 self._workers.append(_LoaderProcess(context, start, number))
                 self._workers[-1].start()
-            except (TypeError, AttributeError, pickle.PicklingError) as error:
+            except BaseException as error:
                 self.close()
-                method = context.get_start_method()
-                error.add_note(
-                    f"the dataset, collate_fn or worker_init_fn cannot be sent to a worker process, which the start "
-                    f'method "{method}" needs: define classes and functions at the top level of a module, or pass '
-                    f'multiprocessing_context="fork", which needs no pickling (Linux), or num_workers=0'
-                )
-                raise
-            except BaseException:
-                self.close()
+                if isinstance(error, TypeError | AttributeError | pickle.PicklingError):
+                    error.add_note(
+                        f"the dataset, collate_fn or worker_init_fn cannot be sent to a worker process, which the "
+                        f'start method "{context.get_start_method()}" needs: define classes and functions at the top '
+                        f'level of a module, or pass multiprocessing_context="fork", which needs no pickling (Linux), '
+                        f"or num_workers=0"
+                    )
                 raise
 
     @property

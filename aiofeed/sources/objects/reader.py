@@ -59,7 +59,15 @@ FIRST_RETRY_S = 3.0
 LOG_EVERY_S = 10.0
 PAGE = 1000
 # Values of Content-Encoding, and the suffix of files that are such by themselves.
-ENCODINGS = {"gzip": ".gz", "x-gzip": ".gz", "br": ".br", "zstd": ".zst", "deflate": ".zz", "compress": ".Z"}
+GZIP = (".gz", ".tgz", ".svgz")
+ENCODINGS: dict[str, str | tuple[str, ...]] = {
+    "gzip": GZIP,
+    "x-gzip": GZIP,
+    "br": ".br",
+    "zstd": ".zst",
+    "deflate": ".zz",
+    "compress": ".z",
+}
 
 
 class ObjectReader:
@@ -289,10 +297,11 @@ class ObjectReader:
         if size is None and most <= WHOLE_BYTES and not self._client.ignores_ranges:
             try:
                 return await self._get(key, {"range": (0, WHOLE_BYTES)}, None, most)
-            except RangesIgnoredError:
-                self._client.ignores_ranges = True
-            except NoRangeError:
-                pass  # the object is empty
+            except (RangesIgnoredError, NoRangeError):
+                pass  # the object is empty, or a gateway refuses ranges
+            found = await self._get(key, None, None, most)
+            self._client.ignores_ranges |= found[0].meta["size"] > 0
+            return found
         return await self._get(key, None, None, most)
 
     async def _read_parts(self, key: str, ranges: Sequence[JoinedRange], expected: Expected) -> Sequence[bytes]:
@@ -334,7 +343,7 @@ class ObjectReader:
         found: tuple[Any, Any] = await self._retried(key, attempt)
         # Some servers send this header for files that are compressed themselves, such as x.csv.gz.
         for encoding in found[0].attributes.get("Content-Encoding", "").lower().replace(" ", "").split(","):
-            if not path.endswith(ENCODINGS.get(encoding, "")):
+            if not path.lower().endswith(ENCODINGS.get(encoding, "")):
                 raise OSError(f"the object has Content-Encoding {encoding}: store it without one: {self.url(key)}")
         return found
 

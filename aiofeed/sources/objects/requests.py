@@ -262,7 +262,7 @@ class ObjectInfo(NamedTuple):
 
 
 class NoRangeError(OSError):
-    """An object ends before a range."""
+    """An object ends before a range, or the server refuses the request, perhaps because of its range."""
 
 
 class RangesIgnoredError(OSError):
@@ -326,8 +326,10 @@ def fault_of(error: Exception, redact: Callable[[str], str], url: str) -> Fault:
     message = redact(_short(first)) + way
     # No other attempt changes a redirect or a certificate.
     lasting = redirect is not None or (tls is not None and tls[1] == "InvalidCertificate")
-    transient = (network and not lasting) or throttled or status >= 500 or status in _TRANSIENT
-    return Fault(OSError(f"{message}: {url}"), transient=transient, answered=bool(status) or "Body" in text)
+    transient = (network and not lasting) or throttled or (status >= 500 and status != 501) or status in _TRANSIENT
+    refused = status in (400, 405, 501) or "CONTENT_RANGE" in first
+    named = (NoRangeError if refused else OSError)(f"{message}: {url}")
+    return Fault(named, transient=transient, answered=bool(status) or "Body" in text)
 
 
 def changed(url: str) -> OSError:

@@ -132,6 +132,16 @@ async def test_objects_of_any_size_are_one_request(reader, server):
         assert server.count - before == requests
 
 
+@pytest.mark.parametrize("status", [400, 405, 416, 501])
+async def test_gateways_that_refuse_ranges(reader, server, status):
+    """A whole object is requested without a range if that is refused, which is remembered."""
+    server.schedule = lambda request: Fault(status=status, code="X") if "range" in request.headers else None
+    for requests in (2, 1):
+        before = server.count
+        assert await reader.read("a") == DATA
+        assert server.count - before == requests
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "Gzip, aws-chunked", "aws-chunked", "identity"])
 async def test_compressed_answers_are_refused(reader, server, encoding):
     """Bytes that are compressed in transit, or were for the store, are not the object; those of a .gz file are."""
@@ -144,7 +154,8 @@ async def test_compressed_answers_are_refused(reader, server, encoding):
         with pytest.raises(OSError, match=f"(?i)Content-Encoding {encoding[:4]}.*s3://bucket/a"):
             await read
     if encoding == "gzip":
-        assert await reader.read("a.csv.gz") == DATA
+        server.objects["bucket/a.TGZ"] = DATA
+        assert await reader.read("a.csv.gz") == await reader.read("a.TGZ") == DATA
 
 
 async def test_an_outage_ends_in_an_error(reader, server, monkeypatch):
