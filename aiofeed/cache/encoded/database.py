@@ -182,7 +182,10 @@ class CacheDatabase:
 
     def _execute(self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> sqlite3.Cursor:
         assert self._connection is not None
-        return self._connection.execute(statement, values)
+        try:
+            return self._connection.execute(statement, values)
+        except UnicodeDecodeError as error:  # sqlite3's message names a damaged column or table
+            raise _corrupt(f"a name is no text: {error}") from None
 
     def _prepare(self, path: str, max_bytes: int | None) -> None:
         if not self._is_cache(path):
@@ -344,10 +347,14 @@ def _checksum(name: int, tag: int, kind: int, data: bytes) -> int:
 def _numbers(row: Sequence[Any]) -> Sequence[Any]:
     """A row of numbers. A damaged row, which may have any types, is an error as of SQLite."""
     if not all(isinstance(value, int | float) for value in row):
-        error = sqlite3.DatabaseError(f"a row has the values {row!r}, not numbers")
-        error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-        raise error
+        raise _corrupt(f"a row has the values {row!r}, not numbers")
     return row
+
+
+def _corrupt(what: str) -> sqlite3.DatabaseError:
+    error = sqlite3.DatabaseError(what)
+    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    return error
 
 
 def code_of(error: sqlite3.Error) -> int:
