@@ -488,7 +488,13 @@ class MixtureOrder:
                 self._change(course, state["samples"], Position(epoch, position))
                 return
             counts = [(block, self._checked(block, before)) for block, before in state["counts"]]
-            self.changed_at, self._course = Position(at, consumed), self._fresh() | course
+            fresh = self._fresh()
+            # Sources that were removed keep their course.
+            if any(course.get(name, each).length != each.length for name, each in fresh.items()) or any(
+                abs(each.shift) >> 62 for each in course.values()
+            ):
+                raise ValueError("a source of another length")
+            self.changed_at, self._course = Position(at, consumed), fresh | course
         except (ValueError, TypeError, AttributeError, LookupError) as error:
             raise StateError(f"the state is damaged: its mixture is {text!r}") from error
         for block, before in counts:
