@@ -79,18 +79,20 @@ def check_callable(name: str, value: Any, keywords: Sequence[str] = ()) -> Any:
         raise TypeError(f"{name} must be callable, got {value!r}")
     if isinstance(value, type) and "__call__" in dir(value):  # its instances are called; others are like functions
         raise TypeError(f"{name} must be a function, got the class {value.__name__}; pass an instance")
-    if is_async_function(value) or inspect.isasyncgenfunction(value):
+    if is_async_function(value) or _is_kind(inspect.isasyncgenfunction, value):
         raise TypeError(f"{name} must be an ordinary function; {value!r} is `async def`: await in an `async read`")
-    if any(map(inspect.isgeneratorfunction, (value, getattr(value, "__call__", None)))):  # noqa: B004
+    if _is_kind(inspect.isgeneratorfunction, value):
         raise TypeError(f"{name} is a generator function, {value!r}: use `return` in place of `yield`")
     try:
         # Not of the function that functools.wraps names, because its wrapper is called.
-        inspect.signature(value, follow_wrapped=False).bind(None, **dict.fromkeys(keywords))
+        signature = inspect.signature(value, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return value  # it has no signature
+    try:
+        signature.bind(None, **dict.fromkeys(keywords))
     except TypeError as error:
         gets = f"{name} is called with one argument, {_GETS.get(name, 'a value')}"
         raise TypeError(f"{gets}; {value!r} takes others ({error}): set those with functools.partial") from None
-    except ValueError:
-        pass  # it has no signature
     return value
 
 
@@ -225,4 +227,10 @@ def explain_arguments(
 
 def is_async_function(value: Any) -> bool:
     """Whether calling the value returns a coroutine."""
-    return inspect.iscoroutinefunction(value) or inspect.iscoroutinefunction(getattr(value, "__call__", None))  # noqa: B004
+    return _is_kind(inspect.iscoroutinefunction, value)
+
+
+def _is_kind(is_kind: Callable[[Any], bool], value: Any) -> bool:
+    # The flags of Mock(spec=function) are no number, which inspect expects of all that looks like a function.
+    flags = getattr(getattr(value, "__code__", None), "co_flags", 0)
+    return isinstance(flags, int) and any(map(is_kind, (value, getattr(value, "__call__", None))))  # noqa: B004

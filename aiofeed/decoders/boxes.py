@@ -98,12 +98,14 @@ def _boxes(value: Any, width: int, height: int) -> NDArray[np.float32]:
     # torchvision's BoundingBoxes name their format.
     if (form := getattr(getattr(value, "format", None), "name", "XYXY")) != "XYXY":
         raise ValueError(f'"boxes" of the target have the format {form}: make left, upper, right, lower of them')
-    boxes = np.array(np.asarray(value), np.float32)
+    given = np.asarray(value)
+    boxes = np.array(given, np.float32)
     if not boxes.size:
         return boxes.reshape(0, 4)
     if boxes.ndim != 2 or boxes.shape[1] != 4:
         raise ValueError(f'"boxes" of the target must be [N, 4], got {list(boxes.shape)}')
-    _check_units("boxes", boxes, width, height)
+    if given.dtype.kind not in "iu":  # integers are pixels, also in the corner
+        _check_units("boxes", boxes, width, height)
     least, most = -_OVERHANG, np.array([width, height], np.float32) + _OVERHANG
     upper_left, lower_right = boxes[:, :2], boxes[:, 2:]
     # Also false for NaN.
@@ -127,9 +129,10 @@ def _keypoints(value: Any, width: int, height: int) -> NDArray[np.float32]:
         return keypoints.reshape(0, 0, 3)
     if keypoints.ndim != 3 or keypoints.shape[2] not in (2, 3):
         raise ValueError(f'"keypoints" of the target must be [N, K, 2] or [N, K, 3], got {list(keypoints.shape)}')
-    # Whole numbers may be a pixel in the corner.
-    if (keypoints[..., :2] != np.floor(keypoints[..., :2])).any():
-        _check_units("keypoints", keypoints[..., :2], width, height)
+    points = keypoints[..., :2][keypoints[..., 2] > 0] if keypoints.shape[2] == 3 else keypoints.reshape(-1, 2)
+    # Whole numbers, and one point alone, may be a pixel in the corner.
+    if (points != points[:1]).any() and (points != np.floor(points)).any():
+        _check_units("keypoints", points, width, height)
     return keypoints
 
 
@@ -138,5 +141,6 @@ def _check_units(name: str, places: NDArray[np.float32], width: int, height: int
     if max(width, height) > 2 and places.min() > -0.5 and 0 < places.max() < 1.01:
         raise ValueError(
             f'"{name}" of the target are all between {places.min():g} and {places.max():g}, in a picture of {width} x '
-            f"{height} (width x height): these are shares of it: multiply them by its width and height"
+            f"{height} (width x height): these are shares of it: multiply them by its width and height, "
+            "or pass pixels as integers"
         )

@@ -40,7 +40,8 @@ class DecodeNumpy:
     """Decode the bytes of a ``.npy`` or ``.npz`` file to an array with its own shape and dtype.
 
     Args:
-        member: The array of a ``.npz`` file. ``None``: a ``.npz`` file gives a dict of all its arrays.
+        member: The array of a ``.npz`` file. ``None``: a ``.npz`` file gives a dict of all its arrays. Members that are
+            no arrays are bytes.
 
     Raises:
         TypeError: The data is not bytes.
@@ -52,7 +53,7 @@ class DecodeNumpy:
     def __post_init__(self) -> None:
         _check_name("DecodeNumpy(member=...)", self.member)
 
-    def __call__(self, data: bytes, /) -> NDArray[Any] | dict[str, NDArray[Any]]:
+    def __call__(self, data: bytes, /) -> NDArray[Any] | dict[str, Any]:
         """Decode one file."""
         data = check_bytes(self, data)
         try:
@@ -71,17 +72,18 @@ class DecodeNumpy:
         raise ValueError(f"this is not a .npy or .npz file: it begins with {data[:8]!r}")
 
 
-def _decode_member(file: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
+def _decode_member(file: zipfile.ZipFile, member: zipfile.ZipInfo) -> Any:
     if member.compress_type not in _METHODS:
         raise ValueError(f"{member.filename!r} of the .npz file is not compressed by numpy: save it with numpy")
     with file.open(member) as opened:
         # At most what the directory says, whatever the data inflate to.
-        return _decode_npy(opened.read(member.file_size))
+        data = opened.read(member.file_size)
+    return _decode_npy(data) if data.startswith(_NPY) else data
 
 
 def _decode_npy(data: bytes) -> NDArray[Any]:
     start, read_header = _HEADERS.get(data[6] if len(data) > 6 else 0, (0, None))
-    if read_header is None or not data.startswith(_NPY):
+    if read_header is None:
         raise ValueError(f"this is no .npy file of version 1 to 3, or it is truncated: it begins with {data[:8]!r}")
     start += int.from_bytes(data[8:start], "little")
     shape, fortran_order, dtype = _npy_header(data[:start])

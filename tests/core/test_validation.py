@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -37,6 +38,9 @@ class CallableAsync:
         (check_bool, False),
         (check_callable, None),
         (check_callable, len),
+        (check_callable, Mock(spec=lambda value: value)),
+        (check_callable, MagicMock(spec=lambda value: value)),
+        (check_callable, Mock(spec=len)),
     ],
 )
 def test_accepted_values(check: Callable[[str, Any], Any], value: Any) -> None:
@@ -56,6 +60,7 @@ def test_accepted_values(check: Callable[[str, Any], Any], value: Any) -> None:
         (check_bool, 1, TypeError, "name must be True or False, got 1"),
         (check_callable, 3, TypeError, "name must be callable, got 3"),
         (check_callable, asynchronous, TypeError, "name must be an ordinary function.*`async def`"),
+        (check_callable, Mock(spec=asynchronous), TypeError, "name must be an ordinary function.*`async def`"),
         (check_callable, CallableAsync(), TypeError, "name must be an ordinary function.*`async def`"),
     ],
 )

@@ -217,7 +217,9 @@ def test_the_cached_form_gives_the_same_sample(options: dict[str, Any], dtype: A
 
 
 BOX = r"box 1 of the target, \[.*\], is not in the picture of 40 x 30 \(width x height\)"
-SHARES = '"{}" of the target are all between {} and {}, in a picture of 40 x 30 .*these are shares of it'
+SHARES = (
+    '"{}" of the target are all between {} and {}, in a picture of 40 x 30 .*are shares .*or pass pixels as integers'
+)
 
 
 class Formatted(list[list[float]]):
@@ -245,8 +247,11 @@ BAD_TARGETS: list[tuple[dict[str, Any], str]] = [
     ({"boxes": [[0.1, 0.2, 0.5, 0.7], [0, 0, 1, 1]], "labels": [1, 2]}, SHARES.format("boxes", "0", "1")),
     ({"boxes": [[0.5, 0.5, 0.2, 0.3]]}, SHARES.format("boxes", "0.2", "0.5")),
     ({"boxes": np.float64([[0, 0, 1.0000001, 0.5]])}, SHARES.format("boxes", "0", "1")),
-    ({"boxes": [[3, 4, 30, 20]], "keypoints": [[[0.5, 0.25, 2], [0, 0, 0]]]}, SHARES.format("keypoints", "0", "0.5")),
-    ({"keypoints": torch.tensor([[[0.5, 0.25]]])}, SHARES.format("keypoints", "0.25", "0.5")),
+    (
+        {"boxes": [[3, 4, 30, 20]], "keypoints": [[[0.5, 0.25, 2], [0.1, 0.3, 1]]]},
+        SHARES.format("keypoints", "0.1", "0.5"),
+    ),
+    ({"keypoints": torch.tensor([[[0.5, 0.25], [0.5, 0.75]]])}, SHARES.format("keypoints", "0.25", "0.75")),
     ({"boxes": Formatted("XYWH")}, '"boxes" of the target have the format XYWH: make left, upper, right, lower'),
     ({"boxes": Formatted("CXCYWH")}, '"boxes" of the target have the format CXCYWH'),
 ]
@@ -258,6 +263,11 @@ BAD_TARGETS: list[tuple[dict[str, Any], str]] = [
         ({"boxes": [[5, 5, 5.5, 5.5], [0.2, 0.2, 0.6, 0.6]]}, 0),
         ({"boxes": [[0, 0, 1, 1], [3, 3, 9, 9]]}, 2),
         ({"boxes": [[0, 0, 0, 0]]}, 0),
+        ({"boxes": [[0, 0, 1, 1]]}, 1),
+        ({"boxes": torch.tensor([[0, 0, 1, 1]])}, 1),
+        ({"boxes": [[3, 4, 30, 20]], "keypoints": [[[0.5, 0.25, 2], [0, 0, 0]]]}, 1),
+        ({"boxes": [[3, 4, 30, 20]], "keypoints": [[[0.5, 0.25, 2], [0.5, 0.25, 1]]]}, 1),
+        ({"boxes": [[3, 4, 30, 20]], "keypoints": [[[0.5, 0.25]]]}, 1),
         ({"boxes": [[3, 4, 30, 20]], "keypoints": [[[1, 1, 2], [1, 0, 1]]]}, 1),
         ({"boxes": [[3, 4, 30, 20]], "keypoints": [[[0, 0, 0]]]}, 1),
         ({"boxes": [[3, 4, 30, 20]], "keypoints": [[[float("inf"), float("nan"), 2]]]}, 1),

@@ -194,10 +194,23 @@ def test_a_member_inflates_to_no_more_than_the_directory_says() -> None:
         tracemalloc.stop()
 
 
-def test_members_that_are_no_arrays() -> None:
-    """A zip file of something else is no .npz file."""
-    with pytest.raises(ValueError, match=r"this is no \.npy file"):
-        DecodeNumpy()(zipped(x=b"text"))
+@pytest.mark.parametrize(("name", "content"), [("meta.json", b"{}"), ("dir/", b""), ("y.npy", b"text")])
+def test_members_that_are_no_arrays(name: str, content: bytes) -> None:
+    """They are bytes, as of `np.load`; damaged headers and pickles beside them are errors."""
+    for array, message in ((FLOATS, ""), (FLOATS[:40], "damaged"), (npy(PICKLES), "Python objects")):
+        file = io.BytesIO(zipped(x=array))
+        with zipfile.ZipFile(file, "a") as writer:
+            writer.writestr(name, content)
+        member = name.removesuffix(".npy")
+        assert DecodeNumpy(member)(file.getvalue()) == content
+        if message:
+            with pytest.raises(ValueError, match=message):
+                DecodeNumpy()(file.getvalue())
+        else:
+            found = DecodeNumpy()(file.getvalue())
+            assert isinstance(found, dict)
+            assert found[member] == content
+            assert np.array_equal(found["x"], ARRAYS["float32"])
 
 
 def test_members_of_npz() -> None:
