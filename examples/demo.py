@@ -297,7 +297,7 @@ def comparison(loader: Side, feeder: Side, same_calls: Side, size: int) -> Table
         table.add_row(label, form.format(value(loader)), form.format(value(feeder)), "")
 
     rates("training, images per second", loader.training, feeder.training)
-    row("training waits for data", lambda side: side.stall_s / side.wall_s, "{:.0%}")
+    row("waits for data per 1,000 images", lambda side: side.stall_s / side.images * 1000, "{:.2f} s")
     rates("loading alone, images per second", loader.loading, feeder.loading)
     row("first batch of an epoch", lambda side: statistics.median(side.first_batch_s) * 1000, "{:.0f} ms")
     row("CPU time per 1,000 images", lambda side: side.cpu_s / side.images * 1000, "{:.1f} s")

@@ -130,9 +130,8 @@ def test_demo_compares_the_sides(demo: DemoRun) -> None:
         assert by_loader > 0
         assert by_feeder > 0
         assert gain > 0
-    for label in ("first batch of an epoch", "CPU time per 1,000 images"):
+    for label in ("waits for data per 1,000 images", "first batch of an epoch", "CPU time per 1,000 images"):
         assert [number(cell) > 0 for cell in cells(demo.output, label)] == [True] * 2
-    assert all(0 <= number(cell) <= 100 for cell in cells(demo.output, "training waits for data"))
     by_loader, by_feeder = map(number, cells(demo.output, "loss in the last epoch"))
     assert by_feeder == pytest.approx(by_loader, rel=0.2)
 
