@@ -222,19 +222,22 @@ def check_beneath(root: str, path: str) -> None:
         raise ValueError(f"{path!r} may lead out of root={root!r}: with a root, {os.pardir!r} is not allowed")
 
 
-def check_foreign_name(by: str, name: object) -> str:
+def check_foreign_name(by: str, name: object, base: str) -> str:
     """Return the name of a file in an index, list or description ``by``, which may be of somebody else.
 
-    Every reader of such names calls this. The name is a relative path that stays in its folder, also in a URL.
+    Every reader of such names calls this. The name is a relative path that stays in its folder ``base``. In URLs
+    names are unquoted later.
 
     Raises:
         ValueError: The name is no text, or may lead to a file elsewhere; it names ``by``.
     """
     try:
-        if not isinstance(name, str) or not name or "://" in name or "\0" in unquote(name):
+        if not isinstance(name, str) or not name or "://" in name:
             raise ValueError
         name.encode("utf-8", "surrogateescape")
-        for each in {name, unquote(name)}:  # a URL is unquoted later
+        for each in (name, unquote(name)) if "://" in base else (name,):
+            if "\0" in each:
+                raise ValueError
             check_beneath("", each)
     except ValueError:
         shown = repr(redacted(name) if isinstance(name, str) else name)[:200]

@@ -494,6 +494,30 @@ def test_images_in_rows_are_refused() -> None:
         Episodes(DATA / "images")
 
 
+@pytest.mark.parametrize(
+    "feature",
+    [
+        *({"dtype": kind, "shape": [1]} for kind in ("list", "sequence", "audio", "complex64", "(2,", ["float32"])),
+        *({"dtype": kind, "shape": [0]} for kind in ("string", "image", "language", "video", "float32")),
+        *({"dtype": "float32", "shape": shape} for shape in ([1 << 40], None, ["a"], 3)),
+        *({"dtype": "video", "shape": shape} for shape in ([], [3], [2, 3, 4, 3])),
+        *({"dtype": kind} for kind in ("string", "float32")),
+        {"shape": [1]},
+    ],
+)
+def test_features_that_are_not_used_may_be_of_any_kind(copied: Path, feature: dict[str, Any]) -> None:
+    """A feature of an unknown dtype, or of a shape that is not possible, is an error only if it is chosen."""
+    path = copied / "meta/info.json"
+    info = json.loads(path.read_text())
+    path.write_text(json.dumps(info | {"features": info["features"] | {"odd": feature}}))
+    assert Episodes(copied, features=["action"])[0]["action"].shape == (2,)
+    with pytest.raises(ValueError, match=r"av1: Episodes does not read \{'odd': .*pass features="):
+        Episodes(copied, features=["action", "odd"])
+    path.write_text(json.dumps(info | {"features": info["features"] | {"timestamp": {"dtype": "list", "shape": [1]}}}))
+    with pytest.raises(ValueError, match=r"info\.json: features that are always needed .*'timestamp': .*'list'"):
+        Episodes(copied, features=["action"])
+
+
 def test_inconsistent_data_sets_are_refused(copied: Path) -> None:
     """Other numbers of rows or episodes than described, other versions and missing files are named."""
     change_episodes(copied, "length", lambda values: [values[0] + 1, *values[1:]])

@@ -724,9 +724,18 @@ def test_pillow_logs_nothing_about_damaged_files(tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.parametrize("name", ["a.tar", "b/c..d.tar", "...", "é.tar", "\udcff.tar", "100%.tar", ".hidden"])
-def test_a_foreign_name_below_the_folder_is_returned_as_it_is(name: str) -> None:
+@pytest.mark.parametrize("base", ["/data", "http://host/data"])
+def test_a_foreign_name_below_the_folder_is_returned_as_it_is(name: str, base: str) -> None:
     """A name that stays in the folder of the list is not changed."""
-    assert check_foreign_name("list.json", name) == name
+    assert check_foreign_name("list.json", name, base) == name
+
+
+@pytest.mark.parametrize("name", ["%2Fdata%2Fa.jpg", "x%00y", "%2e%2e/a", "a/%2E./b"])
+def test_a_foreign_name_is_unquoted_in_urls_only(name: str) -> None:
+    """Files may have such names: only those of URLs are unquoted."""
+    assert check_foreign_name("list.json", name, "data") == name
+    with pytest.raises(ValueError, match=r"^list\.json: it names the file "):
+        check_foreign_name("list.json", name, "file:///data")
 
 
 @pytest.mark.parametrize(
@@ -739,4 +748,4 @@ def test_a_foreign_name_below_the_folder_is_returned_as_it_is(name: str) -> None
 def test_a_foreign_name_that_leads_elsewhere_is_an_error_with_the_list(name: object) -> None:
     """Absolute names, those with "..", quoted or not, and values that are no names are refused."""
     with pytest.raises(ValueError, match=r"^list\.json: it names the file .*relative paths"):
-        check_foreign_name("list.json", name)
+        check_foreign_name("list.json", name, "http://host/data")

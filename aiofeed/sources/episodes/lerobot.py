@@ -169,23 +169,28 @@ async def describe(reader: ObjectReader) -> LeRobotData:
     shapes, others, cameras = dict[str, tuple[tuple[int, ...], np.dtype[Any]]](), dict[str, str](), dict[str, Camera]()
     with _naming(url):
         for name, feature in info["features"].items():
-            details = feature.get("info") or feature.get("video_info") or {}
-            kind, shape = feature["dtype"], tuple(check_positive_int(name, side) for side in feature["shape"])
-            check_expanded(f"a value of {name!r}", 8 * math.prod(shape), 0)
-            if kind == "video" and not details.get("is_depth_map", details.get("video.is_depth_map")):
+            kind, details = feature.get("dtype"), feature.get("info") or feature.get("video_info") or {}
+            is_depth = kind == "video" and details.get("is_depth_map", details.get("video.is_depth_map"))
+            if is_depth or kind in ("image", "string", "language"):
+                others[name] = "a depth camera" if is_depth else "images in the rows" if kind == "image" else "text"
+                continue
+            try:
+                shape, dtype = _layout_of(kind, feature["shape"])
+            except (LookupError, SyntaxError, TypeError, ValueError) as error:
+                others[name] = f"neither a camera nor numbers: {error}"  # it is an error only if it is chosen
+                continue
+            if kind == "video":
                 place = "data" if old else f"videos/{name}"
                 keys, files = _files_of(url, info["video_path"], episodes, place, size, video_key=name)
                 starts = [start or 0.0 for start in episodes.get(f"{place}/from_timestamp", [0.0] * total)]
                 group = check_positive_int("video.g", details.get("video.g") or 1)
-                height, width, _ = shape if shape[-1] in (1, 3) else (*shape[1:], shape[0])
-                cameras[name] = Camera((height, width), group, keys, files, np.array(starts, np.float64))
-            elif kind in ("video", "image", "string", "language"):
-                others[name] = {"video": "a depth camera", "image": "images in the rows"}.get(kind, "text")
+                cameras[name] = Camera((shape[0], shape[1]), group, keys, files, np.array(starts, np.float64))
             else:
-                shapes[name] = () if shape == (1,) else shape, np.dtype(kind)
+                shapes[name] = () if shape == (1,) else shape, dtype
         keys, files = _files_of(url, info["data_path"], episodes, "data", size)
         if missing := {"timestamp", "episode_index", "frame_index", "task_index"}.difference(shapes):
-            raise ValueError(f"there are no features {sorted(missing)}")
+            found = {name: others.get(name, "missing") for name in sorted(missing)}
+            raise ValueError(f"features that are always needed have no numbers: {found}")
         if (files < 0).any():
             raise ValueError(f"episode {int(np.argmin(files))} has no file of rows")
     tasks = await _tasks_of(reader, old=old)
@@ -202,6 +207,19 @@ def _naming(url: str) -> Iterator[None]:
         raise ValueError(what if what.startswith(url) else f"{url}: {what}") from error
 
 
+def _layout_of(kind: Any, sides: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of a value: of a camera height, width and channels."""
+    dtype = np.dtype("uint8" if kind == "video" else str(kind))
+    if dtype.kind not in "biuf":
+        raise ValueError(f"the dtype is {kind!r}")
+    shape = tuple(check_positive_int("a side of its shape", side) for side in sides)
+    check_expanded("a value", 8 * math.prod(shape), 0)
+    if kind == "video":
+        height, width, channels = shape if shape[-1] in (1, 3) else (*shape[1:], shape[0])
+        shape = height, width, channels
+    return shape, dtype
+
+
 def _files_of(
     url: str, template: str, episodes: Mapping[str, Sequence[Any]], place: str, size: int, **names: str
 ) -> tuple[list[str], NDArray[np.int64]]:
@@ -213,7 +231,7 @@ def _files_of(
             fields = {"chunk_index": int(chunk), "file_index": int(file), "episode_chunk": at // size}
             key = _filled(template, {**fields, "episode_index": at, **names})
             if (number := numbers.setdefault(key, len(numbers))) == len(numbers) - 1:
-                check_foreign_name(url, key)
+                check_foreign_name(url, key, url)
             found[at] = number
     return list(numbers), found
 

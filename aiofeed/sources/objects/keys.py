@@ -51,7 +51,7 @@ class PackedSequence(Sequence[ValueT]):
             return [self[at] for at in range(*index.indices(len(self)))]
         if index < 0:
             index += len(self)
-        if not 0 <= index < len(self):
+        if not 0 <= index < len(self._at) - 1:  # without a call of __len__
             raise IndexError(f"there are {len(self)} values")
         return self._value(self._bytes[self._at[index] : self._at[index + 1]])
 

@@ -146,7 +146,7 @@ class TableFile:
             return reader.read_json(arrow().BufferReader(lines), blocks, parsing).select(columns)
 
     def _exact(self, name: str, floats: Any) -> Any:
-        """A column with whole numbers that arrow has made floats; ``floats`` if it has no such number.
+        """A column with whole numbers that arrow has made floats; ``floats`` if these are exact, and not all whole.
 
         Raises:
             ValueError: No type has all values.
@@ -155,13 +155,16 @@ class TableFile:
             cells = [row.get(name) for row in _objects(self._open())]
         else:
             cells = self.read([name], {name: arrow().string()}).column(0).to_pylist()
-        row = next((row for row, cell in enumerate(cells) if _LARGE.search(str(cell))), None)
-        if row is None:
+        large = [(row, text) for row, cell in enumerate(cells) for text in _LARGE.findall(str(cell))]
+        if not large:
             return floats
         try:
             values = [None if cell in (None, "") else int(str(cell)) for cell in cells]
             return arrow().chunked_array([arrow().array(values, arrow().uint64())])
         except (OverflowError, TypeError, ValueError):
+            row = next((row for row, text in large if float(text) != int(text)), None)
+            if row is None:
+                return floats
             raise ValueError(
                 f"{self.name}: row {row} (the first is 0) has {cells[row]} in {name!r}, and no type of numbers holds "
                 f"this and the other values exactly: write them as texts"
@@ -471,8 +474,9 @@ def _located(
     urls = rows(_URL)
     # The entries of a manifest in a store, which may be of somebody else, name no files of this machine.
     if root is not None or not (file.is_local or len(urls)):
+        base = file.name if root is None else os.fspath(root)
         for row in rows(_OUTWARD).tolist():
-            check_foreign_name(f"{file.name}, row {row}", keys[row])
+            check_foreign_name(f"{file.name}, row {row}", keys[row], base)
     try:
         if root is None and len(urls):
             found = _of_urls(file, column, keys, urls, store, options)

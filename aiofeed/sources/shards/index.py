@@ -7,6 +7,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -77,11 +78,16 @@ class ShardIndex:
         """The number of samples."""
         return len(self.starts) if self.first is None else len(self.first) - 1
 
+    @cached_property
+    def suffixes(self) -> list[bytes]:
+        """What follows the key in the headers of a tar file, for each of ``names``."""
+        return [b".%b\0" % name.encode("utf-8", "surrogateescape") for name in self.names]
+
     def members(self, sample: int) -> range:
         """The numbers of the members of a sample."""
         if self.first is None:
             return range(sample, sample + 1)
-        return range(int(self.first[sample]), int(self.first[sample + 1]))
+        return range(self.first.item(sample), self.first.item(sample + 1))
 
     def select(self, names: Sequence[str]) -> ShardIndex:
         """The same samples with the members of some fields only."""

@@ -205,12 +205,12 @@ class MDSShards(FieldShards):
         if self._encodings not in ({}, columns):
             raise ValueError(f"shards have different columns: {self._encodings} and {columns}")
         self._encodings, self._sizes = columns, dict(zip(names, sizes, strict=True))
-        shard = finder.shard(f"{base}/{check_foreign_name('raw_data', entry['raw_data']['basename'])}")
+        shard = finder.shard(f"{base}/{check_foreign_name('raw_data', entry['raw_data']['basename'], base)}")
         if entry.get("zip_data") is not None:
             shard = CompressedShard(
                 shard.reader,
                 shard.key,
-                packed=finder.shard(f"{base}/{check_foreign_name('zip_data', entry['zip_data']['basename'])}"),
+                packed=finder.shard(f"{base}/{check_foreign_name('zip_data', entry['zip_data']['basename'], base)}"),
                 codec=entry["compression"].partition(":")[0],
                 unpacked_bytes=int(entry["raw_data"]["bytes"]),
                 parts=self._unpacked,

@@ -271,13 +271,11 @@ class TarShards(FieldShards):
             found = members_of(parts[0])
             return {field: data for field, data in found.items() if not index.names or field in index.names}
         assert index.keys is not None
-        fields, key = {}, index.keys[sample]
+        fields, key, suffixes = {}, index.keys[sample], index.suffixes
         for member, part in zip(index.members(sample), parts, strict=True):
-            field = index.names[int(index.fields[member])]
-            name = b"%b.%b" % (key, field.encode("utf-8", "surrogateescape"))
-            if member_size(part) != len(part) - BLOCK or not (
-                part.startswith(name + b"\0") or may_be_named(part, name)
-            ):
+            number = index.fields.item(member)
+            name = key + suffixes[number]
+            if member_size(part) != len(part) - BLOCK or not (part.startswith(name) or may_be_named(part, name[:-1])):
                 raise ValueError("the header of a member is not where the index says; the shard has another index")
-            fields[field] = part[BLOCK:]
+            fields[index.names[number]] = part[BLOCK:]
         return fields

@@ -186,7 +186,7 @@ class ShardFinder:
         except ValueError as error:
             raise ValueError(f"{listed_in.url}: {error}") from None
         if not is_url and not listed_in.local:
-            check_foreign_name(listed_in.url, name)
+            check_foreign_name(listed_in.url, name, folder)
         return name if "://" in name or os.path.isabs(name) or not folder else f"{folder.rstrip('/')}/{name}"
 
 

@@ -351,7 +351,9 @@ def test_large_whole_numbers_are_exact(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["m.csv", "m.jsonl"])
-@pytest.mark.parametrize("values", [[2**63, -1], [2**64, 1], [1, 2**53 + 1, 0.5], ["[3, 18446744073709551615]"] * 2])
+@pytest.mark.parametrize(
+    "values", [[2**63 + 1, -1], [2**64 + 1, 1], [1, 2**53 + 1, 0.5], ["[3, 18446744073709551615]"] * 2]
+)
 def test_whole_numbers_of_no_type_are_an_error(folder: Path, name: str, values: list[Any]) -> None:
     """If no type has all numbers of a column exactly, the error names the row of a large one."""
     if name.endswith("jsonl"):
@@ -365,6 +367,35 @@ def test_whole_numbers_of_no_type_are_an_error(folder: Path, name: str, values: 
     row = 1 if values[0] == 1 else 0
     with pytest.raises(ValueError, match=rf"{name}: row {row} .* has .* in 'id', and no type"):
         Manifest(folder / name, target="id")
+
+
+@pytest.mark.parametrize("name", ["m.csv", "m.jsonl"])
+@pytest.mark.parametrize("values", [[10**20, 0.5], [2**63, -1], [2**64, 1], [[2**63, 1], [0.5, 2]]])
+def test_floats_that_are_written_as_whole_numbers(folder: Path, name: str, values: list[Any]) -> None:
+    """Large whole numbers that floats have exactly are floats if a column has other numbers, too."""
+    if name.endswith("csv") and isinstance(values[0], list):
+        pytest.skip("cells of CSV are no lists")
+    source = Manifest(write(folder / name, [{"path": "a", "id": value} for value in values]), target="id")
+    found = [source.target(row) for row in range(2)]
+    assert [np.asarray(value).tolist() for value in found] == values
+    assert found[0].dtype == np.float64
+
+
+@pytest.mark.usefixtures("folder")
+def test_files_with_percent_signs_in_their_names() -> None:
+    """Names in a manifest below a local root are those of files, and not unquoted."""
+    names = ["%2Fdata%2Fa.jpg", "x%00y", "%2e%2e"]
+    for name in names:
+        Path(name).write_text(name)
+    source = Manifest(write(Path("m.csv"), [{"path": name} for name in names]), root=Path.cwd())
+    assert read_all(source) == [name.encode() for name in names]
+
+
+@pytest.mark.usefixtures("folder")
+def test_names_in_a_local_manifest_stay_below_a_url() -> None:
+    """Below a root that is a URL, quoted names do not lead out of it."""
+    with pytest.raises(ValueError, match=r"m.csv, row 0: it names the file '%2e%2e/a'"):
+        Manifest(write(Path("m.csv"), [{"path": "%2e%2e/a"}]), root="http://host/data")
 
 
 def test_a_column_that_is_not_used_may_have_any_values(folder: Path) -> None:

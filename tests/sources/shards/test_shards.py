@@ -321,11 +321,12 @@ def test_an_index_with_other_targets(tmp_path: Path, scans: list[str]) -> None:
     assert scans == []
 
 
-def test_an_index_that_is_wrong_in_few_places(shard: Path, read_all: Any) -> None:
-    """A sample that is not where its index says fails with the names of shard and key, and others do not."""
+@pytest.mark.parametrize(("skipped", "added"), [(512, ""), (0, "x"), (0, ".x")])
+def test_an_index_that_is_wrong_in_few_places(shard: Path, read_all: Any, skipped: int, added: str) -> None:
+    """A sample that is elsewhere than its index says, or has another name, fails with shard and key; others do not."""
     lines = dali_index(shard).splitlines()
     words = lines[6].split(" ")
-    lines[6] = " ".join([words[0], str(int(words[1]) + 512), *words[2:]])
+    lines[6] = " ".join([words[0], str(int(words[1]) + skipped), words[2], words[3] + added, *words[4:]])
     shard.with_suffix(".idx").write_text("\n".join(lines) + "\n")
     found = read_all(TarShards(shard))
     assert [number for number, sample in enumerate(found) if isinstance(sample, Exception)] == [5]
