@@ -45,6 +45,12 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd" if Path("/proc/self/fd").is_dir() else "/dev/fd")) - tracker
 
 
+def opened_files() -> list[str]:
+    """Return what the descriptors of this process are, where the system says it; one may be closed meanwhile."""
+    folder = Path("/proc/self/fd")
+    return sorted(os.readlink(each) for each in folder.iterdir() if each.is_symlink()) if folder.is_dir() else []
+
+
 def pending_tasks() -> list[asyncio.Task[Any]]:
     """Return the unfinished tasks of all loops. Goes through all objects of the garbage collector."""
     return [item for item in gc.get_objects() if issubclass(type(item), asyncio.Task) and not item.done()]
@@ -120,7 +126,7 @@ class Checks:
         if descriptors() > self.descriptors or devices:
             gc.collect()
         if (now := descriptors()) > self.descriptors:
-            raise ViolationError(f"{self.descriptors} descriptors before, {now} after", "leaked")
+            raise ViolationError(f"{self.descriptors} descriptors before, {now} after: {opened_files()}", "leaked")
         for device in devices:
             device.synchronize()
             release_unused()
