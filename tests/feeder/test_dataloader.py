@@ -584,6 +584,25 @@ def test_the_state_of_the_dataset_is_not_requested_for_each_batch() -> None:
     assert [batch.tolist() for batch in DataLoader(NoState(4), 2)] == [[0, 1], [2, 3]]
 
 
+class InterruptedState(Interrupted):
+    """Has a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_a_state_from_within_a_batch_is_named() -> None:
+    """After Ctrl-C in a dataset with a state, the error does not promise the batch, whose state before is not known."""
+    iterator = iter(DataLoader(InterruptedState(12), 2))
+    with pytest.raises(KeyboardInterrupt):
+        list(iterator)
+    with pytest.raises(FeedError, match="at batch 2, and its state is one from within that batch"):
+        next(iterator)
+
+
 @pytest.mark.parametrize("options", [{"on_error": "skip"}, {"threads": 2}])
 def test_batches_of_arrays_in_a_feeder(options: dict[str, Any]) -> None:
     """Batches of NumPy indices are not compared, which gives an array."""

@@ -164,6 +164,12 @@ class InProcessBatches:
             finally:
                 set_random_state(now)
         if self.progress.making is not None and self._cut:
+            owner = first_stateful(getattr(self._fetcher, "dataset_iter", None), self._dataset)
+            if owner is not None and not self.progress.making:
+                raise FeedError(
+                    f"the dataset was interrupted at batch {self._number}, and its state is one from within that "
+                    f"batch: load a state from before, or begin the epoch again, so that no sample is left out"
+                )
             raise _interrupted(self._cut, self._number)
         if not self._taken:
             began = time.perf_counter()
