@@ -12,7 +12,11 @@ from aiofeed.engine.fetch.fetcher import Fetcher
 from aiofeed.engine.tuning.gil import GilLimit
 from aiofeed.engine.tuning.score import JobTiming
 from aiofeed.engine.tuning.tuner import Tuner
+from aiofeed.runtime import machine
 from aiofeed.runtime.thread_pool import ThreadPool
+
+# All threads are at work if fewer than one in so many are idle: the loop may wait for the GIL to give them a job.
+FEW_IDLE = 8
 
 log: logging.Logger = logging.getLogger("aiofeed.engine")
 
@@ -88,21 +92,29 @@ class JobTimer:
         pool: the job's threads.
     """
 
-    __slots__ = ("_cpu", "_pool", "_threads", "_wall")
+    __slots__ = ("_cpu", "_pool", "_pool_cpu", "_threads", "_wall")
 
     def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
         self._threads = _busy_threads(pool)
+        self._pool_cpu = _cpu_s(pool)
         self._wall, self._cpu = time.perf_counter(), time.thread_time()
 
     def job(self, samples: int, nbytes: int = 0) -> JobTiming:
         """The timing of a job that decoded ``samples``, and read and wrote ``nbytes``."""
         wall, cpu = time.perf_counter() - self._wall, time.thread_time() - self._cpu
         threads = self._threads if self._threads == _busy_threads(self._pool) else 0
-        return JobTiming(samples, wall, cpu, threads, nbytes)
+        all_cpu = _cpu_s(self._pool)
+        pool_cpu = max(all_cpu - self._pool_cpu, cpu) if all_cpu and self._pool_cpu else None
+        return JobTiming(samples, wall, cpu, threads, nbytes, pool_cpu)
 
 
 def _busy_threads(pool: ThreadPool) -> int:
-    """The number of threads that may run jobs, if all of them do; otherwise 0."""
+    """The number of threads that may run jobs, if about all of them do; otherwise 0."""
     max_running = pool.max_running
-    return max_running if pool.running >= max_running else 0
+    return max_running if pool.running >= max_running - max_running // FEW_IDLE else 0
+
+
+def _cpu_s(pool: ThreadPool) -> float:
+    """Seconds for which the threads of a pool were on the processor; 0 if unknown."""
+    return sum(map(machine.thread_cpu_s, list(pool._core_waits)))

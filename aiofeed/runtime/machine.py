@@ -87,6 +87,14 @@ def core_wait_s(thread: int) -> float:
         return 0.0
 
 
+def thread_cpu_s(thread: int) -> float:
+    """The seconds of a thread of this process, by its native identifier, on the processor; 0 if unknown."""
+    try:
+        return time.clock_gettime(~thread << 3 | 6)  # Linux: the number of that thread's clock
+    except (AttributeError, OSError, OverflowError):
+        return 0.0
+
+
 def free_memory() -> int:
     """Bytes available without swapping, by the kernel's estimate and the limits of the cgroups."""
     available = _meminfo_available()

@@ -1,9 +1,11 @@
-"""How many decode threads run: hill climbing on samples per second. Pure arithmetic.
+"""How many decode threads run: the fewest that decode as much as any. Pure arithmetic.
 
 Each thread count is scored only while the pool is saturated, so a slow consumer does not affect the choice.
 """
 
 from __future__ import annotations
+
+from math import ceil, isqrt
 
 from aiofeed.engine.tuning.gil import MORE_BRING, GilLimit, gil_limit
 from aiofeed.engine.tuning.score import JobTiming, Score
@@ -18,6 +20,10 @@ CLEARLY_SLOWER = 0.8
 AT_WORK = 0.85
 # Threads that together use less of one core than this wait for storage, not for each other.
 ONE_AT_WORK = 0.35
+# A smaller count is tried if it is at most a half: the threads in between cost little. Not less than an eighth at once,
+# as jobs that mostly wait would then take eight times as long until it is known.
+WORTH_A_TRY = 2
+AT_ONCE = 8
 # Jobs that score a count: few at first, so that a count is found within 20 batches, more once one is known.
 FIRST_JOBS = 4
 LATER_JOBS = 12
@@ -51,8 +57,10 @@ class ThreadTuner:
         self.gil: GilLimit | None = None
         # Seconds of processor time that the consumer waited for, over all threads; estimated outside a search.
         self.worked_s: float = 0.0
-        # True once the first batch is finished. Jobs before it import modules and fill caches.
+        # True once the first batch is finished. Jobs before it import modules and fill caches, and so does the first one
+        # of each thread.
         self.warm = False
+        self._first_jobs = most
         self._jobs = FIRST_JOBS
         self._untimed = self._idle_jobs = 0
         self._retry_s, self._since_s = RETRY_S, 0.0
@@ -65,7 +73,7 @@ class ThreadTuner:
     @property
     def listening(self) -> bool:
         """Whether the next job should be timed; call it once per job."""
-        if self.given or self.most == 1 or not self.warm:
+        if self.given or self.most == 1:
             return False
         if self._search is not None:
             return True
@@ -81,6 +89,9 @@ class ThreadTuner:
         """Count a timed job; ``threads`` may change."""
         if self.given or self.most == 1 or not job.samples:
             return
+        self._first_jobs -= 1
+        if not self.warm or self._first_jobs >= 0:
+            return
         if job.threads != self.threads:
             self._idle_jobs += 1
             if self._search is not None and self._idle_jobs > GIVE_UP_JOBS:
@@ -95,11 +106,15 @@ class ThreadTuner:
             self._advance(self._search)
 
     def _jobs_needed(self, search: _Search) -> int:
-        return FIRST_JOBS if search.is_clear(self._score) else max(self._jobs, 2 * self.threads)
+        if search.is_clear(self._score):
+            return FIRST_JOBS
+        # The first jobs to end wait least; only later ones show what they take if the work of the others is unknown.
+        return max(self._jobs, self.threads // 4 if self._score.pool_cpu_s else 2 * self.threads)
 
     def _run(self, threads: int) -> None:
+        # The jobs that run now end beside another number of threads.
+        self._idle_jobs = -self.threads
         self.threads = threads
-        self._idle_jobs = 0
         self._score = Score(threads)
 
     def _advance(self, search: _Search) -> None:
@@ -142,9 +157,10 @@ class ThreadTuner:
 
 
 class _Search:
-    """One search: down while that costs nothing, else up while that brings more.
+    """One search for the smallest count that decodes as much as any.
 
-    It is no generator: closing one is Python code that the garbage collector would run, where Ctrl-C would be lost.
+    Each thread more adds at most as much as those before it, so two counts show where the best one may be. It is no
+    generator: closing one is Python code that the garbage collector would run, where Ctrl-C would be lost.
 
     Attributes:
         best: the count chosen so far.
@@ -154,7 +170,8 @@ class _Search:
     def __init__(self, most: int) -> None:
         self._most = most
         self._peak = 0.0
-        self._upwards = False
+        self._tried: list[Score] = []
+        self._first: Score | None = None
         self.best: Score | None = None
         self.above: Score | None = None
 
@@ -164,25 +181,40 @@ class _Search:
 
     def step(self, tried: Score) -> int | None:
         """The count to try next; ``None`` if ``best`` is found."""
-        if self.best is None:
-            self.best = tried
-        elif self._upwards:
-            if tried.rate < MORE_BRING * self.best.rate:
-                self.above = tried
-                return None
-            self.best = tried
-        elif tried.rate >= FEWER_KEEP * self._peak:
-            self.best, self.above = tried, self.best
-        elif self.above is not None:
-            return None
-        else:
-            self._upwards = True
+        self._first = self._first or tried
         self._peak = max(self._peak, tried.rate)
-        threads = self.best.threads
-        if not self._upwards and threads > 1 and ONE_AT_WORK / threads < self.best.at_work < AT_WORK:
-            # As many as the processors that all of them use together.
-            return max(1, min(threads - 1, round(threads * self.best.at_work)))
-        if self.above is None and threads < self._most:
-            self._upwards = True
+        counts = self._tried = sorted([*self._tried, tried], key=lambda score: score.threads)
+        at = next(at for at, score in enumerate(counts) if score.rate >= self._bar(score))
+        best, below = counts[at], counts[at - 1] if at else None
+        above = counts[at + 1] if at + 1 < len(counts) else None
+        self.best, self.above, threads = best, above, best.threads
+        if (least := self._least()) is not None:
+            return least
+        if below is not None and WORTH_A_TRY**2 * self._needed(below) <= threads:
+            return isqrt(below.threads * threads)
+        # Threads of which each does as much as fewer did leave room for more.
+        spare = below is None or best.rate * below.threads >= AT_WORK * below.rate * threads
+        if threads < self._most and (above is None or (spare and above.threads > WORTH_A_TRY * threads)):
             return min(threads + max(1, threads // 2), self._most)
         return None
+
+    def _needed(self, below: Score) -> int:
+        """The least threads that may do as much as the best, as none adds more than each of those ``below`` does."""
+        return ceil(FEWER_KEEP * self._peak / below.rate * below.threads)
+
+    def _bar(self, score: Score) -> float:
+        """The rate from which a count is good enough: more threads than at first must bring more."""
+        return self._peak / MORE_BRING if score is self._first else FEWER_KEEP * self._peak
+
+    def _least(self) -> int | None:
+        """Fewer threads than any tried that may decode as much; ``None`` if there are none worth a try."""
+        # Chance may make a count appear a little slower.
+        slower = [score for score in self._tried if score.rate < CLEARLY_SLOWER * self._peak]
+        score = next(score for score in self._tried if score not in slower)
+        if not ONE_AT_WORK < score.cores < AT_WORK * score.threads:
+            return None
+        least = max(1, score.threads // AT_ONCE, ceil(score.cores - 0.2))
+        below = max((s for s in slower if s.threads < score.threads), key=lambda s: s.threads, default=None)
+        if below is not None:
+            least = max(least, self._needed(below))
+        return least if WORTH_A_TRY * least <= score.threads else None
