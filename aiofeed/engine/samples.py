@@ -212,7 +212,7 @@ class SampleAssembly(ChunkAssembly):
             room = self._batch_size
         # Fewer samples than a chunk, or than the first batch lacks, would cost more than they gain.
         lacking = self._epochs[0].open[0].free - self._decoding
-        most = min(self._fetcher.chunk_size(self._batch_size, self._admission.limits), room)
+        most = min(self.chunk_size, room)
         return min(read, most) if read >= min(most, lacking) else 0
 
     async def _decode(self, chunk: Batch, encoded: list[Any]) -> None:

@@ -117,12 +117,12 @@ class SourceFetcher(Fetcher):
         decoder: RowDecoder = self._decoder  # type: ignore[assignment]
         return RowBatchBuilder(decoder.row, samples, lease, targets=self.target is not None)
 
-    def chunk_size(self, samples: int, limits: ResolvedLimits) -> int:
-        """How many samples make a chunk; fewer if reads are slow."""
-        size = self._sizer.chunk_size(samples, limits.decode_threads)
+    def job_sizes(self, limits: ResolvedLimits) -> tuple[int, int]:
+        """By the time that samples take; fewer if reads are slow."""
+        least, most = super().job_sizes(limits)
         if self._read_s > SLOW_READ_S:
-            size = min(size, max(SLOW_READ_LEAST, limits.read_concurrency // SLOW_READ_CHUNKS))
-        return size
+            most = min(most, max(SLOW_READ_LEAST, limits.read_concurrency // SLOW_READ_CHUNKS))
+        return least, most
 
     def key(self, index: int) -> str:
         """The source's name for a sample; "sample 3" if the source raises."""
