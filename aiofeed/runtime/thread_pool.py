@@ -35,10 +35,11 @@ BACKLOG_RUNS = 4
 # beside busy decoders it is a half or less; on storage with a latency of a millisecond it is nearly 1.
 WAITING_SHARE = 0.9
 GIL_RELEASED_S = 0.0001
-# Jobs that mostly wait may wait for each other, as for a lock: one of so many runs alone, which shows it. The first one
-# after that number for each thread, and later ones after four times as many, up to the second number. It costs 1 %.
+# Jobs that mostly wait may wait for each other, as for a lock: one that runs alone shows it. All other threads wait
+# meanwhile, so it becomes rare: the first one runs after so many jobs for each thread, each later one after so many
+# times as many as the one before.
 ALONE_FIRST = 4
-ALONE_LATER = 128
+ALONE_TIMES = 16
 # A job that waits for this share of its time mostly waits.
 MOSTLY_WAITS = 0.5
 # On a free-threaded build an object that another thread dropped is freed when the thread that made it next runs. So
@@ -360,7 +361,7 @@ class ThreadPool(ThreadPoolExecutor):
         self._until_alone -= 1 / self.max_running
         if ended.alone:
             self._isolates = self.alone = False
-            self._alone_every = min(4 * self._alone_every, ALONE_LATER)
+            self._alone_every = ALONE_TIMES * self._alone_every
             self._until_alone = self._alone_every
         elif self._until_alone <= 0 and self.max_running > 1 and self.isolates:
             self._isolates = self._isolates or self.waiting_share > MOSTLY_WAITS
