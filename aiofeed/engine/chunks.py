@@ -193,7 +193,8 @@ class ChunkAssembly(Assembly):
                 self.permit()
             # Let the planner run, create the next chunk's task, and let that start its reads: three iterations of the
             # loop. A decode thread that has work takes the GIL, and the reads would start half a millisecond later.
-            for _ in range(3 if read.waited else 0):
+            idle = self._executor.running < self._executor.max_running
+            for _ in range(3 if read.waited and idle else 0):
                 await asyncio.sleep(0)
             if not batch.decode_permit.is_set():
                 await batch.decode_permit.wait()

@@ -264,7 +264,7 @@ class SampleAssembly(ChunkAssembly):
     async def _assemble(self, batch: PlannedBatch) -> None:
         outcome = ChunkOutcome()
         try:
-            await asyncio.get_running_loop().run_in_executor(self._executor, self._put_together, batch, outcome)
+            await self._executor.run(self._put_together, batch, outcome)
         except asyncio.CancelledError:
             raise cancellation_error(batch) from None
         batch.count(outcome)
