@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -29,7 +30,6 @@ class Admission:
         self._budget = budget
         self._buffer = buffer
         self.limits: ResolvedLimits = limits
-        self._max_batches = limits.batches_in_flight(batch_size)
         # Samples that are being read.
         self.reading: int = 0
         # Whether the planner's last wait was for `read_concurrency`, not for batches or bytes.
@@ -42,8 +42,13 @@ class Admission:
     def change(self, limits: ResolvedLimits) -> None:
         """Replace the limits."""
         self.limits = limits
-        self._max_batches = limits.batches_in_flight(self._batch_size)
         self.room.set()
+
+    def decode_at_once(self, batches: int) -> None:
+        """Let so many batches be decoded, or be finished and wait, at the same time."""
+        if batches != self._buffer.prefetch_batches:
+            self._buffer.prefetch_batches = batches
+            self.room.set()
 
     def has_room(self, samples: int) -> bool:
         """Whether a batch of ``samples`` may start."""
@@ -56,7 +61,8 @@ class Admission:
     @property
     def batches_have_room(self) -> bool:
         """Whether one more batch may be in flight, if its bytes may."""
-        return self._buffer.assembling + self._buffer.waiting < self._max_batches
+        most = self._buffer.prefetch_batches + math.ceil(self.limits.read_concurrency / self._batch_size) + 1
+        return self._buffer.assembling + self._buffer.waiting < most
 
     def may_read(self, samples: int) -> bool:
         """Whether ``samples`` more may be read now; always if nothing is being read.

@@ -22,6 +22,7 @@ from aiofeed.engine.engine import Assembly, Engine, cancellation_error
 from aiofeed.engine.fetch.async_reader import ReadResult
 from aiofeed.engine.fetch.fetcher import ChunkOutcome, Fetcher
 from aiofeed.engine.tuning.gil import GilLimit
+from aiofeed.engine.tuning.jobs import batches_at_once, samples_per_job
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.runtime.thread_pool import ThreadPool
 
@@ -44,6 +45,7 @@ class ChunkAssembly(Assembly):
         policy: what happens to samples that fail.
         late_s: returns the seconds in all by which the loop was late; reads do not count them.
         may_group: whether one job may make several small batches; the fetcher's ``read`` must leave all to the job.
+        prefetch_given: whether ``prefetch_batches`` is a limit; otherwise it is a minimum.
         on_gil_limit: as of ``Assembly``, like ``engine``, ``fetcher``, ``executor`` and ``tuner``.
         options: ``new_builder``, ``wrap`` and ``memory``, as of ``DecodeStage``.
     """
@@ -61,6 +63,7 @@ class ChunkAssembly(Assembly):
         on_gil_limit: Callable[[GilLimit], None] | None = None,
         late_s: Callable[[], float] = float,
         may_group: bool = False,
+        prefetch_given: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(engine, fetcher=fetcher, executor=executor, tuner=tuner, on_gil_limit=on_gil_limit)
@@ -78,6 +81,7 @@ class ChunkAssembly(Assembly):
         # Samples whose reads have begun and not ended; `Admission.reading` also counts tasks that do not run yet.
         self._reading = 0
         self._may_group = may_group
+        self._prefetch_given = prefetch_given
         # Seconds that a batch took lately.
         self._batch_s = 0.0
 
@@ -113,8 +117,7 @@ class ChunkAssembly(Assembly):
             self._engine.group.create_task(self._make_together(batch))
             return
         admission, samples = self._admission, len(batch.plan.indices)
-        chosen = self._fetcher.chunk_size(samples, admission.limits)
-        self.chunk_size: int = min(chosen, admission.limits.read_concurrency)
+        self._choose_size(samples)
         size = self.samples_per_read()
         self._concurrency.resize_executor()
         starts = range(0, samples, size)
@@ -129,6 +132,19 @@ class ChunkAssembly(Assembly):
                 await admission.until(partial(admission.may_read, stop - start))
             admission.reading += stop - start
             self._engine.group.create_task(self.read_and_decode(batch, start, stop))
+
+    def _choose_size(self, samples: int) -> None:
+        """Choose the size of jobs for a batch of ``samples``, and how many batches are decoded at the same time."""
+        limits, buffer = self._admission.limits, self._buffer
+        least, most = self._fetcher.job_sizes(limits)
+        most = min(most, limits.read_concurrency)
+        if not self._prefetch_given and self._budget.known:
+            room = self._budget.limit_bytes / self._budget.bytes_per_sample
+            at_once = batches_at_once(most, limits.decode_threads, samples, room)
+            self._admission.decode_at_once(max(at_once, limits.prefetch_batches))
+        # The consumer waits for the only batch there is: each thread gets a part of it.
+        batches = buffer.prefetch_batches if buffer.assembling + buffer.waiting > 1 else 1
+        self.chunk_size: int = samples_per_job((least, most), limits.decode_threads, samples, batches)
 
     def samples_per_read(self) -> int:
         """How many samples one task reads."""
@@ -177,7 +193,8 @@ class ChunkAssembly(Assembly):
                 self.permit()
             # Let the planner run, create the next chunk's task, and let that start its reads: three iterations of the
             # loop. A decode thread that has work takes the GIL, and the reads would start half a millisecond later.
-            for _ in range(3 if read.waited else 0):
+            idle = self._executor.running < self._executor.max_running
+            for _ in range(3 if read.waited and idle else 0):
                 await asyncio.sleep(0)
             if not batch.decode_permit.is_set():
                 await batch.decode_permit.wait()

@@ -137,12 +137,9 @@ class StreamingPipeline(LoopProducer):
         if isinstance(stream.schedule, SampleSchedule):
             return partial(SampleAssembly, schedule=stream.schedule, batch_size=config.batch_size, **options)
         # A limit on finished batches that the user has chosen counts batches, not jobs.
-        may_group = (
-            self._fetcher.reads_in_jobs
-            and self._fetcher.limit_s is None
-            and config.user_limits.prefetch_batches is None
-        )
-        return partial(ChunkAssembly, may_group=may_group, **options)
+        given = config.user_limits.prefetch_batches is not None
+        may_group = self._fetcher.reads_in_jobs and self._fetcher.limit_s is None and not given
+        return partial(ChunkAssembly, may_group=may_group, prefetch_given=given, **options)
 
     async def _run(self, engine: Engine) -> None:
         loop_thread = self.loop_thread

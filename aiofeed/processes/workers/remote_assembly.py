@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -99,9 +98,7 @@ class RemoteAssembly(Assembly):
         self._release_taken()
         free_dropped_slots(self._pool.borrowed)
         if more := self._pool.taken(item.counters):
-            self._buffer.prefetch_batches += more
-            limits = replace(self._admission.limits, prefetch_batches=self._buffer.prefetch_batches)
-            self._admission.change(limits)
+            self._admission.decode_at_once(self._buffer.prefetch_batches + more)
 
     async def begin(self, batch: Batch) -> None:
         """Send the plan of a batch to a worker."""
