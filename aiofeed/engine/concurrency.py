@@ -15,9 +15,6 @@ from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.runtime import machine
 from aiofeed.runtime.thread_pool import ThreadPool
 
-# All threads are at work if fewer than one in so many are idle: the loop may wait for the GIL to give them a job.
-FEW_IDLE = 8
-
 log: logging.Logger = logging.getLogger("aiofeed.engine")
 
 
@@ -46,6 +43,8 @@ class Concurrency:
         self._executor = executor
         self._tuner = tuner
         self._on_gil_limit = on_gil_limit
+        # When no finished batch waited, as far as is known.
+        self._empty_at = 0.0
         if tuner is not None:
             self.apply(tuner)
 
@@ -70,7 +69,11 @@ class Concurrency:
 
     def observe_job(self, tuner: Tuner, job: JobTiming, *, saturated: bool) -> None:
         """Pass a decode job's timing to the tuner; not ``saturated``: a finished batch waits for the consumer."""
-        tuner.decoding.observe(job if saturated else replace(job, threads=0))
+        now = time.perf_counter()
+        if saturated:
+            self._empty_at = now
+        # Many jobs that run side by side end, and finish batches, at about the same time.
+        tuner.decoding.observe(job if now - self._empty_at <= job.wall_s else replace(job, threads=0))
         self.apply(tuner)
         if (limit := tuner.gil_report()) is not None and self._on_gil_limit is not None:
             self._on_gil_limit(limit)
@@ -112,7 +115,8 @@ class JobTimer:
 def _busy_threads(pool: ThreadPool) -> int:
     """The number of threads that may run jobs, if about all of them do; otherwise 0."""
     max_running = pool.max_running
-    return max_running if pool.running >= max_running - max_running // FEW_IDLE else 0
+    # If many threads want the GIL, the loop gets it too rarely to have a job for each of them.
+    return max_running if pool.running >= max_running - max_running // 8 * 4 else 0
 
 
 def _cpu_s(pool: ThreadPool) -> float:

@@ -27,6 +27,8 @@ AT_ONCE = 8
 # Jobs that score a count: few at first, so that a count is found within 20 batches, more once one is known.
 FIRST_JOBS = 4
 LATER_JOBS = 12
+# They take this long at least, so that a moment in which another thread has the GIL does not decide.
+SCORE_S = 0.02
 # Seconds of decoding until other counts are tried again; doubled each time that nothing changed.
 RETRY_S = 4.0
 RETRY_MOST_S = 64.0
@@ -57,11 +59,11 @@ class ThreadTuner:
         self.gil: GilLimit | None = None
         # Seconds of processor time that the consumer waited for, over all threads; estimated outside a search.
         self.worked_s: float = 0.0
-        # True once the first batch is finished. Jobs before it import modules and fill caches, and so does the first one
-        # of each thread.
+        # True once the first batch is finished. Jobs before it import modules and fill caches.
         self.warm = False
-        self._first_jobs = most
         self._jobs = FIRST_JOBS
+        # The first job of each thread fills caches, or begins beside jobs of another number of threads.
+        self._first_jobs = most
         self._untimed = self._idle_jobs = 0
         self._retry_s, self._since_s = RETRY_S, 0.0
         self._chosen: Score | None = None
@@ -90,19 +92,22 @@ class ThreadTuner:
         if self.given or self.most == 1 or not job.samples:
             return
         self._first_jobs -= 1
-        if not self.warm or self._first_jobs >= 0:
+        if not self.warm:
             return
         if job.threads != self.threads:
+            self._first_jobs += self._first_jobs < self.threads < self.most
             self._idle_jobs += 1
             if self._search is not None and self._idle_jobs > GIVE_UP_JOBS:
                 self._give_up()
             return
         self._idle_jobs = 0
         self.worked_s += job.cpu_s * (1 if self._search is not None else TIMED)
+        if self._first_jobs >= 0 and self._search is not None:
+            return
         self._score.add(job)
         if self._search is None:
             self._watch(job)
-        elif self._score.jobs >= self._jobs_needed(self._search):
+        elif self._score.jobs >= self._jobs_needed(self._search) and self._score.wall_s >= SCORE_S * self.threads:
             self._advance(self._search)
 
     def _jobs_needed(self, search: _Search) -> int:
@@ -114,7 +119,7 @@ class ThreadTuner:
     def _run(self, threads: int) -> None:
         # The jobs that run now end beside another number of threads.
         self._idle_jobs = -self.threads
-        self.threads = threads
+        self.threads = self._first_jobs = threads
         self._score = Score(threads)
 
     def _advance(self, search: _Search) -> None:
@@ -147,7 +152,8 @@ class ThreadTuner:
         if score.jobs < FIRST_JOBS:
             return
         change = score.cpu_per_sample / max(self._chosen.cpu_per_sample, 1e-9)
-        changed = not 1 / OTHER_WORK < change < OTHER_WORK
+        used = max(score.cores, self._chosen.cores) > ONE_AT_WORK
+        changed = used and not 1 / OTHER_WORK < change < OTHER_WORK
         if changed:
             self._chosen, self._jobs = None, FIRST_JOBS
         may_gain = self.threads < self.most or score.at_work < AT_WORK
@@ -211,7 +217,7 @@ class _Search:
         # Chance may make a count appear a little slower.
         slower = [score for score in self._tried if score.rate < CLEARLY_SLOWER * self._peak]
         score = next(score for score in self._tried if score not in slower)
-        if not ONE_AT_WORK < score.cores < AT_WORK * score.threads:
+        if score.cores <= ONE_AT_WORK or max(score.at_work, score.cpu_s / score.wall_s) >= AT_WORK:
             return None
         least = max(1, score.threads // AT_ONCE, ceil(score.cores - 0.2))
         below = max((s for s in slower if s.threads < score.threads), key=lambda s: s.threads, default=None)

@@ -27,8 +27,9 @@ WORKS = {
     "slow reads": Decoding(50e-6, 5e-3),
     "two cores": Decoding(0.1e-3, 0.9e-3, computes=True, cores=2),
 }
+COMMON = ("native chunks", "cpu", "Pillow that sleeps", "Pillow", "Python", "slow reads")
 # A job of every thread has to end before another number can be tried.
-SETTLED = {2: 20, 4: 20, 16: 20, 32: 20, 64: 36, 128: 64}
+SETTLED = {2: 20, 4: 20, 16: 24, 32: 32, 64: 48, 128: 96}
 
 
 @cache
@@ -56,7 +57,7 @@ def part_of_the_best(work: Decoding, most: int, noise: float, seed: int) -> floa
 @pytest.mark.parametrize("name", WORKS)
 def test_the_number_found_gives_what_the_best_of_a_grid_does(name: str, most: int) -> None:
     """Whether threads compute, sleep or wait for the GIL, the number found is as good as the best."""
-    assert part_of_the_best(WORKS[name], most, 0.05, 0) >= 0.96
+    assert part_of_the_best(WORKS[name], most, 0.05, 0) >= (0.97 if name in COMMON else 0.93)
 
 
 @pytest.mark.slow
