@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
 from aiofeed.core.types import public
@@ -13,6 +12,8 @@ MIB = 1 << 20
 # Two finished batches hide the jitter of steps and reads; each further one costs the memory of a batch. torch's
 # DataLoader has two per worker.
 PREFETCH_BATCHES = 2
+# Jobs per decode thread that run or are ready to: the next one begins at once when one ends, also if they are uneven.
+JOBS_READY = 2
 # One batch is copied while the step before it runs; the second serves a consumer that queues work ahead of its device.
 DEVICE_BATCHES = 2
 # A quarter of the free memory leaves room for the training itself; 4 GiB of read-ahead hides any latency.
@@ -45,8 +46,10 @@ class Limits:
             ``decode_threads``; both must be N or more.
         decode_threads: Threads that decode. Default: the cores available to this process, by affinity and cgroup, and
             fewer if more threads do not decode faster.
-        prefetch_batches: Finished batches that wait for the consumer; with ``engine="process:N"`` N - 1 more.
-            Default: 2, with processes 3, so that the workers need not learn at once that a batch was taken.
+        prefetch_batches: Batches that are being decoded, or are finished and wait for the consumer; with
+            ``engine="process:N"`` N - 1 more. Fewer than the threads need are cut into smaller jobs, which costs more.
+            Default: as many as give each decode thread two jobs of 25 ms or more, within ``memory_bytes``; at least 2,
+            with processes 3, so that the workers need not learn at once that a batch was taken.
         memory_bytes: Encoded plus decoded bytes in flight, including finished batches that wait. One batch may always
             proceed. Default: a quarter of the free memory, at most 4 GiB.
         lookahead_bytes: Encoded bytes of samples in shards at URLs that are read before their batches begin, so that
@@ -87,9 +90,10 @@ class ResolvedLimits:
     device_batches: int
     lookahead_bytes: int = 0
 
-    def batches_in_flight(self, batch_size: int) -> int:
-        """The maximum number of batches that are finished or being assembled."""
-        return self.prefetch_batches + math.ceil(self.read_concurrency / batch_size) + 1
+    @property
+    def most_batches(self) -> int:
+        """The most batches that can be decoded at the same time or wait: a job has samples of one batch."""
+        return max(self.prefetch_batches, JOBS_READY * self.decode_threads)
 
 
 def resolve_limits(

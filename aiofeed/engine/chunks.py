@@ -22,7 +22,7 @@ from aiofeed.engine.engine import Assembly, Engine, cancellation_error
 from aiofeed.engine.fetch.async_reader import ReadResult
 from aiofeed.engine.fetch.fetcher import ChunkOutcome, Fetcher
 from aiofeed.engine.tuning.gil import GilLimit
-from aiofeed.engine.tuning.jobs import batches_at_once, samples_per_job
+from aiofeed.engine.tuning.jobs import samples_per_job
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.runtime.thread_pool import ThreadPool
 
@@ -45,8 +45,7 @@ class ChunkAssembly(Assembly):
         policy: what happens to samples that fail.
         late_s: returns the seconds in all by which the loop was late; reads do not count them.
         may_group: whether one job may make several small batches; the fetcher's ``read`` must leave all to the job.
-        prefetch_given: whether ``prefetch_batches`` is a limit; otherwise it is a minimum.
-        on_gil_limit: as of ``Assembly``, like ``engine``, ``fetcher``, ``executor`` and ``tuner``.
+        on_gil_limit: as of ``Assembly``, like ``engine``, ``fetcher``, ``executor``, ``tuner`` and ``prefetch_given``.
         options: ``new_builder``, ``wrap`` and ``memory``, as of ``DecodeStage``.
     """
 
@@ -66,7 +65,14 @@ class ChunkAssembly(Assembly):
         prefetch_given: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(engine, fetcher=fetcher, executor=executor, tuner=tuner, on_gil_limit=on_gil_limit)
+        super().__init__(
+            engine,
+            fetcher=fetcher,
+            executor=executor,
+            tuner=tuner,
+            on_gil_limit=on_gil_limit,
+            prefetch_given=prefetch_given,
+        )
         self._late_s = late_s
         self._stop = threading.Event()
         self._decode_stage = self.stage(
@@ -81,7 +87,6 @@ class ChunkAssembly(Assembly):
         # Samples whose reads have begun and not ended; `Admission.reading` also counts tasks that do not run yet.
         self._reading = 0
         self._may_group = may_group
-        self._prefetch_given = prefetch_given
         # Seconds that a batch took lately.
         self._batch_s = 0.0
 
@@ -138,12 +143,8 @@ class ChunkAssembly(Assembly):
         limits, buffer = self._admission.limits, self._buffer
         least, most = self._fetcher.job_sizes(limits)
         most = min(most, limits.read_concurrency)
-        if not self._prefetch_given and self._budget.known:
-            room = self._budget.limit_bytes / self._budget.bytes_per_sample
-            at_once = batches_at_once(most, limits.decode_threads, samples, room)
-            self._admission.decode_at_once(max(at_once, limits.prefetch_batches))
-        # The consumer waits for the only batch there is: each thread gets a part of it.
-        batches = buffer.prefetch_batches if buffer.assembling + buffer.waiting > 1 else 1
+        self.decode_at_once(most, samples, limits.prefetch_batches)
+        batches = min(buffer.prefetch_batches, buffer.assembling + buffer.waiting)
         self.chunk_size: int = samples_per_job((least, most), limits.decode_threads, samples, batches)
 
     def samples_per_read(self) -> int:

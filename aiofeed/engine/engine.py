@@ -39,6 +39,7 @@ from aiofeed.engine.batch import Batch, ReorderBuffer
 from aiofeed.engine.concurrency import Concurrency
 from aiofeed.engine.fetch.fetcher import Fetcher
 from aiofeed.engine.tuning.gil import GilLimit
+from aiofeed.engine.tuning.jobs import batches_at_once
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.runtime.cancellation import is_cancelled, task_scope
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch
@@ -57,6 +58,7 @@ class Assembly:
         executor: the decode threads.
         tuner: chooses decode threads and read concurrency; ``None``: the limits fix both.
         on_gil_limit: called once, on the loop, if the GIL limits decoding.
+        prefetch_given: whether the user gave ``prefetch_batches``; otherwise it is what two threads need.
 
     Attributes:
         batch_type: the class of its batches.
@@ -78,6 +80,7 @@ class Assembly:
         executor: ThreadPool,
         tuner: Tuner | None = None,
         on_gil_limit: Callable[[GilLimit], None] | None = None,
+        prefetch_given: bool = False,
     ) -> None:
         # Not a cycle: what the user has given to the feeder is freed with it, before a garbage collection.
         self._engine: Engine = weakref.proxy(engine)
@@ -87,6 +90,7 @@ class Assembly:
         self._fetcher = fetcher
         self._executor = executor
         self._tuner = tuner
+        self._prefetch_given = prefetch_given
         self._concurrency = Concurrency(
             engine.admission, fetcher=fetcher, executor=executor, tuner=tuner, on_gil_limit=on_gil_limit
         )
@@ -101,6 +105,17 @@ class Assembly:
     async def begin(self, batch: Batch) -> None:
         """Start a batch in tasks of ``engine.group``; wait until all of it may be read."""
         raise NotImplementedError
+
+    def decode_at_once(self, job_size: int, samples: int, least: int) -> None:
+        """Let as many batches be decoded at the same time as give every thread jobs, ``least`` or more.
+
+        Args:
+            job_size: samples of a job.
+            samples: samples of a batch.
+        """
+        if not self._prefetch_given and self._budget.known:
+            limits, room = self._admission.limits, self._budget.limit_bytes / self._budget.bytes_per_sample
+            self._admission.decode_at_once(max(least, batches_at_once(job_size, limits.decode_threads, samples, room)))
 
     def permit(self) -> None:
         """Permit decoding of what may be decoded."""

@@ -245,7 +245,8 @@ class ThreadPool(ThreadPoolExecutor):
         self._queue((job, fn, args, {}))
         del fn, args
         try:
-            return await job.future
+            result: R = await job.future
+            return result
         except asyncio.CancelledError:
             job.cancel()
             raise

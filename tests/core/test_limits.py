@@ -42,16 +42,6 @@ def test_specified_limits_stay() -> None:
     assert vars(chosen) == {**vars(given), "decode_threads": 5}
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 64, 256, 1000])
-def test_defaults_hold_at_most_five_batches(batch_size: int) -> None:
-    """With the one that the user has, at most five large batches exist at a time."""
-    chosen = resolve_limits(Limits(), batch_size=batch_size, cpus=2, free_memory=1 << 30)
-    if batch_size >= 64:
-        assert chosen.batches_in_flight(batch_size) + 1 <= 5
-    # Only batches that may be decoded have memory, and those are the ones that may wait.
-    assert chosen.prefetch_batches + 1 <= 5
-
-
 def test_a_dataset_gets_the_threads_it_allows() -> None:
     """A dataset gets one thread unless it allows more, and never more than it allows."""
     assert resolve_limits(Limits(), batch_size=1, cpus=8, free_memory=1, most_threads=1).decode_threads == 1

@@ -1,4 +1,4 @@
-"""Tests of the tuner's effect on a feeder, with job timings set by the test, and of chunk sizes."""
+"""Tests of the tuner's effect on a feeder, with job timings set by the test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from aiofeed import Feeder, FromDataset, Limits
 from aiofeed.core.types import Row
 from aiofeed.engine import decode_stage
 from aiofeed.engine.concurrency import JobTimer
-from aiofeed.engine.fetch.fetcher import FIRST_CHUNK, ChunkSizer
 from aiofeed.engine.tuning import reads
 from aiofeed.engine.tuning.score import JobTiming
 from aiofeed.runtime import machine
@@ -269,40 +268,3 @@ def test_a_job_with_an_idle_thread_is_marked() -> None:
     assert pool.submit(lambda: JobTimer(pool).job(1)).result(5).threads == 0
     pool.stop()
     assert pool.join(5)
-
-
-# --- chunk size -------------------------------------------------------------------------------------------------------
-
-
-def test_waiting_for_the_gil_does_not_shrink_chunks() -> None:
-    """If CPU time is a good part of the wall-clock time, only CPU time counts."""
-    sizer = ChunkSizer()
-    sizer.observe(0.064 * 4, 64, 0.064)
-    assert sizer.seconds == pytest.approx(0.001)
-    assert sizer.chunk_size(64, 2) == 32
-
-
-def test_a_decoder_that_sleeps_has_small_chunks() -> None:
-    """If there is hardly any CPU time, wall-clock time counts."""
-    sizer = ChunkSizer()
-    sizer.observe(1.0, 10, 0.001)
-    assert sizer.chunk_size(64, 2) == 1
-
-
-def test_chunks_of_large_samples_are_small() -> None:
-    """A chunk has at most 16 MiB of encoded samples, or one sample."""
-    sizer = ChunkSizer()
-    sizer.observe(0.001, 1, 0.001)
-    sizer.observe_bytes(8 * 100_000, 8)
-    assert sizer.chunk_size(64, 2) == 32
-    for _ in range(100):
-        sizer.observe_bytes(8 * 8_000_000, 8)
-    assert sizer.chunk_size(64, 2) == 2
-    for _ in range(100):
-        sizer.observe_bytes(2 * 40_000_000, 2)
-    assert sizer.chunk_size(64, 2) == 1
-
-
-def test_the_first_chunk_has_a_fixed_size() -> None:
-    """Before the first decode a chunk has ``FIRST_CHUNK`` samples."""
-    assert ChunkSizer().chunk_size(64, 2) == FIRST_CHUNK

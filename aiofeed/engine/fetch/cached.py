@@ -118,7 +118,7 @@ class CachedFetcher(Fetcher):
 
     def job_sizes(self, limits: ResolvedLimits) -> tuple[int, int]:
         """The inner fetcher's size of jobs, or one for cached samples."""
-        return (super() if self._warm else self._inner).job_sizes(limits)
+        return super().job_sizes(limits) if self._warm else self._inner.job_sizes(limits)
 
     def max_running(self, threads: int) -> int:
         """The inner fetcher's number of threads; one for small cached samples."""

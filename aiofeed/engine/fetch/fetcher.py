@@ -215,4 +215,3 @@ class Fetcher(ABC):
     @abstractmethod
     def key(self, index: int) -> str:
         """The sample's name for errors; never raises."""
-

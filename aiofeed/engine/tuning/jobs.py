@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 
+from aiofeed.core.limits import JOBS_READY
+
 # Seconds of decoding in a job: at least the first, and the second for each thread. A job holds the GIL for some 0.1 ms
 # in all, to be requested, started, counted and delivered, so that a tenth of it is used for jobs however many threads
 # there are.
@@ -21,8 +23,6 @@ FIRST_SAMPLES = 16
 # Most encoded bytes of a job with several samples: they are decoded while a processor cache still has them, and their
 # memory is used again for the next job.
 JOB_BYTES = 16 << 20
-# Jobs per thread that run or are ready to: the next one begins at once when one ends, also if they are uneven.
-JOBS_READY = 2
 # Share of its time below which a job mainly waits (for storage, a network) rather than computes.
 CPU_BOUND = 0.1
 
