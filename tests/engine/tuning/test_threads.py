@@ -354,6 +354,8 @@ def test_the_message_names_the_gil_the_figures_and_the_way_out() -> None:
     for part in ("GIL-bound: 100 us", "10,000 samples/s", "1 of 4 decode threads", "aiofeed[turbo]", '"process:4"'):
         assert part in message
     assert "turbo" not in gil_message(limit, cores=4, turbo=False)
+    # 64 cores, of which one process can use four: 16 processes.
+    assert 'engine="process:16" for up to 160,000 samples/s' in gil_message(GilLimit(4, 1e-4), cores=64, turbo=False)
 
 
 def test_the_gil_is_told_of_once() -> None:
