@@ -273,6 +273,7 @@ def test_the_gil_is_found_to_be_the_limit_and_how_much_of_a_sample_is_under_it(m
     limit = pool.tuner.gil
     assert limit is not None
     assert limit.threads == 1
+    assert limit.cores == 1.0
     assert 90e-6 <= limit.held_s <= 100e-6
     assert limit.ceiling == pytest.approx(1 / limit.held_s)
 
@@ -355,7 +356,9 @@ def test_the_message_names_the_gil_the_figures_and_the_way_out() -> None:
         assert part in message
     assert "turbo" not in gil_message(limit, cores=4, turbo=False)
     # 64 cores, of which one process can use four: 16 processes.
-    assert 'engine="process:16" for up to 160,000 samples/s' in gil_message(GilLimit(4, 1e-4), cores=64, turbo=False)
+    assert 'engine="process:16" for up to 160,000 samples/s' in gil_message(
+        GilLimit(6, 1e-4, 4.0), cores=64, turbo=False
+    )
 
 
 def test_the_gil_is_told_of_once() -> None:
