@@ -38,10 +38,10 @@ _WAYS = {
 class Limits:
     """The maximum resources of a feeder. A limit of ``None``, the default, is chosen at run time.
 
-    If a launcher has started several ranks on this machine, as ``LOCAL_WORLD_SIZE`` or a similar variable says, the
-    defaults of each divide the cores, the free memory and the 64 reads by their number. A rank that the launcher has
-    pinned to cores, or put into a cgroup of its own, has all of these, up to its part of what the launcher has. Limits
-    that you pass are not divided.
+    If a launcher has started several ranks on this machine, as ``LOCAL_WORLD_SIZE`` or a similar variable says, each
+    default is that of one rank: the cores, the free memory and the 64 reads are divided by their number. A rank that
+    the launcher has pinned to cores, or put into a cgroup of its own, has all of these, but no more than its part of
+    what the launcher has. Limits that you pass are not divided.
 
     Args:
         read_concurrency: Samples being read at the same time. More hide slower storage and hold more encoded bytes.

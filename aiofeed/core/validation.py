@@ -25,7 +25,7 @@ _TARGETS = ("cls", "label", "labels", "target")  # usual names of the target in 
 # The variables in which launchers give the number of ranks on a machine: torchrun, also in Accelerate and Ray Train,
 # DeepSpeed, Open MPI, MPICH and Intel MPI, MVAPICH, and srun, whose "8(x2)" is 8 on each of 2 machines. srun and mpirun
 # may start one of those before them.
-_LAUNCHERS = (
+LAUNCHERS = (
     *("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"),
     "SLURM_STEP_TASKS_PER_NODE",
 )
@@ -51,7 +51,7 @@ def number_from_environment(name: str, default: int) -> int:
 
 def launched_ranks(default: int = 1) -> tuple[int, str]:
     """Return the number of ranks on this machine, and the variable that has it; ``default`` and "" if none has."""
-    found = ((number_from_environment(name, 0), name) for name in _LAUNCHERS)
+    found = ((number_from_environment(name, 0), name) for name in LAUNCHERS)
     return next((each for each in found if each[0] > 0), (default, ""))
 
 
