@@ -585,6 +585,17 @@ def test_limits_of_the_user_are_those_of_each_rank(eight_ranks: None) -> None:
     assert Feeder(FromDataset(Squares(), threads=40), batch_size=4)._config.limits.decode_threads == 40
 
 
+@pytest.mark.parametrize(("limits", "threads"), [(None, 64), (Limits(read_concurrency=5), 5)], ids=str)
+def test_there_are_threads_for_more_reads_than_a_rank_begins_with(
+    eight_ranks: None, limits: Limits | None, threads: int
+) -> None:
+    """Reads become more while that pays, also beyond the part of a rank; not if the user gave their number."""
+    with Feeder(Numbers(64), decode=number, batch_size=4, limits=limits) as feeder:
+        next(iter(feeder))
+        pipeline: Any = feeder._session.pipeline
+        assert pipeline.loop_thread.read_pool.max_threads == threads
+
+
 def test_advice_is_for_the_part_of_a_rank(eight_ranks: None) -> None:
     """Of cores and of free memory."""
     from aiofeed.reports.bottleneck import FeedMeasurements

@@ -178,6 +178,8 @@ def test_a_container_of_all_ranks(ranks: Machine) -> None:
     ranks.start(1, parent=0, environ="LOCAL_WORLD_SIZE=8")
     ranks.cores[1] = 32
     assert (machine.rank_cpus(), machine.rank_memory()) == (2, 4 << 30)
+    ranks.cores[0] = 2  # pinned by the container's first process
+    assert (machine.rank_cpus(), machine.rank_memory()) == (2, 4 << 30)
 
 
 @pytest.mark.parametrize(("cores", "gib", "share"), [(16, 8, (16, 8)), (10, 2, (10, 2)), (64, 30, (16, 8))])
