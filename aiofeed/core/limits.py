@@ -39,6 +39,11 @@ _WAYS = {
 class Limits:
     """The maximum resources of a feeder. A limit of ``None``, the default, is chosen at run time.
 
+    If a launcher has started several ranks on this machine, as ``LOCAL_WORLD_SIZE`` or a similar variable says, each
+    default is that of one rank: the cores, the free memory and the 64 reads are divided by their number. A rank that
+    the launcher has pinned to cores, or put into a cgroup of its own, has all of these, but no more than its part of
+    what the launcher has. Limits that you pass are not divided.
+
     Args:
         read_concurrency: Samples being read at the same time. More hide slower storage and hold more encoded bytes.
             Default: one batch, at least 64, or 64 MiB of large samples; up to 512 if reads take 10 ms or more, decoding
@@ -97,27 +102,26 @@ class ResolvedLimits:
 
 
 def resolve_limits(
-    limits: Limits, *, batch_size: int, cpus: int, free_memory: int, most_threads: int | None = None, engines: int = 0
+    user: Limits, *, batch_size: int, cpus: int, free_memory: int, most_threads: int = 0, procs: int = 0, ranks: int = 1
 ) -> ResolvedLimits:
     """Choose the limits that the user did not specify.
 
     Args:
-        limits: The user-specified limits.
+        user: The limits that the user specified.
         batch_size: Samples per batch.
-        cpus: Cores available to this process.
-        free_memory: Bytes available without swapping.
-        most_threads: Decode threads that the source allows; 1 for a Dataset that is not thread-safe.
-        engines: The number of worker processes; 0 for threads.
+        cpus: Cores available to this rank.
+        free_memory: Bytes available to it without swapping.
+        most_threads: Decode threads that the source allows; 1 for a Dataset that is not thread-safe; 0 for any.
+        procs: The number of worker processes; 0 for threads.
+        ranks: The ranks on this machine, which share ``READ_CONCURRENCY``.
     """
-    threads = limits.decode_threads or cpus
-    if most_threads is not None:
-        threads = min(threads, most_threads) if limits.decode_threads else most_threads
-    memory_bytes = limits.memory_bytes or max(min(free_memory // MEMORY_SHARE, MEMORY_CEILING), MIB)
+    threads = user.decode_threads or most_threads or cpus
+    memory_bytes = user.memory_bytes or max(min(free_memory // MEMORY_SHARE, MEMORY_CEILING), MIB)
     return ResolvedLimits(
-        read_concurrency=limits.read_concurrency or max(batch_size, READ_CONCURRENCY),
-        decode_threads=threads,
-        prefetch_batches=limits.prefetch_batches or PREFETCH_BATCHES + bool(engines),
+        read_concurrency=user.read_concurrency or max(batch_size, READ_CONCURRENCY // ranks),
+        decode_threads=min(threads, most_threads or threads),
+        prefetch_batches=user.prefetch_batches or PREFETCH_BATCHES + bool(procs),
         memory_bytes=memory_bytes,
-        device_batches=limits.device_batches or DEVICE_BATCHES,
-        lookahead_bytes=limits.lookahead_bytes or min(memory_bytes // 4, LOOKAHEAD_BYTES),
+        device_batches=user.device_batches or DEVICE_BATCHES,
+        lookahead_bytes=user.lookahead_bytes or min(memory_bytes // 4, LOOKAHEAD_BYTES),
     )

@@ -58,7 +58,8 @@ class StreamingPipeline(LoopProducer):
         if after is not None and after.inherited:
             after = None
         loop_thread = EventLoopThread(
-            read_threads=min(limits.read_concurrency, MOST_READ_THREADS),
+            # More reads than by default are tried while they pay.
+            read_threads=min(config.user_limits.read_concurrency or MOST_READ_THREADS, MOST_READ_THREADS),
             decode_threads=limits.decode_threads,
             after=None if after is None else after.loop_thread,
         )

@@ -32,13 +32,21 @@ def test_unspecified_limits_are_chosen() -> None:
     assert (chosen.decode_threads, chosen.read_concurrency, chosen.memory_bytes) == (6, 128, 256 * MIB)
 
 
+@pytest.mark.parametrize(("batch_size", "reads"), [(1, 8), (32, 32), (128, 128)])
+def test_ranks_of_a_machine_share_the_reads(batch_size: int, reads: int) -> None:
+    """Each has its part of 64, at least one batch."""
+    chosen = resolve_limits(Limits(), batch_size=batch_size, cpus=2, free_memory=1 << 30, ranks=8)
+    assert chosen.read_concurrency == reads
+    assert resolve_limits(Limits(), batch_size=1, cpus=1, free_memory=1, ranks=100).read_concurrency == 1
+
+
 def test_specified_limits_stay() -> None:
     """Only a source that allows fewer threads changes a user-specified limit."""
     given = Limits(
         **{"read_concurrency": 3, "decode_threads": 5, "prefetch_batches": 7, "memory_bytes": 11},
         **{"device_batches": 13, "lookahead_bytes": 17},
     )
-    chosen = resolve_limits(given, batch_size=128, cpus=6, free_memory=1 << 30, most_threads=8)
+    chosen = resolve_limits(given, batch_size=128, cpus=6, free_memory=1 << 30, most_threads=8, ranks=8)
     assert vars(chosen) == {**vars(given), "decode_threads": 5}
 
 
