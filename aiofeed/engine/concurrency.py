@@ -100,14 +100,14 @@ class JobTimer:
     def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
         self._threads = _busy_threads(pool)
-        self._pool_cpu = _cpu_s(pool)
+        self._pool_cpu = machine.threads_cpu_s(pool._core_waits)
         self._wall, self._cpu = time.perf_counter(), time.thread_time()
 
     def job(self, samples: int, nbytes: int = 0) -> JobTiming:
         """The timing of a job that decoded ``samples``, and read and wrote ``nbytes``."""
         wall, cpu = time.perf_counter() - self._wall, time.thread_time() - self._cpu
         threads = self._threads if self._threads == _busy_threads(self._pool) else 0
-        all_cpu = _cpu_s(self._pool)
+        all_cpu = machine.threads_cpu_s(self._pool._core_waits)
         pool_cpu = max(all_cpu - self._pool_cpu, cpu) if all_cpu and self._pool_cpu else None
         return JobTiming(samples, wall, cpu, threads, nbytes, pool_cpu)
 
@@ -117,8 +117,3 @@ def _busy_threads(pool: ThreadPool) -> int:
     max_running = pool.max_running
     # If many threads want the GIL, the loop gets it too rarely to have a job for each of them.
     return max_running if pool.running >= max_running - max_running // 8 * 4 else 0
-
-
-def _cpu_s(pool: ThreadPool) -> float:
-    """Seconds for which the threads of a pool were on the processor; 0 if unknown."""
-    return sum(map(machine.thread_cpu_s, list(pool._core_waits)))

@@ -14,21 +14,18 @@ from aiofeed.runtime import machine
 # A smaller count is chosen if it gives this part of the best rate. The gap between this and MORE_BRING keeps
 # neighbouring counts from alternating.
 FEWER_KEEP = 0.97
-# Below this part of the best rate few jobs decide.
+# A count that gives less than this part of the best rate is too small; one that gives more may seem slower by chance.
 CLEARLY_SLOWER = 0.8
 # Threads that are on the processor for this part of their time do not wait for each other: no other count is tried.
 AT_WORK = 0.85
 # Threads that together use less of one core than this wait for storage, not for each other.
 ONE_AT_WORK = 0.35
-# A smaller count is tried if it is at most a half: the threads in between cost little. Not less than an eighth at once,
-# as jobs that mostly wait would then take eight times as long until it is known.
+# A smaller count is tried if it is at most a half: the threads in between cost little.
 WORTH_A_TRY = 2
-AT_ONCE = 8
-# Jobs that score a count: few at first, so that a count is found within 20 batches, more once one is known.
-FIRST_JOBS = 4
-LATER_JOBS = 12
-# They take this long at least, so that a moment in which another thread has the GIL does not decide.
-SCORE_S = 0.02
+# So many jobs score a count: few, so that one is found within 20 batches. They take so long at least that a moment in
+# which another thread has the GIL does not decide.
+JOBS = 8
+SCORE_S = 0.01
 # Seconds of decoding until other counts are tried again; doubled each time that nothing changed.
 RETRY_S = 4.0
 RETRY_MOST_S = 64.0
@@ -61,7 +58,6 @@ class ThreadTuner:
         self.worked_s: float = 0.0
         # True once the first batch is finished. Jobs before it import modules and fill caches.
         self.warm = False
-        self._jobs = FIRST_JOBS
         # The first job of each thread fills caches, or begins beside jobs of another number of threads.
         self._first_jobs = most
         self._untimed = self._idle_jobs = 0
@@ -91,11 +87,11 @@ class ThreadTuner:
         """Count a timed job; ``threads`` may change."""
         if self.given or self.most == 1 or not job.samples:
             return
-        self._first_jobs -= 1
+        beside_all = job.threads == self.threads
+        self._first_jobs -= beside_all or self.threads == self.most
         if not self.warm:
             return
-        if job.threads != self.threads:
-            self._first_jobs += self._first_jobs < self.threads < self.most
+        if not beside_all:
             self._idle_jobs += 1
             if self._search is not None and self._idle_jobs > GIVE_UP_JOBS:
                 self._give_up()
@@ -104,17 +100,12 @@ class ThreadTuner:
         self.worked_s += job.cpu_s * (1 if self._search is not None else TIMED)
         if self._first_jobs >= 0 and self._search is not None:
             return
-        self._score.add(job)
+        score = self._score
+        score.add(job)
         if self._search is None:
             self._watch(job)
-        elif self._score.jobs >= self._jobs_needed(self._search) and self._score.wall_s >= SCORE_S * self.threads:
+        elif score.jobs >= max(JOBS, self.threads // 4) and score.wall_s >= SCORE_S * self.threads:
             self._advance(self._search)
-
-    def _jobs_needed(self, search: _Search) -> int:
-        if search.is_clear(self._score):
-            return FIRST_JOBS
-        # The first jobs to end wait least; only later ones show what they take if the work of the others is unknown.
-        return max(self._jobs, self.threads // 4 if self._score.pool_cpu_s else 2 * self.threads)
 
     def _run(self, threads: int) -> None:
         # The jobs that run now end beside another number of threads.
@@ -130,7 +121,7 @@ class ThreadTuner:
         assert search.best is not None
         unchanged = self._chosen is not None and self._chosen.threads == search.best.threads
         self._retry_s = min(self._retry_s * 2, RETRY_MOST_S) if unchanged else RETRY_S
-        self._chosen, self._search, self._since_s, self._jobs = search.best, None, 0.0, LATER_JOBS
+        self._chosen, self._search, self._since_s = search.best, None, 0.0
         fewer = search.best.threads < self.most
         self.gil = gil_limit(search.best, search.above) if fewer and machine.has_gil() else None
         self._run(search.best.threads)
@@ -149,13 +140,13 @@ class ThreadTuner:
         assert self._chosen is not None
         score = self._score
         self._since_s += job.wall_s * TIMED / self.threads
-        if score.jobs < FIRST_JOBS:
+        if score.jobs < JOBS // 2:
             return
         change = score.cpu_per_sample / max(self._chosen.cpu_per_sample, 1e-9)
         used = max(score.cores, self._chosen.cores) > ONE_AT_WORK
         changed = used and not 1 / OTHER_WORK < change < OTHER_WORK
         if changed:
-            self._chosen, self._jobs = None, FIRST_JOBS
+            self._chosen = None
         may_gain = self.threads < self.most or score.at_work < AT_WORK
         if changed or (self._since_s >= self._retry_s and may_gain):
             self._search = _Search(self.most)
@@ -180,10 +171,6 @@ class _Search:
         self._first: Score | None = None
         self.best: Score | None = None
         self.above: Score | None = None
-
-    def is_clear(self, tried: Score) -> bool:
-        """Whether the count is so much slower than the best that a few jobs are enough to reject it."""
-        return tried.rate < CLEARLY_SLOWER * self._peak
 
     def step(self, tried: Score) -> int | None:
         """The count to try next; ``None`` if ``best`` is found."""
@@ -219,8 +206,6 @@ class _Search:
         score = next(score for score in self._tried if score not in slower)
         if score.cores <= ONE_AT_WORK or max(score.at_work, score.cpu_s / score.wall_s) >= AT_WORK:
             return None
-        least = max(1, score.threads // AT_ONCE, ceil(score.cores - 0.2))
-        below = max((s for s in slower if s.threads < score.threads), key=lambda s: s.threads, default=None)
-        if below is not None:
-            least = max(least, self._needed(below))
-        return least if WORTH_A_TRY * least <= score.threads else None
+        below = [self._needed(each) for each in slower if each.threads < score.threads]
+        least = max(1, ceil(score.cores - 0.2), *below)
+        return isqrt(least * score.threads) if WORTH_A_TRY * least <= score.threads else None
