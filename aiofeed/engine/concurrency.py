@@ -73,7 +73,7 @@ class Concurrency:
         if saturated:
             self._empty_at = now
         # Many jobs that run side by side end, and finish batches, at about the same time.
-        tuner.decoding.observe(job if now - self._empty_at <= job.wall_s else replace(job, threads=0))
+        tuner.decoding.observe(job if now - self._empty_at <= job.wall_s / 4 else replace(job, threads=0))
         self.apply(tuner)
         if (limit := tuner.gil_report()) is not None and self._on_gil_limit is not None:
             self._on_gil_limit(limit)
