@@ -89,7 +89,7 @@ class Concurrency:
 class JobTimer:
     """Times one decode job, from its construction to ``job()``, in the job's thread.
 
-    Costs some ten microseconds, most of them for reading how long the thread waited for a core.
+    Costs some ten microseconds, and half of one for each thread of the pool, whose clock is read.
 
     Args:
         pool: the job's threads.
@@ -107,13 +107,12 @@ class JobTimer:
         """The timing of a job that decoded ``samples``, and read and wrote ``nbytes``."""
         wall, cpu = time.perf_counter() - self._wall, time.thread_time() - self._cpu
         threads = self._threads if self._threads == _busy_threads(self._pool) else 0
-        all_cpu = machine.threads_cpu_s(self._pool._core_waits)
-        pool_cpu = max(all_cpu - self._pool_cpu, cpu) if all_cpu and self._pool_cpu else None
-        return JobTiming(samples, wall, cpu, threads, nbytes, pool_cpu)
+        pool_cpu = machine.threads_cpu_s(self._pool._core_waits) - self._pool_cpu
+        return JobTiming(samples, wall, cpu, threads, nbytes, max(pool_cpu, 0.0))
 
 
 def _busy_threads(pool: ThreadPool) -> int:
     """The number of threads that may run jobs, if about all of them do; otherwise 0."""
     max_running = pool.max_running
-    # If many threads want the GIL, the loop gets it too rarely to have a job for each of them.
+    # If many threads want the GIL, the loop gets it too rarely to have a job for each of them: half is enough then.
     return max_running if pool.running >= max_running - max_running // 8 * 4 else 0

@@ -15,7 +15,7 @@ class JobTiming:
         cpu_s: seconds of its thread on the processor.
         threads: threads that were at work from its start to its end; 0 if that changed or some were idle.
         nbytes: bytes that it read and wrote.
-        pool_cpu_s: seconds of all threads on the processor from its start to its end; ``None``: unknown.
+        pool_cpu_s: seconds of all threads on the processor from its start to its end; 0 if unknown.
     """
 
     samples: int
@@ -23,7 +23,7 @@ class JobTiming:
     cpu_s: float
     threads: int
     nbytes: int = 0
-    pool_cpu_s: float | None = None
+    pool_cpu_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -36,7 +36,6 @@ class Score:
     wall_s: float = 0.0
     cpu_s: float = 0.0
     nbytes: int = 0
-    # 0 if unknown.
     pool_cpu_s: float = 0.0
 
     def add(self, job: JobTiming) -> None:
@@ -47,7 +46,7 @@ class Score:
         # The clocks are read one after the other; a job cannot have used more processor time than passed.
         self.wall_s += max(job.wall_s, job.cpu_s)
         self.cpu_s += job.cpu_s
-        self.pool_cpu_s += job.pool_cpu_s or 0.0
+        self.pool_cpu_s += job.pool_cpu_s
 
     @property
     def rate(self) -> float:

@@ -40,9 +40,9 @@ TIMED = 8
 class ThreadTuner:
     """Chooses the number of decode threads.
 
-    It starts with all of them. If they wait for each other, it tries fewer, as long as that costs nothing; otherwise it
-    tries more, as long as that brings more. It repeats the search at growing intervals, and at
-    once when the work per sample changes.
+    It starts with all of them. If they wait for each other, it tries far fewer, as long as that costs nothing, and then
+    numbers in between; if they do not, it tries more, as long as that brings more. It repeats the search at growing
+    intervals, and at once when the work per sample changes.
 
     Args:
         most: the largest number of threads.

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 
+from aiofeed.engine.tuning.score import JobTiming, Score
 from aiofeed.engine.tuning.threads import ThreadTuner
 from tests.engine.tuning.simulated_pool import Decoding, GilPool
 
@@ -97,10 +98,10 @@ def test_jobs_of_all_sizes_are_understood(name: str, job: int) -> None:
 
 def test_the_first_jobs_to_end_do_not_pass_for_all() -> None:
     """The first of 64 jobs that start together under the GIL waits for none; the work of all says so."""
-    seen = []
+    seen: list[JobTiming] = []
 
     class Listener(ThreadTuner):
-        def observe(self, job):  # type: ignore[no-untyped-def]
+        def observe(self, job: JobTiming) -> None:
             seen.append(job)
 
     work = Decoding(1e-3, 0.0, pieces=1, job=1)
@@ -108,3 +109,6 @@ def test_the_first_jobs_to_end_do_not_pass_for_all() -> None:
     first = seen[0]
     assert first.wall_s == pytest.approx(first.cpu_s, rel=0.05)
     assert first.pool_cpu_s == pytest.approx(first.cpu_s, rel=0.05)
+    score = Score(64)
+    score.add(first)
+    assert score.rate == pytest.approx(1000, rel=0.05)
