@@ -118,8 +118,8 @@ class Assembly:
             self._admission.decode_at_once(max(least, batches_at_once(job_size, limits.decode_threads, samples, room)))
 
     def permit(self) -> None:
-        """Permit decoding of what may be decoded."""
-        self._buffer.grant_permits()
+        """Permit decoding of what may be decoded; of few batches if they turn out to be large."""
+        self._buffer.grant_permits(self._admission.limits.prefetch_batches if self._budget.exceeded else None)
 
     def waiting_for(self, batch: Batch) -> tuple[Any, ...]:
         """What a batch that has begun waits for; see ``Producer.waiting_for``. From any thread."""
