@@ -65,10 +65,12 @@ class Admission:
         return self._buffer.assembling + self._buffer.waiting < most
 
     def may_read(self, samples: int) -> bool:
-        """Whether ``samples`` more may be read now; always if nothing is being read.
+        """Whether ``samples`` more may be read now; always if nothing is being read and no other batch is in flight.
 
         The limit may fall below the size of a chunk while the chunk waits.
         """
+        if self._budget.exceeded and self._buffer.assembling + self._buffer.waiting > 1:
+            return self.closed
         return self.closed or not self.reading or self.reading + samples <= self.limits.read_concurrency
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -110,6 +112,11 @@ class MemoryBudget:
     def known(self) -> bool:
         """Whether there is an estimate."""
         return self._per_sample > 0.0
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether batches have turned out to be larger than estimated, and take more than the limit."""
+        return self.reserved_bytes > self.limit_bytes
 
     @property
     def bytes_per_sample(self) -> float:

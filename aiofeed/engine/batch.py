@@ -155,13 +155,13 @@ class ReorderBuffer:
         # So many of the first entries need no permit.
         self._settled = 0
 
-    def grant_permits(self) -> None:
-        """Permit decoding for as many batches as may be finished and wait.
+    def grant_permits(self, most: int | None = None) -> None:
+        """Permit decoding for as many batches as may be finished and wait: ``most`` or ``prefetch_batches``.
 
         In order: for the first entries. Out of order: for batches that are read, of the first epoch only. A batch of
         the next epoch cannot be delivered before this epoch ends, and would take a place from one that can.
         """
-        room = self.prefetch_batches - self.permitted - self.waiting
+        room = (most or self.prefetch_batches) - self.permitted - self.waiting
         settled = True
         for entry in islice(self.entries, self._settled, None) if room > 0 else ():
             if isinstance(entry, EpochEnds):

@@ -92,7 +92,13 @@ class ChunkAssembly(Assembly):
 
     def stop(self) -> None:
         """End running jobs."""
+        super().stop()
         self._stop.set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether decode jobs wait for a thread."""
+        return self._executor.backlog > 0
 
     def delivered(self, batch: Batch) -> None:
         """Tune the decode threads from the first batch on."""
@@ -245,6 +251,7 @@ class ChunkAssembly(Assembly):
 
     def _observe(self, batch: Batch, outcome: ChunkOutcome) -> None:
         """Add a decode job to the statistics, and pass its timing to the tuner."""
+        self.release_taken()
         batch.count(outcome)
         if self._may_group and outcome.collate_s:
             self._choose_group(batch, outcome)
