@@ -25,6 +25,8 @@ FIRST_SAMPLES = 16
 JOB_BYTES = 16 << 20
 # Share of its time below which a job mainly waits (for storage, a network) rather than computes.
 CPU_BOUND = 0.1
+# Threads that together use this part of a core may wait for the GIL, however little each of them computes.
+GIL_BOUND = 0.7
 
 
 class JobSizer:
@@ -33,6 +35,7 @@ class JobSizer:
     def __init__(self) -> None:
         self.seconds: float = 0.0
         self._bytes = 0.0
+        self._threads = 1
 
     def observe_bytes(self, nbytes: int, samples: int) -> None:
         """Update the average with the encoded bytes of some samples together."""
@@ -45,13 +48,14 @@ class JobSizer:
         If the samples are CPU-bound, only ``cpu_s`` counts. The rest is waiting for the GIL or for a core: counted as
         work, it would make jobs smaller, which makes threads wait for each other even more.
         """
-        if cpu_s > seconds * CPU_BOUND:
+        if cpu_s > seconds * min(CPU_BOUND, GIL_BOUND / self._threads):
             seconds = cpu_s
         per_sample = seconds / max(samples, 1)
         self.seconds += (per_sample - self.seconds) * (0.2 if self.seconds else 1.0)
 
     def job_sizes(self, threads: int) -> tuple[int, int]:
         """How many samples a job should have at least and at most, whatever the size of a batch."""
+        self._threads = threads
         if self.seconds == 0.0:
             return 1, FIRST_SAMPLES
         most_s = min(max(JOB_S, threads * JOB_THREAD_S), self.seconds * JOB_BYTES / max(self._bytes, 1.0))

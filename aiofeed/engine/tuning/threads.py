@@ -93,7 +93,8 @@ class ThreadTuner:
             return
         if not beside_all:
             self._idle_jobs += 1
-            if self._search is not None and self._idle_jobs > GIVE_UP_JOBS:
+            on_trial = self._search is not None and (self._chosen is not None or self.threads < self.most)
+            if on_trial and self._idle_jobs > GIVE_UP_JOBS:
                 self._give_up()
             return
         self._idle_jobs = 0

@@ -38,6 +38,19 @@ def test_waiting_for_the_gil_does_not_shrink_jobs() -> None:
     assert sizer.seconds == pytest.approx(0.001)
 
 
+@pytest.mark.parametrize("threads", THREADS)
+def test_many_threads_that_wait_for_the_gil_do_not_shrink_jobs(threads: int) -> None:
+    """However many share the GIL, and however small the part of each, what a sample holds it for counts."""
+    sizer = JobSizer()
+    sizer.job_sizes(threads)
+    sizer.observe(0.001 * 64 * threads, 64, 0.001 * 64)
+    assert sizer.seconds == pytest.approx(0.001)
+    sleeps = JobSizer()
+    sleeps.job_sizes(threads)
+    sleeps.observe(0.001 * 64, 64, 0.4 * 0.001 * 64 / max(threads, 8))
+    assert sleeps.seconds == pytest.approx(0.001)
+
+
 def test_a_decoder_that_sleeps_has_small_jobs() -> None:
     """If there is hardly any CPU time, wall-clock time counts."""
     sizer = JobSizer()
