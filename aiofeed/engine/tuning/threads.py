@@ -144,6 +144,7 @@ class ThreadTuner:
         if score.jobs < JOBS // 2:
             return
         change = score.cpu_per_sample / max(self._chosen.cpu_per_sample, 1e-9)
+        # Of a little processor time, little is enough to change it.
         used = max(score.cores, self._chosen.cores) > ONE_AT_WORK
         changed = used and not 1 / OTHER_WORK < change < OTHER_WORK
         if changed:
@@ -179,16 +180,13 @@ class _Search:
         self._peak = max(self._peak, tried.rate)
         counts = self._tried = sorted([*self._tried, tried], key=lambda score: score.threads)
         at = next(at for at, score in enumerate(counts) if score.rate >= self._bar(score))
-        best, below = counts[at], counts[at - 1] if at else None
-        above = counts[at + 1] if at + 1 < len(counts) else None
-        self.best, self.above, threads = best, above, best.threads
-        if (least := self._least()) is not None:
-            return least
-        if below is not None and WORTH_A_TRY**2 * self._needed(below) <= threads:
-            return isqrt(below.threads * threads)
-        # Threads of which each does as much as fewer did leave room for more.
-        spare = below is None or best.rate * below.threads >= AT_WORK * below.rate * threads
-        if threads < self._most and (above is None or (spare and above.threads > WORTH_A_TRY * threads)):
+        self.best, threads = counts[at], counts[at].threads
+        above = self.above = counts[at + 1] if at + 1 < len(counts) else None
+        if (fewer := self._fewer()) is not None:
+            return fewer
+        if at and WORTH_A_TRY**2 * self._needed(counts[at - 1]) <= threads:
+            return isqrt(counts[at - 1].threads * threads)
+        if above is None and threads < self._most:
             return min(threads + max(1, threads // 2), self._most)
         return None
 
@@ -200,8 +198,8 @@ class _Search:
         """The rate from which a count is good enough: more threads than at first must bring more."""
         return self._peak / MORE_BRING if score is self._first else FEWER_KEEP * self._peak
 
-    def _least(self) -> int | None:
-        """Fewer threads than any tried that may decode as much; ``None`` if there are none worth a try."""
+    def _fewer(self) -> int | None:
+        """Fewer threads than those that decode as much, which may do so too; ``None`` if none are worth a try."""
         # Chance may make a count appear a little slower.
         slower = [score for score in self._tried if score.rate < CLEARLY_SLOWER * self._peak]
         score = next(score for score in self._tried if score not in slower)
