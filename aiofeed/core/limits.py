@@ -86,7 +86,11 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedLimits:
-    """The limits of a feeder, with every default chosen."""
+    """The limits of a feeder, with every default chosen.
+
+    Attributes:
+        prefetch_given: Whether the user gave ``prefetch_batches``; otherwise it is the least.
+    """
 
     read_concurrency: int
     decode_threads: int
@@ -94,11 +98,12 @@ class ResolvedLimits:
     memory_bytes: int
     device_batches: int
     lookahead_bytes: int = 0
+    prefetch_given: bool = False
 
     @property
     def most_batches(self) -> int:
         """The most batches that can be decoded at the same time or wait: a job has samples of one batch."""
-        return max(self.prefetch_batches, JOBS_READY * self.decode_threads)
+        return max(self.prefetch_batches, 0 if self.prefetch_given else JOBS_READY * self.decode_threads)
 
 
 def resolve_limits(
@@ -121,6 +126,7 @@ def resolve_limits(
         read_concurrency=user.read_concurrency or max(batch_size, READ_CONCURRENCY // ranks),
         decode_threads=min(threads, most_threads or threads),
         prefetch_batches=user.prefetch_batches or PREFETCH_BATCHES + bool(procs),
+        prefetch_given=user.prefetch_batches is not None,
         memory_bytes=memory_bytes,
         device_batches=user.device_batches or DEVICE_BATCHES,
         lookahead_bytes=user.lookahead_bytes or min(memory_bytes // 4, LOOKAHEAD_BYTES),

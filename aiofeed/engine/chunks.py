@@ -45,7 +45,7 @@ class ChunkAssembly(Assembly):
         policy: what happens to samples that fail.
         late_s: returns the seconds in all by which the loop was late; reads do not count them.
         may_group: whether one job may make several small batches; the fetcher's ``read`` must leave all to the job.
-        on_gil_limit: as of ``Assembly``, like ``engine``, ``fetcher``, ``executor``, ``tuner`` and ``prefetch_given``.
+        on_gil_limit: as of ``Assembly``, like ``engine``, ``fetcher``, ``executor`` and ``tuner``.
         options: ``new_builder``, ``wrap`` and ``memory``, as of ``DecodeStage``.
     """
 
@@ -62,17 +62,9 @@ class ChunkAssembly(Assembly):
         on_gil_limit: Callable[[GilLimit], None] | None = None,
         late_s: Callable[[], float] = float,
         may_group: bool = False,
-        prefetch_given: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(
-            engine,
-            fetcher=fetcher,
-            executor=executor,
-            tuner=tuner,
-            on_gil_limit=on_gil_limit,
-            prefetch_given=prefetch_given,
-        )
+        super().__init__(engine, fetcher=fetcher, executor=executor, tuner=tuner, on_gil_limit=on_gil_limit)
         self._late_s = late_s
         self._stop = threading.Event()
         self._decode_stage = self.stage(

@@ -59,7 +59,6 @@ class Assembly:
         executor: the decode threads.
         tuner: chooses decode threads and read concurrency; ``None``: the limits fix both.
         on_gil_limit: called once, on the loop, if the GIL limits decoding.
-        prefetch_given: whether the user gave ``prefetch_batches``; otherwise it is what two threads need.
 
     Attributes:
         batch_type: the class of its batches.
@@ -79,7 +78,6 @@ class Assembly:
         executor: ThreadPool,
         tuner: Tuner | None = None,
         on_gil_limit: Callable[[GilLimit], None] | None = None,
-        prefetch_given: bool = False,
     ) -> None:
         # Not a cycle: what the user has given to the feeder is freed with it, before a garbage collection.
         self._engine: Engine = weakref.proxy(engine)
@@ -89,7 +87,6 @@ class Assembly:
         self._fetcher = fetcher
         self._executor = executor
         self._tuner = tuner
-        self._prefetch_given = prefetch_given
         self._taken: deque[ReadyBatch] = deque()
         self._concurrency = Concurrency(
             engine.admission, fetcher=fetcher, executor=executor, tuner=tuner, on_gil_limit=on_gil_limit
@@ -113,8 +110,9 @@ class Assembly:
             job_size: samples of a job.
             samples: samples of a batch.
         """
-        if not self._prefetch_given and self._budget.known:
-            limits, room = self._admission.limits, self._budget.limit_bytes / self._budget.bytes_per_sample
+        limits = self._admission.limits
+        if not limits.prefetch_given and self._budget.known:
+            room = self._budget.limit_bytes / self._budget.bytes_per_sample
             self._admission.decode_at_once(max(least, batches_at_once(job_size, limits.decode_threads, samples, room)))
 
     def permit(self) -> None:

@@ -124,7 +124,6 @@ class StreamingPipeline(LoopProducer):
             "memory": self._memory,
             "executor": self.loop_thread.decode_pool,
             "tuner": self.tuner,
-            "prefetch_given": config.user_limits.prefetch_batches is not None,
         }
         if self._processes is not None:
             from aiofeed.processes.workers.remote_assembly import RemoteAssembly
@@ -139,8 +138,7 @@ class StreamingPipeline(LoopProducer):
         if isinstance(stream.schedule, SampleSchedule):
             return partial(SampleAssembly, schedule=stream.schedule, batch_size=config.batch_size, **options)
         # A limit on finished batches that the user has chosen counts batches, not jobs.
-        reads_in_jobs = self._fetcher.reads_in_jobs and self._fetcher.limit_s is None
-        may_group = reads_in_jobs and not options["prefetch_given"]
+        may_group = self._fetcher.reads_in_jobs and self._fetcher.limit_s is None and not config.limits.prefetch_given
         return partial(ChunkAssembly, may_group=may_group, **options)
 
     async def _run(self, engine: Engine) -> None:

@@ -47,7 +47,7 @@ def test_specified_limits_stay() -> None:
         **{"device_batches": 13, "lookahead_bytes": 17},
     )
     chosen = resolve_limits(given, batch_size=128, cpus=6, free_memory=1 << 30, most_threads=8, ranks=8)
-    assert vars(chosen) == {**vars(given), "decode_threads": 5}
+    assert vars(chosen) == {**vars(given), "decode_threads": 5, "prefetch_given": True}
 
 
 def test_a_dataset_gets_the_threads_it_allows() -> None:
