@@ -105,7 +105,7 @@ class DatasetFetcher(Fetcher):
         outcome.decode_cpu_s += cpu_s
         outcome.samples += reached
         if reached and outcome.retries == retries:
-            self._sizer.observe(seconds, reached)
+            self._sizer.observe(seconds, reached, cpu_s)
 
     def _request_all(self, chunk: Chunk, positions: Sequence[int]) -> BaseException | None:
         """Request items in one call; returns its error."""
