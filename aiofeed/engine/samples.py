@@ -148,6 +148,9 @@ class SampleAssembly(ChunkAssembly):
         self._epochs.clear()
         self._ready.clear()
 
+    def _choose_size(self, samples: int) -> None:
+        super()._choose_size(self._batch_size)  # the jobs after the last batch of an epoch begins are not of that batch
+
     def samples_per_read(self) -> int:
         """How many samples one task reads: one if reads are slow."""
         return 1 if self._reads_singly else self.chunk_size

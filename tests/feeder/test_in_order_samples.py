@@ -10,6 +10,7 @@ import math
 import pickle
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -187,6 +188,25 @@ def test_slow_reads_are_read_one_by_one(make: MakeFeeder, monkeypatch: pytest.Mo
     assert sorted(flat(feeder)) == list(range(64))
     assert groups[0] > 1
     assert set(groups[-32:]) == {1}
+
+
+def test_a_small_last_batch_leaves_the_jobs_of_the_others_as_they_are(
+    make: MakeFeeder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are decoded after it has begun, and would be cut into jobs of one sample."""
+    sizes: list[int] = []
+    count = SampleAssembly._next_chunk
+    monkeypatch.setattr(SampleAssembly, "_next_chunk", lambda assembly: sizes.append(count(assembly)) or sizes[-1])
+
+    def decode(index: int) -> torch.Tensor:
+        time.sleep(0.001)
+        return torch.tensor(index)
+
+    limits = Limits(decode_threads=2, prefetch_batches=4, read_concurrency=64)
+    feeder = make(Numbers(161), decode=decode, batch_size=16, limits=limits)
+    for _ in range(2):
+        assert sorted(flat(feeder)) == list(range(161))
+    assert sizes.count(1) < 10
 
 
 def test_stuck_samples_use_a_place_each_and_no_more(make: MakeFeeder) -> None:
