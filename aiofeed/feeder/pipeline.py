@@ -85,7 +85,7 @@ class StreamingPipeline(LoopProducer):
         keep = limits.most_batches + 2 + max(config.engines - 1, 0)
         self._memory: HostBufferPool | PinnedBufferPool
         if config.backend is None:
-            self._memory = HostBufferPool(keep)
+            self._memory = HostBufferPool(keep, limits.memory_bytes)
         else:
             self._memory = PinnedBufferPool(config.backend.pin, keep * 4)
         self._opened = False

@@ -34,6 +34,8 @@ log: logging.Logger = logging.getLogger("aiofeed.runtime")
 
 # Below this, malloc is faster than the pool, and labels that the user keeps do not keep a large block alive.
 SMALL_BYTES = 64 * 1024
+# So many free blocks of the user's batches stay, however large.
+LEAST_KEPT = 4
 _PAGE = mmap.PAGESIZE
 # Linux, from <sys/mman.h>; Python's mmap lacks it.
 _MADV_WIPEONFORK = 18
@@ -135,13 +137,14 @@ def _pop_fitting(blocks: list[BlockT], nbytes: int) -> BlockT | None:
 class HostBufferPool:
     """Pageable memory for batches that the user gets; recycled once nothing refers to it.
 
-    Up to ``keep`` free blocks stay for later batches; further ones go back to the system.
+    Up to ``keep`` free blocks of ``most_bytes`` in all stay for later batches; further ones go back to the system.
     """
 
     pinned = False
 
-    def __init__(self, keep: int) -> None:
+    def __init__(self, keep: int, most_bytes: float = math.inf) -> None:
         self._keep = keep
+        self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._free: list[mmap.mmap] = []
         self._lent: DropTracker[mmap.mmap] = DropTracker()
@@ -183,6 +186,8 @@ class HostBufferPool:
     def _collect(self) -> None:
         self._free.extend(self._lent.collected())
         del self._free[: max(0, len(self._free) - self._keep)]
+        while len(self._free) > LEAST_KEPT and sum(map(len, self._free)) > self._most_bytes:
+            del self._free[0]
 
     def close(self) -> None:
         """Return the free blocks to the system now, and the others when they come back."""

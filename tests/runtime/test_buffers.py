@@ -100,6 +100,20 @@ def test_free_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(mapped) == 5 + 3 + 1
 
 
+def test_batches_that_the_user_kept_do_not_stay_as_free_memory() -> None:
+    """Of many blocks that are dropped at once, as many stay as there may be in flight, by number and by bytes."""
+    memory = HostBufferPool(keep=100, most_bytes=10 * LARGE)
+    blocks = [memory.take(LARGE) for _ in range(50)]
+    blocks.clear()
+    memory.take(LARGE)
+    assert len(memory._free) + len(memory._lent) == 10
+    small = HostBufferPool(keep=100, most_bytes=1)
+    blocks = [small.take(LARGE) for _ in range(50)]
+    blocks.clear()
+    small.take(LARGE)
+    assert len(small._free) + len(small._lent) == 4
+
+
 def test_a_much_larger_block_is_not_spent_on_a_small_request() -> None:
     """A block is reused for requests of at least half its size."""
     memory = HostBufferPool(keep=4)
