@@ -92,9 +92,11 @@ def _share(own: int, amount_of: Callable[[int], int]) -> int:
     container's limits hold for its launcher, too, and are divided here. Ranks that share a NUMA node have more than
     their part.
     """
-    ranks, variable = launched_ranks()
-    launcher = _launcher(variable) if ranks > 1 else 0
-    return min(own, max(own, amount_of(launcher) if launcher else 0) // ranks)
+    (ranks, variable), most = launched_ranks(), own
+    with contextlib.suppress(AttributeError, OSError):  # macOS, Windows; it has ended
+        if ranks > 1 and (launcher := _launcher(variable)):
+            most = max(own, amount_of(launcher))
+    return min(own, most // ranks)
 
 
 def _launcher(variable: str) -> int:
@@ -105,11 +107,9 @@ def _launcher(variable: str) -> int:
     process = os.getppid()
     while process > 1 and f"\0{variable}=" in f"\0{_read(_PROCESSES / str(process) / 'environ')}":
         process = _read_field(_PROCESSES / str(process) / "status", "PPid:") or 0
-    with contextlib.suppress(AttributeError, OSError):  # macOS, Windows; it has ended
-        groups = _read(_PROCESSES / str(process) / "cgroup")  # None: of another user, or outside of the container
-        if os.sched_getaffinity(process) != os.sched_getaffinity(0) or groups not in (None, _read(_OWN_CGROUPS)):
-            return process
-    return 0
+    groups = _read(_PROCESSES / str(process) / "cgroup")  # None: of another user, or outside of the container
+    same = os.sched_getaffinity(process) == os.sched_getaffinity(0) and groups in (None, _read(_OWN_CGROUPS))
+    return 0 if same else process
 
 
 def _limited(cores: int, quota: float | None) -> int:

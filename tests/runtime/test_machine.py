@@ -212,6 +212,21 @@ def test_a_launcher_that_cannot_be_seen(ranks: Machine, monkeypatch: pytest.Monk
     assert (machine.rank_cpus(), machine.rank_memory()) == (16, 8 << 30)
 
 
+def test_a_launcher_that_ends_while_it_is_looked_at(ranks: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process has is divided."""
+    ranks.cores[0] = 64
+    seen: list[int] = []
+
+    def ends(process: int) -> set[int]:
+        seen.append(process)
+        if seen.count(LAUNCHER) > 1:
+            raise ProcessLookupError(process)
+        return ranks.affinity(process)
+
+    monkeypatch.setattr(os, "sched_getaffinity", ends)
+    assert machine.rank_cpus() == 8
+
+
 EPOCH = """
 import sys
 import aiofeed
