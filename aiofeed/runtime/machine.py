@@ -82,7 +82,7 @@ def rank_cpus() -> int:
 
 def rank_memory() -> int:
     """The bytes of free memory for this rank: ``free_memory()`` without other ranks, see ``_share``."""
-    return _share(free_memory(), _free_memory)
+    return _share(free_memory(), free_memory)
 
 
 def _share(own: int, amount_of: Callable[[int], int]) -> int:
@@ -139,12 +139,8 @@ def threads_cpu_s(threads: Iterable[int]) -> float:
         return 0.0
 
 
-def free_memory() -> int:
-    """Bytes available without swapping, by the kernel's estimate and the limits of the cgroups."""
-    return _free_memory(0)
-
-
-def _free_memory(process: int) -> int:
+def free_memory(process: int = 0) -> int:
+    """Bytes available without swapping to this or another process, by the kernel's estimate and the cgroups."""
     available = _meminfo_available()
     for group in _cgroups("memory", process):
         limit = _read_first(group, "memory.max", "memory.limit_in_bytes")

@@ -83,24 +83,21 @@ class _Job(Future[Any]):
 class _AwaitedJob:
     """A job whose result a coroutine awaits: ``concurrent.futures.Future`` costs ten times as much."""
 
-    __slots__ = ("_cancelled", "_pool", "alone", "future", "ident")
+    __slots__ = ("_pool", "alone", "future", "ident")
 
     def __init__(self, pool: ThreadPool, future: asyncio.Future[Any]) -> None:
         self._pool = pool
-        self._cancelled = False
         self.future = future
         self.ident = 0
         self.alone = False
 
     def cancel(self) -> None:
-        """Do not start the job, or abandon it; its coroutine is cancelled."""
-        self._cancelled = True
-        self._pool.abandon(self)
+        """Cancel the coroutine of a job that will not start."""
         self._pool.ended(self.future, None, asyncio.CancelledError())
 
     def set_running_or_notify_cancel(self) -> bool:
         """Whether the job is to run."""
-        return not self._cancelled
+        return not self.future.done()
 
     def set_result(self, result: Any) -> None:
         """Return the result to the coroutine; in the job's thread, like ``set_exception``."""
@@ -248,7 +245,7 @@ class ThreadPool(ThreadPoolExecutor):
             result: R = await job.future
             return result
         except asyncio.CancelledError:
-            job.cancel()
+            self.abandon(job)
             raise
 
     def _queue(self, work: _Work) -> None:
