@@ -142,12 +142,6 @@ class Encoded(simulated.Ready):
     def read_now(self, indices: Sequence[int]) -> list[bytes]:
         return [self._files[index] for index in indices]
 
-    async def read(self, index: int) -> bytes:
-        return self._files[index]
-
-    async def read_many(self, indices: Sequence[int]) -> list[bytes]:
-        return self.read_now(indices)
-
 
 class Timed:
     """``DecodeImage`` with a count of its CPU time; or a decoder that sleeps for ``sleep_us`` an image in its place."""

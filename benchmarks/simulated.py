@@ -87,7 +87,18 @@ def ideal(kind: str, threads: int) -> float:
     return min(threads / us, 1 / held_us if held_us else math.inf, reads) * 1e6
 
 
-class Rows:
+class Item:
+    """Decodes one sample to a tensor of its own."""
+
+    def __init__(self, kind: str) -> None:
+        self._one = KINDS[kind][0]
+
+    def __call__(self, data: bytes, /) -> torch.Tensor:
+        self._one()
+        return torch.empty((3, SIDE, SIDE), dtype=torch.uint8)
+
+
+class Rows(Item):
     """Decodes a sample into its row, as ``DecodeImage`` with Pillow does."""
 
     takes_seed = False
@@ -95,12 +106,8 @@ class Rows:
     def __init__(self, kind: str) -> None:
         from aiofeed.core.types import Row
 
-        self._one = KINDS[kind][0]
+        super().__init__(kind)
         self.row = Row((SIDE, SIDE, 3), "uint8", (2, 0, 1))
-
-    def __call__(self, data: bytes, /) -> torch.Tensor:
-        self._one()
-        return torch.empty((3, SIDE, SIDE), dtype=torch.uint8)
 
     def decode_into(self, data: object, out: object, seed: int | None = None) -> None:
         self._one()
@@ -114,21 +121,8 @@ class Chunks(Rows):
         return [None] * len(data)
 
 
-class Item:
-    """Decodes one sample to a tensor of its own."""
-
-    def __init__(self, kind: str) -> None:
-        self._one = KINDS[kind][0]
-
-    def __call__(self, data: bytes, /) -> torch.Tensor:
-        self._one()
-        return torch.empty((3, SIDE, SIDE), dtype=torch.uint8)
-
-
-class Ready:
-    """A source of samples in memory."""
-
-    answers_at_once = True
+class Slow:
+    """A source whose every read takes 20 ms."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
         self._samples = samples
@@ -139,28 +133,24 @@ class Ready:
     def key(self, index: int) -> str:
         return str(index)
 
+    async def read(self, index: int) -> bytes:
+        await asyncio.sleep(READ_US * 1e-6)
+        return b"x"
+
+
+class Ready(Slow):
+    """A source of samples in memory."""
+
+    answers_at_once = True
+
     def read_now(self, indices: Sequence[int]) -> list[bytes]:
         return [b"x"] * len(indices)
 
     async def read(self, index: int) -> bytes:
-        return b"x"
+        return self.read_now([index])[0]
 
     async def read_many(self, indices: Sequence[int]) -> list[bytes]:
-        return [b"x"] * len(indices)
-
-
-class Slow:
-    """A source whose every read takes 20 ms."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def key(self, index: int) -> str:
-        return str(index)
-
-    async def read(self, index: int) -> bytes:
-        await asyncio.sleep(READ_US * 1e-6)
-        return b"x"
+        return self.read_now(indices)
 
 
 _reading = threading.Semaphore(MOST_READS // 64)
