@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import hypothesis
 import pytest
 
+from aiofeed.core.validation import LAUNCHERS
 from tests.support.fault_server import FaultServer, start_obstore
 
 if TYPE_CHECKING:
@@ -76,9 +77,12 @@ def within(limit_s: float, test: Callable[..., Awaitable[None]]) -> Callable[...
 def pytest_configure() -> None:
     """Handle SIGINT in this process and its children, although a shell ignores it for background commands.
 
+    Tests are no ranks, also if a job of a cluster starts them: the variables of its launcher are removed.
     Workers of a ``DataLoader`` are forked, also where Python 3.14 has another default: the datasets of many tests are
     local classes. Tests of the other start methods pass ``multiprocessing_context=``.
     """
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *LAUNCHERS):
+        os.environ.pop(name, None)
     if sys.platform == "linux":
         multiprocessing.set_start_method("fork", force=True)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

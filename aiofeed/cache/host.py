@@ -13,7 +13,7 @@ from aiofeed.cache.layout import UNIT, Layout
 from aiofeed.cache.store import EMPTY, HELD, WRITING, SampleStore, record_slot, units_of
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import public
-from aiofeed.core.validation import check_positive_int, explain_arguments, number_from_environment
+from aiofeed.core.validation import check_positive_int, explain_arguments, local_ranks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,7 +36,7 @@ class HostCache:
 
     Args:
         max_bytes: Most bytes to use; ``None``: half of the memory that is free when the first sample is cached (within
-            the cgroup's limit), divided among the ranks of this host that ``LOCAL_WORLD_SIZE`` counts.
+            the cgroup's limit), divided among the ranks of this machine as the defaults of ``Limits`` are.
     """
 
     max_bytes: int | None = None
@@ -49,7 +49,7 @@ class HostCache:
 class HostStore(SampleStore):
     """Rows in one block of memory and records in several, in the order in which they were decoded.
 
-    ``free_memory`` returns the bytes of free memory.
+    ``free_memory`` returns the bytes of free memory, of one rank.
     """
 
     def __init__(self, samples: int, cache: HostCache, free_memory: Callable[[], int]) -> None:
@@ -66,7 +66,7 @@ class HostStore(SampleStore):
     def _room(self) -> int:
         if not self._limit:
             limit = self._cache.max_bytes
-            self._limit = self._free_memory() // (2 * local_ranks()) if limit is None else limit
+            self._limit = self._free_memory() // 2 if limit is None else limit
         return self._limit
 
     def _allocate(self, layout: Layout) -> Layout:
@@ -119,8 +119,3 @@ class HostStore(SampleStore):
         unit, units = units_of(slot)
         start = unit % BLOCK * UNIT
         return self._blocks[unit // BLOCK][start : start + units * UNIT]
-
-
-def local_ranks() -> int:
-    """Number of ranks that share this host's memory, as torchrun's environment says; 1 without it."""
-    return max(number_from_environment("LOCAL_WORLD_SIZE", 1), 1)

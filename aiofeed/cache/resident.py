@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.host import local_ranks
 from aiofeed.cache.item_codec import item_layout, item_parts
 from aiofeed.cache.layout import ItemLayout, Layout, NotCacheableError, Parts, as_bytes
 from aiofeed.cache.store import EMPTY, WRITING, SampleStore
 from aiofeed.core.errors import CacheError
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import HostTensor
+from aiofeed.core.validation import local_ranks
 from aiofeed.runtime.tensors import as_tensor
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class ResidentStore(SampleStore):
 
 
 class HostRows(ResidentStore):
-    """Samples in host memory. ``free_memory`` returns the bytes of free memory."""
+    """Samples in host memory. ``free_memory`` returns the bytes of free memory, of one rank."""
 
     def __init__(self, samples: int, batch_size: int, free_memory: Callable[[], int]) -> None:
         self._free_memory = free_memory
@@ -119,7 +119,7 @@ class HostRows(ResidentStore):
     def _allocate(self, layout: Layout) -> Layout:
         ranks = local_ranks()
         shared = f" for each of {ranks} ranks" if ranks > 1 else ""
-        free, where = self._free_memory() // ranks, f"into host memory{shared}"
+        free, where = self._free_memory(), f"into host memory{shared}"
         self._check_memory(layout, free, where)
         try:
             self._columns = [np.empty((self.samples, part.nbytes), np.uint8) for part in layout.parts]

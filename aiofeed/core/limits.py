@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
 from aiofeed.core.types import public
@@ -13,6 +12,8 @@ MIB = 1 << 20
 # Two finished batches hide the jitter of steps and reads; each further one costs the memory of a batch. torch's
 # DataLoader has two per worker.
 PREFETCH_BATCHES = 2
+# Jobs per decode thread that run or are ready to: the next one begins at once when one ends, also if they are uneven.
+JOBS_READY = 2
 # One batch is copied while the step before it runs; the second serves a consumer that queues work ahead of its device.
 DEVICE_BATCHES = 2
 # A quarter of the free memory leaves room for the training itself; 4 GiB of read-ahead hides any latency.
@@ -38,6 +39,11 @@ _WAYS = {
 class Limits:
     """The maximum resources of a feeder. A limit of ``None``, the default, is chosen at run time.
 
+    If a launcher has started several ranks on this machine, as ``LOCAL_WORLD_SIZE`` or a similar variable says, each
+    default is that of one rank: the cores, the free memory and the 64 reads are divided by their number. A rank that
+    the launcher has pinned to cores, or put into a cgroup of its own, has all of these, but no more than its part of
+    what the launcher has. Limits that you pass are not divided.
+
     Args:
         read_concurrency: Samples being read at the same time. More hide slower storage and hold more encoded bytes.
             Default: one batch, at least 64, or 64 MiB of large samples; up to 512 if reads take 10 ms or more, decoding
@@ -45,8 +51,10 @@ class Limits:
             ``decode_threads``; both must be N or more.
         decode_threads: Threads that decode. Default: the cores available to this process, by affinity and cgroup, and
             fewer if more threads do not decode faster.
-        prefetch_batches: Finished batches that wait for the consumer; with ``engine="process:N"`` N - 1 more.
-            Default: 2, with processes 3, so that the workers need not learn at once that a batch was taken.
+        prefetch_batches: Batches that are being decoded, or are finished and wait for the consumer; with
+            ``engine="process:N"`` N - 1 more. Fewer than the threads need are cut into smaller jobs, which costs more.
+            Default: as many as give each decode thread two jobs of 25 ms or more, within ``memory_bytes``; at least 2,
+            with processes 3, so that the workers need not learn at once that a batch was taken.
         memory_bytes: Encoded plus decoded bytes in flight, including finished batches that wait. One batch may always
             proceed. Default: a quarter of the free memory, at most 4 GiB.
         lookahead_bytes: Encoded bytes of samples in shards at URLs that are read before their batches begin, so that
@@ -78,7 +86,11 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedLimits:
-    """The limits of a feeder, with every default chosen."""
+    """The limits of a feeder, with every default chosen.
+
+    Attributes:
+        prefetch_given: Whether the user gave ``prefetch_batches``; otherwise it is the least.
+    """
 
     read_concurrency: int
     decode_threads: int
@@ -86,34 +98,36 @@ class ResolvedLimits:
     memory_bytes: int
     device_batches: int
     lookahead_bytes: int = 0
+    prefetch_given: bool = False
 
-    def batches_in_flight(self, batch_size: int) -> int:
-        """The maximum number of batches that are finished or being assembled."""
-        return self.prefetch_batches + math.ceil(self.read_concurrency / batch_size) + 1
+    @property
+    def most_batches(self) -> int:
+        """The most batches that can be decoded at the same time or wait: a job has samples of one batch."""
+        return max(self.prefetch_batches, 0 if self.prefetch_given else JOBS_READY * self.decode_threads)
 
 
 def resolve_limits(
-    limits: Limits, *, batch_size: int, cpus: int, free_memory: int, most_threads: int | None = None, engines: int = 0
+    user: Limits, *, batch_size: int, cpus: int, free_memory: int, most_threads: int = 0, procs: int = 0, ranks: int = 1
 ) -> ResolvedLimits:
     """Choose the limits that the user did not specify.
 
     Args:
-        limits: The user-specified limits.
+        user: The limits that the user specified.
         batch_size: Samples per batch.
-        cpus: Cores available to this process.
-        free_memory: Bytes available without swapping.
-        most_threads: Decode threads that the source allows; 1 for a Dataset that is not thread-safe.
-        engines: The number of worker processes; 0 for threads.
+        cpus: Cores available to this rank.
+        free_memory: Bytes available to it without swapping.
+        most_threads: Decode threads that the source allows; 1 for a Dataset that is not thread-safe; 0 for any.
+        procs: The number of worker processes; 0 for threads.
+        ranks: The ranks on this machine, which share ``READ_CONCURRENCY``.
     """
-    threads = limits.decode_threads or cpus
-    if most_threads is not None:
-        threads = min(threads, most_threads) if limits.decode_threads else most_threads
-    memory_bytes = limits.memory_bytes or max(min(free_memory // MEMORY_SHARE, MEMORY_CEILING), MIB)
+    threads = user.decode_threads or most_threads or cpus
+    memory_bytes = user.memory_bytes or max(min(free_memory // MEMORY_SHARE, MEMORY_CEILING), MIB)
     return ResolvedLimits(
-        read_concurrency=limits.read_concurrency or max(batch_size, READ_CONCURRENCY),
-        decode_threads=threads,
-        prefetch_batches=limits.prefetch_batches or PREFETCH_BATCHES + bool(engines),
+        read_concurrency=user.read_concurrency or max(batch_size, READ_CONCURRENCY // ranks),
+        decode_threads=min(threads, most_threads or threads),
+        prefetch_batches=user.prefetch_batches or PREFETCH_BATCHES + bool(procs),
+        prefetch_given=user.prefetch_batches is not None,
         memory_bytes=memory_bytes,
-        device_batches=limits.device_batches or DEVICE_BATCHES,
-        lookahead_bytes=limits.lookahead_bytes or min(memory_bytes // 4, LOOKAHEAD_BYTES),
+        device_batches=user.device_batches or DEVICE_BATCHES,
+        lookahead_bytes=user.lookahead_bytes or min(memory_bytes // 4, LOOKAHEAD_BYTES),
     )

@@ -22,6 +22,13 @@ EXPANDED_TIMES = 100
 # The argument of a function that is passed by this name.
 _GETS = {"decode": "the bytes of a sample without its target", "collate_fn": "the samples", "transform": "the batch"}
 _TARGETS = ("cls", "label", "labels", "target")  # usual names of the target in a sample of several files
+# The variables in which launchers give the number of ranks on a machine: torchrun, also in Accelerate and Ray Train,
+# DeepSpeed, Open MPI, MPICH and Intel MPI, MVAPICH, and srun, whose "8(x2)" is 8 on each of 2 machines. srun and mpirun
+# may start one of those before them.
+LAUNCHERS = (
+    *("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    "SLURM_STEP_TASKS_PER_NODE",
+)
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
@@ -32,11 +39,25 @@ def counted(number: int, noun: str) -> str:
 
 
 def number_from_environment(name: str, default: int) -> int:
-    """Return the number in an environment variable; ``default`` if there is none, which is no error of the user."""
+    """Return the number in an environment variable, or the first of a list such as "8(x2),4".
+
+    ``default`` if there is none, which is no error of the user.
+    """
     try:
-        return int(os.environ.get(name, ""))
+        return int(os.environ.get(name, "").split(",")[0].split("(")[0])
     except ValueError:
         return default
+
+
+def launched_ranks(default: int = 1) -> tuple[int, str]:
+    """Return the number of ranks on this machine, and the variable that has it; ``default`` and "" if none has."""
+    found = ((number_from_environment(name, 0), name) for name in LAUNCHERS)
+    return next((each for each in found if each[0] > 0), (default, ""))
+
+
+def local_ranks(default: int = 1) -> int:
+    """Return the number of ranks on this machine, as their launcher says; ``default`` if none does."""
+    return launched_ranks(default)[0]
 
 
 def check_int(name: str, value: object) -> int:

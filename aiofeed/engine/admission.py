@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -29,7 +30,6 @@ class Admission:
         self._budget = budget
         self._buffer = buffer
         self.limits: ResolvedLimits = limits
-        self._max_batches = limits.batches_in_flight(batch_size)
         # Samples that are being read.
         self.reading: int = 0
         # Whether the planner's last wait was for `read_concurrency`, not for batches or bytes.
@@ -42,8 +42,13 @@ class Admission:
     def change(self, limits: ResolvedLimits) -> None:
         """Replace the limits."""
         self.limits = limits
-        self._max_batches = limits.batches_in_flight(self._batch_size)
         self.room.set()
+
+    def decode_at_once(self, batches: int) -> None:
+        """Let so many batches be decoded, or be finished and wait, at the same time."""
+        if batches != self._buffer.prefetch_batches:
+            self._buffer.prefetch_batches = batches
+            self.room.set()
 
     def has_room(self, samples: int) -> bool:
         """Whether a batch of ``samples`` may start."""
@@ -56,13 +61,16 @@ class Admission:
     @property
     def batches_have_room(self) -> bool:
         """Whether one more batch may be in flight, if its bytes may."""
-        return self._buffer.assembling + self._buffer.waiting < self._max_batches
+        most = self._buffer.prefetch_batches + math.ceil(self.limits.read_concurrency / self._batch_size) + 1
+        return self._buffer.assembling + self._buffer.waiting < most
 
     def may_read(self, samples: int) -> bool:
-        """Whether ``samples`` more may be read now; always if nothing is being read.
+        """Whether ``samples`` more may be read now; always if nothing is being read and no other batch is in flight.
 
         The limit may fall below the size of a chunk while the chunk waits.
         """
+        if self._budget.exceeded and self._buffer.assembling + self._buffer.waiting > 1:
+            return self.closed
         return self.closed or not self.reading or self.reading + samples <= self.limits.read_concurrency
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -104,6 +112,11 @@ class MemoryBudget:
     def known(self) -> bool:
         """Whether there is an estimate."""
         return self._per_sample > 0.0
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether batches have turned out to be larger than estimated, and take more than the limit."""
+        return self.reserved_bytes > self.limit_bytes
 
     @property
     def bytes_per_sample(self) -> float:

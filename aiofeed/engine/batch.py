@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from aiofeed.core.errors import FeedError, SampleError
@@ -151,32 +152,43 @@ class ReorderBuffer:
         self.assembling: int = 0
         self.permitted: int = 0
         self.waiting: int = 0
+        # So many of the first entries need no permit.
+        self._settled = 0
 
-    def grant_permits(self) -> None:
-        """Permit decoding for as many batches as may be finished and wait.
+    def grant_permits(self, most: int | None = None) -> None:
+        """Permit decoding for as many batches as may be finished and wait: ``most`` or ``prefetch_batches``.
 
         In order: for the first entries. Out of order: for batches that are read, of the first epoch only. A batch of
         the next epoch cannot be delivered before this epoch ends, and would take a place from one that can.
         """
-        for entry in self.entries:
-            if self.permitted + self.waiting >= self.prefetch_batches:
-                return
+        room = (most or self.prefetch_batches) - self.permitted - self.waiting
+        settled = True
+        for entry in islice(self.entries, self._settled, None) if room > 0 else ():
             if isinstance(entry, EpochEnds):
                 if not self.in_order:
                     return
-            elif not entry.decode_permit.is_set() and (self.in_order or entry.unread == 0):
-                entry.decode_permit.set()
-                self.permitted += 1
+            elif not entry.decode_permit.is_set():
+                if self.in_order or entry.unread == 0:
+                    entry.decode_permit.set()
+                    self.permitted += 1
+                    room -= 1
+                else:
+                    settled = False
+            self._settled += settled
+            if not room:
+                return
 
     def pop(self) -> Batch | EpochEnds | None:
         """Remove and return the next entry to deliver: a complete batch, or an epoch's end behind its last batch."""
         if self.entries and isinstance(self.entries[0], EpochEnds):
+            self._settled = max(0, self._settled - 1)
             return self.entries.popleft()
         for entry in self.entries:
             if isinstance(entry, EpochEnds):
                 return None
             if entry.complete:
                 self.entries.remove(entry)
+                self._settled = max(0, self._settled - 1)
                 self.assembling -= 1
                 self.permitted -= 1
                 return entry

@@ -22,6 +22,7 @@ from aiofeed.engine.engine import Assembly, Engine, cancellation_error
 from aiofeed.engine.fetch.async_reader import ReadResult
 from aiofeed.engine.fetch.fetcher import ChunkOutcome, Fetcher
 from aiofeed.engine.tuning.gil import GilLimit
+from aiofeed.engine.tuning.jobs import samples_per_job
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.runtime.thread_pool import ThreadPool
 
@@ -83,7 +84,13 @@ class ChunkAssembly(Assembly):
 
     def stop(self) -> None:
         """End running jobs."""
+        super().stop()
         self._stop.set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether decode jobs wait for a thread."""
+        return self._executor.backlog > 0
 
     def delivered(self, batch: Batch) -> None:
         """Tune the decode threads from the first batch on."""
@@ -113,8 +120,7 @@ class ChunkAssembly(Assembly):
             self._engine.group.create_task(self._make_together(batch))
             return
         admission, samples = self._admission, len(batch.plan.indices)
-        chosen = self._fetcher.chunk_size(samples, admission.limits)
-        self.chunk_size: int = min(chosen, admission.limits.read_concurrency)
+        self._choose_size(samples)
         size = self.samples_per_read()
         self._concurrency.resize_executor()
         starts = range(0, samples, size)
@@ -129,6 +135,15 @@ class ChunkAssembly(Assembly):
                 await admission.until(partial(admission.may_read, stop - start))
             admission.reading += stop - start
             self._engine.group.create_task(self.read_and_decode(batch, start, stop))
+
+    def _choose_size(self, samples: int) -> None:
+        """Choose the size of jobs for a batch of ``samples``, and how many batches are decoded at the same time."""
+        limits, buffer = self._admission.limits, self._buffer
+        least, most = self._fetcher.job_sizes(limits)
+        most = min(most, limits.read_concurrency)
+        self.decode_at_once(most, samples, limits.prefetch_batches)
+        batches = min(buffer.prefetch_batches, buffer.assembling + buffer.waiting)
+        self.chunk_size: int = samples_per_job((least, most), limits.decode_threads, samples, batches)
 
     def samples_per_read(self) -> int:
         """How many samples one task reads."""
@@ -177,7 +192,8 @@ class ChunkAssembly(Assembly):
                 self.permit()
             # Let the planner run, create the next chunk's task, and let that start its reads: three iterations of the
             # loop. A decode thread that has work takes the GIL, and the reads would start half a millisecond later.
-            for _ in range(3 if read.waited else 0):
+            idle = self._executor.running < self._executor.max_running
+            for _ in range(3 if read.waited and idle else 0):
                 await asyncio.sleep(0)
             if not batch.decode_permit.is_set():
                 await batch.decode_permit.wait()
@@ -227,6 +243,7 @@ class ChunkAssembly(Assembly):
 
     def _observe(self, batch: Batch, outcome: ChunkOutcome) -> None:
         """Add a decode job to the statistics, and pass its timing to the tuner."""
+        self.release_taken()
         batch.count(outcome)
         if self._may_group and outcome.collate_s:
             self._choose_group(batch, outcome)

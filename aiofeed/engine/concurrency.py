@@ -12,6 +12,7 @@ from aiofeed.engine.fetch.fetcher import Fetcher
 from aiofeed.engine.tuning.gil import GilLimit
 from aiofeed.engine.tuning.score import JobTiming
 from aiofeed.engine.tuning.tuner import Tuner
+from aiofeed.runtime import machine
 from aiofeed.runtime.thread_pool import ThreadPool
 
 log: logging.Logger = logging.getLogger("aiofeed.engine")
@@ -42,6 +43,8 @@ class Concurrency:
         self._executor = executor
         self._tuner = tuner
         self._on_gil_limit = on_gil_limit
+        # When no finished batch waited, as far as is known.
+        self._empty_at = 0.0
         if tuner is not None:
             self.apply(tuner)
 
@@ -66,7 +69,11 @@ class Concurrency:
 
     def observe_job(self, tuner: Tuner, job: JobTiming, *, saturated: bool) -> None:
         """Pass a decode job's timing to the tuner; not ``saturated``: a finished batch waits for the consumer."""
-        tuner.decoding.observe(job if saturated else replace(job, threads=0))
+        now = time.perf_counter()
+        if saturated:
+            self._empty_at = now
+        # Many jobs that run side by side end, and finish batches, at about the same time.
+        tuner.decoding.observe(job if now - self._empty_at <= job.wall_s / 4 else replace(job, threads=0))
         self.apply(tuner)
         if (limit := tuner.gil_report()) is not None and self._on_gil_limit is not None:
             self._on_gil_limit(limit)
@@ -82,27 +89,30 @@ class Concurrency:
 class JobTimer:
     """Times one decode job, from its construction to ``job()``, in the job's thread.
 
-    Costs some ten microseconds, most of them for reading how long the thread waited for a core.
+    Costs some ten microseconds, and half of one for each thread of the pool, whose clock is read.
 
     Args:
         pool: the job's threads.
     """
 
-    __slots__ = ("_cpu", "_pool", "_threads", "_wall")
+    __slots__ = ("_cpu", "_pool", "_pool_cpu", "_threads", "_wall")
 
     def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
         self._threads = _busy_threads(pool)
+        self._pool_cpu = machine.threads_cpu_s(pool._core_waits)
         self._wall, self._cpu = time.perf_counter(), time.thread_time()
 
     def job(self, samples: int, nbytes: int = 0) -> JobTiming:
         """The timing of a job that decoded ``samples``, and read and wrote ``nbytes``."""
         wall, cpu = time.perf_counter() - self._wall, time.thread_time() - self._cpu
         threads = self._threads if self._threads == _busy_threads(self._pool) else 0
-        return JobTiming(samples, wall, cpu, threads, nbytes)
+        pool_cpu = machine.threads_cpu_s(self._pool._core_waits) - self._pool_cpu
+        return JobTiming(samples, wall, cpu, threads, nbytes, max(pool_cpu, 0.0))
 
 
 def _busy_threads(pool: ThreadPool) -> int:
-    """The number of threads that may run jobs, if all of them do; otherwise 0."""
+    """The number of threads that may run jobs, if about all of them do; otherwise 0."""
     max_running = pool.max_running
-    return max_running if pool.running >= max_running else 0
+    # If many threads want the GIL, the loop gets it too rarely to have a job for each of them: half is enough then.
+    return max_running if pool.running >= max_running - max_running // 8 * 4 else 0

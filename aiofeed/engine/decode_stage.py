@@ -95,10 +95,9 @@ class DecodeStage:
         """Decode the samples at ``start``, ``start + 1``, ...; the job of a batch's last chunk finishes the batch."""
         if (limit_s := self._fetcher.limit_s) is not None:
             return await self._decode_with_limit(limit_s, batch, start, encoded)
-        # Like run_in_executor, without its check for coroutine functions.
-        job = self._executor.submit(self._decode, batch, start, encoded)
+        job = self._executor.run(self._decode, batch, start, encoded)
         del encoded
-        return await asyncio.wrap_future(job)
+        return await job
 
     def decode_together(self, batches: Sequence[Batch], made: list[ChunkOutcome]) -> asyncio.Future[None]:
         """Start to decode whole batches whose samples the job requests, up to the first with an error.
@@ -220,7 +219,7 @@ class DecodeStage:
         batch.kept, batch.failures, batch.error = recovery.kept, recovery.failures, recovery.error
         if batch.error is None:
             outcome = ChunkOutcome()
-            await asyncio.get_running_loop().run_in_executor(self._executor, partial(self.finish, batch, outcome))
+            await self._executor.run(self.finish, batch, outcome)
             batch.count(outcome)
 
     async def _attempt(self, batch: Batch, plan: BatchPlan, position: int) -> FeedError | None:
@@ -233,7 +232,7 @@ class DecodeStage:
         deadline = None if limit_s is None else JobDeadline(limit_s)
         work = partial(self._decode_replacement, plan, position, read.samples, batch.builder, deadline)
         if deadline is None:
-            outcome = await asyncio.get_running_loop().run_in_executor(self._executor, work)
+            outcome = await self._executor.run(work)
         else:
             result, _ = await run_with_sample_timeout(self._executor, work, deadline)
             outcome = result or ChunkOutcome([(position, self._fetcher.overdue(plan.indices[position]))])

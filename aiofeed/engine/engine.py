@@ -23,6 +23,7 @@ import asyncio
 import logging
 import time
 import weakref
+from collections import deque
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing
 from functools import partial
@@ -39,9 +40,10 @@ from aiofeed.engine.batch import Batch, ReorderBuffer
 from aiofeed.engine.concurrency import Concurrency
 from aiofeed.engine.fetch.fetcher import Fetcher
 from aiofeed.engine.tuning.gil import GilLimit
+from aiofeed.engine.tuning.jobs import batches_at_once
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.runtime.cancellation import is_cancelled, task_scope
-from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch
+from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, release
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.sampling.epochs import EpochEnds, EpochStart, Step
 
@@ -60,13 +62,11 @@ class Assembly:
 
     Attributes:
         batch_type: the class of its batches.
-        on_taken: see ``ReadyBatch``.
         together: how many batches, at most, the next job makes.
         chunk_size: samples per decode job, as last chosen.
     """
 
     batch_type: type[Batch] = Batch
-    on_taken: Callable[[ReadyBatch], bool] | None = None
     together: int = 1
     chunk_size = 0
 
@@ -87,6 +87,7 @@ class Assembly:
         self._fetcher = fetcher
         self._executor = executor
         self._tuner = tuner
+        self._taken: deque[ReadyBatch] = deque()
         self._concurrency = Concurrency(
             engine.admission, fetcher=fetcher, executor=executor, tuner=tuner, on_gil_limit=on_gil_limit
         )
@@ -102,9 +103,21 @@ class Assembly:
         """Start a batch in tasks of ``engine.group``; wait until all of it may be read."""
         raise NotImplementedError
 
+    def decode_at_once(self, job_size: int, samples: int, least: int) -> None:
+        """Let as many batches be decoded at the same time as give every thread jobs, ``least`` or more.
+
+        Args:
+            job_size: samples of a job.
+            samples: samples of a batch.
+        """
+        limits = self._admission.limits
+        if not limits.prefetch_given and self._budget.known:
+            room = self._budget.limit_bytes / self._budget.bytes_per_sample
+            self._admission.decode_at_once(max(least, batches_at_once(job_size, limits.decode_threads, samples, room)))
+
     def permit(self) -> None:
-        """Permit decoding of what may be decoded."""
-        self._buffer.grant_permits()
+        """Permit decoding of what may be decoded; of few batches if they turn out to be large."""
+        self._buffer.grant_permits(self._admission.limits.prefetch_batches if self._budget.exceeded else None)
 
     def waiting_for(self, batch: Batch) -> tuple[Any, ...]:
         """What a batch that has begun waits for; see ``Producer.waiting_for``. From any thread."""
@@ -116,11 +129,34 @@ class Assembly:
     def delivered(self, batch: Batch) -> None:
         """A batch is put into the queue."""
 
+    @property
+    def busy(self) -> bool:
+        """Whether the end of a job, or a message, will wake the loop soon. For any thread."""
+        raise NotImplementedError
+
+    def on_taken(self, item: ReadyBatch) -> bool:
+        """Whether the loop need not be woken for a batch that was taken, in the consumer's thread.
+
+        A woken loop takes the GIL from the step that has just begun. So while there is other work, the batch waits for
+        what wakes the loop anyway, and ``release_taken`` releases it then.
+        """
+        if not self.busy:
+            return False
+        self._taken.append(item)
+        # The loop may have done the last of the work in between; then it has to be woken.
+        return self.busy
+
+    def release_taken(self) -> None:
+        """Release the batches that were taken and for which the loop was not woken."""
+        while self._taken:
+            release(self._taken.popleft())
+
     def taken(self, item: ReadyBatch) -> None:
         """The consumer has taken a batch from the queue."""
 
     def stop(self) -> None:
         """End running jobs and drop unfinished work: the engine has ended, and the feeder may keep it."""
+        self._taken.clear()
 
 
 class Engine:

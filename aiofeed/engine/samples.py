@@ -212,7 +212,7 @@ class SampleAssembly(ChunkAssembly):
             room = self._batch_size
         # Fewer samples than a chunk, or than the first batch lacks, would cost more than they gain.
         lacking = self._epochs[0].open[0].free - self._decoding
-        most = min(self._fetcher.chunk_size(self._batch_size, self._admission.limits), room)
+        most = min(self.chunk_size, room)
         return min(read, most) if read >= min(most, lacking) else 0
 
     async def _decode(self, chunk: Batch, encoded: list[Any]) -> None:
@@ -264,7 +264,7 @@ class SampleAssembly(ChunkAssembly):
     async def _assemble(self, batch: PlannedBatch) -> None:
         outcome = ChunkOutcome()
         try:
-            await asyncio.get_running_loop().run_in_executor(self._executor, self._put_together, batch, outcome)
+            await self._executor.run(self._put_together, batch, outcome)
         except asyncio.CancelledError:
             raise cancellation_error(batch) from None
         batch.count(outcome)

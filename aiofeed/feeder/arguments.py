@@ -22,7 +22,7 @@ from aiofeed.core.formatting import format_bytes
 from aiofeed.core.limits import Limits, ResolvedLimits, resolve_limits
 from aiofeed.core.statistics import new_events
 from aiofeed.core.types import Collate, Row, Source, Traits, Transform, decodes_in_place, keywords_of, public, traits_of
-from aiofeed.core.validation import check_bool, check_callable, check_positive_int, check_seed
+from aiofeed.core.validation import check_bool, check_callable, check_positive_int, check_seed, local_ranks
 from aiofeed.decoders.media.clips import Clips
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
@@ -289,10 +289,11 @@ def limits_for(
     return resolve_limits(
         limits or Limits(),
         batch_size=batch_size,
-        cpus=ray.actors * ray.cpus_per_actor if ray else machine.cpus(),
-        free_memory=machine.free_memory(),
-        most_threads=source.threads if isinstance(source, FromDataset) else None,
-        engines=engines,
+        cpus=ray.actors * ray.cpus_per_actor if ray else machine.rank_cpus(),
+        free_memory=machine.rank_memory(),
+        most_threads=source.threads if isinstance(source, FromDataset) else 0,
+        procs=engines,
+        ranks=local_ranks(),
     )
 
 
@@ -577,10 +578,10 @@ def _warn_of_large_batches(config: FeederConfig) -> None:
         return
     nbytes = 2 * config.batch_size * math.prod(row.shape) * np.dtype(row.dtype).itemsize
     # Reading the free memory takes 0.4 ms.
-    if nbytes >= _CHECKED_BYTES and nbytes > (free := machine.free_memory()):
+    if nbytes >= _CHECKED_BYTES and nbytes > (free := machine.rank_memory()):
         log.warning(
             "two batches of %d samples, one in use and the next one, take %s, and this machine or container has %s "
-            "left: make batch_size= smaller, or raise the container's memory limit",
+            "left for this process: make batch_size= smaller, or raise the container's memory limit",
             config.batch_size,
             format_bytes(nbytes),
             format_bytes(free),
@@ -653,7 +654,7 @@ def _new_store(cache: object, config: FeederConfig) -> SampleStore:
     new_codec(decode)
     if cache == "device":
         if config.backend is None:
-            return HostRows(length, config.batch_size, machine.free_memory)
+            return HostRows(length, config.batch_size, machine.rank_memory)
         return DeviceStore(length, config.batch_size)
     if isinstance(cache, DiskCache):
         if isinstance(source, FromDataset):
@@ -663,4 +664,4 @@ def _new_store(cache: object, config: FeederConfig) -> SampleStore:
         decoder = () if decode is None else (identity(decode),)
         return DiskStore(length, cache, fingerprint_of(source, length), *decoder)
     assert isinstance(cache, HostCache)
-    return HostStore(length, cache, machine.free_memory)
+    return HostStore(length, cache, machine.rank_memory)

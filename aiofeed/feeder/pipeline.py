@@ -58,7 +58,8 @@ class StreamingPipeline(LoopProducer):
         if after is not None and after.inherited:
             after = None
         loop_thread = EventLoopThread(
-            read_threads=min(limits.read_concurrency, MOST_READ_THREADS),
+            # More reads than by default are tried while they pay.
+            read_threads=min(config.user_limits.read_concurrency or MOST_READ_THREADS, MOST_READ_THREADS),
             decode_threads=limits.decode_threads,
             after=None if after is None else after.loop_thread,
         )
@@ -81,7 +82,7 @@ class StreamingPipeline(LoopProducer):
         # may have copied the parent's tuner in the middle of a step.
         self.tuner: Tuner = _new_tuner(config) if after is None or config.engines else after.tuner
         # Two more than batches that may wait or be decoded: a loop still has its last batch when it takes the next one.
-        keep = limits.prefetch_batches + 2 + max(config.engines - 1, 0)
+        keep = limits.most_batches + 2 + max(config.engines - 1, 0)
         self._memory: HostBufferPool | PinnedBufferPool
         if config.backend is None:
             self._memory = HostBufferPool(keep)
@@ -137,11 +138,7 @@ class StreamingPipeline(LoopProducer):
         if isinstance(stream.schedule, SampleSchedule):
             return partial(SampleAssembly, schedule=stream.schedule, batch_size=config.batch_size, **options)
         # A limit on finished batches that the user has chosen counts batches, not jobs.
-        may_group = (
-            self._fetcher.reads_in_jobs
-            and self._fetcher.limit_s is None
-            and config.user_limits.prefetch_batches is None
-        )
+        may_group = self._fetcher.reads_in_jobs and self._fetcher.limit_s is None and not config.limits.prefetch_given
         return partial(ChunkAssembly, may_group=may_group, **options)
 
     async def _run(self, engine: Engine) -> None:
@@ -197,6 +194,13 @@ class StreamingPipeline(LoopProducer):
         return self._engine.assembly.chunk_size if self._engine is not None else 0
 
     @property
+    def prefetch_batches(self) -> int:
+        """Batches that may be decoded at the same time, or wait, as last chosen."""
+        return (
+            self._engine.buffer.prefetch_batches if self._engine is not None else self._config.limits.prefetch_batches
+        )
+
+    @property
     def bytes_per_sample(self) -> float:
         """Estimated encoded and decoded bytes of a sample; 0 if unknown."""
         return self._budget.bytes_per_sample
@@ -238,7 +242,7 @@ def measurements(
         config.decode,
         threads=limits.decode_threads if tuner is None else tuner.max_running,
         reads=limits.read_concurrency if tuner is None else tuner.reading.concurrency,
-        prefetch_batches=limits.prefetch_batches + max(config.engines - 1, 0),
+        prefetch_batches=limits.prefetch_batches if streaming is None else streaming.prefetch_batches,
         chunk_size=0 if pipeline is None else pipeline.chunk_size,
         memory_bytes=limits.memory_bytes,
         sample_bytes=_bytes_per_sample(config) if streaming is None else streaming.bytes_per_sample,
@@ -284,7 +288,7 @@ def _new_workers(config: FeederConfig) -> WorkerPool[Any] | None:
         engines=config.engines,
         read_concurrency=limits.read_concurrency * copies,
         decode_threads=limits.decode_threads * copies,
-        keep=limits.prefetch_batches + 1,
+        keep=limits.most_batches + 1,
         in_order=bool(config.in_order),
         policy=config.policy,
         cache=config.cache,

@@ -405,7 +405,7 @@ class FeederSession(Generic[BatchT]):
         slow = stats.wall_s > HINT_AFTER_S and stats.stall_s - stats.order_s > HINT_STALL * stats.wall_s
         if not slow or self._hinted or not isinstance(config.source, FromDataset) or config.source.threads > 1:
             return
-        if config.engines or (cores := machine.cpus()) == 1:
+        if config.engines or (cores := machine.rank_cpus()) == 1:
             return
         self._hinted = True
         log.warning(

@@ -69,14 +69,14 @@ class FeedMeasurements:
     Args:
         stats: The counters.
         threads: Decode threads in use, of all worker processes together.
-        cores: Cores available to this process.
+        cores: Cores available to this rank.
         reads: Samples that may be read at a time.
         prefetch_batches: Finished batches that may wait.
         chunk_size: Samples per decode job; 0 if unknown.
         memory_bytes: The limit of bytes in flight.
         sample_bytes: Encoded and decoded bytes of a sample in flight; 0 if unknown.
         length: Samples in the source.
-        free_memory: Bytes of free memory.
+        free_memory: Bytes of free memory for this rank.
         reads_given: Whether the user fixed the number of reads.
         reads_saturated: Whether more reads at a time were tried and brought nothing.
         reads_most: The most reads at a time that the source can use.
@@ -147,8 +147,8 @@ class FeedMeasurements:
         cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None
         measured = cls(
             stats=replace(stats, process_cpu_s=stats.process_cpu_s or time.process_time() - stats.cpu_started_s),
-            cores=machine.cpus(),
-            free_memory=machine.free_memory(),
+            cores=machine.rank_cpus(),
+            free_memory=machine.rank_memory(),
             decoders=tuple(_faster_decoders(decode)) if isinstance(getattr(decode, "backend", None), str) else (),
             **settings,
         )

@@ -354,12 +354,11 @@ def _decode_job_advice(found: Bottleneck) -> Iterator[Advice]:
         threads = _threads_wanted(found)
         if threads > 1:
             yield Advice(f"FromDataset(dataset, threads={threads}), if several threads may call it at the same time")
-        if (processes := _processes(found)) > 1:
-            gain = _gain(found, pool=processes / found.pool_s)
-            yield Advice(f'engine="process:{processes}"', gain, _ALIKE if found.waits else "")
-    elif resource == "GIL" and measured.processes < (processes := _processes(found)) > 1:
-        gain = _gain(found, pool=processes * found.rate / max(measured.processes, 1))
-        yield Advice(f'engine="process:{processes}": each process has a GIL of its own', gain)
+        yield from _process_advice(found, 1 / found.pool_s, "", _ALIKE if found.waits else "")
+    elif resource == "GIL":
+        yield from _process_advice(
+            found, found.rate / max(measured.processes, 1), ": each process has a GIL of its own"
+        )
     elif resource == "other processes":
         cpu_s = (found.stats.decode_cpu_s + found.stats.collate_cpu_s) / found.decoded
         yield Advice(
@@ -374,9 +373,7 @@ def _decode_job_advice(found: Bottleneck) -> Iterator[Advice]:
             f"no more threads: {found.lanes()} threads do {found.together:.1f} times as much as one alone: "
             f"their calls wait for each other, as for a lock"
         )
-        if (processes := _processes(found)) > 1:
-            gain = _gain(found, pool=processes * found.rate)
-            yield Advice(f'engine="process:{processes}", if each process has a lock of its own', gain, _ALIKE)
+        yield from _process_advice(found, found.rate, ", if each process has a lock of its own", _ALIKE)
     elif resource in ("blocking calls", "threads") and measured.threads_saturated:
         yield Advice("more threads were tried and decode no more: the calls wait for each other, as for a lock")
     elif resource in ("blocking calls", "threads"):
@@ -404,11 +401,19 @@ def _threads_wanted(found: Bottleneck) -> int:
     return min(wanted, measured.cores * (WAITING_THREADS if found.waits else 1))
 
 
-def _processes(found: Bottleneck) -> int:
-    """As many worker processes as cores, or as threads if the user fixed fewer; 0 if ``Feeder`` takes neither."""
+def _process_advice(found: Bottleneck, one_rate: float, reason: str, unless: str = "") -> Iterator[Advice]:
+    """Advice to use worker processes, if ``Feeder`` takes them and each decodes ``one_rate`` samples per second.
+
+    As many as bring what the other stages can take, but not more than the cores, or than the threads if the user fixed
+    fewer.
+    """
     measured = found.measured
-    numbers = (measured.cores, measured.threads)
-    return next((number for number in numbers if measured.allows(engine=f"process:{number}")), 0)
+    wanted = ceil(min(SPARE * found.with_stages(pool=inf), found.cores_rate) / one_rate)
+    numbers = (min(wanted, measured.cores), min(wanted, measured.cores, measured.threads))
+    processes = next((number for number in numbers if measured.allows(engine=f"process:{number}")), 0)
+    if processes > max(measured.processes, 1):
+        gain = _gain(found, pool=min(processes * one_rate, found.cores_rate))
+        yield Advice(f'engine="process:{processes}"{reason}', gain, unless)
 
 
 def _power_of_two(number: float) -> int:

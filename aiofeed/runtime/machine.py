@@ -1,4 +1,8 @@
-"""Cores and memory available to this process, by affinity and cgroup instead of hardware; what its system can do."""
+"""Cores and memory available to this process, by affinity and cgroup instead of hardware; what its system can do.
+
+Several ranks of a program on one machine share what the launcher has. ``rank_cpus`` and ``rank_memory`` are the parts
+of this rank, from which all defaults follow.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,15 @@ import socket
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+from aiofeed.core.validation import launched_ranks
 
 _LOCK_POLL_S = 0.002
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
+_PROCESSES = Path("/proc")
 # Version 1 reports a number near the largest one if there is no limit.
 _NO_LIMIT = 1 << 60
 _UNKNOWN_MEMORY = 8 << 30
@@ -65,17 +72,54 @@ def _lock_holder(descriptor: int) -> str:
 
 def cpus() -> int:
     """The number of cores available to this process: its affinity, limited by the cgroup's quota (v2, then v1)."""
-    count = affinity()
-    quota = cpu_quota()
-    return max(1, min(count, int(quota + 0.5))) if quota is not None else count
+    return _limited(affinity(), cpu_quota())
+
+
+def rank_cpus() -> int:
+    """The number of cores for this rank: ``cpus()`` without other ranks, see ``_share``."""
+    return max(_share(cpus(), lambda pid: _limited(len(os.sched_getaffinity(pid)), cpu_quota(pid))), 1)
+
+
+def rank_memory() -> int:
+    """The bytes of free memory for this rank: ``free_memory()`` without other ranks, see ``_share``."""
+    return _share(free_memory(), _free_memory)
+
+
+def _share(own: int, amount_of: Callable[[int], int]) -> int:
+    """The part of this rank: that of what the launcher has, at most what this process has.
+
+    A launcher that has divided the cores, by an affinity or a cgroup for each rank, has more of them than a rank. A
+    container's limits hold for its launcher, too, and are divided here. Ranks that share a NUMA node have more than
+    their part.
+    """
+    ranks, variable = launched_ranks()
+    launcher = _launcher(variable) if ranks > 1 else 0
+    return min(own, max(own, amount_of(launcher) if launcher else 0) // ranks)
+
+
+def _launcher(variable: str) -> int:
+    """The process that started the ranks, if its cores or cgroups are others than those of this process; else 0.
+
+    It is the nearest ancestor without the variable: a script that pins a rank and then starts it has the variable, too.
+    """
+    process = os.getppid()
+    while process > 1 and f"\0{variable}=" in f"\0{_read(_PROCESSES / str(process) / 'environ')}":
+        process = _read_field(_PROCESSES / str(process) / "status", "PPid:") or 0
+    with contextlib.suppress(AttributeError, OSError):  # macOS, Windows; it has ended
+        groups = _read(_PROCESSES / str(process) / "cgroup")  # None: of another user, or outside of the container
+        if os.sched_getaffinity(process) != os.sched_getaffinity(0) or groups not in (None, _read(_OWN_CGROUPS)):
+            return process
+    return 0
+
+
+def _limited(cores: int, quota: float | None) -> int:
+    return cores if quota is None else max(1, min(cores, int(quota + 0.5)))
 
 
 def affinity() -> int:
     """The number of cores in this process's affinity; of all cores if the system has no affinity."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS, Windows
-        return os.cpu_count() or 1
+    # macOS and Windows have no affinity.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def core_wait_s(thread: int) -> float:
@@ -87,10 +131,22 @@ def core_wait_s(thread: int) -> float:
         return 0.0
 
 
+def threads_cpu_s(threads: Iterable[int]) -> float:
+    """The seconds of threads of this process, by native identifier, on the processor together; 0 if unknown."""
+    try:
+        return sum(time.clock_gettime(~thread << 3 | 6) for thread in list(threads))  # Linux: each thread has a clock
+    except (AttributeError, OSError):
+        return 0.0
+
+
 def free_memory() -> int:
     """Bytes available without swapping, by the kernel's estimate and the limits of the cgroups."""
+    return _free_memory(0)
+
+
+def _free_memory(process: int) -> int:
     available = _meminfo_available()
-    for group in _cgroups("memory"):
+    for group in _cgroups("memory", process):
         limit = _read_first(group, "memory.max", "memory.limit_in_bytes")
         used = _read_first(group, "memory.current", "memory.usage_in_bytes")
         if limit is not None and used is not None:
@@ -106,25 +162,21 @@ def memory_limit() -> int | None:
     return min([limit for limit in limits if limit is not None and limit < _NO_LIMIT], default=None)
 
 
-def cpu_quota() -> float | None:
-    """The lowest CPU quota of the cgroups in cores; ``None`` without a limit."""
+def cpu_quota(process: int = 0) -> float | None:
+    """The lowest CPU quota of the cgroups in cores, of this or another process; ``None`` without a limit."""
     quotas = []
-    for group in _cgroups("cpu"):
-        text = _read(group / "cpu.max")
-        if text:
-            quota, _, period = text.partition(" ")
-            values = None if quota == "max" else (int(quota), int(period or 100_000))
-        else:
-            values = _read_int(group / "cpu.cfs_quota_us") or 0, _read_int(group / "cpu.cfs_period_us") or 0
-        if values is not None and min(values) > 0:
-            quotas.append(values[0] / values[1])
+    for group in _cgroups("cpu", process):
+        version_1 = (_read(group / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+        quota, _, period = (_read(group / "cpu.max") or " ".join(map(str, version_1))).partition(" ")
+        if quota.isdigit():  # not "max" or -1
+            quotas.append(int(quota) / int(period or 100_000))
     return min(quotas, default=None)
 
 
-def _cgroups(controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's cgroups, version 2 and 1, from its own to the root."""
+def _cgroups(controller: str, process: int = 0) -> Iterator[Path]:
+    """Yield the folders of the cgroups of this or another process, version 2 and 1, from its own to the root."""
     roots = [_CGROUP, _CGROUP / controller]
-    for line in (_read(_OWN_CGROUPS) or "").splitlines():
+    for line in (_read(_PROCESSES / str(process) / "cgroup" if process else _OWN_CGROUPS) or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
             root = roots[1] if controllers else roots[0]
@@ -148,7 +200,7 @@ def _meminfo_available() -> int:
 def _read_field(path: Path, name: str) -> int | None:
     """Return the number after a name at the start of a line."""
     for line in (_read(path) or "").splitlines():
-        if line.startswith(f"{name} "):
+        if line.startswith((f"{name} ", f"{name}\t")):
             return int(line.split()[1])
     return None
 
@@ -159,11 +211,10 @@ def _read_first(folder: Path, *names: str) -> int | None:
 
 def _read(path: Path) -> str | None:
     try:
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()
     except OSError:
         return None
 
 
 def _read_int(path: Path) -> int | None:
-    text = _read(path)
-    return int(text) if text is not None and text.lstrip("-").isdigit() else None
+    return int(text) if (text := _read(path) or "").isdigit() else None

@@ -6,11 +6,13 @@ exit for as long as it is stuck. These are not.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -20,7 +22,7 @@ from aiofeed.runtime.threads import DaemonThread
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_Work = tuple["_Job", Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+_Work = tuple["_Job | _AwaitedJob", Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 # The most abandoned jobs that may still run, each in a thread of its own. With more, the storage or the decoder is
 # broken altogether, and more threads would not help.
@@ -35,10 +37,11 @@ BACKLOG_RUNS = 4
 # beside busy decoders it is a half or less; on storage with a latency of a millisecond it is nearly 1.
 WAITING_SHARE = 0.9
 GIL_RELEASED_S = 0.0001
-# Jobs that mostly wait may wait for each other, as for a lock: one of so many runs alone, which shows it. The first one
-# after that number for each thread, and later ones after four times as many, up to the second number. It costs 1 %.
+# Jobs that mostly wait may wait for each other, as for a lock: one that runs alone shows it. All other threads wait
+# meanwhile, so it becomes rare: the first one runs after so many jobs for each thread, each later one after so many
+# times as many as the one before.
 ALONE_FIRST = 4
-ALONE_LATER = 128
+ALONE_TIMES = 16
 # A job that waits for this share of its time mostly waits.
 MOSTLY_WAITS = 0.5
 # On a free-threaded build an object that another thread dropped is freed when the thread that made it next runs. So
@@ -74,6 +77,37 @@ class _Job(Future[Any]):
             return True
         self._pool.abandon(self)
         return False
+
+
+class _AwaitedJob:
+    """A job whose result a coroutine awaits: ``concurrent.futures.Future`` costs ten times as much."""
+
+    __slots__ = ("_cancelled", "_pool", "alone", "future", "ident")
+
+    def __init__(self, pool: ThreadPool, future: asyncio.Future[Any]) -> None:
+        self._pool = pool
+        self._cancelled = False
+        self.future = future
+        self.ident = 0
+        self.alone = False
+
+    def cancel(self) -> None:
+        """Do not start the job, or abandon it; its coroutine is cancelled."""
+        self._cancelled = True
+        self._pool.abandon(self)
+        self._pool.ended(self.future, None, asyncio.CancelledError())
+
+    def set_running_or_notify_cancel(self) -> bool:
+        """Whether the job is to run."""
+        return not self._cancelled
+
+    def set_result(self, result: Any) -> None:
+        """Return the result to the coroutine; in the job's thread, like ``set_exception``."""
+        self._pool.ended(self.future, result, None)
+
+    def set_exception(self, error: BaseException) -> None:
+        """Raise an error in the coroutine."""
+        self._pool.ended(self.future, None, error)
 
 
 class HostedRun:
@@ -154,8 +188,11 @@ class ThreadPool(ThreadPoolExecutor):
         self._isolates = False
         self._until_alone: float = ALONE_FIRST
         self._alone_every = ALONE_FIRST
-        self._active: set[_Job] = set()
-        self._abandoned: set[_Job] = set()
+        self._active: set[_Job | _AwaitedJob] = set()
+        self._abandoned: set[_Job | _AwaitedJob] = set()
+        # Results of awaited jobs, and whether the loop has been woken for them.
+        self._ended: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
+        self._wakes = False
         self._stopped = False
         self._draining = False
         # Wall-clock and CPU seconds of the jobs, exponentially weighted towards recent ones.
@@ -195,18 +232,56 @@ class ThreadPool(ThreadPoolExecutor):
             RuntimeError: The pool was stopped, or it has no running job and the system refuses a new thread.
         """
         future = _Job(self)
+        self._queue((future, fn, args, kwargs))
+        return future
+
+    async def run(self, fn: Callable[..., R], *args: Any) -> R:
+        """The result of a call in a thread. Calls that end at about the same time wake the event loop once.
+
+        Raises:
+            RuntimeError: As ``submit``.
+        """
+        job = _AwaitedJob(self, asyncio.get_running_loop().create_future())
+        self._queue((job, fn, args, {}))
+        del fn, args
+        try:
+            result: R = await job.future
+            return result
+        except asyncio.CancelledError:
+            job.cancel()
+            raise
+
+    def _queue(self, work: _Work) -> None:
         with self._lock:
             if self._stopped:
                 raise RuntimeError(f"the thread pool {self.name!r} has been stopped")
-            self._backlog.append((future, fn, args, kwargs))
+            self._backlog.append(work)
             try:
                 self._dispatch()
             except RuntimeError:
                 self._backlog.pop()
                 raise
-        return future
 
-    def abandon(self, job: Future[Any]) -> bool:
+    def ended(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+        """Set the result of a future on its loop; not from a thread in which signal handlers run."""
+        self._ended.append((future, result, error))
+        if not self._wakes:
+            self._wakes = True
+            with suppress(RuntimeError):  # the loop is closed, so no task waits
+                future.get_loop().call_soon_threadsafe(self._set_results)
+
+    def _set_results(self) -> None:
+        self._wakes = False
+        while self._ended:
+            future, result, error = self._ended.popleft()
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+    def abandon(self, job: Future[Any] | _AwaitedJob) -> bool:
         """Stop counting a running job, so that another can run; its result is not wanted any more.
 
         Returns False if too many abandoned jobs still run, or if the system refuses a thread for the next job.
@@ -216,7 +291,7 @@ class ThreadPool(ThreadPoolExecutor):
                 return True
             if len(self._abandoned) >= ABANDONED_MOST:
                 return False
-            assert isinstance(job, _Job)
+            assert isinstance(job, _Job | _AwaitedJob)
             self._active.discard(job)
             self._abandoned.add(job)
             self.running -= 1
@@ -331,7 +406,7 @@ class ThreadPool(ThreadPoolExecutor):
             except Empty:
                 pass
 
-    def _done(self, job: _Job, wall: float, cpu: float) -> _Work | None:
+    def _done(self, job: _Job | _AwaitedJob, wall: float, cpu: float) -> _Work | None:
         """Count a job as ended; return the next one, which runs in the same thread so that no other is woken."""
         with self._lock:
             if job in self._abandoned:
@@ -355,12 +430,12 @@ class ThreadPool(ThreadPoolExecutor):
         self._alone_samples += samples
         self.alone_sample_s += (seconds - samples * self.alone_sample_s) / max(self._alone_samples, 1)
 
-    def _isolate_next(self, ended: _Job) -> None:
+    def _isolate_next(self, ended: _Job | _AwaitedJob) -> None:
         """Let the next job run alone if it is time for one; later ones side by side when it has ended."""
         self._until_alone -= 1 / self.max_running
         if ended.alone:
             self._isolates = self.alone = False
-            self._alone_every = min(4 * self._alone_every, ALONE_LATER)
+            self._alone_every = ALONE_TIMES * self._alone_every
             self._until_alone = self._alone_every
         elif self._until_alone <= 0 and self.max_running > 1 and self.isolates:
             self._isolates = self._isolates or self.waiting_share > MOSTLY_WAITS

@@ -21,7 +21,7 @@ import numpy as np
 
 from aiofeed.core.errors import StateError
 from aiofeed.core.types import BatchPlan
-from aiofeed.core.validation import number_from_environment
+from aiofeed.core.validation import local_ranks
 from aiofeed.sampling.order import (
     BatchLists,
     ComputedEpoch,
@@ -194,12 +194,12 @@ class Schedule:
     def _next_uses(self, epoch: int) -> NextUses | None:
         """When the ranks of this machine read samples after an epoch; ``None`` for draws with replacement.
 
-        Also ``None`` if all ranks are on this machine, as far as ``LOCAL_WORLD_SIZE`` says: each sample is then read
-        once per epoch here, and no replacement of cached samples has more hits than none, because a sample that is
+        Also ``None`` if all ranks are on this machine, as far as their launcher says: each sample is then read once per
+        epoch here, and no replacement of cached samples has more hits than none, because a sample that is
         stored in an epoch has been read in it.
         """
-        local = number_from_environment("LOCAL_WORLD_SIZE", self.world_size)
-        if self.shuffle == "replacement" or local < 1 or self.world_size <= local or self.world_size % local:
+        local = local_ranks(self.world_size)
+        if self.shuffle == "replacement" or self.world_size <= local or self.world_size % local:
             return None
         first = self.rank // local * local
         return NextUses(epoch, self.length, self.permutation, range(first, first + local), self.world_size)

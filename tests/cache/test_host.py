@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiofeed import DecodeImage, DiskCache, FailurePolicy, Feeder, Files, HostCache, ImageFolder, Limits, Tensors
-from aiofeed.cache.host import local_ranks
 from aiofeed.decoders.geometry import map_box
 from aiofeed.errors import CacheError, DecodeError
 from tests.support.number_decoders import CountedNumbers, array, half, scalar, tensor
@@ -349,12 +348,6 @@ def test_half_of_the_free_memory_is_divided_among_the_ranks_of_the_host(monkeypa
     source = CountedNumbers()
     epochs(Feeder(source, decode=tensor, batch_size=4, cache="host", limits=Limits(decode_threads=1)), 2)
     assert [index for index in range(22) if source.reads[index] == 1] == list(range(10))
-
-
-@pytest.mark.parametrize("text", ["", "two", "\u00b2", "0", "-1"])
-def test_ranks_of_the_host_that_are_not_known_are_one(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
-    assert local_ranks() == 1
 
 
 # --- lifetime ---------------------------------------------------------------------------------------------------------

@@ -32,24 +32,22 @@ def test_unspecified_limits_are_chosen() -> None:
     assert (chosen.decode_threads, chosen.read_concurrency, chosen.memory_bytes) == (6, 128, 256 * MIB)
 
 
+@pytest.mark.parametrize(("batch_size", "reads"), [(1, 8), (32, 32), (128, 128)])
+def test_ranks_of_a_machine_share_the_reads(batch_size: int, reads: int) -> None:
+    """Each has its part of 64, at least one batch."""
+    chosen = resolve_limits(Limits(), batch_size=batch_size, cpus=2, free_memory=1 << 30, ranks=8)
+    assert chosen.read_concurrency == reads
+    assert resolve_limits(Limits(), batch_size=1, cpus=1, free_memory=1, ranks=100).read_concurrency == 1
+
+
 def test_specified_limits_stay() -> None:
     """Only a source that allows fewer threads changes a user-specified limit."""
     given = Limits(
         **{"read_concurrency": 3, "decode_threads": 5, "prefetch_batches": 7, "memory_bytes": 11},
         **{"device_batches": 13, "lookahead_bytes": 17},
     )
-    chosen = resolve_limits(given, batch_size=128, cpus=6, free_memory=1 << 30, most_threads=8)
-    assert vars(chosen) == {**vars(given), "decode_threads": 5}
-
-
-@pytest.mark.parametrize("batch_size", [1, 7, 64, 256, 1000])
-def test_defaults_hold_at_most_five_batches(batch_size: int) -> None:
-    """With the one that the user has, at most five large batches exist at a time."""
-    chosen = resolve_limits(Limits(), batch_size=batch_size, cpus=2, free_memory=1 << 30)
-    if batch_size >= 64:
-        assert chosen.batches_in_flight(batch_size) + 1 <= 5
-    # Only batches that may be decoded have memory, and those are the ones that may wait.
-    assert chosen.prefetch_batches + 1 <= 5
+    chosen = resolve_limits(given, batch_size=128, cpus=6, free_memory=1 << 30, most_threads=8, ranks=8)
+    assert vars(chosen) == {**vars(given), "decode_threads": 5, "prefetch_given": True}
 
 
 def test_a_dataset_gets_the_threads_it_allows() -> None:

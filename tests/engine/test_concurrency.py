@@ -1,9 +1,10 @@
-"""Tests of the tuner's effect on a feeder, with job timings set by the test, and of chunk sizes."""
+"""Tests of the tuner's effect on a feeder, with job timings set by the test."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,10 @@ import torch
 from aiofeed import Feeder, FromDataset, Limits
 from aiofeed.core.types import Row
 from aiofeed.engine import decode_stage
-from aiofeed.engine.concurrency import JobTimer
-from aiofeed.engine.fetch.fetcher import FIRST_CHUNK, ChunkSizer
+from aiofeed.engine.concurrency import Concurrency, JobTimer
 from aiofeed.engine.tuning import reads
 from aiofeed.engine.tuning.score import JobTiming
+from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.runtime import machine
 from aiofeed.runtime.thread_pool import ThreadPool
 
@@ -88,7 +89,10 @@ def test_useless_threads_are_removed_and_the_gil_is_reported(caplog: pytest.LogC
     ):
         assert feeder.statistics().decode_threads == 4
         assert feeder.statistics().gil_us == 0
-        iterate_until(feeder, 1)
+        while not feeder.statistics().gil_us:  # one thread may still be on trial
+            iterate_until(feeder, 1)
+            for _ in feeder:
+                pass
         assert feeder.statistics().gil_us == pytest.approx(90, rel=0.02)
         assert not caplog.records, "warned after a fraction of a second"
         while not caplog.records:
@@ -271,38 +275,75 @@ def test_a_job_with_an_idle_thread_is_marked() -> None:
     assert pool.join(5)
 
 
-# --- chunk size -------------------------------------------------------------------------------------------------------
+def all_at_once(pool: ThreadPool, threads: int, measured: Any) -> JobTiming:
+    """What ``measured`` returns in one of so many threads of a pool that all run a job."""
+    everyone, done = threading.Barrier(threads), threading.Event()
+
+    def beside() -> None:
+        everyone.wait(5)
+        done.wait(5)
+
+    others = [pool.submit(beside) for _ in range(threads - 1)]
+    timed = pool.submit(lambda: (everyone.wait(5), measured())[1])
+    try:
+        return timed.result(5)  # type: ignore[no-any-return]
+    finally:
+        done.set()
+        for other in others:
+            other.result(5)
 
 
-def test_waiting_for_the_gil_does_not_shrink_chunks() -> None:
-    """If CPU time is a good part of the wall-clock time, only CPU time counts."""
-    sizer = ChunkSizer()
-    sizer.observe(0.064 * 4, 64, 0.064)
-    assert sizer.seconds == pytest.approx(0.001)
-    assert sizer.chunk_size(64, 2) == 32
+@pytest.mark.parametrize(("most", "at_work", "counts"), [(2, 2, True), (7, 6, False), (16, 8, True), (16, 7, False)])
+def test_of_many_threads_half_may_be_idle(most: int, at_work: int, counts: bool) -> None:
+    """The loop that gives them jobs waits for the GIL like they do."""
+    pool = ThreadPool("test", most)
+    job = all_at_once(pool, at_work, lambda: JobTimer(pool).job(1))
+    pool.stop()
+    assert pool.join(5)
+    assert job.threads == (most if counts else 0)
 
 
-def test_a_decoder_that_sleeps_has_small_chunks() -> None:
-    """If there is hardly any CPU time, wall-clock time counts."""
-    sizer = ChunkSizer()
-    sizer.observe(1.0, 10, 0.001)
-    assert sizer.chunk_size(64, 2) == 1
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the time of other threads")
+def test_a_timer_knows_what_the_other_threads_do() -> None:
+    """The work of all threads of the pool counts, also of those whose job has not ended."""
+    pool = ThreadPool("test", 2)
+    began, worked = threading.Event(), threading.Event()
+
+    def measured() -> JobTiming:
+        timer = JobTimer(pool)
+        began.set()
+        assert worked.wait(5)
+        return timer.job(1)
+
+    timed = pool.submit(measured)
+
+    def beside() -> None:
+        assert began.wait(5)
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+        worked.set()
+        timed.result(5)
+
+    other = pool.submit(beside)
+    job = timed.result(5)
+    other.result(5)
+    pool.stop()
+    assert pool.join(5)
+    assert job.cpu_s < 0.02 <= job.pool_cpu_s
 
 
-def test_chunks_of_large_samples_are_small() -> None:
-    """A chunk has at most 16 MiB of encoded samples, or one sample."""
-    sizer = ChunkSizer()
-    sizer.observe(0.001, 1, 0.001)
-    sizer.observe_bytes(8 * 100_000, 8)
-    assert sizer.chunk_size(64, 2) == 32
-    for _ in range(100):
-        sizer.observe_bytes(8 * 8_000_000, 8)
-    assert sizer.chunk_size(64, 2) == 2
-    for _ in range(100):
-        sizer.observe_bytes(2 * 40_000_000, 2)
-    assert sizer.chunk_size(64, 2) == 1
-
-
-def test_the_first_chunk_has_a_fixed_size() -> None:
-    """Before the first decode a chunk has ``FIRST_CHUNK`` samples."""
-    assert ChunkSizer().chunk_size(64, 2) == FIRST_CHUNK
+def test_a_job_counts_unless_batches_waited_for_most_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs that end together finish batches together: those that wait then do not mean that the consumer is slow."""
+    now = [10.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    tuner = Tuner(decode_threads=2, threads_given=False, read_concurrency=64, reads_given=False)
+    counted: list[int] = []
+    monkeypatch.setattr(tuner.decoding, "observe", lambda job: counted.append(job.threads))
+    controller = Concurrency.__new__(Concurrency)
+    controller._empty_at, controller._on_gil_limit = 0.0, None
+    monkeypatch.setattr(controller, "apply", lambda tuner: None)
+    for later_s, saturated in ((0.0, False), (0.0, True), (0.01, False), (0.03, False)):
+        now[0] += later_s
+        controller.observe_job(tuner, JobTiming(1, 0.1, 0.1, 2), saturated=saturated)
+    assert counted == [0, 2, 2, 0]

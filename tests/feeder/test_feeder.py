@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import os
 import pickle
 import threading
 import time
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import aiofeed
 from aiofeed import DecodeImage, Feeder, Files, FromDataset, ImageFolder, Limits
+from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import Row
 from aiofeed.errors import IteratorClosedError
 from tests.support import process_parts as parts
@@ -545,6 +547,61 @@ def test_batches_larger_than_the_free_memory(
     [record] = caplog.records
     assert "two batches of 17 samples, one in use and the next one, take 25.5 MiB" in record.getMessage()
     assert f"has {free_mib}.0 MiB left" in record.getMessage()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    Feeder(Files(["a"] * 16), decode=DecodeImage(512), batch_size=9)
+    assert "take 13.5 MiB" in caplog.records[1].getMessage()
+    assert f"has {free_mib / 2:.1f} MiB left for this process" in caplog.records[1].getMessage()
+
+
+@pytest.fixture
+def eight_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with 128 cores and 16 GiB, on which this process is one of 8 ranks."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(128)), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    monkeypatch.setattr("aiofeed.runtime.machine.cpu_quota", lambda *_: None)
+    monkeypatch.setattr("aiofeed.runtime.machine.free_memory", lambda: 16 << 30)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+
+
+@pytest.mark.parametrize("options", [{}, {"engine": "process:2"}, {"cache": "host"}], ids=str)
+def test_the_defaults_of_all_ranks_fit_into_the_machine(eight_ranks: None, options: dict[str, Any]) -> None:
+    """Cores and reads as many as there are, and memory, look-ahead and caches less than is free, all ranks together."""
+    feeders = [Feeder(Numbers(64), decode=number, batch_size=4, shard=(rank, 8), **options) for rank in range(8)]
+    limits = [feeder._config.limits for feeder in feeders]
+    assert sum(each.decode_threads for each in limits) == 128
+    assert sum(each.read_concurrency for each in limits) == 64
+    stores: Any = [feeder._config.cache for feeder in feeders if "cache" in options]
+    cached = sum(store._room() for store in stores)
+    assert cached == (8 << 30 if stores else 0)
+    assert sum(each.memory_bytes + each.lookahead_bytes for each in limits) + cached <= 16 << 30
+
+
+def test_limits_of_the_user_are_those_of_each_rank(eight_ranks: None) -> None:
+    """They are not divided; nor are the threads of a Dataset."""
+    given = Limits(decode_threads=128, read_concurrency=512, memory_bytes=16 << 30, lookahead_bytes=1 << 30)
+    limits = Feeder(Numbers(64), decode=number, batch_size=4, limits=given)._config.limits
+    assert (limits.decode_threads, limits.read_concurrency, limits.memory_bytes) == (128, 512, 16 << 30)
+    assert limits.lookahead_bytes == 1 << 30
+    assert Feeder(FromDataset(Squares(), threads=40), batch_size=4)._config.limits.decode_threads == 40
+
+
+@pytest.mark.parametrize(("limits", "threads"), [(None, 64), (Limits(read_concurrency=5), 5)], ids=str)
+def test_there_are_threads_for_more_reads_than_a_rank_begins_with(
+    eight_ranks: None, limits: Limits | None, threads: int
+) -> None:
+    """Reads become more while that pays, also beyond the part of a rank; not if the user gave their number."""
+    with Feeder(Numbers(64), decode=number, batch_size=4, limits=limits) as feeder:
+        next(iter(feeder))
+        pipeline: Any = feeder._session.pipeline
+        assert pipeline.loop_thread.read_pool.max_threads == threads
+
+
+def test_advice_is_for_the_part_of_a_rank(eight_ranks: None) -> None:
+    """Of cores and of free memory."""
+    from aiofeed.reports.bottleneck import FeedMeasurements
+
+    found = FeedMeasurements.of_run(EpochStats(), None, threads=1, reads=1)
+    assert (found.cores, found.free_memory) == (16, 2 << 30)
 
 
 @pytest.mark.parametrize(

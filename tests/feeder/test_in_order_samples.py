@@ -161,7 +161,7 @@ def test_a_stuck_decode_delays_its_own_chunk_only(make: MakeFeeder, batch_size: 
 
 def test_stuck_chunks_do_not_use_up_the_look_ahead(make: MakeFeeder, monkeypatch: pytest.MonkeyPatch) -> None:
     """While all threads but one decode stuck chunks as large as batches, the last thread decodes the others."""
-    monkeypatch.setattr(SourceFetcher, "chunk_size", lambda *_: 8)
+    monkeypatch.setattr(SourceFetcher, "job_sizes", lambda *_: (8, 8))
     gate = Gate(0, 8, 16)
     limits = Limits(prefetch_batches=1, decode_threads=4, read_concurrency=64)
     feeder = make(Numbers(64), decode=gate, batch_size=8, limits=limits)

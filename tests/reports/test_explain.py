@@ -145,8 +145,16 @@ def test_reads_of_a_file_system_are_not_advised_beyond_its_threads() -> None:
         ({}, {}, "threads", "Limits(decode_threads=4"),
         ({}, {"cores": 2, "decoders": (("a faster decoder", 1.5),)}, "cores", "a faster decoder (predicted: 1.50"),
         ({}, {"cores": 2, "allows": all_allowed}, "cores", "DiskCache(path)"),
-        ({"gil_us": 1000.0}, {}, "GIL", 'engine="process:4"'),
-        ({"gil_probe_s": 0.05, "gil_probes": 50}, {}, "GIL", 'engine="process:4"'),
+        # The cores could decode twice as much as one process: two processes, and one for what they lose.
+        ({"gil_us": 1000.0}, {}, "GIL", 'engine="process:3": each process has a GIL of its own (predicted: 2.0'),
+        (
+            {"gil_us": 1000.0},
+            {"cores": 64},
+            "GIL",
+            'engine="process:7": each process has a GIL of its own (predicted: 5.0',
+        ),
+        ({"gil_us": 1000.0}, {"cores": 64, "processes": 2}, "GIL", 'engine="process:13"'),
+        ({"gil_probe_s": 0.05, "gil_probes": 50}, {}, "GIL", 'engine="process:3"'),
         ({"gil_us": 1000.0}, {"allows": lambda engine="", **_: engine == "process:2"}, "GIL", 'engine="process:2"'),
         ({}, {"dataset_threads": 1, "threads": 2}, "one thread", "FromDataset(dataset, threads=4)"),
         ({"decode_cpu_s": 5.0}, {"core_wait": 0.7}, "other processes", "Limits(decode_threads=1)"),

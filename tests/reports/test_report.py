@@ -65,6 +65,11 @@ def absence_advice(absent, **changes):
 
 
 class TestAdvice:
+    def test_torch_threads_of_one_of_several_ranks(self):
+        """They are compared with the cores of the rank."""
+        ranks = {"ranks": 8, "cores": 2, "machine_cores": 16, "torch_threads": 16}
+        assert advice(**ranks) == ("torch uses 16 threads on 2 cores: set OMP_NUM_THREADS=2",)
+
     def test_a_good_machine(self):
         """A machine without problems gets no advice."""
         assert advice() == ()
@@ -220,6 +225,17 @@ class TestFacts:
         assert found.cores >= 1
         assert found.free_memory_bytes > 0
         assert found.forked is False
+
+    def test_ranks(self, monkeypatch):
+        """Of several ranks, each has its part of the cores and of the memory."""
+        monkeypatch.setattr(environment.machine, "cpus", lambda: 128)
+        monkeypatch.setattr(environment.machine, "free_memory", lambda: 64 * GIB)
+        assert "ranks share" not in str(DeviceReport((), "x", environment.inspect_environment(), ()))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+        text = str(DeviceReport((), "x", environment.inspect_environment(), ()))
+        line = "8 ranks share this machine: 16 of 128 cores and 8.0 GiB of 64.0 GiB of free memory for this one"
+        assert re.search(rf"^ranks +{line}$", text, re.MULTILINE)
+        assert re.search(r"^cores +16 \(affinity", text, re.MULTILINE)
 
     def test_pillow(self, monkeypatch):
         """The version is that of the active package, not of the installed one."""

@@ -1,7 +1,8 @@
-"""Cores and memory of the cgroups of this process, and whether Python has a GIL."""
+"""Cores and memory of the cgroups of this process, its part of them among ranks, and whether Python has a GIL."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,138 @@ def test_a_path_of_the_host_that_a_container_does_not_see(cgroups: Path) -> None
     (cgroups / "own").write_text("0::/../../docker/abc\n")
     write(cgroups, memory__max=900 * MIB, memory__current=0)
     assert machine.free_memory() == 900 * MIB
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+LAUNCHER, SCRIPT = 40, 50
+
+
+class Machine:
+    """A launcher with 128 cores, maybe a script that it has started, and this process, one of 8 ranks."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.monkeypatch = folder, monkeypatch
+        self.cores = {0: 128, LAUNCHER: 128, SCRIPT: 128}
+        monkeypatch.setattr(machine, "_PROCESSES", folder)
+        monkeypatch.setattr(os, "sched_getaffinity", self.affinity, raising=False)
+        monkeypatch.setattr(machine, "affinity", lambda: self.cores[0])
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+        (folder / "own").write_text("0::/job\n")
+        self.start(LAUNCHER, parent=1)
+
+    def affinity(self, process: int) -> set[int]:
+        return set(range(self.cores[process]))
+
+    def start(self, process: int, parent: int, environ: str = "A=1", group: str = "/job") -> None:
+        """Make a process, the parent of the next one or of this process."""
+        write(self.folder / str(process), status=f"Name:\tx\nPPid:\t{parent}", environ=environ, cgroup=f"0::{group}")
+        self.monkeypatch.setattr(os, "getppid", lambda: process)
+
+
+@pytest.fixture
+def ranks(cgroups: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """The machine of 8 ranks, which share 64 GiB."""
+    return Machine(cgroups, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("LOCAL_WORLD_SIZE", "8"),
+        ("LOCAL_SIZE", "8"),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "8"),
+        ("MPI_LOCALNRANKS", " 8 "),
+        ("SLURM_STEP_TASKS_PER_NODE", "8"),
+        ("SLURM_STEP_TASKS_PER_NODE", "8(x2)"),
+        ("SLURM_STEP_TASKS_PER_NODE", "8,4"),
+    ],
+)
+def test_ranks_divide_what_they_share(
+    ranks: Machine, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    """Each has an eighth; the process itself has everything."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setenv(variable, value)
+    assert (machine.rank_cpus(), machine.rank_memory()) == (16, 8 << 30)
+    assert (machine.cpus(), machine.free_memory()) == (128, 64 << 30)
+
+
+def test_torchrun_that_srun_has_started(ranks: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of torchrun count, although srun has started one task; its variable is that of the launcher, too."""
+    ranks.start(LAUNCHER, parent=1, environ="SLURM_STEP_TASKS_PER_NODE=1")
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1")
+    assert machine.rank_cpus() == 16
+
+
+@pytest.mark.parametrize("text", ["", "abc", "0", "-1", "1.5", "8 ranks", "(8)", "\u00b2", "1"])
+def test_a_number_of_ranks_that_is_none_is_one(ranks: Machine, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+    assert (machine.rank_cpus(), machine.rank_memory()) == (128, 64 << 30)
+
+
+def test_more_ranks_than_cores(ranks: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a core."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000000")
+    assert machine.rank_cpus() == 1
+
+
+@pytest.mark.parametrize(
+    ("cores", "share"),
+    [(16, 16), (12, 12), (64, 16)],
+    ids=["cores of its own", "fewer than its part", "a NUMA node for four ranks"],
+)
+@pytest.mark.parametrize("script", [False, True])
+def test_a_launcher_that_pins_ranks(ranks: Machine, cores: int, share: int, script: bool) -> None:
+    """A rank has the cores that it is pinned to, up to its part; also if a script pins it. Memory is divided."""
+    if script:  # which the launcher gives the variable, and which is pinned already
+        ranks.start(SCRIPT, parent=LAUNCHER, environ="A=1\0LOCAL_WORLD_SIZE=8\0")
+        ranks.cores[SCRIPT] = cores
+    ranks.cores[0] = cores
+    assert (machine.rank_cpus(), machine.rank_memory()) == (share, 8 << 30)
+
+
+def test_a_container_of_all_ranks(ranks: Machine) -> None:
+    """The launcher has its affinity and its quota, too: they are divided, also if each process has the variable."""
+    ranks.cores |= {0: 32, LAUNCHER: 32}
+    assert machine.rank_cpus() == 4
+    write(ranks.folder, cpu__max="1600000 100000", memory__max=32 << 30, memory__current=0)
+    assert (machine.rank_cpus(), machine.rank_memory()) == (2, 4 << 30)
+    ranks.start(1, parent=0, environ="LOCAL_WORLD_SIZE=8")
+    ranks.cores[1] = 32
+    assert (machine.rank_cpus(), machine.rank_memory()) == (2, 4 << 30)
+    ranks.cores[0] = 2  # pinned by the container's first process
+    assert (machine.rank_cpus(), machine.rank_memory()) == (2, 4 << 30)
+
+
+@pytest.mark.parametrize(("cores", "gib", "share"), [(16, 8, (16, 8)), (10, 2, (10, 2)), (64, 30, (16, 8))])
+def test_a_cgroup_for_each_rank(ranks: Machine, cores: int, gib: int, share: tuple[int, int]) -> None:
+    """A rank has what its cgroup allows, up to its part of what the launcher has."""
+    (ranks.folder / "own").write_text("0::/job/rank_3\n")
+    write(ranks.folder / "job/rank_3", cpu__max=f"{cores}00000 100000", memory__max=gib << 30, memory__current=0)
+    assert (machine.rank_cpus(), machine.rank_memory()) == (share[0], share[1] << 30)
+
+
+def test_a_cgroup_of_all_ranks_below_that_of_the_launcher(ranks: Machine) -> None:
+    """As of a job of SLURM: the job's limits hold for the launcher, too, and are divided."""
+    write(ranks.folder / "job", cpu__max="6400000 100000", memory__max=32 << 30, memory__current=0)
+    (ranks.folder / "own").write_text("0::/job/user/task_3\n")
+    ranks.start(LAUNCHER, parent=1, group="/job/slurm")
+    assert (machine.rank_cpus(), machine.rank_memory()) == (8, 4 << 30)
+
+
+def test_a_launcher_that_cannot_be_seen(ranks: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process has is divided: the launcher has ended, or the system has no affinity."""
+    monkeypatch.setattr(os, "getppid", lambda: 0)
+    assert machine.rank_cpus() == 16
+
+    def ended(process: int) -> set[int]:
+        raise ProcessLookupError(process)
+
+    monkeypatch.setattr(os, "sched_getaffinity", ended)
+    assert machine.rank_cpus() == 16
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert (machine.rank_cpus(), machine.rank_memory()) == (16, 8 << 30)
 
 
 EPOCH = """

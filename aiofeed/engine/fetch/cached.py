@@ -116,11 +116,9 @@ class CachedFetcher(Fetcher):
             )
         return self._inner.to_feed_error(error, index, reading)
 
-    def chunk_size(self, samples: int, limits: ResolvedLimits) -> int:
-        """The inner fetcher's chunk size, or one for cached samples."""
-        if self._warm:
-            return self._sizer.chunk_size(samples, limits.decode_threads)
-        return self._inner.chunk_size(samples, limits)
+    def job_sizes(self, limits: ResolvedLimits) -> tuple[int, int]:
+        """The inner fetcher's size of jobs, or one for cached samples."""
+        return super().job_sizes(limits) if self._warm else self._inner.job_sizes(limits)
 
     def max_running(self, threads: int) -> int:
         """The inner fetcher's number of threads; one for small cached samples."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -59,10 +60,9 @@ class DatasetFetcher(Fetcher):
         """A builder that may keep items until the batch is complete, as a ``DataLoader`` does."""
         return DefaultCollateBuilder(samples, lease, may_keep=True)
 
-    def chunk_size(self, samples: int, limits: ResolvedLimits) -> int:
-        """The whole batch for a single thread, as ``__getitems__`` expects; otherwise by the time that items take."""
-        threads = limits.decode_threads
-        return samples if threads == 1 else self._sizer.chunk_size(samples, threads)
+    def job_sizes(self, limits: ResolvedLimits) -> tuple[int, int]:
+        """A whole batch for a single thread, as ``__getitems__`` expects; otherwise by the time that items take."""
+        return (sys.maxsize, sys.maxsize) if limits.decode_threads == 1 else super().job_sizes(limits)
 
     def key(self, index: int) -> str:
         """The dataset's name and the index."""
@@ -105,7 +105,7 @@ class DatasetFetcher(Fetcher):
         outcome.decode_cpu_s += cpu_s
         outcome.samples += reached
         if reached and outcome.retries == retries:
-            self._sizer.observe(seconds, reached)
+            self._sizer.observe(seconds, reached, cpu_s)
 
     def _request_all(self, chunk: Chunk, positions: Sequence[int]) -> BaseException | None:
         """Request items in one call; returns its error."""

@@ -15,21 +15,12 @@ from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan, Uncopied
 from aiofeed.engine.fetch.async_reader import ReadResult
 from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder
+from aiofeed.engine.tuning.jobs import JobSizer
 from aiofeed.engine.tuning.score import JobTiming
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.thread_pool import ThreadHost, ThreadPool
 from aiofeed.runtime.time_limits import AbandonedError, JobControl
 from aiofeed.sampling.epochs import Step
-
-# Decode time per executor job. A chunk costs the loop a task, two executor calls and three wake-ups, little beside
-# 25 ms. A batch still splits into one chunk per thread.
-CHUNK_S = 0.025
-FIRST_CHUNK = 16
-# Most encoded bytes of a job with several samples: they are decoded while a processor cache still has them, and their
-# memory is used again for the next job.
-CHUNK_BYTES = 16 << 20
-# Share of its time below which a job mainly waits (for storage, a network) rather than computes.
-CPU_BOUND = 0.1
 
 _NO_DEADLINE = contextlib.nullcontext()
 
@@ -163,7 +154,7 @@ class Fetcher(ABC):
     def __init__(self, policy: FailurePolicy) -> None:
         self.policy = policy
         self.stop_at_error: bool = policy.action == "raise"
-        self._sizer = ChunkSizer()
+        self._sizer = JobSizer()
 
     async def prepare(self, decode_pool: ThreadPool) -> None:
         """Do what the first batch depends on; called before each run.
@@ -185,9 +176,9 @@ class Fetcher(ABC):
         """Called on the loop with each plan before its samples are read."""
         return None
 
-    @abstractmethod
-    def chunk_size(self, samples: int, limits: ResolvedLimits) -> int:
-        """How many of a batch's samples the next chunk should have."""
+    def job_sizes(self, limits: ResolvedLimits) -> tuple[int, int]:
+        """How many samples the next decode jobs should have at least and at most; see ``JobSizer``."""
+        return self._sizer.job_sizes(limits.decode_threads)
 
     def max_running(self, threads: int) -> int:
         """How many of ``threads`` decode threads are worth using now."""
@@ -224,39 +215,3 @@ class Fetcher(ABC):
     @abstractmethod
     def key(self, index: int) -> str:
         """The sample's name for errors; never raises."""
-
-
-class ChunkSizer:
-    """Chooses the size of a chunk from moving averages of decode time and encoded bytes per sample."""
-
-    def __init__(self) -> None:
-        self.seconds: float = 0.0
-        self._bytes = 0.0
-
-    def observe_bytes(self, nbytes: int, samples: int) -> None:
-        """Update the average with the encoded bytes of some samples together."""
-        per_sample = nbytes / max(samples, 1)
-        self._bytes += (per_sample - self._bytes) * (0.2 if self._bytes else 1.0)
-
-    def observe(self, seconds: float, samples: int, cpu_s: float = 0.0) -> None:
-        """Update the average with the seconds that some samples took together, ``cpu_s`` of them on the processor.
-
-        If the samples are CPU-bound, only ``cpu_s`` counts. The rest is waiting for the GIL or for a core: counted as
-        work, it would make chunks smaller, which makes threads wait for each other even more.
-        """
-        if cpu_s > seconds * CPU_BOUND:
-            seconds = cpu_s
-        per_sample = seconds / max(samples, 1)
-        self.seconds += (per_sample - self.seconds) * (0.2 if self.seconds else 1.0)
-
-    def chunk_size(self, samples: int, threads: int) -> int:
-        """How many of a batch's ``samples`` make a chunk, given the number of decode threads."""
-        even = -(-samples // threads)
-        if self.seconds == 0.0:
-            return max(1, min(FIRST_CHUNK, even))
-        wanted = max(1, int(min(CHUNK_S / self.seconds, CHUNK_BYTES / max(self._bytes, 1.0))))
-        if wanted >= samples:
-            return samples
-        # A multiple of the threads: an odd chunk would leave a thread idle at the end of an epoch.
-        chunks = max(threads, -(-samples // wanted) // threads * threads)
-        return -(-samples // chunks)

@@ -117,12 +117,12 @@ class SourceFetcher(Fetcher):
         decoder: RowDecoder = self._decoder  # type: ignore[assignment]
         return RowBatchBuilder(decoder.row, samples, lease, targets=self.target is not None)
 
-    def chunk_size(self, samples: int, limits: ResolvedLimits) -> int:
-        """How many samples make a chunk; fewer if reads are slow."""
-        size = self._sizer.chunk_size(samples, limits.decode_threads)
+    def job_sizes(self, limits: ResolvedLimits) -> tuple[int, int]:
+        """By the time that samples take; fewer if reads are slow."""
+        least, most = super().job_sizes(limits)
         if self._read_s > SLOW_READ_S:
-            size = min(size, max(SLOW_READ_LEAST, limits.read_concurrency // SLOW_READ_CHUNKS))
-        return size
+            most = min(most, max(SLOW_READ_LEAST, limits.read_concurrency // SLOW_READ_CHUNKS))
+        return least, most
 
     def key(self, index: int) -> str:
         """The source's name for a sample; "sample 3" if the source raises."""
@@ -169,7 +169,10 @@ class SourceFetcher(Fetcher):
         """
         self._read_now(chunk)
         started, cpu_started = time.perf_counter(), time.thread_time()
-        reached = chunk.decode_each(place or self._decode_all(chunk) or self._decode_one(chunk))
+        if place is None and (errors := self._decode_all(chunk)) is not None:
+            reached = self._put_all(chunk, errors)
+        else:
+            reached = chunk.decode_each(place or self._decode_one(chunk))
         seconds, cpu_s = time.perf_counter() - started, time.thread_time() - cpu_started
         chunk.outcome.decode_s += seconds
         chunk.outcome.decode_cpu_s += cpu_s
@@ -188,8 +191,8 @@ class SourceFetcher(Fetcher):
         for position, value in zip(positions, encoded, strict=True):
             chunk.values[position - first] = value
 
-    def _decode_all(self, chunk: Chunk) -> Place | None:
-        """Decode a chunk into its rows in one call, and return what handles each sample's error and target.
+    def _decode_all(self, chunk: Chunk) -> Sequence[Exception | None] | None:
+        """Decode a chunk into its rows in one call; returns the error of each sample, or ``None`` for none.
 
         Returns ``None`` if samples have to be decoded one by one: the decoder cannot do it, there is a time limit, or a
         sample could not be read.
@@ -209,6 +212,14 @@ class SourceFetcher(Fetcher):
                 raise ValueError(f"decode_many_into returned {len(errors)} errors for {count} samples")
         except BaseException:  # noqa: BLE001 - the user's decoder may raise anything; one by one, the error gets a name
             return None
+        return errors
+
+    def _put_all(self, chunk: Chunk, errors: Sequence[Exception | None]) -> int:
+        """Handle the errors and targets of samples that ``_decode_all`` has decoded; returns how many there are."""
+        if self.target is None and not any(error is not None for error in errors):
+            chunk.values.clear()
+            return len(errors)
+        builder, indices, first = chunk.builder, chunk.plan.indices, chunk.positions[0]
         for error in errors:
             if error is not None:
                 untrace(error)
@@ -217,9 +228,9 @@ class SourceFetcher(Fetcher):
             if (error := errors[position - first]) is not None:
                 raise error
             if self.target is not None:
-                builder.put(position, self.target(plan.indices[position]))
+                builder.put(position, self.target(indices[position]))
 
-        return place
+        return chunk.decode_each(place)
 
     def _decode_one(self, chunk: Chunk) -> Place:
         """A function that decodes one sample into the batch: tiny samples gain from tests made once per chunk."""

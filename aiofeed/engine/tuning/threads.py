@@ -1,9 +1,11 @@
-"""How many decode threads run: hill climbing on samples per second. Pure arithmetic.
+"""How many decode threads run: the fewest that decode as much as any. Pure arithmetic.
 
 Each thread count is scored only while the pool is saturated, so a slow consumer does not affect the choice.
 """
 
 from __future__ import annotations
+
+from math import ceil, isqrt
 
 from aiofeed.engine.tuning.gil import MORE_BRING, GilLimit, gil_limit
 from aiofeed.engine.tuning.score import JobTiming, Score
@@ -12,15 +14,18 @@ from aiofeed.runtime import machine
 # A smaller count is chosen if it gives this part of the best rate. The gap between this and MORE_BRING keeps
 # neighbouring counts from alternating.
 FEWER_KEEP = 0.97
-# Below this part of the best rate few jobs decide.
+# A count that gives less than this part of the best rate is too small; one that gives more may seem slower by chance.
 CLEARLY_SLOWER = 0.8
 # Threads that are on the processor for this part of their time do not wait for each other: no other count is tried.
 AT_WORK = 0.85
 # Threads that together use less of one core than this wait for storage, not for each other.
 ONE_AT_WORK = 0.35
-# Jobs that score a count: few at first, so that a count is found within 20 batches, more once one is known.
-FIRST_JOBS = 4
-LATER_JOBS = 12
+# A smaller count is tried if it is at most a half: the threads in between cost little.
+WORTH_A_TRY = 2
+# So many jobs score a count: few, so that one is found within 20 batches. They take so long at least that a moment in
+# which another thread has the GIL does not decide.
+JOBS = 8
+SCORE_S = 0.01
 # Seconds of decoding until other counts are tried again; doubled each time that nothing changed.
 RETRY_S = 4.0
 RETRY_MOST_S = 64.0
@@ -35,9 +40,9 @@ TIMED = 8
 class ThreadTuner:
     """Chooses the number of decode threads.
 
-    It starts with all of them. If they wait for each other, it tries fewer, as long as that costs nothing; otherwise it
-    tries more, as long as that brings more. It repeats the search at growing intervals, and at
-    once when the work per sample changes.
+    It starts with all of them. If they wait for each other, it tries far fewer, as long as that costs nothing, and then
+    numbers in between; if they do not, it tries more, as long as that brings more. It repeats the search at growing
+    intervals, and at once when the work per sample changes.
 
     Args:
         most: the largest number of threads.
@@ -53,7 +58,8 @@ class ThreadTuner:
         self.worked_s: float = 0.0
         # True once the first batch is finished. Jobs before it import modules and fill caches.
         self.warm = False
-        self._jobs = FIRST_JOBS
+        # The first job of each thread fills caches, or begins beside jobs of another number of threads.
+        self._first_jobs = most
         self._untimed = self._idle_jobs = 0
         self._retry_s, self._since_s = RETRY_S, 0.0
         self._chosen: Score | None = None
@@ -65,7 +71,7 @@ class ThreadTuner:
     @property
     def listening(self) -> bool:
         """Whether the next job should be timed; call it once per job."""
-        if self.given or self.most == 1 or not self.warm:
+        if self.given or self.most == 1:
             return False
         if self._search is not None:
             return True
@@ -81,25 +87,31 @@ class ThreadTuner:
         """Count a timed job; ``threads`` may change."""
         if self.given or self.most == 1 or not job.samples:
             return
-        if job.threads != self.threads:
+        beside_all = job.threads == self.threads
+        self._first_jobs -= beside_all or self.threads == self.most
+        if not self.warm:
+            return
+        if not beside_all:
             self._idle_jobs += 1
-            if self._search is not None and self._idle_jobs > GIVE_UP_JOBS:
+            on_trial = self._search is not None and (self._chosen is not None or self.threads < self.most)
+            if on_trial and self._idle_jobs > GIVE_UP_JOBS:
                 self._give_up()
             return
         self._idle_jobs = 0
         self.worked_s += job.cpu_s * (1 if self._search is not None else TIMED)
-        self._score.add(job)
+        if self._first_jobs >= 0 and self._search is not None:
+            return
+        score = self._score
+        score.add(job)
         if self._search is None:
             self._watch(job)
-        elif self._score.jobs >= self._jobs_needed(self._search):
+        elif score.jobs >= max(JOBS, self.threads // 4) and score.wall_s >= SCORE_S * self.threads:
             self._advance(self._search)
 
-    def _jobs_needed(self, search: _Search) -> int:
-        return FIRST_JOBS if search.is_clear(self._score) else max(self._jobs, 2 * self.threads)
-
     def _run(self, threads: int) -> None:
-        self.threads = threads
-        self._idle_jobs = 0
+        # The jobs that run now end beside another number of threads.
+        self._idle_jobs = -self.threads
+        self.threads = self._first_jobs = threads
         self._score = Score(threads)
 
     def _advance(self, search: _Search) -> None:
@@ -110,7 +122,7 @@ class ThreadTuner:
         assert search.best is not None
         unchanged = self._chosen is not None and self._chosen.threads == search.best.threads
         self._retry_s = min(self._retry_s * 2, RETRY_MOST_S) if unchanged else RETRY_S
-        self._chosen, self._search, self._since_s, self._jobs = search.best, None, 0.0, LATER_JOBS
+        self._chosen, self._search, self._since_s = search.best, None, 0.0
         fewer = search.best.threads < self.most
         self.gil = gil_limit(search.best, search.above) if fewer and machine.has_gil() else None
         self._run(search.best.threads)
@@ -129,12 +141,14 @@ class ThreadTuner:
         assert self._chosen is not None
         score = self._score
         self._since_s += job.wall_s * TIMED / self.threads
-        if score.jobs < FIRST_JOBS:
+        if score.jobs < JOBS // 2:
             return
         change = score.cpu_per_sample / max(self._chosen.cpu_per_sample, 1e-9)
-        changed = not 1 / OTHER_WORK < change < OTHER_WORK
+        # Of a little processor time, little is enough to change it.
+        used = max(score.cores, self._chosen.cores) > ONE_AT_WORK
+        changed = used and not 1 / OTHER_WORK < change < OTHER_WORK
         if changed:
-            self._chosen, self._jobs = None, FIRST_JOBS
+            self._chosen = None
         may_gain = self.threads < self.most or score.at_work < AT_WORK
         if changed or (self._since_s >= self._retry_s and may_gain):
             self._search = _Search(self.most)
@@ -142,9 +156,10 @@ class ThreadTuner:
 
 
 class _Search:
-    """One search: down while that costs nothing, else up while that brings more.
+    """One search for the smallest count that decodes as much as any.
 
-    It is no generator: closing one is Python code that the garbage collector would run, where Ctrl-C would be lost.
+    Each thread more adds at most as much as those before it, so two counts show where the best one may be. It is no
+    generator: closing one is Python code that the garbage collector would run, where Ctrl-C would be lost.
 
     Attributes:
         best: the count chosen so far.
@@ -154,35 +169,42 @@ class _Search:
     def __init__(self, most: int) -> None:
         self._most = most
         self._peak = 0.0
-        self._upwards = False
+        self._tried: list[Score] = []
+        self._first: Score | None = None
         self.best: Score | None = None
         self.above: Score | None = None
 
-    def is_clear(self, tried: Score) -> bool:
-        """Whether the count is so much slower than the best that a few jobs are enough to reject it."""
-        return tried.rate < CLEARLY_SLOWER * self._peak
-
     def step(self, tried: Score) -> int | None:
         """The count to try next; ``None`` if ``best`` is found."""
-        if self.best is None:
-            self.best = tried
-        elif self._upwards:
-            if tried.rate < MORE_BRING * self.best.rate:
-                self.above = tried
-                return None
-            self.best = tried
-        elif tried.rate >= FEWER_KEEP * self._peak:
-            self.best, self.above = tried, self.best
-        elif self.above is not None:
-            return None
-        else:
-            self._upwards = True
+        self._first = self._first or tried
         self._peak = max(self._peak, tried.rate)
-        threads = self.best.threads
-        if not self._upwards and threads > 1 and ONE_AT_WORK / threads < self.best.at_work < AT_WORK:
-            # As many as the processors that all of them use together.
-            return max(1, min(threads - 1, round(threads * self.best.at_work)))
-        if self.above is None and threads < self._most:
-            self._upwards = True
+        counts = self._tried = sorted([*self._tried, tried], key=lambda score: score.threads)
+        at = next(at for at, score in enumerate(counts) if score.rate >= self._bar(score))
+        self.best, threads = counts[at], counts[at].threads
+        above = self.above = counts[at + 1] if at + 1 < len(counts) else None
+        if (fewer := self._fewer()) is not None:
+            return fewer
+        if at and WORTH_A_TRY**2 * self._needed(counts[at - 1]) <= threads:
+            return isqrt(counts[at - 1].threads * threads)
+        if above is None and threads < self._most:
             return min(threads + max(1, threads // 2), self._most)
         return None
+
+    def _needed(self, below: Score) -> int:
+        """The least threads that may do as much as the best, as none adds more than each of those ``below`` does."""
+        return ceil(FEWER_KEEP * self._peak / below.rate * below.threads)
+
+    def _bar(self, score: Score) -> float:
+        """The rate from which a count is good enough: more threads than at first must bring more."""
+        return self._peak / MORE_BRING if score is self._first else FEWER_KEEP * self._peak
+
+    def _fewer(self) -> int | None:
+        """Fewer threads than those that decode as much, which may do so too; ``None`` if none are worth a try."""
+        # Chance may make a count appear a little slower.
+        slower = [score for score in self._tried if score.rate < CLEARLY_SLOWER * self._peak]
+        score = next(score for score in self._tried if score not in slower)
+        if score.cores <= ONE_AT_WORK or max(score.at_work, score.cpu_s / score.wall_s) >= AT_WORK:
+            return None
+        below = [self._needed(each) for each in slower if each.threads < score.threads]
+        least = max(1, ceil(score.cores - 0.2), *below)
+        return isqrt(least * score.threads) if WORTH_A_TRY * least <= score.threads else None

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +27,7 @@ from aiofeed.processes.workers.handle import AssignedBatch, Handle, WorkerHandle
 from aiofeed.processes.workers.pool import WorkerPool
 from aiofeed.processes.workers.protocol import BatchFinished
 from aiofeed.runtime.buffers import SMALL_BYTES, BufferLease, BufferPool, Bytes, DropTracker, HostBufferPool
-from aiofeed.runtime.queue import ReadyBatch, release
+from aiofeed.runtime.queue import ReadyBatch
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.sampling.epochs import Step
 
@@ -65,46 +63,33 @@ class RemoteAssembly(Assembly):
         self._wrap = wrap
         # Copies to a device need pinned memory. If the ring cannot be pinned, batches are copied to memory that is.
         self._zero_copy = isinstance(memory, HostBufferPool)
-        self._taken: deque[ReadyBatch] = deque()
 
     def reading_ahead(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
         """See ``Assembly.reading_ahead``. A worker that fails ends the engine."""
         self._pool.call_on_error(self._engine.fail)
         return super().reading_ahead(steps)
 
-    def stop(self) -> None:
-        """Drop the batches that were taken and not released."""
-        self._taken.clear()
+    @property
+    def busy(self) -> bool:
+        """Whether all workers have work, so that a message of one wakes the loop soon.
 
-    def on_taken(self, item: ReadyBatch) -> bool:
-        """Whether the loop need not be woken for a batch that was taken, in the consumer's thread.
-
-        A woken loop takes the GIL from the step that has just begun. With one worker that decodes JPEGs all the time,
-        beside a pure Python step of 9 ms on two cores, the step takes 1.14 times as long as alone with this method,
-        and 1.32 times if the loop is woken for each batch (25th percentile of 200 steps, median of 10 runs each). So
-        while all workers have work, the batch waits for the next message of a worker, which wakes the loop anyway.
+        With one worker that decodes JPEGs all the time, beside a pure Python step of 9 ms on two cores, the step takes
+        1.14 times as long as alone, and 1.32 times if the loop is woken for each batch that is taken (25th percentile
+        of 200 steps, median of 10 runs each).
         """
-        if not self._pool.busy:
-            return False
-        self._taken.append(item)
-        # The loop may have processed the workers' last messages in between; then it has to be woken.
         return self._pool.busy
-
-    def _release_taken(self) -> None:
-        while self._taken:
-            release(self._taken.popleft())
 
     def taken(self, item: ReadyBatch) -> None:
         """Release the batches that were taken before, and let more be in flight if the workers need them."""
-        self._release_taken()
+        self.release_taken()
         free_dropped_slots(self._pool.borrowed)
         if more := self._pool.taken(item.counters):
-            self._buffer.prefetch_batches += more
-            limits = replace(self._admission.limits, prefetch_batches=self._buffer.prefetch_batches)
-            self._admission.change(limits)
+            self._admission.decode_at_once(self._buffer.prefetch_batches + more)
 
     async def begin(self, batch: Batch) -> None:
         """Send the plan of a batch to a worker."""
+        if self.chunk_size:
+            self.decode_at_once(self.chunk_size, len(batch.plan.indices), self._buffer.prefetch_batches)
         self.permit()
         may_decode = batch.decode_permit.is_set()
         assigned = self._pool.assign(batch.plan, may_decode=may_decode, was_read=partial(self._was_read, batch))
@@ -150,7 +135,7 @@ class RemoteAssembly(Assembly):
         if borrowed is not None:
             # Last, because ReleaseSlot wakes the worker, which may take this core from the consumer's thread.
             borrowed.track()
-        self._release_taken()
+        self.release_taken()
 
     async def _receive(
         self, batch: Batch, worker: Handle, assigned: AssignedBatch, reply: BatchFinished

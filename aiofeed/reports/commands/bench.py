@@ -60,7 +60,7 @@ def bench(paths: Sequence[str], *, size: int, batch_size: int, as_json: bool) ->
 
 
 def _measure(data: DataSet, size: int, batch_size: int) -> dict[str, Any]:
-    started, cores = time.monotonic(), machine.cpus()
+    started, cores = time.monotonic(), machine.rank_cpus()
     from aiofeed.decoders.image import DecodeImage  # needs Pillow
 
     decode = DecodeImage(size)

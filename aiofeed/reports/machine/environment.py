@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aiofeed.core.validation import local_ranks
 from aiofeed.devices.resolve import resolve_device
 from aiofeed.reports.machine.report import AcceleratorReport, Environment
 from aiofeed.runtime import machine
@@ -87,7 +88,7 @@ def inspect_environment() -> Environment:
         uvloop=_version(("uvloop",)) if _importable("uvloop") else None,
         affinity=machine.affinity(),
         cpu_quota=machine.cpu_quota(),
-        cores=machine.cpus(),
+        cores=machine.rank_cpus(),
         memory_limit_bytes=machine.memory_limit(),
         free_memory_bytes=machine.free_memory(),
         open_files=_limit("RLIMIT_NOFILE"),
@@ -97,6 +98,9 @@ def inspect_environment() -> Environment:
         nvidia_files=bool(files),
         nvidia_refused=tuple(str(path) for path in files if not os.access(path, os.R_OK | os.W_OK)),
         forked=bool(untyped._is_in_bad_fork()),
+        ranks=local_ranks(),
+        machine_cores=machine.cpus(),
+        rank_memory_bytes=machine.rank_memory(),
     )
 
 

@@ -70,7 +70,7 @@ class Environment:
         uvloop: its version.
         affinity: cores that this process may run on.
         cpu_quota: cores' worth of time that the cgroup allows.
-        cores: cores that aiofeed uses, by affinity and quota.
+        cores: cores that aiofeed uses, by affinity, quota and the number of ranks.
         memory_limit_bytes: the cgroup's limit.
         free_memory_bytes: memory that can be allocated without swapping.
         open_files: soft and hard limit on open files; -1 for no limit.
@@ -80,6 +80,9 @@ class Environment:
         nvidia_files: whether there are device files such as /dev/nvidia0.
         nvidia_refused: device files that this user may not open.
         forked: whether this process was forked from one that had initialized CUDA.
+        ranks: ranks of the program on this machine.
+        machine_cores: cores for all ranks, as far as this process may run on them.
+        rank_memory_bytes: the part of the free memory from which defaults follow.
     """
 
     aiofeed: str
@@ -108,6 +111,9 @@ class Environment:
     nvidia_files: bool
     nvidia_refused: tuple[str, ...]
     forked: bool
+    ranks: int = 1
+    machine_cores: int = 0
+    rank_memory_bytes: int = 0
 
 
 @public_in("aiofeed.reports")
@@ -167,6 +173,10 @@ def _environment_rows(found: Environment) -> list[tuple[str, str]]:
         ("cores", f"{found.cores} (affinity {found.affinity}, {quota})"),
         ("memory", f"{format_bytes(found.free_memory_bytes)} free ({limit})"),
     ]
+    if found.ranks > 1:
+        memory = f"{format_bytes(found.rank_memory_bytes)} of {format_bytes(found.free_memory_bytes)}"
+        part = f"{found.cores} of {found.machine_cores} cores and {memory} of free memory"
+        rows.append(("ranks", f"{found.ranks} ranks share this machine: {part} for this one"))
     if found.open_files is not None:
         rows.append(("open files", _format_limits(found.open_files, str)))
     if found.locked_bytes is not None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-# Columns up to this share (1 / MEMORY_SHARE) of free memory stay in the page cache.
+# Columns up to this share (1 / MEMORY_SHARE) of free memory stay in the page cache, which all ranks share.
 MEMORY_SHARE = 2
 # Enough to tell tables apart, and read in a millisecond.
 FINGERPRINT_ROWS = 64

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-# Files up to this share (1 / MEMORY_SHARE) of free memory stay in the page cache.
+# Files up to this share (1 / MEMORY_SHARE) of free memory stay in the page cache, which all ranks share.
 MEMORY_SHARE = 2
 # Tokens of each of three parts of a file that are compared with ``vocab``.
 CHECKED_TOKENS = 1 << 16
