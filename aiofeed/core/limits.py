@@ -53,7 +53,7 @@ class Limits:
             fewer if more threads do not decode faster.
         prefetch_batches: Batches that are being decoded, or are finished and wait for the consumer; with
             ``engine="process:N"`` N - 1 more. Fewer than the threads need are cut into smaller jobs, which costs more.
-            Default: as many as give each decode thread two jobs of 25 ms or more, within ``memory_bytes``; at least 2,
+            Default: as many as give each decode thread two jobs of 50 ms or more, within ``memory_bytes``; at least 2,
             with processes 3, so that the workers need not learn at once that a batch was taken.
         memory_bytes: Encoded plus decoded bytes in flight, including finished batches that wait. One batch may always
             proceed. Default: a quarter of the free memory, at most 4 GiB.

@@ -79,6 +79,8 @@ class ChunkAssembly(Assembly):
         # Samples whose reads have begun and not ended; `Admission.reading` also counts tasks that do not run yet.
         self._reading = 0
         self._may_group = may_group
+        # Whether a batch was delivered. Before, only what the first one needs should take the processor.
+        self._begun = False
         # Seconds that a batch took lately.
         self._batch_s = 0.0
 
@@ -93,7 +95,8 @@ class ChunkAssembly(Assembly):
         return self._executor.backlog > 0
 
     def delivered(self, batch: Batch) -> None:
-        """Tune the decode threads from the first batch on."""
+        """Tune the decode threads from the first batch on, and let more batches be in flight."""
+        self._begun = True
         if self._tuner is not None:
             self._tuner.decoding.warm = True
 
@@ -141,7 +144,8 @@ class ChunkAssembly(Assembly):
         limits, buffer = self._admission.limits, self._buffer
         least, most = self._fetcher.job_sizes(limits)
         most = min(most, limits.read_concurrency)
-        self.decode_at_once(most, samples, limits.prefetch_batches)
+        if self._begun:
+            self.decode_at_once(most, samples, limits.prefetch_batches)
         batches = min(buffer.prefetch_batches, buffer.assembling + buffer.waiting)
         self.chunk_size: int = samples_per_job((least, most), limits.decode_threads, samples, batches)
 

@@ -38,10 +38,11 @@ BACKLOG_RUNS = 4
 WAITING_SHARE = 0.9
 GIL_RELEASED_S = 0.0001
 # Jobs that mostly wait may wait for each other, as for a lock: one that runs alone shows it. All other threads wait
-# meanwhile, so it becomes rare: the first one runs after so many jobs for each thread, each later one after so many
-# times as many as the one before.
+# meanwhile, for some two jobs. So the first ones run alone after so many jobs for each thread, which is soon known, and
+# later ones are rare, which costs half a percent.
 ALONE_FIRST = 4
-ALONE_TIMES = 16
+ALONE_SOON = 2
+ALONE_LATER = 512
 # A job that waits for this share of its time mostly waits.
 MOSTLY_WAITS = 0.5
 # On a free-threaded build an object that another thread dropped is freed when the thread that made it next runs. So
@@ -187,7 +188,6 @@ class ThreadPool(ThreadPoolExecutor):
         self._alone_samples = 0
         self._isolates = False
         self._until_alone: float = ALONE_FIRST
-        self._alone_every = ALONE_FIRST
         self._active: set[_Job | _AwaitedJob] = set()
         self._abandoned: set[_Job | _AwaitedJob] = set()
         # Results of awaited jobs, and whether the loop has been woken for them.
@@ -435,8 +435,7 @@ class ThreadPool(ThreadPoolExecutor):
         self._until_alone -= 1 / self.max_running
         if ended.alone:
             self._isolates = self.alone = False
-            self._alone_every = ALONE_TIMES * self._alone_every
-            self._until_alone = self._alone_every
+            self._until_alone = ALONE_FIRST if self.alone_jobs < ALONE_SOON else ALONE_LATER
         elif self._until_alone <= 0 and self.max_running > 1 and self.isolates:
             self._isolates = self._isolates or self.waiting_share > MOSTLY_WAITS
 

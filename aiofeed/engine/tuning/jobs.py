@@ -14,7 +14,7 @@ from aiofeed.core.limits import JOBS_READY
 # Seconds of decoding in a job: at least the first, and the second for each thread. A job holds the GIL for some 0.1 ms
 # in all, to be requested, started, counted and delivered, so that a tenth of it is used for jobs however many threads
 # there are.
-JOB_S = 0.025
+JOB_S = 0.05
 JOB_THREAD_S = 0.001
 # A batch is not cut into shorter jobs than this for the sake of threads that have none.
 LEAST_S = 0.004
