@@ -382,11 +382,8 @@ def _decode_job_advice(found: Bottleneck) -> Iterator[Advice]:
         prefetch = measured.prefetch_batches * ceil(threads / max(min(found.lanes(), jobs), 1))
         if threads > measured.threads:
             given = f", prefetch_batches={prefetch}" if measured.prefetch_given else ""
-            yield Advice(
-                f"Limits(decode_threads={threads}{given})",
-                _jobs_gain(found, threads, prefetch),
-                _ALIKE if found.waits else "",
-            )
+            gain = _jobs_gain(found, threads, prefetch)
+            yield Advice(f"Limits(decode_threads={threads}{given})", gain, _ALIKE if found.waits else "")
     if found.stage == COLLATE:
         if measured.collate_fn:
             yield Advice(
