@@ -117,3 +117,15 @@ def test_the_picture_has_a_line_for_each_loader_in_both_schemes() -> None:
         for x, y in re.findall(r"([\d.]+) ([\d.]+)", path.get("d", "")):
             assert 0 <= float(x) <= 460
             assert 0 <= float(y) <= 300
+
+
+def test_the_performance_page_agrees_with_the_results(tmp_path: Path) -> None:
+    """Its tables and its picture are those of docs/benchmarks.json."""
+    results = report.load(harness.PROJECT / report.DATA)
+    (tmp_path / "docs").mkdir()
+    for file in (cores_page.PAGE, cores_page.PICTURE):
+        (tmp_path / file).write_bytes((harness.PROJECT / file).read_bytes())
+    assert len(list(cores_page.fill(tmp_path, results))) == 2
+    for file in (cores_page.PAGE, cores_page.PICTURE):
+        assert (tmp_path / file).read_bytes() == (harness.PROJECT / file).read_bytes()
+    assert "| 64 |" in (tmp_path / cores_page.PAGE).read_text()
