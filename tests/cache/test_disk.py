@@ -374,8 +374,9 @@ def test_a_disk_that_cannot_be_read_is_an_error_that_names_the_file(
     for fails_at in (1, 2, 3, 7, 50):
         calls = itertools.count(1)
         try:
-            for _ in Feeder(Rows(), decode=decode, batch_size=8, collate_fn=list, cache=DiskCache(path)):
-                pass
+            # Closed: a feeder that is only dropped may go on reading, and get the next error.
+            with Feeder(Rows(), decode=decode, batch_size=8, collate_fn=list, cache=DiskCache(path)) as feeder:
+                list(feeder)
         except CacheError as error:
             assert re.search(r"cannot be read: .*Input/output error", str(error))  # noqa: PT017
             assert str(path) in str(error)  # noqa: PT017
