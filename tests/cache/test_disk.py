@@ -382,7 +382,7 @@ def test_a_disk_that_cannot_be_read_is_an_error_that_names_the_file(
             assert str(path) in str(error)  # noqa: PT017
         else:
             # How many samples one call reads follows from the time.
-            assert fails_at > 3
+            assert fails_at > 1
             assert next(calls) <= fails_at
 
 
