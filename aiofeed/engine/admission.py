@@ -65,13 +65,16 @@ class Admission:
         return self._buffer.assembling + self._buffer.waiting < most
 
     def may_read(self, samples: int) -> bool:
-        """Whether ``samples`` more may be read now; always if nothing is being read and no other batch is in flight.
+        """Whether ``samples`` more may be read now; always if nothing is being read.
 
         The limit may fall below the size of a chunk while the chunk waits.
         """
-        if self._budget.exceeded and self._buffer.assembling + self._buffer.waiting > 1:
-            return self.closed
         return self.closed or not self.reading or self.reading + samples <= self.limits.read_concurrency
+
+    def may_read_on(self, samples: int) -> bool:
+        """Whether the batch that has begun last may read ``samples`` more; not while others exceed the memory limit."""
+        exceeded = self._budget.exceeded and self._buffer.assembling + self._buffer.waiting > 1
+        return self.closed or (not exceeded and self.may_read(samples))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition()`` is true; checked whenever ``room`` is set."""

@@ -133,9 +133,9 @@ class ChunkAssembly(Assembly):
         self._fetcher.announce(batch.plan)
         for start in starts:
             stop = min(start + size, samples)
-            if not admission.may_read(stop - start):
+            if not admission.may_read_on(stop - start):
                 admission.waited_for_reads = True
-                await admission.until(partial(admission.may_read, stop - start))
+                await admission.until(partial(admission.may_read_on, stop - start))
             admission.reading += stop - start
             self._engine.group.create_task(self.read_and_decode(batch, start, stop))
 

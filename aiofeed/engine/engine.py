@@ -148,11 +148,12 @@ class Assembly:
 
     def release_taken(self) -> None:
         """Release the batches that were taken and for which the loop was not woken."""
-        while self._taken:
-            release(self._taken.popleft())
+        for item in [self._taken.popleft() for _ in range(len(self._taken))]:  # `taken` calls this again
+            release(item)
 
     def taken(self, item: ReadyBatch) -> None:
-        """The consumer has taken a batch from the queue."""
+        """The consumer has taken a batch from the queue: release those before it, too."""
+        self.release_taken()
 
     def stop(self) -> None:
         """End running jobs and drop unfinished work: the engine has ended, and the feeder may keep it."""

@@ -267,7 +267,7 @@ class SampleAssembly(ChunkAssembly):
             await self._executor.run(self._put_together, batch, outcome)
         except asyncio.CancelledError:
             raise cancellation_error(batch) from None
-        batch.count(outcome)
+        self._observe(batch, outcome)
         self._engine.complete(batch)
 
     def _put_together(self, batch: PlannedBatch, outcome: ChunkOutcome) -> None:

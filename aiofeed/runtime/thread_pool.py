@@ -88,9 +88,9 @@ class _AwaitedJob:
     def __init__(self, pool: ThreadPool, future: asyncio.Future[Any]) -> None:
         self._pool = pool
         self._cancelled = False
-        self.future = future
-        self.ident = 0
-        self.alone = False
+        self.future: asyncio.Future[Any] = future
+        self.ident: int = 0
+        self.alone: bool = False
 
     def cancel(self) -> None:
         """Do not start the job, or abandon it; its coroutine is cancelled."""

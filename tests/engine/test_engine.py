@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiofeed import Feeder, Limits
+from aiofeed import FailurePolicy, Feeder, Limits
 from aiofeed.core.limits import resolve_limits
 from aiofeed.core.statistics import EpochStats
 from aiofeed.engine.admission import MemoryBudget
@@ -125,6 +125,26 @@ def test_memory_bytes_bounds_what_is_in_flight() -> None:
     tiny = Feeder(source, decode=decode, batch_size=4, limits=Limits(memory_bytes=1))
     assert sum(1 for _ in tiny) == 25
     tiny.close()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("in_order", [True, False, "samples"])
+def test_a_replacement_is_read_while_more_than_memory_bytes_is_in_use(in_order: Any) -> None:
+    """The batch in which it is could not be delivered otherwise, and those behind it would keep the memory."""
+
+    class Growing(Gauge):
+        async def read(self, index: int) -> bytes:
+            return b"%d" % index + b" " * (1_000 if index < 20 else 100_000)
+
+    def decode(data: bytes) -> torch.Tensor:
+        if (value := int(data)) >= 20 and value % 4 == 1:
+            raise ValueError("broken")
+        return torch.tensor(value)
+
+    limits = Limits(memory_bytes=50_000, decode_threads=4)
+    policy = FailurePolicy("replace", max_failures=1000)
+    with Feeder(Growing(80), decode=decode, batch_size=4, limits=limits, on_error=policy, in_order=in_order) as feeder:
+        assert [len(batch) for batch in feeder] == [4] * 20
 
 
 def test_device_batches_bounds_what_is_on_the_device() -> None:

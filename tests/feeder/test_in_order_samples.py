@@ -43,6 +43,7 @@ from aiofeed.feeder.pipeline import StreamingPipeline
 from aiofeed.testing import SimulatedDevice
 from tests.support.interrupts import Interrupt
 from tests.support.states import edited_state
+from tests.support.waiting import until
 
 SECONDS = 20
 
@@ -240,6 +241,32 @@ def settle(feeder: Feeder[Any]) -> None:
         if state == last and not made._chunks and not made._full:
             return
         last = state
+
+
+def test_a_batch_that_is_taken_is_released_though_only_batches_are_put_together(make: MakeFeeder) -> None:
+    """No chunk is decoded meanwhile, at whose end it would be released."""
+    begun, released = threading.Semaphore(0), threading.Semaphore(0)
+
+    def collate(values: list[torch.Tensor]) -> torch.Tensor:
+        begun.release()
+        assert released.acquire(timeout=SECONDS)
+        return torch.stack(values)
+
+    limits = Limits(decode_threads=1, prefetch_batches=3)
+    feeder = make(Numbers(6), collate_fn=collate, limits=limits)
+    released.release()
+    iterator = iter(feeder)
+    assert begun.acquire(timeout=SECONDS)
+    assert begun.acquire(timeout=SECONDS)
+    pipeline: Any = feeder._session.pipeline
+    engine, pool = pipeline._engine, pipeline.loop_thread.decode_pool
+    until(lambda: pool.backlog == 1 and engine.buffer.waiting == 1)
+    next(iterator)
+    assert pool.backlog == 1
+    released.release(2)
+    until(lambda: len(pipeline.queue) >= 2)
+    until(lambda: engine.buffer.waiting == 2)
+    released.release(100)
 
 
 def test_memory_bytes_allows_one_batch(make: MakeFeeder) -> None:

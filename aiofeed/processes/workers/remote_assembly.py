@@ -81,7 +81,7 @@ class RemoteAssembly(Assembly):
 
     def taken(self, item: ReadyBatch) -> None:
         """Release the batches that were taken before, and let more be in flight if the workers need them."""
-        self.release_taken()
+        super().taken(item)
         free_dropped_slots(self._pool.borrowed)
         if more := self._pool.taken(item.counters):
             self._admission.decode_at_once(self._buffer.prefetch_batches + more)

@@ -65,6 +65,22 @@ def test_all_of_the_budget_is_released(prefetch: int) -> None:
         until(lambda: not pipeline._budget._batches and not pipeline._engine.buffer.waiting)
 
 
+def test_however_many_batches_can_be_released_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many batches are taken before the loop is woken, as with many small ones."""
+    busy = True
+    monkeypatch.setattr(RemoteAssembly, "busy", property(lambda _: busy))
+    limits = Limits(prefetch_batches=600)
+    with Feeder(parts.Numbers(600), decode=parts.number, batch_size=1, engine="process", limits=limits) as feeder:
+        iterator = iter(feeder)
+        seen = [next(iterator).item()]
+        pipeline: Any = feeder._session.pipeline
+        until(lambda: len(pipeline.queue) >= 599)
+        seen += [next(iterator).item() for _ in range(500)]
+        busy = False
+        assert seen + [batch.item() for batch in iterator] == list(range(600))
+        until(lambda: not pipeline._engine.buffer.waiting)
+
+
 @pytest.mark.parametrize("device", [None, "simulated"])
 def test_a_deferred_item_does_not_keep_its_batch(device: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps the size of the reservation, and neither the batch nor its memory."""
