@@ -21,4 +21,6 @@ MODULES = (
     "processes",
     "objects",
     "explain",
+    "cores",
+    "gil",
 )

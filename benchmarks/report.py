@@ -119,7 +119,9 @@ def draw(project: Path) -> list[Path]:
     front = project / FRONT
     if front.exists():
         front.write_text(front_page(front.read_text(encoding="utf-8"), results), encoding="utf-8")
-    return [page, chart]
+    from benchmarks import cores_page  # which formats by this module
+
+    return [page, chart, *cores_page.fill(project, results)]
 
 
 def answered(page: str, results: Mapping[str, Result]) -> tuple[str, list[tuple[str, Figure]]]:

@@ -243,6 +243,7 @@ def measurements(
         threads=limits.decode_threads if tuner is None else tuner.max_running,
         reads=limits.read_concurrency if tuner is None else tuner.reading.concurrency,
         prefetch_batches=limits.prefetch_batches if streaming is None else streaming.prefetch_batches,
+        prefetch_given=limits.prefetch_given,
         chunk_size=0 if pipeline is None else pipeline.chunk_size,
         memory_bytes=limits.memory_bytes,
         sample_bytes=_bytes_per_sample(config) if streaming is None else streaming.bytes_per_sample,

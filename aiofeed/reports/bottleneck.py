@@ -72,6 +72,7 @@ class FeedMeasurements:
         cores: Cores available to this rank.
         reads: Samples that may be read at a time.
         prefetch_batches: Finished batches that may wait.
+        prefetch_given: Whether they are a fixed number; otherwise as many as the threads need.
         chunk_size: Samples per decode job; 0 if unknown.
         memory_bytes: The limit of bytes in flight.
         sample_bytes: Encoded and decoded bytes of a sample in flight; 0 if unknown.
@@ -110,6 +111,7 @@ class FeedMeasurements:
     cores: int
     reads: int
     prefetch_batches: int = 2
+    prefetch_given: bool = True
     chunk_size: int = 0
     memory_bytes: int = 0
     sample_bytes: float = 0.0
@@ -253,7 +255,7 @@ class Bottleneck:
         """The decode jobs that can run at the same time: not more than the batches that may be decoded have."""
         measured = self.measured
         threads = threads or measured.threads
-        if measured.processes or measured.in_order == "samples":
+        if measured.processes or measured.in_order == "samples" or not measured.prefetch_given:
             return threads
         batch = ceil(self.stats.samples / self.stats.batches)
         jobs = ceil(batch / (measured.chunk_size or batch))

@@ -381,8 +381,9 @@ def _decode_job_advice(found: Bottleneck) -> Iterator[Advice]:
         jobs = measured.threads if found.stage == COLLATE else measured.prefetch_batches * measured.threads
         prefetch = measured.prefetch_batches * ceil(threads / max(min(found.lanes(), jobs), 1))
         if threads > measured.threads:
-            limits = f"Limits(decode_threads={threads}, prefetch_batches={prefetch})"
-            yield Advice(limits, _jobs_gain(found, threads, prefetch), _ALIKE if found.waits else "")
+            given = f", prefetch_batches={prefetch}" if measured.prefetch_given else ""
+            gain = _jobs_gain(found, threads, prefetch)
+            yield Advice(f"Limits(decode_threads={threads}{given})", gain, _ALIKE if found.waits else "")
     if found.stage == COLLATE:
         if measured.collate_fn:
             yield Advice(

@@ -146,15 +146,13 @@ def as_array(value: Any) -> tuple[NDArray[Any] | None, str | None]:
         return None, None
     import torch
 
-    if type(value) is not torch.Tensor or value.device.type != "cpu" or value.layout is not torch.strided:
+    if type(value) is not torch.Tensor:
         return None, None
-    if value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg():
-        return None, None
-    if value.dtype is torch.bfloat16:
-        return value.view(torch.int16).numpy(), "bfloat16"
     try:
+        if value.dtype is torch.bfloat16 and not value.requires_grad:
+            return value.view(torch.int16).numpy(), "bfloat16"
         return value.numpy(), None
-    except (TypeError, RuntimeError):  # a dtype that numpy lacks
+    except (TypeError, RuntimeError):  # requires a gradient, on a device, sparse, a dtype that numpy lacks, ...
         return None, None
 
 

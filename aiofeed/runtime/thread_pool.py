@@ -87,9 +87,9 @@ class _AwaitedJob:
 
     def __init__(self, pool: ThreadPool, future: asyncio.Future[Any]) -> None:
         self._pool = pool
-        self.future = future
-        self.ident = 0
-        self.alone = False
+        self.future: asyncio.Future[Any] = future
+        self.ident: int = 0
+        self.alone: bool = False
 
     def cancel(self) -> None:
         """Cancel the coroutine of a job that will not start."""

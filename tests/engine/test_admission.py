@@ -1,11 +1,18 @@
-"""Tests of the memory budget."""
+"""Tests of the memory budget, of the limit on reads and of decode permits."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiofeed.engine.admission import MemoryBudget
+from aiofeed.core.failure_policy import FailurePolicy
+from aiofeed.core.failures import FailureCounter
+from aiofeed.core.limits import Limits, resolve_limits
+from aiofeed.core.statistics import EpochStats
+from aiofeed.core.types import BatchPlan
+from aiofeed.engine.admission import Admission, MemoryBudget
+from aiofeed.engine.batch import Batch, ReorderBuffer
+from aiofeed.sampling.epochs import EpochEnds
 
 
 def test_without_an_estimate_the_first_batch_runs_alone() -> None:
@@ -61,3 +68,59 @@ def test_encoded_bytes_count_before_the_batch_is_decoded() -> None:
     assert not budget.admits(10)
     budget.release(budget.correct(reserved, 195, 10))
     assert budget.reserved_bytes == 0
+
+
+def new_batch(number: int) -> Batch:
+    return Batch(BatchPlan(number, [0], [0], 0), EpochStats(), FailureCounter(FailurePolicy(), 1), reserved=0)
+
+
+def test_no_read_begins_while_batches_take_more_than_the_limit() -> None:
+    """Batches that turn out to be larger than the limit keep further reads out; a batch that is alone goes on."""
+    limits = resolve_limits(Limits(memory_bytes=100), batch_size=1, cpus=2, free_memory=0)
+    budget, buffer = MemoryBudget(100, bytes_per_sample=1.0), ReorderBuffer(in_order=True, prefetch_batches=2)
+    admission = Admission(limits, batch_size=1, budget=budget, buffer=buffer)
+    buffer.assembling = 2
+    reserved = budget.raise_to(budget.reserve(1), 101)
+    assert not admission.may_read(1)
+    buffer.assembling = 1
+    assert admission.may_read(1)
+    buffer.assembling = 2
+    budget.release(reserved)
+    assert admission.may_read(1)
+
+
+@given(st.lists(st.sampled_from(["add", "end", "read", "grant", "pop", "take", "more"]), max_size=200), st.booleans())
+def test_permits_are_those_of_a_search_through_all_batches(steps: list[str], in_order: bool) -> None:
+    """Whatever happens, the batches that have a permit are those that a look at every entry would have chosen."""
+    buffer = ReorderBuffer(in_order=in_order, prefetch_batches=2)
+    model: list[Batch] = []
+    number = 0
+    for step in steps:
+        batches = [entry for entry in buffer.entries if isinstance(entry, Batch)]
+        if step == "add":
+            buffer.entries.append(new_batch(number))
+            buffer.assembling, number = buffer.assembling + 1, number + 1
+        elif step == "end":
+            buffer.entries.append(EpochEnds())
+        elif step == "read" and (unread := [batch for batch in batches if batch.unread]):
+            unread[number % len(unread)].unread = 0
+        elif step == "grant":
+            expected = buffer.prefetch_batches - buffer.permitted - buffer.waiting
+            for entry in buffer.entries:
+                if expected <= 0 or (isinstance(entry, EpochEnds) and not in_order):
+                    break
+                if isinstance(entry, Batch) and entry not in model and (in_order or not entry.unread):
+                    model.append(entry)
+                    expected -= 1
+            buffer.grant_permits()
+        elif step == "pop":
+            if permitted := [batch for batch in batches if batch.decode_permit.is_set()]:
+                permitted[number % len(permitted)].complete = True
+            if isinstance(buffer.pop(), Batch):
+                buffer.waiting += 1
+        elif step == "take" and buffer.waiting:
+            buffer.waiting -= 1
+        elif step == "more":
+            buffer.prefetch_batches = number % 7 + 1
+        for batch in (entry for entry in buffer.entries if isinstance(entry, Batch)):
+            assert batch.decode_permit.is_set() == (batch in model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import sys
 import threading
@@ -347,3 +348,27 @@ def test_a_job_counts_unless_batches_waited_for_most_of_it(monkeypatch: pytest.M
         now[0] += later_s
         controller.observe_job(tuner, JobTiming(1, 0.1, 0.1, 2), saturated=saturated)
     assert counted == [0, 2, 2, 0]
+
+
+def test_small_batches_use_all_threads() -> None:
+    """By default as many batches are decoded at the same time as give every thread a job."""
+    threads, warm = 32, 256
+    active, all_active, lock = 0, threading.Event(), threading.Lock()
+
+    def decode(data: bytes) -> torch.Tensor:
+        nonlocal active
+        with lock:
+            started = next(count)
+            active += 1
+            if active == threads:
+                all_active.set()
+        if started >= warm:
+            all_active.wait(20)
+        with lock:
+            active -= 1
+        return torch.zeros(1)
+
+    count = itertools.count()
+    with Feeder(Numbers(), decode=decode, batch_size=BATCH, limits=Limits(decode_threads=threads)) as feeder:
+        assert sum(len(batch) for batch in feeder) == SAMPLES
+    assert all_active.is_set()

@@ -177,6 +177,15 @@ def test_decoding_runs_into(changes: dict[str, Any], settings: dict[str, Any], r
     assert wanted in advice(found)
 
 
+def test_batches_that_follow_the_threads_are_not_advised() -> None:
+    """If the user gave no ``prefetch_batches``, more threads have more batches: no advice would fix their number."""
+    found = explain(measured(heavy_decode(decode_cpu_s=1.0), prefetch_given=False))
+    assert "Limits(decode_threads=" in advice(found)
+    assert "prefetch_batches" not in advice(found)
+    found = explain(measured(heavy_decode(), threads=8, cores=8, chunk_size=8, prefetch_given=False))
+    assert found.resource != "prefetch_batches"
+
+
 @pytest.mark.parametrize(("has_gil", "resource"), [(True, "GIL"), (False, "memory bandwidth")])
 def test_tiny_samples_run_into_the_gil_if_there_is_one(
     monkeypatch: pytest.MonkeyPatch, has_gil: bool, resource: str

@@ -58,8 +58,7 @@ def gil_message(limit: GilLimit, *, cores: int, turbo: bool) -> str:
 
     It proposes as many processes as use all cores, if each uses as many as this one.
     """
-    processes = ceil(cores / limit.cores)
-    ways = f'engine="process:{processes}" for up to {processes * limit.ceiling:,.0f} samples/s'
+    ways = f'engine="process:{ceil(cores / limit.cores)}"'
     if turbo:
         ways = f"pip install 'aiofeed[turbo]' for small JPEGs, or {ways}"
     return (

@@ -25,8 +25,10 @@ FIRST_SAMPLES = 16
 JOB_BYTES = 16 << 20
 # Share of its time below which a job mainly waits (for storage, a network) rather than computes.
 CPU_BOUND = 0.1
-# Threads that together use this part of a core may wait for the GIL, however little each of them computes.
+# Threads that together use this part of a core may wait for the GIL, however little each of them computes. Or they wait
+# for something else: at least this part of their time counts, so that slow samples still have jobs of their own.
 GIL_BOUND = 0.7
+GIL_COUNTS = 0.25
 
 
 class JobSizer:
@@ -48,8 +50,10 @@ class JobSizer:
         If the samples are CPU-bound, only ``cpu_s`` counts. The rest is waiting for the GIL or for a core: counted as
         work, it would make jobs smaller, which makes threads wait for each other even more.
         """
-        if cpu_s > seconds * min(CPU_BOUND, GIL_BOUND / self._threads):
+        if cpu_s > seconds * CPU_BOUND:
             seconds = cpu_s
+        elif cpu_s > seconds * GIL_BOUND / self._threads:
+            seconds = max(cpu_s, GIL_COUNTS * seconds)
         per_sample = seconds / max(samples, 1)
         self.seconds += (per_sample - self.seconds) * (0.2 if self.seconds else 1.0)
 
