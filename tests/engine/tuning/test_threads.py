@@ -356,9 +356,7 @@ def test_the_message_names_the_gil_the_figures_and_the_way_out() -> None:
         assert part in message
     assert "turbo" not in gil_message(limit, cores=4, turbo=False)
     # 64 cores, of which one process can use four: 16 processes.
-    assert 'engine="process:16"' in gil_message(
-        GilLimit(6, 1e-4, 4.0), cores=64, turbo=False
-    )
+    assert 'engine="process:16"' in gil_message(GilLimit(6, 1e-4, 4.0), cores=64, turbo=False)
 
 
 def test_the_gil_is_told_of_once() -> None:
