@@ -28,7 +28,7 @@ from aiofeed.runtime.thread_pool import ThreadPool
 
 # Batches are made together until a job takes this long: a job costs the loop and three changes of threads, some hundred
 # microseconds, however little it does.
-JOB_S = 0.008
+GROUP_S = 0.008
 # The batches that are made need not wait longer for a slow sample behind them.
 MADE_S = 0.008
 TOGETHER_MOST = 32
@@ -145,7 +145,7 @@ class ChunkAssembly(Assembly):
         least, most = self._fetcher.job_sizes(limits)
         most = min(most, limits.read_concurrency)
         if self._begun:
-            self.decode_at_once(most, samples, limits.prefetch_batches)
+            self.fill_threads(most, samples, limits.prefetch_batches)
         batches = min(buffer.prefetch_batches, buffer.assembling + buffer.waiting)
         self.chunk_size: int = samples_per_job((least, most), limits.decode_threads, samples, batches)
 
@@ -242,7 +242,7 @@ class ChunkAssembly(Assembly):
         """Choose how many batches the next job makes, by the time that one takes and its share of the memory limit."""
         seconds = outcome.read_s + outcome.decode_s + outcome.collate_s
         self._batch_s += (seconds - self._batch_s) * (0.2 if self._batch_s else 1.0)
-        most = min(int(JOB_S / self._batch_s), self._budget.limit_bytes // (4 * max(batch.nbytes, 1)))
+        most = min(int(GROUP_S / self._batch_s), self._budget.limit_bytes // (4 * max(batch.nbytes, 1)))
         self.together: int = max(1, min(TOGETHER_MOST, 2 * self.together, most))
 
     def _observe(self, batch: Batch, outcome: ChunkOutcome) -> None:

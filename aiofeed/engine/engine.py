@@ -103,7 +103,7 @@ class Assembly:
         """Start a batch in tasks of ``engine.group``; wait until all of it may be read."""
         raise NotImplementedError
 
-    def decode_at_once(self, job_size: int, samples: int, least: int) -> None:
+    def fill_threads(self, job_size: int, samples: int, least: int) -> None:
         """Let as many batches be decoded at the same time as give every thread jobs, ``least`` or more.
 
         Args:

@@ -135,7 +135,7 @@ def threads_cpu_s(threads: Iterable[int]) -> float:
     """The seconds of threads of this process, by native identifier, on the processor together; 0 if unknown."""
     try:
         return sum(time.clock_gettime(~thread << 3 | 6) for thread in list(threads))  # Linux: each thread has a clock
-    except (AttributeError, OSError):
+    except (AttributeError, OSError, OverflowError):
         return 0.0
 
 

@@ -187,7 +187,7 @@ class ThreadPool(ThreadPoolExecutor):
         self._until_alone: float = ALONE_FIRST
         self._active: set[_Job | _AwaitedJob] = set()
         self._abandoned: set[_Job | _AwaitedJob] = set()
-        # Results of awaited jobs, and whether the loop has been woken for them.
+        # Results of awaited jobs, and whether the loop has been woken for them; a pool has the jobs of one loop.
         self._ended: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
         self._wakes = False
         self._stopped = False

@@ -45,7 +45,7 @@ class Small(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 @pytest.fixture(autouse=True)
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many batches each job makes; large groups also on a slow machine."""
-    monkeypatch.setattr(chunks, "JOB_S", 1.0)
+    monkeypatch.setattr(chunks, "GROUP_S", 1.0)
     made: list[int] = []
     together = chunks.ChunkAssembly._make_together
 
@@ -154,7 +154,7 @@ def test_a_break_and_an_error_of_collate_fn() -> None:
 
 def test_a_dataset_that_becomes_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches that are made are delivered while their job waits for a slow item."""
-    monkeypatch.setattr(chunks, "JOB_S", 0.001)
+    monkeypatch.setattr(chunks, "GROUP_S", 0.001)
     monkeypatch.setattr(chunks.ChunkAssembly, "_choose_group", lambda self, *_: setattr(self, "together", 32))
     dataset = Small()
     dataset.slow = 1_000

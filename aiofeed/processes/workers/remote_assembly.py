@@ -89,7 +89,7 @@ class RemoteAssembly(Assembly):
     async def begin(self, batch: Batch) -> None:
         """Send the plan of a batch to a worker."""
         if self.chunk_size:
-            self.decode_at_once(self.chunk_size, len(batch.plan.indices), self._buffer.prefetch_batches)
+            self.fill_threads(self.chunk_size, len(batch.plan.indices), self._buffer.prefetch_batches)
         self.permit()
         may_decode = batch.decode_permit.is_set()
         assigned = self._pool.assign(batch.plan, may_decode=may_decode, was_read=partial(self._was_read, batch))
