@@ -81,12 +81,12 @@ def test_no_read_begins_while_batches_take_more_than_the_limit() -> None:
     admission = Admission(limits, batch_size=1, budget=budget, buffer=buffer)
     buffer.assembling = 2
     reserved = budget.raise_to(budget.reserve(1), 101)
-    assert not admission.may_read(1)
+    assert not admission.may_read_on(1)
     buffer.assembling = 1
-    assert admission.may_read(1)
+    assert admission.may_read_on(1)
     buffer.assembling = 2
     budget.release(reserved)
-    assert admission.may_read(1)
+    assert admission.may_read_on(1)
 
 
 @given(st.lists(st.sampled_from(["add", "end", "read", "grant", "pop", "take", "more"]), max_size=200), st.booleans())

@@ -59,7 +59,7 @@ def test_loading_is_the_difference() -> None:
         measured = feeding.headroom(4)
         for _ in measured:
             time.sleep(0.005)
-    assert measured.loaded_s > 0.029
+    assert measured.loaded_s > 0.02  # batches that came during a pause of this thread take less than their 30 ms
     assert measured.floor_s < measured.loaded_s
     assert measured.gain == measured.loaded_s / measured.floor_s
     assert "times as fast" in str(measured)
