@@ -100,14 +100,14 @@ class JobTimer:
     def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
         self._threads = _busy_threads(pool)
-        self._pool_cpu = machine.threads_cpu_s(pool._core_waits)
+        self._pool_cpu = machine.threads_cpu_s(pool.core_waits)
         self._wall, self._cpu = time.perf_counter(), time.thread_time()
 
     def job(self, samples: int, nbytes: int = 0) -> JobTiming:
         """The timing of a job that decoded ``samples``, and read and wrote ``nbytes``."""
         wall, cpu = time.perf_counter() - self._wall, time.thread_time() - self._cpu
         threads = self._threads if self._threads == _busy_threads(self._pool) else 0
-        pool_cpu = machine.threads_cpu_s(self._pool._core_waits) - self._pool_cpu
+        pool_cpu = machine.threads_cpu_s(self._pool.core_waits) - self._pool_cpu
         return JobTiming(samples, wall, cpu, threads, nbytes, max(pool_cpu, 0.0))
 
 

@@ -164,6 +164,8 @@ class ThreadPool(ThreadPoolExecutor):
         alone: Whether the job that runs is to do so alone.
         alone_jobs: The jobs that ran alone.
         alone_sample_s: Their seconds per sample, without those in which they waited for a core.
+        core_waits: For each thread that runs, by its native identifier, the seconds for which it had waited for a core
+            when it began.
         host: A thread to use as the first one, if it is free.
     """
 
@@ -194,11 +196,10 @@ class ThreadPool(ThreadPoolExecutor):
         self._draining = False
         # Wall-clock and CPU seconds of the jobs, exponentially weighted towards recent ones.
         self._wall_s = self._cpu_s = 0.0
-        # Seconds of all jobs, and of all threads that have ended in which they waited for a core. For each thread that
-        # runs, by its native identifier, the seconds for which it had waited when it began.
+        # Seconds of all jobs, and of all threads that have ended in which they waited for a core.
         self.busy_s: float = 0.0
         self._core_wait_s = 0.0
-        self._core_waits: dict[int, float] = {}
+        self.core_waits: dict[int, float] = {}
 
     @property
     def backlog(self) -> int:
@@ -213,7 +214,7 @@ class ThreadPool(ThreadPoolExecutor):
     def core_wait_s(self) -> float:
         """Seconds in all in which threads of the pool could run and waited for a core; 0 if unknown."""
         # Without the lock, which a fork may have copied while it was held.
-        running = sum(machine.core_wait_s(thread) - at for thread, at in list(self._core_waits.items()))
+        running = sum(machine.core_wait_s(thread) - at for thread, at in list(self.core_waits.items()))
         return max(self._core_wait_s + running, 0.0)
 
     def set_max_running(self, max_running: int) -> None:
@@ -363,12 +364,12 @@ class ThreadPool(ThreadPoolExecutor):
 
     def _run(self) -> None:
         thread = threading.get_native_id()
-        self._core_waits[thread] = machine.core_wait_s(thread)
+        self.core_waits[thread] = machine.core_wait_s(thread)
         try:
             self._run_jobs()
         finally:
             with self._lock:
-                self._core_wait_s += machine.core_wait_s(thread) - self._core_waits.pop(thread)
+                self._core_wait_s += machine.core_wait_s(thread) - self.core_waits.pop(thread)
 
     def _run_jobs(self) -> None:
         work: _Work | Callable[[], None] | None = None

@@ -192,7 +192,7 @@ class SourceFetcher(Fetcher):
             chunk.values[position - first] = value
 
     def _decode_all(self, chunk: Chunk) -> Sequence[Exception | None] | None:
-        """Decode a chunk into its rows in one call; returns the error of each sample, or ``None`` for none.
+        """Decode a chunk into its rows in one call; returns the error of each sample, ``None`` where there is none.
 
         Returns ``None`` if samples have to be decoded one by one: the decoder cannot do it, there is a time limit, or a
         sample could not be read.
