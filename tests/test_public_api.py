@@ -27,7 +27,7 @@ TESTS = "Test your code"
 PAGES = {
     "Feed a training": (
         "feeding.md",
-        "A feeder returns batches and loads the next ones meanwhile. The [guide](../guide.md) introduces it.",
+        "A feeder returns batches and loads the next ones meanwhile. The [tutorial](../tutorial.md) introduces it.",
     ),
     "Read data": (
         "sources.md",

@@ -42,7 +42,6 @@ NEEDS = {
     "docs/media.md": ("av",),
     "docs/monitoring.md": ("lightning", "opentelemetry.sdk", "prometheus_client", "tensorboard"),
     "docs/training-frameworks.md": ("accelerate", "ignite", "lightning", "transformers"),
-    "docs/recipes/frameworks.md": ("accelerate", "lightning", "transformers"),
     "docs/recipes/http-service.md": ("aiohttp",),
     "docs/recipes/language-model.md": ("datasets", "pyarrow"),
 }
@@ -346,13 +345,13 @@ def test_runner_keeps_one_namespace() -> None:
 def test_links_are_found_in_every_form(tmp_path: Path) -> None:
     """Relative, to GitHub, to the documentation, to an image; not in code, and not to other places."""
     text = (
-        "[a](docs/guide.md#install) [b](https://github.com/aiofeed/aiofeed/blob/main/LICENSE) `[x](y)`\n"
+        "[a](docs/tutorial.md#install) [b](https://github.com/aiofeed/aiofeed/blob/main/LICENSE) `[x](y)`\n"
         '[c](https://aiofeed.github.io/aiofeed/api.html) <img src="docs/no.png"> [d](https://pytorch.org/x)\n'
         "[e](https://aiofeed.github.io/aiofeed/)\n\n```text\n[f](nowhere)\n```\n"
     )
     found = [(file, anchor) for _, file, anchor in local_links(ROOT / "README.md", text)]
     assert found == [
-        (ROOT / "docs/guide.md", "install"),
+        (ROOT / "docs/tutorial.md", "install"),
         (ROOT / "LICENSE", ""),
         (ROOT / "docs/api.md", ""),
         (ROOT / "docs/no.png", ""),
