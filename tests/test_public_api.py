@@ -11,7 +11,6 @@ import dataclasses
 import importlib
 import inspect
 import os
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -151,25 +150,15 @@ def names_of(task: str) -> list[str]:
     return names + {"Observe a run": ["aiofeed.lightning.FeederMonitor"], TESTS: ["aiofeed.testing"]}.get(task, [])
 
 
-def summary(name: str) -> str:
-    """The first sentence of a docstring, without its full stop."""
-    module, _, own = name.rpartition(".")
-    found = (
-        importlib.import_module(name) if name == "aiofeed.testing" else getattr(importlib.import_module(module), own)
-    )
-    paragraph = " ".join(inspect.cleandoc(found.__doc__).partition("\n\n")[0].split())
-    return re.split(r"\. (?=[A-Z`])", paragraph)[0].removesuffix(".").replace("``", "`")
-
-
 def overview() -> str:
     """The content of docs/api.md."""
     text = (
-        "# API\n\nAll public names, by task, without the `aiofeed.` in front. "
-        "Everything else may change without notice.\n"
+        "# API\n\nAll public names, by task, without the `aiofeed.` in front. The page of a task describes them. "
+        "Everything else may change without notice.\n\n| task | names |\n| --- | --- |\n"
     )
     for task, (file, _) in PAGES.items():
-        text += f"\n## [{task}](api/{file})\n\n"
-        text += "".join(f"- [`{name.removeprefix('aiofeed.')}`][{name}]: {summary(name)}.\n" for name in names_of(task))
+        names = ", ".join(f"[`{name.removeprefix('aiofeed.')}`][{name}]" for name in names_of(task))
+        text += f"| [{task}](api/{file}) | {names} |\n"
     return text
 
 
