@@ -9,7 +9,8 @@ from torch.utils.data import TensorDataset
 
 import aiofeed
 from aiofeed.devices.copier import Copier
-from aiofeed.testing import SimulatedDevice, WrongBytesError, check_feeder
+from aiofeed.testing import WrongBytesError, check_feeder
+from tests.support.simulated_device import SimulatedDevice
 
 
 @pytest.fixture(autouse=True)

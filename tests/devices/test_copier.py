@@ -15,8 +15,9 @@ from aiofeed.core.pytree import leaves
 from aiofeed.core.types import HostTensor
 from aiofeed.devices.copier import Copier, PendingCopy
 from aiofeed.runtime.buffers import release_unused
-from aiofeed.testing import SimulatedDevice, WrongBytesError, check_copier
+from aiofeed.testing import WrongBytesError, check_copier
 from tests.support.dropping import python_calls_while_dropping
+from tests.support.simulated_device import SimulatedDevice
 
 
 class Pair(typing.NamedTuple):

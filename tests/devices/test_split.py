@@ -15,7 +15,8 @@ from aiofeed.core.types import HostTensor
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
 from aiofeed.devices.scatter import copier_for, split
-from aiofeed.testing import SimulatedDevice, check_feeder
+from aiofeed.testing import check_feeder
+from tests.support.simulated_device import SimulatedDevice
 
 
 class Pair(typing.NamedTuple):

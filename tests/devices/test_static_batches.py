@@ -12,7 +12,8 @@ import aiofeed
 from aiofeed.core.pytree import leaves
 from aiofeed.devices.copier import Copier, StaticOutput
 from aiofeed.runtime.tensors import is_tensor
-from aiofeed.testing import SimulatedDevice, WrongBytesError, check_copier, check_feeder
+from aiofeed.testing import WrongBytesError, check_copier, check_feeder
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import until
 
 

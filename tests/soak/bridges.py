@@ -11,9 +11,9 @@ import torch
 
 from aiofeed import prefetch
 from aiofeed.runtime.buffers import release_unused
-from aiofeed.testing import SimulatedDevice
 from tests.soak.configurations import LATENCIES, ViolationError
 from tests.soak.episodes import Episode
+from tests.support.simulated_device import SimulatedDevice
 
 
 class Batches:

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from aiofeed.errors import DecodeError, DeviceCopyError, ReadError
-from aiofeed.testing import SimulatedDevice
 from tests.soak.configurations import EpochRecord, Rig, ViolationError
 from tests.soak.episodes import Episode, whole_epoch
+from tests.support.simulated_device import SimulatedDevice
 
 
 def failing_epoch(episode: Episode, rig: Rig, kinds: type[BaseException] | tuple[type[BaseException], ...]) -> Any:

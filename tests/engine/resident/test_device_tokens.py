@@ -21,7 +21,7 @@ from aiofeed import DiskCache, Feeder, HostCache, Limits, Mixture, Tokens
 from aiofeed.engine.resident import device_tokens
 from aiofeed.errors import CacheError, DeviceCopyError
 from aiofeed.sources.tokens import formats, windows
-from aiofeed.testing import SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.token_files import write_header, write_raw
 
 BLOCK = 8

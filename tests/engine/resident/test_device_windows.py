@@ -16,8 +16,8 @@ from aiofeed.devices.copy_thread import QUEUED_BATCHES, CopyThread
 from aiofeed.engine.resident import device_windows
 from aiofeed.runtime import machine
 from aiofeed.runtime.queue import BatchQueue, ReadyBatch
-from aiofeed.testing import SimulatedDevice
-from aiofeed.testing.simulated_streams import SimulatedEvent
+from tests.support.simulated_device import SimulatedDevice
+from tests.support.simulated_streams import SimulatedEvent
 from tests.support.waiting import until
 
 BOUND = DEVICE_BATCHES + QUEUED_BATCHES

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 import aiofeed
-import aiofeed.testing
 from aiofeed import FeedError
 from aiofeed.errors import WorkerDiedError
 from aiofeed.processes.ipc.cuda_ipc import CudaSharedDevice, HandleError
@@ -35,6 +34,7 @@ from tests.support import ring_parts, serve_parts
 from tests.support.late_device import LateDevice
 from tests.support.ring_parts import expected, feeder, wrong_parts
 from tests.support.serve_parts import Started
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ def test_a_batch_that_cannot_be_sent_is_an_error_with_advice_for_the_server(addr
 def test_a_feeder_whose_device_cannot_be_shared_is_refused(address: str) -> None:
     """When the server is made."""
     with pytest.raises(ValueError, match="device="):
-        aiofeed.serve(feeder(device=aiofeed.testing.SimulatedDevice()), address)
+        aiofeed.serve(feeder(device=SimulatedDevice()), address)
     with pytest.raises(ValueError, match="several devices"):
         aiofeed.serve(feeder(device=["cpu", "cpu"]), address)
 

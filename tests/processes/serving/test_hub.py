@@ -21,11 +21,11 @@ from aiofeed.errors import CollateError, ReadError, StateError, WorkerDiedError
 from aiofeed.processes import share
 from aiofeed.processes.serving import hub
 from aiofeed.processes.serving.published import BatchPublisher
-from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
 from tests.support import serve_parts
 from tests.support.interrupts import Interrupt
 from tests.support.serve_parts import Started
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from PIL import Image
 from aiofeed import DataLoader, DecodeImage, FailurePolicy, Feeder, FeedError, ImageFolder, Limits, Processes
 from aiofeed.errors import CollateError, DecodeError, IteratorClosedError, ReadError, TooManyFailures
 from aiofeed.processes.ipc.ring import INLINE_BYTES
-from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import children, until
 
 pytestmark = pytest.mark.usefixtures("forked_workers")

@@ -10,7 +10,7 @@ import torch
 
 from aiofeed.devices.backend import DeviceBackend
 from aiofeed.runtime.buffers import release_unused
-from aiofeed.testing import SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 
 POISON = 0xDB
 
