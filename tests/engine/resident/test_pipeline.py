@@ -26,11 +26,11 @@ from aiofeed.engine.resident.device_windows import QUEUED_WINDOWS, DeviceWindows
 from aiofeed.engine.resident.host_windows import WINDOW_BYTES, HostWindows
 from aiofeed.errors import DeviceCopyError, IteratorClosedError, StateError
 from aiofeed.sampling.schedule import BatchRange
+from tests.support.device_cases import ACCELERATORS, EVERY_DEVICE, LATENCIES, DeviceCase, on
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.states import edited_state
 
 EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "250"))
-LATENCIES = ("random", "late", "early")
 
 
 def data(n: int, width: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,13 +189,13 @@ DTYPES = [
 ]
 
 
-@pytest.mark.parametrize("device", [None, "simulated"])
+@on("host", "late", *ACCELERATORS)
 @pytest.mark.parametrize("name", DTYPES)
-def test_every_dtype_arrives_as_it_is(name: str, device: str | None) -> None:
+def test_every_dtype_arrives_as_it_is(name: str, device: DeviceCase) -> None:
     """All dtypes keep their bytes, also dtypes that numpy or index_select does not support."""
     dtype = getattr(torch, name)
     x = torch.randint(0, 2, (11, 3, dtype.itemsize), dtype=torch.uint8, generator=torch.Generator()).view(dtype)
-    feeder = Feeder(Tensors(x), batch_size=4, shuffle=True, device=device and SimulatedDevice(latency="late"))
+    feeder = Feeder(Tensors(x), batch_size=4, shuffle=True, device=device.backend)
     order = torch.randperm(11, generator=torch.Generator().manual_seed(0))
     batches = [host(batch)[0] for batch in feeder]
     assert {batch.dtype for batch in batches} == {dtype}
@@ -341,18 +341,20 @@ def device_of(kind: str | None, seed: int = 0) -> SimulatedDevice | None:
     return None if kind is None else SimulatedDevice(seed, latency=kind)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", [None, *LATENCIES])
-def test_kept_batches_are_never_overwritten(kind: str | None) -> None:
-    """Batches that are kept over epochs, completely or in part, do not change."""
+@on("host", *EVERY_DEVICE)
+def test_kept_batches_are_never_overwritten(device: DeviceCase) -> None:
+    """Batches that are kept over epochs do not change, also if others of their window are overwritten."""
     x, y = data(12, BIG)
     kept: list[tuple[Any, torch.Tensor]] = []
     feeder: Feeder[Any] = Feeder(
-        Tensors(x, y), batch_size=2, shuffle=True, device=device_of(kind), limits=Limits(memory_bytes=1 << 20)
+        Tensors(x, y), batch_size=2, shuffle=True, device=device.backend, limits=Limits(memory_bytes=1 << 20)
     )
     for epoch in feeder.epochs(8):
         for number, (rows, labels) in enumerate(feeder):
             if (number + epoch) % 3 == 0:
                 kept.append((rows, labels.cpu().clone()))
+            else:
+                rows.fill_(-1)
     for rows, labels in kept:
         assert torch.equal(rows.cpu(), x[labels // 7])
 
