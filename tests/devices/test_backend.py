@@ -19,7 +19,7 @@ STATIC = pytest.mark.parametrize("static", [False, True])
 
 
 @on(*EVERY_DEVICE)
-@pytest.mark.parametrize("streams", [None, "another", "in_turn"])
+@pytest.mark.parametrize("streams", [None, pytest.param("another", marks=pytest.mark.slow), "in_turn"])
 @STATIC
 def test_no_wrong_byte(device, streams, static):
     """Batches are right on one or several streams, after slow kernels, if dropped or overwritten at once."""

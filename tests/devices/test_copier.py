@@ -249,7 +249,7 @@ class TestStreams:
     def test_memory_in_use_is_flat(self):
         """The device memory reserved does not grow with the number of batches."""
         reserved = []
-        for batches in (200, 600):
+        for batches in (100, 300):
             device = DeviceCase("late")
             check(device, batches=batches)
             # Subtract the checksums of the check itself, one row per batch.
@@ -258,7 +258,7 @@ class TestStreams:
 
     def test_pageable_memory(self):
         """Copies from pageable memory pass the same check."""
-        check(DeviceCase("random"), SimulatedDevice(pin_fails=True), batches=200)
+        check(DeviceCase("random"), SimulatedDevice(pin_fails=True), batches=150)
 
     def test_one_side_stream_for_all_copiers(self):
         """All copiers of a device use one side stream."""

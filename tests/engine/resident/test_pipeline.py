@@ -558,13 +558,14 @@ def test_indices_of_small_rows_count_as_memory() -> None:
         assert backend.reserved_bytes <= n + 2 * limit
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 20))])
+@pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("latency", LATENCIES)
-def test_no_wrong_byte_behind_slow_kernels(latency: str, seed: int) -> None:
-    """Slow kernels on several streams read the right data from batches that are dropped at once."""
+def test_no_wrong_byte_behind_slow_kernels(latency: str, several: bool, seed: int) -> None:
+    """Slow kernels on one or several streams read the right data from batches that are dropped at once."""
     x, y = data(40, 64)
     backend = SimulatedDevice(seed, latency=latency)  # type: ignore[arg-type]
-    streams = [backend.current_stream(), backend.new_stream(), backend.new_stream()]
+    streams = [backend.current_stream(), *(backend.new_stream() for _ in range(2 * several))]
     feeder: Feeder[Any] = Feeder(
         Tensors(x, y), batch_size=3, shuffle=True, seed=seed, device=backend, limits=Limits(memory_bytes=1 << 14)
     )
@@ -574,44 +575,15 @@ def test_no_wrong_byte_behind_slow_kernels(latency: str, seed: int) -> None:
         wrong.append(not torch.equal(rows, x[torch.clamp(labels // 7, 0, 39)]))
 
     for _ in feeder.epochs(4):
-        for number, (rows, labels) in enumerate(feeder):
-            with backend.use_stream(streams[number // 2 % 3]):
-                pass
-            with backend.use_stream(streams[0]):
-                if number % 2:
-                    backend.sleep()
-                backend.launch(check, rows, labels)
-            del rows, labels
-    backend.synchronize()
-    assert len(wrong) == 4 * 14
-    assert not any(wrong)
-
-
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("latency", LATENCIES)
-def test_batches_of_a_window_may_go_to_several_streams(latency: str, seed: int) -> None:
-    """If batches of one window are used on several streams, each stream waits and keeps the memory."""
-    x, y = data(40, 64)
-    backend = SimulatedDevice(seed, latency=latency)  # type: ignore[arg-type]
-    streams = [backend.current_stream(), backend.new_stream(), backend.new_stream()]
-    feeder: Feeder[Any] = Feeder(
-        Tensors(x, y), batch_size=3, shuffle=True, device=backend, limits=Limits(memory_bytes=1 << 14)
-    )
-    wrong: list[bool] = []
-
-    def check(rows: torch.Tensor, labels: torch.Tensor) -> None:
-        wrong.append(not torch.equal(rows, x[torch.clamp(labels // 7, 0, 39)]))
-
-    for _ in feeder.epochs(4):
         iterator = iter(feeder)
-        for number in itertools.count():
-            with backend.use_stream(streams[number % 3]):
-                batch = next(iterator, None)
-                if batch is None:
-                    break
-                backend.sleep()
+        for number in range(14):
+            with backend.use_stream(streams[number % len(streams)]):
+                batch = next(iterator)
+                if number % 2 or several:
+                    backend.sleep()
                 backend.launch(check, *batch)
                 del batch
+        assert next(iterator, None) is None
     backend.synchronize()
     assert len(wrong) == 4 * 14
     assert not any(wrong)
