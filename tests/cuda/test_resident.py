@@ -7,6 +7,7 @@ import torch
 
 from aiofeed import Feeder, Limits, Tensors
 from aiofeed.errors import CacheError, DeviceCopyError
+from tests.support.number_decoders import CountedNumbers
 
 
 def data(n, width):
@@ -82,35 +83,16 @@ def test_what_does_not_fit_is_refused_with_the_figures(backend):
         next(iter(Feeder(Tensors(huge), batch_size=1, device=backend)))
 
 
-class Rows:
-    """A source of n samples whose values identify them."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def __len__(self):
-        return self.n
-
-    def key(self, index):
-        return str(index)
-
-    def target(self, index):
-        return index
-
-    async def read(self, index):
-        return index
-
-
-def row(index):
-    return torch.full((3, 32), float(index))
+def row(data):
+    return torch.full((3, 32), float(int(data)))
 
 
 def test_a_cache_that_does_not_fit_on_the_device_is_refused_with_the_figures(backend):
     """A cache that does not fit is refused before the first batch."""
     free, _ = backend.memory()
     feeder = Feeder(
-        Rows((free >> 20) + 1),
-        decode=lambda index: torch.zeros(1 << 18),
+        CountedNumbers((free >> 20) + 1),
+        decode=lambda data: torch.zeros(1 << 18),
         batch_size=16,
         cache="device",
         device=backend,
@@ -123,7 +105,7 @@ def test_a_cache_on_the_device_is_freed_with_its_feeder(backend):
     """The cache survives close and is freed when the feeder is dropped."""
     gc.collect()
     before = torch.cuda.memory_allocated(backend.device)
-    feeder = Feeder(Rows(4096), decode=row, batch_size=64, cache="device", device=backend)
+    feeder = Feeder(CountedNumbers(4096), decode=row, batch_size=64, cache="device", device=backend)
     with feeder:
         for _ in range(3):
             for batch in feeder:

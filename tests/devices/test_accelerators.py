@@ -16,6 +16,7 @@ from aiofeed.devices.copier import Copier
 from aiofeed.devices.resolve import resolve_device, resolve_devices
 from aiofeed.testing import check_feeder
 from tests.support.device_cases import ACCELERATORS, EVERY_DEVICE, OPENREG, on
+from tests.support.number_decoders import CountedNumbers
 
 
 def data(n, width):
@@ -156,29 +157,8 @@ class TestBackend:
             copier.deliver(copier.issue(torch.ones(2)))
 
 
-class Rows:
-    """A source of n samples whose values identify them."""
-
-    def __init__(self, n):
-        self.n = n
-        self.reads = 0
-
-    def __len__(self):
-        return self.n
-
-    def key(self, index):
-        return str(index)
-
-    def target(self, index):
-        return index
-
-    async def read(self, index):
-        self.reads += 1
-        return index
-
-    @staticmethod
-    def row(index):
-        return torch.full((3, 32), float(index))
+def row(data):
+    return torch.full((3, 32), float(int(data)))
 
 
 class TestResident:
@@ -208,16 +188,16 @@ class TestResident:
     def test_cache(self, device, index, shard):
         """Streamed, mixed and resident epochs with a cache equal those on the host, and each sample is read once."""
         backend = device.two()[1] if index else device.backend
-        options = {"decode": Rows.row, "batch_size": 16, "shuffle": True, "shard": shard}
+        options = {"decode": row, "batch_size": 16, "shuffle": True, "shard": shard}
         double = lambda batch: [batch[0] * 2, batch[1]]  # noqa: E731
-        source = Rows(200)
+        source = CountedNumbers(200)
         there = Feeder(source, cache="device", device=backend, transform=double, **options)
-        here = Feeder(Rows(200), transform=double, **options)
+        here = Feeder(CountedNumbers(200), transform=double, **options)
         with there, here:
             for _ in range(15):
                 device.slow(backend)
                 assert_alike(there, here, backend)
-        assert source.reads <= 201 + 16
+        assert source.reads.total() <= 201 + 16
 
 
 class TestFeeder:

@@ -237,7 +237,7 @@ class TestStreams:
     def test_the_check_sees_each_mistake(self, device, mistake):
         """A copier with a mistake fails the check that the real copier passes."""
         with pytest.raises(WrongBytesError):
-            check(device, copier=mistake, batches=150)
+            check(device, copier=mistake, batches=150 if isinstance(mistake, functools.partial) else 60)
 
     @pytest.mark.parametrize(("mistake", "options"), MISTAKES_ON_CUDA)
     @on(*CUDA)

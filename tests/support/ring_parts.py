@@ -120,9 +120,9 @@ def endlessly(address: str, pipe: Connection, device: dict[str, Any] | None, ste
         pipe.send((type(error).__name__, str(error)))
 
 
-def stops(address: str, pipe: Connection, device: dict[str, Any]) -> None:
+def stops(address: str, pipe: Connection, device: dict[str, Any] | None) -> None:
     """Stop (SIGSTOP) after the first batch; when continued, send the final error and the parts that were wrong."""
-    with aiofeed.attach(address, device=LateDevice(**device)) as feed:
+    with aiofeed.attach(address, device=None if device is None else LateDevice(**device)) as feed:
         iterator = iter(feed)
         bad = wrong_parts(next(iterator))
         pipe.send("stopping")

@@ -161,6 +161,13 @@ def script(body: str, path: str, *arguments: str, shell: str = "") -> subprocess
     )
 
 
+def output(body: str, folder: Path) -> tuple[int, str, str]:
+    """Run a script; return its exit status and what it prints to both streams."""
+    process = script(body, str(folder / "script.py"))
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
 LOOP = """
     if __name__ == "__main__":
         feeder = aiofeed.Feeder(parts.Numbers(10**6), decode=parts.number, batch_size=4, engine="process:2")
@@ -173,10 +180,8 @@ LOOP = """
 
 def test_at_interpreter_exit(tmp_path: Path) -> None:
     """A script that exits in mid-epoch exits at once and prints nothing; its workers end."""
-    process = script(LOOP.format(then="sys.exit(0)"), str(tmp_path / "script.py"))
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0
-    assert err == ""
+    status, out, err = output(LOOP.format(then="sys.exit(0)"), tmp_path)
+    assert (status, err) == (0, "")
     until(lambda: not any(psutil.pid_exists(int(pid)) for pid in out.split()), LIMIT_S)
 
 
@@ -302,7 +307,7 @@ def test_processes_of_every_kind_are_killed_at_random_moments_200_times() -> Non
 
 def test_an_exit_status_that_cannot_be_obtained_is_reported_as_unknown(tmp_path: Path) -> None:
     """Not as status 0: if the trainer ignores SIGCHLD, the kernel discards the status."""
-    process = script(
+    status, out, err = output(
         """
         import signal
         if __name__ == "__main__":
@@ -314,10 +319,9 @@ def test_an_exit_status_that_cannot_be_obtained_is_reported_as_unknown(tmp_path:
                 print(error.exit_status, error)
             feeder.close()
         """,
-        str(tmp_path / "script.py"),
+        tmp_path,
     )
-    out, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (0, "")
+    assert (status, err) == (0, "")
     assert out.startswith("None worker process 1 of 1")
     assert "its exit status is unknown" in out
 
@@ -350,7 +354,7 @@ def test_closed_standard_streams(engine: str, closed: str, tmp_path: Path) -> No
 
 def test_a_script_without_a_guard(tmp_path: Path) -> None:
     """With a decoder of the script: a TypeError of the constructor, which names the script and the guard."""
-    process = script(
+    status, out, err = output(
         """
         sys.modules["cloudpickle"] = None  # as if it were not installed
         def decode(data):
@@ -358,18 +362,16 @@ def test_a_script_without_a_guard(tmp_path: Path) -> None:
         for batch in aiofeed.Feeder(parts.Numbers(8), decode=decode, batch_size=4, engine="process"):
             print(batch.tolist())
         """,
-        str(tmp_path / "script.py"),
+        tmp_path,
     )
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert out == ""
+    assert (status, out) == (1, "")
     assert re.search(r"TypeError: decode= uses decode.*script\.py.*__name__", err)
 
 
 @pytest.mark.slow
 def test_a_script_whose_guard_is_not_around_the_loop(tmp_path: Path) -> None:
     """The worker that imports the script refuses to start another; the trainer gets the reason."""
-    process = script(
+    status, out, err = output(
         """
         def decode(data):
             return parts.number(data)
@@ -378,31 +380,29 @@ def test_a_script_whose_guard_is_not_around_the_loop(tmp_path: Path) -> None:
         for batch in aiofeed.Feeder(parts.Numbers(8), decode=decode, batch_size=4, engine="process"):
             print(batch.tolist())
         """,
-        str(tmp_path / "script.py"),
+        tmp_path,
     )
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert out == "imported\n"
+    assert (status, out) == (1, "imported\n")
     assert 'below `if __name__ == "__main__":`' in err.strip().splitlines()[-1] or "could not start" in err
 
 
 def test_a_script_that_needs_no_guard(tmp_path: Path) -> None:
     """If none of the objects is defined in the script, workers do not import it, nor what it imports."""
-    process = script(
+    done = output(
         """
         import torch
         for batch in aiofeed.Feeder(parts.Numbers(4), decode=parts.modules, batch_size=4, engine="process"):
             print(batch[0].tolist())
         """,
-        str(tmp_path / "script.py"),
+        tmp_path,
     )
-    assert process.communicate(timeout=120) == ("[False, True]\n", "")
+    assert done == (0, "[False, True]\n", "")
 
 
 @pytest.mark.slow
 def test_a_decoder_of_the_script(tmp_path: Path) -> None:
     """With the guard, workers import the script and find its decoder."""
-    process = script(
+    done = output(
         """
         import numpy
         def decode(data):
@@ -411,9 +411,9 @@ def test_a_decoder_of_the_script(tmp_path: Path) -> None:
             feeder = aiofeed.Feeder(parts.Numbers(4), decode=decode, batch_size=4, engine="process")
             print([batch.tolist() for batch in feeder])
         """,
-        str(tmp_path / "script.py"),
+        tmp_path,
     )
-    assert process.communicate(timeout=120) == ("[[0, -1, -2, -3]]\n", "")
+    assert done == (0, "[[0, -1, -2, -3]]\n", "")
 
 
 @pytest.mark.slow
