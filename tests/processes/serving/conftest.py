@@ -10,9 +10,9 @@ import pytest
 from tests.support import serve_parts
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def forking() -> Iterator[None]:
-    """Run a fork server that has imported torch, from which consumers are forked."""
+    """Run a fork server that has imported torch, from which consumers are forked, until all tests have ended."""
     yield from serve_parts.forking()
 
 
