@@ -121,7 +121,7 @@ def test_items_of_a_dataset_are_the_same() -> None:
 
 def test_batches_that_grow_and_shrink() -> None:
     """A batch that is larger than any slot gets new memory; all bytes are correct."""
-    feeder = Feeder(parts.Numbers(300), decode=parts.growing, batch_size=1, engine="process:2", shuffle=True)
+    feeder = Feeder(parts.Numbers(150), decode=parts.growing, batch_size=1, engine="process:2", shuffle=True)
     for number, batch in zip(feeder._order.schedule().plans(feeder._checkpoint.next_position()), feeder, strict=True):
         index = number.indices[0]
         assert batch.shape == (1, (1 + index) * 1024)
@@ -563,7 +563,7 @@ def test_a_forked_child_cannot_use_the_iterator() -> None:
 # --- concurrent reads ---
 
 
-@pytest.mark.parametrize(("engine", "most"), [("process", 512), ("process:2", 256)])
+@pytest.mark.parametrize(("engine", "most"), [pytest.param("process", 512, marks=pytest.mark.slow), ("process:2", 256)])
 def test_concurrent_reads_are_tuned_in_workers(engine: str, most: int) -> None:
     """Each worker tunes its share; the trainer plans for all of them, and statistics report the sum."""
     samples, reading = 6000, 0
