@@ -67,16 +67,23 @@ def wait_for(path: str) -> None:
         time.sleep(0.002)
 
 
-def endlessly(address: str, pipe: Connection, step_s: float, begin: str = "") -> None:
+def flat(batch: Any) -> list[Any]:
+    """Return the numbers of a batch."""
+    return batch.flatten().tolist()  # type: ignore[no-any-return]
+
+
+def endlessly(
+    address: str, pipe: Connection, step_s: float, begin: str = "", device: Any = None, read: Any = flat
+) -> None:
     """Send each batch until killed or until the server is gone; take the first when the file `begin` exists."""
     try:
-        with aiofeed.attach(address) as feed:
+        with aiofeed.attach(address, device=device) as feed:
             while True:
                 iterator = iter(feed)
                 if begin:
                     wait_for(begin)
                 for batch in iterator:
-                    pipe.send(batch.flatten().tolist())
+                    pipe.send(read(batch))
                     time.sleep(step_s)
     except Exception as error:
         pipe.send((type(error).__name__, str(error)))
