@@ -730,20 +730,6 @@ def test_a_tensor_outside_its_block_is_refused(node: ArrayNode) -> None:
         TensorInBlock(node, 1024)
 
 
-def test_handles_of_the_wrong_size_are_refused_before_cuda_gets_them() -> None:
-    """To open them is undefined behaviour."""
-    slots = CudaSharedDevice(torch.device("cuda", 0))
-    with pytest.raises(HandleError, match="64 bytes, this one 3"):
-        slots.open_event(b"abc")
-    for handle in (
-        DeviceMemoryHandle("GPU", b"a" * 64, 0, 0, b"", 0, b"", False),
-        DeviceMemoryHandle("GPU", b"a" * 64, 1, -1, b"", 0, b"", False),
-        DeviceMemoryHandle("GPU", b"a" * 64, 1, 0, b"", 0, b"short", True),
-    ):
-        with pytest.raises(HandleError):
-            slots.open(handle)
-
-
 def test_nothing_is_exported_on_rocm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

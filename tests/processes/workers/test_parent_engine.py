@@ -245,21 +245,6 @@ def test_a_limit_below_the_number_of_workers_is_refused(name: str, given: int, e
         Feeder(parts.Numbers(8), decode=parts.number, batch_size=4, engine=f"process:{engines}", limits=limits)
 
 
-def test_a_limit_equal_to_the_number_of_workers_is_respected(tmp_path: Path) -> None:
-    """There are never more concurrent reads in all workers together."""
-    limits = Limits(read_concurrency=2, decode_threads=2)
-    source = parts.LoggedReads(24, str(tmp_path / "notes"))
-    with Feeder(source, decode=parts.number, batch_size=4, engine="process:2", limits=limits) as feeder:
-        assert numbers(feeder) == [list(range(at, at + 4)) for at in range(0, 24, 4)]
-        found = feeder.statistics()
-    assert (found.read_concurrency, found.decode_threads) == (2, 2)
-    reading = most = 0
-    for line in lines(tmp_path / "notes"):
-        reading += {"begins": 1, "ends": -1}.get(line, 0)
-        most = max(most, reading)
-    assert 1 <= most <= 2
-
-
 def test_read_limits_do_not_apply_to_a_dataset() -> None:
     """Its items are not read on the loop, and each worker has a copy and its own threads."""
     limits = Limits(read_concurrency=1, decode_threads=1)
