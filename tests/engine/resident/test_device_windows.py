@@ -27,13 +27,7 @@ LATENCIES = ["late", "random", "early"]
 UNSYNCHRONISED = QUEUED_BATCHES - 1 + DEVICE_BATCHES
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Use one torch thread: the tensors are small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
 
 
 @pytest.fixture

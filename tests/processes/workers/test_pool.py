@@ -335,7 +335,7 @@ def test_an_exit_status_that_cannot_be_obtained_is_reported_as_unknown(fork_serv
 
 
 @pytest.mark.parametrize("closed", [*(pytest.param(one, marks=pytest.mark.slow) for one in "012"), "0 1 2"])
-@pytest.mark.parametrize("engine", ["thread", "process:2"])
+@pytest.mark.parametrize("engine", [pytest.param("thread", marks=pytest.mark.slow), "process:2"])
 def test_closed_standard_streams(engine: str, closed: str, tmp_path: Path) -> None:
     """A script that was started without them (`python script.py <&-`) gets its batches and exits normally."""
     process = script(
