@@ -89,11 +89,11 @@ bench-gpu: $(GPU_STAMP)  # the benchmarks that need a GPU; without one they say 
 # Left out: what takes an hour under it, and what shares a GPU with other processes or with the profiler.
 sanitize: TOOL ?= memcheck
 sanitize: ARGS ?= -k "not ten_thousand and not compiled and not served and not share and not trace" \
-  --deselect tests/cuda/test_cuda_copier.py::TestCheck::test_no_wrong_byte
+  --deselect tests/devices/test_copier.py::TestStreams::test_no_wrong_byte
 sanitize: $(GPU_STAMP)  # the tests of CUDA under compute-sanitizer, where there is one; `make sanitize TOOL=initcheck`
 	@if command -v compute-sanitizer > /dev/null; \
 	then compute-sanitizer --tool $(TOOL) --target-processes application-only --report-api-errors no \
-	  --error-exitcode 86 $(GPU_PYTHON) -m pytest tests/cuda --timeout 300 $(ARGS); \
+	  --error-exitcode 86 $(GPU_PYTHON) -m pytest -m cuda tests/cuda tests/devices tests/engine/resident --timeout 300 $(ARGS); \
 	else echo "The tests were not run: there is no compute-sanitizer on the path."; fi
 
 # Other loaders bring packages that development wants nothing of, and that put Pillow over Pillow-SIMD.

@@ -498,7 +498,7 @@ def planted(name: str) -> Iterator[Measure]:
 @contextmanager
 def feeder_of(plant: Plant) -> Iterator[Any]:
     import aiofeed
-    from aiofeed.testing import SimulatedDevice
+    from tests.support.simulated_device import SimulatedDevice
 
     if plant.loader is not None:
         persistent = bool(plant.loader.get("num_workers"))

@@ -198,7 +198,7 @@ def feeder(kind: str, threads: int, batch: int, default: bool = False, **options
 
 def feed(kind: str, threads: int, batch: int, simulated_device: bool = False, **options: Any) -> Batches:
     if simulated_device:
-        from aiofeed.testing import SimulatedDevice
+        from tests.support.simulated_device import SimulatedDevice
 
         options["device"] = SimulatedDevice(latency="early")
     with feeder(kind, threads, batch, **options) as ours:

@@ -28,6 +28,7 @@ from tests.support.fault_server import FaultServer, start_obstore
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Generator, Iterator
 
+    from tests.support.device_cases import DeviceCase
     from tests.support.fork_server import ForkServer
 
 ASYNC_TIMEOUT_S = 100.0
@@ -217,7 +218,44 @@ def fork_server() -> Iterator[ForkServer]:
         yield server
 
 
-# --- CUDA -------------------------------------------------------------------------------------------------------------
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Use one torch thread: the tensors are small."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def openreg_calls() -> Iterator[list[tuple[int, Any]]]:
+    """The calls of record_stream on torch_openreg, which has none, as (address of the storage, stream)."""
+    import torch
+
+    calls: list[tuple[int, Any]] = []
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::record_stream", "PrivateUse1"):
+            record = lambda tensor, stream: calls.append((tensor.untyped_storage().data_ptr(), stream))  # noqa: E731
+            library.impl("record_stream", record, "PrivateUse1")
+        yield calls
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest, one_thread: None) -> Iterator[DeviceCase]:
+    """A device for the test, with no work queued by earlier tests; `on(...)` of `device_cases` says which."""
+    from tests.support.device_cases import DeviceCase
+
+    case = DeviceCase(request.param)
+    if case.kind == "openreg":
+        request.getfixturevalue("openreg_calls").clear()
+    case.synchronize()
+    yield case
+    case.synchronize()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -231,9 +269,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @functools.cache
 def start_cuda() -> None:
-    """Initialize CUDA, pinned memory, streams and events, once per process."""
+    """Initialize CUDA, registered and pinned memory, streams and events, once per process."""
+    import numpy as np
     import torch
 
+    from aiofeed.devices import cuda
+
+    # What the driver or the container does not support opens nothing.
+    with contextlib.suppress(RuntimeError):
+        device, memory = torch.device("cuda", torch.cuda.current_device()), np.zeros(1 << 20, np.uint8)
+        torch.cuda.init()
+        cuda.register(device, memory)
+        cuda.unregister(device, memory)
     pinned = torch.zeros(1, pin_memory=True)
     with torch.cuda.stream(torch.cuda.Stream()):
         pinned.to("cuda", non_blocking=True).cpu()

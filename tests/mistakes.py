@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 
 import aiofeed
-from aiofeed.testing import SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 
 # A section, then a mistake in each line, and after "#:" words of its message that show the way out.
 MISTAKES = r"""

@@ -158,7 +158,7 @@ def _parse(device: str | int | torch.device, kind: str | None) -> tuple[str | No
 
 
 def _same(one: DeviceBackend, other: DeviceBackend) -> bool:
-    # Compare custom backends by identity: all simulated devices have the device "cpu".
+    # Compare custom backends by identity: several of them may have the device "cpu".
     return one is other or (one.device == other.device and one.device.type != "cpu")
 
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from aiofeed.testing import SimulatedDevice
 from benchmarks import report
 from benchmarks.figures import Figure, at_least
 from benchmarks.gpu import MODULES, __main__, images, results, runner, setup, threads
 from tests.support.benchmarking import check_refused
+from tests.support.simulated_device import SimulatedDevice
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,10 +15,10 @@ import torch
 
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.runtime.buffers import release_unused
-from aiofeed.testing import SimulatedDevice
 from benchmarks.gpu import memory, runner, setup, trace
 from benchmarks.gpu.results import Part
 from benchmarks.gpu.setup import Setup
+from tests.support.simulated_device import SimulatedDevice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -24,10 +24,10 @@ from aiofeed.engine.resident.device_windows import DeviceWindows
 from aiofeed.engine.resident.pipeline import ResidentPipeline
 from aiofeed.errors import CacheError, DeviceCopyError
 from aiofeed.feeder.pipeline import StreamingPipeline
-from aiofeed.testing import SimulatedDevice
 from tests.support.dropping import python_calls_while_dropping
 from tests.support.epochs_beside import same_after
 from tests.support.number_decoders import CountedNumbers, array, half, scalar, tensor
+from tests.support.simulated_device import SimulatedDevice
 
 LATENCIES = ("random", "late", "early")
 

@@ -32,11 +32,11 @@ from aiofeed.cache.item_codec import deserialized, item_layout, serialized
 from aiofeed.cache.store import DECIDING
 from aiofeed.engine.fetch import cached
 from aiofeed.errors import CacheError, IteratorClosedError, ReadError
-from aiofeed.testing import SimulatedDevice
 from tests.cache.test_item_codec import ITEMS, Items, Many, Pair, described, flat
 from tests.support.epochs_beside import same_after
 from tests.support.logged_items import Logged, LoggedMany, Ragged
 from tests.support.paths import ROOT, environment
+from tests.support.simulated_device import SimulatedDevice
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 

@@ -10,9 +10,9 @@ import torch
 
 from aiofeed import Buckets, EncodedCache, Feeder, Files, ImageFolder, Limits, TarShards, attach, serve
 from aiofeed.decoders.image import DecodeImage
-from aiofeed.testing import SimulatedDevice
 from tests.support.encoded import HEADS, Blocks, entries, head, heads, of_feeder
 from tests.support.shard_files import members_of, sample_bytes, write_tar
+from tests.support.simulated_device import SimulatedDevice
 
 if TYPE_CHECKING:
     from pathlib import Path

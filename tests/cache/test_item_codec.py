@@ -21,8 +21,8 @@ from aiofeed.cache.resident import HostRows
 from aiofeed.engine.resident.pipeline import ResidentPipeline
 from aiofeed.errors import CacheError, DeviceCopyError
 from aiofeed.feeder.pipeline import StreamingPipeline
-from aiofeed.testing import SimulatedDevice
 from tests.support.epochs_beside import same_after
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import until
 
 LATENCIES = ("random", "late", "early")

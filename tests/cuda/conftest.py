@@ -33,21 +33,14 @@ with share({"x": torch.zeros(1 << 20, device="cuda")}, sys.argv[1]):
 
 @pytest.fixture(scope="session", autouse=True)
 def opened_by_cuda(tmp_path_factory):
-    """Register host memory, and open memory of another process: CUDA keeps the descriptors that this opens first."""
-    import numpy as np
+    """Open memory of another process: CUDA keeps the descriptors that this opens first."""
     import torch
 
-    from aiofeed.devices import cuda
     from aiofeed.processes.shared_tensors.api import attach_tensors
 
     if not torch.cuda.is_available():
         return
-    device, memory = torch.device("cuda", torch.cuda.current_device()), np.zeros(1 << 20, np.uint8)
-    torch.cuda.init()
     # What the driver or the container does not support opens nothing.
-    with contextlib.suppress(RuntimeError):
-        cuda.register(device, memory)
-        cuda.unregister(device, memory)
     with contextlib.suppress(RuntimeError):
         torch.cuda.Event(interprocess=True).ipc_handle()
     with tempfile.TemporaryDirectory(prefix="af", dir="/tmp") as folder:

@@ -1,4 +1,4 @@
-"""Whole feeders on CUDA devices: the checks of the simulated device, CUDA graphs, and compiled steps."""
+"""Whole feeders on CUDA devices: run-ahead, CUDA graphs, and compiled steps."""
 
 import subprocess
 import sys
@@ -12,9 +12,8 @@ from torch.utils.data import TensorDataset
 import aiofeed
 from aiofeed.core.limits import DEVICE_BATCHES
 from aiofeed.devices import cuda
-from aiofeed.devices.copier import Copier, StaticOutput
+from aiofeed.devices.copier import Copier
 from aiofeed.devices.copy_thread import QUEUED_BATCHES
-from aiofeed.testing import WrongBytesError, check_copier, check_feeder
 
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 
@@ -24,41 +23,7 @@ def in_turn(backend):
     return [backend.current_stream(), torch.cuda.Stream(backend.device), torch.cuda.Stream(backend.device)]
 
 
-def another(backend):
-    """Return a stream other than the default stream."""
-    return [torch.cuda.Stream(backend.device)]
-
-
-def slow(backend):
-    """Queue a kernel of about a millisecond on a device, longer than the host takes for a batch."""
-    with torch.cuda.device(backend.device):
-        slow_here()
-
-
-def slow_here():
-    torch.cuda._sleep(2_000_000)
-
-
-class NoGuard(StaticOutput):
-    """Overwrites the tensors without waiting for the work that uses the previous batch."""
-
-    def _wait_for_last_use(self, stream):
-        pass
-
-
-class TestBytes:
-    @pytest.mark.parametrize("streams", [None, another, in_turn])
-    @pytest.mark.parametrize("static", [False, True])
-    def test_no_wrong_byte(self, backend, streams, static):
-        """Batches are right on one or several streams, after slow kernels, if dropped or overwritten at once."""
-        check_feeder("cuda", streams=streams, slow=slow, batches=1_000, static_batches=static)
-
-    @pytest.mark.timeout(300)
-    @pytest.mark.parametrize("static", [False, True])
-    def test_no_wrong_byte_in_ten_thousand(self, backend, static):
-        """10,000 batches without synchronisation are right."""
-        check_feeder("cuda", streams=in_turn, slow=slow, batches=10_000, static_batches=static)
-
+class TestHostMemory:
     @pytest.mark.parametrize("source", [TensorDataset, aiofeed.Tensors])
     def test_another_default_device(self, backend, source, caplog):
         """If torch's default device is the GPU, the feeder's host buffers are still pinned host memory."""
@@ -72,29 +37,6 @@ class TestBytes:
         assert torch.equal(seen.sort().values.cpu(), x)
         assert torch.equal(again.sort().values.cpu(), x)
         assert "pinned" not in caplog.text
-
-    def test_larger_batches(self, backend):
-        """Larger batches, whose copies take longer, are right."""
-        check_feeder("cuda", streams=in_turn, slow=slow, batches=60, batch_size=2_048)
-
-    def test_the_check_sees_mistakes(self, backend, monkeypatch):
-        """A feeder whose copier never waits fails the check."""
-        monkeypatch.setattr(Copier, "deliver", lambda copier, pending: pending.batch)
-        with pytest.raises(WrongBytesError):
-            check_feeder("cuda", streams=in_turn, slow=slow, batches=512)
-
-    @pytest.mark.parametrize("output", [StaticOutput, NoGuard])
-    def test_static_output(self, backend, output):
-        """Fixed addresses pass the copier's check, and fail it if writes do not wait for the previous batch."""
-
-        def copier(backend, transform):
-            return Copier(backend, transform, output(backend))
-
-        if output is StaticOutput:
-            check_copier(backend, in_turn(backend), slow=slow_here, copier=copier, batches=2_000)
-            return
-        with pytest.raises(WrongBytesError):
-            check_copier(backend, in_turn(backend), slow=slow_here, copier=copier, batches=512)
 
 
 class TestGraphs:
@@ -170,16 +112,6 @@ class TestGraphs:
         assert modes == [cuda.THREAD_LOCAL]
         assert x.tolist() == [3.0] * 8
 
-    def test_addresses_outlive_close(self, backend):
-        """After ``close`` the next iteration uses the same tensors."""
-        x = torch.arange(64.0)
-        feeder = aiofeed.Feeder(TensorDataset(x), batch_size=8, static_batches=True, device="cuda")
-        addresses = set()
-        for _ in range(2):
-            with feeder:
-                addresses |= {batch.data_ptr() for [batch] in feeder}
-        assert len(addresses) == 1
-
     @pytest.mark.timeout(300)
     @pytest.mark.filterwarnings("default")
     @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
@@ -224,25 +156,6 @@ class TestRunAhead:
 
 class TestSeveral:
     @two_devices
-    @pytest.mark.parametrize("static", [False, True])
-    def test_no_wrong_byte(self, backend, static):
-        """With slow kernels on alternating streams of both devices, every part is right."""
-        check_feeder(["cuda:0", "cuda:1"], streams=in_turn, slow=slow, batches=2_000, static_batches=static)
-
-    @two_devices
-    def test_the_current_device_is_left_as_it_was(self, backend):
-        """Feeding two devices does not change the calling thread's current device."""
-        torch.cuda.set_device(1)
-        try:
-            x = torch.arange(8.0)
-            with aiofeed.Feeder(TensorDataset(x), batch_size=4, device=["cuda:0", "cuda:1"]) as feeder:
-                for first, second in feeder:
-                    assert (first[0].device.index, second[0].device.index) == (0, 1)
-                    assert torch.cuda.current_device() == 1
-        finally:
-            torch.cuda.set_device(0)
-
-    @two_devices
     def test_no_other_device_is_initialised(self):
         """Feeding the second device does not initialise the first, which is the thread's current device."""
         finished = run("""
@@ -261,22 +174,6 @@ class TestSeveral:
             assert not torch._C._cuda_hasPrimaryContext(0)
         """)
         assert finished.returncode == 0, finished.stderr
-
-    @two_devices
-    def test_scatter(self, backend):
-        """``scatter`` works from the host, and from a device on which the batch is still being computed."""
-        x = torch.arange(1_000_000)
-        slow_here()
-        for batch in (x, x.pin_memory(), x.cuda() + 0):
-            first, second = aiofeed.scatter(batch, ["cuda:0", "cuda:1"])
-            assert (first.device.index, second.device.index) == (0, 1)
-            assert torch.equal(torch.cat([first.cpu(), second.cpu()]), x)
-
-    def test_one_in_a_list(self, backend):
-        """With a list of one device, batches are tuples of one part."""
-        [part] = aiofeed.scatter({"x": torch.arange(4)}, ["cuda:0"])
-        assert part["x"].tolist() == [0, 1, 2, 3]
-        check_feeder(["cuda:0"], streams=in_turn, slow=slow, batches=500)
 
 
 FORK = """
@@ -312,15 +209,3 @@ def run(code):
     """Run a program in a new process."""
     command = [sys.executable, "-c", textwrap.dedent(code)]
     return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
-
-
-def test_report(backend):
-    """The report contains the device's name, memory and both copy rates."""
-    report = aiofeed.device_report()
-    assert report.absent is None
-    found = report.accelerators[torch.cuda.current_device()]
-    assert found.name == torch.cuda.get_device_name()
-    assert found.total_bytes >= found.free_bytes > 0
-    assert found.pinned_bytes_per_s > 1e8
-    assert found.pageable_bytes_per_s > 1e8
-    assert found.own_stream

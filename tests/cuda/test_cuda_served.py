@@ -24,17 +24,9 @@ HEAD = """
 import logging, os, sys, time
 import torch
 import aiofeed
+from tests.cuda.test_cuda_served import collate, wrong
 from tests.support import process_parts as parts
 logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.WARNING)
-def collate(samples):
-    numbers = torch.tensor([int(sample) for sample in samples])
-    images = numbers.view(-1, 1, 1, 1).expand(-1, 3, 128, 128).to(torch.float32)
-    return {"numbers": numbers, "images": images.contiguous(memory_format=torch.channels_last),
-            "names": [str(number) for number in numbers.tolist()]}
-def wrong(batch):
-    numbers = torch.tensor([int(name) for name in batch["names"]], device=batch["numbers"].device)
-    same = (batch["images"] == numbers.view(-1, 1, 1, 1)).all() & (batch["numbers"] == numbers).all()
-    return not bool(same) or not batch["images"].is_contiguous(memory_format=torch.channels_last)
 """
 CONSUMER = (
     HEAD
@@ -81,7 +73,8 @@ def collate(samples: list[Any]) -> dict[str, Any]:
 
 def wrong(batch: dict[str, Any]) -> bool:
     numbers = torch.tensor([int(name) for name in batch["names"]], device=batch["numbers"].device)
-    return not bool((batch["images"] == numbers.view(-1, 1, 1, 1)).all() & (batch["numbers"] == numbers).all())
+    same = (batch["images"] == numbers.view(-1, 1, 1, 1)).all() & (batch["numbers"] == numbers).all()
+    return not bool(same) or not batch["images"].is_contiguous(memory_format=torch.channels_last)
 
 
 def feeder(samples: int = SAMPLES) -> aiofeed.Feeder[Any]:

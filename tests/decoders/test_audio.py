@@ -20,9 +20,9 @@ import torch
 from aiofeed import DecodeAudio, EncodedCache, Feeder, Files
 from aiofeed.decoders.media.container import import_av
 from aiofeed.errors import DecodeError
-from aiofeed.testing import SimulatedDevice
 from tests.support.media_files import chirp, cut, shortened, sound, video
 from tests.support.mutations import mutated
+from tests.support.simulated_device import SimulatedDevice
 
 pytest.importorskip("av")
 

@@ -22,9 +22,9 @@ from aiofeed.decoders.media import clips
 from aiofeed.decoders.media.clips import ClipDecoder, VideoIndex
 from aiofeed.decoders.media.container import import_av
 from aiofeed.errors import DecodeError, ReadError
-from aiofeed.testing import SimulatedDevice
 from tests.support.media_files import WIDTH, cut, numbers_in, picture_of, shortened, sound, turned, video
 from tests.support.mutations import mutated
+from tests.support.simulated_device import SimulatedDevice
 
 pytest.importorskip("av")
 

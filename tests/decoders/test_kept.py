@@ -17,7 +17,7 @@ from PIL import Image
 
 from aiofeed import DecodeImage, DiskCache, Feeder, Files
 from aiofeed.errors import CollateError, DecodeError
-from aiofeed.testing import SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 

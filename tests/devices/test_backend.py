@@ -1,4 +1,4 @@
-"""Whole feeders on simulated devices: every batch is right for any streams of the training. See also tests/cuda."""
+"""Whole feeders on every device: all batches are right for any streams of the training. See also tests/cuda."""
 
 import asyncio
 import gc
@@ -9,54 +9,107 @@ from torch.utils.data import TensorDataset
 
 import aiofeed
 from aiofeed.devices.copier import Copier
-from aiofeed.testing import SimulatedDevice, WrongBytesError, check_feeder
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Use one torch thread: the tensors are small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
+from aiofeed.testing import WrongBytesError, check_feeder
+from tests.support.device_cases import ACCELERATORS, CUDA, EVERY_DEVICE, SIMULATED, on
 
 BATCHES = 50
-"""So many show each mistake; ten thousand are tested, too."""
+"""So many show each mistake on a simulated device; ten thousand are tested, too."""
+
+STATIC = pytest.mark.parametrize("static", [False, True])
 
 
-def in_turn(simulated):
-    """Return the default stream and two others."""
-    return [simulated.current_stream(), simulated.new_stream(), simulated.new_stream()]
-
-
-def another(simulated):
-    """Return a stream other than the default stream."""
-    return [simulated.new_stream()]
-
-
-def slow(simulated):
-    simulated.sleep()
-
-
-@pytest.mark.parametrize("latency", ["random", "late", "early"])
-@pytest.mark.parametrize("streams", [None, another, in_turn])
-@pytest.mark.parametrize("static", [False, True])
-def test_no_wrong_byte(latency, streams, static):
+@on(*EVERY_DEVICE)
+@pytest.mark.parametrize("streams", [None, pytest.param("another", marks=pytest.mark.slow), "in_turn"])
+@STATIC
+def test_no_wrong_byte(device, streams, static):
     """Batches are right on one or several streams, after slow kernels, if dropped or overwritten at once."""
-    device = SimulatedDevice(latency=latency)
-    check_feeder(device, streams=streams, slow=slow, batches=BATCHES, static_batches=static)
-    gc.collect()
-    assert device.allocated_bytes == 0
-    assert device.pinned_bytes == 0
+    check_feeder(
+        device.backend,
+        streams=streams and getattr(device, streams),
+        slow=device.slow,
+        batches=device.number(BATCHES, openreg=500, cuda=1_000),
+        static_batches=static,
+    )
+    device.assert_released()
 
 
-@pytest.mark.parametrize("latency", ["random", "late", "early"])
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@on("random", *CUDA)
+@STATIC
+def test_no_wrong_byte_in_ten_thousand(device, static):
+    """10,000 batches without synchronisation are right."""
+    check_feeder(device.backend, streams=device.in_turn, slow=device.slow, batches=10_000, static_batches=static)
+
+
+@on(*ACCELERATORS)
+def test_no_wrong_byte_in_larger_batches(device):
+    """Larger batches, whose copies take longer, are right."""
+    check_feeder(device.backend, streams=device.in_turn, slow=device.slow, batches=60, batch_size=2_048)
+
+
+@on(*EVERY_DEVICE)
+@STATIC
+def test_no_wrong_byte_on_several_devices(device, static):
+    """With slow kernels on alternating streams of two devices, every part is right."""
+    devices = device.two()
+    check_feeder(
+        devices,
+        streams=device.in_turn,
+        slow=device.slow,
+        batches=device.number(100, openreg=500, cuda=2_000),
+        batch_size=5,
+        static_batches=static,
+    )
+    device.assert_released()
+    if device.is_simulated:
+        assert [each.streams_made for each in devices] == [3, 3]
+
+
+@pytest.mark.slow
+@on(*SIMULATED)
+def test_no_wrong_byte_on_several_devices_in_many_batches(device):
+    """Hundreds of batches on two devices are right."""
+    check_feeder(device.two(), streams=device.in_turn, slow=device.slow, batches=600, batch_size=5)
+
+
+@pytest.mark.parametrize("device", [None, "cpu", ["cpu", "cpu"], ["cpu"] * 3])
+@STATIC
+def test_host(device, static):
+    """Batches on the host are right, in one part or several."""
+    check_feeder(device, batches=300, static_batches=static)
+
+
+class NoWait(Copier):
+    def deliver(self, pending):
+        return pending.batch
+
+
+class NoRecordStream(Copier):
+    def deliver(self, pending):
+        self.backend.wait(self.backend.current_stream(), pending.ready)
+        return pending.batch
+
+
+@pytest.mark.parametrize(
+    ("device", "mistake"),
+    [("random", NoWait), ("random", NoRecordStream), pytest.param("cuda", NoWait, marks=pytest.mark.cuda)],
+    indirect=["device"],
+)
+def test_the_check_sees_mistakes(device, mistake, monkeypatch):
+    """A feeder whose copier has a mistake fails the check."""
+    monkeypatch.setattr(Copier, "deliver", mistake.deliver)
+    batches = device.number(BATCHES, cuda=512)
+    with pytest.raises(WrongBytesError):
+        check_feeder(device.backend, streams=device.in_turn, slow=device.slow, batches=batches)
+
+
+@on(*SIMULATED)
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("kind", ["dataset", "tensors", "prefetch"])
-def test_pinned_memory_goes_back_when_a_feeder_is_closed(latency, left, kind):
+def test_pinned_memory_goes_back_when_a_feeder_is_closed(device, left, kind):
     """All of it, without the garbage collector, after complete epochs and after one that was left."""
-    device = SimulatedDevice(latency=latency)
+    device = device.backend
     x = torch.arange(80_000.0).view(100, 800)
     data = aiofeed.Tensors(x) if kind == "tensors" else TensorDataset(x)
     gc.disable()
@@ -82,44 +135,10 @@ def test_pinned_memory_goes_back_when_a_feeder_is_closed(latency, left, kind):
         gc.enable()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("static", [False, True])
-def test_no_wrong_byte_in_ten_thousand(static):
-    """10,000 batches without synchronisation are right."""
-    check_feeder(SimulatedDevice(), streams=in_turn, slow=slow, batches=10_000, static_batches=static)
-
-
-@pytest.mark.parametrize("device", [None, "cpu", ["cpu", "cpu"], ["cpu"] * 3])
-@pytest.mark.parametrize("static", [False, True])
-def test_host(device, static):
-    """Batches on the host are right, in one part or several."""
-    check_feeder(device, batches=300, static_batches=static)
-
-
-class NoWait(Copier):
-    def deliver(self, pending):
-        return pending.batch
-
-
-class NoRecordStream(Copier):
-    def deliver(self, pending):
-        self.backend.wait(self.backend.current_stream(), pending.ready)
-        return pending.batch
-
-
-@pytest.mark.parametrize("mistake", [NoWait, NoRecordStream])
-def test_the_check_sees_mistakes(mistake, monkeypatch):
-    """A feeder whose copier has a mistake fails the check."""
-    monkeypatch.setattr(Copier, "deliver", mistake.deliver)
-    with pytest.raises(WrongBytesError):
-        check_feeder(SimulatedDevice(), streams=in_turn, slow=slow, batches=BATCHES)
-
-
-@pytest.mark.parametrize("latency", ["random", "late", "early"])
-def test_work_on_the_first_batchs_tensors(latency):
+@on(*SIMULATED)
+def test_work_on_the_first_batchs_tensors(device):
     """Work on the tensors of the first batch, as in a CUDA graph, gets each static batch in turn."""
-    device = SimulatedDevice(latency=latency)
+    device = device.backend
     x = torch.arange(4_000.0).view(1_000, 4)
     with aiofeed.Feeder(TensorDataset(x), batch_size=8, drop_last=True, static_batches=True, device=device) as feeder:
         sums = device.copy(host := torch.zeros(len(feeder)))

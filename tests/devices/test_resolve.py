@@ -11,8 +11,8 @@ from aiofeed.core.errors import DeviceCopyError
 from aiofeed.devices import backend as device_module
 from aiofeed.devices.backend import DeviceBackend, TorchBackend
 from aiofeed.devices.resolve import resolve_device
-from aiofeed.testing import SimulatedDevice
 from tests.support.interrupts import Interrupt
+from tests.support.simulated_device import SimulatedDevice
 
 
 @pytest.fixture

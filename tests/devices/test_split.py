@@ -1,7 +1,6 @@
 """Batches for several devices: how they are split and copied, and the errors if that is impossible."""
 
 import dataclasses
-import gc
 import pickle
 import typing
 
@@ -15,7 +14,7 @@ from aiofeed.core.types import HostTensor
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
 from aiofeed.devices.scatter import copier_for, split
-from aiofeed.testing import SimulatedDevice, check_feeder
+from tests.support.simulated_device import SimulatedDevice
 
 
 class Pair(typing.NamedTuple):
@@ -29,25 +28,8 @@ class Sample:
     key: object
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Use one torch thread: the tensors are small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def two(latency="random"):
     return [SimulatedDevice(1, latency=latency, index=0), SimulatedDevice(2, latency=latency, index=1)]
-
-
-def streams(simulated):
-    return [simulated.current_stream(), simulated.new_stream(), simulated.new_stream()]
-
-
-def slow(simulated):
-    simulated.sleep()
 
 
 def listed(tree):
@@ -167,17 +149,6 @@ class TestResolve:
 
 
 class TestFeeder:
-    @pytest.mark.parametrize("batches", [100, pytest.param(600, marks=pytest.mark.slow)])
-    @pytest.mark.parametrize("latency", ["random", "late", "early"])
-    def test_no_wrong_byte(self, latency, batches):
-        """With slow kernels on alternating streams of both devices and tensors dropped at once, every part is right."""
-        devices = two(latency)
-        check_feeder(devices, streams=streams, slow=slow, batches=batches, batch_size=5)
-        gc.collect()
-        assert [device.allocated_bytes for device in devices] == [0, 0]
-        assert [device.pinned_bytes for device in devices] == [0, 0]
-        assert [device.streams_made for device in devices] == [3, 3]
-
     @pytest.mark.parametrize("device", [["cpu", "cpu"], two()])
     def test_parts(self, device):
         """A batch is a tuple of parts with the batch's structure; parts of the last batch may be empty."""

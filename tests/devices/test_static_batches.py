@@ -1,7 +1,5 @@
 """Static batches: fixed addresses, correct contents, and the errors where they are impossible."""
 
-import functools
-import gc
 import pickle
 
 import pytest
@@ -10,31 +8,10 @@ from torch.utils.data import TensorDataset
 
 import aiofeed
 from aiofeed.core.pytree import leaves
-from aiofeed.devices.copier import Copier, StaticOutput
 from aiofeed.runtime.tensors import is_tensor
-from aiofeed.testing import SimulatedDevice, WrongBytesError, check_copier, check_feeder
+from tests.support.device_cases import ACCELERATORS, EVERY_DEVICE, on
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import until
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Use one torch thread: the tensors are small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def streams(simulated):
-    return [simulated.current_stream(), simulated.new_stream(), simulated.new_stream()]
-
-
-def slow(simulated):
-    simulated.sleep()
-
-
-def check(simulated, **options):
-    check_copier(simulated, streams(simulated), slow=simulated.sleep, **options)
 
 
 def feeder_of(x, **options):
@@ -44,95 +21,12 @@ def feeder_of(x, **options):
     )
 
 
-def static_copier(backend, transform, output=StaticOutput, copier=Copier):
-    return copier(backend, transform, output(backend))
-
-
-# Copiers with one typical mistake each.
-
-
-class NoGuard(StaticOutput):
-    """Overwrites the tensors without waiting for the work that uses the previous batch."""
-
-    def _wait_for_last_use(self, stream):
-        pass
-
-
-class GuardAtHandOver(StaticOutput):
-    """Records the event that the next copy waits for before the consumer has queued its work."""
-
-    handed_over = None
-
-    def __call__(self, batch, stream):
-        output = super().__call__(batch, stream)
-        self.handed_over = self._backend.record(stream)
-        return output
-
-    def _wait_for_last_use(self, stream):
-        self._backend.wait(stream, self.handed_over)
-
-
-class NoWait(Copier):
-    """Copies into the tensors before the batch has arrived on the device."""
-
-    def deliver(self, pending):
-        early = self.backend.record(self.backend.current_stream())
-        return super().deliver(type(pending)(pending.batch, pending.copied, early))
-
-
-class CopiedOnTheSideStream(StaticOutput):
-    """Copies into the tensors on the side stream; the consumer's stream does not wait for it."""
-
-    def __call__(self, batch, stream):
-        side = self._backend.side_stream()
-        with self._backend.use_stream(side):
-            return super().__call__(batch, side)
-
-
-MISTAKES = [
-    functools.partial(static_copier, output=NoGuard),
-    functools.partial(static_copier, output=GuardAtHandOver),
-    functools.partial(static_copier, copier=NoWait),
-    functools.partial(static_copier, output=CopiedOnTheSideStream),
-]
-
-
-class TestBytes:
-    @pytest.mark.parametrize("batches", [150, pytest.param(2_000, marks=pytest.mark.slow)])
-    @pytest.mark.parametrize("latency", ["random", "late", "early"])
-    def test_copier(self, latency, batches):
-        """With slow kernels, three alternating streams and fixed memory, every batch has the right contents."""
-        check(SimulatedDevice(latency=latency), copier=static_copier, batches=batches)
-
-    @pytest.mark.parametrize("mistake", MISTAKES)
-    def test_the_check_sees_each_mistake(self, mistake):
-        """A copier with a mistake fails the check that the real copier passes."""
-        with pytest.raises(WrongBytesError):
-            check(SimulatedDevice(), copier=mistake, batches=150)
-
-    @pytest.mark.parametrize("batches", [150, pytest.param(1_000, marks=pytest.mark.slow)])
-    @pytest.mark.parametrize("latency", ["random", "late", "early"])
-    def test_feeder(self, latency, batches):
-        """A slow consumer that changes its stream gets correct batches over two epochs."""
-        device = SimulatedDevice(latency=latency)
-        check_feeder(device, streams=streams, slow=slow, batches=batches, static_batches=True)
-        gc.collect()
-        assert device.allocated_bytes == 0
-        assert device.pinned_bytes == 0
-
-    @pytest.mark.parametrize("latency", ["random", "early"])
-    def test_several_devices(self, latency):
-        """Each device has its own tensors and waits for its own streams."""
-        devices = [SimulatedDevice(1, latency=latency), SimulatedDevice(2, latency=latency, index=1)]
-        check_feeder(devices, streams=streams, slow=slow, batches=150, static_batches=True)
-
-
 class TestAddresses:
-    @pytest.mark.parametrize("device", [SimulatedDevice(), None, "cpu"])
+    @on("random", *ACCELERATORS, "host")
     def test_the_same_tensors(self, device):
         """Over epochs and after ``close`` every batch is the same tensor objects with new contents."""
         x = torch.arange(22.0)
-        feeder = feeder_of(x, device=device)
+        feeder = feeder_of(x, device=device.backend)
         tensors, seen = set(), []
         for _ in range(2):
             with feeder:
@@ -238,11 +132,11 @@ def lists(batch):
 
 class TestBuckets:
     @pytest.mark.parametrize("options", [{}, {"shard": (1, 2)}, {"in_order": False, "shuffle": False}], ids=str)
-    @pytest.mark.parametrize("device", [SimulatedDevice(), None])
+    @on("random", "host")
     def test_each_bucket_keeps_its_tensors(self, device, options):
         """Over epochs and after ``close``; the contents are those of other tensors."""
         tensors, seen = {}, []
-        static = buckets_of(device=device, static_batches=True, **options)
+        static = buckets_of(device=device.backend, static_batches=True, **options)
         with buckets_of(**options) as plain:
             expected = [lists(batch) for _ in range(3) for batch in plain]
         for _ in range(3):
@@ -264,21 +158,21 @@ class TestBuckets:
                 assert torch.equal(torch.cat([part[0] for part in parts]), batch[0])
         assert len(addresses) == 6
 
-    @pytest.mark.parametrize("latency", ["random", "late", "early"])
-    def test_slow_consumers(self, latency):
+    @on(*EVERY_DEVICE)
+    def test_slow_consumers(self, device):
         """Kernels queued on the streams of a consumer read the batches that they were queued for."""
-        device = SimulatedDevice(latency=latency)
-        copies = []
-        with buckets_of(device=device, static_batches=True) as feeder, buckets_of() as plain:
+        backend, streams, copies = device.backend, device.in_turn(device.backend), []
+        with buckets_of(device=backend, static_batches=True) as feeder, buckets_of() as plain:
             expected = [lists(batch) for _ in range(4) for batch in plain]
             for _ in range(4):
                 iterator = iter(feeder)
                 for number in range(len(feeder)):
-                    with device.use_stream(streams(device)[number % 3]):
+                    with backend.use_stream(streams[number % 3]):
                         batch = next(iterator)
-                        slow(device)
+                        device.slow(backend)
                         copies.append([tensor.clone() for tensor in batch])
-            device.synchronize()
+            for stream in streams:
+                backend.record(stream).synchronize()
             assert [lists(copy) for copy in copies] == expected
 
     @pytest.mark.parametrize("stop", [1, 5, 12])

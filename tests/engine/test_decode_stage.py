@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from aiofeed import DecodeImage, FailurePolicy, Feeder, FeedError, Files, ImageFolder, Limits
 from aiofeed.errors import BatchFailedError, CollateError, DecodeError, ReadError, TooManyFailures
-from aiofeed.testing import SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 
 BAD = frozenset({3, 4, 11, 18, 19})
 MAX_FAILURES = 0.5

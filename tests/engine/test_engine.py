@@ -25,7 +25,7 @@ from aiofeed.engine.samples import SampleAssembly
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.queue import BatchQueue
 from aiofeed.runtime.thread_pool import ThreadPool
-from aiofeed.testing import SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 
 
 class Gauge:

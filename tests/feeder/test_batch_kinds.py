@@ -14,8 +14,8 @@ import pytest
 
 from aiofeed import Feeder, Limits, attach, serve
 from aiofeed.errors import StateError
-from aiofeed.testing import SimulatedDevice
 from tests.support.batch_kinds import KINDS, all_tokens, tokens
+from tests.support.simulated_device import SimulatedDevice
 
 pytestmark = [pytest.mark.usefixtures("forked_workers"), pytest.mark.parametrize("kind", KINDS)]
 

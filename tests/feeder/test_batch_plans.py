@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from aiofeed import Buckets, DiskCache, Feeder, Tensors, TokenBudget, pad_collate
 from aiofeed.errors import StateError
-from aiofeed.testing import SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 

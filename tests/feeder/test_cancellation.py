@@ -17,7 +17,7 @@ from aiofeed import Feeder, Limits, prefetch
 from aiofeed.errors import IteratorClosedError
 from aiofeed.runtime.buffers import PinnedBufferPool, release_unused
 from aiofeed.runtime.cancellation import clear_cancellation, is_cancelled, task_scope
-from aiofeed.testing import SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 
 BOUND_S = 20.0
 """Time limit of every wait; each takes milliseconds."""

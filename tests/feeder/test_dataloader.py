@@ -27,10 +27,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from aiofeed import DataLoader, FailurePolicy, Feeder, FeedError, HostCache
 from aiofeed.errors import IteratorClosedError, WorkerDiedError
-from aiofeed.testing import SimulatedDevice
 from tests.support.fork_server import ForkServer
 from tests.support.interrupts import Interrupt
 from tests.support.loader_parts import Plain, Random, same, seed_all, without_none
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import children, until
 
 ROWS = torch.arange(40_000.0).reshape(40, 1000)

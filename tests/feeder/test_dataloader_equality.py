@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from aiofeed import DataLoader
-from aiofeed.testing import SimulatedDevice
 from tests.support.loader_parts import (
     DrawingSampler,
     Random,
@@ -25,6 +24,7 @@ from tests.support.loader_parts import (
     seed_all,
     without_none,
 )
+from tests.support.simulated_device import SimulatedDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 

@@ -23,9 +23,9 @@ from aiofeed.core.types import Row
 from aiofeed.engine.fetch.fetcher import ChunkOutcome
 from aiofeed.engine.fetch.source import BlockingReader
 from aiofeed.errors import CollateError, DecodeError, DeviceCopyError, ReadError, SampleError, TooManyFailures
-from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
 from tests.support.process_parts import Numbers
+from tests.support.simulated_device import SimulatedDevice
 
 
 def number(data: bytes) -> torch.Tensor:

@@ -27,11 +27,11 @@ from aiofeed.engine.engine import Engine
 from aiofeed.errors import BatchFailedError, DecodeError, DeviceCopyError, ReadError, WorkerDiedError
 from aiofeed.runtime.buffers import SMALL_BYTES, HostBufferPool, release_unused
 from aiofeed.runtime.thread_pool import ThreadPool
-from aiofeed.testing import SimulatedDevice
-from aiofeed.testing.simulated_streams import SimulatedEvent
 from tests.soak.faulty import threads_refused
 from tests.support.fork_server import ForkServer
 from tests.support.process_parts import Numbers
+from tests.support.simulated_device import SimulatedDevice
+from tests.support.simulated_streams import SimulatedEvent
 
 WIDE = SMALL_BYTES  # bytes of a sample; a batch of these has a memory block of its own
 

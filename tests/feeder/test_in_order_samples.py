@@ -41,8 +41,8 @@ from aiofeed.engine.fetch.source import SourceFetcher
 from aiofeed.engine.samples import SampleAssembly
 from aiofeed.errors import BatchFailedError, CollateError, ReadError, StateError, TooManyFailures
 from aiofeed.feeder.pipeline import StreamingPipeline
-from aiofeed.testing import SimulatedDevice
 from tests.support.interrupts import Interrupt
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.states import edited_state
 from tests.support.waiting import until
 

@@ -22,11 +22,11 @@ from aiofeed.errors import IteratorClosedError
 from aiofeed.runtime import event_loop, threads
 from aiofeed.runtime.queue import BatchQueue
 from aiofeed.runtime.threads import DaemonThread
-from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
 from tests.support.interrupts import Interrupt, interrupted_next
 from tests.support.paths import PACKAGE
 from tests.support.process_parts import Numbers
+from tests.support.simulated_device import SimulatedDevice
 
 
 def number(data: bytes) -> torch.Tensor:

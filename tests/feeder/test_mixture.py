@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from aiofeed import DiskCache, FailurePolicy, Feeder, FromDataset, Mixture, Tensors, TokenBudget, pad_collate
 from aiofeed.errors import StateError
-from aiofeed.testing import SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 

@@ -18,10 +18,10 @@ from aiofeed.sources.objects import clients as clients_module
 from aiofeed.sources.objects import reader as reader_module
 from aiofeed.sources.objects import samples as samples_module
 from aiofeed.sources.objects.clients import open_requests
-from aiofeed.testing import SimulatedDevice
 from tests.conftest import write_image_folder
 from tests.support.fault_server import Fault
 from tests.support.number_decoders import scalar
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import until
 
 EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "250")) // 10

@@ -16,8 +16,8 @@ import aiofeed
 from aiofeed import Feeder
 from aiofeed.core.types import Traits
 from aiofeed.feeder.rules import EXCLUDED
-from aiofeed.testing import SimulatedDevice
 from tests.support.calls import PUBLIC, calls_in
+from tests.support.simulated_device import SimulatedDevice
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 N = 24

@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 import aiofeed
 from aiofeed import DiskCache, FailurePolicy, Feeder, HostCache, Limits, Pack, Tensors
 from aiofeed.errors import BatchFailedError, CollateError, ReadError
-from aiofeed.testing import SimulatedDevice
 from tests.support.packed import PAD, SEPARATOR, STEP, Documents, all_tokens, document, lognormal, pieces_of, tokens_of
+from tests.support.simulated_device import SimulatedDevice
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 

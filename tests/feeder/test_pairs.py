@@ -27,9 +27,9 @@ from aiofeed import (
     pad_collate,
 )
 from aiofeed.errors import DecodeError
-from aiofeed.testing import SimulatedDevice
 from tests.support.pairs import torchvision_v2, write_pairs
 from tests.support.shard_files import write_tar
+from tests.support.simulated_device import SimulatedDevice
 
 COUNT = 24
 DECODE = DecodePair(DecodeImage(24, crop="random", scale=(0.4, 1.0), flip=True))

@@ -17,7 +17,7 @@ from aiofeed.errors import DeviceCopyError, IteratorClosedError
 from aiofeed.feeder.prefetch import AsyncIterableProducer
 from aiofeed.runtime.cancellation import ended_by
 from aiofeed.runtime.queue import BatchQueue, FeedFailure, QueueItem, ReadyBatch
-from aiofeed.testing import SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 
 
 def loader(n: int = 10, **options: Any) -> DataLoader[Any]:

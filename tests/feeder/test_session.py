@@ -15,7 +15,7 @@ import torch
 
 from aiofeed import Feeder, Limits
 from aiofeed.errors import ReadError, StateError
-from aiofeed.testing import SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.states import edited_state
 
 SECONDS = 10

@@ -15,7 +15,7 @@ import torch
 
 from aiofeed import Feeder, FeedError, TokenBudget, pad_collate
 from aiofeed.errors import IteratorClosedError
-from aiofeed.testing import SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.states import edited_state
 
 pytestmark = pytest.mark.usefixtures("forked_workers")

@@ -23,9 +23,9 @@ from torch.utils.data import IterableDataset
 import aiofeed
 from aiofeed import Buckets, FailurePolicy, Feeder, FeedError, Stream
 from aiofeed.errors import BatchFailedError, DecodeError, ReadError, StateError
-from aiofeed.testing import SimulatedDevice
 from tests.support.fork_server import ForkServer
 from tests.support.interrupts import Interrupt
+from tests.support.simulated_device import SimulatedDevice
 
 Batches = list[list[int]]
 

@@ -31,9 +31,9 @@ from aiofeed import (
 )
 from aiofeed.errors import DecodeError, ReadError, WorkerDiedError
 from aiofeed.processes import RayEngine
-from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
 from tests.support import ray_parts
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

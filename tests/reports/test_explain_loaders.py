@@ -20,8 +20,8 @@ from aiofeed.core.statistics import EpochStats
 from aiofeed.processes.loader_workers.fetching import GIL_PROBES
 from aiofeed.reports import Explanation
 from aiofeed.reports.remedies import explain_loader
-from aiofeed.testing import SimulatedDevice
 from benchmarks.explain import Items, SlowSampler, collate
+from tests.support.simulated_device import SimulatedDevice
 
 # A dataset that takes no time, also if other processes use the cores.
 NUMBERS: Any = list(range(64))

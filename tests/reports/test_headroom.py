@@ -11,8 +11,8 @@ import torch
 
 from aiofeed import Feeder, Limits, Tensors
 from aiofeed.reports import Headroom, headroom
-from aiofeed.testing import SimulatedDevice
 from benchmarks.explain import Items, Numbers, decode
+from tests.support.simulated_device import SimulatedDevice
 
 REAL = headroom.WARM_UP + headroom.KEPT
 

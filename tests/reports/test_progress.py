@@ -23,10 +23,10 @@ from aiofeed.reports import progress
 from aiofeed.runtime.queue import ReadyBatch
 from aiofeed.sources.objects import listing
 from aiofeed.sources.objects.listing import LoadProgress
-from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
 from tests.support.interrupts import interrupted_next
 from tests.support.process_parts import Numbers
+from tests.support.simulated_device import SimulatedDevice
 
 
 class Terminal:

@@ -17,7 +17,7 @@ from aiofeed.reports import machine
 from aiofeed.reports.commands.cli import main
 from aiofeed.reports.machine import AcceleratorReport, Environment, environment
 from aiofeed.reports.machine.report import DeviceReport, advise
-from aiofeed.testing import SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 
 GIB = 1 << 30
 GOOD = Environment(

@@ -17,8 +17,8 @@ from PIL import Image
 import aiofeed
 from aiofeed.core.statistics import EVENTS, Event
 from aiofeed.reports.timeline import lanes_of, ticks_of, write_timeline
-from aiofeed.testing import SimulatedDevice
 from tests.support.number_decoders import scalar
+from tests.support.simulated_device import SimulatedDevice
 
 SAMPLES = 96
 BATCH = 8

@@ -27,7 +27,7 @@ from aiofeed.runtime.buffers import (
     pinned_mapping,
     release_unused,
 )
-from aiofeed.testing import SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 
 LARGE = 4 * SMALL_BYTES
 

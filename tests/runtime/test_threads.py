@@ -20,8 +20,8 @@ import torch
 from aiofeed import Feeder, Limits, prefetch
 from aiofeed.errors import IteratorClosedError, WorkerDiedError
 from aiofeed.runtime.threads import DaemonThread
-from aiofeed.testing import SimulatedDevice
 from tests.support.fork_server import ForkServer
+from tests.support.simulated_device import SimulatedDevice
 
 # The target is 0.2 s; this allows for a busy machine.
 GONE_S = 20.0

@@ -16,7 +16,7 @@ from aiofeed import FailurePolicy, Feeder, FeedError, Limits
 from aiofeed.core.types import Row
 from aiofeed.errors import DecodeError, ReadError
 from aiofeed.runtime.thread_pool import ABANDONED_MOST
-from aiofeed.testing import SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from aiofeed import Buckets, Feeder, FromDataset, Mixture, Stream, Tensors, TokenBudget
 from aiofeed.errors import StateError
 from aiofeed.sampling.order import feistel
-from aiofeed.testing import SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.states import edited_state
 
 N = 30

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import aiofeed
 from aiofeed import Feeder
 from aiofeed.sampling.mesh import find_place, sequence_part
-from aiofeed.testing import SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 
 NAMES = ("dp", "cp", "tp")
 

@@ -44,22 +44,6 @@ def _numbers(arguments: argparse.Namespace) -> Iterator[int]:
         yield number
 
 
-def _with_progress(soak: Soak, numbers: Iterator[int], minutes: float) -> Iterator[int]:
-    """Yield the numbers; with rich installed, show the progress on a terminal."""
-    try:
-        from rich.progress import Progress, TimeElapsedColumn
-    except ImportError:
-        yield from numbers
-        return
-    started = time.monotonic()
-    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("soak", total=60 * minutes)
-        for number in numbers:
-            text = f"{soak.counts['episodes']} episodes, {soak.counts['epochs']} epochs, {len(soak.failures)} failures"
-            progress.update(task, completed=time.monotonic() - started, description=text)
-            yield number
-
-
 def main() -> int:
     """Run the soak and print the totals; return 1 after a failure."""
     arguments = _arguments()
@@ -69,7 +53,7 @@ def main() -> int:
     print(f"seed: {seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         soak = Soak(seed, Path(folder), fatal=True)
-        for number in _with_progress(soak, _numbers(arguments), arguments.minutes):
+        for number in _numbers(arguments):
             if not soak.run(number):
                 print(soak.failures[-1], flush=True)
                 traceback.print_exception(soak.error)

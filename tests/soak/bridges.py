@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from aiofeed import prefetch
-from aiofeed.runtime.buffers import release_unused
-from aiofeed.testing import SimulatedDevice
+from tests.soak.checks import check_released
 from tests.soak.configurations import LATENCIES, ViolationError
 from tests.soak.episodes import Episode
+from tests.support.simulated_device import SimulatedDevice
 
 
 class Batches:
@@ -88,11 +88,7 @@ def _check_released(batches: Batches, device: SimulatedDevice | None) -> None:
         raise ViolationError(f"{batches.started} iterations started, {batches.ended} ended", "leaked")
     if device is not None:
         gc.collect()
-        device.synchronize()
-        release_unused()
-        if device.pinned_bytes or device.allocated_bytes:
-            leak = f"{device.pinned_bytes} bytes pinned and {device.allocated_bytes} on the device"
-            raise ViolationError(leak, "leaked")
+        check_released(device)
 
 
 def _iterate(feed: Any, steps: int) -> int:

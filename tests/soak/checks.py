@@ -22,6 +22,7 @@ import psutil
 
 from aiofeed.runtime.buffers import release_unused
 from tests.soak.configurations import Rig, ViolationError
+from tests.support.simulated_device import SimulatedDevice
 
 THREAD_EXIT_S = 10.0
 """Time limit for the end of threads. They need milliseconds; a busy machine needs more."""
@@ -64,6 +65,15 @@ def wait_for_threads(limit_s: float = THREAD_EXIT_S) -> None:
         running[0].join(0.2)
     if running := feed_threads():
         raise ViolationError(f"threads still run: {sorted(thread.name for thread in running)}", "leaked")
+
+
+def check_released(device: SimulatedDevice) -> None:
+    """Check that no memory of a device is in use."""
+    device.synchronize()
+    release_unused()
+    if device.pinned_bytes or device.allocated_bytes:
+        leak = f"{device.pinned_bytes} bytes pinned and {device.allocated_bytes} on the device"
+        raise ViolationError(leak, "leaked")
 
 
 class ProblemLog(logging.Handler):
@@ -128,11 +138,7 @@ class Checks:
         if (now := descriptors()) > self.descriptors:
             raise ViolationError(f"{self.descriptors} descriptors before, {now} after: {opened_files()}", "leaked")
         for device in devices:
-            device.synchronize()
-            release_unused()
-            if device.pinned_bytes or device.allocated_bytes:
-                leak = f"{device.pinned_bytes} bytes pinned and {device.allocated_bytes} on the device"
-                raise ViolationError(leak, "leaked")
+            check_released(device)
         if number % 50 == 49:
             gc.collect()
             if len(tasks := pending_tasks()) > self.tasks:

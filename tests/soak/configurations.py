@@ -11,8 +11,8 @@ from typing import Any
 
 from aiofeed import Feeder, FromDataset, Limits
 from aiofeed.sampling.schedule import Position, Schedule
-from aiofeed.testing import SimulatedDevice
 from tests.soak.sources import FILE_WIDTH, FILES, Decode, Items, Many, Numbers, files
+from tests.support.simulated_device import SimulatedDevice
 
 SOURCES = ("coroutine", "many", "files", "dataset")
 LATENCIES = (None, None, "random", "late", "early")

@@ -9,37 +9,22 @@ from contextlib import contextmanager
 from typing import Any
 
 from aiofeed.errors import DecodeError, DeviceCopyError, ReadError
-from aiofeed.testing import SimulatedDevice
-from tests.soak.configurations import EpochRecord, Rig, ViolationError
-from tests.soak.episodes import Episode, whole_epoch
+from tests.soak.configurations import Rig, ViolationError
+from tests.soak.episodes import Episode, whole_epoch, whole_epoch_async
+from tests.support.simulated_device import SimulatedDevice
 
 
 def failing_epoch(episode: Episode, rig: Rig, kinds: type[BaseException] | tuple[type[BaseException], ...]) -> Any:
     """Run an epoch; return the error of one of `kinds` that ended it, `None` after a complete epoch."""
-    asynchronous = episode.random.random() < 0.4
     try:
-        record = asyncio.run(_all_async(rig)) if asynchronous else _all(rig)
+        if episode.random.random() < 0.4:
+            asyncio.run(whole_epoch_async(rig))
+        else:
+            whole_epoch(rig)
     except kinds as error:
         episode.counts[f"raised {type(error).__name__}"] += 1
         return error
-    record.check_complete()
     return None
-
-
-def _all(rig: Rig) -> EpochRecord:
-    iterator = iter(rig.feeder)
-    record = rig.start_record()
-    for batch in iterator:
-        record.add(batch)
-    return record
-
-
-async def _all_async(rig: Rig) -> EpochRecord:
-    iterator = aiter(rig.feeder)
-    record = rig.start_record()
-    async for batch in iterator:
-        record.add(batch)
-    return record
 
 
 def _check_error(error: Any, expected: bool, fault: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from aiofeed.runtime.queue import BatchQueue, ReadyBatch
 from tests.soak.runner import KINDS, Soak
 
-EPISODES = 70
+EPISODES = 50
 SEED = 3
 
 

@@ -17,9 +17,9 @@ from aiofeed import DiskCache, EncodedCache, Feeder, Files, FromDataset, Mixture
 from aiofeed.errors import DeviceCopyError, StateError
 from aiofeed.feeder.session import _data_in_memory
 from aiofeed.sources.subset import Subset
-from aiofeed.testing import SimulatedDevice
 from tests.support.fault_server import FaultServer
 from tests.support.shard_files import members_of, numbered, write_tar
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.tables import arrow_table, parquet
 from tests.support.token_files import write_raw
 

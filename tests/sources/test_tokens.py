@@ -22,7 +22,7 @@ from torch.utils.data import default_collate
 import aiofeed
 from aiofeed import DiskCache, Feeder, Mixture, Tokens
 from aiofeed.errors import StateError
-from aiofeed.testing import SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.token_files import write_header, write_megatron, write_raw
 
 pytestmark = pytest.mark.usefixtures("forked_workers")

@@ -15,9 +15,9 @@ import pytest
 from aiofeed import EncodedCache, Feeder, Mixture, Tokens
 from aiofeed.errors import ReadError, StateError
 from aiofeed.sources.tokens import at_urls
-from aiofeed.testing import SimulatedDevice
 from tests.sources.test_tokens import FORMATS, NUMBERS, lists, save_npy, windows
 from tests.support.fault_server import Fault, FaultServer, Request
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.token_files import write_megatron, write_raw
 
 BLOCK = 8

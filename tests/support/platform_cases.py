@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 import aiofeed
-from aiofeed.testing import SimulatedDevice
 from tests.support.shard_files import members_of, numbered, write_tar, write_zip
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.token_files import write_raw
 
 BATCH = 8

@@ -113,16 +113,6 @@ class RemoteNumbers(Numbers):
         return b"%d" % found
 
 
-class LoggedReads(LoggedSource):
-    """Also logs the beginning and the end of each read."""
-
-    async def read(self, index: int) -> bytes:
-        append_line(self.path, "begins")
-        await asyncio.sleep(0.002)
-        append_line(self.path, "ends")
-        return await super().read(index)
-
-
 class Large(Numbers):
     """Each sample is the same 10 MiB; reads take 1 ms."""
 

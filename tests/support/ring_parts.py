@@ -14,8 +14,8 @@ import torch
 
 import aiofeed
 from tests.support import process_parts as parts
+from tests.support import serve_parts
 from tests.support.late_device import LateDevice
-from tests.support.serve_parts import wait_for
 
 
 class LogLines(logging.Handler):
@@ -106,23 +106,14 @@ def epochs(
 
 
 def endlessly(address: str, pipe: Connection, device: dict[str, Any] | None, step_s: float, begin: str = "") -> None:
-    """Send each batch until killed or until the server is gone; take the first when the file `begin` exists."""
-    try:
-        with aiofeed.attach(address, device=None if device is None else LateDevice(**device)) as feed:
-            while True:
-                iterator = iter(feed)
-                if begin:
-                    wait_for(begin)
-                for batch in iterator:
-                    pipe.send(([int(number) for number in batch["array"]], wrong_parts(batch)))
-                    time.sleep(step_s)
-    except Exception as error:
-        pipe.send((type(error).__name__, str(error)))
+    """Send each batch and its wrong parts, as ``serve_parts.endlessly`` does."""
+    read = lambda batch: ([int(number) for number in batch["array"]], wrong_parts(batch))  # noqa: E731
+    serve_parts.endlessly(address, pipe, step_s, begin, None if device is None else LateDevice(**device), read)
 
 
-def stops(address: str, pipe: Connection, device: dict[str, Any]) -> None:
+def stops(address: str, pipe: Connection, device: dict[str, Any] | None) -> None:
     """Stop (SIGSTOP) after the first batch; when continued, send the final error and the parts that were wrong."""
-    with aiofeed.attach(address, device=LateDevice(**device)) as feed:
+    with aiofeed.attach(address, device=None if device is None else LateDevice(**device)) as feed:
         iterator = iter(feed)
         bad = wrong_parts(next(iterator))
         pipe.send("stopping")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiofeed
 from tests.support import process_parts as parts
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,16 +67,23 @@ def wait_for(path: str) -> None:
         time.sleep(0.002)
 
 
-def endlessly(address: str, pipe: Connection, step_s: float, begin: str = "") -> None:
+def flat(batch: Any) -> list[Any]:
+    """Return the numbers of a batch."""
+    return batch.flatten().tolist()  # type: ignore[no-any-return]
+
+
+def endlessly(
+    address: str, pipe: Connection, step_s: float, begin: str = "", device: Any = None, read: Any = flat
+) -> None:
     """Send each batch until killed or until the server is gone; take the first when the file `begin` exists."""
     try:
-        with aiofeed.attach(address) as feed:
+        with aiofeed.attach(address, device=device) as feed:
             while True:
                 iterator = iter(feed)
                 if begin:
                     wait_for(begin)
                 for batch in iterator:
-                    pipe.send(batch.flatten().tolist())
+                    pipe.send(read(batch))
                     time.sleep(step_s)
     except Exception as error:
         pipe.send((type(error).__name__, str(error)))
@@ -139,28 +147,33 @@ class Started:
         self.pipe.close()
 
 
-def kill_consumers_at_random_moments(count: int, seed: int, address: str, within_s: float = 0.5) -> None:
-    """Kill consumers at random moments, while another one must get every batch in order.
+def kill_consumers(
+    count: int, seed: int, address: str, feeder: Any, endlessly: Any, *arguments: Any, **options: Any
+) -> list[Any]:
+    """Serve, kill consumers within half a second of their start, and return what another consumer has received.
 
     Args:
         count: How many to kill.
         seed: Of the random moments.
         address: Of the server.
-        within_s: Of their start.
+        feeder: Is served.
+        endlessly: What the consumers run, with ``arguments`` and the duration of a step.
+        options: Of ``aiofeed.serve``.
     """
     moments = random.Random(seed)
-    feeder = aiofeed.Feeder(parts.Numbers(4000), decode=parts.number, batch_size=4)
-    with feeder, aiofeed.serve(feeder, address, join="batch") as server, Started(endlessly, address, 0.001) as witness:
+    with (
+        aiofeed.serve(feeder, address, join="batch", **options) as server,
+        Started(endlessly, address, *arguments, 0.001) as witness,
+    ):
         seen = [witness.receive()]
         for _ in range(count):
-            with Started(endlessly, address, 0.0005) as victim:
-                deadline = time.monotonic() + moments.random() ** 2 * within_s
+            with Started(endlessly, address, *arguments, 0.0005) as victim:
+                deadline = time.monotonic() + moments.random() ** 2 * 0.5
                 while time.monotonic() < deadline:
                     while witness.pipe.poll():
                         seen.append(witness.receive())
                     time.sleep(0.005)
                 victim.kill()
         seen += [witness.receive() for _ in range(20)]  # the slots of the killed consumers were freed
-        assert [each.pid for each in server.consumers] == [witness.pid]
-        expected = [[4 * at, 4 * at + 1, 4 * at + 2, 4 * at + 3] for at in range(1000)]
-        assert seen == [expected[at % 1000] for at in range(len(seen))]
+        until(lambda: [each.pid for each in server.consumers] == [witness.pid])
+    return seen

@@ -170,7 +170,7 @@ def asynchronous_bridge() -> None:
 
 @script
 def device() -> None:
-    from aiofeed.testing import SimulatedDevice
+    from tests.support.simulated_device import SimulatedDevice
 
     while True:
         for batch in feeder(device=SimulatedDevice()):
@@ -389,7 +389,7 @@ def end_of_a_bridge() -> None:
 
 @script
 def end_of_a_device() -> None:
-    from aiofeed.testing import SimulatedDevice
+    from tests.support.simulated_device import SimulatedDevice
 
     references.append(iter(feeder(device=SimulatedDevice())))
     next(references[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 
 import psutil
 
@@ -20,11 +20,12 @@ def until(condition: Callable[[], object], limit_s: float = 30.0) -> float:
 
 
 def children() -> list[psutil.Process]:
-    """The running child processes, without multiprocessing's resource tracker."""
+    """The running child processes, without multiprocessing's resource tracker and fork server."""
     tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     running = []
     for each in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended in the meantime
-            if each.pid != tracker and each.status() != psutil.STATUS_ZOMBIE:
+            if each.pid not in (tracker, server) and each.status() != psutil.STATUS_ZOMBIE:
                 running.append(each)
     return running

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import aiofeed
 from aiofeed.core.types import BatchPlan
 from aiofeed.engine.fetch.look_ahead import LookAhead
-from aiofeed.testing import SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("forked_workers")

@@ -16,8 +16,8 @@ from aiofeed.devices.copy_thread import QUEUED_BATCHES, CopyThread
 from aiofeed.engine.resident import device_windows
 from aiofeed.runtime import machine
 from aiofeed.runtime.queue import BatchQueue, ReadyBatch
-from aiofeed.testing import SimulatedDevice
-from aiofeed.testing.simulated_streams import SimulatedEvent
+from tests.support.simulated_device import SimulatedDevice
+from tests.support.simulated_streams import SimulatedEvent
 from tests.support.waiting import until
 
 BOUND = DEVICE_BATCHES + QUEUED_BATCHES
@@ -27,13 +27,7 @@ LATENCIES = ["late", "random", "early"]
 UNSYNCHRONISED = QUEUED_BATCHES - 1 + DEVICE_BATCHES
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Use one torch thread: the tensors are small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
 
 
 @pytest.fixture

@@ -87,14 +87,32 @@ def test_a_fork_of_a_process_that_uses_cuda_opens_nothing(calls: FakeTorch, monk
     assert CudaHandles().find("GPU-7") is None
 
 
-def test_invalid_handles_are_refused_before_cuda_gets_them(calls: FakeTorch) -> None:
+def opened_as_tensors(handle: DeviceMemoryHandle) -> None:
+    CudaHandles().open(handle, None)
+
+
+@pytest.mark.parametrize(
+    ("open_", "nbytes", "offset", "counter_offset", "event"),
+    [
+        (opened_as_tensors, 64, 0, 0, b"short"),
+        (opened_as_tensors, 64, -1, 0, b""),
+        (opened_as_tensors, 64, 0, -1, b""),
+        (opened_as_tensors, -64, 0, 0, b""),
+        (CudaSharedDevice(GPU).open, 0, 0, 0, b""),
+        (CudaSharedDevice(GPU).open, 1, -1, 0, b""),
+    ],
+)
+def test_invalid_handles_are_refused_before_cuda_gets_them(
+    calls: FakeTorch, open_: Any, nbytes: int, offset: int, counter_offset: int, event: bytes
+) -> None:
     """To open them is undefined behaviour."""
-    for handle in (
-        DeviceMemoryHandle("GPU-7", b"a", 64, 0, b"", 0, b"short", True),
-        DeviceMemoryHandle("GPU-7", b"a", 64, -1, b"", 0, b"", False),
-        DeviceMemoryHandle("GPU-7", b"a", 64, 0, b"", -1, b"", False),
-        DeviceMemoryHandle("GPU-7", b"a", -64, 0, b"", 0, b"", False),
-    ):
-        with pytest.raises(HandleError):
-            CudaHandles().open(handle, None)
+    handle = DeviceMemoryHandle("GPU-7", b"a" * 64, nbytes, offset, b"", counter_offset, event, bool(event))
+    with pytest.raises(HandleError):
+        open_(handle)
     assert calls.opened == []
+
+
+def test_an_event_handle_of_the_wrong_size_is_refused() -> None:
+    """The message has both sizes."""
+    with pytest.raises(HandleError, match="64 bytes, this one 3"):
+        CudaSharedDevice(GPU).open_event(b"abc")

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import logging
 import os
-import random
 import signal
 import subprocess
 import threading
@@ -19,7 +18,6 @@ import pytest
 import torch
 
 import aiofeed
-import aiofeed.testing
 from aiofeed import FeedError
 from aiofeed.errors import WorkerDiedError
 from aiofeed.processes.ipc.cuda_ipc import CudaSharedDevice, HandleError
@@ -35,22 +33,16 @@ from tests.support import ring_parts, serve_parts
 from tests.support.late_device import LateDevice
 from tests.support.ring_parts import expected, feeder, wrong_parts
 from tests.support.serve_parts import Started
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="devices are simulated by memfd")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forking() -> Iterator[None]:
-    yield from serve_parts.forking()
-
-
-@pytest.fixture
-def address(tmp_path: Path) -> str:
-    return str(tmp_path / "feed.sock")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="devices are simulated by memfd"),
+    pytest.mark.usefixtures("forking"),
+]
 
 
 @pytest.fixture
@@ -267,7 +259,7 @@ def test_a_batch_that_cannot_be_sent_is_an_error_with_advice_for_the_server(addr
 def test_a_feeder_whose_device_cannot_be_shared_is_refused(address: str) -> None:
     """When the server is made."""
     with pytest.raises(ValueError, match="device="):
-        aiofeed.serve(feeder(device=aiofeed.testing.SimulatedDevice()), address)
+        aiofeed.serve(feeder(device=SimulatedDevice()), address)
     with pytest.raises(ValueError, match="several devices"):
         aiofeed.serve(feeder(device=["cpu", "cpu"]), address)
 
@@ -303,63 +295,32 @@ def test_a_device_that_ignores_an_event_gives_wrong_batches(
 
 def test_killed_consumers_do_not_hold_up_the_others(address: str, device: LateDevice) -> None:
     """They are killed at random moments; another one gets every batch."""
-    moments = random.Random(0)
-    with (
-        feeder(400, device=device) as feeding,
-        aiofeed.serve(feeding, address, join="batch", lag=2) as server,
-        Started(ring_parts.endlessly, address, {}, 0.001) as witness,
-    ):
-        seen = [witness.receive()]
-        for _ in range(6):
-            with Started(ring_parts.endlessly, address, {}, 0.0005) as victim:
-                deadline = time.monotonic() + moments.random() ** 2 * 0.5
-                while time.monotonic() < deadline:
-                    while witness.pipe.poll():
-                        seen.append(witness.receive())
-                    time.sleep(0.005)
-                victim.kill()
-        seen += [witness.receive() for _ in range(20)]
-        until(lambda: [each.pid for each in server.consumers] == [witness.pid])
+    with feeder(400, device=device) as feeding:
+        seen = serve_parts.kill_consumers(6, 0, address, feeding, ring_parts.endlessly, {}, lag=2)
     assert [bad for _, bad in seen] == [[]] * len(seen)
     assert [numbers for numbers, _ in seen] == [expected(400)[at % 100] for at in range(len(seen))]
 
 
+@pytest.mark.parametrize("on_device", [True, False])
 def test_a_dropped_consumer_gets_the_batches_sent_to_it_and_then_the_error(
-    address: str, device: LateDevice, tmp_path: Path
+    address: str, device: LateDevice, tmp_path: Path, on_device: bool
 ) -> None:
-    """They are correct, although the server continues."""
-    begin = (
-        tmp_path / "begin"
-    )  # the quick one starts when the slow one has its first batch, or that could be dropped before
-    with feeder(4000, device=device) as feeding:
-        with aiofeed.serve(feeding, address, min_consumers=2, lag=6, slow="drop"):
-            with (
-                Started(ring_parts.stops, address, {}) as slow,
-                Started(ring_parts.endlessly, address, {}, 0.0, str(begin)) as quick,
-            ):
-                assert slow.receive() == "stopping"
-                begin.touch()
-                assert [quick.receive()[1] for _ in range(60)] == [[]] * 60
-                os.kill(slow.pid, signal.SIGCONT)
-                kind, text, bad = slow.receive()
-                assert (kind, bad) == ("FeedError", [])
-                assert "this process was dropped" in text
-
-
-def test_slots_of_a_dropped_consumer_in_host_memory_are_not_written_again(address: str, tmp_path: Path) -> None:
-    """The batches sent to it are correct, although the server continues."""
-    begin = tmp_path / "begin"
-    with feeder(4000) as feeding, aiofeed.serve(feeding, address, min_consumers=2, lag=6, slow="drop"):
+    """They are correct, although the server continues: neither blocks nor slots sent to it are written again."""
+    # The quick one starts when the slow one has its first batch, or that could be dropped before.
+    begin, there = tmp_path / "begin", {} if on_device else None
+    with feeder(4000, device=device if on_device else None) as feeding:
         with (
-            Started(ring_parts.stops, address, {}) as slow,
-            Started(ring_parts.endlessly, address, {}, 0.0, str(begin)) as quick,
+            aiofeed.serve(feeding, address, min_consumers=2, lag=6, slow="drop"),
+            Started(ring_parts.stops, address, there) as slow,
+            Started(ring_parts.endlessly, address, there, 0.0, str(begin)) as quick,
         ):
             assert slow.receive() == "stopping"
             begin.touch()
             assert [quick.receive()[1] for _ in range(60)] == [[]] * 60
             os.kill(slow.pid, signal.SIGCONT)
-            kind, _, bad = slow.receive()
+            kind, text, bad = slow.receive()
             assert (kind, bad) == ("FeedError", [])
+            assert "this process was dropped" in text
 
 
 def test_consumers_get_all_batches_of_a_server_that_has_served_its_epochs(address: str, device: LateDevice) -> None:
@@ -433,12 +394,16 @@ def test_a_batch_that_the_server_was_writing_when_it_died_is_not_handed_out(addr
 class Complete:
     """An event that a driver completes for a process that has died."""
 
+    completes = True
+
     def query(self) -> bool:
         return True
 
 
 class Failing:
     """An event of a device that has failed."""
+
+    completes = False
 
     def query(self) -> bool:
         raise RuntimeError("CUDA error: invalid resource handle")
@@ -470,12 +435,17 @@ def reader_of(pid: int, device: LateDevice | None = None) -> Iterator[DeviceRead
         mine.close()
 
 
+def place(ring: DeviceRing, batch: torch.Tensor) -> tuple[Any, DeviceBlock]:
+    """Write a batch into a block."""
+    placed = ring.place({"x": batch}, "")
+    assert placed is not None
+    return placed
+
+
 def published(ring: DeviceRing, device: LateDevice) -> BatchAvailable:
     """The message that gives the consumer "me" a batch in a block."""
     with ring.entered():
-        placed = ring.place({"x": device.clone(torch.arange(4))}, "")
-        assert placed is not None
-        tree, block = placed
+        tree, block = place(ring, device.clone(torch.arange(4)))
         ring.export(block, "me")
         number, handle, retired = ring.introduce(block, "me")
     return BatchAvailable(0, 0, 0, ContainerNode("dict", [tree["x"]], ["x"]), 32, [], [], number, handle, retired)
@@ -488,14 +458,16 @@ def received(reader: DeviceReader, message: BatchAvailable, lease: CountingLease
     return UncopiedBatch(batch, batch.tree(message.batch, lambda node: node), lease)
 
 
-def test_a_complete_event_is_not_trusted_after_its_server_has_died() -> None:
-    """A driver completes the events of a dead process. A killed process counts as dead before it is reaped."""
+@pytest.mark.parametrize("event", [Complete(), Failing()])
+def test_an_event_of_a_dead_server_is_an_error(event: Any) -> None:
+    """A driver completes the events of a dead process, or they fail. It counts as dead before it is reaped."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process, reader_of(process.pid) as reader:
-        reader.wait(Complete())
+        with contextlib.nullcontext() if event.completes else pytest.raises(RuntimeError, match="invalid resource"):
+            reader.wait(event)
         process.kill()
         until(lambda: not reader._server.alive())
         with pytest.raises(WorkerDiedError, match=f"the server at there .pid {process.pid}. has died"):
-            reader.wait(Complete())
+            reader.wait(event)
         late = ProcessMonitor(process.pid)
         assert not late.alive()
         late.close()
@@ -508,17 +480,6 @@ def test_after_the_last_copies_the_server_may_end() -> None:
         process.kill()
         until(lambda: not reader._server.alive())
         reader.wait(Complete())
-
-
-def test_an_event_that_fails_because_its_server_has_died_raises_that() -> None:
-    """``WorkerDiedError`` instead of the driver's error; the driver's error if the server is alive."""
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process, reader_of(process.pid) as reader:
-        with pytest.raises(RuntimeError, match="invalid resource handle"):
-            reader.wait(Failing())
-        process.kill()
-        until(lambda: not reader._server.alive())
-        with pytest.raises(WorkerDiedError, match="has died"):
-            reader.wait(Failing())
 
 
 def test_a_copy_that_fails_because_the_server_has_died_raises_that(device: LateDevice) -> None:
@@ -599,15 +560,14 @@ def test_a_dropped_consumer_can_still_open_a_block_that_it_was_sent(device: Late
     mine = LateDevice()
     ring = DeviceRing(device, device, 2)
     with ring.entered():
-        placed = ring.place({"x": device.clone(torch.arange(4))}, "")
-        assert placed is not None
-        ring.export(placed[1], "me")
-        _, handle, _ = ring.introduce(placed[1], "me")
+        _, block = place(ring, device.clone(torch.arange(4)))
+        ring.export(block, "me")
+        _, handle, _ = ring.introduce(block, "me")
         assert handle is not None
         device.record(device.stream()).synchronize()
         ring.gone("me", reading=True)
-        ring.give_back(placed[1], reusable=False)
-        del placed
+        ring.give_back(block, reusable=False)
+        del block
         gc.collect()
         assert mine.open_event(handle.filled).query()
         assert mine.open_event(handle.read).query()
@@ -617,10 +577,9 @@ def test_a_dropped_consumer_can_still_open_a_block_that_it_was_sent(device: Late
 
 def place_and_read(ring: DeviceRing, device: LateDevice, nbytes: int) -> DeviceBlock:
     """A block to which a batch was written, given back."""
-    placed = ring.place({"x": device.clone(torch.zeros(nbytes, dtype=torch.uint8))}, "")
-    assert placed is not None
-    ring.give_back(placed[1])
-    return placed[1]
+    _, block = place(ring, device.clone(torch.zeros(nbytes, dtype=torch.uint8)))
+    ring.give_back(block)
+    return block
 
 
 def test_batches_of_varying_size_soon_fit(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -649,18 +608,17 @@ def test_a_block_is_replaced_before_it_was_exported_a_thousand_times(device: Lat
     with ring.entered():
         for number in range(250):
             assert ring.probe(number).block is not None
-            placed = ring.place({"x": device.clone(torch.arange(4))}, "")
-            assert placed is not None
+            _, block = place(ring, device.clone(torch.arange(4)))
             for consumer in ("stays", number):
-                ring.export(placed[1], consumer)
-                _, handle, old = ring.introduce(placed[1], consumer)
+                ring.export(block, consumer)
+                _, handle, old = ring.introduce(block, consumer)
                 if consumer == "stays":
                     opened += [] if handle is None else [handle.number]
                     retired += old
-                placed[1].read[consumer].record(device.stream())
+                block.read[consumer].record(device.stream())
             device.record(device.stream()).synchronize()
             ring.gone(number, reading=False)
-            ring.give_back(placed[1])
+            ring.give_back(block)
     assert len(exported) == 6
     assert max(map(len, exported.values())) <= 101
     assert len(opened) == 3
@@ -672,11 +630,10 @@ def test_handles_of_a_retired_block_that_were_never_sent_are_taken_back(device: 
     """Otherwise the device would keep the memory for a consumer that never opens it."""
     ring = DeviceRing(device, device, 1)
     with ring.entered():
-        placed = ring.place({"x": device.clone(torch.arange(4))}, "")
-        assert placed is not None
-        ring.export(placed[1], "me")
-        unsent = placed[1].unsent["me"]
-        ring.give_back(placed[1], reusable=False)
+        _, block = place(ring, device.clone(torch.arange(4)))
+        ring.export(block, "me")
+        unsent = block.unsent["me"]
+        ring.give_back(block, reusable=False)
     assert device.forgotten == [unsent.handle]
     ring.gone("me", reading=False)
     assert device.forgotten == [unsent.handle]
@@ -688,9 +645,7 @@ def test_an_export_that_was_never_sent_is_taken_back(device: LateDevice, reading
     """A consumer that was sent a handle may have opened it, and takes its own reference back."""
     ring = DeviceRing(device, device, 2)
     with ring.entered():
-        placed = ring.place({"x": device.clone(torch.arange(4))}, "")
-        assert placed is not None
-        _, block = placed
+        _, block = place(ring, device.clone(torch.arange(4)))
         for consumer in ("sent", "not sent"):
             assert ring.probe(consumer).block is not None
             ring.export(block, consumer)
@@ -773,20 +728,6 @@ def test_a_tensor_outside_its_block_is_refused(node: ArrayNode) -> None:
     """Or with an invalid dtype or permutation."""
     with pytest.raises(ProtocolError):
         TensorInBlock(node, 1024)
-
-
-def test_handles_of_the_wrong_size_are_refused_before_cuda_gets_them() -> None:
-    """To open them is undefined behaviour."""
-    slots = CudaSharedDevice(torch.device("cuda", 0))
-    with pytest.raises(HandleError, match="64 bytes, this one 3"):
-        slots.open_event(b"abc")
-    for handle in (
-        DeviceMemoryHandle("GPU", b"a" * 64, 0, 0, b"", 0, b"", False),
-        DeviceMemoryHandle("GPU", b"a" * 64, 1, -1, b"", 0, b"", False),
-        DeviceMemoryHandle("GPU", b"a" * 64, 1, 0, b"", 0, b"short", True),
-    ):
-        with pytest.raises(HandleError):
-            slots.open(handle)
 
 
 def test_nothing_is_exported_on_rocm(

@@ -21,27 +21,18 @@ from aiofeed.errors import CollateError, ReadError, StateError, WorkerDiedError
 from aiofeed.processes import share
 from aiofeed.processes.serving import hub
 from aiofeed.processes.serving.published import BatchPublisher
-from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
 from tests.support import serve_parts
 from tests.support.interrupts import Interrupt
 from tests.support.serve_parts import Started
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from aiofeed.feeder.serve import Server
 
 
-@pytest.fixture(scope="module", autouse=True)
-def forking() -> Iterator[None]:
-    yield from serve_parts.forking()
-
-
-@pytest.fixture
-def address(tmp_path: Path) -> str:
-    return str(tmp_path / "feed.sock")
+pytestmark = pytest.mark.usefixtures("forking")
 
 
 def numbers(n: int = 40, **options: Any) -> Feeder[Any]:
@@ -353,7 +344,10 @@ def test_a_killed_server_is_a_worker_died_error_within_a_second(address: str) ->
 
 def test_killed_consumers_do_not_hold_up_the_others(address: str) -> None:
     """They are killed at random moments; another consumer gets every batch."""
-    serve_parts.kill_consumers_at_random_moments(5, 0, address)
+    with numbers(4000, shuffle=False) as feeder:
+        seen = serve_parts.kill_consumers(5, 0, address, feeder, serve_parts.endlessly)
+    assert [batch[0] for batch in seen] == [4 * (at % 1000) for at in range(len(seen))]
+    assert all(batch == list(range(batch[0], batch[0] + 4)) for batch in seen)
 
 
 def test_a_slow_consumer_holds_up_the_others_after_lag_batches(address: str) -> None:
@@ -388,25 +382,6 @@ def test_an_idle_consumer_is_named_in_both_logs(
             [line] = [line for line in lines if "has ended an epoch" in line]
             assert "2 batches wait for it" in line
             assert len(list(idle)) == 10
-
-
-def test_a_slow_consumer_is_dropped(address: str, tmp_path: Path) -> None:
-    """With slow="drop" it gets an error when it is too far behind."""
-    begin = (
-        tmp_path / "begin"
-    )  # the quick one starts when the slow one has its first batch, or that could be dropped before
-    with numbers(4000) as feeder, aiofeed.serve(feeder, address, min_consumers=2, lag=8, slow="drop"):
-        with (
-            Started(serve_parts.stops, address) as slow,
-            Started(serve_parts.endlessly, address, 0.0, str(begin)) as quick,
-        ):
-            assert slow.receive() == "stopping"
-            begin.touch()
-            assert [quick.receive() for _ in range(100)]
-            os.kill(slow.pid, signal.SIGCONT)
-            kind, text = slow.receive()
-            assert kind == "FeedError"
-            assert "this process was dropped" in text
 
 
 # --- the server -------------------------------------------------------------------------------------------------------

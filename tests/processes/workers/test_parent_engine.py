@@ -19,8 +19,8 @@ from PIL import Image
 from aiofeed import DataLoader, DecodeImage, FailurePolicy, Feeder, FeedError, ImageFolder, Limits, Processes
 from aiofeed.errors import CollateError, DecodeError, IteratorClosedError, ReadError, TooManyFailures
 from aiofeed.processes.ipc.ring import INLINE_BYTES
-from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import children, until
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
@@ -121,7 +121,7 @@ def test_items_of_a_dataset_are_the_same() -> None:
 
 def test_batches_that_grow_and_shrink() -> None:
     """A batch that is larger than any slot gets new memory; all bytes are correct."""
-    feeder = Feeder(parts.Numbers(300), decode=parts.growing, batch_size=1, engine="process:2", shuffle=True)
+    feeder = Feeder(parts.Numbers(150), decode=parts.growing, batch_size=1, engine="process:2", shuffle=True)
     for number, batch in zip(feeder._order.schedule().plans(feeder._checkpoint.next_position()), feeder, strict=True):
         index = number.indices[0]
         assert batch.shape == (1, (1 + index) * 1024)
@@ -243,21 +243,6 @@ def test_a_limit_below_the_number_of_workers_is_refused(name: str, given: int, e
     limits = Limits(**{name: given})
     with pytest.raises(ValueError, match=rf"{name}={given}.*process:{engines}.*at least {engines}.*process:{given}"):
         Feeder(parts.Numbers(8), decode=parts.number, batch_size=4, engine=f"process:{engines}", limits=limits)
-
-
-def test_a_limit_equal_to_the_number_of_workers_is_respected(tmp_path: Path) -> None:
-    """There are never more concurrent reads in all workers together."""
-    limits = Limits(read_concurrency=2, decode_threads=2)
-    source = parts.LoggedReads(24, str(tmp_path / "notes"))
-    with Feeder(source, decode=parts.number, batch_size=4, engine="process:2", limits=limits) as feeder:
-        assert numbers(feeder) == [list(range(at, at + 4)) for at in range(0, 24, 4)]
-        found = feeder.statistics()
-    assert (found.read_concurrency, found.decode_threads) == (2, 2)
-    reading = most = 0
-    for line in lines(tmp_path / "notes"):
-        reading += {"begins": 1, "ends": -1}.get(line, 0)
-        most = max(most, reading)
-    assert 1 <= most <= 2
 
 
 def test_read_limits_do_not_apply_to_a_dataset() -> None:
@@ -563,7 +548,7 @@ def test_a_forked_child_cannot_use_the_iterator() -> None:
 # --- concurrent reads ---
 
 
-@pytest.mark.parametrize(("engine", "most"), [("process", 512), ("process:2", 256)])
+@pytest.mark.parametrize(("engine", "most"), [pytest.param("process", 512, marks=pytest.mark.slow), ("process:2", 256)])
 def test_concurrent_reads_are_tuned_in_workers(engine: str, most: int) -> None:
     """Each worker tunes its share; the trainer plans for all of them, and statistics report the sum."""
     samples, reading = 6000, 0

@@ -22,6 +22,7 @@ from aiofeed.errors import IteratorClosedError, WorkerDiedError
 from aiofeed.processes.workers.handle import _command
 from tests.soak.shared_tensors import kill_at_random_moments
 from tests.support import process_parts as parts
+from tests.support.fork_server import ForkServer
 from tests.support.paths import ROOT, environment
 from tests.support.waiting import children, until
 
@@ -146,11 +147,12 @@ def test_a_stuck_decoder_ends_with_its_worker() -> None:
     assert not children()
 
 
+HEAD = "import sys\nfrom tests.support import process_parts as parts\nimport aiofeed\n"
+
+
 def script(body: str, path: str, *arguments: str, shell: str = "") -> subprocess.Popen[str]:
     """Start a script; ``shell`` redirects its standard streams."""
-    text = "import sys\nfrom tests.support import process_parts as parts\nimport aiofeed\n"
-    text += textwrap.dedent(body)
-    Path(path).write_text(text)
+    Path(path).write_text(HEAD + textwrap.dedent(body))
     command = [sys.executable, path, *arguments]
     return subprocess.Popen(
         ["sh", "-c", f'exec "$@" {shell}', "sh", *command] if shell else command,
@@ -159,6 +161,14 @@ def script(body: str, path: str, *arguments: str, shell: str = "") -> subprocess
         text=True,
         env=environment(),
     )
+
+
+def output(server: ForkServer, folder: Path, body: str) -> tuple[int, str, str]:
+    """Run a script in a fork; return its exit status and what it prints to both streams."""
+    path = folder / "script.py"
+    path.write_text(HEAD + textwrap.dedent(body))
+    done = server.run(path, env=environment())
+    return done.returncode, done.stdout, done.stderr
 
 
 LOOP = """
@@ -175,8 +185,7 @@ def test_at_interpreter_exit(tmp_path: Path) -> None:
     """A script that exits in mid-epoch exits at once and prints nothing; its workers end."""
     process = script(LOOP.format(then="sys.exit(0)"), str(tmp_path / "script.py"))
     out, err = process.communicate(timeout=120)
-    assert process.returncode == 0
-    assert err == ""
+    assert (process.returncode, err) == (0, "")
     until(lambda: not any(psutil.pid_exists(int(pid)) for pid in out.split()), LIMIT_S)
 
 
@@ -300,9 +309,11 @@ def test_processes_of_every_kind_are_killed_at_random_moments_200_times() -> Non
     assert "200 processes killed" in done.stdout
 
 
-def test_an_exit_status_that_cannot_be_obtained_is_reported_as_unknown(tmp_path: Path) -> None:
+def test_an_exit_status_that_cannot_be_obtained_is_reported_as_unknown(fork_server: ForkServer, tmp_path: Path) -> None:
     """Not as status 0: if the trainer ignores SIGCHLD, the kernel discards the status."""
-    process = script(
+    status, out, err = output(
+        fork_server,
+        tmp_path,
         """
         import signal
         if __name__ == "__main__":
@@ -314,10 +325,8 @@ def test_an_exit_status_that_cannot_be_obtained_is_reported_as_unknown(tmp_path:
                 print(error.exit_status, error)
             feeder.close()
         """,
-        str(tmp_path / "script.py"),
     )
-    out, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (0, "")
+    assert (status, err) == (0, "")
     assert out.startswith("None worker process 1 of 1")
     assert "its exit status is unknown" in out
 
@@ -326,7 +335,7 @@ def test_an_exit_status_that_cannot_be_obtained_is_reported_as_unknown(tmp_path:
 
 
 @pytest.mark.parametrize("closed", [*(pytest.param(one, marks=pytest.mark.slow) for one in "012"), "0 1 2"])
-@pytest.mark.parametrize("engine", ["thread", "process:2"])
+@pytest.mark.parametrize("engine", [pytest.param("thread", marks=pytest.mark.slow), "process:2"])
 def test_closed_standard_streams(engine: str, closed: str, tmp_path: Path) -> None:
     """A script that was started without them (`python script.py <&-`) gets its batches and exits normally."""
     process = script(
@@ -348,9 +357,11 @@ def test_closed_standard_streams(engine: str, closed: str, tmp_path: Path) -> No
     assert (tmp_path / "out").read_text() == "[[0, 1, 2, 3], [4, 5, 6, 7]]\n"
 
 
-def test_a_script_without_a_guard(tmp_path: Path) -> None:
+def test_a_script_without_a_guard(fork_server: ForkServer, tmp_path: Path) -> None:
     """With a decoder of the script: a TypeError of the constructor, which names the script and the guard."""
-    process = script(
+    status, out, err = output(
+        fork_server,
+        tmp_path,
         """
         sys.modules["cloudpickle"] = None  # as if it were not installed
         def decode(data):
@@ -358,18 +369,17 @@ def test_a_script_without_a_guard(tmp_path: Path) -> None:
         for batch in aiofeed.Feeder(parts.Numbers(8), decode=decode, batch_size=4, engine="process"):
             print(batch.tolist())
         """,
-        str(tmp_path / "script.py"),
     )
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert out == ""
+    assert (status, out) == (1, "")
     assert re.search(r"TypeError: decode= uses decode.*script\.py.*__name__", err)
 
 
 @pytest.mark.slow
-def test_a_script_whose_guard_is_not_around_the_loop(tmp_path: Path) -> None:
+def test_a_script_whose_guard_is_not_around_the_loop(fork_server: ForkServer, tmp_path: Path) -> None:
     """The worker that imports the script refuses to start another; the trainer gets the reason."""
-    process = script(
+    status, out, err = output(
+        fork_server,
+        tmp_path,
         """
         def decode(data):
             return parts.number(data)
@@ -378,31 +388,31 @@ def test_a_script_whose_guard_is_not_around_the_loop(tmp_path: Path) -> None:
         for batch in aiofeed.Feeder(parts.Numbers(8), decode=decode, batch_size=4, engine="process"):
             print(batch.tolist())
         """,
-        str(tmp_path / "script.py"),
     )
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert out == "imported\n"
+    assert (status, out) == (1, "imported\n")
     assert 'below `if __name__ == "__main__":`' in err.strip().splitlines()[-1] or "could not start" in err
 
 
-def test_a_script_that_needs_no_guard(tmp_path: Path) -> None:
+def test_a_script_that_needs_no_guard(fork_server: ForkServer, tmp_path: Path) -> None:
     """If none of the objects is defined in the script, workers do not import it, nor what it imports."""
-    process = script(
+    done = output(
+        fork_server,
+        tmp_path,
         """
         import torch
         for batch in aiofeed.Feeder(parts.Numbers(4), decode=parts.modules, batch_size=4, engine="process"):
             print(batch[0].tolist())
         """,
-        str(tmp_path / "script.py"),
     )
-    assert process.communicate(timeout=120) == ("[False, True]\n", "")
+    assert done == (0, "[False, True]\n", "")
 
 
 @pytest.mark.slow
-def test_a_decoder_of_the_script(tmp_path: Path) -> None:
+def test_a_decoder_of_the_script(fork_server: ForkServer, tmp_path: Path) -> None:
     """With the guard, workers import the script and find its decoder."""
-    process = script(
+    done = output(
+        fork_server,
+        tmp_path,
         """
         import numpy
         def decode(data):
@@ -411,9 +421,8 @@ def test_a_decoder_of_the_script(tmp_path: Path) -> None:
             feeder = aiofeed.Feeder(parts.Numbers(4), decode=decode, batch_size=4, engine="process")
             print([batch.tolist() for batch in feeder])
         """,
-        str(tmp_path / "script.py"),
     )
-    assert process.communicate(timeout=120) == ("[[0, -1, -2, -3]]\n", "")
+    assert done == (0, "[[0, -1, -2, -3]]\n", "")
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ import pytest
 from aiofeed import Feeder, Limits
 from aiofeed.processes.workers.remote_assembly import RemoteAssembly
 from aiofeed.runtime.event_loop import EventLoopThread
-from aiofeed.testing import SimulatedDevice
 from tests.support import process_parts as parts
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("forked_workers")

@@ -21,8 +21,8 @@ from aiofeed import Manifest
 from aiofeed.core import validation
 from aiofeed.sources import file_io
 from aiofeed.sources.tables import columns
-from aiofeed.testing import SimulatedDevice
 from tests.support.number_decoders import scalar
+from tests.support.simulated_device import SimulatedDevice
 
 arrow = pytest.importorskip("pyarrow")
 

@@ -19,7 +19,7 @@ import aiofeed
 from aiofeed import DecodeImage, Feeder, Mixture, Table, pad_collate
 from aiofeed.errors import CollateError, ReadError, StateError
 from aiofeed.sources.tables.memory import MemoryTable
-from aiofeed.testing import SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.tables import NUMBERS, ROWS, TABLES, TEXTS, TOKENS, arrow_table, dataset, in_chunks, parquet
 
 pytestmark = pytest.mark.integration

@@ -6,7 +6,7 @@ from collections import deque
 
 import torch
 
-from aiofeed.testing.simulated_streams import SimulatedEvent, SimulatedStream, StreamSchedule
+from tests.support.simulated_streams import SimulatedEvent, SimulatedStream, StreamSchedule
 
 POISON = 0xDB
 """Every byte of fresh and freed memory."""
