@@ -113,17 +113,6 @@ def test_only_batches_that_were_handed_out_count(make: MakeFeeder) -> None:
     assert position_of(feeder) == (0, 4)
 
 
-def test_before_the_first_batch_it_is_the_start_of_the_coming_epoch(make: MakeFeeder) -> None:
-    """Before the first batch, also after iter() and set_epoch, the state is the start of the coming epoch."""
-    feeder = make()
-    assert position_of(feeder) == (0, 0)
-    iter(feeder)
-    assert position_of(feeder) == (0, 0)
-    feeder.close()
-    feeder.set_epoch(3)
-    assert position_of(feeder) == (3, 0)
-
-
 @pytest.mark.parametrize("leave", ["break", "close", "iter", "set_epoch"])
 def test_the_position_reached_stays_until_the_next_batch(make: MakeFeeder, leave: str) -> None:
     """break, close, a new iter() and set_epoch do not change the state; the next batch does."""
@@ -470,22 +459,11 @@ def test_all_differences_are_reported_at_once(make: MakeFeeder) -> None:
         make(12).load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"version": 99}, "version 99; this aiofeed reads version 1"),
-        ({"epoch": "x"}, "damaged"),
-        ({"position": -1}, "damaged: position must be at least 0, got -1"),
-        ({"handed_out": [-4]}, "damaged.*handed_out"),
-        ({"handed_out": None}, "damaged"),
-        ({"shuffle": "sometimes"}, "damaged.*sometimes"),
-    ],
-)
-def test_a_damaged_state_is_refused(make: MakeFeeder, change: dict[str, Any], message: str) -> None:
-    """Every value of a state is checked."""
+def test_a_state_of_another_version_is_refused(make: MakeFeeder) -> None:
+    """The error has the version that this aiofeed reads; other values are those of test_edited_states.py."""
     feeder = make()
-    with pytest.raises(StateError, match=message):
-        feeder.load_state_dict({**feeder.state_dict(), **change})
+    with pytest.raises(StateError, match="version 99; this aiofeed reads version 1"):
+        feeder.load_state_dict({**feeder.state_dict(), "version": 99})
 
 
 @pytest.mark.parametrize(
