@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +16,6 @@ import torch
 from aiofeed import DecodeImage, Feeder, ImageFolder
 from tests.support.paths import PACKAGE
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
 BATCHES = 30
 BATCH_SIZE = 6
 SIZE = 32

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from importlib import import_module
-from typing import TYPE_CHECKING
+from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -13,10 +14,6 @@ from benchmarks import MODULES, __main__, data, figures, harness, jpeg, report, 
 from benchmarks.figures import Figure, at_least, at_most
 from tests.support import benchmarking
 from tests.support.benchmarking import check_refused
-
-if TYPE_CHECKING:
-    from pathlib import Path
-from xml.etree import ElementTree
 
 inputs = benchmarking.inputs
 tracked = benchmarking.tracked
@@ -40,26 +37,18 @@ RESULTS = [
 def test_a_figure_has_median_and_extremes_of_its_rounds() -> None:
     figure = Figure("speed", (3.0, 1.0, 2.0, 10.0))
     assert (figure.median, figure.low, figure.high) == (2.5, 1.0, 10.0)
-
-
-def test_a_figure_without_rounds_is_refused() -> None:
     with pytest.raises(ValueError, match="'speed' has no values"):
         Figure("speed", ())
 
 
 def test_ratios_are_taken_within_each_round_before_the_median() -> None:
+    """Of speed, and of CPU time per item, whose unit is microseconds."""
     ours = [{"items": 10.0, "wall_s": 1.0}, {"items": 10.0, "wall_s": 4.0}, {"items": 10.0, "wall_s": 1.0}]
     theirs = [{"items": 10.0, "wall_s": 2.0}, {"items": 10.0, "wall_s": 8.0}, {"items": 10.0, "wall_s": 1.0}]
     figure = figures.Race(ours=ours, theirs=theirs).speed("ours", "theirs", 1.5, "case")
     assert (figure.what, figure.values, figure.verdict) == ("case: speed / theirs", (2.0, 2.0, 1.0), "met")
-
-
-def test_ratios_of_different_numbers_of_rounds_are_refused() -> None:
     with pytest.raises(ValueError, match="shorter"):
         figures.per((1.0, 2.0), (1.0,))
-
-
-def test_cpu_time_is_given_per_item_in_microseconds() -> None:
     race = figures.Race(ours=[{"cpu_s": 0.5, "items": 1000.0}], theirs=[{"cpu_s": 1.0, "items": 1000.0}])
     assert race.cpu_us("ours") == (500.0,)
     assert race.cpu("ours", "theirs", 0.5).values == (0.5,)
@@ -87,15 +76,14 @@ def test_each_round_has_all_contenders_and_starts_with_the_next_one() -> None:
 
 
 def test_the_plain_table_shows_median_spread_target_and_verdict() -> None:
+    """Ratios below 1 have three digits; the tally below it lists the missed targets."""
     lines = [line.split() for line in report.plain(RESULTS[0]).splitlines()]
     assert lines[0] == ["A", "race", "[speed]"]
     assert lines[2] == ["speed", "/", "other", "1.10", "0.900", "to", "1.20", "≥", "1.15", "SHORT"]
     assert lines[3] == ["time", "13", "us", "12", "us", "to", "1,234", "us", "≤", "50", "us", "met"]
     assert lines[4] == ["rate:", "other", "31,000/s", "31,000/s", "to", "31,000/s"]
-
-
-def test_the_tally_lists_the_missed_targets() -> None:
     assert report.tally(RESULTS) == "1 of 2 targets met; short:\n\n- A race: speed / other"
+    assert [report.number(ratio) for ratio in (0.9794, 0.9999)] == ["0.979", "1.00"]
 
 
 PAGE = """A page.
@@ -140,20 +128,12 @@ def test_the_first_page_agrees_with_the_results() -> None:
     assert report.front_page(re.sub(r"--> \*\*[^*]+", "--> **0", page), results) == page
 
 
-def test_ratios_below_1_show_three_digits() -> None:
-    assert report.number(0.9794) == "0.979"
-    assert report.number(0.9999) == "1.00"
-
-
 def test_results_replace_only_the_text_between_the_markers() -> None:
     text = "before\n<!-- x:begin -->\nold\n<!-- x:end -->\nafter\n"
     assert report.replace_between(text, "x", "new") == "before\n<!-- x:begin -->\nnew\n<!-- x:end -->\nafter\n"
-
-
-@pytest.mark.parametrize("text", ["", "<!-- x:end --><!-- x:begin -->", "<!-- x:begin -->"])
-def test_missing_markers_are_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match="<!-- x:begin -->"):
-        report.replace_between(text, "x", "new")
+    for wrong in ("", "<!-- x:end --><!-- x:begin -->", "<!-- x:begin -->"):
+        with pytest.raises(ValueError, match="<!-- x:begin -->"):
+            report.replace_between(wrong, "x", "new")
 
 
 def test_writing_keeps_other_results_and_fills_in_page_and_chart(tmp_path: Path) -> None:
@@ -213,18 +193,16 @@ def test_invalid_arguments_are_refused(arguments: list[str], message: str, capsy
     check_refused(__main__.parse, arguments, message, capsys)
 
 
-def test_the_list_has_each_benchmark_with_its_question(capsys: pytest.CaptureFixture[str]) -> None:
-    __main__.main(["--list"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(MODULES)
-    assert all(line.endswith("?") for line in lines)
-
-
-def test_every_benchmark_states_its_question_and_its_target() -> None:
+def test_every_benchmark_states_its_question_and_its_target(capsys: pytest.CaptureFixture[str]) -> None:
+    """In its docstring; the command lists the questions."""
     for name in MODULES:
         text = import_module(f"benchmarks.{name}").__doc__ or ""
         assert text.partition("\n")[0].endswith("?"), name
         assert "Target" in text, name
+    __main__.main(["--list"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(MODULES)
+    assert all(line.endswith("?") for line in lines)
 
 
 # --- running ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import math
 import re
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -15,9 +15,6 @@ import torch
 
 from benchmarks import cores, cores_page, gil, harness, report, simulated
 from tests.support import benchmarking
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 tracked = benchmarking.tracked
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,6 @@ from benchmarks.peers.adapters import ADAPTERS
 from benchmarks.peers.decoders import Decode, Judge, psnr, quiet_helpers
 from tests.support import benchmarking
 from tests.support.benchmarking import check_refused
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 inputs = benchmarking.inputs
 tracked = benchmarking.tracked
@@ -57,17 +55,14 @@ def without(monkeypatch: pytest.MonkeyPatch, name: str, needed: str) -> None:
 
 
 def test_a_loader_that_is_not_installed_is_absent_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "DALI", "no_such_module")
+    """Also one of which a module of a package is missing."""
+    without(monkeypatch, "DALI", "no_such_package.part")
+    assert ADAPTERS["DALI"].missing() == ["no_such_package.part"]
     without(monkeypatch, "Grain", "no_such_module")
     participants = contest.Participants(failures={"DALI": "no wheel for this Python"})
     present, absent = participants.divide(["DataLoader, persistent", "DALI, CPU", "Grain, per item"])
     assert present == ["DataLoader, persistent"]
     assert absent == {"DALI, CPU": "no wheel for this Python", "Grain, per item": "no_such_module is not installed"}
-
-
-def test_a_module_of_a_missing_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "DALI", "no_such_package.part")
-    assert ADAPTERS["DALI"].missing() == ["no_such_package.part"]
 
 
 def test_only_leaves_out_the_other_peers_and_never_aiofeed() -> None:
@@ -84,13 +79,6 @@ def test_a_peer_may_fail_and_aiofeed_may_not() -> None:
             contest.check({label: "broke"})
 
 
-def test_every_adapter_is_documented_and_has_different_ways() -> None:
-    for name, adapter in ADAPTERS.items():
-        assert adapter.loader.__doc__, name
-        assert adapter.ways, name
-        assert len(set(adapter.ways)) == len(adapter.ways), name
-
-
 def test_every_case_states_its_question_and_its_targets() -> None:
     for name in CASES:
         text = __main__.case(name).__doc__ or ""
@@ -99,9 +87,13 @@ def test_every_case_states_its_question_and_its_targets() -> None:
 
 
 def test_the_ways_of_all_cases_exist() -> None:
+    """Each adapter is documented, and its ways are different."""
     labels = [*races.SAME, *races.BEST, *races.SCALED, *races.OWN_SCALE, *races.SMALL, *training_step.FED]
     existing = {f"{name}, {way}" for name, adapter in ADAPTERS.items() for way in adapter.ways}
     assert set(labels) == existing
+    for name, adapter in ADAPTERS.items():
+        assert adapter.loader.__doc__, name
+        assert 0 < len(set(adapter.ways)) == len(adapter.ways), name
 
 
 def test_freed_memory_is_kept_in_all_contenders_of_a_race(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -124,23 +116,13 @@ def test_freed_memory_is_kept_in_all_contenders_of_a_race(monkeypatch: pytest.Mo
 
 
 def test_the_fastest_peer_has_the_highest_median() -> None:
+    """Bare contenders are no peers, and a missing one has no ratio; the table starts with the fastest."""
     (figure,) = RACE.first("aiofeed, thread", RACE.peers(), "the peers")
     assert figure.what == "speed: aiofeed, thread / first of the peers (B)"
     assert figure.values == (2.0, 2.5)
     assert figure.target == at_least(1.0)
-
-
-def test_bare_contenders_are_not_peers() -> None:
-    assert RACE.peers() == ["A", "B"]
-    assert RACE.ours() == ["aiofeed, thread"]
-
-
-def test_a_ratio_to_a_missing_contender_is_left_out() -> None:
-    assert RACE.faster("aiofeed, thread", "C", 1.0) == []
-    assert RACE.first("aiofeed, thread", [], "nobody") == []
-
-
-def test_the_table_starts_with_the_fastest() -> None:
+    assert (RACE.peers(), RACE.ours()) == (["A", "B"], ["aiofeed, thread"])
+    assert RACE.faster("aiofeed, thread", "C", 1.0) == RACE.first("aiofeed, thread", [], "nobody") == []
     assert list(RACE.columns()) == ["aiofeed, thread", "two bare threads", "B", "A"]
     assert [figure.what for figure in RACE.columns()["B"]] == ["rate", "CPU per item", "worst PSNR"]
     assert [figure.what for figure in RACE.columns()["A"]] == ["rate", "CPU per item"]
@@ -170,25 +152,21 @@ def test_batches_of_another_shape_or_dtype_are_refused(images: Any, labels: Any,
 
 
 def test_requirements_name_the_peer_in_a_comment() -> None:
+    """Each of ours has a version, and its peer an adapter."""
     assert install.lines("# all\ntorch==1\n\ngrain==2  # Grain\n") == [
         install.Line("torch==1", ""),
         install.Line("grain==2", "Grain"),
     ]
-
-
-def test_every_requirement_has_a_version_and_its_peer_an_adapter() -> None:
     for line in install.lines(install.REQUIREMENTS.read_text()):
         assert "==" in line.requirement, line
         assert not line.peer or line.peer in ADAPTERS, line
 
 
-def test_the_reason_is_the_line_with_the_cause() -> None:
+def test_the_reason_is_the_line_with_the_cause(tmp_path: Path) -> None:
+    """Failures are kept in the environment."""
     log = "error: subprocess-exited-with-error\n  RuntimeError: no opencv4: install it\nERROR: Failed to build x:\n"
     assert install.reason(log) == "RuntimeError: no opencv4: install it"
     assert install.reason("") == "pip failed without a message"
-
-
-def test_failures_are_read_from_the_environment(tmp_path: Path) -> None:
     assert install.failures(tmp_path) == {}
     (tmp_path / "peers-not-installed.json").write_text(json.dumps({"FFCV": "no compiler"}))
     assert install.failures(tmp_path) == {"FFCV": "no compiler"}

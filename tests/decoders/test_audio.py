@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import os
 import pickle
 import struct
@@ -229,21 +228,6 @@ def test_sample_formats(dtype: str, form: int, one: float | None) -> None:
 
 
 # --- feeders ----------------------------------------------------------------------------------------------------------
-
-
-def test_resume_is_exact_at_every_position(folder: Path) -> None:
-    """A feeder that continues from a saved state returns the crops of an uninterrupted one."""
-    expected = batches_of(folder)
-    source = Files(sorted(folder.glob("*.wav")) * 2)
-    for position in range(2):
-        options: dict[str, Any] = {"decode": DecodeAudio(RATE, 0.5), "batch_size": 4, "shuffle": True, "seed": 3}
-        with Feeder(source, **options) as feeder:
-            list(itertools.islice(feeder, position))
-            state = feeder.state_dict()
-        with Feeder(source, **options) as feeder:
-            feeder.load_state_dict(state)
-            rest = list(feeder)
-        assert all(torch.equal(found, other) for found, other in zip(rest, expected[position:2], strict=True))
 
 
 @pytest.mark.parametrize("way", ["process", "device", "encoded cache"])

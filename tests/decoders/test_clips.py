@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import os
 import pickle
 import struct
@@ -350,20 +349,6 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[None]:
 # --- feeders ----------------------------------------------------------------------------------------------------------
 
 
-def test_resume_is_exact_at_every_position(folder: Path) -> None:
-    """A feeder that continues from a saved state returns the clips of an uninterrupted one."""
-    source = Clips(source_of(folder, copies=3), 4, 2, size=24)
-    expected = batches_of(source)
-    for position in range(4):
-        with Feeder(source, batch_size=3, shuffle=True, seed=5) as feeder:
-            list(itertools.islice(feeder, position))
-            state = feeder.state_dict()
-        with Feeder(source, batch_size=3, shuffle=True, seed=5) as feeder:
-            feeder.load_state_dict(state)
-            rest = [tuple(batch) for batch in feeder]
-        assert_equal(rest, expected[position:4])
-
-
 def test_epochs_and_copies_have_other_clips(folder: Path) -> None:
     """The clip of a video differs between epochs, and between two places of one epoch."""
     [first, second] = batches_of(Clips(Files([folder / "60.mp4"] * 2), 1, size=SIZE), batch_size=2, shuffle=False)
@@ -492,17 +477,6 @@ def test_a_bad_file_is_named(kind: str, tmp_path: Path) -> None:
         list(feeder)
     assert raised.value.key == str(path)
     assert str(path) in str(raised.value)
-
-
-@pytest.mark.parametrize("action", ["skip", "replace"])
-def test_bad_files_are_skipped_or_replaced(folder: Path, action: Any) -> None:
-    """`on_error` holds for videos; a file that is no video does not disturb the others of its batch."""
-    (folder / "30.mp4").write_bytes(b"no video")
-    source = Clips(source_of(folder), 4, size=24)
-    with Feeder(source, batch_size=4, on_error=action) as feeder:
-        [(images, labels)] = list(feeder)
-    assert images.shape[0] == len(labels) == (3 if action == "skip" else 4)
-    assert 30 not in labels.tolist()
 
 
 def test_a_playlist_opens_no_other_file(mp4: bytes, tmp_path: Path) -> None:

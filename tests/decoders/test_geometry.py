@@ -11,13 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from aiofeed.core.random_numbers import SplitMix64
-from aiofeed.decoders.geometry import (
-    center_box,
-    draft_size,
-    jpeg_factor,
-    random_box,
-    scaled_box,
-)
+from aiofeed.decoders.geometry import center_box, draft_size, jpeg_factor, random_box, scaled_box
 
 SIDES = st.integers(1, 65_535)
 

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from aiofeed import DecodeImage, FailurePolicy, Feeder, FeedError, Files, ImageFolder, Limits
 from aiofeed.errors import BatchFailedError, CollateError, DecodeError, ReadError, TooManyFailures
+from tests.support import process_parts as parts
 from tests.support.simulated_device import SimulatedDevice
 
 BAD = frozenset({3, 4, 11, 18, 19})
@@ -140,7 +141,7 @@ def test_images_and_their_labels_stay_together(
     good = [(x.clone(), y.clone()) for x, y in Feeder(images, **arguments)]
     order = [
         index
-        for batch in Feeder(Indexed(len(images)), decode=number, batch_size=4, shuffle=True, seed=3)
+        for batch in Feeder(parts.Numbers(len(images)), decode=number, batch_size=4, shuffle=True, seed=3)
         for index in batch.tolist()
     ]
     bad = {order[1], order[6], order[7]}
@@ -162,22 +163,6 @@ def test_images_and_their_labels_stay_together(
             assert len(x) == len(whole_x)
     assert {failure.index for failure in feeder.failures} == bad
     assert all(failure.stage == "decode" and failure.key in images.paths for failure in feeder.failures)
-
-
-class Indexed:
-    """A source whose samples are their indices."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def key(self, index: int) -> str:
-        return str(index)
-
-    async def read(self, index: int) -> bytes:
-        return b"%d" % index
 
 
 def test_collate_fn_gets_the_remaining_samples() -> None:
@@ -383,14 +368,6 @@ def test_a_feeder_with_a_policy_pickles() -> None:
     assert [failure.index for failure in copied.failures] == sorted(BAD)
     assert isinstance(copied.failures[0].error, ReadError)
     assert len(list(copied)) == 6
-
-
-async def test_async_iteration_applies_the_policy() -> None:
-    """`async for` skips failed samples too."""
-    feeder = Feeder(Numbers(), decode=number, batch_size=4, on_error=policy("skip"))
-    async with feeder:
-        got = [numbers.tolist() async for numbers, _ in feeder]
-    assert [value for batch in got for value in batch] == [value for value in range(22) if value not in BAD]
 
 
 # --- retries ----------------------------------------------------------------------------------------------------------

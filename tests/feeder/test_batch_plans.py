@@ -15,7 +15,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from aiofeed import Buckets, DiskCache, Feeder, Tensors, TokenBudget, pad_collate
 from aiofeed.errors import StateError
-from tests.support.simulated_device import SimulatedDevice
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
@@ -66,24 +65,6 @@ def test_batches_are_padded_and_have_every_sample(expected: list[list[int]]) -> 
             assert mask.sum(1).tolist() == LENGTHS[indices((batch,))].tolist()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"engine": "process:2"},
-        {"device": SimulatedDevice()},
-        {"on_error": "skip"},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_the_same_batches_with_other_options(options: dict[str, Any], expected: list[list[int]]) -> None:
-    """In two epochs; the second one has other batches."""
-    with feeder(shuffle=True, **options) as other:
-        assert [indices(batch) for batch in other] == expected
-        second = [indices(batch) for batch in other]
-    assert second != expected
-    assert sorted(itertools.chain.from_iterable(second)) == list(range(60))
-
-
 def test_a_disk_cache(tmp_path: Path, expected: list[list[int]]) -> None:
     """Samples of different lengths fit into no cache; those of one length do."""
     rows = TensorDataset(torch.arange(60.0).reshape(60, 1).repeat(1, 3))
@@ -106,12 +87,6 @@ def test_a_tensor_dataset_and_a_device_cache(expected: list[list[int]]) -> None:
         assert [batch[0].tolist() for batch in whole] == expected
 
 
-async def test_async_for(expected: list[list[int]]) -> None:
-    """It gives the same batches."""
-    async with feeder(shuffle=True) as whole:
-        assert [indices(batch) async for batch in whole] == expected
-
-
 def test_a_failing_sample_is_replaced_or_skipped(expected: list[list[int]]) -> None:
     """A batch with a skipped sample is shorter; the number of batches stays."""
     lost = max(expected, key=len)[0]
@@ -120,26 +95,6 @@ def test_a_failing_sample_is_replaced_or_skipped(expected: list[list[int]]) -> N
     assert [sorted(batch) for batch in batches] == [sorted(set(batch) - {lost}) for batch in expected]
     with feeder(source=Sequences(lost), shuffle=True, on_error="replace") as replacing:
         assert [len(indices(batch)) for batch in replacing] == list(map(len, expected))
-
-
-@pytest.mark.parametrize("stop", [0, 1, 5])
-def test_a_resume_with_another_world_size(stop: int, expected: list[list[int]]) -> None:
-    """What any rank has returned does not come again; the rest comes in the order of the list."""
-    ranks = [feeder(shuffle=True, shard=(rank, 2)) for rank in (0, 1)]
-    assert len({len(each) for each in ranks}) == 1
-    iterators = [iter(each) for each in ranks]
-    seen = [indices(next(iterator)) for _ in range(stop) for iterator in iterators]
-    assert seen == expected[: 2 * stop]
-    state = json.loads(json.dumps(ranks[1].state_dict()))
-    rest = []
-    for rank in range(3):
-        with feeder(shuffle=True, shard=(rank, 3)) as later:
-            later.load_state_dict(state)
-            rest.append([indices(batch) for batch in later])
-    found = [batch for step in zip(*rest, strict=True) for batch in step]
-    assert found[: len(expected) - 2 * stop] == expected[2 * stop :]
-    for each in ranks:
-        each.close()
 
 
 def test_a_state_of_another_plan_is_refused() -> None:

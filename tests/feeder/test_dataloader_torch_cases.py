@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import itertools
 import os
@@ -10,7 +9,6 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.utils.data as torch_data
@@ -20,7 +18,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     StackDataset,
     SubsetRandomSampler,
@@ -30,7 +27,7 @@ from torch.utils.data import (
 )
 
 from aiofeed import DataLoader
-from tests.support.loader_parts import Plain, Stream, both, last_line, same, same_tensors
+from tests.support.loader_parts import Plain, Stream, both, last_line, same
 
 DATA = torch.randn(50, 2, 3, 5)
 LABELS = torch.randperm(25).repeat(2)
@@ -47,41 +44,6 @@ def take(values: Any, n: int) -> list[Any]:
 
 
 # --- order ---
-
-
-@pytest.mark.parametrize("workers", [{}, {"num_workers": 3}, {"num_workers": 2, "prefetch_factor": 3}])
-@pytest.mark.parametrize("size", [{}, {"batch_size": None}, {"batch_size": 7}])
-def test_sequential(size: dict[str, Any], workers: dict[str, Any]) -> None:
-    """Without shuffling the batches are the samples in order."""
-    batches = list(DataLoader(PAIRS, **size, **workers))
-    step = size.get("batch_size", 1)
-    for number, (data, label) in enumerate(batches):
-        here = number if step is None else slice(number * step, (number + 1) * step)
-        assert same_tensors(data, DATA[here])
-        assert same_tensors(label, LABELS[here])
-    assert len(batches) == len(DataLoader(PAIRS, **size))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("size", [None, 1, 3])
-def test_shuffle(size: int | None, workers: int) -> None:
-    """A shuffled epoch has every sample once, in torch's order."""
-    loader = DataLoader(Plain(20), batch_size=size, shuffle=True, num_workers=workers)
-    indices = [int(each) for batch in loader for each in np.atleast_1d(np.asarray(batch))]
-    assert sorted(indices) == list(range(20))
-    theirs, ours = both(lambda cls: list(cls(Plain(20), batch_size=size, shuffle=True, num_workers=workers)))
-    assert same(ours, theirs)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_shuffle_reproducibility(workers: int) -> None:
-    """Two loaders whose generators have one seed give the same order."""
-
-    def epoch() -> list[int]:
-        generator = torch.Generator().manual_seed(42)
-        return [int(each) for each in DataLoader(Plain(30), shuffle=True, num_workers=workers, generator=generator)]
-
-    assert epoch() == epoch() != list(range(30))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -111,28 +73,6 @@ def test_samplers(new_sampler: Any, workers: int) -> None:
     assert same(ours, theirs)
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_distributed_sampler_gives_each_rank_its_part(drop_last: bool) -> None:
-    """The ranks have all samples together; those that fill up the last one are repeated, or dropped."""
-    batches = []
-    for rank in range(4):
-        sampler = DistributedSampler(Plain(10), 4, rank, drop_last=drop_last)
-        batches.append(torch.cat(list(DataLoader(Plain(10), sampler=sampler))).tolist())
-    counts = collections.Counter(itertools.chain(*batches))
-    assert {len(batch) for batch in batches} == {2 if drop_last else 3}
-    assert sum(counts.values()) == (8 if drop_last else 12)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batch_sampler(workers: int) -> None:
-    """A ``batch_sampler`` decides the batches, a list of lists as well; ``batch_size`` is then ``None``."""
-    for sampler in (BatchSampler(SequentialSampler(PAIRS), 4, False), [(0, 1), (2, 3, 4), (10,), (7, 7)]):
-        loader = DataLoader(PAIRS, batch_sampler=sampler, num_workers=workers)
-        assert loader.batch_size is None
-        assert len(loader) == len(sampler)
-        assert same(list(loader), [[DATA[list(part)], LABELS[list(part)]] for part in sampler])
-
-
 class OwnIterator:
     """A batch sampler that is its own iterator and starts again at each ``iter``, like Lightning's."""
 
@@ -160,11 +100,6 @@ class Bulk(Plain):
     def __getitem__(self, indices: Any) -> Any:
         assert isinstance(indices, list)
         return torch.tensor(indices)
-
-
-class Bulks(Sampler[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        yield from torch.randperm(35).split(4)
 
 
 class Getitems(Plain):
@@ -201,16 +136,6 @@ def test_growing_dataset() -> None:
     sequential, shuffled = DataLoader(items), DataLoader(items, shuffle=True)  # type: ignore[arg-type]
     items.append(torch.ones(4))
     assert (len(sequential), len(shuffled), len(list(shuffled))) == (5, 5, 5)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_builtin_collections(kind: Any, workers: int) -> None:
-    """``list(loader)`` and ``tuple(loader)`` have all batches, unconverted with ``batch_size=None``."""
-    for dataset in (Plain(20), Numbers(20)):
-        assert kind(DataLoader(dataset, None, num_workers=workers)) == kind(range(20))
-        batches = kind(DataLoader(dataset, 2, num_workers=workers))
-        assert same(batches, kind(torch.tensor([index, index + 1]) for index in range(0, 20, 2)))
 
 
 def test_len() -> None:
@@ -390,25 +315,6 @@ def test_persistent_workers_do_not_see_changes() -> None:
         assert next(iter(loader)).tolist() == [0, 1, 2, 3]
         dataset.items[2] = 9
         assert next(iter(loader)).tolist() == [0, 1, 2 if persistent else 9, 3]
-
-
-def pids(loader: Any) -> set[int]:
-    return {int(each) for each in loader}
-
-
-class Pid(Plain):
-    def __getitem__(self, index: int) -> Any:
-        return os.getpid()
-
-
-def test_persistent_workers_are_the_same_processes() -> None:
-    loader = DataLoader(Pid(6), num_workers=2, persistent_workers=True)
-    first = pids(loader)
-    assert pids(loader) == first
-    take(loader, 1)
-    assert pids(loader) == first
-    fresh = DataLoader(Pid(6), num_workers=2)
-    assert not pids(fresh) & pids(fresh)
 
 
 # --- in_order=False ---

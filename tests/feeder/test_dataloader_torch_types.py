@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    TensorDataset,
-)
+from torch.utils.data import TensorDataset
 
 from aiofeed import DataLoader
 from tests.support.loader_parts import Pair, Plain, both, same

@@ -18,12 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    IterableDataset,
-    Sampler,
-    TensorDataset,
-    get_worker_info,
-)
+from torch.utils.data import IterableDataset, Sampler, TensorDataset, get_worker_info
 
 from aiofeed import DataLoader
 from tests.support.loader_parts import Counts, Plain, both, last_line, same, seed_all
@@ -96,17 +91,6 @@ def test_worker_seeds() -> None:
     assert ours == theirs
 
 
-class Generators(Plain):
-    def __getitem__(self, index: int) -> Any:
-        return torch.initial_seed(), np.random.randint(1 << 30), np.random.get_state()[1][:8].tolist()
-
-
-def test_numpy_seeds() -> None:
-    """NumPy's generator in a worker has torch's state."""
-    theirs, ours = both(lambda cls: list(cls(Generators(4), None, num_workers=2)))
-    assert ours == theirs
-
-
 def set_seed(worker: int) -> None:
     torch.manual_seed(12345 + worker)
 
@@ -141,22 +125,6 @@ def test_get_worker_info() -> None:
         [list(range(index % 2, index + 1, 2)), pids[index % 2], index % 2, 2, True] for index in range(6)
     ]
     assert get_worker_info() is None
-
-
-class InstanceInit(Plain):
-    def start(self, worker: int) -> None:
-        self.worker = worker
-
-    def __getitem__(self, index: int) -> Any:
-        return self.worker
-
-
-def test_batches_are_dealt_out_to_the_workers_in_turn() -> None:
-    """Batch k is made by worker k modulo ``num_workers``."""
-    dataset = InstanceInit(128)
-    for size in (8, 32):
-        batches = list(DataLoader(dataset, size, num_workers=3, timeout=30, worker_init_fn=dataset.start))
-        assert [batch.tolist() for batch in batches] == [[number % 3] * size for number in range(128 // size)]
 
 
 class Affinity(IterableDataset[Any]):
@@ -320,11 +288,6 @@ def bad_init(worker: int) -> None:
     raise RuntimeError("error in worker_init_fn")
 
 
-class StopsEarly(Plain):
-    def __getitem__(self, index: int) -> Any:
-        raise StopIteration
-
-
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize(
     ("dataset", "options"),
@@ -390,21 +353,6 @@ def test_an_error_names_the_worker_and_its_traceback(workers: int) -> None:
         assert "in sample 1 of Bad" in text
     else:
         assert raised.value.__notes__ == ["in sample 1 of Bad"]
-
-
-@pytest.mark.parametrize("workers", [0, 3])
-def test_iteration_goes_on_after_an_error(workers: int) -> None:
-    """Each sample that fails raises once; the others follow in order."""
-    iterator = iter(DataLoader(Bad(9), None, num_workers=workers))
-    outcomes: list[Any] = []
-    while True:
-        try:
-            outcomes.append(next(iterator))
-        except NotImplementedError:
-            outcomes.append(None)
-        except StopIteration:
-            break
-    assert outcomes == [0, None, 2, None, 4, None, 6, None, 8]
 
 
 def test_a_next_after_the_end_ends_again() -> None:

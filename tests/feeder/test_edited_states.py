@@ -282,14 +282,10 @@ def load_mutated(kind: str, seeds: range) -> int:
     return refused
 
 
+@pytest.mark.parametrize(
+    ("seeds", "least"), [(range(30), 10), pytest.param(range(30, 1000), 300, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_some_damaged_states_are_refused(kind: str) -> None:
+def test_damaged_states_are_refused(kind: str, seeds: range, least: int) -> None:
     """A damaged state is a `StateError`, or harmless."""
-    assert load_mutated(kind, range(30)) > 10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_many_damaged_states_are_refused(kind: str) -> None:
-    """The same with a thousand mutations of each."""
-    assert load_mutated(kind, range(30, 1000)) > 300
+    assert load_mutated(kind, seeds) > least

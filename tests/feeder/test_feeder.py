@@ -54,30 +54,12 @@ def test_batches_come_in_order_with_the_last_partial() -> None:
     assert all(isinstance(batch, list) for batch in batches)
 
 
-def test_drop_last_leaves_the_partial_batch_out() -> None:
-    """With drop_last, the partial batch is dropped and not counted by len()."""
-    feeder = feeder_of(drop_last=True)
-    assert values(feeder) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert len(feeder) == 2
-
-
 @pytest.mark.parametrize("n", [0, 1, 4, 5])
 def test_short_and_empty_sources(n: int) -> None:
     """An empty source gives no batch and no error; len() equals the number of batches."""
     feeder = feeder_of(n)
     assert [x for batch in values(feeder) for x in batch] == list(range(n))
     assert len(feeder) == len(list(feeder)) == -(-n // 4)
-
-
-def test_shuffled_epochs_are_randperm_of_seed_plus_epoch() -> None:
-    """Epochs advance by themselves; each is torch.randperm seeded with seed + epoch; set_epoch chooses any epoch."""
-    feeder = feeder_of(n=11, shuffle=True, seed=5)
-    for epoch in (0, 1, 2):
-        wanted = torch.randperm(11, generator=torch.Generator().manual_seed(5 + epoch)).tolist()
-        assert [x for batch in values(feeder) for x in batch] == wanted
-        assert feeder.epoch == epoch
-    feeder.set_epoch(0)
-    assert sum(values(feeder), []) == torch.randperm(11, generator=torch.Generator().manual_seed(5)).tolist()
 
 
 def test_nothing_is_drawn_from_the_global_generators() -> None:
@@ -177,16 +159,6 @@ def test_an_ended_iterator_stays_ended() -> None:
     assert list(iterator) == []
 
 
-def test_break_and_iterate_again() -> None:
-    """iter() after break starts a new complete epoch."""
-    feeder = feeder_of(40, shuffle=True)
-    for _ in feeder:
-        break
-    assert feeder.epoch == 0
-    assert sorted(sum(values(feeder), [])) == list(range(40))
-    assert feeder.epoch == 1
-
-
 def test_an_epoch_without_a_batch_handed_out_is_not_counted() -> None:
     """iter() twice in a row, as Lightning calls it, starts the same epoch."""
     feeder = feeder_of(40, shuffle=True)
@@ -203,34 +175,6 @@ def test_close_is_idempotent_and_not_terminal() -> None:
         assert len(list(feeder)) == 3
         feeder.close()
         feeder.close()
-
-
-def test_close_wakes_a_thread_that_waits() -> None:
-    """A consumer blocked in next() gets IteratorClosedError when another thread closes the feeder."""
-    reading = threading.Event()
-
-    class Stuck(Numbers):
-        async def read(self, index: int) -> bytes:
-            reading.set()
-            await asyncio.Event().wait()
-            raise AssertionError
-
-    feeder = Feeder(Stuck(4), decode=number, batch_size=4)
-    caught: list[BaseException] = []
-
-    def consume() -> None:
-        try:
-            next(iterator)
-        except BaseException as error:
-            caught.append(error)
-
-    iterator = iter(feeder)
-    thread = threading.Thread(target=consume)
-    thread.start()
-    assert reading.wait(10)
-    feeder.close()
-    thread.join(10)
-    assert isinstance(caught[0], IteratorClosedError)
 
 
 def test_a_feeder_without_another_reference_can_be_iterated() -> None:
@@ -336,28 +280,6 @@ def test_open_and_aclose_run_on_the_engines_loop() -> None:
     assert len({loop for _, loop in events}) == 1
 
 
-def test_a_source_is_never_open_twice() -> None:
-    """After break, the next epoch opens the source after the previous one has closed it."""
-    state = {"open": 0, "most": 0}
-
-    class Session(Numbers):
-        async def open(self) -> None:
-            state["open"] += 1
-            state["most"] = max(state["most"], state["open"])
-
-        async def aclose(self) -> None:
-            for _ in range(5):
-                await asyncio.sleep(0)
-            state["open"] -= 1
-
-    feeder = Feeder(Session(400), decode=number, batch_size=2)
-    for _ in range(10):
-        for _ in feeder:
-            break
-    feeder.close()
-    assert state == {"open": 0, "most": 1}
-
-
 def test_read_many_is_used_if_the_source_has_it() -> None:
     """read_many gets the indices of a chunk; its results are decoded."""
 
@@ -399,17 +321,6 @@ class Squares(Dataset):  # type: ignore[type-arg]
         return {"x": torch.full((3,), index), "y": index**2, "name": f"n{index}", "z": np.float32(index)}
 
 
-@pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"collate_fn": lambda samples: samples}])
-def test_a_dataset_gives_the_batches_of_dataloader(options: dict[str, Any]) -> None:
-    """A map-style Dataset gives the same batches as with DataLoader."""
-    wanted = list(DataLoader(Squares(), batch_size=5, **options))
-    got = list(Feeder(Squares(), batch_size=5, **options))
-    assert len(got) == len(wanted)
-    for one, other in zip(got, wanted, strict=True):
-        assert str(one) == str(other)
-        assert type(one) is type(other)
-
-
 def test_a_dataset_is_called_by_one_thread_by_default() -> None:
     """A Dataset has one decode thread by default, and as many as FromDataset(threads=) allows."""
     dataset = Squares()
@@ -429,16 +340,6 @@ def test_getitems_gets_whole_batches() -> None:
 
     list(Feeder(Batched(), batch_size=20))
     assert calls == [list(range(20)), list(range(20, 37))]
-
-
-def test_tensor_dataset_batches_are_lists() -> None:
-    """TensorDataset's tuples become lists, as default_collate makes them."""
-    x, y = torch.rand(10, 3), torch.arange(10)
-    for got, wanted in zip(
-        Feeder(TensorDataset(x, y), batch_size=4), DataLoader(TensorDataset(x, y), batch_size=4), strict=True
-    ):
-        assert isinstance(got, list)
-        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
 def test_statistics_add_up() -> None:

@@ -157,14 +157,6 @@ def test_set_epoch_after_a_break_chooses_the_epoch_of_steps(
         assert lists(feeder.steps(2)) == expected[first : first + 2]
 
 
-def test_set_epoch_chooses_the_epoch_of_the_next_steps(expected: list[list[int]]) -> None:
-    """The open epoch is left."""
-    with new_feeder() as feeder:
-        list(feeder.steps(3))
-        feeder.set_epoch(5)
-        assert lists(feeder.steps(2)) == expected[40:42]
-
-
 def test_the_next_epoch_is_read_before_this_one_ends() -> None:
     """All but the last batch of the first epoch are taken, and samples of the second are read."""
     source = Counted()

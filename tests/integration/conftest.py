@@ -6,7 +6,9 @@ import contextlib
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 import psutil
 import pytest
@@ -14,10 +16,6 @@ import torch
 import torch.distributed
 
 from aiofeed import Feeder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
 SAMPLES = 26
 BATCH_SIZE = 4

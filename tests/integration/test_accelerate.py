@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from aiofeed import DataLoader, Feeder, Stream
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+from tests.support.framework_parts import Samples, same
 
 EPOCHS = 2
 
@@ -159,24 +158,10 @@ def test_a_length_per_rank_is_warned_about(
 # --- aiofeed.DataLoader -----------------------------------------------------------------------------------------------
 
 
-class Samples(torch.utils.data.Dataset[torch.Tensor]):
-    """Sample i is [i, a random number]."""
-
-    def __len__(self) -> int:
-        return 26
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.cat([torch.tensor([float(index)]), torch.rand(1)])
-
-
 def prepared(accelerator: Any, new_loader: Any = DataLoader, workers: int = 0) -> Any:
     """Return a loader that `prepare` has made from a new one; its order follows from the global generator."""
     torch.manual_seed(1)
     return accelerator.prepare(new_loader(Samples(), 4, shuffle=True, num_workers=workers))
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from aiofeed import Feeder
 from aiofeed.errors import StateError
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Callable, Iterator
 
 SCRIPT = Path(__file__).with_name("train_dcp.py")
 

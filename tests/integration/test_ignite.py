@@ -7,25 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import aiofeed
+from tests.support.framework_parts import SAMPLES, Samples, same
 
-SAMPLES, BATCHES, EPOCHS = 26, 7, 2
+BATCHES, EPOCHS = 7, 2
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("default")]
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
-
-
-class Samples(Dataset[torch.Tensor]):
-    """Sample i is [i, a random number]."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.cat([torch.tensor([float(index)]), torch.rand(1)])
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +25,6 @@ def ignite() -> Any:
         warnings.simplefilter("ignore")
         pytest.importorskip("ignite")
         return pytest.importorskip("ignite.engine")
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 @WORKERS

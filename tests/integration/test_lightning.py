@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from aiofeed import Feeder, Stream
 from aiofeed.errors import IteratorClosedError, StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 EPOCHS = 3
 BATCHES = 7

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import aiofeed
+from tests.support.framework_parts import SAMPLES, Samples, same
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-SAMPLES, BATCHES, EPOCHS = 26, 7, 2
+BATCHES, EPOCHS = 7, 2
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("default")]
 
@@ -23,16 +22,6 @@ WORKERS = pytest.mark.parametrize(
     [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}],
     ids=["no-workers", "workers", "persistent-workers"],
 )
-
-
-class Samples(Dataset[torch.Tensor]):
-    """Sample i is [i, a random number]."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.cat([torch.tensor([float(index)]), torch.rand(1)])
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +62,6 @@ def new_trainer(lightning: Any, **options: Any) -> Any:
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     arguments = {"max_epochs": EPOCHS, "enable_checkpointing": False, **quiet, **options}
     return lightning.Trainer(accelerator="cpu", devices=1, **arguments)
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 @WORKERS

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import aiofeed
 from aiofeed.sources.objects.reader import ObjectReader
 from tests.support.fault_server import start_obstore
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 

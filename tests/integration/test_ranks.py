@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Callable
-
-    TorchRun: TypeAlias = Callable[..., subprocess.Popen[str]]
+TorchRun: TypeAlias = Callable[..., subprocess.Popen[str]]
 
 SCRIPT = Path(__file__).with_name("train_ranks.py")
 SAMPLES, EPOCHS = 27, 2

@@ -147,10 +147,7 @@ def changed() -> Iterator[Callable[[], None]]:
 
 @pytest.mark.parametrize("train", [with_lightning, with_accelerate, with_transformers])
 def test_losses_of_trainers(
-    train: Callable[[Model, Path], None],
-    changed: Callable[[], None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    train: Callable[[Model, Path], None], changed: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each loss is the same, bit for bit, and none of the trainer's loaders is left alone."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # Accelerate sets it too; monkeypatch removes it

@@ -1,4 +1,4 @@
-"""DDP training under torchrun, killed inside an epoch and resumed with the same number of processes, fewer or more.
+"""DDP training, killed inside an epoch and resumed with the same number of processes, fewer or more.
 
 Also elastic: nodes are killed and join while the training runs.
 """
@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import psutil
 import pytest
@@ -18,13 +23,10 @@ import torch
 import torch.distributed
 from torch.utils.data import DistributedSampler
 
+from tests.support.fork_server import Child, ForkServer
 from tests.support.waiting import until
 
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Callable
-
-    TorchRun: TypeAlias = Callable[..., subprocess.Popen[str]]
+TorchRun: TypeAlias = Callable[..., subprocess.Popen[str]]
 
 pytestmark = pytest.mark.integration
 
@@ -85,10 +87,11 @@ def wait_for_hold(folder: Path, step: int, processes: int) -> Path:
     return held
 
 
-def train(torchrun: TorchRun, folder: Path, workers: int) -> Run:
-    """Train to the end, from the checkpoint in ``folder`` if it exists."""
-    folder.mkdir(exist_ok=True)
-    process = torchrun(workers, SCRIPT, folder / "last.pt", folder)
+@pytest.fixture(scope="module")
+def whole(torchrun: TorchRun, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A training of two ranks under torchrun, without interruption."""
+    folder = tmp_path_factory.mktemp("whole")
+    process = torchrun(2, SCRIPT, folder / "last.pt", folder)
     output, _ = process.communicate(timeout=150)
     assert process.returncode == 0, output
     [run] = read_runs(folder)
@@ -96,26 +99,41 @@ def train(torchrun: TorchRun, folder: Path, workers: int) -> Run:
 
 
 @pytest.fixture(scope="module")
-def killed(torchrun: TorchRun, kill: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    """A training of two ranks, killed after both received a batch that the last checkpoint does not count."""
+def killed(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """The same training, killed after both ranks received a batch that the last checkpoint does not count."""
     folder = tmp_path_factory.mktemp("killed")
-    process = torchrun(2, SCRIPT, folder / "last.pt", folder, "--hold-at", SAVED_STEP + 1)
+    ranks = start_ranks(fork_server, 2, folder, "--hold-at", SAVED_STEP + 1)
     wait_for_hold(folder, SAVED_STEP + 1, processes=2)
-    kill(process)
+    for rank in ranks:
+        rank.send(signal.SIGKILL)
+    for rank in ranks:
+        rank.end()
     [run] = read_runs(folder)
     assert all(len(rank) > SAVED_STEP for rank in run.ranks)
     return folder, run
 
 
-@pytest.fixture(scope="module")
-def whole(torchrun: TorchRun, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same training without interruption."""
-    return train(torchrun, tmp_path_factory.mktemp("whole"), 2)
+def start_ranks(fork_server: ForkServer, workers: int, folder: Path, *arguments: object) -> list[Child]:
+    """Start ranks with torchrun's variables, in processes that have imported torch."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(workers)}
+    variables["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    program = "import os, runpy; os.environ.update({!r}); runpy.run_path({!r}, run_name='__main__')"
+    programs = [program.format({**variables, "RANK": str(rank)}, str(SCRIPT)) for rank in range(workers)]
+    paths = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+    return [fork_server.start(paths + each, folder / "last.pt", folder, *arguments) for each in programs]
 
 
-def resume(torchrun: TorchRun, killed: tuple[Path, Run], folder: Path, workers: int) -> Run:
+def resume(fork_server: ForkServer, killed: tuple[Path, Run], folder: Path, workers: int) -> Run:
+    """Train to the end from the checkpoint of the killed training."""
     shutil.copy(killed[0] / "last.pt", folder)
-    return train(torchrun, folder, workers)
+    for rank in start_ranks(fork_server, workers, folder):
+        ended = rank.end()
+        assert ended.returncode == 0, ended.err
+    [run] = read_runs(folder)
+    return run
 
 
 def sharded(rank: int, workers: int, epoch: int) -> list[int]:
@@ -135,11 +153,11 @@ def test_uninterrupted_training_follows_distributed_sampler(whole: Run) -> None:
 
 @pytest.mark.slow
 def test_resume_with_as_many_processes(
-    torchrun: TorchRun, killed: tuple[Path, Run], whole: Run, tmp_path: Path
+    fork_server: ForkServer, killed: tuple[Path, Run], whole: Run, tmp_path: Path
 ) -> None:
     """The batches before and after the checkpoint equal those of the uninterrupted training, rank by rank and bit for
     bit, and so do the final weights."""
-    resumed = resume(torchrun, killed, tmp_path, 2)
+    resumed = resume(fork_server, killed, tmp_path, 2)
     for before, after, expected in zip(killed[1].ranks, resumed.ranks, whole.ranks, strict=True):
         assert before[:SAVED_STEP] + after == expected
     assert torch.equal(resumed.checkpoint["model"]["weight"], whole.checkpoint["model"]["weight"])
@@ -147,12 +165,12 @@ def test_resume_with_as_many_processes(
 
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_resume_with_other_processes(
-    torchrun: TorchRun, killed: tuple[Path, Run], whole: Run, tmp_path: Path, workers: int
+    fork_server: ForkServer, killed: tuple[Path, Run], whole: Run, tmp_path: Path, workers: int
 ) -> None:
     """Over all ranks, each sample of the epoch is delivered once, before or after the checkpoint, with its random
     numbers of the uninterrupted training; only padding repeats the epoch's first samples. The next epoch equals that
     of a new training with the new number of processes."""
-    resumed = resume(torchrun, killed, tmp_path, workers)
+    resumed = resume(fork_server, killed, tmp_path, workers)
     seen = killed[1].samples(epoch=0, steps=SAVED_STEP) + resumed.samples(epoch=0)
     order = sharded(0, 1, epoch=0)
     padding = -(SAMPLES - SAVED_STEP * BATCH_SIZE * 2) % workers
@@ -172,11 +190,7 @@ def rendezvous() -> torch.distributed.TCPStore:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_nodes_leave_and_join(
-    torchrun: TorchRun,
-    kill: Callable[..., None],
-    rendezvous: torch.distributed.TCPStore,
-    whole: Run,
-    tmp_path: Path,
+    torchrun: TorchRun, kill: Callable[..., None], rendezvous: torch.distributed.TCPStore, whole: Run, tmp_path: Path
 ) -> None:
     """Of three nodes, that of rank 0 is killed with its worker, another one joins, and one more is killed. Each launch
     goes on after the last checkpoint, and each sample of an epoch is delivered once, with its random numbers."""

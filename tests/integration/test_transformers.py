@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 
 import aiofeed
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.support.framework_parts import same
 
 SAMPLES, BATCHES, EPOCHS = 26, 7, 2
 
@@ -81,10 +79,6 @@ def train(folder: Path, workers: int, checkpoint: Path | None = None) -> Trainin
     loader = type(trainer.get_train_dataloader().base_dataloader)
     weight = model.linear.weight.detach().clone()
     return Training(model.seen, weight, trainer.evaluate()["eval_loss"], loader)
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -45,11 +45,7 @@ def main() -> None:
         "records", type=Path, help="folder for the records of each launch and rank: step, epoch and batch per line"
     )
     parser.add_argument(
-        "--hold-at",
-        type=int,
-        nargs="*",
-        default=[],
-        help="steps at which rank 0 waits before its checkpoint",
+        "--hold-at", type=int, nargs="*", default=[], help="steps at which rank 0 waits before its checkpoint"
     )
     options = parser.parse_args()
 

@@ -106,13 +106,6 @@ def test_the_verdict_gives_the_rates_and_the_share_of_waiting() -> None:
     assert (found.samples_per_s, found.waiting) == (pytest.approx(80), pytest.approx(0.8))
 
 
-def test_shards_are_read_further_ahead() -> None:
-    """Their requests join ranges within the look-ahead; more reads at a time bring nothing."""
-    found = explain(measured(lookahead_bytes=64 << 20))
-    assert 'Limits(lookahead_bytes=268435456), 256.0 MiB, or shuffle="window"' in advice(found)
-    assert "read_concurrency" not in advice(found)
-
-
 def test_more_reads_are_predicted_to_bring_what_the_next_stage_allows() -> None:
     """64 reads would bring 640 samples/s, decoding 400/s and the step 400/s: five times as many as now."""
     [first] = explain(measured()).advice
@@ -120,23 +113,54 @@ def test_more_reads_are_predicted_to_bring_what_the_next_stage_allows() -> None:
     assert first.gain == pytest.approx(5.0)
 
 
-def test_reads_that_take_longer_beside_others_use_up_the_bandwidth() -> None:
-    """If reads take 100 ms, and 20 ms while few are in flight, more of them are not advised."""
-    found = explain(measured(replace(STATS, reading_apart_s=2.0), allows=all_allowed))
-    assert found.resource == "storage bandwidth"
-    assert "read_concurrency" not in advice(found)
-    assert "cache=" in advice(found)
+FAST_READS: dict[str, Any] = {"reading_s": 0.8, "reading_apart_s": 0.1}
+SHORT: dict[str, Any] = {"samples": 10_000, "batches": 10_000, "wall_s": 5.1, "stall_s": 4.9, "samples_decoded": 10_000}
+QUICK: dict[str, Any] = {"samples_read": 10_000, "reading_s": 1.0, "reading_apart_s": 0.01, "decode_s": 0.5}
 
 
-def test_reads_whose_doubling_brought_nothing_use_up_the_bandwidth() -> None:
-    assert explain(measured(reads_saturated=True)).resource == "storage bandwidth"
-
-
-def test_reads_of_a_file_system_are_not_advised_beyond_its_threads() -> None:
-    """A source that reads in 64 threads gets no advice to read more than 64 samples at a time."""
-    found = explain(measured(replace(STATS, reading_s=640.0, reading_apart_s=80.0), reads=64, reads_most=64))
-    assert found.stage == "read"
-    assert "read_concurrency" not in advice(found)
+@pytest.mark.parametrize(
+    ("changes", "settings", "stage", "resource", "advised", "others"),
+    [
+        # Requests for shards join ranges within the look-ahead; more reads at a time bring nothing.
+        (
+            *({}, {"lookahead_bytes": 64 << 20}, "read", None),
+            *('Limits(lookahead_bytes=268435456), 256.0 MiB, or shuffle="window"', "reads"),
+        ),
+        # Reads take 100 ms, and 20 ms while few are in flight; or twice as many have brought nothing.
+        ({"reading_apart_s": 2.0}, {"allows": all_allowed}, "read", "storage bandwidth", "cache=", "reads"),
+        ({}, {"reads_saturated": True}, "read", "storage bandwidth", "", "reads"),
+        # A source that reads in 64 threads gets no advice to read more than 64 samples at a time.
+        ({"reading_s": 640.0, "reading_apart_s": 80.0}, {"reads": 64, "reads_most": 64}, "read", None, "", "reads"),
+        # Small files of the page cache are read by the threads that decode.
+        (
+            {**FAST_READS, "samples_read": 0, "decode_s": 4.0, "decode_cpu_s": 4.0, "read_s": 16.0},
+            *({}, "read", "threads", "Limits(decode_threads=4", "batch_size"),
+        ),
+        ({**FAST_READS, "copy_s": 1.0, "copy_wait_s": 9.0}, {"device": True}, "copy", "PCIe", "", "batch_size"),
+        ({**FAST_READS, "hand_over_s": 7.9}, {"transform": True}, "hand-over", None, "transform=", "batch_size"),
+        # Batches are there and wait for a loop that another task blocks.
+        (
+            {"stall_s": 0.6, "first_stall_s": 0.1, "late_s": 6.0},
+            *({}, "step", "the event loop", "asyncio.to_thread()", "batch_size"),
+        ),
+        ({"late_s": 6.0}, {}, "read", None, "", "batch_size"),
+        # Batches of one sample, only if loading is the limit; or their own cost of 0.5 ms is.
+        ({"samples": BATCHES}, {}, "read", None, "a larger batch_size=", "asyncio"),
+        ({"samples": BATCHES, "stall_s": 0.3}, {}, "step", None, "", "batch_size"),
+        ({**SHORT, **QUICK, "decode_cpu_s": 0.5}, {}, "hand-over", "batch_size", "a larger batch_size=", "asyncio"),
+        ({}, {}, "read", None, "Limits(read_concurrency=64)", "batch_size"),
+    ],
+)
+def test_the_limit_is_named_with_what_removes_it(
+    changes: dict[str, Any], settings: dict[str, Any], stage: str, resource: str | None, advised: str, others: str
+) -> None:
+    """The stage and the resource follow from the times of all stages; ``others`` is not advised."""
+    found = explain(measured(replace(STATS, **changes), **settings))
+    assert found.stage == stage
+    assert resource in (None, found.resource)
+    assert advised in advice(found)
+    assert ("read_concurrency" if others == "reads" else others) not in advice(found)
+    assert resource != "the event loop" or found.advice[0].at_most
 
 
 @pytest.mark.parametrize(
@@ -203,16 +227,6 @@ def test_memory_is_named_if_no_stage_is_busy_and_planning_waits_for_it() -> None
     assert found.resource == "memory_bytes"
     assert "Limits(memory_bytes=8388608)" in advice(found)
     assert explain(measured(replace(stats, memory_wait_s=0.0))).resource != "memory_bytes"
-
-
-def test_copies_and_transforms_are_named() -> None:
-    """Copies that take as long as a batch takes, and a transform in the training thread, are limits."""
-    fast = replace(STATS, reading_s=0.8, reading_apart_s=0.1)
-    copies = explain(measured(replace(fast, copy_s=1.0, copy_wait_s=9.0), device=True))
-    assert (copies.stage, copies.resource) == ("copy", "PCIe")
-    transform = explain(measured(replace(fast, hand_over_s=7.9), transform=True))
-    assert transform.stage == "hand-over"
-    assert "transform=" in advice(transform)
 
 
 def test_nothing_is_advised_if_the_step_is_the_limit() -> None:
@@ -360,15 +374,6 @@ def test_some_jobs_run_alone_to_find_out_whether_they_wait_for_each_other() -> N
     assert most == [1]
 
 
-def test_tasks_that_block_the_consumers_loop_are_named() -> None:
-    """Batches that are there and wait for a loop that another task blocks are no fault of loading."""
-    found = explain(measured(replace(STATS, stall_s=0.6, first_stall_s=0.1, late_s=6.0)))
-    assert (found.stage, found.resource) == ("step", "the event loop")
-    assert "asyncio.to_thread()" in advice(found)
-    assert found.advice[0].at_most
-    assert explain(measured(replace(STATS, late_s=6.0))).stage == "read"
-
-
 async def test_the_wait_for_a_blocked_event_loop_is_counted() -> None:
     async def block() -> None:
         while True:
@@ -402,23 +407,6 @@ def test_slow_reads_delay_no_others_in_another_order(allows: Any, wanted: str) -
     assert all(advice.at_most for advice in found.advice if advice.gain)
     anyway = explain(measured(uneven, in_order="samples", allows=no_cache))
     assert [advice.gain for advice in anyway.advice] == [None]
-
-
-def test_larger_batches_are_advised_if_batches_have_one_sample() -> None:
-    """Only if loading is the limit."""
-    one = replace(STATS, samples=BATCHES)
-    assert "a larger batch_size=" in advice(explain(measured(one)))
-    assert "batch_size" not in advice(explain(measured(replace(one, stall_s=0.3))))
-    assert "batch_size" not in advice(explain(measured()))
-
-
-def test_handing_on_batches_of_one_sample_is_named() -> None:
-    """Batches of one sample that take 0.5 ms, of which no stage has much, are limited by the cost of a batch."""
-    short = replace(STATS, samples=10_000, batches=10_000, wall_s=5.1, stall_s=4.9, samples_decoded=10_000)
-    quick = replace(short, samples_read=10_000, reading_s=1.0, reading_apart_s=0.01, decode_s=0.5, decode_cpu_s=0.5)
-    found = explain(measured(quick))
-    assert (found.stage, found.resource) == ("hand-over", "batch_size")
-    assert "a larger batch_size=" in advice(found)
 
 
 def test_few_batches_explain_nothing() -> None:
@@ -609,13 +597,6 @@ def test_a_break_and_an_error_leave_an_epoch_that_is_explained() -> None:
             for number, _ in enumerate(feeder):
                 _ = 1 / (number - 4)
         assert feeder.explain().stage != ""
-
-
-def test_reads_within_decode_jobs_are_those_of_the_pool() -> None:
-    """Small files of the page cache are read by the threads that decode: if that takes longer, it is named."""
-    found = explain(measured(heavy_decode(samples_read=0, decode_s=4.0, decode_cpu_s=4.0, read_s=16.0)))
-    assert (found.stage, found.resource) == ("read", "threads")
-    assert "Limits(decode_threads=4" in advice(found)
 
 
 def test_reads_of_a_few_samples_do_not_count_for_all() -> None:

@@ -9,8 +9,9 @@ import sys
 import threading
 import urllib.request
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,6 @@ import aiofeed
 from aiofeed import Feeder
 from aiofeed.exporters import METRICS, OpenTelemetryMetrics, PrometheusCollector
 from aiofeed.reports import FeedStatistics, StorageStatistics
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # The packages warn about themselves.
 integration = [pytest.mark.integration, pytest.mark.filterwarnings("default")]

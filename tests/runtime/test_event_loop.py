@@ -29,10 +29,7 @@ from tests.support.signal_cases import (
 )
 from tests.support.training import TRAINING
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals"), pytest.mark.timeout(600)]
 
 
 @pytest.fixture

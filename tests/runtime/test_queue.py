@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import threading
-from queue import Empty
 from typing import TypeVar
 
 import pytest
@@ -20,26 +18,6 @@ async def take(queue: BatchQueue[T]) -> T:
     item = await queue.peek_async()
     del queue.items[0]
     return item
-
-
-def test_items_come_out_in_order() -> None:
-    """First in, first out, across threads."""
-    queue: BatchQueue[int] = BatchQueue()
-    thread = threading.Thread(target=lambda: [queue.put(number) for number in range(1000)])
-    thread.start()
-    assert [queue.get() for _ in range(1000)] == list(range(1000))
-    thread.join()
-    with pytest.raises(Empty):
-        queue.get_nowait()
-
-
-async def test_a_coroutine_is_woken_from_another_thread() -> None:
-    """Every item that a thread puts reaches the waiting task, in order."""
-    queue: BatchQueue[int] = BatchQueue()
-    thread = threading.Thread(target=lambda: [queue.put(number) for number in range(2000)])
-    thread.start()
-    assert [await take(queue) for _ in range(2000)] == list(range(2000))
-    thread.join()
 
 
 async def test_cancelling_a_waiting_coroutine_loses_nothing() -> None:

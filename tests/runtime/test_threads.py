@@ -78,29 +78,6 @@ def device(request: pytest.FixtureRequest) -> Any:
     return SimulatedDevice() if request.param == "device" else None
 
 
-def test_after_break(device: Any) -> None:
-    """After break the threads end although the feeder lives on, and it works again."""
-    feeder = Feeder(Slow(), decode=number, batch_size=4, device=device)
-    for _ in range(3):
-        for _ in feeder:
-            break
-        assert gone_within(GONE_S)
-    assert sum(1 for _ in feeder) == 250
-
-
-def test_after_an_exception_in_the_body(device: Any) -> None:
-    """After an exception in the body of the loop the threads end."""
-    feeder = Feeder(Slow(), decode=number, batch_size=4, device=device)
-
-    def train() -> None:
-        for _ in feeder:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        train()
-    assert gone_within(GONE_S)
-
-
 def test_after_an_error_of_the_source(device: Any) -> None:
     """After an error at the `for` line the threads end, even while its traceback is referenced."""
     feeder = Feeder(Slow(), decode=lambda data: 1 // (50 - int(data)), batch_size=4, device=device)
@@ -108,18 +85,6 @@ def test_after_an_error_of_the_source(device: Any) -> None:
         list(feeder)
     assert gone_within(GONE_S)
     assert kept.value is not None
-
-
-def test_after_the_last_reference_is_dropped(device: Any) -> None:
-    """Dropping feeder and iterator ends the threads: in mid-epoch, at its end, and before the first batch."""
-    for steps in (0, 3, 251):
-        feeder = Feeder(Slow(), decode=number, batch_size=4, device=device)
-        iterator = iter(feeder)
-        for _ in range(steps):
-            next(iterator, None)
-        del feeder, iterator
-        gc.collect()
-        assert gone_within(GONE_S)
 
 
 def test_an_idle_feeder_keeps_its_threads_until_closed(device: Any) -> None:
@@ -279,14 +244,6 @@ async def test_cancelling_an_async_consumer_at_its_wait() -> None:
     assert source.cancelled.is_set()
 
 
-async def test_async_break_and_drop() -> None:
-    """After `async for` and break, the threads end once the iterator is collected."""
-    feeder = Feeder(Slow(), decode=number, batch_size=4)
-    async for _ in feeder:
-        break
-    assert await asyncio.to_thread(gone_within, GONE_S)
-
-
 def test_closing_one_of_two_feeders() -> None:
     """Closing a feeder does not disturb another one in another thread."""
     one = Feeder(Slow(), decode=number, batch_size=4)
@@ -409,22 +366,6 @@ def test_the_interpreter_does_not_wait_for_a_stuck_decoder(fork_server: ForkServ
         """,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
-
-
-def test_ctrl_c_interrupts_the_wait(fork_server: ForkServer) -> None:
-    """SIGINT while the main thread waits for a batch raises KeyboardInterrupt and prints one traceback."""
-    ended = run(
-        fork_server,
-        """
-        class Stuck(Numbers):
-            async def read(self, index):
-                threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
-                await asyncio.Event().wait()
-        for batch in Feeder(Stuck(), decode=number, batch_size=1, limits=Limits(read_concurrency=1)): pass
-        """,
-    )
-    assert ended.stderr.count("Traceback") == 1
-    assert ended.stderr.rstrip().endswith("KeyboardInterrupt")
 
 
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="needs fork")

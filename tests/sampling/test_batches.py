@@ -30,10 +30,7 @@ def plans(draw: st.DrawFn) -> LengthPlan:
         plan: LengthPlan = Buckets(lengths, boundaries, sizes)
     else:
         plan = TokenBudget(
-            lengths,
-            draw(st.integers(40, 400)),
-            draw(st.none() | st.integers(1, 9)),
-            window=draw(st.integers(1, 50)),
+            lengths, draw(st.integers(40, 400)), draw(st.none() | st.integers(1, 9)), window=draw(st.integers(1, 50))
         )
     plan.bind(len(lengths))
     return plan

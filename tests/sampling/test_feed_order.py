@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import textwrap
 from typing import TYPE_CHECKING
 
-import torch
-
 from aiofeed import Feeder
+from tests.support.fork_server import ForkServer
+from tests.support.process_parts import Numbers, number
 
 if TYPE_CHECKING:
     import pytest
 
 
-class Many:
-    """A source with a large length."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def key(self, index: int) -> str:
-        return str(index)
-
-    async def read(self, index: int) -> bytes:
-        return b"%d" % index
-
-
-def number(data: bytes) -> torch.Tensor:
-    return torch.tensor(int(data))
-
-
-def test_a_keyed_order_of_a_billion_samples_needs_no_list() -> None:
+def test_a_keyed_order_of_a_billion_samples_needs_no_list(fork_server: ForkServer) -> None:
     """The first batch of 1,000,000,000 samples takes no time to plan, and the feeder adds less than 50 MB of memory."""
     code = """
         import resource, sys
@@ -67,9 +45,8 @@ def test_a_keyed_order_of_a_billion_samples_needs_no_list() -> None:
         again.close()
         print(first, added)
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=True
-    )
+    ended = fork_server.run(textwrap.dedent(code))
+    assert ended.returncode == 0, ended.stderr
     first_s, added_mb = map(float, ended.stdout.split())
     assert added_mb < 50
     # The target is 50 ms. The bound detects work in proportion to the length.
@@ -81,7 +58,7 @@ def test_a_large_index_list_is_logged_once(caplog: pytest.LogCaptureFixture, mon
     monkeypatch.setattr("aiofeed.sampling.feed_order.LARGE_EPOCH", 100)
     with caplog.at_level(logging.INFO, "aiofeed"):
         for shuffle in (True, "keyed", False):
-            feeder = Feeder(Many(101), decode=number, batch_size=50, shuffle=shuffle)  # type: ignore[arg-type]
+            feeder = Feeder(Numbers(101), decode=number, batch_size=50, shuffle=shuffle)
             list(feeder)
             list(feeder)
             feeder.close()

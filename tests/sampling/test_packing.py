@@ -196,12 +196,7 @@ def test_rows_by_hand() -> None:
 
     assert rows(split=False, on_oversize="skip") == [[[0, 7], [2000, 3]], [[1000, 4], [3000, 6]]]
     assert rows(split=False, on_oversize="truncate")[2] == [[4000, 10]]
-    assert rows() == [
-        [[0, 7], [1000, 3]],
-        [[1003, 1], [2000, 3], [3000, 6]],
-        [[4000, 10]],
-        [[4010, 4]],
-    ]
+    assert rows() == [[[0, 7], [1000, 3]], [[1003, 1], [2000, 3], [3000, 6]], [[4000, 10]], [[4010, 4]]]
 
 
 @pytest.mark.parametrize("sigma", [0.5, 0.8, 1.2])

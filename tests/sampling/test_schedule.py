@@ -58,10 +58,7 @@ cases = st.builds(
     drop_last=st.booleans(),
 )
 limits_of_all_kinds = st.builds(
-    Limits,
-    read_concurrency=st.integers(1, 20),
-    decode_threads=st.integers(1, 3),
-    prefetch_batches=st.integers(1, 4),
+    Limits, read_concurrency=st.integers(1, 20), decode_threads=st.integers(1, 3), prefetch_batches=st.integers(1, 4)
 )
 
 Batch = tuple[list[int], list[list[float]]]

@@ -138,14 +138,8 @@ def read_damaged(name: str, seeds: range, folder: Path) -> int:
     return refused
 
 
+@pytest.mark.parametrize(("first", "end"), [(0, FAST), pytest.param(FAST, SLOW, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KINDS)
-def test_some_damaged_files_are_named(name: str, tmp_path: Path) -> None:
+def test_damaged_files_are_named(name: str, first: int, end: int, tmp_path: Path) -> None:
     """A damaged file is an error that names it, when it is opened or read."""
-    assert read_damaged(name, range(FAST), tmp_path) > FAST // 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
-def test_many_damaged_files_are_named(name: str, tmp_path: Path) -> None:
-    """The same with a thousand mutations of each file."""
-    assert read_damaged(name, range(FAST, SLOW), tmp_path) > SLOW // 4
+    assert read_damaged(name, range(first, end), tmp_path) > end // 4

@@ -23,7 +23,6 @@ from aiofeed.engine.fetch.fetcher import UNREAD
 from aiofeed.engine.fetch.source import SourceFetcher
 from aiofeed.errors import ReadError
 from aiofeed.runtime.time_limits import JobControl
-from aiofeed.sources.file_io import read_file
 
 
 def read_all(source: Files) -> list[bytes | OSError]:
@@ -62,12 +61,6 @@ def test_read_many_returns_errors_by_file(tmp_path: Path) -> None:
     assert isinstance(directory, IsADirectoryError)
     with pytest.raises(FileNotFoundError):
         asyncio.run(source.read(1))
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
-def test_a_file_of_unknown_size_is_read_to_its_end() -> None:
-    """A file of /proc has the size 0 and is not empty."""
-    assert b"Name:" in read_file("/proc/self/status")
 
 
 def test_targets_are_indexed_like_the_files() -> None:

@@ -224,6 +224,9 @@ def wrong(case: Case, folder: Path) -> str | None:
     return None
 
 
+SEEDS = [range(24), pytest.param(range(1000, 2000), marks=pytest.mark.slow)]
+
+
 def check(name: str, seeds: range, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOFEED_CACHE", str(folder / "cache"))
     case = CASES[name]
@@ -241,17 +244,13 @@ def check(name: str, seeds: range, folder: Path, monkeypatch: pytest.MonkeyPatch
     assert not failures
 
 
+@pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("name", CASES)
-def test_damaged_files_are_errors_that_name_them(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A changed file is read without another sample, or is an error of ours that names a file: 24 changes of each."""
-    check(name, range(24), tmp_path, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_a_thousand_damaged_files(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same of a thousand other changes."""
-    check(name, range(1000, 2000), tmp_path, monkeypatch)
+def test_damaged_files_are_errors_that_name_them(
+    name: str, seeds: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A changed file is read without another sample, or is an error of ours that names a file."""
+    check(name, seeds, tmp_path, monkeypatch)
 
 
 # --- listings
@@ -283,15 +282,10 @@ def listing_errors(seeds: range, server: FaultServer, monkeypatch: pytest.Monkey
     return failures
 
 
-def test_damaged_listings(server: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_damaged_listings(seeds: range, server: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A changed answer to the request for a listing is an error of ours that has the URL, or lists some objects."""
-    assert not listing_errors(range(24), server, monkeypatch)
-
-
-@pytest.mark.slow
-def test_a_thousand_damaged_listings(server: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same of a thousand other changes."""
-    assert not listing_errors(range(1000, 2000), server, monkeypatch)
+    assert not listing_errors(seeds, server, monkeypatch)
 
 
 def cached_listing_errors(seeds: range, server: FaultServer, folder: Path) -> dict[int, str]:
@@ -311,16 +305,10 @@ def cached_listing_errors(seeds: range, server: FaultServer, folder: Path) -> di
     return failures
 
 
-def test_damaged_cached_listings(server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_damaged_cached_listings(
+    seeds: range, server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A cached listing that was changed is made again."""
     monkeypatch.setenv("AIOFEED_CACHE", str(tmp_path))
-    assert not cached_listing_errors(range(24), server, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_thousand_damaged_cached_listings(
-    server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same of a thousand other changes."""
-    monkeypatch.setenv("AIOFEED_CACHE", str(tmp_path))
-    assert not cached_listing_errors(range(1000, 2000), server, tmp_path)
+    assert not cached_listing_errors(seeds, server, tmp_path)

@@ -294,16 +294,6 @@ def test_state_of_a_part_with_a_fingerprint_of_the_user() -> None:
     assert source[:5].fingerprint() != FromDataset(Squares(), fingerprint="v2")[:5].fingerprint()
 
 
-def test_ranks_share_a_part(tmp_path: Path) -> None:
-    """Each sample of the part comes once over two ranks."""
-    part = files(tmp_path)[10:20]
-    found = []
-    for rank in range(2):
-        with Feeder(part, decode=first_byte, batch_size=5, shuffle=True, shard=(rank, 2)) as feeder:
-            found += [int(value) for values, _ in feeder for value in values[:, 0]]
-    assert sorted(found) == list(range(10, 20))
-
-
 def test_worker_processes_and_caches(tmp_path: Path) -> None:
     """A part is pickled to workers, and cached as any source; an `EncodedCache` of the whole has its samples."""
     (tmp_path / "files").mkdir()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from aiofeed import Buckets, Feeder, Limits, Mixture, Pack, Stream, TokenBudget, pad_collate
+from aiofeed import Buckets, Feeder, Limits, Mixture, Pack, Stream, Table, Tensors, TokenBudget, Tokens, pad_collate
 
 SIZES = {"web": 19, "books": 7, "code": 12}
 SAMPLES = sum(SIZES.values())
@@ -86,6 +90,30 @@ def stream(**options: Any) -> Feeder[Any]:
     )
 
 
+ROWS = np.arange(2 * SAMPLES).reshape(SAMPLES, 2)
+
+
+@functools.cache
+def folder() -> Path:
+    """A folder with the tokens of ``ROWS`` in a file, which exists as long as this process."""
+    kept = tempfile.TemporaryDirectory()
+    folder.kept = kept  # type: ignore[attr-defined]
+    ROWS.astype(np.uint16).tofile(Path(kept.name) / "tokens.bin")
+    return Path(kept.name)
+
+
+def tokens_in_file(*, in_memory: bool = True) -> Tokens:
+    """Windows that the consumer's thread gathers or, if not ``in_memory``, others."""
+    source = Tokens(folder() / "tokens.bin", 2)
+    source.in_memory = in_memory
+    return source
+
+
+def table() -> Table:
+    pytest.importorskip("pyarrow")
+    return Table(np.array([(row,) for row in ROWS], [("tokens", np.int64, 2)]))
+
+
 KINDS: dict[str, Callable[..., Feeder[Any]]] = {
     "plain": shuffled(batch_size=4),
     "keyed": shuffled(batch_size=4, shuffle="keyed"),
@@ -110,14 +138,24 @@ KINDS: dict[str, Callable[..., Feeder[Any]]] = {
         source=mixture, batch_size=Pack(LENGTHS, 9, rows=2, separator=7, pad=-1), collate_fn=None
     ),
     "token budget of a mixture": shuffled(source=mixture, batch_size=TokenBudget(LENGTHS, 24, window=16)),
+    "tensors": shuffled(lambda: Tensors(torch.from_numpy(ROWS)), batch_size=4, collate_fn=None),
+    "tokens": shuffled(tokens_in_file, batch_size=4, collate_fn=None),
+    "tokens in threads": shuffled(partial(tokens_in_file, in_memory=False), batch_size=4, collate_fn=None),
+    "table": shuffled(table, batch_size=4, collate_fn=None),
 }
 """Each function makes a feeder; its keyword arguments replace those of ``Feeder``."""
 
 
+def tensor(batch: Any) -> torch.Tensor:
+    """The tokens of a batch, with padding."""
+    batch = batch["tokens"] if isinstance(batch, dict) else batch
+    found: torch.Tensor = batch if isinstance(batch, torch.Tensor) else batch[0]
+    return found
+
+
 def tokens(batch: Any) -> list[int]:
     """The tokens of a batch, in order, without padding."""
-    tokens: torch.Tensor = batch["tokens"] if isinstance(batch, dict) else batch[0]
-    return [token for token in tokens.flatten().tolist() if token >= 0]
+    return [token for token in tensor(batch).flatten().tolist() if token >= 0]
 
 
 def all_tokens(batches: Any) -> list[list[int]]:

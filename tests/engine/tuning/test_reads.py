@@ -254,14 +254,11 @@ def test_slow_reads_that_are_waited_for_go_up_to_the_most_within_twenty_batches(
     assert read(ReadTuner(64), lambda _: 0.020, 20 * BATCH) == READS_MOST
 
 
-def test_fast_reads_stay_as_they_are() -> None:
-    """A millisecond is nothing to hide."""
+def test_other_reads_stay_as_they_are() -> None:
+    """Those of a millisecond, those for which nobody waits, and as many as the user said."""
     assert read(ReadTuner(64), lambda _: 0.001, 100 * BATCH) == 64
-
-
-def test_reads_that_nobody_waits_for_stay_as_they_are() -> None:
-    """Where decoding, or the consumer, has enough to do, slow reads hold up nobody."""
     assert read(ReadTuner(64), lambda _: 0.020, 100 * BATCH, starving=False) == 64
+    assert read(ReadTuner(16, given=True), lambda _: 0.5, 60 * BATCH) == 16
 
 
 @pytest.mark.parametrize("able", [64, 128, 200])
@@ -269,11 +266,6 @@ def test_storage_that_is_full_is_not_asked_for_more(able: int) -> None:
     """Storage that serves so many at a time makes the others wait: the concurrency it can use is kept."""
     found = read(ReadTuner(64), lambda many: 0.020 * max(1.0, many / able), 60 * BATCH)
     assert able / 2 < found <= able * 1.3
-
-
-def test_a_given_read_concurrency_stays() -> None:
-    """What the user said is what there is."""
-    assert read(ReadTuner(16, given=True), lambda _: 0.5, 60 * BATCH) == 16
 
 
 def test_reads_begun_before_a_change_say_nothing() -> None:

@@ -5,7 +5,6 @@ import re
 import signal
 
 import pytest
-from _pytest.capture import CaptureIO
 
 import aiofeed
 from aiofeed.sources.objects import listing, reader
@@ -122,18 +121,6 @@ def test_progress_is_logged(bucket, monkeypatch, caplog):
     monkeypatch.setattr(listing, "LOG_EVERY_S", 0.0)
     list_objects(bucket)
     assert re.findall(r"listed (\d+) keys of s3://bucket/train/", caplog.text)[-1] == str(len(KEYS) - 2)
-
-
-def test_progress_on_a_terminal(bucket, monkeypatch, caplog, capsys):
-    """On a terminal a listing that takes long shows a bar in place of log lines."""
-    pytest.importorskip("tqdm")
-    monkeypatch.setattr(CaptureIO, "isatty", lambda _: True)
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(listing, "BAR_AFTER_S", 0.0)
-    monkeypatch.setattr(listing, "BAR_EVERY_S", 0.0)
-    list_objects(bucket)
-    assert re.search(r"listing s3://bucket/train/: \d+ keys", capsys.readouterr().err)
-    assert "listed" not in caplog.text
 
 
 def test_a_listing_from_the_cache_is_logged(bucket, caplog):

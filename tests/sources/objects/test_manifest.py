@@ -596,15 +596,6 @@ def test_epochs(source: Manifest, folder: Path, arguments: dict[str, Any]) -> No
                 assert found == expected
 
 
-async def test_async_for(source: Manifest) -> None:
-    """`async for` gives the same batches, and after an error in the loop body the next epoch is whole."""
-    async with new_feeder(source) as feeder:
-        with pytest.raises(RuntimeError, match="of the loop body"):
-            async for _ in feeder:
-                raise RuntimeError("of the loop body")
-        assert sorted([number async for batch in feeder for number in numbers_of(batch)]) == list(range(SAMPLES))
-
-
 def test_resume_at_every_position(source: Manifest, folder: Path) -> None:
     """A state continues with the same samples, also on other ranks; a manifest that has changed refuses it."""
     with new_feeder(source) as feeder:
@@ -632,31 +623,6 @@ def test_resume_at_every_position(source: Manifest, folder: Path) -> None:
             changed = Manifest(folder / "changed.csv", target="label", **arguments)
             with new_feeder(changed) as feeder, pytest.raises(aiofeed.errors.StateError):
                 feeder.load_state_dict(state)
-
-
-@pytest.mark.parametrize("action", ["raise", "skip", "replace"])
-def test_samples_that_fail(source: Manifest, folder: Path, action: Any) -> None:
-    """A sample that cannot be read fails alone, with its key."""
-    if source.key(0).endswith("]"):
-        with open(folder / "all.bin", "r+b") as file:
-            file.truncate(3 * SAMPLES - 1)
-    else:
-        os.unlink(folder / "files/59.txt")
-    with new_feeder(source, on_error=action) as feeder:
-        if action == "raise":
-            with pytest.raises(aiofeed.errors.ReadError, match=r"files/59.txt|all.bin\[177:180\]"):
-                epoch(feeder)
-            return
-        found = epoch(feeder)
-        assert set(found) == set(range(SAMPLES - 1))
-        assert len(found) == SAMPLES - (action == "skip")
-        assert [failure.key for failure in feeder.failures] == [source.key(59)]
-
-
-def test_mixture(source: Manifest) -> None:
-    """Manifests may be mixed."""
-    with new_feeder(aiofeed.Mixture({"a": source, "b": pickle.loads(pickle.dumps(source))})) as feeder:
-        assert sorted(epoch(feeder)) == sorted([*range(SAMPLES)] * 2)
 
 
 def test_files_of_a_manifest(folder: Path) -> None:

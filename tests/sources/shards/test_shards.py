@@ -482,10 +482,7 @@ def test_images_and_targets(tmp_path: Path, jpeg_folder: Path) -> None:
         [pair for key, data, target in pairs for pair in ((f"{key}.jpg", data), (f"{key}.cls", b"%d" % target))],
     )
     options: Any = {"batch_size": 8, "decode": DecodeImage(32), "seed": 1, "shuffle": True}
-    with (
-        Feeder(folder, **options) as first,
-        Feeder(TarShards(tmp_path / "x.tar", "jpg", "cls"), **options) as second,
-    ):
+    with Feeder(folder, **options) as first, Feeder(TarShards(tmp_path / "x.tar", "jpg", "cls"), **options) as second:
         for (images, labels), (others, targets) in zip(first, second, strict=True):
             assert images.equal(others)
             assert labels.equal(targets)

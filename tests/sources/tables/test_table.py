@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 import pickle
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -129,16 +128,6 @@ def test_array2d_of_datasets(way: str, tmp_path: Path) -> None:
     data = datasets.Dataset.from_dict({"m": np.arange(60).reshape(10, 2, 3)}, features=features)
     [batch] = Feeder(Table(data), batch_size=10)
     assert batch["m"].tolist() == np.arange(60).reshape(10, 2, 3).tolist()
-
-
-def test_a_kept_batch_is_never_overwritten(way: str) -> None:
-    """Batches that the user keeps or changes stay as they are, and so does the table."""
-    table = arrow_table()
-    feeder: Feeder[Any] = Feeder(Table(table), batch_size=7)
-    kept = list(feeder)
-    kept[0]["x"].zero_()
-    assert_rows(as_arrays(feeder))
-    assert_rows(as_arrays(kept[1:]), slice(7, None))
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -295,26 +284,6 @@ def test_several_devices() -> None:
         assert sum([part["y"].cpu().tolist() for part in first], []) == NUMBERS["y"][:6].tolist()
 
 
-def test_async_for(way: str) -> None:
-    """``async for`` gives the batches of ``for``."""
-    feeder: Feeder[Any] = Feeder(Table(in_chunks()), batch_size=6, shuffle=True)
-
-    async def collected() -> list[Any]:
-        return [batch["y"].tolist() async for batch in feeder.epochs(1) and feeder]
-
-    assert len(sum(asyncio.run(collected()), [])) == ROWS
-    feeder.close()
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs Unix sockets")
-def test_served_tables(way: str, tmp_path: Path) -> None:
-    """Other processes can attach to a feeder of a table."""
-    address = str(tmp_path / "feed.sock")
-    feeder: Feeder[Any] = Feeder(Table(in_chunks()), batch_size=6)
-    with feeder, aiofeed.serve(feeder, address), aiofeed.attach(address) as feed:
-        assert_rows(as_arrays(feed))
-
-
 @pytest.mark.parametrize("cache", ["host", "device"])
 @pytest.mark.parametrize("options", [{}, {"data": "x"}])
 def test_a_cache_of_columns_is_refused(options: Any, cache: Any) -> None:
@@ -374,23 +343,6 @@ def test_resume_at_every_position(kind: str, way: str, tmp_path: Path, monkeypat
                 patch.setattr(MemoryTable, "in_memory", way == "threads")
             resumed.load_state_dict(state)
             assert [batch["y"].tolist() for batch in resumed.steps(5)] == expected[position : position + 5]
-
-
-def test_resume_with_another_number_of_ranks(way: str) -> None:
-    """Three ranks go on with the rows that two have not returned."""
-    seen: list[int] = []
-    state: dict[str, Any] = {}
-    options: dict[str, Any] = {"batch_size": 4, "shuffle": True}
-    for rank in range(2):
-        with Feeder(Table(arrow_table()), shard=(rank, 2), **options) as feeder:
-            seen += [row for batch in islice(feeder, 3) for row in batch["y"].tolist()]
-            state = feeder.state_dict()
-    for rank in range(3):
-        with Feeder(Table(arrow_table()), shard=(rank, 3), **options) as feeder:
-            feeder.load_state_dict(state)
-            seen += [row for batch in feeder for row in batch["y"].tolist()]
-    assert len(seen) == ROWS + 2  # two are repeated, because 3 does not divide the other 76
-    assert set(seen) == set(NUMBERS["y"].tolist())
 
 
 def test_the_state_of_another_table_is_refused() -> None:
@@ -635,13 +587,3 @@ def test_columns_of_one_name() -> None:
     arrow = pytest.importorskip("pyarrow")
     with pytest.raises(ValueError, match="2 columns have the name 'a'"):
         Table(arrow.table([[1], [2]], names=["a", "a"]))
-
-
-def test_break_and_errors_keep_the_position(way: str) -> None:
-    """After an error in the loop, the saved state goes on with the next batch."""
-    with Feeder(Table(in_chunks()), batch_size=6) as feeder:
-        with pytest.raises(ZeroDivisionError):
-            for _ in feeder:
-                1 / 0  # noqa: B018
-        feeder.load_state_dict(feeder.state_dict())
-        assert next(iter(feeder))["y"].tolist() == NUMBERS["y"][6:12].tolist()

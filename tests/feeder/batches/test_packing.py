@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import aiofeed
-from aiofeed import DiskCache, FailurePolicy, Feeder, HostCache, Limits, Pack, Tensors
+from aiofeed import DiskCache, FailurePolicy, Feeder, HostCache, Pack, Tensors
 from aiofeed.errors import BatchFailedError, CollateError, ReadError
 from tests.support.packed import PAD, SEPARATOR, STEP, Documents, all_tokens, document, lognormal, pieces_of, tokens_of
 from tests.support.simulated_device import SimulatedDevice
@@ -97,12 +97,9 @@ def test_every_token_comes_once_per_epoch(split: bool) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"engine": "process:2"},
         {"source": Encoded(), "decode": decode},
         {"source": Encoded(), "decode": decode, "engine": "process:2"},
         {"source": aiofeed.FromDataset(Documents(LENGTHS), threads=3)},
-        {"limits": Limits(decode_threads=1, prefetch_batches=1)},
-        {"on_error": "skip"},
         {"on_error": FailurePolicy(decode_timeout_s=30.0)},
     ],
     ids=lambda value: str(value) if not isinstance(value, dict) else "-".join(map(str, value)),
@@ -123,13 +120,6 @@ def test_a_device() -> None:
                 assert got[name].tolist() == want[name].tolist()
 
 
-def test_batches_as_they_finish() -> None:
-    """All of them."""
-    with feeder(in_order=False, source=aiofeed.FromDataset(Documents(LENGTHS), threads=3)) as whole:
-        found = [sorted(map(json.dumps, map(plain, whole))) for _ in range(2)]
-    assert found == [sorted(map(json.dumps, epoch)) for epoch in two_epochs()]
-
-
 @pytest.mark.parametrize("cache", [HostCache(), "disk"])
 def test_a_cache_of_documents_of_one_length(cache: Any, tmp_path: Path) -> None:
     """From the second epoch on they come from the cache."""
@@ -140,13 +130,6 @@ def test_a_cache_of_documents_of_one_length(cache: Any, tmp_path: Path) -> None:
         found = [[plain(batch) for batch in cached] for _ in range(2)]
     assert found == two_epochs(source=Documents([10] * 30), **options)
     assert len(set(documents.asked)) == len(documents.asked)
-
-
-async def test_async_for_and_epochs() -> None:
-    """They give the same batches."""
-    expected = two_epochs()
-    async with feeder() as whole:
-        assert [[plain(batch) async for batch in whole] for _ in whole.epochs(2)] == expected
 
 
 def test_a_resume_at_every_position_with_another_world_size() -> None:
@@ -167,28 +150,6 @@ def test_a_resume_at_every_position_with_another_world_size() -> None:
                 rest.append([plain(batch) for batch in later])
         found = [batch for step in zip(*rest, strict=True) for batch in step]
         assert found[: len(expected) - 2 * stop] == expected[2 * stop :]
-
-
-def test_break_and_error_in_the_loop() -> None:
-    """The next epoch starts anew; a state continues behind the last batch."""
-    expected = two_epochs()
-    with feeder() as whole:
-        with pytest.raises(KeyError):
-            for number, _ in enumerate(whole):
-                if number == 2:
-                    raise KeyError
-        state = whole.state_dict()
-        assert [plain(batch) for batch in whole] == expected[1]
-        whole.load_state_dict(state)
-        assert [plain(batch) for batch in whole] == expected[0][3:]
-
-
-def test_a_served_feeder(tmp_path: Path) -> None:
-    """Another process gets the same batches."""
-    [expected, _] = two_epochs()
-    address = str(tmp_path / "feed")
-    with feeder() as whole, aiofeed.serve(whole, address), aiofeed.attach(address) as attached:
-        assert [plain(batch) for batch in attached] == expected
 
 
 # --- failures ---

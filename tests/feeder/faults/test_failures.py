@@ -92,14 +92,6 @@ def test_the_error_of_a_sample_names_the_way_to_go_on_without_it(engine: Any, ki
             assert "".join(caught.value.__notes__).count('on_error="skip"') == 1
 
 
-def test_unreadable_files_are_read_errors(tmp_path: Path) -> None:
-    """A missing file and a directory are ReadErrors with their paths."""
-    for path, cause in ((tmp_path / "missing", FileNotFoundError), (tmp_path, IsADirectoryError)):
-        with pytest.raises(ReadError, match=str(path)) as caught:
-            list(Feeder(Files([path]), decode=number, batch_size=1))
-        assert isinstance(caught.value.__cause__, cause)
-
-
 def test_a_source_that_shrinks_is_an_error() -> None:
     """An index that no longer exists is a ReadError that gives both lengths."""
 
@@ -210,17 +202,6 @@ def test_a_target_that_raises_is_a_decode_error() -> None:
 
     with pytest.raises(DecodeError, match="number 3"):
         list(Feeder(Labelled(4), decode=number, batch_size=2))
-
-
-def test_the_feeder_can_be_iterated_after_an_error() -> None:
-    """After an error a new iter() works, and a recovered source gives a complete epoch."""
-    source = Numbers(20, bad=(7,))
-    feeder = Feeder(source, decode=number, batch_size=4)
-    for _ in range(3):
-        with pytest.raises(ReadError):
-            list(feeder)
-    source.bad = ()
-    assert sum(len(batch) for batch in feeder) == 20
 
 
 def test_an_error_keeps_nothing_alive() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -27,7 +26,7 @@ from aiofeed import (
     pad_collate,
 )
 from aiofeed.errors import DecodeError
-from tests.support.pairs import torchvision_v2, write_pairs
+from tests.support.pairs import write_pairs
 from tests.support.shard_files import write_tar
 from tests.support.simulated_device import SimulatedDevice
 
@@ -124,62 +123,6 @@ def test_batches_are_the_same_however_they_are_made(root: Path, name: str) -> No
         assert epochs(new(on_error=FailurePolicy(decode_timeout_s=20, read_timeout_s=20, retries=1))) == expected
         unordered = epochs(new(in_order=False))
         assert [sorted(epoch) for epoch in unordered] == [sorted(epoch) for epoch in expected]
-
-
-def test_torchvision_in_four_threads_gives_the_same_batches(root: Path) -> None:
-    """Transforms of torchvision's v2 have the random numbers of their samples, whatever thread runs them."""
-    v2 = torchvision_v2()
-    decode = DecodePair(DECODE.image, augment=v2.Compose([v2.RandomVerticalFlip(), v2.ColorJitter(0.5)]))
-    expected = epochs(feeder(root, decode=decode, limits=Limits(decode_threads=1)))
-    assert epochs(feeder(root, decode=decode, limits=Limits(decode_threads=4))) == expected
-
-
-def test_albumentations_in_four_threads_gives_the_same_batches(root: Path) -> None:
-    """As torchvision's."""
-    a = pytest.importorskip("albumentations")
-    steps = [a.VerticalFlip(), a.RandomBrightnessContrast(p=0.5), a.GaussNoise(p=0.5)]
-    decode = DecodePair(DECODE.image, augment=a.Compose(steps, bbox_params=a.BboxParams(format="pascal_voc")))
-    expected = epochs(feeder(root, decode=decode, limits=Limits(decode_threads=1)))
-    assert epochs(feeder(root, decode=decode, limits=Limits(decode_threads=4))) == expected
-
-
-def test_a_resumed_epoch_continues_bit_for_bit(root: Path) -> None:
-    """At every position, with the crops of the uninterrupted epoch, also with another world size."""
-    decode = DecodePair(DECODE.image, augment=globally)
-    expected = epochs(feeder(root, decode=decode))
-    for at in range(len(expected[0]) + 1):
-        with feeder(root, decode=decode) as first:
-            batches = iter(first)
-            for _ in range(at):
-                next(batches)
-            state = json.loads(json.dumps(first.state_dict()))
-        with feeder(root, decode=decode) as second:
-            second.load_state_dict(state)
-            assert [plain(batch) for batch in second] == (expected[0][at:] or expected[1])
-    with feeder(root, decode=decode) as first:
-        batches = iter(first)
-        seen = next(batches)["labels"].flatten().tolist()
-        state = first.state_dict()
-    for rank in range(2):
-        with feeder(root, decode=decode, shard=(rank, 2), collate_fn=list) as part:
-            part.load_state_dict(state)
-            seen += [int(sample["labels"]) for batch in part for sample in batch if len(sample["labels"])]
-    assert set(seen) - {-1} <= set(range(COUNT))
-
-
-async def test_async_iteration_and_break(root: Path) -> None:
-    """`async for` gives the same batches; `break` and an exception in the body end nothing but the epoch."""
-    expected = epochs(feeder(root), 3)
-    with feeder(root) as whole:
-        assert [plain(batch) async for batch in whole] == expected[0]
-        async for batch in whole:
-            assert plain(batch) == expected[1][0]
-            break
-        with pytest.raises(ZeroDivisionError):
-            for batch in whole:
-                assert plain(batch) == expected[2][0]
-                1 / 0  # noqa: B018
-    await asyncio.to_thread(lambda: None)
 
 
 @pytest.mark.parametrize("boxes", [True, False])
@@ -283,13 +226,6 @@ def test_samples_of_shards_are_pairs(root: Path, shards: Path) -> None:
     decode = DecodePair(DECODE.image, fields=("jpg", "png"))
     options: dict[str, Any] = {"batch_size": 5, "shuffle": True, "seed": 3, "collate_fn": pad_collate({"labels": -1})}
     assert epochs(Feeder(source, decode=decode, shard=None, **options)) == epochs(feeder(root))
-
-
-def test_many_epochs(root: Path) -> None:
-    """A feeder of boxes keeps its memory over many epochs."""
-    small = DecodePair(DecodeImage(4), augment=globally)
-    with feeder(root, decode=small, batch_size=24) as whole:
-        assert sum(len(batch["image"]) for _ in range(40) for batch in whole) == 40 * COUNT
 
 
 def test_decoders_of_one_image_get_an_augment(root: Path) -> None:

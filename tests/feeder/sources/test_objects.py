@@ -190,25 +190,6 @@ def test_two_epochs(files, expected, arguments):
                 assert found == expected
 
 
-async def test_async_for(files, expected):
-    """``async for`` gives the same batches."""
-    async with new_feeder(files) as feeder:
-        assert [number async for batch in feeder for number in numbers_of(batch)] == expected
-
-
-def test_resume_at_every_position(files, expected):
-    """A state loaded at any position continues with the same samples."""
-    for batches in range(0, 13, 3):
-        with new_feeder(files) as feeder:
-            iterator = iter(feeder)
-            for _ in range(batches):
-                next(iterator)
-            state = feeder.state_dict()
-        with new_feeder(files) as feeder:
-            feeder.load_state_dict(state)
-            assert epoch(feeder) == expected[16 * batches :]
-
-
 def test_breaks(files, object_server):
     """After a ``break``, no request is open, and the next epoch is complete; figures do not grow with the breaks."""
     object_server.schedule = lambda request: Fault(delay_s=0.002)
@@ -298,15 +279,6 @@ def test_max_bytes(object_server):
         with pytest.raises(aiofeed.errors.ReadError, match="3000000 bytes are more than max_bytes=1000"):
             list(feeder)
         assert feeder.statistics().storage.bytes_read == 0
-
-
-def test_an_error_of_the_loop_body(files, expected):
-    """After an exception in the loop body, the next epoch is whole."""
-    with new_feeder(files) as feeder:
-        with pytest.raises(RuntimeError, match="of the loop body"):
-            for _ in feeder:
-                raise RuntimeError("of the loop body")
-        assert sorted(epoch(feeder)) == list(range(SAMPLES))
 
 
 FAULTS = st.one_of(

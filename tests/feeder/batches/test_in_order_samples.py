@@ -33,8 +33,6 @@ from aiofeed import (
     HostCache,
     Limits,
     Tensors,
-    attach,
-    serve,
 )
 from aiofeed.engine import samples
 from aiofeed.engine.fetch.source import SourceFetcher
@@ -751,17 +749,6 @@ def test_two_devices(make: MakeFeeder) -> None:
 # --- consumers --------------------------------------------------------------------------------------------------------
 
 
-def test_async_for(make: MakeFeeder) -> None:
-    """`async for` gets the same samples."""
-    feeder = make(Jittery(25), batch_size=4)
-
-    async def consume() -> list[int]:
-        return [value async for batch in feeder for value in batch.tolist()]
-
-    for _ in range(2):
-        assert sorted(asyncio.run(consume())) == list(range(25))
-
-
 @pytest.mark.parametrize("options", [{}, {"batch_size": 3}, {"on_error": "skip"}])
 def test_hundreds_of_short_epochs(make: MakeFeeder, options: dict[str, Any]) -> None:
     """Short epochs follow each other, each complete; no object is left."""
@@ -831,13 +818,6 @@ def test_ctrl_c_at_any_place_loses_and_repeats_nothing(make: MakeFeeder) -> None
         rest = flat(feeder) if state["epoch"] == 0 else []
         assert len(set(got) | set(rest)) == len(got) + len(rest) == len(got) + 16 - handed_out
     assert place > 100
-
-
-def test_a_served_feeder(make: MakeFeeder, tmp_path: Path) -> None:
-    """Consumers of a served feeder get each sample."""
-    feeder, address = make(Jittery(20), batch_size=4), tmp_path / "feed.sock"
-    with serve(feeder, address), attach(address) as attached:
-        assert sorted(value for batch in attached for value in batch.tolist()) == list(range(20))
 
 
 @pytest.mark.parametrize("kind", ["Dataset", "source"])
