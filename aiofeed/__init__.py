@@ -101,10 +101,12 @@ _HOMES: dict[str, dict[str, str]] = {
 # Names that are not public: a word of a user, such as ``weights=``, makes the kernel load them, by ``_load_addon``.
 _PLUGS: dict[str, str] = {
     "BatchSamplerAdapter": "aiofeed.sampling.listers.sampler",
+    "DeviceGroup": "aiofeed.devices.scatter",
     "ExcludingOrder": "aiofeed.sampling.listers.computed",
     "PlanLister": "aiofeed.sampling.listers.length_plans",
     "SampleSchedule": "aiofeed.sampling.samples",
     "SamplerAdapter": "aiofeed.sampling.listers.sampler",
+    "StaticOutput": "aiofeed.devices.static_output",
     "StreamOrder": "aiofeed.sampling.stream_epochs",
     "WeightedOrder": "aiofeed.sampling.listers.computed",
     "WindowOrder": "aiofeed.sampling.listers.computed",
