@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aiofeed.decoders.geometry import View, jpeg_factor, stored_box
-from aiofeed.decoders.metadata import JPEG_METADATA_BYTES
-from aiofeed.decoders.plain import read_header
+from aiofeed.decoders.geometry import JPEG_METADATA_BYTES, View, jpeg_factor, stored_box
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -101,6 +99,8 @@ class NativeDecoder:
         for i, (kind, stored_width, stored_height) in enumerate(headers.tolist()):
             orientation = 1
             if kind == _WITH_METADATA:
+                from aiofeed.decoders.plain import read_header
+
                 header = read_header(data[i])
                 kind, orientation = (kind, 1) if header is None else (_PLAIN, header.orientation)
             if kind != _PLAIN or stored_width * stored_height > max_pixels:

@@ -19,9 +19,9 @@ from aiofeed.core.random_numbers import seed_from
 from aiofeed.core.types import public
 from aiofeed.core.validation import explain_arguments
 from aiofeed.decoders.boxes import Objects
-from aiofeed.decoders.geometry import View, map_box
+from aiofeed.decoders.geometry import FORMATS, View, map_box
 from aiofeed.decoders.image import DecodeImage
-from aiofeed.decoders.pillow import FORMATS, load_picture
+from aiofeed.decoders.pillow import load_picture
 
 if TYPE_CHECKING:
     import torch

@@ -25,7 +25,7 @@ import numpy as np
 from PIL import Image, ImageFile, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 
-from aiofeed.decoders.geometry import View, draft_size, jpeg_factor, scaled_box
+from aiofeed.decoders.geometry import FORMATS, View, draft_size, jpeg_factor, scaled_box
 from aiofeed.decoders.metadata import check_metadata, check_scans, check_tiff, orientation_of
 
 if TYPE_CHECKING:
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("aiofeed.decoders")
 
-# The formats that training data comes in. Left out: EPS, which Pillow passes to Ghostscript, a PostScript interpreter;
-# formats without a signature (TGA, PCD, IM, ...), which accept damaged files of other formats; containers of further
-# formats (ICO, ICNS, BLP, IPTC); formats that Pillow only identifies (WMF, HDF5, MPEG, ...); rare formats.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
 _MULTI_PICTURE = "MPO"  # a JPEG followed by further JPEGs; Pillow has no separate plugin that accepts it
 # Replaces the message that Pillow gives if a plugin finds no mode, or a side of 0.
 _CLEARER_MESSAGES = {"not identified by this driver": "its header gives no pixels"}

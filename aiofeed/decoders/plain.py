@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from aiofeed.decoders.geometry import View, jpeg_factor, scaled_box
-from aiofeed.decoders.metadata import JPEG_METADATA_BYTES, orientation_in_info
+from aiofeed.decoders.geometry import JPEG_METADATA_BYTES, View, jpeg_factor, scaled_box
+from aiofeed.decoders.metadata import orientation_in_info
 from aiofeed.decoders.pillow import check_pixels, render, turn_upright
 
 if TYPE_CHECKING:
