@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import PIL
 
+from aiofeed import _load_addon
 from aiofeed.core.random_numbers import SplitMix64, seed_from
 from aiofeed.core.types import Row, public
 from aiofeed.core.validation import check_bool, check_bytes, check_positive_int, explain_arguments
@@ -178,9 +179,8 @@ class DecodeImage:
         if self.mode == "keep":
             return  # without a row it is a decoder that returns its samples
         if self.augment is not None:
-            from aiofeed.decoders.augment import Augmentation  # imports torch
-
-            assign(self, "_augment_row", Augmentation(self.augment, alone=True).augment_row)
+            augmentation = _load_addon("Augmentation", "augment=")  # imports torch
+            assign(self, "_augment_row", augmentation(self.augment, alone=True).augment_row)
         assign(self, "row", Row((*self._shape, 3), "uint8", (2, 0, 1)))
         assign(self, "cached_row", self.row)
         if self.cached_size is not None:

@@ -20,8 +20,9 @@ import numpy as np
 
 from aiofeed.core.validation import check_expanded, check_int_from, check_positive_int
 from aiofeed.sources.file_io import check_foreign_name
+from aiofeed.sources.objects.arrow import arrow
 from aiofeed.sources.objects.reader import ObjectReader, run_all
-from aiofeed.sources.tables.columns import Columns, NumberColumn, arrow
+from aiofeed.sources.tables.columns import Columns, NumberColumn
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

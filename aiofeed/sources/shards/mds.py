@@ -19,11 +19,11 @@ import numpy as np
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_expanded, explain_arguments, parse_json
 from aiofeed.sources.file_io import check_foreign_name
+from aiofeed.sources.objects.arrow import arrow
 from aiofeed.sources.shards.base import FieldShards, RecentParts, reason_of
 from aiofeed.sources.shards.index import ShardIndex, ranges_of
 from aiofeed.sources.shards.indexing import DAMAGED, IndexRules, Scan
 from aiofeed.sources.shards.urls import Shard, ShardFinder, Urls
-from aiofeed.sources.tables.columns import arrow
 
 # The numbers of dtypes in an array of any dtype.
 _DTYPES = {

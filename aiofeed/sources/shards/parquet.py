@@ -15,13 +15,12 @@ import numpy as np
 
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_callable, check_expanded, explain_arguments
+from aiofeed.sources.objects.arrow import arrow, is_text
 from aiofeed.sources.objects.reader import run_all
 from aiofeed.sources.parts import in_order
 from aiofeed.sources.shards.base import RecentParts, Shards
 from aiofeed.sources.shards.index import ShardIndex
 from aiofeed.sources.shards.urls import Shard, Urls
-from aiofeed.sources.tables.columns import arrow
-from aiofeed.sources.tokens.formats import is_text
 
 # Most footers are shorter, so that one request reads them.
 _TAIL_BYTES = 64 << 10

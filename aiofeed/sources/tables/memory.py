@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.runtime.machine import free_memory
+from aiofeed.sources.objects.arrow import arrow
 from aiofeed.sources.objects.listing import run_blocking
 from aiofeed.sources.shards.urls import ShardFinder
-from aiofeed.sources.tables.columns import Columns, NumberColumn, arrow
+from aiofeed.sources.tables.columns import Columns, NumberColumn
 from aiofeed.sources.tables.table import Table, as_list, check_columns
 
 if TYPE_CHECKING:

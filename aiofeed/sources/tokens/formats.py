@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import codecs
 import io
 import math
-import re
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from aiofeed.sources.objects.arrow import is_text
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,7 +45,6 @@ OTHER_FORMATS = {
     b"\x89HDF": "an HDF5 file",
     MEGATRON_MAGIC: "the index of a Megatron .bin, which is the file to pass",
 }
-_CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1f\x7f]")
 TEXT_BYTES = 64
 # Integers that are wider than their dtype are found by this: they are tokens of a vocabulary of at most 2**18, so that
 # each one's second uint16 is 0 to 3, and all following ones are 0. In a file of narrower tokens, 32 tokens of 4 or more
@@ -165,17 +164,6 @@ def _check_raw(name: str, head: bytes, dtype: str) -> None:
                 f"{'last' if is_big else 'first'} is ever more than 3. Pass dtype={wide!r}. If they are "
                 f"{dtype}, write them as .npy, which names its dtype"
             )
-
-
-def is_text(head: bytes, least: int) -> bool:
-    """Whether at least so many bytes are UTF-8 without control characters. The last character may be cut."""
-    if len(head) < least or _CONTROL.search(head):
-        return False
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _header_dtype(name: str, size: int, head: bytes) -> str | None:
