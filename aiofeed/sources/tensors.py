@@ -60,6 +60,7 @@ class Tensors(IndexedSource):
             raise ValueError(f"the tensors of Tensors differ in length: {lengths}")
         self.tensors = tensors
         self.alias = alias
+        self.on_host: bool = all(isinstance(each, np.ndarray) or each.device.type == "cpu" for each in tensors)
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -89,12 +90,7 @@ class Tensors(IndexedSource):
         found = digest.hexdigest()[:32]
         return found if self.rows is None else part_fingerprint(found, self.rows)
 
-    @property
-    def on_host(self) -> bool:
-        """Whether all tensors are in host memory."""
-        return all(isinstance(tensor, np.ndarray) or tensor.device.type == "cpu" for tensor in self.tensors)
-
-    def as_dataset(self) -> FromDataset:
+    def _as_dataset(self) -> FromDataset:
         """Return the rows as samples, for options that need samples; batches and states are the same."""
         import torch
         import torch.utils.data

@@ -116,9 +116,6 @@ class Table(GroupedSource):
         """The table and the row."""
         return f"{self.name}[{index}]"
 
-    collate = staticmethod(collate_rows)
-    """Gathers a batch of samples from columns."""
-
     def in_batches(self) -> Self:
         """Return the table with samples for ``collate_rows``.
 
@@ -129,7 +126,7 @@ class Table(GroupedSource):
             if problem is not None:
                 raise TypeError(f"{self.name}: {no_tensors(column, problem)}")
         whole = object.__new__(type(self))
-        whole.__dict__.update(self.__dict__, _whole=True)
+        whole.__dict__.update(self.__dict__, _whole=True, collate=collate_rows)
         return whole
 
     def _set_targets(self, columns: Columns, names: str | Sequence[str] | None) -> None:
