@@ -46,7 +46,7 @@ class View(NamedTuple):
 
 
 def center_box(width: int, height: int, size: int, resize: int) -> Box:
-    """The box of a picture that torchvision's ``Resize(resize)`` and ``CenterCrop(size)`` keep.
+    """Return the box of a picture that torchvision's ``Resize(resize)`` and ``CenterCrop(size)`` keep.
 
     The long side becomes ``int(resize * long / short)``; the crop starts at ``round((side - size) / 2)``, half to even.
     """
@@ -126,7 +126,7 @@ def jpeg_factor(box: Box, target_width: int, target_height: int) -> int:
 
 
 def draft_size(width: int, height: int, factor: int) -> tuple[int, int]:
-    """The (width, height) to pass to ``Image.draft`` so that it uses exactly ``factor``.
+    """Return the (width, height) to pass to ``Image.draft`` so that it uses exactly ``factor``.
 
     ``draft`` uses the largest of 8, 4, 2, 1 that is at most ``min(width // w, height // h)``. Rounding the request
     down keeps both quotients in [factor, 2 * factor); rounding it up would not (9 // ceil(9 / 8) is 4).

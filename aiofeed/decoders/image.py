@@ -291,7 +291,7 @@ class DecodeImage:
         return errors
 
     def _native(self) -> NativeDecoder | None:
-        """The native library, or ``None`` if it is not installed or the settings rule it out."""
+        """Return the native library, or ``None`` if it is not installed or the settings rule it out."""
         if not self.scaled or self.backend in ("pillow", "turbo") or not self._allows_jpeg():
             return None
         # Looked up at each call: a decoder may be pickled on one machine and decode on another.
@@ -377,7 +377,7 @@ class DecodeImage:
             self._augment_row(out, seed or 0)
 
     def _crop_cached_picture(self, cached: NDArray[np.uint8], seed: int | None) -> tuple[Image.Image, View]:
-        """The rows of a cached picture that the view of a seed needs, and that view in their pixels."""
+        """Return the rows of a cached picture that the view of a seed needs, and that view in their pixels."""
         from PIL import Image
 
         height, width = self._cached_shape
@@ -410,7 +410,7 @@ class DecodeImage:
         return f"{type(self).__name__}: {form}, {rules}, {versions}"
 
     def view(self, width: int, height: int, seed: int | None = None) -> View:
-        """The part of an upright picture of width x height pixels that ``seed`` selects. Pure."""
+        """Return the part of an upright picture of width x height pixels that ``seed`` selects. Pure."""
         if not self.takes_seed:
             return View(self._fixed_box(width, height))
         if seed is None:
@@ -431,7 +431,7 @@ class DecodeImage:
 
 
 def _parse_size(name: str, size: Any) -> int | tuple[int, int]:
-    """An int of at least 1, or a pair of them as a tuple."""
+    """Return an int of at least 1, or a pair of them as a tuple."""
     if isinstance(size, (tuple, list)):
         if len(size) != 2:
             raise ValueError(f"{name} must be an int or a pair (height, width), got {size!r}")
@@ -442,7 +442,7 @@ def _parse_size(name: str, size: Any) -> int | tuple[int, int]:
 
 
 def _parse_range(name: str, value: Any, *, highest: float) -> tuple[float, float]:
-    """A pair of finite numbers above 0, in ascending order."""
+    """Return a pair of finite numbers above 0, in ascending order."""
     allowed = f"0 < low <= high{' <= 1' if highest == 1.0 else ''}"
     try:
         low, high = (float(bound) for bound in value)

@@ -42,7 +42,7 @@ GIF_METADATA_BYTES = 4 << 20
 
 @functools.cache
 def _uses_first_of_equal_tags() -> bool:
-    """Whether this Pillow uses the first of two equal tags, and skips tags whose total size exceeds the file.
+    """Return whether this Pillow uses the first of two equal tags, and skips tags whose total size exceeds the file.
 
     Pillow 13 does. Pillow 12 uses the last one, and stops at a tag that points past the end.
     """
@@ -170,7 +170,7 @@ def _orientation_in_xmp(match: re.Match[str] | re.Match[bytes] | None) -> int:
 
 
 def orientation_in_exif(exif: bytes) -> int | None:
-    """The orientation that Pillow's EXIF parser finds; ``None`` if there is none, 1 if its value is invalid.
+    """Return the orientation that Pillow's EXIF parser finds; ``None`` if there is none, 1 if its value is invalid.
 
     Raises:
         ValueError: ``exif`` does not begin with a TIFF header.

@@ -128,7 +128,7 @@ class NativeDecoder:
 
 
 def load_native_decoder() -> tuple[str, NativeDecoder | None]:
-    """The library, or why there is none: it was not built, or was built and cannot be loaded."""
+    """Return the library, or why there is none: it was not built, or was built and cannot be loaded."""
     if not LIBRARY.exists():
         return "was not built", None
     try:
@@ -139,7 +139,7 @@ def load_native_decoder() -> tuple[str, NativeDecoder | None]:
 
 @functools.cache
 def native_decoder() -> NativeDecoder | None:
-    """The library, or ``None`` if it was not built or cannot be used."""
+    """Return the library, or ``None`` if it was not built or cannot be used."""
     problem, decoder = load_native_decoder()
     if decoder is None:
         # Once, because slower decoding would go unnoticed.
@@ -155,7 +155,7 @@ def native_decoder() -> NativeDecoder | None:
 
 
 def required_native_decoder() -> NativeDecoder:
-    """The library.
+    """Return the library.
 
     Raises:
         ImportError: it was not built; the message says how to build it.

@@ -80,7 +80,7 @@ _ANY = ReadRules()
 
 
 def unchanged_since(now: float) -> float:
-    """The ``since`` of ``read_unchanged``, for the current ``time.time()``."""
+    """Return the ``since`` of ``read_unchanged``, for the current ``time.time()``."""
     return now - UNCHANGED_S if _HAS_CHANGE_TIME else 0.0
 
 
@@ -108,7 +108,7 @@ def read_unchanged(path: str, rules: ReadRules, since: float) -> bytes | None:
 
 
 def read_file(path: str, rules: ReadRules = _ANY) -> bytes:
-    """The contents of a regular file; the size 0 is a hint only (files of /proc).
+    """Return the contents of a regular file; the size 0 is a hint only (files of /proc).
 
     Raises:
         OSError: An error of the system, or ``ENXIO``: not a regular file; ``EFBIG``: more than ``max_bytes``;
@@ -153,7 +153,7 @@ def _open(path: str, rules: ReadRules) -> int:
 
 
 def open_file(path: str) -> int:
-    """The descriptor of a regular file.
+    """Return the descriptor of a regular file.
 
     Raises:
         OSError: An error of the system, or ``ENXIO``: not a regular file.
@@ -166,7 +166,7 @@ def open_file(path: str) -> int:
 
 
 def read_range(file: io.FileIO, start: int, end: int) -> bytes:
-    """The bytes of a range of a file; fewer if the file ends before it."""
+    """Return the bytes of a range of a file; fewer if the file ends before it."""
     file.seek(start)
     data = file.read(end - start)
     while len(data) < end - start and (more := file.read(end - start - len(data))):
@@ -203,7 +203,7 @@ def _not_regular(path: str, mode: int) -> OSError:
 
 
 def too_large(path: str, size: str, max_bytes: int) -> OSError:
-    """The error of a file or object of more than ``max_bytes``."""
+    """Return the error of a file or object of more than ``max_bytes``."""
     message = f"{size} more than max_bytes={max_bytes} allows; raise max_bytes if such files are expected"
     return OSError(errno.EFBIG, message, path)
 
@@ -390,7 +390,7 @@ class GroupReader:
         self._spare: deque[memoryview] = deque(maxlen=SPARE)
 
     def read(self, paths: Sequence[str], flags: int, max_bytes: int) -> list[bytes | None]:
-        """The contents of small regular files; ``None`` for each file that must be read in another way.
+        """Return the contents of small regular files; ``None`` for each file that must be read in another way.
 
         Args:
             paths: The paths of the files.
@@ -432,7 +432,7 @@ class GroupReader:
 
 @functools.cache
 def group_reader() -> GroupReader | None:
-    """The library; ``None`` if it was not built or cannot be loaded."""
+    """Return the library; ``None`` if it was not built or cannot be loaded."""
     if not LIBRARY.exists():
         return None
     try:

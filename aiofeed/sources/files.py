@@ -139,14 +139,14 @@ class Files(IndexedSource):
         return found
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
         return len(self.paths) // (self._width or 1)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({counted(len(self), 'file' if self._width is None else 'sample')})"
 
     def key(self, index: int, /) -> str:
-        """The path of the file, joined to ``root`` if that was given; or the URL, without credentials.
+        """Return the path of the file, joined to ``root`` if that was given; or the URL, without credentials.
 
         For a tuple of files: their paths, joined by ``" + "``.
         """
@@ -164,13 +164,13 @@ class Files(IndexedSource):
         return f"{path} {status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_ctime_ns:x}-{status.st_size:x}"
 
     def _files(self, indices: Sequence[int]) -> Sequence[int]:
-        """The positions in ``paths`` of the files of samples."""
+        """Return the positions in ``paths`` of the files of samples."""
         if (width := self._width) is None:
             return indices
         return [index * width + at for index in indices for at in range(width)]
 
     def _samples(self, contents: list[bytes | OSError]) -> list[Any]:
-        """The samples of the contents of their files; the first error of each that cannot be read."""
+        """Return the samples of the contents of their files; the first error of each that cannot be read."""
         if (width := self._width) is None:
             return contents
         parts = [contents[start : start + width] for start in range(0, len(contents), width)]
@@ -184,7 +184,7 @@ class Files(IndexedSource):
         return data
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
-        """The contents of files, or the error of each that cannot be read; for tuples of files, tuples.
+        """Return the contents of files, or the error of each that cannot be read; for tuples of files, tuples.
 
         Files are read in groups with one executor job each. The faster the storage is, the larger the groups are; slow
         storage is read with one job per file. Objects at URLs are all read at the same time.
@@ -216,7 +216,7 @@ class Files(IndexedSource):
         return max(1, min(most, GROUP_MOST, int(GROUP_S / self._seconds_per_file)))
 
     def _group_reader(self, files: int) -> GroupReader | None:
-        """The native library, if it was built and is faster for these files."""
+        """Return the native library, if it was built and is faster for these files."""
         if files < GROUP_LEAST or not 0.0 < self._bytes_per_file <= SMALL:
             return None
         return group_reader()
@@ -244,16 +244,16 @@ class Files(IndexedSource):
         return contents
 
     def _contents(self, indices: Sequence[int]) -> list[bytes | OSError]:
-        """The contents of files, or the error of each that cannot be read."""
+        """Return the contents of files, or the error of each that cannot be read."""
         return _read_files([self.paths[index] for index in indices], self._rules, self._group_reader(len(indices)))
 
     def storage_statistics(self) -> StorageStatistics | None:
-        """The requests for objects at URLs in this process; ``None`` for files."""
+        """Return the requests for objects at URLs in this process; ``None`` for files."""
         return None if self._objects is None else self._objects.statistics()
 
 
 def _flattened(samples: Sequence[Any]) -> list[Any]:
-    """The paths of tuples of one length, one after another."""
+    """Return the paths of tuples of one length, one after another."""
     width = len(samples[0])
     for position, sample in enumerate(samples):
         if not isinstance(sample, tuple | list):
@@ -278,7 +278,7 @@ def _as_sequence(targets: Any) -> Sequence[Any]:
 
 
 def path_of(value: object, position: int) -> str:
-    """The path of an entry of a list: a path, or a ``file://`` URL.
+    """Return the path of an entry of a list: a path, or a ``file://`` URL.
 
     Raises:
         TypeError, ValueError: It is something else.

@@ -150,7 +150,7 @@ class _UpcomingSamples:
                 sample.value = value
 
     def taken(self, index: int) -> _Sample:
-        """A sample for one of the plans that need it; one that is not read if it was not begun."""
+        """Return a sample for one of the plans that need it; one that is not read if it was not begun."""
         sample = self.samples.get(index)
         if sample is None or sample.read is None:
             return _Sample(index)

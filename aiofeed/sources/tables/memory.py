@@ -102,7 +102,7 @@ class MemoryTable(Table):
         return indices if self._rows is None else self._rows[indices]
 
     def fingerprint(self) -> str:
-        """A digest of the columns, the number of rows and up to 64 evenly spaced rows."""
+        """Return a digest of the columns, the number of rows and up to 64 evenly spaced rows."""
         digest = hashlib.sha256(f"{self.data} {self._target_columns} {len(self)}".encode())
         rows = self._row_of(np.linspace(0, len(self) - 1, min(len(self), FINGERPRINT_ROWS)).astype(np.int64))
         for columns in (self._columns, self._targets):

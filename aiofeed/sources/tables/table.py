@@ -106,14 +106,14 @@ class Table(GroupedSource):
         raise NotImplementedError
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Return the number of rows."""
         return self._length
 
     def __repr__(self) -> str:
         return f"Table({counted(len(self), 'row')} of {', '.join(self._problems())})"
 
     def key(self, index: int, /) -> str:
-        """The table and the row."""
+        """Return the table and the row."""
         return f"{self.name}[{index}]"
 
     def in_batches(self) -> Self:

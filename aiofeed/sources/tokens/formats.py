@@ -89,7 +89,7 @@ def check_vocab(name: str, start: int, tokens: NDArray[Any], vocab: int) -> None
 def layout_of(
     name: str, suffix: str, size: int, head: bytes, dtype: str, index: Any = None, index_name: str = ""
 ) -> TokenLayout:
-    """Where the tokens of a file are.
+    """Return where the tokens of a file are.
 
     Args:
         name: The name of the file in messages.
@@ -167,7 +167,7 @@ def _check_raw(name: str, head: bytes, dtype: str) -> None:
 
 
 def _header_dtype(name: str, size: int, head: bytes) -> str | None:
-    """The dtype that a header names; ``None`` for a file without a header."""
+    """Return the dtype that a header names; ``None`` for a file without a header."""
     magic, version, count, itemsize = struct.unpack_from("<4i", head)
     expected, dtype = LLM_C.get(magic, (1, NEMO_DTYPES.get(itemsize)))
     if int.from_bytes(head[:4], "big") in (*LLM_C, NEMO):
@@ -191,7 +191,7 @@ def _header_dtype(name: str, size: int, head: bytes) -> str | None:
 
 
 def _megatron_layout(name: str, size: int, index: Any, index_name: str) -> TokenLayout:
-    """The layout of a ``.bin`` by its index, which must fit it."""
+    """Return the layout of a ``.bin`` by its index, which must fit it."""
     head = bytes(index[: MEGATRON_HEADER.size])
     if not head.startswith(MEGATRON_MAGIC):
         raise ValueError(
