@@ -131,7 +131,7 @@ class StorageStatistics:
 
     @classmethod
     def joined(cls, parts: Sequence[StorageStatistics]) -> StorageStatistics | None:
-        """Return those of several sources: sums, and the latencies of the slowest; ``None`` for no source."""
+        """Add up the figures of several sources; a latency is that of the slowest. ``None`` for no source."""
         if not parts:
             return None
         figures = {entry.name: [getattr(part, entry.name) for part in parts] for entry in fields(cls)}

@@ -21,7 +21,7 @@ class ReadResult:
     samples: list[Any] = field(default_factory=list)
     nbytes: int = 0
     retries: int = 0
-    # False if the decode job obtains the samples itself.
+    # False if the decode job reads the samples itself.
     waited: bool = True
 
 

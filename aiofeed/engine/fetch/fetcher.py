@@ -26,7 +26,7 @@ from aiofeed.sampling.order import sample_seed
 _NO_DEADLINE = contextlib.nullcontext()
 
 UNREAD: Any = object()
-"""Placeholder for a value that the decode job obtains."""
+"""Placeholder for a value that the decode job reads itself."""
 
 Place: TypeAlias = Callable[[int, Any], None]
 """Decodes the value of one sample and puts the sample at its position in the batch."""
@@ -70,7 +70,7 @@ class Chunk:
             self.control.deadline.outcome = self.outcome  # it is all that remains of an abandoned job
 
     def unread(self) -> list[int]:
-        """Return the positions of values that are ``UNREAD``."""
+        """Return the positions of values that the decode job reads itself."""
         return [position for position, value in zip(self.positions, self.values, strict=True) if value is UNREAD]
 
     def decode_each(self, place: Place, start: int = 0, end: int | None = None) -> int:
@@ -187,7 +187,7 @@ class Fetcher(ABC):
 
     @abstractmethod
     async def read(self, indices: Sequence[int]) -> ReadResult:
-        """Encoded samples; exceptions for those that failed, ``UNREAD`` for those that the decode job obtains."""
+        """Return encoded samples; an exception for each that failed, ``UNREAD`` for what the decode job reads."""
 
     def decode(
         self, plan: BatchPlan, start: int, encoded: list[Any], builder: BatchBuilder, control: JobControl

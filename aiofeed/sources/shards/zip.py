@@ -27,7 +27,7 @@ _TAIL = _END.size + 0xFFFF + _LOCATOR.size
 
 
 def scan_zip(size: int, target: Sequence[str] = ()) -> Scan:
-    """Reads the central directory. It collects no targets: their members are elsewhere."""
+    """Read the central directory. Targets are not collected: their members are stored elsewhere in the file."""
     first = max(size - _TAIL, 0)
     tail = yield first, size
     at = tail.rfind(b"PK\5\6")

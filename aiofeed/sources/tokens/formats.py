@@ -46,9 +46,9 @@ OTHER_FORMATS = {
     MEGATRON_MAGIC: "the index of a Megatron .bin, which is the file to pass",
 }
 TEXT_BYTES = 64
-# Integers that are wider than their dtype are found by this: they are tokens of a vocabulary of at most 2**18, so that
-# each one's second uint16 is 0 to 3, and all following ones are 0. In a file of narrower tokens, 32 tokens of 4 or more
-# are all at such first places with a probability of 2**-32 at most.
+# A test for tokens that are wider than their dtype: with a vocabulary of at most 2**18, the second uint16 of each token
+# is 0 to 3, and those after it are 0. It cannot be chance: in a file of narrower tokens, 32 tokens of 4 or more are all
+# at such first places with a probability of 2**-32 at most.
 WIDE_VOCAB, LARGE_TOKENS = 1 << 18, 32
 
 
