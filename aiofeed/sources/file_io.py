@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import stat
-import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,14 +35,6 @@ _NOFOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
 # O_PATH needs search permission for a folder only.
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
 _HAS_DIR_FD = bool(_NOFOLLOW) and os.open in os.supports_dir_fd
-
-# A file whose last change, seen by one fstat after the read, is older than this did not change during the read. That
-# saves an fstat before the read, a sixth of the time for a tiny file. The margin covers the clock of a file server.
-UNCHANGED_S = 300.0
-# Uses the time of the last inode change, which programs cannot set. On Windows st_ctime is the time of creation.
-_HAS_CHANGE_TIME = sys.platform != "win32" and hasattr(os, "pread")
-# For larger files the time of an fstat does not matter.
-_TINY = 256 * 1024
 
 # A URL, and its scheme.
 URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
@@ -77,34 +68,6 @@ class ReadRules:
 
 
 _ANY = ReadRules()
-
-
-def unchanged_since(now: float) -> float:
-    """Return the ``since`` of ``read_unchanged``, for the current ``time.time()``."""
-    return now - UNCHANGED_S if _HAS_CHANGE_TIME else 0.0
-
-
-def read_unchanged(path: str, rules: ReadRules, since: float) -> bytes | None:
-    """``read_file`` with fewer system calls, for a tiny file that has not changed since ``since``; else ``None``.
-
-    Raises:
-        OSError: The file cannot be opened.
-    """
-    descriptor = _open(path, rules)
-    try:
-        # Nothing is read from FIFOs, sockets and terminals, which cannot seek, or from endless devices, whose end is 0.
-        size = os.lseek(descriptor, 0, os.SEEK_END)
-        if not 0 < size <= _TINY or size > rules.max_bytes:
-            return None
-        data = os.pread(descriptor, size + 1, 0)
-        seen = os.fstat(descriptor)
-    except OSError:
-        return None  # read_file reports the error
-    finally:
-        os.close(descriptor)
-    # Some file systems have no inode change time, only that of the contents.
-    unchanged = 0 < seen.st_ctime < since and seen.st_mtime < since and stat.S_ISREG(seen.st_mode)
-    return data if unchanged and len(data) == size == seen.st_size else None
 
 
 def read_file(path: str, rules: ReadRules = _ANY) -> bytes:

@@ -24,10 +24,8 @@ from aiofeed.sources.file_io import (
     local_path,
     read_file,
     read_group,
-    read_unchanged,
     refuse_links,
     shown,
-    unchanged_since,
 )
 from aiofeed.sources.subset import IndexedSource
 
@@ -304,17 +302,12 @@ def _path_of_url(value: str, position: int) -> str:
 def _read_files(paths: Sequence[str], rules: ReadRules, reader: GroupReader | None) -> list[bytes | OSError]:
     contents: list[bytes | OSError] = []
     found = None if reader is None else read_group(reader, paths, rules)
-    since = unchanged_since(time.time())
     for at, path in enumerate(paths):
         if found is not None and (data := found[at]) is not None:
             contents.append(data)
             continue
         try:
-            data = read_unchanged(path, rules, since) if since > 0.0 else None
-            if data is None:
-                since = 0.0  # the other files are probably as new
-                data = read_file(path, rules)
-            contents.append(data)
+            contents.append(read_file(path, rules))
         except OSError as error:
             # The traceback refers to this frame, and so to the bytes of all other files.
             contents.append(error.with_traceback(None))
