@@ -101,6 +101,8 @@ _HOMES: dict[str, dict[str, str]] = {
 # Names that are not public: a word of a user, such as ``weights=``, makes the kernel load them, by ``_load_addon``.
 _PLUGS: dict[str, str] = {
     "BatchSamplerAdapter": "aiofeed.sampling.listers.sampler",
+    "CachedMemory": "aiofeed.engine.resident.cached_data",
+    "DataMemory": "aiofeed.engine.resident.data_memory",
     "ExcludingOrder": "aiofeed.sampling.listers.computed",
     "PlanLister": "aiofeed.sampling.listers.length_plans",
     "SampleSchedule": "aiofeed.sampling.samples",
@@ -108,6 +110,8 @@ _PLUGS: dict[str, str] = {
     "StreamOrder": "aiofeed.sampling.stream_epochs",
     "WeightedOrder": "aiofeed.sampling.listers.computed",
     "WindowOrder": "aiofeed.sampling.listers.computed",
+    "dataset_pipeline": "aiofeed.engine.resident.dataset_windows",
+    "explain_feeder": "aiofeed.reports.feeder",
     "find_place": "aiofeed.sampling.mesh",
     "sequence_part": "aiofeed.sampling.mesh",
 }

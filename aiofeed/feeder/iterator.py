@@ -518,7 +518,7 @@ class FeedIterator(Generic[BatchT_co]):
         await self._delivery.stopped()
 
 
-class Beginnings:
+class EpochStartLock:
     """Lets one thread at a time begin an epoch. A ``stop`` by another thread does not wait; it is done at the end.
 
     Attributes:

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aiofeed.core.errors import add_note, as_exception
-from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import Members
 from aiofeed.devices.resolve import DeviceGroup
-from aiofeed.engine.admission import MemoryBudget
+from aiofeed.engine.admission import MemoryBudget, bytes_per_sample
 from aiofeed.engine.chunks import ChunkAssembly
 from aiofeed.engine.engine import Assembly, Engine
 from aiofeed.engine.fetchers import builder_factory, new_fetcher
 from aiofeed.engine.samples import SampleAssembly
 from aiofeed.engine.tuning.gil import GilLimit, gil_message
-from aiofeed.engine.tuning.reads import READS_MOST
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.feeder.arguments import FeederConfig
-from aiofeed.feeder.iterator import LoopProducer
+from aiofeed.feeder.iterator import LoopProducer, Producer
 from aiofeed.runtime.buffers import HostBufferPool, PinnedBufferPool
 from aiofeed.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 from aiofeed.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
@@ -35,14 +30,37 @@ from aiofeed.runtime.tensors import as_tensors, unchanged
 from aiofeed.sampling.epochs import EpochStream
 from aiofeed.sampling.samples import SampleSchedule
 from aiofeed.sources.dataset import FromDataset
-from aiofeed.sources.tensors import Tensors
 
 if TYPE_CHECKING:
-    from aiofeed.engine.resident.pipeline import ResidentPipeline
     from aiofeed.processes.workers.pool import WorkerPool
-    from aiofeed.reports.bottleneck import FeedMeasurements
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
+
+
+class BatchPipeline(Producer, Protocol):
+    """Produces the batches of one epoch after another: a ``StreamingPipeline``, or one of data in memory.
+
+    Attributes:
+        streams: Whether threads read and decode the samples.
+        tuner: Tunes the threads; ``None`` if there are none.
+    """
+
+    streams: bool
+    tuner: Any
+
+    @property
+    def chunk_size(self) -> int:
+        """Samples per decode job, as last chosen."""
+
+    @property
+    def inherited(self) -> bool:
+        """Whether it belongs to a parent process."""
+
+    def reusable(self) -> bool:
+        """Return whether it can feed another stream."""
+
+    def feed(self, stream: EpochStream) -> None:
+        """Produce the batches of a stream; call it after ``start``."""
 
 
 class StreamingPipeline(LoopProducer):
@@ -50,6 +68,8 @@ class StreamingPipeline(LoopProducer):
 
     The source is opened after the previous pipeline of the feeder, ``after``, has ended.
     """
+
+    streams = True
 
     def __init__(self, config: FeederConfig, after: StreamingPipeline | None = None) -> None:
         self._config = config
@@ -66,7 +86,6 @@ class StreamingPipeline(LoopProducer):
         super().__init__(loop_thread, BatchQueue())
         if config.cache is not None and not isinstance(config.backend, DeviceGroup):
             config.cache.attach(config.backend)
-        assert not isinstance(config.source, Tensors)
         self._fetcher = new_fetcher(
             config.source,
             config.decode,
@@ -89,7 +108,7 @@ class StreamingPipeline(LoopProducer):
         else:
             self._memory = PinnedBufferPool(config.backend.pin, keep * 4)
         self._opened = False
-        self._budget = MemoryBudget(limits.memory_bytes, _bytes_per_sample(config))
+        self._budget = MemoryBudget(limits.memory_bytes, bytes_per_sample(config.decode))
         queue = self.queue
         # The feeder may keep this queue for long after `close` or `break`; drop the batches that were read ahead.
         loop_thread.at_exit(partial(drop_batches, queue))
@@ -215,62 +234,6 @@ class StreamingPipeline(LoopProducer):
         return not self.loop_thread.stopping and not self.loop_thread.inherited
 
 
-def measurements(
-    config: FeederConfig,
-    stats: EpochStats,
-    pipeline: StreamingPipeline | ResidentPipeline | None,
-    *,
-    first_epoch: bool,
-    allows: Callable[..., bool],
-) -> FeedMeasurements:
-    """Return the counters and settings that ``explain`` needs.
-
-    Args:
-        first_epoch: Whether no epoch before has started the threads and filled a cache.
-        allows: As of ``FeedMeasurements``.
-    """
-    from aiofeed.reports.bottleneck import FeedMeasurements
-
-    limits, user_limits, source = config.limits, config.user_limits, config.source
-    streaming = pipeline if isinstance(pipeline, StreamingPipeline) else None
-    tuner = None if streaming is None else streaming.tuner
-    core_wait = 0.0
-    if streaming is not None and not config.engines and (busy_s := streaming.loop_thread.decode_pool.busy_s):
-        core_wait = streaming.loop_thread.decode_pool.core_wait_s() / busy_s
-    return FeedMeasurements.of_run(
-        stats,
-        config.decode,
-        threads=limits.decode_threads if tuner is None else tuner.max_running,
-        reads=limits.read_concurrency if tuner is None else tuner.reading.concurrency,
-        prefetch_batches=limits.prefetch_batches if streaming is None else streaming.prefetch_batches,
-        prefetch_given=limits.prefetch_given,
-        chunk_size=0 if pipeline is None else pipeline.chunk_size,
-        memory_bytes=limits.memory_bytes,
-        sample_bytes=_bytes_per_sample(config) if streaming is None else streaming.bytes_per_sample,
-        length=config.length,
-        reads_given=user_limits.read_concurrency is not None,
-        reads_saturated=tuner is not None and tuner.reading.saturated,
-        # Files on a file system need a thread for each read.
-        reads_most=MOST_READ_THREADS if Members.of(source).read_now else READS_MOST,
-        dataset_threads=source.threads if isinstance(source, FromDataset) else None,
-        processes=config.engines,
-        in_order=config.in_order if config.in_order is not True or allows(in_order=False) else "fixed",
-        core_wait=core_wait,
-        alone_jobs=0 if streaming is None else streaming.loop_thread.decode_pool.alone_jobs,
-        alone_sample_s=0.0 if streaming is None else streaming.loop_thread.decode_pool.alone_sample_s,
-        resident=pipeline is not None and streaming is None,
-        threads_tuned=tuner is not None and not tuner.decoding.given,
-        threads_saturated=tuner is not None and tuner.decoding.saturated,
-        allows=allows,
-        cached=config.cache is not None,
-        first_epoch=first_epoch,
-        collate_fn=config.collate_fn is not None,
-        transform=config.transform is not None and config.backend is None,
-        device=config.backend is not None,
-        lookahead_bytes=limits.lookahead_bytes if getattr(source, "looks_ahead", False) and not config.engines else 0,
-    )
-
-
 def _new_workers(config: FeederConfig) -> WorkerPool[Any] | None:
     if not config.engines:
         return None
@@ -327,11 +290,3 @@ def _warn_of_gil(config: FeederConfig, limit: GilLimit) -> None:
     backend = getattr(config.decode, "backend", None)
     without = backend == "auto" and find_spec("simplejpeg") is None and native_decoder() is None
     log.warning(gil_message(limit, cores=config.limits.decode_threads, turbo=without or backend == "pillow"))
-
-
-def _bytes_per_sample(config: FeederConfig) -> float:
-    """Return the bytes of a decoded sample if the decoder declares its row; otherwise 0."""
-    row = getattr(config.decode, "row", None)
-    if row is None:
-        return 0.0
-    return float(math.prod(row.shape) * np.dtype(row.dtype).itemsize)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
+from aiofeed import _load_addon as load_addon
 from aiofeed.core.statistics import StorageStatistics
 from aiofeed.core.types import Traits, public
 from aiofeed.core.validation import check_int_from, check_positive_int, explain_arguments
@@ -202,6 +203,14 @@ class Episodes(GroupedSource):
     def in_memory(self) -> bool:
         """Whether batches are gathered in the consumer's thread."""
         return self._whole and self.sample_bytes * len(self) * MEMORY_SHARE <= free_memory()
+
+    def new_memory(self, config: Any) -> Any:
+        """Return the rows as data of which the consumer's thread gathers batches; ``None`` if threads have to do it."""
+        return (
+            load_addon("DataMemory", "Episodes")()
+            if self.in_memory and not (config.backend or config.engines)
+            else None
+        )
 
     def gathered(self, indices: NDArray[np.int64], memory: object) -> list[NDArray[Any]]:
         """Return each field of moments."""

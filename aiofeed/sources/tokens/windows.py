@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from aiofeed import _load_addon as load_addon
 from aiofeed.core.types import Row, Traits, public
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.runtime.buffers import HostBufferPool, array
@@ -216,6 +217,14 @@ class Tokens(IndexedSource):
     def sample_bytes(self) -> int:
         """Bytes of a window, with targets."""
         return (1 + self.targets) * self.block * 8
+
+    def new_memory(self, config: Any) -> Any:
+        """Return the tokens as data of which the consumer's thread gathers batches, or those kept on a device.
+
+        ``None`` if threads have to do it.
+        """
+        threads = config.backend or config.engines or config.collate_fn is not None or not self.in_memory
+        return None if threads and not config.tokens_resident else load_addon("DataMemory", "Tokens")()
 
     def gathered(self, indices: NDArray[np.int64], memory: HostBufferPool) -> list[NDArray[Any]]:
         """Return windows as ``[x]`` or ``[x, y]``."""
