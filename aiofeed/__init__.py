@@ -105,14 +105,17 @@ _PLUGS: dict[str, str] = {
     "DataMemory": "aiofeed.engine.resident.data_memory",
     "ExcludingOrder": "aiofeed.sampling.listers.computed",
     "PlanLister": "aiofeed.sampling.listers.length_plans",
+    "SampleAssembly": "aiofeed.engine.samples",
     "SampleSchedule": "aiofeed.sampling.samples",
     "SamplerAdapter": "aiofeed.sampling.listers.sampler",
     "StreamOrder": "aiofeed.sampling.stream_epochs",
     "WeightedOrder": "aiofeed.sampling.listers.computed",
     "WindowOrder": "aiofeed.sampling.listers.computed",
+    "check_picklable": "aiofeed.processes.workers.spawn",
     "dataset_pipeline": "aiofeed.engine.resident.dataset_windows",
     "explain_feeder": "aiofeed.reports.feeder",
     "find_place": "aiofeed.sampling.mesh",
+    "open_workers": "aiofeed.processes.engine",
     "sequence_part": "aiofeed.sampling.mesh",
 }
 _MODULES = {name: module for names in _HOMES.values() for name, module in names.items()}

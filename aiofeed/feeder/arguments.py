@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiofeed import _load_addon as load_addon
 from aiofeed.core.errors import CacheError
 from aiofeed.core.failure_policy import FailurePolicy, as_policy
 from aiofeed.core.formatting import format_bytes
@@ -241,9 +242,8 @@ def check_engine(value: object) -> tuple[int, RayEngine | None]:
     ):
         raise ValueError(f"engine={value!r}: {expected}")
     if kind != "process":
-        from aiofeed.processes.actors.cluster import RayEngine
-
-        ray = value if kind != "ray" else RayEngine(int(number)) if colon else RayEngine()
+        RayEngine = load_addon("processes.RayEngine", "engine=")  # noqa: N806
+        ray: Any = value if kind != "ray" else RayEngine(int(number)) if colon else RayEngine()
         if not isinstance(ray, RayEngine):
             raise TypeError(f"engine must be a str, got {value!r}; {expected}")
         if find_spec("ray") is None:
@@ -566,9 +566,8 @@ def _check_cacheable(decode: Callable[..., Any] | None, *, on_disk: bool) -> Non
 
 
 def _check_picklable(config: FeederConfig, kind: str) -> None:
-    from aiofeed.processes.workers import spawn
-
-    spawn.check_picklable(kind, source=config.source, decode=config.decode, collate_fn=config.collate_fn)
+    check_picklable = load_addon("check_picklable", f'engine="{kind}"')
+    check_picklable(kind, source=config.source, decode=config.decode, collate_fn=config.collate_fn)
 
 
 def _warn_of_large_batches(config: FeederConfig) -> None:

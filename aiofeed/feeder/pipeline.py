@@ -8,16 +8,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from aiofeed import _load_addon as load_addon
 from aiofeed.core.errors import add_note, as_exception
-from aiofeed.core.types import Members
-from aiofeed.devices.resolve import DeviceGroup
+from aiofeed.core.types import Members, traits_of
 from aiofeed.engine.admission import MemoryBudget, bytes_per_sample
 from aiofeed.engine.chunks import ChunkAssembly
 from aiofeed.engine.engine import Assembly, Engine
 from aiofeed.engine.fetchers import builder_factory, new_fetcher
-from aiofeed.engine.samples import SampleAssembly
 from aiofeed.engine.tuning.gil import GilLimit, gil_message
 from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.feeder.arguments import FeederConfig
@@ -28,11 +27,6 @@ from aiofeed.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
 from aiofeed.runtime.queue import BatchQueue, FeedFailure, drop_batches
 from aiofeed.runtime.tensors import as_tensors, unchanged
 from aiofeed.sampling.epochs import EpochStream
-from aiofeed.sampling.samples import SampleSchedule
-from aiofeed.sources.dataset import FromDataset
-
-if TYPE_CHECKING:
-    from aiofeed.processes.workers.pool import WorkerPool
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
@@ -74,7 +68,11 @@ class StreamingPipeline(LoopProducer):
     def __init__(self, config: FeederConfig, after: StreamingPipeline | None = None) -> None:
         self._config = config
         limits = config.limits
-        self._processes = _new_workers(config)
+        # The workers, and what gets batches of them.
+        self._pool: Any = None
+        self._remote_assembly: Callable[..., Assembly] | None = None
+        if config.engines:
+            self._pool, self._remote_assembly = load_addon("open_workers", f"engine={config.engine!r}")(config)
         if after is not None and after.inherited:
             after = None
         loop_thread = EventLoopThread(
@@ -84,7 +82,7 @@ class StreamingPipeline(LoopProducer):
             after=None if after is None else after.loop_thread,
         )
         super().__init__(loop_thread, BatchQueue())
-        if config.cache is not None and not isinstance(config.backend, DeviceGroup):
+        if config.cache is not None and not hasattr(config.backend, "backends"):
             config.cache.attach(config.backend)
         self._fetcher = new_fetcher(
             config.source,
@@ -120,8 +118,8 @@ class StreamingPipeline(LoopProducer):
         """Start an engine for the epochs of a stream; call it after ``start``."""
         config = self._config
         limits = config.limits
-        if self._processes is not None:
-            limits = replace(limits, prefetch_batches=limits.prefetch_batches + self._processes.more_batches)
+        if self._pool is not None:
+            limits = replace(limits, prefetch_batches=limits.prefetch_batches + self._pool.more_batches)
         self._engine = Engine(
             stream,
             self._assembly_of(stream),
@@ -144,18 +142,17 @@ class StreamingPipeline(LoopProducer):
             "executor": self.loop_thread.decode_pool,
             "tuner": self.tuner,
         }
-        if self._processes is not None:
-            from aiofeed.processes.workers.remote_assembly import RemoteAssembly
-
-            return partial(RemoteAssembly, pool=self._processes, **options)
+        if self._remote_assembly is not None:
+            return partial(self._remote_assembly, **options)
         options |= {
             "new_builder": self._new_builder,
             "policy": config.policy,
             "on_gil_limit": partial(_warn_of_gil, config),
             "late_s": self.loop_thread.late_s,
         }
-        if isinstance(stream.schedule, SampleSchedule):
-            return partial(SampleAssembly, schedule=stream.schedule, batch_size=config.batch_size, **options)
+        if config.in_order == "samples":
+            kind = load_addon("SampleAssembly", 'in_order="samples"')
+            return partial(kind, schedule=stream.schedule, batch_size=config.batch_size, **options)
         # A limit on finished batches that the user has chosen counts batches, not jobs.
         may_group = self._fetcher.reads_in_jobs and self._fetcher.limit_s is None and not config.limits.prefetch_given
         return partial(ChunkAssembly, may_group=may_group, **options)
@@ -178,7 +175,7 @@ class StreamingPipeline(LoopProducer):
         except BaseException as error:  # from the user's coroutine or the device; the consumer raises it
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
-            if not opened and self._processes is None:
+            if not opened and self._pool is None:
                 add_note(error, f"in {type(self._config.source).__name__}.open()")
             self.queue.put(FeedFailure(as_exception(error)))
             return False
@@ -187,10 +184,10 @@ class StreamingPipeline(LoopProducer):
     async def _open_source(self) -> None:
         if self._opened:
             return
-        if self._processes is not None:
+        if self._pool is not None:
             self._opened = True
-            self.loop_thread.at_stop(self._processes.aclose)
-            await self._processes.start()  # the processes open the source
+            self.loop_thread.at_stop(self._pool.aclose)
+            await self._pool.start()  # the processes open the source
             return
         members = Members.of(self._config.source)
         if members.open is not None:
@@ -203,7 +200,7 @@ class StreamingPipeline(LoopProducer):
         """See ``Producer.waiting_for``."""
         if self._engine is None or not self._opened:
             return (f"for {type(self._config.source).__name__}.open()",)
-        if self._processes is not None and not self._processes.started:
+        if self._pool is not None and not self._pool.started:
             return ("for the workers to start: each imports the script and opens the source",)
         return self._engine.waiting_for()
 
@@ -234,40 +231,6 @@ class StreamingPipeline(LoopProducer):
         return not self.loop_thread.stopping and not self.loop_thread.inherited
 
 
-def _new_workers(config: FeederConfig) -> WorkerPool[Any] | None:
-    if not config.engines:
-        return None
-    from aiofeed.processes.workers.pool import ProcessPool
-    from aiofeed.processes.workers.spawn import WorkerConfig, check_not_starting
-
-    check_not_starting()
-    limits, source = config.limits, config.source
-    # Each process has its own copy of a Dataset.
-    copies = config.engines if isinstance(source, FromDataset) else 1
-    worker_config = WorkerConfig(
-        source=source,
-        decode=config.decode,
-        collate_fn=config.collate_fn,
-        length=config.length,
-        engines=config.engines,
-        read_concurrency=limits.read_concurrency * copies,
-        decode_threads=limits.decode_threads * copies,
-        keep=limits.most_batches + 1,
-        in_order=bool(config.in_order),
-        policy=config.policy,
-        cache=config.cache,
-        reads_given=config.user_limits.read_concurrency is not None,
-        threads_given=config.user_limits.decode_threads is not None,
-    )
-    if config.ray is not None:
-        from aiofeed.processes.actors.actor_pool import ActorPool
-
-        return ActorPool(worker_config, config.ray)
-    backend = config.backend
-    # All devices of one kind can copy from memory that one of them has page-locked.
-    return ProcessPool(worker_config, backend.backends[0] if isinstance(backend, DeviceGroup) else backend)
-
-
 def _new_tuner(config: FeederConfig) -> Tuner:
     """Return the tuner of the limits that the user left open. Worker processes choose threads and reads themselves."""
     limits = config.limits
@@ -275,9 +238,7 @@ def _new_tuner(config: FeederConfig) -> Tuner:
         decode_threads=limits.decode_threads,
         # FromDataset(threads=) fixes the number of threads.
         threads_given=(
-            config.user_limits.decode_threads is not None
-            or isinstance(config.source, FromDataset)
-            or bool(config.engines)
+            config.user_limits.decode_threads is not None or traits_of(config.source).items or bool(config.engines)
         ),
         read_concurrency=limits.read_concurrency,
         reads_given=config.user_limits.read_concurrency is not None,

@@ -206,11 +206,8 @@ class Episodes(GroupedSource):
 
     def new_memory(self, config: Any) -> Any:
         """Return the rows as data of which the consumer's thread gathers batches; ``None`` if threads have to do it."""
-        return (
-            load_addon("DataMemory", "Episodes")()
-            if self.in_memory and not (config.backend or config.engines)
-            else None
-        )
+        threads = config.backend or config.engines or not self.in_memory
+        return None if threads else load_addon("DataMemory", "Episodes")()
 
     def gathered(self, indices: NDArray[np.int64], memory: object) -> list[NDArray[Any]]:
         """Return each field of moments."""
