@@ -25,8 +25,8 @@ from aiofeed.core.statistics import new_events
 from aiofeed.core.types import Collate, Row, Source, Traits, Transform, decodes_in_place, keywords_of, public, traits_of
 from aiofeed.core.validation import check_bool, check_callable, check_positive_int, check_seed, local_ranks
 from aiofeed.decoders.media.clips import Clips
-from aiofeed.devices.backend import CpuBackend
-from aiofeed.devices.resolve import DeviceGroup, resolve_devices
+from aiofeed.devices.backend import CpuBackend, backends_of
+from aiofeed.devices.resolve import resolve_devices
 from aiofeed.engine.fetch.sequences import PackCollate, check_collate_fn
 from aiofeed.feeder.rules import check, conflict, facts_of
 from aiofeed.runtime import machine
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from aiofeed.cache.encoded.database import EncodedCache
     from aiofeed.cache.store import SampleStore
     from aiofeed.devices.backend import DeviceBackend
-    from aiofeed.devices.copier import StaticOutput
+    from aiofeed.devices.static_output import StaticOutput
     from aiofeed.processes.actors.cluster import RayEngine
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
@@ -329,7 +329,7 @@ class Arguments:
         self.collate_fn: Collate | None = check_collate_fn(given["collate_fn"])
         transform = check_callable("transform", given["transform"])
         self.transform: Transform | None = sequence_part(given["split_sequence"], transform)
-        self.backend: DeviceBackend | DeviceGroup | None = resolve_devices(given["device"])
+        self.backend: DeviceBackend | None = resolve_devices(given["device"])
         self.on_error: FailurePolicy = as_policy(given["on_error"])
         self.cache: Any = given["cache"]
         self.limits: Any = given["limits"]
@@ -351,7 +351,7 @@ class Arguments:
     def _choose_source(self) -> None:
         """Use ``Tensors`` in host memory and a ``Mixture`` without weights as plain samples if an option needs that."""
         listed = self.batch_sampler is not None or isinstance(self.batch_size, LengthPlan)
-        split = self.static_batches or isinstance(self.backend, DeviceGroup)
+        split = self.static_batches or hasattr(self.backend, "backends")
         samples = listed or split or self.engines or self.collate_fn is not None
         if samples and isinstance(self.adopted, Tensors) and are_on_host(self.adopted):
             self.adopted = as_dataset(self.adopted)
@@ -447,7 +447,7 @@ class FeederConfig:
     decode: Callable[..., Any] | None
     batch_size: int
     collate_fn: Collate | PackCollate | None
-    backend: DeviceBackend | DeviceGroup | None
+    backend: DeviceBackend | None
     transform: Transform | None
     policy: FailurePolicy
     limits: ResolvedLimits
@@ -599,13 +599,13 @@ def _with_resident_tensors(config: FeederConfig) -> FeederConfig:
     return config if tensors is None else replace(config, source=tensors)
 
 
-def with_static_outputs(config: FeederConfig, kinds: int) -> FeederConfig:
-    """Return the configuration with new static outputs for so many kinds of batches, see ``StaticOutput``."""
-    from aiofeed.devices.copier import StaticOutput
+def with_static_outputs(config: FeederConfig, shapes: int) -> FeederConfig:
+    """Return the configuration with new static outputs for so many shapes of batches, see ``StaticOutput``."""
+    from aiofeed.devices.static_output import StaticOutput
 
     backend = config.backend or CpuBackend()
-    backends = backend.backends if isinstance(backend, DeviceGroup) else (backend,)
-    return replace(config, backend=backend, static_outputs=tuple([StaticOutput(each, kinds) for each in backends]))
+    outputs = tuple([StaticOutput(each, shapes) for each in backends_of(backend)])
+    return replace(config, backend=backend, static_outputs=outputs)
 
 
 def _check_room_for_tokens(a: Arguments) -> None:

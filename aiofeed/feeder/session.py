@@ -298,7 +298,7 @@ class FeederSession(Generic[BatchT]):
         else:
             copier = None
             if backend is not None:
-                from aiofeed.devices.scatter import copier_for
+                from aiofeed.devices.copier import copier_for
 
                 copier, transform = copier_for(backend, transform, config.static_outputs), None
             streaming = StreamingPipeline(config, after=None if self._streaming is None else self._streaming[0])

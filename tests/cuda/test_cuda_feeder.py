@@ -12,7 +12,8 @@ from torch.utils.data import TensorDataset
 import aiofeed
 from aiofeed.core.limits import DEVICE_BATCHES
 from aiofeed.devices import cuda
-from aiofeed.devices.copier import Copier, StaticOutput
+from aiofeed.devices.copier import Copier
+from aiofeed.devices.static_output import StaticOutput
 from aiofeed.devices.copy_thread import QUEUED_BATCHES
 from aiofeed.testing import WrongBytesError, check_copier, check_feeder
 
