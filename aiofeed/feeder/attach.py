@@ -329,7 +329,7 @@ class _ServedObserver(EpochObserver):
         self._attached = attached
         self._epoch = epoch
 
-    def handing_out(self, item: ReadyBatch) -> None:
+    def returning(self, item: ReadyBatch) -> None:
         """Tell the subscription of the first batch: an epoch without one is given to the next iterator."""
         epoch = self._epoch
         if not epoch.feed.started:

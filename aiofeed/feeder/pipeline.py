@@ -148,7 +148,7 @@ class StreamingPipeline(LoopProducer):
             "new_builder": self._new_builder,
             "policy": config.policy,
             "on_gil_limit": partial(_warn_of_gil, config),
-            "late_s": self.loop_thread.late_s,
+            "loop_delay_s": self.loop_thread.loop_delay_s,
         }
         if config.in_order == "samples":
             kind = load_addon("SampleAssembly", 'in_order="samples"')

@@ -442,23 +442,23 @@ class Steps(Generic[BatchT]):
         left = self._batches
         while left:
             iterator, epoch = self._open_epoch(left)
-            before = epoch.handed_out
+            before = epoch.returned
             # Neither this generator nor islice refers to a batch, and no signal handler runs between them and the user.
             yield from itertools.islice(iterator, left)
-            left -= self._handed_out(epoch, before)
+            left -= self._returned(epoch, before)
 
     async def __aiter__(self) -> AsyncIterator[BatchT]:
         """Go on with the epoch that the last steps left, or with the next one."""
         left = self._batches
         while left:
             iterator, epoch = self._open_epoch(left)
-            before = epoch.handed_out
+            before = epoch.returned
             for _ in range(left):
                 batch = [await anext(iterator, _END)]
                 if batch[0] is _END:
                     break
                 yield batch.pop()
-            left -= self._handed_out(epoch, before)
+            left -= self._returned(epoch, before)
 
     def _open_epoch(self, batches: int) -> OpenEpoch:
         """The iterator for the next batches, and the progress of its epoch."""
@@ -467,11 +467,11 @@ class Steps(Generic[BatchT]):
             kept[:] = [self._session.begin_steps(batches)]
         return kept[0]
 
-    def _handed_out(self, epoch: EpochProgress, before: int) -> int:
-        handed_out = epoch.handed_out - before
-        if not handed_out and epoch.start.at_start:
+    def _returned(self, epoch: EpochProgress, before: int) -> int:
+        returned = epoch.returned - before
+        if not returned and epoch.start.at_start:
             raise FeedError("an epoch has no batches, so it has no steps either")
-        return handed_out
+        return returned
 
 
 class _SessionObserver(EpochObserver):
@@ -482,7 +482,7 @@ class _SessionObserver(EpochObserver):
         self._session = session
         self._epoch = epoch
 
-    def handing_out(self, item: ReadyBatch) -> None:
+    def returning(self, item: ReadyBatch) -> None:
         session, epoch = self._session, self._epoch
         if item.failures:
             session.stats.failures += session._failures.add(item.failures, epoch.start.epoch)
@@ -492,8 +492,8 @@ class _SessionObserver(EpochObserver):
             # Dropping the iterator after its last batch is not a break.
             self._delivery.watch(session)
 
-    def handed_out(self, item: ReadyBatch) -> None:
-        self._epoch.record(item.number, item.handed_out, item.following, item.followers)
+    def returned(self, item: ReadyBatch) -> None:
+        self._epoch.record(item.number, item.returned_samples, item.following, item.followers)
 
     def failed(self, item: FeedFailure) -> None:
         session = self._session
