@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from aiofeed import _load_addon as load_addon
+from aiofeed import _load_addon
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ def resolve_devices(device: Any) -> DeviceBackend | None:
         ValueError: There is no such device, the list is empty, contains a device twice or mixes kinds.
     """
     if isinstance(device, list | tuple):
-        return load_addon("DeviceGroup", "device=[...]").of(device)  # type: ignore[no-any-return]
+        return _load_addon("DeviceGroup", "device=[...]").of(device)  # type: ignore[no-any-return]
     return resolve_device(device)
 
 

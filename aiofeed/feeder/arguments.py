@@ -47,7 +47,7 @@ from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
 from aiofeed.sources.subset import fingerprint_of
 from aiofeed.sources.tables.columns import collate_rows
-from aiofeed.sources.tensors import Tensors, are_on_host, as_dataset, tensors_of
+from aiofeed.sources.tensors import Tensors, tensors_of
 
 if TYPE_CHECKING:
     from aiofeed.cache.encoded.database import EncodedCache
@@ -353,8 +353,8 @@ class Arguments:
         listed = self.batch_sampler is not None or isinstance(self.batch_size, LengthPlan)
         split = self.static_batches or hasattr(self.backend, "backends")
         samples = listed or split or self.engines or self.collate_fn is not None
-        if samples and isinstance(self.adopted, Tensors) and are_on_host(self.adopted):
-            self.adopted = as_dataset(self.adopted)
+        if samples and isinstance(self.adopted, Tensors) and self.adopted.on_host:
+            self.adopted = self.adopted.as_dataset()
         ordered = isinstance(self.source, Mixture)
         if ordered and not self.source.draws:
             ordered = self.sampler is self.weights is self.batch_sampler is self.exclude is None

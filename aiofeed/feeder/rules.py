@@ -9,7 +9,6 @@ from aiofeed.core.types import traits_of
 from aiofeed.sampling.listers.length_plans import Buckets, LengthPlan
 from aiofeed.sampling.listers.packing import Pack
 from aiofeed.sampling.schedule import window_shards
-from aiofeed.sources.tensors import are_on_host
 
 _ONE = "leave out {option}"
 _DECODED = "its samples are decoded already; transform= gets each batch"
@@ -164,7 +163,7 @@ def facts_of(a: Any) -> set[str]:
         "encoded samples": traits.decode == "needed",
         "a Dataset": traits.items,
         "Tensors": traits_of(a.source).in_memory,
-        "Tensors on a device": traits.in_memory and not are_on_host(a.source),
+        "Tensors on a device": traits.in_memory and not a.source.on_host,
         "rows": traits.rows and a.decode is None,
         "rows of a Table": traits.rows and a.decode is None and not tokens,
         "Tokens on the device": tokens and on_device,

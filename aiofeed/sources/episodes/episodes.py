@@ -23,6 +23,7 @@ from aiofeed.sources.episodes.videos import Frames, read_frames
 from aiofeed.sources.objects.listing import run_blocking
 from aiofeed.sources.objects.reader import ObjectReader, statistics_of
 from aiofeed.sources.subset import GroupedSource, Indices
+from aiofeed.sources.tables.columns import collate_rows
 
 if TYPE_CHECKING:
     import torch
@@ -192,6 +193,9 @@ class Episodes(GroupedSource):
         if "task" in fields:
             fields["task"] = [self._of.data.tasks[number] for number in fields["task"].tolist()]
         return fields
+
+    collate = staticmethod(collate_rows)
+    """Gathers a batch of moments from columns."""
 
     def in_batches(self) -> Self:
         """Return moments without cameras, of which a batch is gathered at once."""
