@@ -504,14 +504,17 @@ class _SessionObserver(EpochObserver):
 def _new_memory(config: FeederConfig) -> Memory | None:
     """Return the memory of the cache or of the source, if no option needs threads."""
     source, cache, policy = config.source, config.cache, config.policy
-    for owner in (cache, source):
-        new = getattr(owner, "new_memory", None)
-        memory: Memory | None = None if new is None else new(config)
-        if memory is not None:
-            return memory
-    needs_thread = not traits_of(source).items or source.threads > 1  # type: ignore[union-attr]
-    elsewhere = config.backend or config.collate_fn or config.engines or cache or config.in_order == "samples"
-    recovers = policy.action != "raise" or policy.retries or policy.read_timeout_s or policy.decode_timeout_s
-    if needs_thread or elsewhere or recovers or config.user_limits.prefetch_batches is not None:
+    if (new := getattr(cache, "new_memory", None)) is not None:
+        memory: Memory | None = new(config)
+        return memory
+    traits = traits_of(source)
+    threads = config.backend or config.engines or config.collate_fn is not getattr(source, "collate", None)
+    # For a device, threads gather into pinned memory, unless the tokens are kept on the device.
+    gathered = traits.rows and not threads and getattr(source, "in_memory", False)
+    if traits.in_memory or config.tokens_resident or gathered:
+        data: Memory = load_addon("DataMemory", type(source).__name__)()
+        return data
+    if threads or cache or config.in_order == "samples" or config.user_limits.prefetch_batches is not None:
         return None
-    return SmallItems()
+    recovers = policy.action != "raise" or policy.retries or policy.read_timeout_s or policy.decode_timeout_s
+    return SmallItems() if traits.items and source.threads == 1 and not recovers else None  # type: ignore[union-attr]
