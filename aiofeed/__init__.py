@@ -100,6 +100,7 @@ _HOMES: dict[str, dict[str, str]] = {
 }
 # Names that are not public: a word of a user, such as ``weights=``, makes the kernel load them, by ``_load_addon``.
 _PLUGS: dict[str, str] = {
+    "Augmentation": "aiofeed.decoders.augment",
     "BatchSamplerAdapter": "aiofeed.sampling.listers.sampler",
     "CachedMemory": "aiofeed.engine.resident.cached_data",
     "DataMemory": "aiofeed.engine.resident.data_memory",

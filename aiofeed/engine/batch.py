@@ -79,7 +79,7 @@ class Batch:
         self.encoded_bytes += read.nbytes
 
     def count_reading(self, seconds: float, samples: int, *, few_in_flight: bool) -> None:
-        """Add the time that the reads of a chunk took; ``few_in_flight``: there were few others when they began."""
+        """Add the time that the reads of a chunk took, and whether few others were in flight when they began."""
         counters = self.counters
         counters.samples_read += samples
         counters.reading_s += seconds * samples
@@ -139,8 +139,8 @@ class ReorderBuffer:
         prefetch_batches: most batches that are being decoded, or are finished and wait for the consumer.
 
     Attributes:
-        first_alone: the first batch runs alone until its size is known. With ``in_order=False`` it may be slow and must
-            not hold up the others.
+        first_alone: the first batch runs alone until its size is known. With ``in_order=False`` the first batch may
+            be slow and must not hold up the others.
     """
 
     def __init__(self, *, in_order: bool, prefetch_batches: int) -> None:

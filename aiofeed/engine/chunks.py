@@ -101,7 +101,7 @@ class ChunkAssembly(Assembly):
             self._tuner.decoding.warm = True
 
     def waiting_for(self, batch: Batch) -> tuple[str, ...]:
-        """The samples that are being read or decoded, and since when."""
+        """Return the samples that are being read or decoded, and since when."""
         if not (chunks := sorted(batch.under_way.items())):
             reads = f"{batch.unread} of its chunks are not read" if batch.unread else "all of it is read"
             return (f"{reads}, and none is being read or decoded: other batches use the threads or the memory",)
@@ -150,7 +150,7 @@ class ChunkAssembly(Assembly):
         self.chunk_size: int = samples_per_job((least, most), limits.decode_threads, samples, batches)
 
     def samples_per_read(self) -> int:
-        """How many samples one task reads."""
+        """Return how many samples one task reads."""
         return self.chunk_size
 
     # --- reading and decoding

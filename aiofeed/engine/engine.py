@@ -121,7 +121,7 @@ class Assembly:
         self._buffer.grant_permits(self._admission.limits.prefetch_batches if self._budget.exceeded else None)
 
     def waiting_for(self, batch: Batch) -> tuple[Any, ...]:
-        """What a batch that has begun waits for; see ``Producer.waiting_for``. From any thread."""
+        """Return what a batch that has begun waits for; see ``Producer.waiting_for``. From any thread."""
         raise NotImplementedError
 
     async def drained(self) -> None:
@@ -136,7 +136,7 @@ class Assembly:
         raise NotImplementedError
 
     def on_returned(self, item: ReadyBatch) -> bool:
-        """Whether the loop need not be woken for a batch that was taken, in the consumer's thread.
+        """Return whether the loop need not be woken for a batch that was taken, in the consumer's thread.
 
         A woken loop takes the GIL from the step that has just begun. So while there is other work, the batch waits for
         what wakes the loop anyway, and ``release_returned`` releases it then.
@@ -174,7 +174,7 @@ class Engine:
         in_order: deliver batches in order; otherwise each epoch's batches as they finish.
         policy: what happens to samples that fail.
         length: of the source, for a relative ``max_failures``.
-        counts_failures: whether failures are counted, and the first error ends the engine; otherwise errors are
+        counts_failures: whether failures are counted and the first error ends the engine; otherwise errors are
             delivered as those of a ``ReadyBatch``.
 
     Attributes:
@@ -242,7 +242,7 @@ class Engine:
             self._queue.put(FeedFailure(error, number, failures))
 
     def waiting_for(self) -> tuple[Any, ...]:
-        """What the next batch waits for; see ``Producer.waiting_for``. From any thread."""
+        """Return what the next batch waits for; see ``Producer.waiting_for``. From any thread."""
         batch = next((entry for entry in list(self.buffer.entries) if isinstance(entry, Batch)), None)
         if batch is None:
             return ("for the next batch to be planned, by the sampler, plan or iterable of a Stream",)

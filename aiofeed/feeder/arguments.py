@@ -354,7 +354,7 @@ class Arguments:
         split = self.static_batches or hasattr(self.backend, "backends")
         samples = listed or split or self.engines or self.collate_fn is not None
         if samples and isinstance(self.adopted, Tensors) and self.adopted.on_host:
-            self.adopted = self.adopted.as_dataset()
+            self.adopted = self.adopted._as_dataset()
         ordered = isinstance(self.source, Mixture)
         if ordered and not self.source.draws:
             ordered = self.sampler is self.weights is self.batch_sampler is self.exclude is None

@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import stat
-import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,14 +35,6 @@ _NOFOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
 # O_PATH needs search permission for a folder only.
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
 _HAS_DIR_FD = bool(_NOFOLLOW) and os.open in os.supports_dir_fd
-
-# A file whose last change, seen by one fstat after the read, is older than this did not change during the read. That
-# saves an fstat before the read, a sixth of the time for a tiny file. The margin covers the clock of a file server.
-UNCHANGED_S = 300.0
-# Uses the time of the last inode change, which programs cannot set. On Windows st_ctime is the time of creation.
-_HAS_CHANGE_TIME = sys.platform != "win32" and hasattr(os, "pread")
-# For larger files the time of an fstat does not matter.
-_TINY = 256 * 1024
 
 # A URL, and its scheme.
 URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
@@ -79,36 +70,8 @@ class ReadRules:
 _ANY = ReadRules()
 
 
-def unchanged_since(now: float) -> float:
-    """The ``since`` of ``read_unchanged``, for the current ``time.time()``."""
-    return now - UNCHANGED_S if _HAS_CHANGE_TIME else 0.0
-
-
-def read_unchanged(path: str, rules: ReadRules, since: float) -> bytes | None:
-    """``read_file`` with fewer system calls, for a tiny file that has not changed since ``since``; else ``None``.
-
-    Raises:
-        OSError: The file cannot be opened.
-    """
-    descriptor = _open(path, rules)
-    try:
-        # Nothing is read from FIFOs, sockets and terminals, which cannot seek, or from endless devices, whose end is 0.
-        size = os.lseek(descriptor, 0, os.SEEK_END)
-        if not 0 < size <= _TINY or size > rules.max_bytes:
-            return None
-        data = os.pread(descriptor, size + 1, 0)
-        seen = os.fstat(descriptor)
-    except OSError:
-        return None  # read_file reports the error
-    finally:
-        os.close(descriptor)
-    # Some file systems have no inode change time, only that of the contents.
-    unchanged = 0 < seen.st_ctime < since and seen.st_mtime < since and stat.S_ISREG(seen.st_mode)
-    return data if unchanged and len(data) == size == seen.st_size else None
-
-
 def read_file(path: str, rules: ReadRules = _ANY) -> bytes:
-    """The contents of a regular file; the size 0 is a hint only (files of /proc).
+    """Return the contents of a regular file; the size 0 is a hint only (files of /proc).
 
     Raises:
         OSError: An error of the system, or ``ENXIO``: not a regular file; ``EFBIG``: more than ``max_bytes``;
@@ -153,7 +116,7 @@ def _open(path: str, rules: ReadRules) -> int:
 
 
 def open_file(path: str) -> int:
-    """The descriptor of a regular file.
+    """Return the descriptor of a regular file.
 
     Raises:
         OSError: An error of the system, or ``ENXIO``: not a regular file.
@@ -166,7 +129,7 @@ def open_file(path: str) -> int:
 
 
 def read_range(file: io.FileIO, start: int, end: int) -> bytes:
-    """The bytes of a range of a file; fewer if the file ends before it."""
+    """Return the bytes of a range of a file; fewer if the file ends before it."""
     file.seek(start)
     data = file.read(end - start)
     while len(data) < end - start and (more := file.read(end - start - len(data))):
@@ -203,7 +166,7 @@ def _not_regular(path: str, mode: int) -> OSError:
 
 
 def too_large(path: str, size: str, max_bytes: int) -> OSError:
-    """The error of a file or object of more than ``max_bytes``."""
+    """Return the error of a file or object of more than ``max_bytes``."""
     message = f"{size} more than max_bytes={max_bytes} allows; raise max_bytes if such files are expected"
     return OSError(errno.EFBIG, message, path)
 
@@ -390,7 +353,7 @@ class GroupReader:
         self._spare: deque[memoryview] = deque(maxlen=SPARE)
 
     def read(self, paths: Sequence[str], flags: int, max_bytes: int) -> list[bytes | None]:
-        """The contents of small regular files; ``None`` for each file that must be read in another way.
+        """Return the contents of small regular files; ``None`` for each file that must be read in another way.
 
         Args:
             paths: The paths of the files.
@@ -432,7 +395,7 @@ class GroupReader:
 
 @functools.cache
 def group_reader() -> GroupReader | None:
-    """The library; ``None`` if it was not built or cannot be loaded."""
+    """Return the library; ``None`` if it was not built or cannot be loaded."""
     if not LIBRARY.exists():
         return None
     try:

@@ -24,12 +24,10 @@ from aiofeed.sources.file_io import (
     local_path,
     read_file,
     read_group,
-    read_unchanged,
     refuse_links,
     shown,
-    unchanged_since,
 )
-from aiofeed.sources.subset import IndexedSource
+from aiofeed.sources.subset import GroupedSource
 
 if TYPE_CHECKING:
     from aiofeed.sources.dataset import MapDataset
@@ -46,7 +44,7 @@ AT_ONCE_S = 0.0005
 
 @public
 @explain_arguments({"decode": "pass it to Feeder", "transform": "pass it to Feeder", "labels": "pass targets="})
-class Files(IndexedSource):
+class Files(GroupedSource):
     """One sample per regular file, or per object at a URL; or one per tuple of them.
 
     Args:
@@ -139,14 +137,14 @@ class Files(IndexedSource):
         return found
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
         return len(self.paths) // (self._width or 1)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({counted(len(self), 'file' if self._width is None else 'sample')})"
 
     def key(self, index: int, /) -> str:
-        """The path of the file, joined to ``root`` if that was given; or the URL, without credentials.
+        """Return the path of the file, joined to ``root`` if that was given; or the URL, without credentials.
 
         For a tuple of files: their paths, joined by ``" + "``.
         """
@@ -164,27 +162,20 @@ class Files(IndexedSource):
         return f"{path} {status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_ctime_ns:x}-{status.st_size:x}"
 
     def _files(self, indices: Sequence[int]) -> Sequence[int]:
-        """The positions in ``paths`` of the files of samples."""
+        """Return the positions in ``paths`` of the files of samples."""
         if (width := self._width) is None:
             return indices
         return [index * width + at for index in indices for at in range(width)]
 
     def _samples(self, contents: list[bytes | OSError]) -> list[Any]:
-        """The samples of the contents of their files; the first error of each that cannot be read."""
+        """Return the samples of the contents of their files; the first error of each that cannot be read."""
         if (width := self._width) is None:
             return contents
         parts = [contents[start : start + width] for start in range(0, len(contents), width)]
         return [next((part for part in each if isinstance(part, BaseException)), tuple(each)) for each in parts]
 
-    async def read(self, index: int, /) -> Any:
-        """Read a whole file, or a tuple of them."""
-        [data] = await self.read_many([index])
-        if isinstance(data, BaseException):
-            raise data
-        return data
-
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
-        """The contents of files, or the error of each that cannot be read; for tuples of files, tuples.
+        """Return the contents of files, or the error of each that cannot be read; for tuples of files, tuples.
 
         Files are read in groups with one executor job each. The faster the storage is, the larger the groups are; slow
         storage is read with one job per file. Objects at URLs are all read at the same time.
@@ -202,8 +193,8 @@ class Files(IndexedSource):
     async def read_uncopied(self, indices: Sequence[int], /) -> list[Any]:
         """Like ``read_many``, with ``Uncopied`` in place of the bytes of large objects; for the engine.
 
-        The decode job copies an object into memory that the object before it has used. A copy of each object that
-        waits for its job needs fresh memory, and then 100 KB took 100 us on a virtual machine in place of 4.
+        The decode job copies an object into memory that the object before it has used. Copying each waiting object
+        into fresh memory took 100 us for 100 KB on a virtual machine, reusing memory 4 us.
         """
         replaced = getattr(self.read_many, "__func__", None) is not Files.read_many
         if self._objects is None or self._width is not None or replaced:
@@ -216,7 +207,7 @@ class Files(IndexedSource):
         return max(1, min(most, GROUP_MOST, int(GROUP_S / self._seconds_per_file)))
 
     def _group_reader(self, files: int) -> GroupReader | None:
-        """The native library, if it was built and is faster for these files."""
+        """Return the native library, if it was built and is faster for these files."""
         if files < GROUP_LEAST or not 0.0 < self._bytes_per_file <= SMALL:
             return None
         return group_reader()
@@ -244,16 +235,16 @@ class Files(IndexedSource):
         return contents
 
     def _contents(self, indices: Sequence[int]) -> list[bytes | OSError]:
-        """The contents of files, or the error of each that cannot be read."""
+        """Return the contents of files, or the error of each that cannot be read."""
         return _read_files([self.paths[index] for index in indices], self._rules, self._group_reader(len(indices)))
 
     def storage_statistics(self) -> StorageStatistics | None:
-        """The requests for objects at URLs in this process; ``None`` for files."""
+        """Return the requests for objects at URLs in this process; ``None`` for files."""
         return None if self._objects is None else self._objects.statistics()
 
 
 def _flattened(samples: Sequence[Any]) -> list[Any]:
-    """The paths of tuples of one length, one after another."""
+    """Return the paths of tuples of one length, one after another."""
     width = len(samples[0])
     for position, sample in enumerate(samples):
         if not isinstance(sample, tuple | list):
@@ -278,7 +269,7 @@ def _as_sequence(targets: Any) -> Sequence[Any]:
 
 
 def path_of(value: object, position: int) -> str:
-    """The path of an entry of a list: a path, or a ``file://`` URL.
+    """Return the path of an entry of a list: a path, or a ``file://`` URL.
 
     Raises:
         TypeError, ValueError: It is something else.
@@ -304,17 +295,12 @@ def _path_of_url(value: str, position: int) -> str:
 def _read_files(paths: Sequence[str], rules: ReadRules, reader: GroupReader | None) -> list[bytes | OSError]:
     contents: list[bytes | OSError] = []
     found = None if reader is None else read_group(reader, paths, rules)
-    since = unchanged_since(time.time())
     for at, path in enumerate(paths):
         if found is not None and (data := found[at]) is not None:
             contents.append(data)
             continue
         try:
-            data = read_unchanged(path, rules, since) if since > 0.0 else None
-            if data is None:
-                since = 0.0  # the other files are probably as new
-                data = read_file(path, rules)
-            contents.append(data)
+            contents.append(read_file(path, rules))
         except OSError as error:
             # The traceback refers to this frame, and so to the bytes of all other files.
             contents.append(error.with_traceback(None))

@@ -120,7 +120,7 @@ class ImageFolder(Files):
 
 
 def _list_folder(root: str, follow_symlinks: bool) -> tuple[list[str], dict[str, int], int]:
-    """The images in the folders below a root, the number of those of each class, and of those in no folder."""
+    """Return the images in the folders below a root, the number of those of each class, and of those in no folder."""
     if not os.path.isdir(root):
         if os.path.exists(root):
             raise NotADirectoryError(f"ImageFolder: {root!r} is not a folder")
@@ -157,7 +157,7 @@ def _refuse(error: OSError) -> None:
 
 
 def missing_part(root: str) -> str:
-    """The existing parent folder and the missing part; shows the base of a relative path, too."""
+    """Return the existing parent folder and the missing part; shows the base of a relative path, too."""
     try:
         absolute = os.path.abspath(root)
     except FileNotFoundError:

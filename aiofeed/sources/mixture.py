@@ -92,14 +92,14 @@ class Mixture:
         self.draws: bool = weights is not None or until != "all" or self._random
 
     def __len__(self) -> int:
-        """The number of samples of an epoch, on all ranks together."""
+        """Return the number of samples of an epoch, on all ranks together."""
         return self._length
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.names)})"
 
     def order(self, seed: int, *, shuffle: bool) -> MixtureOrder:
-        """The order of a feeder's epochs."""
+        """Return the order of a feeder's epochs."""
         blocks = Blocks(self._length)
         shares: Shares
         if self._function is None:
@@ -164,7 +164,7 @@ def _checked_weight(name: str, weight: Any) -> Fraction:
 
 
 def _combined(sources: Mapping[str, Any], names: bool) -> CombinedSource | CombinedDatasets | Any:
-    """The sources as one, whose indices count through them in order."""
+    """Return the sources as one, whose indices count through them in order."""
     tokens = [name for name, source in sources.items() if hasattr(getattr(source, "whole", source), "joined")]
     if tokens:
         if len(tokens) < len(sources) or names or any(hasattr(source, "whole") for source in sources.values()):
@@ -224,7 +224,7 @@ class CombinedSource:
             self.version: Callable[[int], str] = self._version
 
     def __len__(self) -> int:
-        """The number of samples of all sources."""
+        """Return the number of samples of all sources."""
         return len(self._parts)
 
     def __repr__(self) -> str:
@@ -235,7 +235,7 @@ class CombinedSource:
         return _digest(f"{name}={fingerprint_of(source, len(source))}" for name, source in self.sources.items())
 
     def key(self, index: int, /) -> str:
-        """The name of the source, and the sample's key in it."""
+        """Return the name of the source, and the sample's key in it."""
         number, local = self._parts.find(index)
         return f"{self._names[number]}: {self._sources[number].key(local)}"
 
@@ -252,7 +252,7 @@ class CombinedSource:
         return (target, self._names[number]) if self._adds_names else target
 
     def storage_statistics(self) -> StorageStatistics | None:
-        """The requests of all sources together."""
+        """Return the requests of all sources together."""
         asked = [Members.of(source).storage_statistics for source in self._sources]
         return StorageStatistics.joined([found for ask in asked if ask is not None and (found := ask()) is not None])
 
@@ -312,7 +312,7 @@ class CombinedDatasets(FromDataset):
         )
 
     def key(self, index: int, /) -> str:
-        """The name of the source, and the sample's key in it."""
+        """Return the name of the source, and the sample's key in it."""
         return self._items.key(index)
 
 
@@ -328,11 +328,11 @@ class CombinedDataset:
             self.__getitems__: Callable[[Sequence[int]], list[Any]] = self._items
 
     def __len__(self) -> int:
-        """The number of samples of all datasets."""
+        """Return the number of samples of all datasets."""
         return len(self._parts)
 
     def key(self, index: int) -> str:
-        """The name of the dataset, and the item's key in it."""
+        """Return the name of the dataset, and the item's key in it."""
         number, local = self._parts.find(index)
         return f"{self._names[number]}: {self._sources[number].key(local)}"
 
@@ -342,7 +342,7 @@ class CombinedDataset:
             source.set_up()
 
     def __getitem__(self, index: int) -> Any:
-        """A sample."""
+        """Return a sample."""
         return self._items([index])[0]
 
     def _items(self, indices: Sequence[int]) -> list[Any]:

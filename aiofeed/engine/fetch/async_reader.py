@@ -21,7 +21,7 @@ class ReadResult:
     samples: list[Any] = field(default_factory=list)
     nbytes: int = 0
     retries: int = 0
-    # False if the decode job obtains the samples itself.
+    # False if the decode job reads the samples itself.
     waited: bool = True
 
 
@@ -39,7 +39,7 @@ class AsyncReader:
         self._abandoned: set[asyncio.Future[Any]] = set()
 
     async def read(self, indices: Sequence[int]) -> ReadResult:
-        """The encoded samples; an exception for each that failed.
+        """Return the encoded samples; an exception for each that failed.
 
         Raises:
             CancelledError: The task was cancelled, even if the source caught the cancellation.
@@ -163,7 +163,7 @@ class AsyncReader:
 
 
 async def _caught(coroutine: Any) -> tuple[Any, BaseException | None]:
-    """The result or the exception, as values: SystemExit raised in a task would end the loop."""
+    """Return the result or the exception, as values: SystemExit raised in a task would end the loop."""
     try:
         return await coroutine, None
     except asyncio.CancelledError:

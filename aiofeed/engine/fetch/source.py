@@ -112,7 +112,7 @@ class SourceFetcher(Fetcher):
             self._announce(plan)
 
     def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
-        """A builder with the decoder's rows, or one that collates samples."""
+        """Return a builder with the decoder's rows, or one that collates samples."""
         if not self._in_place:
             return DefaultCollateBuilder(samples, lease, may_keep=self._may_keep, target=self.target and 1)
         decoder: RowDecoder = self._decoder  # type: ignore[assignment]
@@ -126,18 +126,18 @@ class SourceFetcher(Fetcher):
         return least, most
 
     def key(self, index: int) -> str:
-        """The source's name for a sample; "sample 3" if the source raises."""
+        """Return the source's name for a sample; "sample 3" if the source raises."""
         try:
             return str(self._source.key(index))
         except BaseException:  # noqa: BLE001 - the user's method; the error that is being reported matters more
             return f"sample {index}"
 
     def max_running(self, threads: int) -> int:
-        """All threads, or one if samples are so small that Python takes longer than the decoder."""
+        """Return all threads, or one if samples are so small that Python takes longer than the decoder."""
         return 1 if 0.0 < self._sizer.seconds < TINY_DECODE_S and self._reads_inline() else threads
 
     async def read(self, indices: Sequence[int]) -> ReadResult:
-        """The encoded samples; exceptions for those that failed, ``UNREAD`` if the decode job reads them."""
+        """Return the encoded samples; exceptions for those that failed, ``UNREAD`` if the decode job reads them."""
         if self._reads_inline():
             return ReadResult([UNREAD] * len(indices), waited=False)
         started = time.perf_counter()
@@ -148,7 +148,7 @@ class SourceFetcher(Fetcher):
         return result
 
     def _reads_inline(self) -> bool:
-        """Whether the decode job should read.
+        """Return whether the decode job should read.
 
         A separate reading thread is a gain if decoding releases the GIL for long. With small samples, reader and
         decoder pass the GIL back and forth instead, and both get less done.
@@ -291,7 +291,7 @@ class SourceFetcher(Fetcher):
         return sample_error(ReadError, error, key, index, hint, traced=self.stop_at_error)
 
     def overdue(self, index: int) -> FeedError:
-        """The ``DecodeError`` of a sample over its time limit."""
+        """Return the ``DecodeError`` of a sample over its time limit."""
         late = TimeoutError(f"not decoded within decode_timeout_s={self.policy.decode_timeout_s:g}")
         return sample_error(DecodeError, late, self.key(index), index)
 

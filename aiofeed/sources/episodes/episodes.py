@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from aiofeed.core.statistics import StorageStatistics
-from aiofeed.core.types import Traits, public
+from aiofeed.core.types import Collate, Traits, public
 from aiofeed.core.validation import check_int_from, check_positive_int, explain_arguments
 from aiofeed.decoders.media.container import import_av
 from aiofeed.decoders.media.frames import FramePool
@@ -111,6 +111,7 @@ class Episodes(GroupedSource):
         reader = ObjectReader(os.fspath(root), store=store, options=options)
         self._of = moments = Moments(run_blocking(lambda: describe(reader)), given)
         self._whole = False
+        self.collate: Collate | None = None
         self._pool: FramePool | None = None
         self.shard_starts: NDArray[np.int64] = np.append(moments.runs(run, decoded_bytes), len(self))
         """The first moment of each run, and the number of moments."""
@@ -131,7 +132,7 @@ class Episodes(GroupedSource):
         return found
 
     def __len__(self) -> int:
-        """The number of moments."""
+        """Return the number of moments."""
         return int(self._of.starts[-1])
 
     def __repr__(self) -> str:
@@ -150,13 +151,13 @@ class Episodes(GroupedSource):
         return WindowDecoder(self._pool)
 
     def key(self, index: int, /) -> str:
-        """The data set, the episode, the row in it, and its time."""
+        """Return the data set, the episode, the row in it, and its time."""
         [episode], [row] = self._of.place(np.array([index]))
         seconds = row / self._of.data.fps
         return f"{self._of.name}[episode {self._of.episodes[episode]}, frame {row}, {seconds:.3f} s]"
 
     def fingerprint(self) -> str:
-        """A digest of the names and lengths of the episodes, and of all arguments that change samples."""
+        """Return a digest of the names and lengths of the episodes, and of all arguments that change samples."""
         digest = hashlib.sha256(repr(self._of.identity).encode("utf-8", "surrogatepass"))
         for each in (self._of.episodes, self._of.lengths, *self._of.fill.values()):
             digest.update(each.tobytes())
@@ -167,7 +168,7 @@ class Episodes(GroupedSource):
         return self.sample_bytes // 30
 
     def storage_statistics(self) -> StorageStatistics | None:
-        """The requests for files at URLs in this process; ``None`` for folders."""
+        """Return the requests for files at URLs in this process; ``None`` for folders."""
         return statistics_of([self._of.data.reader])
 
     @property
@@ -185,7 +186,7 @@ class Episodes(GroupedSource):
     # --- rows
 
     def take(self, rows: NDArray[np.int64]) -> dict[str, Any]:
-        """All fields of moments except frames, as arrays; tasks as a list."""
+        """Return all fields of moments except frames, as arrays; tasks as a list."""
         return self._with_texts(self._of.take(rows))
 
     def _with_texts(self, fields: dict[str, Any]) -> dict[str, Any]:
@@ -193,13 +194,11 @@ class Episodes(GroupedSource):
             fields["task"] = [self._of.data.tasks[number] for number in fields["task"].tolist()]
         return fields
 
-    collate = staticmethod(collate_rows)
-    """Gathers a batch of moments from columns."""
-
     def in_batches(self) -> Self:
         """Return moments without cameras, of which a batch is gathered at once."""
         found = copy.copy(self)
         found._whole = True
+        found.collate = collate_rows
         return found
 
     @property
@@ -253,7 +252,7 @@ class WindowDecoder:
         return "WindowDecoder()"
 
     def fingerprint(self) -> str:
-        """The same for all: the source has the arguments."""
+        """Return the same for all: the source has the arguments."""
         return "WindowDecoder"
 
     def __call__(self, moment: Moment, /) -> dict[str, Any]:

@@ -40,7 +40,7 @@ _SECRET_LEAST = 6
 
 
 def scheme_of(path: object) -> str | None:
-    """The scheme of a URL in lower case; ``None`` for a path of the file system.
+    """Return the scheme of a URL in lower case; ``None`` for a path of the file system.
 
     Raises:
         ValueError: No store reads this scheme.
@@ -65,7 +65,7 @@ def path_of_url(url: str) -> str | None:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """The root and the key of a URL: ``("s3://bucket", "train/a.jpg")``; of a local file ``("", path)``.
+    """Return the root and the key of a URL: ``("s3://bucket", "train/a.jpg")``; of a local file ``("", path)``.
 
     A query of an http URL is a part of its root here; ``with_query`` makes it a part of the key.
 
@@ -99,13 +99,13 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def with_query(root: str, key: str) -> tuple[str, str]:
-    """A root without its query, and the key with it."""
+    """Return a root without its query, and the key with it."""
     root, _, query = root.partition("?")
     return root, f"{key}{QUERY}{query}" if query else key
 
 
 def without_signature(key: str) -> str:
-    """A key with a hash in place of its query, or without it if it has only the parameters of a signature."""
+    """Return a key with a hash in place of its query, or without it if it has only the parameters of a signature."""
     key, mark, query = key.partition(QUERY)
     if not mark:
         return key
@@ -127,14 +127,14 @@ def _local_path(url: str) -> str:
 
 
 def redacted(text: str, secrets: Iterable[str] = ()) -> str:
-    """A text without the secrets, and without user names, passwords and query values of the URLs in it."""
+    """Return a text without the secrets, and without user names, passwords and query values of the URLs in it."""
     for secret in secrets:
         text = text.replace(secret, _HIDDEN)
     return _QUERY_VALUE.sub(rf"\1={_HIDDEN}", _USER_INFO.sub(f"{_HIDDEN}@", text))
 
 
 def secrets_of(root: str, options: Mapping[str, Any]) -> list[str]:
-    """The secret values in a root, in options and in the environment, the longest first."""
+    """Return the secret values in a root, in options and in the environment, the longest first."""
     parts = urlsplit(root)
     found = {part for part in (parts.username, parts.password) if part is not None}
     found.update(value for _, value in parse_qsl(parts.query))

@@ -106,18 +106,15 @@ class Table(GroupedSource):
         raise NotImplementedError
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Return the number of rows."""
         return self._length
 
     def __repr__(self) -> str:
         return f"Table({counted(len(self), 'row')} of {', '.join(self._problems())})"
 
     def key(self, index: int, /) -> str:
-        """The table and the row."""
+        """Return the table and the row."""
         return f"{self.name}[{index}]"
-
-    collate = staticmethod(collate_rows)
-    """Gathers a batch of samples from columns."""
 
     def in_batches(self) -> Self:
         """Return the table with samples for ``collate_rows``.
@@ -129,7 +126,7 @@ class Table(GroupedSource):
             if problem is not None:
                 raise TypeError(f"{self.name}: {no_tensors(column, problem)}")
         whole = object.__new__(type(self))
-        whole.__dict__.update(self.__dict__, _whole=True)
+        whole.__dict__.update(self.__dict__, _whole=True, collate=collate_rows)
         return whole
 
     def _set_targets(self, columns: Columns, names: str | Sequence[str] | None) -> None:

@@ -163,7 +163,7 @@ class Tokens(IndexedSource):
         self._open(self._files)
 
     def __len__(self) -> int:
-        """The number of windows."""
+        """Return the number of windows."""
         return int(self._starts[-1])
 
     def __repr__(self) -> str:
@@ -186,12 +186,12 @@ class Tokens(IndexedSource):
         return self._starts
 
     def fingerprint(self) -> str:
-        """The number of windows and some of their keys, as for files without a fingerprint of their own."""
+        """Return the number of windows and some of their keys, as for files without a fingerprint of their own."""
         name = "Tokens" if self._column is None else f"Tokens {self._column}"
         return fingerprint(name, len(self), self.key)
 
     def key(self, index: int, /) -> str:
-        """The file and the tokens of a window, as in ``train.bin[2048:3072]``."""
+        """Return the file and the tokens of a window, as in ``train.bin[2048:3072]``."""
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         path, _, stride = self._files[number]
         first = (index - int(self._starts[number])) * stride
@@ -260,7 +260,7 @@ class TokenDecoder:
         return "TokenDecoder()"
 
     def __call__(self, index: int, /) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """The tensor of a window, or ``(x, y)``."""
+        """Return the tensor of a window, or ``(x, y)``."""
         import torch
 
         out = np.empty(self.row.shape, np.int64)
@@ -278,7 +278,7 @@ class TokenDecoder:
 
 
 def _dtype_name(dtype: Any) -> str:
-    """The name of a dtype; of one in the other byte order, numpy's string, which has the order."""
+    """Return the name of a dtype; of one in the other byte order, numpy's string, which has the order."""
     given = None
     if dtype is not None:
         with contextlib.suppress(TypeError):
@@ -312,7 +312,7 @@ def _local_path(path: Any) -> Path:
 
 
 def checked_places(count: int) -> list[int]:
-    """Where the tokens of a file begin that are compared with ``vocab``: three parts of ``CHECKED_TOKENS``."""
+    """Return where the tokens of a file begin that are compared with ``vocab``: three parts of ``CHECKED_TOKENS``."""
     return [0, count // 2, max(count - CHECKED_TOKENS, 0)]
 
 
