@@ -41,7 +41,7 @@ _HOMES: dict[str, dict[str, str]] = {
         "reports.FeedStatistics": "aiofeed.core.statistics",
         "reports.StorageStatistics": "aiofeed.core.statistics",
         "reports.Failure": "aiofeed.core.failures",
-        "reports.StepSample": "aiofeed.sampling.receipts",
+        "reports.StepSample": "aiofeed.reports.step_samples",
         "reports.Explanation": "aiofeed.reports.explanation",
         "reports.Headroom": "aiofeed.reports.headroom",
         "exporters.PrometheusCollector": "aiofeed.exporters",
@@ -102,14 +102,18 @@ _HOMES: dict[str, dict[str, str]] = {
 _PLUGS: dict[str, str] = {
     "BatchSamplerAdapter": "aiofeed.sampling.listers.sampler",
     "ExcludingOrder": "aiofeed.sampling.listers.computed",
-    "PlanLister": "aiofeed.sampling.listers.length_plans",
+    "PackCollate": "aiofeed.engine.fetch.sequences",
+    "ProgressFeed": "aiofeed.reports.progress",
     "SampleSchedule": "aiofeed.sampling.samples",
     "SamplerAdapter": "aiofeed.sampling.listers.sampler",
-    "StreamOrder": "aiofeed.sampling.stream_epochs",
     "WeightedOrder": "aiofeed.sampling.listers.computed",
     "WindowOrder": "aiofeed.sampling.listers.computed",
-    "find_place": "aiofeed.sampling.mesh",
+    "measure_lengths": "aiofeed.engine.fetch.sequences",
+    "rank_in_mesh": "aiofeed.sampling.mesh",
+    "samples_at": "aiofeed.reports.step_samples",
     "sequence_part": "aiofeed.sampling.mesh",
+    "tensors_of": "aiofeed.sources.tensors",
+    "write_timeline": "aiofeed.reports.timeline",
 }
 _MODULES = {name: module for names in _HOMES.values() for name, module in names.items()}
 

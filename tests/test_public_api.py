@@ -135,7 +135,9 @@ def stub() -> str:
     """The content of `aiofeed/__init__.pyi`."""
     lines = [f"from {module} import {name} as {name}" for name, module in aiofeed._MODULES.items() if "." not in name]
     lines = [*(f"from aiofeed import {each} as {each}" for each in aiofeed._NAMESPACES), *sorted(lines)]
-    return "\n".join(('"""The public names, for type checkers."""', "", *lines, "", "__version__: str", ""))
+    load = "def _load_addon(name: str, needed_by: str) -> Any: ..."
+    head = ('"""The public names, for type checkers."""', "", "from typing import Any", "")
+    return "\n".join((*head, *lines, "", "__version__: str", "", load, ""))
 
 
 def stub_of(namespace: str) -> str:

@@ -7,10 +7,7 @@ from typing import Any
 
 from aiofeed.core.types import traits_of
 from aiofeed.devices.resolve import DeviceGroup
-from aiofeed.sampling.listers.length_plans import Buckets, LengthPlan
-from aiofeed.sampling.listers.packing import Pack
 from aiofeed.sampling.schedule import window_shards
-from aiofeed.sources.tensors import are_on_host
 
 _ONE = "leave out {option}"
 _DECODED = "its samples are decoded already; transform= gets each batch"
@@ -153,7 +150,7 @@ def facts_of(a: Any) -> set[str]:
     from aiofeed.cache.item_codec import new_codec
 
     traits, policy, cached = a.traits, a.on_error, a.cache is not None
-    plan, on_device = isinstance(a.batch_size, LengthPlan), a.cache == "device"
+    plan, on_device = a.plan is not None, a.cache == "device"
     listed, tokens = plan or a.batch_sampler is not None, traits.rows and traits.decode == "none"
     unknown = a.exclude is not None or a.sampler is not None or traits.ordered or listed or not traits.indexed
     at_urls, encoded = tokens and getattr(a.adopted, "whole", a.adopted).looks_ahead, isinstance(a.cache, EncodedCache)
@@ -165,7 +162,7 @@ def facts_of(a: Any) -> set[str]:
         "encoded samples": traits.decode == "needed",
         "a Dataset": traits.items,
         "Tensors": traits_of(a.source).in_memory,
-        "Tensors on a device": traits.in_memory and not are_on_host(a.source),
+        "Tensors on a device": traits.in_memory and not a.source.on_host,
         "rows": traits.rows and a.decode is None,
         "rows of a Table": traits.rows and a.decode is None and not tokens,
         "Tokens on the device": tokens and on_device,
@@ -182,8 +179,8 @@ def facts_of(a: Any) -> set[str]:
         "batch_size=": a.batch_size is not None,
         "a plan": plan,
         "exclude=": a.exclude is not None,
-        "a plan with lengths=": plan and not a.batch_size.streams,
-        "Pack": isinstance(a.batch_size, Pack),
+        "a plan with lengths=": plan and not a.plan.streams,
+        "Pack": plan and a.plan.packs,
         "drop_last=": a.drop_last,
         'in_order="samples"': a.in_order == "samples",
         "in_order= other than True": a.in_order is not True,
@@ -206,7 +203,7 @@ def facts_of(a: Any) -> set[str]:
         "EncodedCache": encoded,
         "windows of Episodes": traits.decode == "none" and not (traits.rows or traits.items or traits.in_memory),
         "static_batches=True": a.static_batches,
-        "batches of different sizes": not (a.drop_last and (not listed or isinstance(a.batch_size, Buckets)))
+        "batches of different sizes": not (a.drop_last and (not listed or (plan and a.plan.shapes > 0)))
         and (unknown or a.length % a.samples > 0),
     }
     return {fact for fact, holds in found.items() if holds}

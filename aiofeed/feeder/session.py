@@ -26,9 +26,9 @@ from aiofeed.runtime.queue import FeedFailure, ReadyBatch
 from aiofeed.sampling.epochs import EpochStream
 from aiofeed.sampling.feed_order import FeedOrder
 from aiofeed.sampling.order import BatchLists
-from aiofeed.sampling.receipts import order_digest
 from aiofeed.sampling.schedule import BatchRanges, Position
 from aiofeed.sampling.state import Checkpoint, EpochProgress
+from aiofeed.sampling.trail import order_digest
 from aiofeed.sources.dataset import FromDataset
 from aiofeed.sources.dataset_slots import check_iteration
 from aiofeed.sources.tables.columns import collate_rows
@@ -257,7 +257,7 @@ class FeederSession(Generic[BatchT]):
             self._read_ahead(stream, start)
         # Before the stream is fed, because the engine may see the end of a short epoch at once.
         epoch = stream.new_progress(start, self.config.in_order)
-        epoch.order = order_digest(schedule, self.config.in_order, self._order.identity())
+        epoch.order_digest = order_digest(schedule, self.config.in_order, self._order.identity())
         delivery = self._start(stream)
         config, logged = self.config, log.isEnabledFor(logging.DEBUG)
         delivery.queue.runs = config.in_order is True and config.transform is None and not logged
@@ -497,7 +497,7 @@ class Steps(Generic[BatchT]):
         left = self._batches
         while left:
             iterator, epoch = self._open_epoch(left)
-            before = epoch.handed_out
+            before = epoch.returned
             # Neither this generator nor islice refers to a batch, and no signal handler runs between them and the user.
             yield from itertools.islice(iterator, left)
             left -= self._handed_out(epoch, before)
@@ -507,7 +507,7 @@ class Steps(Generic[BatchT]):
         left = self._batches
         while left:
             iterator, epoch = self._open_epoch(left)
-            before = epoch.handed_out
+            before = epoch.returned
             for _ in range(left):
                 batch = [await anext(iterator, _END)]
                 if batch[0] is _END:
@@ -523,7 +523,7 @@ class Steps(Generic[BatchT]):
         return kept[0]
 
     def _handed_out(self, epoch: EpochProgress, before: int) -> int:
-        handed_out = epoch.handed_out - before
+        handed_out = epoch.returned - before
         if not handed_out and epoch.start.at_start:
             raise FeedError("an epoch has no batches, so it has no steps either")
         return handed_out

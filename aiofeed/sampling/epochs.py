@@ -28,7 +28,7 @@ class EpochStart:
     counters: EpochStats
     position: Position = field(default_factory=Position)
     sampled: EpochList | None = None
-    list_next: Callable[[int], EpochList] | None = None
+    list_next: Callable[[int], EpochList | None] | None = None
 
     @property
     def followed(self) -> bool:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from typing import TypeAlias
 
 import numpy as np
 
 from aiofeed.sampling.order import Int64
-from aiofeed.sampling.schedule import Position, Schedule
-
-HandedOut: TypeAlias = tuple[int, int]
-"""The samples of this rank that were returned: the first so many, and the bits of an int for those that follow."""
+from aiofeed.sampling.schedule import Position, Returned, Schedule
 
 
 class SampleSchedule(Schedule):
@@ -50,9 +46,9 @@ class SampleSchedule(Schedule):
         ahead = frozenset(each - prefix for each in self._ahead(start) if each > prefix)
         return Position(start.epoch, start.consumed + prefix * self.world_size, ahead)
 
-    def position_at(self, start: Position, handed_out: HandedOut) -> Position:
+    def position_at(self, start: Position, returned: Returned) -> Position:
         """The position of an iterator that began at ``start`` and has returned these samples."""
-        prefix, bits = handed_out
+        prefix, bits = returned
         ahead = frozenset(number for number, bit in enumerate(reversed(f"{bits:b}")) if bit == "1")
         return self.normalize(Position(start.epoch, start.consumed + prefix * self.world_size, ahead))
 
@@ -82,7 +78,7 @@ class SampleTracker:
         self._world_size = world_size
         self._prefix, self._bits = 0, sum(1 << number for number in ahead)
 
-    def add(self, positions: Iterable[int]) -> HandedOut:
+    def add(self, positions: Iterable[int]) -> Returned:
         """Add the samples of a batch; returns all that are returned when it is."""
         numbers = [(position - self._consumed) // self._world_size - self._prefix for position in positions]
         lowest, bits = min(numbers), 0

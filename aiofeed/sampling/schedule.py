@@ -49,6 +49,10 @@ MOST_EPOCHS = 8
 Shuffle: TypeAlias = bool | str
 """``shuffle=`` of ``Feeder``: True, False, or a name that ``is_shuffle`` accepts."""
 
+Returned: TypeAlias = tuple[int, int]
+"""The samples that a rank has returned with ``in_order="samples"``: the first so many, and the bits of an int for those
+that follow."""
+
 SHUFFLES = '"keyed", "replacement", "window", or "window:N" for a window of N shards, at least 1'
 
 # The shards whose samples ``shuffle="window"`` mixes.
@@ -157,7 +161,7 @@ class Schedule:
             )
 
     def _numbers_ahead(self, start: Position) -> int:
-        """The number after the last one that ``start.ahead`` may have."""
+        """The number of batches left; numbers in ``start.ahead`` are below it."""
         return self.batches(start.consumed)
 
     def batch_numbers(self, start: Position) -> int:
@@ -192,7 +196,7 @@ class Schedule:
         return shuffled(self.length, self.seed, epoch) if self.shuffle else sequential
 
     def _next_uses(self, epoch: int) -> NextUses | None:
-        """When the ranks of this machine read samples after an epoch; ``None`` for draws with replacement.
+        """Positions at which this machine reads each sample next, in later epochs; ``None`` for draws with replacement.
 
         Also ``None`` if all ranks are on this machine, as far as their launcher says: each sample is then read once per
         epoch here, and no replacement of cached samples has more hits than none, because a sample that is

@@ -71,7 +71,7 @@ class Snapshot:
 
 
 @dataclass(eq=False)
-class Block:
+class ItemBlock:
     """Consecutive items of a stream.
 
     Args:
@@ -89,10 +89,10 @@ class Block:
 
 Measured: TypeAlias = Callable[[int, Any], int] | None
 """Returns the length of an item with its number; ``None``: items are not measured."""
-Blocks: TypeAlias = AsyncGenerator[Block, None]
+ItemBlocks: TypeAlias = AsyncGenerator[ItemBlock, None]
 
 
-class Items(Protocol):
+class StreamItems(Protocol):
     """The items of a ``Stream``, which has these attributes."""
 
     shuffle_buffer: int
@@ -110,7 +110,9 @@ class Items(Protocol):
     def last_before(self, epoch: int, item: int, snapshots: Iterable[Snapshot]) -> Snapshot | None:
         """The last of some states at an item or before, if any."""
 
-    def _read_blocks(self, epoch: int, first: int, snapshot: Snapshot | None, size: int, measure: Measured) -> Blocks:
+    def _read_blocks(
+        self, epoch: int, first: int, snapshot: Snapshot | None, size: int, measure: Measured
+    ) -> ItemBlocks:
         """The items of an epoch from one on, in blocks of ``size``; ``snapshot`` is a state at this item or before.
 
         With ``measure`` each item comes with its length.
@@ -130,8 +132,8 @@ class StreamOrder(FeedOrder):
         epochs: The epochs that the consumer iterates.
     """
 
-    def __init__(self, base: Schedule, shard: Shard, stream: Items, plan: LengthPlan | None = None) -> None:
-        super().__init__(base, None, None if stream.sharded else shard)
+    def __init__(self, base: Schedule, shard: Shard, stream: StreamItems, plan: LengthPlan | None = None) -> None:
+        super().__init__(base, None if stream.sharded else shard)
         self.plan = plan
         if plan is not None:
             self._batch_size, self._unit = plan, "batch"
@@ -337,7 +339,7 @@ class StreamEpochs(EpochStream):
         self.known = snapshots, [each for at, each in points.items() if at >= (last.epoch, last.batches)]
 
 
-def _missing(stream: Items, start: Position, schedule: Schedule, items: int) -> FeedError | None:
+def _missing(stream: StreamItems, start: Position, schedule: Schedule, items: int) -> FeedError | None:
     """The error of an epoch that has fewer items than the stream's length, or than were returned before."""
     length = stream.length
     if start.consumed > schedule.length:  # only with a plan: without one, the reader has found this
@@ -373,7 +375,7 @@ class ItemWindow:
         block: Items to read at a time, in whole groups of ``shuffle_buffer``.
     """
 
-    def __init__(self, schedule: Schedule, start: Position, stream: Items, first: int, samples: int) -> None:
+    def __init__(self, schedule: Schedule, start: Position, stream: StreamItems, first: int, samples: int) -> None:
         self._schedule = schedule
         self._start = start
         self._group = stream.shuffle_buffer
@@ -389,7 +391,7 @@ class ItemWindow:
         self.points: list[PlanPoint] = []
         self._seed = epoch_seed(schedule.seed, start.epoch)
 
-    def add(self, block: Block) -> None:
+    def add(self, block: ItemBlock) -> None:
         """Add the items of a block; a group is put in order when it is complete."""
         self.read = self.length = self.read + len(block.items)
         items, group = self._unordered + block.items, self._group
@@ -414,7 +416,7 @@ class ItemWindow:
         numbers: list[int] = order(np.arange(count)).tolist()
         return numbers
 
-    def ready_batches(self, block: Block) -> int:
+    def ready_batches(self, block: ItemBlock) -> int:
         """The number of batches of the epoch that can be planned after ``block``.
 
         That is, batches after which another one follows, and all at the end. Complete ones before an error.
@@ -438,7 +440,7 @@ class ItemWindow:
         schedule = replace(self._schedule, length=self.length)
         positions = schedule.positions(self._start.consumed, number).tolist()
         indices = [self._own.pop(position, self._last) for position in positions]
-        return BatchPlan(number, indices, positions, self._seed, OwnBatch(indices))
+        return BatchPlan(number, indices, positions, self._seed, ReplacementsFromBatch(indices))
 
 
 class PlanWindow(ItemWindow):
@@ -451,13 +453,15 @@ class PlanWindow(ItemWindow):
         start, stream: As for ``ItemWindow``.
     """
 
-    def __init__(self, schedule: Schedule, start: Position, stream: Items, plan: LengthPlan, point: PlanPoint) -> None:
+    def __init__(
+        self, schedule: Schedule, start: Position, stream: StreamItems, plan: LengthPlan, point: PlanPoint
+    ) -> None:
         super().__init__(schedule, start, stream, point.first, STREAM_SAMPLES)
         planner, seed = PLANNERS.get(type(plan), PackPlanner), self._seed if stream.shuffle_buffer else None
         self._planner = planner(plan, point, schedule.drop_last, seed, self.points)
         self._complete = point.batches
 
-    def add(self, block: Block) -> None:
+    def add(self, block: ItemBlock) -> None:
         """Add the items of a block; items that are not those of a loaded state are an error of the block."""
         try:
             super().add(block)
@@ -489,12 +493,12 @@ class PlanWindow(ItemWindow):
         indices, positions = list(places), [int(item) + repeats * self.read for item in places]
         pieces = np.array([(places[item], *piece, length) for item, length, *piece in batch])
         packed = pieces if isinstance(self._planner, PackPlanner) else None
-        return BatchPlan(number, indices, positions, self._seed, OwnBatch(indices), packed)
+        return BatchPlan(number, indices, positions, self._seed, ReplacementsFromBatch(indices), packed)
 
 
 @dataclass(frozen=True, eq=False)
-class OwnBatch:
-    """The order in which replacements are found: the items of the same batch, because others are not in memory."""
+class ReplacementsFromBatch:
+    """Replace a failed item by another one of its batch; other items are not in memory."""
 
     indices: Sequence[int]
 

@@ -60,6 +60,7 @@ class Tensors(IndexedSource):
             raise ValueError(f"the tensors of Tensors differ in length: {lengths}")
         self.tensors = tensors
         self.alias = alias
+        self.on_host: bool = all(isinstance(each, np.ndarray) or each.device.type == "cpu" for each in tensors)
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -89,27 +90,21 @@ class Tensors(IndexedSource):
         found = digest.hexdigest()[:32]
         return found if self.rows is None else part_fingerprint(found, self.rows)
 
+    def _as_dataset(self) -> FromDataset:
+        """Return the rows as samples, for options that need samples; batches and states are the same."""
+        import torch
+        import torch.utils.data
+
+        dataset: Any = torch.utils.data.TensorDataset(*map(torch.as_tensor, self.tensors))
+        if self.rows is not None:
+            dataset = torch.utils.data.Subset(dataset, self.rows.tolist())
+        return FromDataset(dataset, fingerprint=self.fingerprint())
+
 
 def with_own_rows(source: Any) -> Any:
     """Return a part of ``Tensors`` as tensors of its own, without the other rows; other data as they are."""
     is_part = isinstance(source, Tensors) and source.rows is not None
     return Tensors(*[tensor[source.rows] for tensor in source.tensors]) if is_part else source
-
-
-def are_on_host(source: Tensors) -> bool:
-    """Return whether all tensors are in host memory."""
-    return all(isinstance(tensor, np.ndarray) or tensor.device.type == "cpu" for tensor in source.tensors)
-
-
-def as_dataset(source: Tensors) -> FromDataset:
-    """Return the rows as samples, for options that need samples; batches and states are the same."""
-    import torch
-    import torch.utils.data
-
-    dataset: Any = torch.utils.data.TensorDataset(*map(torch.as_tensor, source.tensors))
-    if source.rows is not None:
-        dataset = torch.utils.data.Subset(dataset, source.rows.tolist())
-    return FromDataset(dataset, fingerprint=source.fingerprint())
 
 
 def tensors_of(dataset: Any) -> Tensors | None:

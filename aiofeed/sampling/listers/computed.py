@@ -12,7 +12,7 @@ import numpy as np
 
 from aiofeed.core.errors import StateError
 from aiofeed.core.random_numbers import mix64
-from aiofeed.sampling.listers.mixture import MixtureOrder
+from aiofeed.sampling.lister import Lister
 from aiofeed.sampling.order import ComputedEpoch, Int64, Permutation, drawn_from, epoch_seed, feistel
 from aiofeed.sampling.schedule import Position, Schedule
 from aiofeed.sampling.state import json_dict
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class ComputedOrder(ABC):
+class ComputedOrder(Lister, ABC):
     """An order of which a state has to identify the arguments only.
 
     Args:
@@ -29,19 +29,12 @@ class ComputedOrder(ABC):
         digest: Identifies the arguments.
     """
 
-    sized = True
-    argument: ClassVar[str]
-    """The argument of ``Feeder`` that it belongs to."""
     differs: ClassVar[str]
     """What differs if the digest of a state does."""
 
     def __init__(self, length: int, digest: str) -> None:
-        self._length = length
+        super().__init__(length)
         self.digest: str = digest
-
-    def __len__(self) -> int:
-        """The samples of an epoch."""
-        return self._length
 
     @abstractmethod
     def permutation(self, epoch: int) -> Permutation:
@@ -54,10 +47,6 @@ class ComputedOrder(ABC):
     def identity(self) -> str:
         """Identifies the arguments."""
         return f"{self.argument} {self.digest}"
-
-    def repeat_last_epoch(self) -> None:
-        """Does nothing: the list of an epoch is always the same."""
-        return None
 
     def state(self, position: Position) -> str:
         """What identifies the order, as JSON."""
@@ -169,9 +158,7 @@ class ExcludingOrder(ComputedOrder):
     argument = "exclude"
     differs = "other exclude="
 
-    def __init__(
-        self, base: Schedule, exclude: Any, key: Callable[[int], str], mixture: MixtureOrder | None = None
-    ) -> None:
+    def __init__(self, base: Schedule, exclude: Any, key: Callable[[int], str], mixture: Lister | None = None) -> None:
         if isinstance(exclude, str) or not isinstance(exclude, Iterable):
             raise TypeError(f"exclude must be a list of indices or keys, got {exclude!r}")
         given, samples = set(exclude.tolist() if isinstance(exclude, np.ndarray) else exclude), range(base.length)
@@ -183,7 +170,8 @@ class ExcludingOrder(ComputedOrder):
         excluded = np.array(sorted({int(found.get(item, item)) for item in given}), np.int64)
         super().__init__(base.length - len(excluded), hashlib.sha256(excluded.tobytes()).hexdigest()[:32])
         self._base = base
-        self.mixture: MixtureOrder | None = mixture
+        self.excluded: str | None = self.digest
+        self.mixture: Lister | None = mixture
         self._excluded = excluded
         self._last = -1, excluded
 
@@ -203,8 +191,8 @@ class ExcludingOrder(ComputedOrder):
         return last[1]
 
     def _all(self, epoch: int) -> Permutation:
-        mixture = self.mixture
-        return self._base.permutation(epoch, None if mixture is None else mixture.list_epoch(epoch, resumed=False))
+        listed: Any = None if self.mixture is None else self.mixture.list_epoch(epoch, resumed=False)
+        return self._base.permutation(epoch, listed)
 
     def permutation(self, epoch: int) -> Permutation:
         """The index at each position of an epoch."""

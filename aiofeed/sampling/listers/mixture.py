@@ -29,6 +29,7 @@ import numpy as np
 from aiofeed.core.errors import StateError
 from aiofeed.core.random_numbers import mix64
 from aiofeed.core.validation import check_int_from
+from aiofeed.sampling.lister import Lister
 from aiofeed.sampling.order import ComputedEpoch, Int64, Permutation, drawn_from, feistel
 from aiofeed.sampling.schedule import Position
 
@@ -46,7 +47,7 @@ NEVER = 1 << 62
 
 
 @dataclass(frozen=True)
-class Blocks:
+class ShareBlocks:
     """The blocks of epochs of ``length`` samples; the last block of an epoch may be shorter."""
 
     length: int
@@ -104,7 +105,7 @@ class ChangingShares:
 
     unit = UNIT
 
-    def __init__(self, weights: Callable[[int], Sequence[float]], blocks: Blocks) -> None:
+    def __init__(self, weights: Callable[[int], Sequence[float]], blocks: ShareBlocks) -> None:
         self._weights = weights
         self._start = blocks.start
         self._per_epoch = blocks.per_epoch
@@ -160,7 +161,7 @@ class Interleaving:
         random_seed: Draws sources independently, with this seed, instead of evenly.
     """
 
-    def __init__(self, shares: Shares, blocks: Blocks, random_seed: int | None = None) -> None:
+    def __init__(self, shares: Shares, blocks: ShareBlocks, random_seed: int | None = None) -> None:
         self.shares = shares
         self.blocks = blocks
         self._random_seed = random_seed
@@ -305,7 +306,7 @@ def _mixed_in(order: Permutation, drawn: int, old: int, rest: Permutation) -> Pe
     return mixed
 
 
-class MixtureOrder:
+class MixtureOrder(Lister):
     """The order of a feeder over a mixture: lists epochs, like ``SamplerAdapter``.
 
     Args:
@@ -317,8 +318,6 @@ class MixtureOrder:
             repeats no sample. Otherwise an epoch goes on where the one before has ended.
     """
 
-    sized = True
-
     def __init__(
         self,
         lengths: Mapping[str, int],
@@ -328,6 +327,7 @@ class MixtureOrder:
         shuffle: bool,
         restarts: bool = False,
     ) -> None:
+        super().__init__(interleaving.blocks.length)
         self._interleaving = interleaving
         self._restarts = restarts
         self._names = list(lengths)
@@ -335,10 +335,10 @@ class MixtureOrder:
         self._offsets = [0, *np.cumsum(self._lengths).tolist()]
         self._seeds = [mix64(seed ^ int(hashlib.sha256(name.encode()).hexdigest()[:16], 16)) for name in lengths]
         self._shuffle = shuffle
-        # The place of the last change, in whose epoch the interleaving begins; sources, also those taken out.
-        self.changed_at: Position = Position()
+        # In the epoch of the last change the interleaving begins. The sources, also those taken out, are in the course.
+        self.changed_at = Position()
         self._course = self._fresh()
-        self.may_change: bool = not restarts
+        self.may_change = not restarts
 
     @classmethod
     def of_state(cls, text: str, seed: int, *, shuffle: bool) -> MixtureOrder:
@@ -356,7 +356,7 @@ class MixtureOrder:
                 )
             kind, parts, samples, restarts = known.groups()
             shares = ConstantShares([Fraction(part) for part in parts.split(",")])
-            interleaving = Interleaving(shares, Blocks(int(samples)), seed if kind == "random" else None)
+            interleaving = Interleaving(shares, ShareBlocks(int(samples)), seed if kind == "random" else None)
             # After the sources come those that were taken out.
             lengths = {name: course[0] for name, course in list(state["course"][-1].items())[: len(shares.parts)]}
             order = cls(lengths, interleaving, seed, shuffle=shuffle, restarts=bool(restarts))
@@ -370,10 +370,6 @@ class MixtureOrder:
 
     def __str__(self) -> str:
         return f"Mixture({', '.join(self._names)})"
-
-    def __len__(self) -> int:
-        """The samples of an epoch."""
-        return self._interleaving.blocks.length
 
     def list_epoch(self, epoch: int, *, resumed: bool) -> ComputedEpoch:
         """The indices of an epoch, computed on demand."""
@@ -443,9 +439,6 @@ class MixtureOrder:
     def name_of(self, index: int) -> str:
         """The name of the source of an index."""
         return self._names[int(np.searchsorted(self._offsets, index, side="right")) - 1]
-
-    def repeat_last_epoch(self) -> None:
-        """Does nothing: the list of an epoch is always the same."""
 
     def state(self, position: Position) -> str:
         """The counts at a position, at the start of its block, and after the epoch before, as JSON."""

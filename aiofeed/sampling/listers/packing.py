@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from aiofeed import _load_addon
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_bool, check_callable, check_int_from, check_positive_int
 from aiofeed.sampling.listers.balanced import Cost, assign, integer_costs, warn_of_large
@@ -71,6 +72,8 @@ class Pack(LengthPlan):
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
 
+    packs = True
+
     def __init__(
         self,
         lengths: Lengths | None = None,
@@ -123,6 +126,10 @@ class Pack(LengthPlan):
             most, way = str(MOST_TOKENS), "make several samples of it"
         with_separator = "" if self.separator is None else " with its separator"
         raise ValueError(f"document {index} has {longest} tokens{with_separator}, more than {most}: {way}")
+
+    def _new_collate(self) -> Any:
+        """Return what puts the documents of a batch into rows."""
+        return _load_addon("PackCollate", "Pack")(self.rows, self.context, self.separator, self.pad)
 
     @property
     def typical_samples(self) -> int:
@@ -230,7 +237,7 @@ def _split(sizes: Int32, context: int, *, drop_last: bool) -> _Rows:
 
 
 def _best_fit(sizes: Int32, context: int, window: int) -> _Rows:
-    """Rows of whole documents, of which each window is packed by itself."""
+    """Pack whole documents into rows, one window of documents at a time."""
     documents, counts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for start in range(0, len(sizes), window):
         piece = sizes[start : start + window]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from aiofeed.core.statistics import StorageStatistics
-from aiofeed.core.types import Traits, public
+from aiofeed.core.types import Collate, Traits, public
 from aiofeed.core.validation import check_int_from, check_positive_int, explain_arguments
 from aiofeed.decoders.media.container import import_av
 from aiofeed.decoders.media.frames import FramePool
@@ -22,6 +22,7 @@ from aiofeed.sources.episodes.videos import Frames, read_frames
 from aiofeed.sources.objects.listing import run_blocking
 from aiofeed.sources.objects.reader import ObjectReader, statistics_of
 from aiofeed.sources.subset import GroupedSource, Indices
+from aiofeed.sources.tables.columns import collate_rows
 
 if TYPE_CHECKING:
     import torch
@@ -110,6 +111,7 @@ class Episodes(GroupedSource):
         reader = ObjectReader(os.fspath(root), store=store, options=options)
         self._of = moments = Moments(run_blocking(lambda: describe(reader)), given)
         self._whole = False
+        self.collate: Collate | None = None
         self._pool: FramePool | None = None
         self.shard_starts: NDArray[np.int64] = np.append(moments.runs(run, decoded_bytes), len(self))
         """The first moment of each run, and the number of moments."""
@@ -196,6 +198,7 @@ class Episodes(GroupedSource):
         """Return moments without cameras, of which a batch is gathered at once."""
         found = copy.copy(self)
         found._whole = True
+        found.collate = collate_rows
         return found
 
     @property

@@ -13,7 +13,7 @@ import numpy as np
 from aiofeed.core.types import Traits, public
 from aiofeed.core.validation import counted, explain_arguments
 from aiofeed.sources.subset import GroupedSource
-from aiofeed.sources.tables.columns import Columns, no_tensors, take_rows
+from aiofeed.sources.tables.columns import Columns, collate_rows, no_tensors, take_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -129,7 +129,7 @@ class Table(GroupedSource):
             if problem is not None:
                 raise TypeError(f"{self.name}: {no_tensors(column, problem)}")
         whole = object.__new__(type(self))
-        whole.__dict__.update(self.__dict__, _whole=True)
+        whole.__dict__.update(self.__dict__, _whole=True, collate=collate_rows)
         return whole
 
     def _set_targets(self, columns: Columns, names: str | Sequence[str] | None) -> None:

@@ -1,4 +1,4 @@
-"""Receipts: a digest of the samples that a run has seen, and the names of those of one step."""
+"""The trail of a run: a digest of the samples that it has seen, of which receipts are made."""
 
 from __future__ import annotations
 
@@ -6,30 +6,7 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from aiofeed.core.types import public_in
 from aiofeed.sampling.schedule import Position, Schedule
-
-
-@public_in("aiofeed.reports")
-@dataclass(frozen=True)
-class StepSample:
-    """A sample of one step, as ``Feeder.samples`` names it.
-
-    Args:
-        index: Its index in the source.
-        key: Its key, by which errors name it; ``None`` if the source is not known.
-        source: The name of its source in a ``Mixture`` with weights; otherwise ``None``.
-        epoch: The epoch.
-        position: Its position in the global order of the epoch.
-        seed: The seed of its random numbers.
-    """
-
-    index: int
-    key: str | None
-    source: str | None
-    epoch: int
-    position: int
-    seed: int
 
 
 def digest(*parts: object) -> str:
