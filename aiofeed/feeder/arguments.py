@@ -33,7 +33,7 @@ from aiofeed.core.validation import (
 )
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
-from aiofeed.feeder.rules import check, conflict, facts_of
+from aiofeed.feeder.rules import Fact, check, conflict, facts_of
 from aiofeed.runtime import machine
 from aiofeed.runtime.tensors import is_plain
 from aiofeed.sampling.feed_order import FeedOrder
@@ -467,7 +467,7 @@ class FeederConfig:
     cache: SampleStore | None = None
     tokens_resident: bool = False
     ray: RayEngine | None = None
-    facts: frozenset[str] = frozenset()
+    facts: frozenset[Fact] = frozenset()
 
     @property
     def engine(self) -> str | RayEngine:
@@ -530,7 +530,7 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
 
 
 # What holds for the caches and engines that ``explain`` advises, see ``rules.py``.
-_ADVISED = {
+_ADVISED: dict[object, tuple[Fact, ...]] = {
     "host": ("cache=", "cache= on the host", "cache in host memory"),
     "disk": ("cache=", "cache= on the host"),
     "samples": ('in_order="samples"', "in_order= other than True"),
