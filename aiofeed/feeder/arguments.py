@@ -37,7 +37,7 @@ from aiofeed.feeder.rules import Fact, check, conflict, facts_of
 from aiofeed.runtime import machine
 from aiofeed.runtime.tensors import is_plain
 from aiofeed.sampling.feed_order import FeedOrder
-from aiofeed.sampling.lister import Lister, Plan
+from aiofeed.sampling.lister import STREAM_SAMPLES, Lister, Plan
 from aiofeed.sampling.schedule import SHUFFLES, Schedule, Shuffle, is_shuffle, window_shards
 from aiofeed.sampling.state import InOrder, check_in_order
 from aiofeed.sources.dataset import FromDataset, check_parts, is_iterable_dataset, is_map_dataset
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
-# Samples of a batch of a stream with a plan, as far as limits depend on them.
-STREAM_SAMPLES = 32
 # Batches from this size on are compared with the free memory.
 _CHECKED_BYTES = 8 << 20
 

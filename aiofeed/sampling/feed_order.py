@@ -70,7 +70,7 @@ class FeedOrder:
         return self.__dict__ | {"events": deque(maxlen=self.events.maxlen)}
 
     def describe(self) -> str:
-        """The order in the words of ``Feeder``'s arguments."""
+        """Return the order in the words of ``Feeder``'s arguments."""
         lister, base = self.lister, self._base
         size = "" if lister.argument == "batch_sampler" else f"batch_size={self._batch_size}, "
         order = f"shuffle={base.shuffle!r}"
@@ -79,7 +79,7 @@ class FeedOrder:
         return f"{size}{order}" + ("" if lister.listed_once else f", seed={base.seed}")
 
     def schedule(self, length: int | None = None) -> Schedule:
-        """The schedule of an epoch of ``length`` samples, by default the sampler's or the source's length.
+        """Return the schedule of an epoch of ``length`` samples, by default the sampler's or the source's length.
 
         Raises:
             TypeError: ``length`` is ``None`` and the sampler has no length.
@@ -97,7 +97,7 @@ class FeedOrder:
         return (0 if self._shard is None else self._shard[0]) + self.replica
 
     def batches_of_rank(self) -> int:
-        """The number of batches per epoch of this rank. Under Accelerate, which expects all ranks', warns once."""
+        """Return the number of batches per epoch of this rank. Warn once under Accelerate, which expects all ranks'."""
         schedule = self.schedule()
         accelerate = sys.modules.get("accelerate.state")
         if schedule.world_size > 1 and not self._warned_of_scheduler and accelerate and accelerate.is_initialized():
@@ -113,7 +113,7 @@ class FeedOrder:
         return schedule.batches()
 
     def plan_epoch(self, position: Position) -> EpochStream:
-        """The epoch at ``position`` from there on, or the next one if none of it is left."""
+        """Return the epoch at ``position`` from there on, or the next one if none of it is left."""
         lister = self.lister
         if not self._epoch_used:
             lister.repeat_last_epoch()
@@ -134,13 +134,13 @@ class FeedOrder:
             position = start
 
     def normalize(self, position: Position) -> Position:
-        """The position, or the start of the next epoch if none of this one is left; never lists the sampler."""
+        """Return the position, or the start of the next epoch if none of this one is left; never lists the sampler."""
         if position.at_start or not self.lister.sized:
             return position
         return self.schedule().normalize(position)
 
     def after(self, position: Position, batches: int) -> Position:
-        """The position so many batches after another one, in a later epoch if need be.
+        """Return the position so many batches after another one, in a later epoch if need be.
 
         Raises:
             ValueError: An epoch has no batches.
@@ -152,7 +152,7 @@ class FeedOrder:
     def seek(
         self, position: Position, batches: int, rank: int | None = None
     ) -> tuple[Position, Schedule, EpochList | None]:
-        """The position so many batches after another one, with the schedule and the list of its epoch."""
+        """Return the position so many batches after another one, with the schedule and the list of its epoch."""
         while True:
             listed = self.lister.list_epoch(position.epoch, resumed=not position.at_start)
             schedule = self.schedule(None if listed is None else len(listed))
@@ -170,7 +170,7 @@ class FeedOrder:
             position = Position(position.epoch + epochs)
 
     def counts(self, position: Position) -> dict[str, int]:
-        """The samples drawn from each source of a mixture before a position, by all ranks; otherwise empty."""
+        """Return the samples drawn from each source of a mixture before a position, by all ranks; otherwise empty."""
         return self.lister.counts(position)
 
     def identity(self) -> str:
@@ -203,11 +203,11 @@ class FeedOrder:
         log.warning("an epoch has no batches%s: %s", where, reason)
 
     def on_first_batch(self) -> None:
-        """The epoch planned last has returned a batch, or has ended without one: its list is not repeated."""
+        """Do not repeat the list of the epoch planned last: it has returned a batch, or has ended without one."""
         self._epoch_used = True
 
     def resumed(self, position: Position, state: str) -> Position:
-        """The position of a state, which may exclude other samples, in this order.
+        """Return the position of a state, which may exclude other samples, in this order.
 
         Raises:
             StateError: It is in an epoch of a plan, or one of which batches or samples were returned before others.
@@ -224,7 +224,7 @@ class FeedOrder:
         return self.normalize(Position(position.epoch, lister.consumed(position.epoch, at)))
 
     def sampler_state(self, position: Position) -> str:
-        """The state that restores the sampler for the epoch of a position, as JSON; empty without a sampler."""
+        """Return the state that restores the sampler for the epoch of a position, as JSON; empty without a sampler."""
         return self.lister.state(position)
 
     def load_sampler_state(self, state: str) -> None:
@@ -258,7 +258,7 @@ def find_shard() -> tuple[int, int]:
 
 
 def check_shard(shard: tuple[int, int]) -> tuple[int, int]:
-    """The shard as a tuple; ``TypeError`` or ``ValueError`` if it is not (rank, world size)."""
+    """Return the shard as a tuple; ``TypeError`` or ``ValueError`` if it is not (rank, world size)."""
     if (
         not isinstance(shard, tuple | list)
         or len(shard) != 2

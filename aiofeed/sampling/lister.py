@@ -8,6 +8,9 @@ from typing import Any
 from aiofeed.sampling.order import EpochList, Int64
 from aiofeed.sampling.schedule import Position, Schedule
 
+# Samples of a batch of a stream with a plan, as far as limits depend on them.
+STREAM_SAMPLES = 32
+
 
 class Lister:
     """Lists the epochs of a feeder, which its schedule shards by rank.

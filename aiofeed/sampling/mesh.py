@@ -55,7 +55,7 @@ def rank_in_mesh(argument: str, value: Any) -> tuple[tuple[int, int], tuple[int,
 
 
 def sequence_part(value: Any, transform: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-    """The transform for ``split_sequence=value`` after another one.
+    """Return the transform for ``split_sequence=value`` after another one.
 
     Raises:
         TypeError, ValueError: The value is not (rank, size) or (name, mesh), with "zigzag" as a third item or without.

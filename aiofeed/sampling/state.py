@@ -94,7 +94,7 @@ class SavedState:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> SavedState:
-        """The state from a dict of ``to_dict``.
+        """Return the state from a dict of ``to_dict``.
 
         Raises:
             StateError: The dict is not a state, or is damaged.
@@ -253,7 +253,7 @@ def _text(name: str, value: object) -> str:
 
 
 def json_dict(text: object) -> dict[str, Any]:
-    """The state of a sampler from its JSON.
+    """Return the state of a sampler from its JSON.
 
     Raises:
         StateError: It is not the JSON of a dict.
@@ -374,7 +374,7 @@ class EpochProgress:
         return self._left + len(self._following) == self._surplus
 
     def position(self) -> Position:
-        """The position after the batches that were returned."""
+        """Return the position after the batches that were returned."""
         if not self.started:
             return Position(self.start.epoch + 1) if self.ended else self.start
         if self._returned_samples is not None:
@@ -385,7 +385,7 @@ class EpochProgress:
         return self._schedule.position_after(self.start, self._last - len(self._following), numbers)
 
     def trail(self) -> Trail:
-        """What was seen up to the batches that were returned."""
+        """Return what was seen up to the batches that were returned."""
         end = self.position()
         if end.epoch != self.start.epoch and self.started:
             schedule, consumed = self._schedule, self.start.consumed
@@ -430,7 +430,7 @@ class Checkpoint:
         self.start, self.progress = position, None
 
     def next_position(self) -> Position:
-        """Where the next ``iter()`` starts."""
+        """Return where the next ``iter()`` starts."""
         return self.loaded if self.loaded is not None else Position(self.next_epoch)
 
     def load(self, position: Position, trail: Trail | None = None) -> None:
@@ -455,12 +455,12 @@ class Checkpoint:
                 self._reset(Position(epoch))
 
     def on_iter(self, epoch: int) -> None:
-        """An iterator of ``epoch`` was created."""
+        """Note that an iterator of ``epoch`` was created."""
         self.current_epoch = epoch
         self.chosen = False
 
     def on_first_batch(self, progress: EpochProgress) -> None:
-        """An iterator returns its first batch, or ends without one: from now on ``progress`` gives the position.
+        """Let ``progress`` give the position: its iterator returns its first batch, or ends without one.
 
         A position loaded, or an epoch chosen, after the iterator was created stays for the next iterator.
         """
@@ -472,6 +472,6 @@ class Checkpoint:
             self.progress = progress
 
     def on_failure(self, progress: EpochProgress) -> None:
-        """An iterator ends with an error; if it failed before its first batch, the position is its start."""
+        """Note that an iterator ends with an error; if it failed before its first batch, the position is its start."""
         if not progress.started and not self.chosen:
             self._reset(progress.start)

@@ -21,7 +21,8 @@ from aiofeed.core.types import BatchPlan
 from aiofeed.core.validation import check_epoch, check_int_from, counted
 from aiofeed.sampling.epochs import EpochEnds, EpochStart, EpochStream, Step
 from aiofeed.sampling.feed_order import FeedOrder, check_shard, find_shard
-from aiofeed.sampling.listers.length_plans import STREAM_SAMPLES, LengthPlan
+from aiofeed.sampling.lister import STREAM_SAMPLES
+from aiofeed.sampling.listers.length_plans import LengthPlan
 from aiofeed.sampling.listers.stream_plans import PLANNERS, SAME_ITEMS, Entries, PackPlanner, PlanPoint
 from aiofeed.sampling.order import epoch_seed, feistel, sequential
 from aiofeed.sampling.schedule import Position, Schedule
@@ -42,7 +43,7 @@ class ItemNumber(int):
 
     @classmethod
     def of(cls, number: int, item: Any) -> ItemNumber:
-        """The number of an item."""
+        """Return the number of an item."""
         index = cls(number)
         index.item = item
         return index
@@ -89,7 +90,7 @@ class ItemBlock:
 
 Measured: TypeAlias = Callable[[int, Any], int] | None
 """Returns the length of an item with its number; ``None``: items are not measured."""
-ItemBlocks: TypeAlias = AsyncGenerator[ItemBlock, None]
+Blocks: TypeAlias = AsyncGenerator[ItemBlock, None]
 
 
 class StreamItems(Protocol):
@@ -105,14 +106,12 @@ class StreamItems(Protocol):
         """The number of items of an epoch; ``None`` if it is not known."""
 
     def first_item(self, item: int) -> int:
-        """The number of the first item to read for an item in the order of the epoch."""
+        """Return the number of the first item to read for an item in the order of the epoch."""
 
     def last_before(self, epoch: int, item: int, snapshots: Iterable[Snapshot]) -> Snapshot | None:
-        """The last of some states at an item or before, if any."""
+        """Return the last of some states at an item or before, if any."""
 
-    def _read_blocks(
-        self, epoch: int, first: int, snapshot: Snapshot | None, size: int, measure: Measured
-    ) -> ItemBlocks:
+    def _read_blocks(self, epoch: int, first: int, snapshot: Snapshot | None, size: int, measure: Measured) -> Blocks:
         """The items of an epoch from one on, in blocks of ``size``; ``snapshot`` is a state at this item or before.
 
         With ``measure`` each item comes with its length.
@@ -149,7 +148,7 @@ class StreamOrder(FeedOrder):
         return super().__getstate__() | {"_known": self.known, "epochs": None}
 
     def schedule(self, length: int | None = None) -> Schedule:
-        """The schedule of an epoch of ``length`` items, by default the length of the stream.
+        """Return the schedule of an epoch of ``length`` items, by default the length of the stream.
 
         Raises:
             TypeError: ``length`` is ``None``, and the stream has no length or there is a plan.
@@ -159,7 +158,7 @@ class StreamOrder(FeedOrder):
         return super().schedule(len(self.stream) if length is None else length)
 
     def plan_epoch(self, position: Position) -> StreamEpochs:
-        """The epoch at ``position`` from there on."""
+        """Return the epoch at ``position`` from there on."""
         schedule = self.schedule(UNKNOWN_LENGTH)
         schedule.check(position)
         return StreamEpochs(schedule, EpochStart(EpochStats(events=self.events), position), self)
@@ -175,18 +174,18 @@ class StreamOrder(FeedOrder):
         return self.schedule(UNKNOWN_LENGTH).after(position, batches)
 
     def normalize(self, position: Position) -> Position:
-        """The position itself: it is not known whether anything is left of its epoch."""
+        """Return the position itself: it is not known whether anything is left of its epoch."""
         return position
 
     def last_point(self, position: Position, points: Iterable[PlanPoint]) -> PlanPoint:
-        """The last of some points from which a position can be reached; without a plan the position itself."""
+        """Return the last of some points from which a position can be reached; without a plan the position itself."""
         if self.plan is None:
             return PlanPoint(position.epoch, position.consumed)
         before = (each for each in points if each.epoch == position.epoch and each.batches <= position.consumed)
         return max(before, key=lambda each: each.batches, default=PlanPoint(position.epoch))
 
     def sampler_state(self, position: Position) -> str:
-        """The state of the iterable at a position or before, and that of a plan, as JSON.
+        """Return the state of the iterable at a position or before, and that of a plan, as JSON.
 
         Raises:
             StateError: The state of the iterable is not plain.
@@ -234,7 +233,7 @@ class StreamOrder(FeedOrder):
         return self._known if self.epochs is None else self.epochs.known
 
     def _identity(self) -> tuple[int, int]:
-        """The rank and world size of this process, although the schedule of a sharded stream has one rank."""
+        """Return the rank and world size of this process, although the schedule of a sharded stream has one rank."""
         if self._own_shard == "auto":
             self._own_shard = find_shard()
         return self._own_shard or (0, 1)
@@ -289,7 +288,7 @@ class StreamEpochs(EpochStream):
             start = self.after(start)
 
     async def _epoch(self, start: Position) -> AsyncGenerator[Step, None]:
-        """The batches of an epoch and its end."""
+        """Yield the batches of an epoch and its end."""
         stream, plan, number = self._stream, self._order.plan, 0
         snapshots, points = self.known
         point, measure = self._order.last_point(start, points), None
@@ -340,7 +339,7 @@ class StreamEpochs(EpochStream):
 
 
 def _missing(stream: StreamItems, start: Position, schedule: Schedule, items: int) -> FeedError | None:
-    """The error of an epoch that has fewer items than the stream's length, or than were returned before."""
+    """Return the error of an epoch that has fewer items than the stream's length, or than were returned before."""
     length = stream.length
     if start.consumed > schedule.length:  # only with a plan: without one, the reader has found this
         problem = f"batch {start.consumed} of epoch {start.epoch}, which ends after {counted(schedule.length, 'batch')}"
@@ -411,13 +410,13 @@ class ItemWindow:
         self._complete = self._ordered = first + count
 
     def _order_of(self, count: int) -> Sequence[int]:
-        """The order of the next items."""
+        """Return the order of the next items."""
         order = feistel(count, self._seed, self._ordered // self._group) if self._group else sequential
         numbers: list[int] = order(np.arange(count)).tolist()
         return numbers
 
     def ready_batches(self, block: ItemBlock) -> int:
-        """The number of batches of the epoch that can be planned after ``block``.
+        """Return the number of batches of the epoch that can be planned after ``block``.
 
         That is, batches after which another one follows, and all at the end. Complete ones before an error.
         """
@@ -508,5 +507,5 @@ class ReplacementsFromBatch:
         return len(self.indices) + 1
 
     def index_at(self, position: int) -> int:
-        """The index at a position."""
+        """Return the index at a position."""
         return self.indices[position % len(self.indices)]

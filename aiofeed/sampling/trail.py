@@ -10,7 +10,7 @@ from aiofeed.sampling.schedule import Position, Schedule
 
 
 def digest(*parts: object) -> str:
-    """A digest of some values, by their texts."""
+    """Return a digest of some values, by their texts."""
     return hashlib.sha256("\n".join(map(str, parts)).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
@@ -45,14 +45,14 @@ class Trail:
     end: Position = field(default_factory=Position)
 
     def digest(self) -> str:
-        """The digest of all spans."""
+        """Return the digest of all spans."""
         if not self.order:
             return self.before
         end = self.end
         return digest(self.before, self.order, end.epoch, self.first, end.consumed, sorted(end.ahead))
 
     def extended(self, order: str, start: Position, end: Position) -> Trail:
-        """The trail after the samples between two positions of an epoch."""
+        """Return the trail after the samples between two positions of an epoch."""
         if start == end:
             return self
         if (self.order, self.end) == (order, start):
@@ -60,5 +60,5 @@ class Trail:
         return Trail(self.digest(), order, start.consumed, end)
 
     def at(self, position: Position) -> Trail:
-        """The trail of a run that goes on at a position."""
+        """Return the trail of a run that goes on at a position."""
         return self if self.order and self.end == position else Trail(self.digest(), "", position.consumed, position)

@@ -18,7 +18,7 @@ from aiofeed.runtime.cancellation import clear_cancellation
 from aiofeed.runtime.thread_pool import ThreadPool
 from aiofeed.sampling.listers.length_plans import LengthPlan
 from aiofeed.sampling.schedule import Schedule
-from aiofeed.sampling.stream_epochs import ItemBlock, ItemBlocks, ItemNumber, Measured, Shard, Snapshot, StreamOrder
+from aiofeed.sampling.stream_epochs import Blocks, ItemBlock, ItemNumber, Measured, Shard, Snapshot, StreamOrder
 
 log: logging.Logger = logging.getLogger("aiofeed.sources")
 
@@ -166,9 +166,7 @@ class Stream:
     def _new_order(self, schedule: Schedule, shard: Shard, plan: LengthPlan | None) -> StreamOrder:
         return StreamOrder(schedule, shard, self, plan)
 
-    def _read_blocks(
-        self, epoch: int, first: int, snapshot: Snapshot | None, size: int, measure: Measured
-    ) -> ItemBlocks:
+    def _read_blocks(self, epoch: int, first: int, snapshot: Snapshot | None, size: int, measure: Measured) -> Blocks:
         return StreamReader(self, epoch, first, snapshot, measure).blocks(size)
 
     def open_epoch(self, epoch: int) -> Any:
@@ -230,7 +228,7 @@ class StreamReader:
         self._stateful: Any = None
         self._pending: asyncio.Future[Any] | None = None
 
-    async def blocks(self, size: int) -> ItemBlocks:
+    async def blocks(self, size: int) -> Blocks:
         """Blocks of ``size`` items; the first has one more. The last block has ended or has an error.
 
         The state of the iterable is captured before the last item of a block, so at multiples of ``size``.

@@ -38,10 +38,10 @@ class ComputedOrder(Lister, ABC):
 
     @abstractmethod
     def permutation(self, epoch: int) -> Permutation:
-        """The index at each position of an epoch."""
+        """Return the index at each position of an epoch."""
 
     def list_epoch(self, epoch: int, *, resumed: bool) -> ComputedEpoch:
-        """The indices of an epoch, computed on demand."""
+        """Return the indices of an epoch, computed on demand."""
         return ComputedEpoch(self._length, self.permutation(epoch))
 
     def identity(self) -> str:
@@ -49,7 +49,7 @@ class ComputedOrder(Lister, ABC):
         return f"{self.argument} {self.digest}"
 
     def state(self, position: Position) -> str:
-        """What identifies the order, as JSON."""
+        """Return what identifies the order, as JSON."""
         return json.dumps({self.argument: self.digest})
 
     def load_state(self, text: str) -> None:
@@ -87,7 +87,7 @@ class WindowOrder(ComputedOrder):
         return f"{self._width} shard{'s' * (self._width != 1)}"
 
     def permutation(self, epoch: int) -> Permutation:
-        """The index at each position of an epoch."""
+        """Return the index at each position of an epoch."""
         shards = feistel(len(self._starts) - 1, self._seed, epoch)(np.arange(len(self._starts) - 1))
         first, ends = self._starts[shards], np.cumsum(np.diff(self._starts)[shards])
         # The position where each group of shards ends.
@@ -136,7 +136,7 @@ class WeightedOrder(ComputedOrder):
         return f"{len(self)} weight{'s' * (len(self) != 1)}"
 
     def permutation(self, epoch: int) -> Permutation:
-        """The draws of an epoch."""
+        """Return the draws of an epoch."""
         return drawn_from(self._cumulative, epoch_seed(self._seed, epoch))
 
 
@@ -179,7 +179,7 @@ class ExcludingOrder(ComputedOrder):
         return f"{len(self._excluded)} sample{'s' * (len(self._excluded) != 1)}"
 
     def _gaps(self, epoch: int) -> Int64:
-        """The positions of the excluded samples among all, each less the number of gaps before it."""
+        """Return the positions of the excluded samples among all, each less the number of gaps before it."""
         last = self._last
         if last[0] != epoch:
             base, found = self._base, self._excluded
@@ -195,12 +195,12 @@ class ExcludingOrder(ComputedOrder):
         return self._base.permutation(epoch, listed)
 
     def permutation(self, epoch: int) -> Permutation:
-        """The index at each position of an epoch."""
+        """Return the index at each position of an epoch."""
         indices, gaps = self._all(epoch), self._gaps(epoch)
         return lambda positions: indices(positions + np.searchsorted(gaps, positions, side="right"))
 
     def state(self, position: Position) -> str:
-        """What identifies the excluded samples, and the position after the last sample among all, as JSON."""
+        """Return what identifies the excluded samples, and the position after the last sample among all, as JSON."""
         consumed, mixture = position.consumed, self.mixture
         passed = int(np.searchsorted(self._gaps(position.epoch), consumed - 1, side="right")) if consumed else 0
         at = consumed + passed
@@ -217,7 +217,7 @@ class ExcludingOrder(ComputedOrder):
         return super().identity() + ("" if self.mixture is None else self.mixture.identity())
 
     def consumed(self, epoch: int, at: int) -> int:
-        """The position that a position among all samples has here."""
+        """Return the position that a position among all samples has here."""
         gaps = self._gaps(epoch)
         return at - int(np.searchsorted(gaps + np.arange(len(gaps)), at))
 

@@ -38,8 +38,6 @@ OnOversize: TypeAlias = Literal["error", "skip", "truncate"]
 # Samples that are sorted or packed together, of a list and of a stream.
 WINDOW = 16_384
 STREAM_WINDOW = 1024
-# Samples of a batch of a stream, as far as limits depend on them.
-STREAM_SAMPLES = 32
 
 
 class LengthPlan(Plan):
@@ -95,7 +93,7 @@ class LengthPlan(Plan):
         return PlanLister(self, schedule.seed, shuffle=shuffle, drop_last=schedule.drop_last, order=samples)
 
     def measure(self, number: int, sample: Any) -> int:
-        """The length of a sample with this number.
+        """Return the length of a sample with this number.
 
         Raises:
             TypeError, ValueError: It is no int from 1, or the sample cannot be in a batch.
@@ -169,7 +167,7 @@ class LengthPlan(Plan):
 
     @abstractmethod
     def batches(self, order: Int64, rng: np.random.Generator, *, shuffle: bool, drop_last: bool) -> BatchLists:
-        """The batches of an epoch.
+        """Return the batches of an epoch.
 
         Args:
             order: The indices of the epoch's samples, shuffled already. An index may come several times, or never.
@@ -242,7 +240,7 @@ class Buckets(LengthPlan):
         return buckets
 
     def batches(self, order: Int64, rng: np.random.Generator, *, shuffle: bool, drop_last: bool) -> BatchLists:
-        """The batches of an epoch; without ``shuffle`` in the order of their first samples."""
+        """Return the batches of an epoch; without ``shuffle`` in the order of their first samples."""
         buckets = self._buckets()[order]
         pieces: list[Int64] = []
         for bucket, size in enumerate(self.batch_sizes):
@@ -315,7 +313,7 @@ class TokenBudget(LengthPlan):
         return max(1, min(int(self.max_tokens / mean), self.max_samples or self.max_tokens))
 
     def batches(self, order: Int64, rng: np.random.Generator, *, shuffle: bool, drop_last: bool) -> BatchLists:
-        """The batches of an epoch. With ``drop_last``, without the last one if it has room."""
+        """Return the batches of an epoch. With ``drop_last``, without the last one if it has room."""
         lengths = np.minimum(self.lengths, self.max_tokens)
         if self.on_oversize == "skip":
             order = order[self.lengths[order] <= self.max_tokens]
@@ -364,7 +362,7 @@ class TokenBudget(LengthPlan):
 
 
 def first_length(sample: Any) -> int | None:
-    """The first dimension of the first tensor, array or list of numbers in a sample; ``None`` if there is none."""
+    """Return the first dimension of the first tensor, array or list of numbers in a sample; ``None`` without one."""
     if shape := getattr(sample, "shape", ()):
         return int(shape[0])
     if isinstance(sample, list) and all(isinstance(each, int | float) for each in sample[:1]):
@@ -381,7 +379,7 @@ def check_on_oversize(plan: str, value: OnOversize) -> OnOversize:
 
 
 def starts_of(counts: NDArray[np.integer[Any]]) -> Int64:
-    """The start of each of consecutive ranges with these sizes, and the end of the last one."""
+    """Return the start of each of consecutive ranges with these sizes, and the end of the last one."""
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
     return starts
@@ -398,7 +396,7 @@ def _checked_lengths(lengths: Sequence[int] | Int64) -> Int64:
 
 
 def _permuted(lists: BatchLists, order: Int64) -> BatchLists:
-    """The same batches in another order."""
+    """Return the same batches in another order."""
     sizes = np.diff(lists.offsets)[order]
     offsets = starts_of(sizes)
     starts = np.repeat(lists.offsets[:-1][order] - offsets[:-1], sizes)
@@ -445,13 +443,13 @@ class PlanLister(Lister):
         self.plan.check_ranks(ranks)
 
     def __len__(self) -> int:
-        """The number of batches of the epoch listed last; at first of epoch 0."""
+        """Return the number of batches of the epoch listed last; at first of epoch 0."""
         if self._listed is None:
             self._listed = 0, self._new(0)
         return len(self._listed[1])
 
     def list_epoch(self, epoch: int, *, resumed: bool) -> BatchLists:
-        """The batches of an epoch."""
+        """Return the batches of an epoch."""
         if self._listed is None or self._listed[0] != epoch:
             self._listed = epoch, self._new(epoch)
         return self._listed[1]
@@ -471,12 +469,12 @@ class PlanLister(Lister):
         return f"{self.plan.fingerprint()} {self._drop_last} {'' if self.order is None else self.order.identity()}"
 
     def state(self, position: Position) -> str:
-        """What identifies the plan, and the state of the order at the start of the epoch, as JSON."""
+        """Return what identifies the plan, and the state of the order at the start of the epoch, as JSON."""
         order = "" if self.order is None else self.order.state(Position(position.epoch))
         return json.dumps({"plan": self.plan.fingerprint(), "order": order})
 
     def counts(self, position: Position) -> dict[str, int]:
-        """The samples drawn from each source of a mixture before a position, from the first epoch on."""
+        """Return the samples drawn from each source of a mixture before a position, from the first epoch on."""
         before = {} if self.order is None else self.order.counts(Position(position.epoch))
         if self.order is None or not before:
             return {}

@@ -58,12 +58,12 @@ class ShareBlocks:
         return -(-self.length // BLOCK)
 
     def start(self, block: int) -> int:
-        """The place where a block starts."""
+        """Return the place where a block starts."""
         epoch, number = divmod(block, self.per_epoch)
         return epoch * self.length + number * BLOCK
 
     def at(self, place: int) -> int:
-        """The block of a place."""
+        """Return the block of a place."""
         epoch, position = divmod(place, self.length)
         return epoch * self.per_epoch + position // BLOCK
 
@@ -78,15 +78,15 @@ class ConstantShares:
         self.parts: list[int] = [int(fraction * self.unit) for fraction in fractions]
 
     def place(self, source: int, amount: int, block: int) -> int:
-        """The first place before which ``amount`` parts have been drawn."""
+        """Return the first place before which ``amount`` parts have been drawn."""
         return -(-amount // self.parts[source])
 
     def of_block(self, block: int) -> Sequence[int]:
-        """The parts of each source in one sample of a block: the same for each."""
+        """Return the parts of each source in one sample of a block: the same for each."""
         return self.parts
 
     def known_before(self, place: int) -> tuple[int, list[int]]:
-        """The last place up to ``place`` at which the ideal counts are whole numbers; and these counts."""
+        """Return the last place up to ``place`` at which the ideal counts are whole numbers; and these counts."""
         times = place // self.unit
         return times * self.unit, [parts * times for parts in self.parts]
 
@@ -128,7 +128,7 @@ class ChangingShares:
         return self._before[block]
 
     def place(self, source: int, amount: int, block: int) -> int:
-        """The first place before which ``amount`` parts have been drawn; the block's if that is later."""
+        """Return the first place before which ``amount`` parts have been drawn; the block's if that is later."""
         # The weights of an epoch that has not begun are not asked for.
         stop = min(block + LOOK_AHEAD, (block // self._per_epoch + 1) * self._per_epoch)
         for number in range(block, stop):
@@ -140,7 +140,7 @@ class ChangingShares:
         return self._start(stop) + -(-missing // parts) if parts else NEVER
 
     def known_before(self, place: int) -> tuple[int, list[int]]:
-        """The start of the mixture, and counts of 0: the ideal counts of other places need not be whole."""
+        """Return the start of the mixture, and counts of 0: the ideal counts of other places need not be whole."""
         return 0, [0] * len(self._before[0])
 
     def describe(self) -> str:
@@ -175,7 +175,7 @@ class Interleaving:
         return f"{'even' if self._random_seed is None else 'random'}, weights {self.shares.describe()}"
 
     def counts(self, block: int, samples: int = 0) -> list[int]:
-        """The samples of each source before a place: that of the block, or ``samples`` further."""
+        """Return the samples of each source before a place: that of the block, or ``samples`` further."""
         with self._lock:
             counts = self._counts.get(block)
             if counts is None:
@@ -214,7 +214,7 @@ class Interleaving:
             self._counts.pop(block - 2 * per_epoch, None)
 
     def block(self, number: int) -> tuple[Int64, Int64]:
-        """The source of each sample of a block, and the sample's number among all of that source."""
+        """Return the source of each sample of a block, and the sample's number among all of that source."""
         with self._lock:
             found = self._blocks.get(number)
             if found is None:
@@ -232,7 +232,7 @@ class Interleaving:
             return found
 
     def _choose(self, first: int, stop: int, block: int, counts: list[int]) -> Int64:
-        """The sources of the places from ``first`` to ``stop`` in a block; adds them to the counts before."""
+        """Return the sources of the places from ``first`` to ``stop`` in a block; adds them to the counts before."""
         if self._random_seed is not None:
             cumulative = np.cumsum(self.shares.of_block(block)) / self.shares.unit
             sources = drawn_from(cumulative, self._random_seed)(np.arange(first, stop))
@@ -287,7 +287,7 @@ class SourceCourse:
         return SourceCourse(length, self.number + passes, within - count, drawn - within, grown)
 
     def permutation(self, seed: int, number: int) -> Permutation:
-        """The order of a pass. In the pass in which the source grew, new samples are mixed into its rest."""
+        """Return the order of a pass. In the pass in which the source grew, new samples are mixed into its rest."""
         grown = self.grown if number == 0 else ()
         lengths = [*(length for _, length in grown), self.length]
         order = feistel(lengths[0], seed, self.number + number)
@@ -372,7 +372,7 @@ class MixtureOrder(Lister):
         return f"Mixture({', '.join(self._names)})"
 
     def list_epoch(self, epoch: int, *, resumed: bool) -> ComputedEpoch:
-        """The indices of an epoch, computed on demand."""
+        """Return the indices of an epoch, computed on demand."""
         return ComputedEpoch(len(self), lambda positions: self._indices(epoch, positions))
 
     def _indices(self, epoch: int, positions: Int64) -> Int64:
@@ -398,11 +398,11 @@ class MixtureOrder(Lister):
         return 0 if self._restarts else (epoch - self.changed_at.epoch) * self._interleaving.blocks.per_epoch
 
     def _drawn_per_epoch(self) -> list[int]:
-        """The samples of each source in an epoch, if every epoch restarts."""
+        """Return the samples of each source in an epoch, if every epoch restarts."""
         return self._interleaving.counts(self._interleaving.blocks.per_epoch)
 
     def _start(self, epoch: int, source: int) -> int:
-        """Where an epoch begins in the endless list of a source's passes; 0 unless every epoch restarts."""
+        """Return where an epoch begins in the endless list of a source's passes; 0 unless every epoch restarts."""
         if not self._restarts or not epoch:
             return 0
         drawn, length = self._drawn_per_epoch()[source], self._lengths[source]
@@ -419,7 +419,7 @@ class MixtureOrder(Lister):
         return dict(zip(self._names, np.bincount(sources, minlength=len(self._names)).tolist(), strict=True))
 
     def counts(self, position: Position) -> dict[str, int]:
-        """The samples drawn from each source before a position, from the first epoch on."""
+        """Return the samples drawn from each source before a position, from the first epoch on."""
         counts = self._interleaving.counts(*self._block(position))
         if self._restarts and position.epoch:
             counts = [
@@ -429,7 +429,7 @@ class MixtureOrder(Lister):
         return {name: each.earlier + each.shift + drawn.get(name, 0) for name, each in self._course.items()}
 
     def _block(self, position: Position) -> tuple[int, int]:
-        """The block of a position, and the samples in it before the position; padding does not count."""
+        """Return the block of a position, and the samples in it before the position; padding does not count."""
         blocks = self._interleaving.blocks
         number, samples = divmod(min(position.consumed, blocks.length), BLOCK)
         if number == blocks.per_epoch:
@@ -437,11 +437,11 @@ class MixtureOrder(Lister):
         return self._first_block(position.epoch) + number, samples
 
     def name_of(self, index: int) -> str:
-        """The name of the source of an index."""
+        """Return the name of the source of an index."""
         return self._names[int(np.searchsorted(self._offsets, index, side="right")) - 1]
 
     def state(self, position: Position) -> str:
-        """The counts at a position, at the start of its block, and after the epoch before, as JSON."""
+        """Return the counts at a position, at the start of its block, and after the epoch before, as JSON."""
         interleaving = self._interleaving
         block, _ = self._block(position)
         epochs = min(position.epoch, 1) if self._restarts else position.epoch - self.changed_at.epoch
@@ -506,7 +506,7 @@ class MixtureOrder(Lister):
         self.changed_at = position
 
     def _checked(self, block: object, counts: list[object]) -> list[int]:
-        """The counts before a block, if they can be those."""
+        """Return the counts before a block, if they can be those."""
         found = [check_int_from(0, "counts", count) for count in counts]
         start = self._interleaving.blocks.start(check_int_from(0, "block", block))
         if len(found) != len(self._names) or sum(found) != start:

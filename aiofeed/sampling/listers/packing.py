@@ -138,7 +138,7 @@ class Pack(LengthPlan):
         return self.rows * int(max(self.context / mean, 1.0))
 
     def batches(self, order: Int64, rng: np.random.Generator, *, shuffle: bool, drop_last: bool) -> BatchLists:
-        """The batches of an epoch; without ``shuffle``, rows come in the order of their first documents."""
+        """Return the batches of an epoch; without ``shuffle``, rows come in the order of their first documents."""
         sizes = self._sizes[order]
         if self.split:
             rows = _split(sizes, self.context, drop_last=drop_last)
@@ -252,7 +252,7 @@ def _best_fit(sizes: Int32, context: int, window: int) -> _Rows:
 
 
 def _best_fit_decreasing(sizes: Int32, context: int) -> list[int]:
-    """The row of each document, in which it leaves the least room; ``sizes`` descend.
+    """Return the row of each document, in which it leaves the least room; ``sizes`` descend.
 
     10 million log-normal lengths in windows of 16,384 take 3 to 6 s for contexts of 512 to 32,768. To place documents
     of one size together is faster for the shortest of these contexts, and slower for the others.

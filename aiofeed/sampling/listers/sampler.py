@@ -71,7 +71,7 @@ class SamplerAdapter(Lister):
             raise TypeError(f"{type(self._sampler).__name__} has no len(), so the feeder has none") from None
 
     def list_epoch(self, epoch: int, *, resumed: bool) -> EpochList:
-        """The indices or batches of an epoch, in order.
+        """Return the indices or batches of an epoch, in order.
 
         Args:
             epoch: Passed to the sampler's ``set_epoch`` if it has one.
@@ -117,12 +117,12 @@ class SamplerAdapter(Lister):
         return epoch, before | {"digest": digest}
 
     def _checked(self, listed: list[Any]) -> tuple[EpochList, str]:
-        """The epoch of a list of the sampler's items, and its digest."""
+        """Return the epoch of a list of the sampler's items, and its digest."""
         array = index_array(listed, self._length)
         return array, hashlib.sha256(array.tobytes()).hexdigest()[:32]
 
     def identity(self) -> str:
-        """The digest of the epoch listed last."""
+        """Return the digest of the epoch listed last."""
         return "" if self._last is None else str(self._last[1]["digest"])
 
     def repeat_last_epoch(self) -> None:
@@ -131,7 +131,7 @@ class SamplerAdapter(Lister):
             self._loaded = self._last
 
     def state(self, position: Position) -> str:
-        """The state that restores the sampler for the epoch of a position, as JSON.
+        """Return the state that restores the sampler for the epoch of a position, as JSON.
 
         Raises:
             StateError: The sampler's state is not JSON.
@@ -210,7 +210,7 @@ class BatchSamplerAdapter(SamplerAdapter):
 
 
 def batch_lists(batches: Iterable[Sequence[int]], length: int) -> BatchLists:
-    """The batches of a batch sampler for a source of ``length`` samples.
+    """Return the batches of a batch sampler for a source of ``length`` samples.
 
     Raises:
         TypeError: A batch is not a list of ints.
