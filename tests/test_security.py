@@ -19,7 +19,7 @@ from PIL import Image, features
 
 import aiofeed
 from aiofeed import DecodeImage, Feeder, Files, ImageFolder
-from aiofeed.decoders.pillow import FORMATS
+from aiofeed.decoders.geometry import FORMATS
 from aiofeed.errors import DecodeError, ReadError
 from aiofeed.processes.ipc.batch_codec import decode_batch
 from aiofeed.processes.ipc.framing import ProtocolError

@@ -115,7 +115,7 @@ def add_note(error: BaseException, text: str) -> None:
 
 
 def notes_of(error: BaseException) -> list[str]:
-    """The notes of a user's exception; none if its ``__notes__`` is not a list, or raises."""
+    """Return the notes of a user's exception; none if its ``__notes__`` is not a list, or raises."""
     notes: Any = ()
     with contextlib.suppress(Exception, SystemExit):
         notes = getattr(error, "__notes__", ())

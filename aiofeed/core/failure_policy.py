@@ -75,14 +75,14 @@ class FailurePolicy:
         object.__setattr__(self, "retry_on", kinds)
 
     def allowed(self, length: int) -> int:
-        """The maximum number of failed samples per epoch, for a source of ``length`` samples."""
+        """Return the maximum number of failed samples per epoch, for a source of ``length`` samples."""
         if isinstance(self.max_failures, int):
             return self.max_failures
         # Rounded up, so that a fraction of 0.01 allows one bad file among fifty. 1e-9, because 0.07 * 100 exceeds 7.
         return math.ceil(self.max_failures * length - 1e-9)
 
     def is_transient(self, error: BaseException) -> bool:
-        """Whether another attempt to read may succeed."""
+        """Return whether another attempt to read may succeed."""
         if isinstance(error, self.retry_on):
             return True
         if isinstance(error, TimeoutError | ConnectionError | EOFError):  # EOFError: the peer closed the connection
@@ -92,7 +92,7 @@ class FailurePolicy:
 
 
 def as_policy(value: object) -> FailurePolicy:
-    """The policy that ``on_error=`` means: an action or a ``FailurePolicy``."""
+    """Return the policy that ``on_error=`` means: an action or a ``FailurePolicy``."""
     if isinstance(value, FailurePolicy):
         return value
     if isinstance(value, str):

@@ -68,7 +68,7 @@ class FailureCounter:
         self._counted.update(failure.index for failure in failures)
 
     def too_many(self, last: SampleError) -> TooManyFailures | None:
-        """The error to raise if too many samples failed, else ``None``; ``last`` is quoted."""
+        """Return the error to raise if too many samples failed, else ``None``; ``last`` is quoted."""
         if self._policy.action == "raise" or len(self._counted) <= self.allowed:
             return None
         limit = self._policy.max_failures

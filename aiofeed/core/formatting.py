@@ -12,7 +12,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def kind_of(value: object) -> str:
-    """The type of a value with its article: ``"an int"``."""
+    """Return the type of a value with its article: ``"an int"``."""
     name = type(value).__name__
     return f"{'an' if name.startswith((*'aeiouAEIOU', 'ndarray')) else 'a'} {name}"
 

@@ -17,12 +17,12 @@ _MAIN_MODULES = ("__main__", "__mp_main__")
 
 
 def is_namedtuple(value: object) -> bool:
-    """Whether ``value`` is an instance of a ``NamedTuple`` class."""
+    """Return whether ``value`` is an instance of a ``NamedTuple`` class."""
     return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
 def loaded_class(module: str, qualname: str, matches: Callable[[type], bool]) -> type | None:
-    """The class of that name if this process has loaded it and ``matches`` accepts it; nothing is imported.
+    """Return the class of that name if this process has loaded it and ``matches`` accepts it; nothing is imported.
 
     A script's module is ``__main__`` in the process that runs it and ``__mp_main__`` in its children.
     """
@@ -36,7 +36,7 @@ def loaded_class(module: str, qualname: str, matches: Callable[[type], bool]) ->
 
 
 def is_dataclass_instance(value: object) -> bool:
-    """Whether ``value`` is an instance of a dataclass, as opposed to a dataclass itself."""
+    """Return whether ``value`` is an instance of a dataclass, as opposed to a dataclass itself."""
     return hasattr(type(value), "__dataclass_fields__")
 
 

@@ -36,13 +36,13 @@ class SplitMix64:
         self._state = finalize64(seed & MASK64)
 
     def random(self) -> float:
-        """The next number, uniform in [0, 1), 53 bits."""
+        """Return the next number, uniform in [0, 1), 53 bits."""
         self._state = state = (self._state + INCREMENT) & MASK64
         return (finalize64(state) >> 11) * 2.0**-53
 
 
 def seed_from(rng: torch.Generator | None, decoder: object) -> int:
-    """The 64-bit seed that a random decoder draws from ``rng``; ``ValueError`` if that is ``None``."""
+    """Return the 64-bit seed that a random decoder draws from ``rng``; ``ValueError`` if that is ``None``."""
     if rng is None:
         raise ValueError(f"{decoder!r} is random: it needs rng, a torch.Generator")
     import torch

@@ -20,7 +20,7 @@ EVENTS = 20_000
 
 
 def new_events(keep: bool = True) -> deque[Event]:
-    """A ring buffer of events; one that drops them if not ``keep``. Appending is thread-safe and takes 50 ns."""
+    """Return a ring buffer of events; one that drops them if not ``keep``. Appending is thread-safe and takes 50 ns."""
     return deque(maxlen=EVENTS if keep else 0)
 
 
@@ -96,7 +96,7 @@ class EpochStats:
         self.first_batch_s, self.gil_us = first, gil_us
 
     def totals(self) -> dict[str, float]:
-        """The totals by field name, of the fields that ``FeedStatistics`` has."""
+        """Return the totals by field name, of the fields that ``FeedStatistics`` has."""
         return {entry.name: getattr(self, entry.name) for entry in fields(FeedStatistics) if hasattr(self, entry.name)}
 
 
@@ -131,7 +131,7 @@ class StorageStatistics:
 
     @classmethod
     def joined(cls, parts: Sequence[StorageStatistics]) -> StorageStatistics | None:
-        """Those of several sources: sums, and the latencies of the slowest; ``None`` for no source."""
+        """Add up the figures of several sources; a latency is that of the slowest. ``None`` for no source."""
         if not parts:
             return None
         figures = {entry.name: [getattr(part, entry.name) for part in parts] for entry in fields(cls)}

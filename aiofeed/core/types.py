@@ -78,10 +78,10 @@ class Source(Protocol[EncodedT_co]):
     """
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
 
     def key(self, index: int, /) -> str:
-        """The name of a sample for error messages, such as its path or URL."""
+        """Return the name of a sample for error messages, such as its path or URL."""
 
     async def read(self, index: int, /) -> EncodedT_co:
         """Read an encoded sample: ``bytes``, or a tuple or dict of bytes for a sample of several files."""
@@ -203,7 +203,7 @@ class RowDecoder(Protocol):
 
 
 def takes_rng(decoder: Callable[..., Any]) -> bool:
-    """Whether a decoder has a keyword ``rng``, and no ``takes_seed`` that is false.
+    """Return whether a decoder has a keyword ``rng``, and no ``takes_seed`` that is false.
 
     False if its signature cannot be read.
     """
@@ -211,12 +211,12 @@ def takes_rng(decoder: Callable[..., Any]) -> bool:
 
 
 def takes_target(decoder: object) -> bool:
-    """Whether a decoder gets the target, as the keyword ``target``."""
+    """Return whether a decoder gets the target, as the keyword ``target``."""
     return getattr(decoder, "takes_target", False) is True
 
 
 def keywords_of(decoder: Any) -> list[str]:
-    """The keywords with which a decoder, or an ``augment``, is called."""
+    """Return the keywords with which a decoder, or an ``augment``, is called."""
     return ["rng"] * takes_rng(decoder) + ["target"] * takes_target(decoder)
 
 
@@ -230,7 +230,7 @@ def takes_keyword(function: Callable[..., Any], name: str) -> bool:
 
 
 def decodes_in_place(decoder: object) -> bool:
-    """Whether a decoder writes into rows of the batch's memory."""
+    """Return whether a decoder writes into rows of the batch's memory."""
     return hasattr(decoder, "decode_into") and hasattr(decoder, "row")
 
 
@@ -282,7 +282,7 @@ class EpochOrder(Protocol):
         """The number of positions."""
 
     def index_at(self, position: int) -> int | Awaitable[int]:
-        """The index at a position, or an awaitable for it; positions from ``length`` on start again at 0."""
+        """Return the index at a position, or an awaitable for it; positions from ``length`` on start again at 0."""
 
 
 @dataclass(frozen=True, eq=False)

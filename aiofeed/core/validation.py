@@ -34,7 +34,7 @@ CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things for a message: ``"1 sample"``, ``"2 batches"``."""
+    """Return a number of things for a message: ``"1 sample"``, ``"2 batches"``."""
     return f"{number} {noun}" + ("es" if noun.endswith(("s", "ch")) else "s") * (number != 1)
 
 
@@ -61,7 +61,7 @@ def local_ranks(default: int = 1) -> int:
 
 
 def check_int(name: str, value: object) -> int:
-    """The value as an int. Integers of numpy are allowed; bools and floats are not."""
+    """Return the value as an int. Integers of numpy are allowed; bools and floats are not."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     # __index__ is what Python accepts as an index. Tensors and arrays have it too, but also a __len__; so have bools of
@@ -73,7 +73,7 @@ def check_int(name: str, value: object) -> int:
 
 
 def check_int_from(least: int, name: str, value: object) -> int:
-    """The value as an int of at least ``least``."""
+    """Return the value as an int of at least ``least``."""
     number = check_int(name, value)
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
@@ -81,19 +81,19 @@ def check_int_from(least: int, name: str, value: object) -> int:
 
 
 def check_positive_int(name: str, value: object) -> int:
-    """The value as an int of at least 1."""
+    """Return the value as an int of at least 1."""
     return check_int_from(1, name, value)
 
 
 def check_bool(name: str, value: object) -> bool:
-    """The value, which must be a bool."""
+    """Return the value, which must be a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
     return value
 
 
 def check_callable(name: str, value: Any, keywords: Sequence[str] = ()) -> Any:
-    """The value, which must be ``None`` or an ordinary function that takes one argument and ``keywords``."""
+    """Return the value, which must be ``None`` or an ordinary function that takes one argument and ``keywords``."""
     if value is None:
         return value
     if not callable(value):
@@ -118,7 +118,7 @@ def check_callable(name: str, value: Any, keywords: Sequence[str] = ()) -> Any:
 
 
 def check_bytes(decoder: object, data: object, file: str = "file") -> bytes:
-    """The bytes of one file, which a decoder gets."""
+    """Return the bytes of one file, which a decoder gets."""
     if isinstance(data, bytes):
         return data
     takes = f"{decoder} takes the bytes of one {file}, "
@@ -138,7 +138,7 @@ def check_bytes(decoder: object, data: object, file: str = "file") -> bytes:
 
 
 def check_returned(name: str, value: Any, number: int | None = None) -> Any:
-    """The batch that a user's function has returned; ``TypeError`` if it has returned ``None``."""
+    """Return the batch that a user's function has returned; ``TypeError`` if it has returned ``None``."""
     if value is None:
         batch = "" if number is None else f" for batch {number}"
         raise TypeError(f"{name} returned None{batch}: return the batch, also if it was changed in place")
@@ -146,7 +146,7 @@ def check_returned(name: str, value: Any, number: int | None = None) -> Any:
 
 
 def check_seed(value: object) -> int:
-    """The value as a seed; a torch generator takes it plus any epoch number."""
+    """Return the value as a seed; a torch generator takes it plus any epoch number."""
     if value is None:
         raise TypeError("seed must be an int, got None; for another order in each run: seed=random.randrange(2**62)")
     seed = check_int("seed", value)
@@ -156,7 +156,7 @@ def check_seed(value: object) -> int:
 
 
 def check_epoch(name: str, value: object) -> int:
-    """The value as the number of an epoch; below 2**32, so that its samples can be counted in 64 bits."""
+    """Return the value as the number of an epoch; below 2**32, so that its samples can be counted in 64 bits."""
     epoch = check_int_from(0, name, value)
     if epoch >= 1 << 32:
         raise ValueError(f"{name} must be below 2**32, got {epoch}")
@@ -254,7 +254,7 @@ def explain_arguments(
 
 
 def is_async_function(value: Any) -> bool:
-    """Whether calling the value returns a coroutine."""
+    """Return whether calling the value returns a coroutine."""
     return _is_kind(inspect.iscoroutinefunction, value)
 
 

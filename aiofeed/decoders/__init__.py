@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from aiofeed.decoders.image import DecodeImage
-    from aiofeed.decoders.pairs import DecodePair
-    from aiofeed.decoders.records import DecodeJSON, DecodeNumpy, DecodeTensor
+from aiofeed import _load_addon
 
 __all__ = ["DecodeImage", "DecodeJSON", "DecodeNumpy", "DecodePair", "DecodeTensor"]
-_HOMES = {"DecodeImage": "image", "DecodePair": "pairs"}
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"aiofeed.decoders.{_HOMES.get(name, 'records')}")
-    value: object = getattr(module, name)
-    return value
+    return _load_addon(name, f"{__name__}.{name}")

@@ -213,5 +213,5 @@ def _tv_tensors(given: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _is_of(augment: object, package: str) -> bool:
-    """Whether a transform is of a package, or of a subclass of its transforms."""
+    """Return whether a transform is of a package, or of a subclass of its transforms."""
     return any(f"{kind.__module__}.".startswith(f"{package}.") for kind in type(augment).__mro__)

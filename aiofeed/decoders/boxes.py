@@ -75,7 +75,7 @@ class Objects:
             self.keypoints[~((x >= 0) & (x < width) & (y >= 0) & (y < height) & (visible > 0))] = 0
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The boxes, and the places of the keypoints, by name."""
+        """Return the boxes, and the places of the keypoints, by name."""
         found = {"boxes": self.boxes, "keypoints": None if self.keypoints is None else self.keypoints[..., :2].copy()}
         return {name: array for name, array in found.items() if array is not None}
 

@@ -1,5 +1,7 @@
 """Computes the part of a picture that a sample shows, and the scale at which a JPEG is decoded for it. Pure arithmetic.
 
+Also has the limits that all decoders of images share.
+
 Lengths are pixels of the upright picture (EXIF orientation applied) unless a name says otherwise. A box is
 (left, upper, right, lower), in fractions of pixels, inside the picture.
 """
@@ -12,6 +14,15 @@ from typing import NamedTuple, TypeAlias
 from aiofeed.core.random_numbers import SplitMix64
 
 Box: TypeAlias = tuple[float, float, float, float]
+
+# The formats that training data comes in. Left out: EPS, which Pillow passes to Ghostscript, a PostScript interpreter;
+# formats without a signature (TGA, PCD, IM, ...), which accept damaged files of other formats; containers of further
+# formats (ICO, ICNS, BLP, IPTC); formats that Pillow only identifies (WMF, HDF5, MPEG, ...); rare formats.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
+# Bytes of metadata before the first pixel. Pillow joins the segments of a JPEG's EXIF, and the blocks of a GIF's
+# comment, one by one, and copies the result each time: metadata of this size takes some seconds, ten times as much a
+# hundred times that. Cameras write less than 10 MiB into a JPEG, thumbnails and depth maps included.
+JPEG_METADATA_BYTES = 32 << 20
 
 # EXIF orientations that reverse the upright picture's x axis (y axis) relative to the stored axis it comes from.
 _REVERSES_X = frozenset({2, 3, 6, 7})
@@ -35,7 +46,7 @@ class View(NamedTuple):
 
 
 def center_box(width: int, height: int, size: int, resize: int) -> Box:
-    """The box of a picture that torchvision's ``Resize(resize)`` and ``CenterCrop(size)`` keep.
+    """Return the box of a picture that torchvision's ``Resize(resize)`` and ``CenterCrop(size)`` keep.
 
     The long side becomes ``int(resize * long / short)``; the crop starts at ``round((side - size) / 2)``, half to even.
     """
@@ -115,7 +126,7 @@ def jpeg_factor(box: Box, target_width: int, target_height: int) -> int:
 
 
 def draft_size(width: int, height: int, factor: int) -> tuple[int, int]:
-    """The (width, height) to pass to ``Image.draft`` so that it uses exactly ``factor``.
+    """Return the (width, height) to pass to ``Image.draft`` so that it uses exactly ``factor``.
 
     ``draft`` uses the largest of 8, 4, 2, 1 that is at most ``min(width // w, height // h)``. Rounding the request
     down keeps both quotients in [factor, 2 * factor); rounding it up would not (9 // ceil(9 / 8) is 4).

@@ -19,25 +19,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import PIL
-from PIL import Image
 
+from aiofeed import _load_addon
 from aiofeed.core.random_numbers import SplitMix64, seed_from
 from aiofeed.core.types import Row, public
 from aiofeed.core.validation import check_bool, check_bytes, check_positive_int, explain_arguments
-from aiofeed.decoders.geometry import Box, View, center_box, map_box, random_box
+from aiofeed.decoders.geometry import FORMATS, Box, View, center_box, map_box, random_box
 from aiofeed.decoders.native_jpeg import NativeDecoder, native_decoder, required_native_decoder
-from aiofeed.decoders.pillow import FORMATS, decode_kept, known_formats, load_picture, render
-from aiofeed.decoders.plain import (
-    PNG_SIGNATURE,
-    decode_jpeg_into,
-    decode_png_into,
-    required_simplejpeg_decoder,
-    simplejpeg_decoder,
-)
+
+# The modules `plain` and `pillow` are imported where they are needed: the native library decodes most files.
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
+    from PIL import Image
 
 # Pillow and Pillow-SIMD install the same package, and many packages install Pillow: log which one is in use.
 _PILLOW = f"{'Pillow-SIMD' if '.post' in PIL.__version__ else 'Pillow'} {PIL.__version__}"
@@ -174,7 +169,9 @@ class DecodeImage:
         if self.backend == "native" and not self.scaled:
             raise ValueError('backend="native" is not exact, so it needs scaled=True; scaled=False is for exact pixels')
         if self.backend == "turbo":
-            required_simplejpeg_decoder()
+            from aiofeed.decoders import plain
+
+            plain.required_simplejpeg_decoder()
         elif self.backend == "native":
             required_native_decoder()
         assign(self, "takes_seed", self.crop == "random" or self.flip or self.augment is not None)
@@ -182,9 +179,8 @@ class DecodeImage:
         if self.mode == "keep":
             return  # without a row it is a decoder that returns its samples
         if self.augment is not None:
-            from aiofeed.decoders.augment import Augmentation  # imports torch
-
-            assign(self, "_augment_row", Augmentation(self.augment, alone=True).augment_row)
+            augmentation = _load_addon("Augmentation", "augment=")  # imports torch
+            assign(self, "_augment_row", augmentation(self.augment, alone=True).augment_row)
         assign(self, "row", Row((*self._shape, 3), "uint8", (2, 0, 1)))
         assign(self, "cached_row", self.row)
         if self.cached_size is not None:
@@ -202,6 +198,8 @@ class DecodeImage:
         seed = seed_from(rng, self) if self.takes_seed else None
         if self.mode == "keep":
             size = None if self.size is None else self._shape[::-1]
+            from aiofeed.decoders.pillow import decode_kept
+
             choose_view = functools.partial(self.view, seed=seed)
             limits: Any = {"max_pixels": self.max_pixels, "formats": self.formats}
             return torch.from_numpy(decode_kept(_as_bytes(data), choose_view, size=size, **limits))
@@ -293,7 +291,7 @@ class DecodeImage:
         return errors
 
     def _native(self) -> NativeDecoder | None:
-        """The native library, or ``None`` if it is not installed or the settings rule it out."""
+        """Return the native library, or ``None`` if it is not installed or the settings rule it out."""
         if not self.scaled or self.backend in ("pillow", "turbo") or not self._allows_jpeg():
             return None
         # Looked up at each call: a decoder may be pickled on one machine and decode on another.
@@ -311,28 +309,27 @@ class DecodeImage:
             self._decode_alone(data, out, choose_view)
 
     def _decode_alone(self, data: bytes, out: NDArray[np.uint8], choose_view: Callable[[int, int], View]) -> None:
-        """Like ``_decode``, with simplejpeg, imagecodecs or Pillow."""
+        """Decode like ``_decode``, with simplejpeg, imagecodecs or Pillow."""
+        from aiofeed.decoders import plain
+
         if self.backend in ("auto", "turbo") and self._allows_jpeg():
             any_size = self.backend == "turbo"
-            simplejpeg = required_simplejpeg_decoder() if any_size else simplejpeg_decoder()
-            if simplejpeg is not None and decode_jpeg_into(
+            simplejpeg = plain.required_simplejpeg_decoder() if any_size else plain.simplejpeg_decoder()
+            if simplejpeg is not None and plain.decode_jpeg_into(
                 out, data, choose_view, simplejpeg, scaled=self.scaled, max_pixels=self.max_pixels, any_size=any_size
             ):
                 return
-        is_png = data.startswith(PNG_SIGNATURE) and self.backend != "pillow" and "PNG" in self.formats
-        if is_png and decode_png_into(out, data, choose_view, max_pixels=self.max_pixels):
+        is_png = data.startswith(plain.PNG_SIGNATURE) and self.backend != "pillow" and "PNG" in self.formats
+        if is_png and plain.decode_png_into(out, data, choose_view, max_pixels=self.max_pixels):
             return
-        picture, view = self._load(data, choose_view, (out.shape[1], out.shape[0]))
-        render(picture, view, out)
+        self._decode_with_pillow(data, choose_view, out)
 
-    def _load(
-        self, data: bytes, choose_view: Callable[[int, int], View], target: tuple[int, int]
-    ) -> tuple[Image.Image, View]:
-        """An upright picture, loaded by Pillow, and its view, to be resized to ``target`` (width, height)."""
-        target_if_scaled = target if self.scaled else None
-        return load_picture(
-            data, choose_view, target=target_if_scaled, max_pixels=self.max_pixels, formats=self.formats
-        )
+    def _decode_with_pillow(self, data: bytes, choose_view: Callable[[int, int], View], out: NDArray[np.uint8]) -> None:
+        """Write the view of an upright picture, loaded by Pillow, into ``out``."""
+        from aiofeed.decoders.pillow import load_picture, render
+
+        target = (out.shape[1], out.shape[0]) if self.scaled else None
+        render(*load_picture(data, choose_view, target=target, max_pixels=self.max_pixels, formats=self.formats), out)
 
     @property
     def _cached_shape(self) -> tuple[int, int]:
@@ -359,9 +356,8 @@ class DecodeImage:
             return View((0, 0, width, height))
 
         height, width = self._cached_shape
-        picture, view = self._load(data, whole_picture, (width, height))
         pixels = np.empty((height, width, 3), np.uint8)
-        render(picture, view, pixels)
+        self._decode_with_pillow(data, whole_picture, pixels)
         out[: pixels.size] = pixels.reshape(-1)
         out[pixels.size :] = np.frombuffer(_ORIGINAL_SIZE.pack(*original), np.uint8)
 
@@ -369,6 +365,8 @@ class DecodeImage:
         """Write into ``out``, of ``row``, the view that ``seed`` selects of a cached picture."""
         height, width, _ = self.row.shape
         if self.crop == "random":
+            from aiofeed.decoders.pillow import render
+
             render(*self._crop_cached_picture(cached, seed), out)
         elif self.takes_seed and self.view(width, height, seed).flip:
             for channel in range(3):  # numpy reverses single bytes faster than groups of three
@@ -379,7 +377,9 @@ class DecodeImage:
             self._augment_row(out, seed or 0)
 
     def _crop_cached_picture(self, cached: NDArray[np.uint8], seed: int | None) -> tuple[Image.Image, View]:
-        """The rows of a cached picture that the view of a seed needs, and that view in their pixels."""
+        """Return the rows of a cached picture that the view of a seed needs, and that view in their pixels."""
+        from PIL import Image
+
         height, width = self._cached_shape
         original: tuple[int, int] = _ORIGINAL_SIZE.unpack(cached[height * width * 3 :].tobytes())
         box, flip = self.view(*original, seed)
@@ -410,7 +410,7 @@ class DecodeImage:
         return f"{type(self).__name__}: {form}, {rules}, {versions}"
 
     def view(self, width: int, height: int, seed: int | None = None) -> View:
-        """The part of an upright picture of width x height pixels that ``seed`` selects. Pure."""
+        """Return the part of an upright picture of width x height pixels that ``seed`` selects. Pure."""
         if not self.takes_seed:
             return View(self._fixed_box(width, height))
         if seed is None:
@@ -431,7 +431,7 @@ class DecodeImage:
 
 
 def _parse_size(name: str, size: Any) -> int | tuple[int, int]:
-    """An int of at least 1, or a pair of them as a tuple."""
+    """Return an int of at least 1, or a pair of them as a tuple."""
     if isinstance(size, (tuple, list)):
         if len(size) != 2:
             raise ValueError(f"{name} must be an int or a pair (height, width), got {size!r}")
@@ -442,7 +442,7 @@ def _parse_size(name: str, size: Any) -> int | tuple[int, int]:
 
 
 def _parse_range(name: str, value: Any, *, highest: float) -> tuple[float, float]:
-    """A pair of finite numbers above 0, in ascending order."""
+    """Return a pair of finite numbers above 0, in ascending order."""
     allowed = f"0 < low <= high{' <= 1' if highest == 1.0 else ''}"
     try:
         low, high = (float(bound) for bound in value)
@@ -463,8 +463,11 @@ def _parse_formats(formats: Any) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.upper() for name in formats))
     if not names:
         raise ValueError("formats must contain at least one name, got none")
-    # known_formats() loads all plugins: skip it if every name is a default one, installed or not.
-    if not set(names) <= set(FORMATS) and (unknown := set(names) - known_formats()):
+    if set(names) <= set(FORMATS):  # installed or not
+        return names
+    from aiofeed.decoders.pillow import known_formats
+
+    if unknown := set(names) - known_formats():  # this loads all plugins
         known = ", ".join(sorted(known_formats()))
         raise ValueError(f"formats contains {min(unknown)!r}, which this Pillow cannot open; it can open {known}")
     return names

@@ -15,6 +15,8 @@ from typing import Any
 
 from PIL import ExifTags, Image, TiffImagePlugin
 
+from aiofeed.decoders.geometry import JPEG_METADATA_BYTES
+
 _ORIENTATION = ExifTags.Base.Orientation.value
 _SUBDIRECTORIES = {ExifTags.IFD.Exif.value, ExifTags.IFD.GPSInfo.value, ExifTags.IFD.Interop.value}
 _STRIP_TAGS = {273: "strips", 324: "tiles"}
@@ -34,16 +36,13 @@ MAX_STRIPS = 1 << 20
 # The scans of a progressive JPEG may cover this many pictures of max_pixels. A scan visits all pixels and may be ten
 # bytes long, so without a limit one small file could take hours. Real files have about ten scans.
 MAX_SCANS = 16
-# Bytes of metadata before the first pixel. Pillow joins the segments of a JPEG's EXIF, and the blocks of a GIF's
-# comment, one by one, and copies the result each time: metadata of this size takes some seconds, ten times as much a
-# hundred times that. Cameras write less than 10 MiB into a JPEG, thumbnails and depth maps included.
-JPEG_METADATA_BYTES = 32 << 20
+# As JPEG_METADATA_BYTES.
 GIF_METADATA_BYTES = 4 << 20
 
 
 @functools.cache
 def _uses_first_of_equal_tags() -> bool:
-    """Whether this Pillow uses the first of two equal tags, and skips tags whose total size exceeds the file.
+    """Return whether this Pillow uses the first of two equal tags, and skips tags whose total size exceeds the file.
 
     Pillow 13 does. Pillow 12 uses the last one, and stops at a tag that points past the end.
     """
@@ -171,7 +170,7 @@ def _orientation_in_xmp(match: re.Match[str] | re.Match[bytes] | None) -> int:
 
 
 def orientation_in_exif(exif: bytes) -> int | None:
-    """The orientation that Pillow's EXIF parser finds; ``None`` if there is none, 1 if its value is invalid.
+    """Return the orientation that Pillow's EXIF parser finds; ``None`` if there is none, 1 if its value is invalid.
 
     Raises:
         ValueError: ``exif`` does not begin with a TIFF header.

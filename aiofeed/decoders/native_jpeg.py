@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aiofeed.decoders.geometry import View, jpeg_factor, stored_box
-from aiofeed.decoders.metadata import JPEG_METADATA_BYTES
-from aiofeed.decoders.plain import read_header
+from aiofeed.decoders.geometry import JPEG_METADATA_BYTES, View, jpeg_factor, stored_box
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -101,6 +99,8 @@ class NativeDecoder:
         for i, (kind, stored_width, stored_height) in enumerate(headers.tolist()):
             orientation = 1
             if kind == _WITH_METADATA:
+                from aiofeed.decoders.plain import read_header
+
                 header = read_header(data[i])
                 kind, orientation = (kind, 1) if header is None else (_PLAIN, header.orientation)
             if kind != _PLAIN or stored_width * stored_height > max_pixels:
@@ -128,7 +128,7 @@ class NativeDecoder:
 
 
 def load_native_decoder() -> tuple[str, NativeDecoder | None]:
-    """The library, or why there is none: it was not built, or was built and cannot be loaded."""
+    """Return the library, or why there is none: it was not built, or was built and cannot be loaded."""
     if not LIBRARY.exists():
         return "was not built", None
     try:
@@ -139,7 +139,7 @@ def load_native_decoder() -> tuple[str, NativeDecoder | None]:
 
 @functools.cache
 def native_decoder() -> NativeDecoder | None:
-    """The library, or ``None`` if it was not built or cannot be used."""
+    """Return the library, or ``None`` if it was not built or cannot be used."""
     problem, decoder = load_native_decoder()
     if decoder is None:
         # Once, because slower decoding would go unnoticed.
@@ -155,7 +155,7 @@ def native_decoder() -> NativeDecoder | None:
 
 
 def required_native_decoder() -> NativeDecoder:
-    """The library.
+    """Return the library.
 
     Raises:
         ImportError: it was not built; the message says how to build it.

@@ -19,9 +19,9 @@ from aiofeed.core.random_numbers import seed_from
 from aiofeed.core.types import public
 from aiofeed.core.validation import explain_arguments
 from aiofeed.decoders.boxes import Objects
-from aiofeed.decoders.geometry import View, map_box
+from aiofeed.decoders.geometry import FORMATS, View, map_box
 from aiofeed.decoders.image import DecodeImage
-from aiofeed.decoders.pillow import FORMATS, load_picture
+from aiofeed.decoders.pillow import load_picture
 
 if TYPE_CHECKING:
     import torch
@@ -137,7 +137,7 @@ class DecodePair:
         return np.concatenate([*parts, np.frombuffer(_SIZE.pack(*size), np.uint8)])
 
     def augment_cached(self, cached: NDArray[np.uint8], /, *, rng: torch.Generator, target: Any = _NOTHING) -> Any:
-        """The sample of its cached form."""
+        """Return the sample of its cached form."""
         seed, decoder = self._seed(rng), self.image
         stored, masked = cached[: -_SIZE.size], math.prod(decoder.cached_row.shape)
         size: tuple[int, int] = _SIZE.unpack(cached[-_SIZE.size :].tobytes())
@@ -162,7 +162,7 @@ class DecodePair:
         return seed_from(rng, self)
 
     def _files(self, data: Any) -> tuple[bytes, bytes | None]:
-        """The bytes of the image and of the mask."""
+        """Return the bytes of the image and of the mask."""
         files: Sequence[Any]
         if isinstance(data, Mapping):
             if self.fields is None:
@@ -197,7 +197,7 @@ class DecodePair:
         return size, view
 
     def _decode_mask(self, data: bytes, size: tuple[int, int], view: View, shape: tuple[int, ...]) -> NDArray[Any]:
-        """The numbers of a view of the mask, resized to ``shape``."""
+        """Return the numbers of a view of the mask, resized to ``shape``."""
 
         def same_view(width: int, height: int) -> View:
             if (width, height) != size:
@@ -234,7 +234,7 @@ class DecodePair:
         seed: int | None,
         target: Any,
     ) -> Any:
-        """The sample of an image and a mask, with its target."""
+        """Return the sample of an image and a mask, with its target."""
         import torch
 
         notes = target if isinstance(target, Mapping) else {}
@@ -276,7 +276,7 @@ def _of(part: str) -> Iterator[None]:
 
 
 def _check_numbers(mask: Image.Image) -> Image.Image:
-    """The mask, which must have one channel of integers; a palette is left out."""
+    """Return the mask, which must have one channel of integers; a palette is left out."""
     if mask.mode not in ("1", "L", "P", "I") and not mask.mode.startswith("I;16"):
         raise ValueError(
             f"it has the mode {mask.mode}, and a mask has one channel of class numbers (L, P, 1 or I): save numbers in "
@@ -286,7 +286,7 @@ def _check_numbers(mask: Image.Image) -> Image.Image:
 
 
 def _nearest(mask: NDArray[Any], view: View, shape: tuple[int, ...]) -> NDArray[Any]:
-    """A view of a mask, resized to the nearest pixel: that below the centre of each new one."""
+    """Return a view of a mask, resized to the nearest pixel: that below the centre of each new one."""
     left, upper, right, lower = view.box
     rows = (upper + (np.arange(shape[0]) + 0.5) * ((lower - upper) / shape[0])).astype(np.intp)
     columns = (left + (np.arange(shape[1]) + 0.5) * ((right - left) / shape[1])).astype(np.intp)
@@ -294,7 +294,7 @@ def _nearest(mask: NDArray[Any], view: View, shape: tuple[int, ...]) -> NDArray[
 
 
 def _kept(name: str, values: Any, kept: NDArray[np.int64], count: int) -> Any:
-    """The items of an entry of the target that belong to boxes that are kept."""
+    """Return the items of an entry of the target that belong to boxes that are kept."""
     if not hasattr(values, "__len__") or len(values) != count:
         raise ValueError(f'"{name}" of the target must have one item per box, {count} in all, got {values!r}')
     if isinstance(values, list | tuple) and not all(isinstance(each, Number) for each in values):

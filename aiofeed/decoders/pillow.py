@@ -25,7 +25,7 @@ import numpy as np
 from PIL import Image, ImageFile, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 
-from aiofeed.decoders.geometry import View, draft_size, jpeg_factor, scaled_box
+from aiofeed.decoders.geometry import FORMATS, View, draft_size, jpeg_factor, scaled_box
 from aiofeed.decoders.metadata import check_metadata, check_scans, check_tiff, orientation_of
 
 if TYPE_CHECKING:
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("aiofeed.decoders")
 
-# The formats that training data comes in. Left out: EPS, which Pillow passes to Ghostscript, a PostScript interpreter;
-# formats without a signature (TGA, PCD, IM, ...), which accept damaged files of other formats; containers of further
-# formats (ICO, ICNS, BLP, IPTC); formats that Pillow only identifies (WMF, HDF5, MPEG, ...); rare formats.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
 _MULTI_PICTURE = "MPO"  # a JPEG followed by further JPEGs; Pillow has no separate plugin that accepts it
 # Replaces the message that Pillow gives if a plugin finds no mode, or a side of 0.
 _CLEARER_MESSAGES = {"not identified by this driver": "its header gives no pixels"}
@@ -111,7 +107,7 @@ def _load_plugins(*, all_formats: bool) -> list[str]:
 
 
 def known_formats() -> set[str]:
-    """The names that ``formats`` may contain: all formats with a plugin, third-party plugins included."""
+    """Return the names that ``formats`` may contain: all formats with a plugin, third-party plugins included."""
     _load_plugins(all_formats=True)
     return {*Image.OPEN, *FORMATS, _MULTI_PICTURE}
 
@@ -201,7 +197,7 @@ def _open_with_plugins(data: bytes, formats: Collection[str]) -> ImageFile.Image
 
 
 def _has_signature(name: str, prefix: bytes) -> bool:
-    """Whether a plugin accepts ``prefix`` as the start of a file of its format."""
+    """Return whether a plugin accepts ``prefix`` as the start of a file of its format."""
     accept = Image.OPEN[name][1]
     try:
         return accept is not None and accept(prefix) in (True, 1)
@@ -309,7 +305,7 @@ def _mend_tiff(image: Any, *, as_stored: bool) -> None:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """The loaded ``image`` in mode RGB; ``image`` itself if it is RGB.
+    """Return the loaded ``image`` in mode RGB; ``image`` itself if it is RGB.
 
     Modes of up to 8 bits are converted by Pillow's ``convert("RGB")``: alpha is dropped, not composed. Pillow would
     clip the other modes; they are scaled by fixed rules:
@@ -415,7 +411,7 @@ def decode_kept(
 
 
 def _exact(image: Image.Image, data: bytes) -> tuple[np.dtype[Any], Image.Image]:
-    """The dtype of the samples of a loaded file, and a picture with their values.
+    """Return the dtype of the samples of a loaded file, and a picture with their values.
 
     Raises:
         ValueError: Pillow does not give their values.

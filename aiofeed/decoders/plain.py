@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from aiofeed.decoders.geometry import View, jpeg_factor, scaled_box
-from aiofeed.decoders.metadata import JPEG_METADATA_BYTES, orientation_in_info
+from aiofeed.decoders.geometry import JPEG_METADATA_BYTES, View, jpeg_factor, scaled_box
+from aiofeed.decoders.metadata import orientation_in_info
 from aiofeed.decoders.pillow import check_pixels, render, turn_upright
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def required_simplejpeg_decoder() -> Callable[..., Any]:
 
 
 def read_header(data: bytes) -> JpegHeader | None:
-    """The header of a plain JPEG, or ``None`` for data that Pillow has to decode. Source: ITU T.81, annex B."""
+    """Return the header of a plain JPEG, or ``None`` for data that Pillow has to decode. Source: ITU T.81, annex B."""
     if len(data) > JPEG_METADATA_BYTES or not data.startswith(b"\xff\xd8\xff"):
         return None
     at, width = 2, 0
@@ -196,7 +196,7 @@ def decode_jpeg_into(
 def _decode_jpeg(
     decoder: Callable[..., Any], data: bytes, mode: str, size: tuple[int, int], factor: int
 ) -> NDArray[np.uint8] | None:
-    """The pixels at 1/``factor``, which has ``size`` (width, height); ``None`` if libjpeg warns or fails."""
+    """Return the pixels at 1/``factor``, which has ``size`` (width, height); ``None`` if libjpeg warns or fails."""
     width, height = size
     try:
         # strict turns libjpeg's warnings (a truncated file, a broken code) into errors, and Pillow decodes the file.

@@ -51,7 +51,7 @@ class Admission:
             self.room.set()
 
     def has_room(self, samples: int) -> bool:
-        """Whether a batch of ``samples`` may start."""
+        """Return whether a batch of ``samples`` may start."""
         if self.closed:
             return True
         if not self.batches_have_room:
@@ -65,7 +65,7 @@ class Admission:
         return self._buffer.assembling + self._buffer.waiting < most
 
     def may_read(self, samples: int) -> bool:
-        """Whether ``samples`` more may be read now; always if nothing is being read.
+        """Return whether ``samples`` more may be read now; always if nothing is being read.
 
         The limit may fall below the size of a chunk while the chunk waits.
         """
@@ -130,7 +130,7 @@ class MemoryBudget:
         return int(self._per_sample * samples)
 
     def admits(self, samples: int) -> bool:
-        """Whether a batch of ``samples`` fits."""
+        """Return whether a batch of ``samples`` fits."""
         if self._batches == 0:
             return True
         if not self.known:

@@ -78,13 +78,13 @@ class Batch:
         self.counters.retries += read.retries
         self.encoded_bytes += read.nbytes
 
-    def count_reading(self, seconds: float, samples: int, *, apart: bool) -> None:
-        """Add the time that the reads of a chunk took; ``apart``: few others were in flight when they began."""
+    def count_reading(self, seconds: float, samples: int, *, few_in_flight: bool) -> None:
+        """Add the time that the reads of a chunk took, and whether few others were in flight when they began."""
         counters = self.counters
         counters.samples_read += samples
         counters.reading_s += seconds * samples
         counters.reading_square_s += seconds**2 * samples
-        if apart:
+        if few_in_flight:
             counters.samples_read_apart += samples
             counters.reading_apart_s += seconds * samples
 
@@ -139,8 +139,8 @@ class ReorderBuffer:
         prefetch_batches: most batches that are being decoded, or are finished and wait for the consumer.
 
     Attributes:
-        first_alone: the first batch runs alone until its size is known. Out of order it may be a slow one, which must
-            not delay the others.
+        first_alone: the first batch runs alone until its size is known. With ``in_order=False`` the first batch may
+            be slow and must not hold up the others.
     """
 
     def __init__(self, *, in_order: bool, prefetch_batches: int) -> None:

@@ -101,7 +101,7 @@ class ChunkAssembly(Assembly):
             self._tuner.decoding.warm = True
 
     def waiting_for(self, batch: Batch) -> tuple[str, ...]:
-        """The samples that are being read or decoded, and since when."""
+        """Return the samples that are being read or decoded, and since when."""
         if not (chunks := sorted(batch.under_way.items())):
             reads = f"{batch.unread} of its chunks are not read" if batch.unread else "all of it is read"
             return (f"{reads}, and none is being read or decoded: other batches use the threads or the memory",)
@@ -150,7 +150,7 @@ class ChunkAssembly(Assembly):
         self.chunk_size: int = samples_per_job((least, most), limits.decode_threads, samples, batches)
 
     def samples_per_read(self) -> int:
-        """How many samples one task reads."""
+        """Return how many samples one task reads."""
         return self.chunk_size
 
     # --- reading and decoding
@@ -160,7 +160,7 @@ class ChunkAssembly(Assembly):
         started, concurrency = time.perf_counter(), self._admission.limits.read_concurrency
         batch.under_way[start] = "reading", started, stop, ()
         self._reading += stop - start
-        apart = 2 * self._reading <= concurrency
+        few_in_flight = 2 * self._reading <= concurrency
         late_s = self._late_s()
         try:
             read = await self._fetcher.read(batch.plan.indices[start:stop])
@@ -180,7 +180,7 @@ class ChunkAssembly(Assembly):
         batch.count_read(read)
         batch.counters.events.append(("read", "reads", started, ended, batch.plan.number, stop - start, read.nbytes))
         if read.waited:
-            batch.count_reading(seconds, stop - start, apart=apart)
+            batch.count_reading(seconds, stop - start, few_in_flight=few_in_flight)
         if log.isEnabledFor(logging.DEBUG):
             ms = (ended - started) * 1e3
             log.debug("batch %d: read samples %d to %d in %.1f ms", batch.plan.number, start, stop - 1, ms)

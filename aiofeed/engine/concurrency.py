@@ -104,7 +104,7 @@ class JobTimer:
         self._wall, self._cpu = time.perf_counter(), time.thread_time()
 
     def job(self, samples: int, nbytes: int = 0) -> JobTiming:
-        """The timing of a job that decoded ``samples``, and read and wrote ``nbytes``."""
+        """Return the timing of a job that decoded ``samples``, and read and wrote ``nbytes``."""
         wall, cpu = time.perf_counter() - self._wall, time.thread_time() - self._cpu
         threads = self._threads if self._threads == _busy_threads(self._pool) else 0
         pool_cpu = machine.threads_cpu_s(self._pool.core_waits) - self._pool_cpu
@@ -112,7 +112,7 @@ class JobTimer:
 
 
 def _busy_threads(pool: ThreadPool) -> int:
-    """The number of threads that may run jobs, if about all of them do; otherwise 0."""
+    """Return the number of threads that may run jobs, if about all of them do; otherwise 0."""
     max_running = pool.max_running
     # If many threads want the GIL, the loop gets it too rarely to have a job for each of them: half is enough then.
     return max_running if pool.running >= max_running - max_running // 8 * 4 else 0

@@ -274,7 +274,7 @@ def skip_failed(plan: BatchPlan, failed: Sequence[tuple[int, SampleError]]) -> R
 
 
 def nothing_left(plan: BatchPlan, last: SampleError) -> BatchFailedError:
-    """The error of a batch all of whose samples failed, ``last`` as the last one."""
+    """Return the error of a batch all of whose samples failed, ``last`` as the last one."""
     every = "the only sample" if len(plan.indices) == 1 else f"all {len(plan.indices)} samples"
     error = BatchFailedError(
         f"{every} of batch {plan.number} failed, so there is no batch to deliver; the last: {last}; feeder.failures "

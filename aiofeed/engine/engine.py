@@ -120,7 +120,7 @@ class Assembly:
         self._buffer.grant_permits(self._admission.limits.prefetch_batches if self._budget.exceeded else None)
 
     def waiting_for(self, batch: Batch) -> tuple[Any, ...]:
-        """What a batch that has begun waits for; see ``Producer.waiting_for``. From any thread."""
+        """Return what a batch that has begun waits for; see ``Producer.waiting_for``. From any thread."""
         raise NotImplementedError
 
     async def drained(self) -> None:
@@ -135,7 +135,7 @@ class Assembly:
         raise NotImplementedError
 
     def on_taken(self, item: ReadyBatch) -> bool:
-        """Whether the loop need not be woken for a batch that was taken, in the consumer's thread.
+        """Return whether the loop need not be woken for a batch that was taken, in the consumer's thread.
 
         A woken loop takes the GIL from the step that has just begun. So while there is other work, the batch waits for
         what wakes the loop anyway, and ``release_taken`` releases it then.
@@ -173,8 +173,8 @@ class Engine:
         in_order: deliver batches in order; otherwise each epoch's batches as they finish.
         policy: what happens to samples that fail.
         length: of the source, for a relative ``max_failures``.
-        judges: whether failures are counted and the first error ends the engine; otherwise errors are delivered as
-            those of a ``ReadyBatch``.
+        counts_failures: whether failures are counted and the first error ends the engine; otherwise errors are
+            delivered as those of a ``ReadyBatch``.
 
     Attributes:
         group: the tasks of the assembly; they end with the engine.
@@ -194,7 +194,7 @@ class Engine:
         in_order: bool,
         policy: FailurePolicy | None = None,
         length: int = 0,
-        judges: bool = True,
+        counts_failures: bool = True,
     ) -> None:
         self._steps = steps
         self._queue = queue
@@ -203,7 +203,7 @@ class Engine:
         self.admission: Admission = Admission(limits, batch_size=batch_size, budget=budget, buffer=self.buffer)
         self._policy = policy or FailurePolicy()
         self._length = length
-        self._judges = judges
+        self._counts_failures = counts_failures
         self._failure_counter = FailureCounter(self._policy, length)
         self._counters = EpochStats()
         # When the queue became full, until the next batch is taken.
@@ -241,7 +241,7 @@ class Engine:
             self._queue.put(FeedFailure(error, number, failures))
 
     def waiting_for(self) -> tuple[Any, ...]:
-        """What the next batch waits for; see ``Producer.waiting_for``. From any thread."""
+        """Return what the next batch waits for; see ``Producer.waiting_for``. From any thread."""
         batch = next((entry for entry in list(self.buffer.entries) if isinstance(entry, Batch)), None)
         if batch is None:
             return ("for the next batch to be planned, by the sampler, plan or iterable of a Stream",)
@@ -354,10 +354,10 @@ class Engine:
     def _deliver_batch(self, batch: Batch, reserved: int | None) -> bool:
         """Deliver a batch or its error. ``reserved``: bytes to release when it is taken; ``None``: a later one does."""
         failures = tuple(batch.failures)
-        if failures and self._judges:
+        if failures and self._counts_failures:
             batch.failure_counter.count(failures)
             batch.error = batch.failure_counter.too_many(failures[-1]) or batch.error
-        if batch.error is not None and self._judges:
+        if batch.error is not None and self._counts_failures:
             self._deliver_failure(batch.error, batch.plan.number, failures)
             # Break the cycle: the error's traceback may refer to frames that refer to the batch.
             batch.error = None

@@ -31,8 +31,8 @@ from aiofeed.core.validation import (
     check_seed,
     local_ranks,
 )
-from aiofeed.devices.backend import CpuBackend
-from aiofeed.devices.resolve import DeviceGroup, resolve_devices
+from aiofeed.devices.backend import CpuBackend, backends_of
+from aiofeed.devices.resolve import resolve_devices
 from aiofeed.feeder.rules import Fact, check, conflict, facts_of
 from aiofeed.runtime import machine
 from aiofeed.runtime.tensors import is_plain
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from aiofeed.cache.encoded.database import EncodedCache
     from aiofeed.cache.store import SampleStore
     from aiofeed.devices.backend import DeviceBackend
-    from aiofeed.devices.copier import StaticOutput
+    from aiofeed.devices.static_output import StaticOutput
     from aiofeed.processes.actors.cluster import RayEngine
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
@@ -347,7 +347,7 @@ class Arguments:
         if self.split_sequence is not None:
             sequence_part = _load_addon("sequence_part", "split_sequence=")
             self.transform = sequence_part(self.split_sequence, self.transform)
-        self.backend: DeviceBackend | DeviceGroup | None = resolve_devices(self.device)
+        self.backend: DeviceBackend | None = resolve_devices(self.device)
         self.on_error = as_policy(self.on_error)
         self.replica: tuple[int, int] = (0, 1)
         mesh = self.shard[1] if isinstance(self.shard, tuple) and len(self.shard) == 2 else self.shard
@@ -365,7 +365,7 @@ class Arguments:
     def _choose_source(self) -> None:
         """Use ``Tensors`` in host memory and a ``Mixture`` without weights as plain samples if an option needs that."""
         listed = self.batch_sampler is not None or self.plan is not None
-        split = self.static_batches or isinstance(self.backend, DeviceGroup)
+        split = self.static_batches or hasattr(self.backend, "backends")
         samples = listed or split or self.engines or self.collate_fn is not None
         if samples and traits_of(self.adopted).in_memory and self.adopted.on_host:
             self.adopted = self.adopted._as_dataset()
@@ -454,7 +454,7 @@ class FeederConfig:
     decode: Callable[..., Any] | None
     batch_size: int
     collate_fn: Any
-    backend: DeviceBackend | DeviceGroup | None
+    backend: DeviceBackend | None
     transform: Transform | None
     policy: FailurePolicy
     limits: ResolvedLimits
@@ -611,13 +611,12 @@ def _with_resident_tensors(config: FeederConfig) -> FeederConfig:
     return config if tensors is None else replace(config, source=tensors)
 
 
-def with_static_outputs(config: FeederConfig, kinds: int) -> FeederConfig:
-    """Return the configuration with new static outputs for so many kinds of batches, see ``StaticOutput``."""
-    from aiofeed.devices.copier import StaticOutput
-
+def with_static_outputs(config: FeederConfig, shapes: int) -> FeederConfig:
+    """Return the configuration with new static outputs for so many shapes of batches, see ``StaticOutput``."""
+    new_output = _load_addon("StaticOutput", "static_batches=True")
     backend = config.backend or CpuBackend()
-    backends = backend.backends if isinstance(backend, DeviceGroup) else (backend,)
-    return replace(config, backend=backend, static_outputs=tuple([StaticOutput(each, kinds) for each in backends]))
+    outputs = tuple([new_output(each, shapes) for each in backends_of(backend)])
+    return replace(config, backend=backend, static_outputs=outputs)
 
 
 def _check_room_for_tokens(a: Arguments) -> None:

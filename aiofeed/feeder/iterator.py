@@ -27,7 +27,7 @@ from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped, release
 
 if TYPE_CHECKING:
-    from aiofeed.devices.scatter import AnyCopier
+    from aiofeed.devices.copier import Copier
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
@@ -129,7 +129,7 @@ class Delivery:
     def __init__(
         self,
         producer: Producer,
-        copier: AnyCopier | None = None,
+        copier: Copier | None = None,
         transform: Transform | None = None,
         device_batches: int = DEVICE_BATCHES,
     ) -> None:

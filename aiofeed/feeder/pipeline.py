@@ -16,7 +16,6 @@ import numpy as np
 from aiofeed.core.errors import add_note, as_exception
 from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import Members
-from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.admission import MemoryBudget
 from aiofeed.engine.chunks import ChunkAssembly
 from aiofeed.engine.engine import Assembly, Engine
@@ -64,7 +63,7 @@ class StreamingPipeline(LoopProducer):
             after=None if after is None else after.loop_thread,
         )
         super().__init__(loop_thread, BatchQueue())
-        if config.cache is not None and not isinstance(config.backend, DeviceGroup):
+        if config.cache is not None and not hasattr(config.backend, "backends"):
             config.cache.attach(config.backend)
         assert not isinstance(config.source, Tensors)
         self._fetcher = new_fetcher(
@@ -300,9 +299,9 @@ def _new_workers(config: FeederConfig) -> WorkerPool[Any] | None:
         from aiofeed.processes.actors.actor_pool import ActorPool
 
         return ActorPool(worker_config, config.ray)
-    backend = config.backend
     # All devices of one kind can copy from memory that one of them has page-locked.
-    return ProcessPool(worker_config, backend.backends[0] if isinstance(backend, DeviceGroup) else backend)
+    [backend, *_] = getattr(config.backend, "backends", (config.backend,))
+    return ProcessPool(worker_config, backend)
 
 
 def _new_tuner(config: FeederConfig) -> Tuner:

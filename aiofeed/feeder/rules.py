@@ -7,7 +7,6 @@ from itertools import product
 from typing import Any, Literal, TypeAlias
 
 from aiofeed.core.types import traits_of
-from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.sampling.schedule import window_shards
 
 _ONE = "leave out {option}"
@@ -200,7 +199,7 @@ def facts_of(a: Any) -> set[Fact]:
         "a random decoder": on_device and a.decode is not None and new_codec(a.decode).random,
         "collate_fn=": a.collate_fn is not None,
         'engine="process"': a.engines > 0,
-        "a list of devices": isinstance(a.backend, DeviceGroup),
+        "a list of devices": hasattr(a.backend, "backends"),
         "retries": policy.retries > 0 or policy.read_timeout_s is not None,
         "max_failures as a share": policy.action != "raise" and isinstance(policy.max_failures, float),
         'on_error="skip"': policy.action == "skip",

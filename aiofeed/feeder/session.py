@@ -16,7 +16,6 @@ from aiofeed.core.errors import FeedError
 from aiofeed.core.failures import FailureLog
 from aiofeed.core.statistics import EpochStats, FeedStatistics
 from aiofeed.core.types import Members, decodes_in_place, traits_of
-from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.engine.resident.dataset_windows import DatasetWindows, SmallItems
 from aiofeed.feeder.arguments import FeederConfig, allows
 from aiofeed.feeder.iterator import Beginnings, Delivery, EpochObserver, FeedIterator, clocks, take_end
@@ -320,13 +319,12 @@ class FeederSession(Generic[BatchT]):
             if backend is not None and transform is not None:
                 from aiofeed.engine.resident.pipeline import on_consumer_stream
 
-                assert not isinstance(backend, DeviceGroup)
                 transform = on_consumer_stream(transform, backend)
             self.pipeline, self.delivery = resident, Delivery(resident, None, transform)
         else:
             copier = None
             if backend is not None:
-                from aiofeed.devices.scatter import copier_for
+                from aiofeed.devices.copier import copier_for
 
                 copier, transform = copier_for(backend, transform, config.static_outputs), None
             streaming = StreamingPipeline(config, after=None if self._streaming is None else self._streaming[0])
@@ -360,7 +358,6 @@ class FeederSession(Generic[BatchT]):
                 return old.successor()
         if cache is not None:
             data = _cached_data(config, cache)
-        assert not isinstance(config.backend, DeviceGroup)
         return ResidentPipeline(ResidentData(data, backend=config.backend, **sizes))
 
     def _finish_complete_epoch(self) -> bool:

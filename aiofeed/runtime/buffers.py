@@ -123,7 +123,7 @@ class BufferPool(Protocol):
     """A pool of memory for batches."""
 
     def lease(self) -> BufferLease:
-        """A lease for the memory of one batch."""
+        """Return a lease for the memory of one batch."""
 
 
 def _pop_fitting(blocks: list[BlockT], nbytes: int) -> BlockT | None:
@@ -150,7 +150,7 @@ class HostBufferPool:
         self._lent: DropTracker[mmap.mmap] = DropTracker()
 
     def lease(self) -> HostBufferPool:
-        """The pool itself."""
+        """Return the pool itself."""
         return self
 
     def give_back(self) -> None:
@@ -273,7 +273,7 @@ class PinnedBufferPool:
         self._refused = False
 
     def lease(self) -> PinnedBufferLease:
-        """A lease for the memory of one batch."""
+        """Return a lease for the memory of one batch."""
         return PinnedBufferLease(self)
 
     def take(self, nbytes: int) -> Bytes:
@@ -362,5 +362,5 @@ class PinnedBufferLease:
 
 
 def array(lease: BufferLease, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """An uninitialised C-contiguous array in memory of the lease."""
+    """Return an uninitialised C-contiguous array in memory of the lease."""
     return lease.take(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)

@@ -44,7 +44,7 @@ def task_scope() -> Iterator[None]:
 
 
 def is_cancelled() -> bool:
-    """Whether the running task should end. A ``CancelledError`` alone does not tell: user code may raise one."""
+    """Return whether the running task should end. A ``CancelledError`` alone does not tell: user code may raise one."""
     if (ending := _ending.get()) is not None:
         return ending()
     task = asyncio.current_task()

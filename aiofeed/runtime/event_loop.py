@@ -42,7 +42,7 @@ TIMER_SLACK_S = 0.002
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """A uvloop event loop, or asyncio's own where uvloop is not installed."""
+    """Return a uvloop event loop, or asyncio's own where uvloop is not installed."""
     reserve_standard_descriptors()
     try:
         import uvloop
@@ -294,7 +294,7 @@ def _log_unless_fatal(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) 
 
 
 def _is_of_aiofeed(error: Exception) -> bool:
-    """Whether the callback that raised an error is a function of aiofeed."""
+    """Return whether the callback that raised an error is a function of aiofeed."""
     traceback = error.__traceback__
     while traceback is not None:
         module = traceback.tb_frame.f_globals.get("__name__", "")

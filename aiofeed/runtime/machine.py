@@ -30,12 +30,12 @@ FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 
 def has_gil() -> bool:
-    """Whether only one thread at a time runs Python code; on a free-threaded build an import may change it."""
+    """Return whether only one thread at a time runs Python code; on a free-threaded build an import may change it."""
     return not FREE_THREADED or sys._is_gil_enabled()  # type: ignore[attr-defined, unused-ignore]
 
 
 def passes_descriptors() -> bool:
-    """Whether processes can pass file descriptors through Unix sockets; not on Windows."""
+    """Return whether processes can pass file descriptors through Unix sockets; not on Windows."""
     return hasattr(socket, "send_fds") and hasattr(socket, "AF_UNIX")
 
 
@@ -60,7 +60,7 @@ def lock_file(descriptor: int, limit_s: float) -> None:
 
 
 def _lock_holder(descriptor: int) -> str:
-    """The process that holds the lock, from ``/proc/locks``, where Linux lists them by device and inode."""
+    """Return the process that holds the lock, from ``/proc/locks``, where Linux lists them by device and inode."""
     status = os.fstat(descriptor)
     file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/locks", encoding="ascii") as locks:
@@ -76,17 +76,17 @@ def cpus() -> int:
 
 
 def rank_cpus() -> int:
-    """The number of cores for this rank: ``cpus()`` without other ranks, see ``_share``."""
+    """Return the number of cores for this rank: ``cpus()`` without other ranks, see ``_share``."""
     return max(_share(cpus(), lambda pid: _limited(len(os.sched_getaffinity(pid)), cpu_quota(pid))), 1)
 
 
 def rank_memory() -> int:
-    """The bytes of free memory for this rank: ``free_memory()`` without other ranks, see ``_share``."""
+    """Return the bytes of free memory for this rank: ``free_memory()`` without other ranks, see ``_share``."""
     return _share(free_memory(), free_memory)
 
 
 def _share(own: int, amount_of: Callable[[int], int]) -> int:
-    """The part of this rank: that of what the launcher has, at most what this process has.
+    """Return the part of this rank: that of what the launcher has, at most what this process has.
 
     A launcher that has divided the cores, by an affinity or a cgroup for each rank, has more of them than a rank. A
     container's limits hold for its launcher, too, and are divided here. Ranks that share a NUMA node have more than
@@ -100,7 +100,7 @@ def _share(own: int, amount_of: Callable[[int], int]) -> int:
 
 
 def _launcher(variable: str) -> int:
-    """The process that started the ranks, if its cores or cgroups are others than those of this process; else 0.
+    """Return the process that started the ranks, if its cores or cgroups are others than those of this process; else 0.
 
     It is the nearest ancestor without the variable: a script that pins a rank and then starts it has the variable, too.
     """
@@ -117,7 +117,7 @@ def _limited(cores: int, quota: float | None) -> int:
 
 
 def affinity() -> int:
-    """The number of cores in this process's affinity; of all cores if the system has no affinity."""
+    """Return the number of cores in this process's affinity; of all cores if the system has no affinity."""
     # macOS and Windows have no affinity.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -132,7 +132,7 @@ def core_wait_s(thread: int) -> float:
 
 
 def threads_cpu_s(threads: Iterable[int]) -> float:
-    """The seconds of threads of this process, by native identifier, on the processor together; 0 if unknown."""
+    """Return the seconds of threads of this process, by native identifier, on the processor together; 0 if unknown."""
     try:
         return sum(time.clock_gettime(~thread << 3 | 6) for thread in list(threads))  # Linux: each thread has a clock
     except (AttributeError, OSError, OverflowError):
@@ -153,13 +153,13 @@ def free_memory(process: int = 0) -> int:
 
 
 def memory_limit() -> int | None:
-    """The lowest memory limit of the cgroups in bytes; ``None`` without a limit."""
+    """Return the lowest memory limit of the cgroups in bytes; ``None`` without a limit."""
     limits = [_read_first(group, "memory.max", "memory.limit_in_bytes") for group in _cgroups("memory")]
     return min([limit for limit in limits if limit is not None and limit < _NO_LIMIT], default=None)
 
 
 def cpu_quota(process: int = 0) -> float | None:
-    """The lowest CPU quota of the cgroups in cores, of this or another process; ``None`` without a limit."""
+    """Return the lowest CPU quota of the cgroups in cores, of this or another process; ``None`` without a limit."""
     quotas = []
     for group in _cgroups("cpu", process):
         version_1 = (_read(group / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))

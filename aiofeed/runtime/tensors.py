@@ -33,13 +33,13 @@ _TORCH_CHARS = "?bhilqBHILQefdFD"
 
 
 def integer_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The integer dtype of the same size; the dtype itself if there is none."""
+    """Return the integer dtype of the same size; the dtype itself if there is none."""
     name = INTEGER_OF_SIZE.get(dtype.itemsize)
     return dtype if name is None else np.dtype(name)
 
 
 def view_as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor reinterpreted as integers of the same size; the tensor itself if there is no such dtype."""
+    """Return the tensor reinterpreted as integers of the same size; the tensor itself if there is no such dtype."""
     import torch
 
     name = INTEGER_OF_SIZE.get(tensor.dtype.itemsize)
@@ -47,7 +47,7 @@ def view_as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rows_as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """The rows of a contiguous tensor [N, ...] as [N, words], integers as large as row size and address allow.
+    """Return the rows of a contiguous tensor [N, ...] as [N, words], integers as large as row size and address allow.
 
     A device gathers few large elements faster than many small ones. ``words_as_rows`` undoes it.
     """
@@ -67,7 +67,7 @@ def words_as_rows(words: torch.Tensor, shape: Sequence[int], dtype: torch.dtype)
 
 
 def memory_order(strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes by descending stride, and the inverse permutation, for dense data such as channels_last."""
+    """Return the axes by descending stride, and the inverse permutation, for dense data such as channels_last."""
     axes = tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
     return axes, tuple(sorted(range(len(axes)), key=axes.__getitem__))
 
@@ -92,12 +92,12 @@ def is_tensor(value: Any) -> bool:
 
 
 def as_tensor(leaf: HostTensor) -> torch.Tensor:
-    """The user's tensor over the memory of a leaf, without a copy."""
+    """Return the user's tensor over the memory of a leaf, without a copy."""
     return restore_layout(tensor_of(leaf.memory), leaf)
 
 
 def tensor_of(memory: NDArray[Any]) -> torch.Tensor:
-    """A tensor over the memory of an array."""
+    """Return a tensor over the memory of an array."""
     import torch
 
     tensor = torch.from_numpy(memory)
@@ -129,12 +129,12 @@ def unchanged(batch: Any) -> Any:
 
 
 def as_tensors(batch: Any) -> Any:
-    """A batch with a tensor in place of each ``HostTensor``; container types stay."""
+    """Return a batch with a tensor in place of each ``HostTensor``; container types stay."""
     return map_leaves(lambda leaf: as_tensor(leaf) if type(leaf) is HostTensor else leaf, batch)
 
 
 def is_plain(dtype: np.dtype[Any]) -> bool:
-    """Whether torch has this dtype."""
+    """Return whether torch has this dtype."""
     return dtype.char in _TORCH_CHARS and dtype.isnative
 
 
@@ -157,7 +157,7 @@ def as_array(value: Any) -> tuple[NDArray[Any] | None, str | None]:
 
 
 def stage(batch: Any, lease: BufferLease) -> tuple[Any, int]:
-    """A batch with its plain host tensors copied into the lease's memory, and the number of bytes copied.
+    """Return a batch with its plain host tensors copied into the lease's memory, and the number of bytes copied.
 
     Pinned tensors are not copied, because the device can copy from them.
     """

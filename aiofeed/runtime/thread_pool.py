@@ -96,7 +96,7 @@ class _AwaitedJob:
         self._pool.ended(self.future, None, asyncio.CancelledError())
 
     def set_running_or_notify_cancel(self) -> bool:
-        """Whether the job is to run."""
+        """Return whether the job is to run."""
         return not self.future.done()
 
     def set_result(self, result: Any) -> None:
@@ -234,7 +234,7 @@ class ThreadPool(ThreadPoolExecutor):
         return future
 
     async def run(self, fn: Callable[..., R], *args: Any) -> R:
-        """The result of a call in a thread. Calls that end at about the same time wake the event loop once.
+        """Return the result of a call in a thread. Calls that end at about the same time wake the event loop once.
 
         Raises:
             RuntimeError: As ``submit``.
@@ -339,7 +339,7 @@ class ThreadPool(ThreadPoolExecutor):
         return True
 
     def _hosted(self) -> HostedRun | None:
-        """A run of this pool in the host's thread; ``None`` if there is no host or it is not free."""
+        """Return a run of this pool in the host's thread; ``None`` if there is no host or it is not free."""
         if self.host is None:
             return None
         run = HostedRun(self._run, self._ready, self._lost)

@@ -50,7 +50,7 @@ class _Flag:
         self._unset.release()
 
     def is_set(self) -> bool:
-        """Whether the flag is set."""
+        """Return whether the flag is set."""
         return self._set
 
     def wait(self, timeout_s: float) -> bool:
@@ -125,7 +125,7 @@ class DaemonThread:
         return threading.current_thread() is self.thread
 
     def is_alive(self) -> bool:
-        """Whether the target has begun and has not returned."""
+        """Return whether the target has begun and has not returned."""
         return self._begun.is_set() and not self._ended.is_set()
 
     def absent(self, timeout_s: float = BEGIN_S) -> bool:
@@ -323,7 +323,7 @@ def is_ending() -> bool:
 
 
 def may_be_fork() -> bool:
-    """Whether this process may be a fork of a process in which native libraries had threads.
+    """Return whether this process may be a fork of a process in which native libraries had threads.
 
     A fork does not copy threads, and OpenMP waits for them without end. A fork by ``os.fork`` before this module was
     imported is not noticed.

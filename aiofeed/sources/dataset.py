@@ -24,10 +24,10 @@ class MapDataset(Protocol[ItemT_co]):
     """The methods that a Dataset must have: ``__getitem__`` and ``__len__``."""
 
     def __getitem__(self, index: int, /) -> ItemT_co:
-        """A sample."""
+        """Return a sample."""
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
 
 
 @public
@@ -89,18 +89,18 @@ class FromDataset(IndexedSource):
         self.__dict__.update(state, _local=threading.local())
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
         return len(self.dataset)
 
     def __repr__(self) -> str:
         return f"FromDataset({type(self.dataset).__name__}, threads={self.threads})"
 
     def fingerprint(self) -> str | None:
-        """The user-specified fingerprint."""
+        """Return the user-specified fingerprint."""
         return self._fingerprint
 
     def key(self, index: int, /) -> str:
-        """The type's name and the index, because a Dataset has no names for samples."""
+        """Return the type's name and the index, because a Dataset has no names for samples."""
         return f"{type(self._whole).__name__}[{index if self.rows is None else self.rows[index]}]"
 
     def _part(self, rows: NDArray[np.int64]) -> Self:
@@ -123,7 +123,7 @@ class FromDataset(IndexedSource):
             self._local.ready = True
 
     def items(self, indices: Sequence[int]) -> list[Any]:
-        """The samples, from one call if the dataset has ``__getitems__``."""
+        """Return the samples, from one call if the dataset has ``__getitems__``."""
         many: Callable[[list[int]], Sequence[Any]] | None = getattr(self.dataset, "__getitems__", None)
         if many is None:
             dataset = self.dataset  # small items take a microsecond each
@@ -136,13 +136,13 @@ class FromDataset(IndexedSource):
 
 
 def is_iterable_dataset(value: object) -> bool:
-    """Whether ``value`` is a torch ``IterableDataset``. Does not import torch."""
+    """Return whether ``value`` is a torch ``IterableDataset``. Does not import torch."""
     data = sys.modules.get("torch.utils.data")
     return data is not None and isinstance(value, data.IterableDataset)
 
 
 def is_map_dataset(value: object) -> bool:
-    """Whether ``value`` has the two methods of a Dataset and no ``read``."""
+    """Return whether ``value`` has the two methods of a Dataset and no ``read``."""
     return hasattr(value, "__getitem__") and hasattr(value, "__len__") and not hasattr(value, "read")
 
 

@@ -74,7 +74,7 @@ def _parts(dataset: Any, name: str) -> list[Any]:
 
 
 def _is_dataset(value: Any) -> bool:
-    """Whether a value is an object of its own kind with items, and not plain data that any thread may read."""
+    """Return whether a value is an object of its own kind with items, and not plain data that any thread may read."""
     kind = type(value)
     plain = kind.__module__ in ("builtins", "numpy", "torch")
     return not plain and hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
@@ -187,14 +187,14 @@ class DatasetSlot:
                 _changed.acquire()
 
     def _earlier(self) -> list[DatasetSlot]:
-        """The calls that arrived before this one and share a base with it."""
+        """Return the calls that arrived before this one and share a base with it."""
         if self not in _calls:
             raise AbandonedError
         bases = self.calls.bases
         return [slot for slot in _calls[: _calls.index(self)] if not bases.isdisjoint(slot.calls.bases)]
 
     def _is_overdue(self) -> bool:
-        """Whether the sample exceeds its time limit. The call is given up then, which is logged."""
+        """Return whether the sample exceeds its time limit. The call is given up then, which is logged."""
         deadline = self._control.deadline
         if deadline is None or deadline.abandon() is None:
             return False

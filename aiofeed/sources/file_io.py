@@ -8,8 +8,8 @@ import functools
 import io
 import logging
 import os
+import re
 import stat
-import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from aiofeed.sources.objects.urls import redacted
+from aiofeed import _load_addon
 
 # Far above the size of a sample, far below the memory of a machine.
 MAX_BYTES = 1 << 30
@@ -36,13 +36,10 @@ _NOFOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
 _HAS_DIR_FD = bool(_NOFOLLOW) and os.open in os.supports_dir_fd
 
-# A file whose last change, seen by one fstat after the read, is older than this did not change during the read. That
-# saves an fstat before the read, a sixth of the time for a tiny file. The margin covers the clock of a file server.
-UNCHANGED_S = 300.0
-# Uses the time of the last inode change, which programs cannot set. On Windows st_ctime is the time of creation.
-_HAS_CHANGE_TIME = sys.platform != "win32" and hasattr(os, "pread")
-# For larger files the time of an fstat does not matter.
-_TINY = 256 * 1024
+# A URL, and its scheme.
+URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
+# What is no path: with a home folder, a URL with one slash, a path of Windows.
+_NO_PATH = re.compile(r"~|(s3|gs|az|hf|https?|file):/(?=[^/])|[A-Za-z]:[/\\]")
 
 _UNSIZED = 16 * 1024
 _LARGE = 1024 * 1024
@@ -73,36 +70,8 @@ class ReadRules:
 _ANY = ReadRules()
 
 
-def unchanged_since(now: float) -> float:
-    """The ``since`` of ``read_unchanged``, for the current ``time.time()``."""
-    return now - UNCHANGED_S if _HAS_CHANGE_TIME else 0.0
-
-
-def read_unchanged(path: str, rules: ReadRules, since: float) -> bytes | None:
-    """``read_file`` with fewer system calls, for a tiny file that has not changed since ``since``; else ``None``.
-
-    Raises:
-        OSError: The file cannot be opened.
-    """
-    descriptor = _open(path, rules)
-    try:
-        # Nothing is read from FIFOs, sockets and terminals, which cannot seek, or from endless devices, whose end is 0.
-        size = os.lseek(descriptor, 0, os.SEEK_END)
-        if not 0 < size <= _TINY or size > rules.max_bytes:
-            return None
-        data = os.pread(descriptor, size + 1, 0)
-        seen = os.fstat(descriptor)
-    except OSError:
-        return None  # read_file reports the error
-    finally:
-        os.close(descriptor)
-    # Some file systems have no inode change time, only that of the contents.
-    unchanged = 0 < seen.st_ctime < since and seen.st_mtime < since and stat.S_ISREG(seen.st_mode)
-    return data if unchanged and len(data) == size == seen.st_size else None
-
-
 def read_file(path: str, rules: ReadRules = _ANY) -> bytes:
-    """The contents of a regular file; the size 0 is a hint only (files of /proc).
+    """Return the contents of a regular file; the size 0 is a hint only (files of /proc).
 
     Raises:
         OSError: An error of the system, or ``ENXIO``: not a regular file; ``EFBIG``: more than ``max_bytes``;
@@ -147,7 +116,7 @@ def _open(path: str, rules: ReadRules) -> int:
 
 
 def open_file(path: str) -> int:
-    """The descriptor of a regular file.
+    """Return the descriptor of a regular file.
 
     Raises:
         OSError: An error of the system, or ``ENXIO``: not a regular file.
@@ -160,7 +129,7 @@ def open_file(path: str) -> int:
 
 
 def read_range(file: io.FileIO, start: int, end: int) -> bytes:
-    """The bytes of a range of a file; fewer if the file ends before it."""
+    """Return the bytes of a range of a file; fewer if the file ends before it."""
     file.seek(start)
     data = file.read(end - start)
     while len(data) < end - start and (more := file.read(end - start - len(data))):
@@ -197,7 +166,7 @@ def _not_regular(path: str, mode: int) -> OSError:
 
 
 def too_large(path: str, size: str, max_bytes: int) -> OSError:
-    """The error of a file or object of more than ``max_bytes``."""
+    """Return the error of a file or object of more than ``max_bytes``."""
     message = f"{size} more than max_bytes={max_bytes} allows; raise max_bytes if such files are expected"
     return OSError(errno.EFBIG, message, path)
 
@@ -222,6 +191,37 @@ def check_beneath(root: str, path: str) -> None:
         raise ValueError(f"{path!r} may lead out of root={root!r}: with a root, {os.pardir!r} is not allowed")
 
 
+def local_path(path: str) -> str | None:
+    """Return a path as it is, and that of a ``file://`` URL; ``None`` for a URL that a store reads.
+
+    Raises:
+        ValueError: No store reads URLs of this scheme.
+    """
+    return path if URL.match(path) is None else _load_addon("path_of_url", "a URL")(path)
+
+
+def shown(path: str) -> str:
+    """Return a path for a message: a URL without its credentials."""
+    return _load_addon("redacted", "a URL")(path) if "://" in path else path
+
+
+def check_path(path: str) -> str:
+    """Return a path or URL as it is.
+
+    Raises:
+        FileNotFoundError: There is none, and it begins with ``~``, as a path of Windows or a URL with one slash.
+    """
+    match = _NO_PATH.match(path)
+    if match is None or (os.name == "nt" and path[1] == ":") or os.path.exists(path):
+        return path
+    way = "it is a path of Windows, and the system here is another one"
+    if match[0] == "~":
+        way = f"Python does not expand ~, as a shell does: pass os.path.expanduser({path!r})"
+    elif match[1]:
+        way = f"a URL has two slashes: {match[1]}://{path[match.end() :]}"
+    raise FileNotFoundError(errno.ENOENT, way, path)
+
+
 def check_foreign_name(by: str, name: object, base: str) -> str:
     """Return the name of a file in an index, list or description ``by``, which may be of somebody else.
 
@@ -240,8 +240,8 @@ def check_foreign_name(by: str, name: object, base: str) -> str:
                 raise ValueError
             check_beneath("", each)
     except ValueError:
-        shown = repr(redacted(name) if isinstance(name, str) else name)[:200]
-        raise ValueError(f"{by}: it names the file {shown}; only relative paths in its folder are allowed") from None
+        text = repr(shown(name) if isinstance(name, str) else name)[:200]
+        raise ValueError(f"{by}: it names the file {text}; only relative paths in its folder are allowed") from None
     return name
 
 
@@ -353,7 +353,7 @@ class GroupReader:
         self._spare: deque[memoryview] = deque(maxlen=SPARE)
 
     def read(self, paths: Sequence[str], flags: int, max_bytes: int) -> list[bytes | None]:
-        """The contents of small regular files; ``None`` for each file that must be read in another way.
+        """Return the contents of small regular files; ``None`` for each file that must be read in another way.
 
         Args:
             paths: The paths of the files.
@@ -395,7 +395,7 @@ class GroupReader:
 
 @functools.cache
 def group_reader() -> GroupReader | None:
-    """The library; ``None`` if it was not built or cannot be loaded."""
+    """Return the library; ``None`` if it was not built or cannot be loaded."""
     if not LIBRARY.exists():
         return None
     try:

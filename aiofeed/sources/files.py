@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from aiofiles.ospath import wrap  # type: ignore[attr-defined]
 
+from aiofeed import _load_addon
 from aiofeed.core.statistics import StorageStatistics
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_bool, check_positive_int, counted, explain_arguments
-from aiofeed.sources.dataset import MapDataset
 from aiofeed.sources.file_io import (
     MAX_BYTES,
     SMALL,
@@ -21,17 +21,16 @@ from aiofeed.sources.file_io import (
     ReadRules,
     beneath,
     group_reader,
+    local_path,
     read_file,
     read_group,
-    read_unchanged,
     refuse_links,
-    unchanged_since,
+    shown,
 )
-from aiofeed.sources.objects.urls import redacted, scheme_of, split_url
-from aiofeed.sources.subset import IndexedSource
+from aiofeed.sources.subset import GroupedSource
 
 if TYPE_CHECKING:
-    from aiofeed.sources.objects.samples import ObjectList
+    from aiofeed.sources.dataset import MapDataset
 
 # The target duration of reading a group. An executor job costs about 60 us, and a slow file delays its group only.
 GROUP_S = 0.005
@@ -45,7 +44,7 @@ AT_ONCE_S = 0.0005
 
 @public
 @explain_arguments({"decode": "pass it to Feeder", "transform": "pass it to Feeder", "labels": "pass targets="})
-class Files(IndexedSource):
+class Files(GroupedSource):
     """One sample per regular file, or per object at a URL; or one per tuple of them.
 
     Args:
@@ -94,22 +93,24 @@ class Files(IndexedSource):
             raise TypeError(f"Files needs a list of paths, got the single path {paths!r}; ImageFolder reads a folder")
         check_bool("follow_symlinks", follow_symlinks)
         self.root = None if root is None else os.fspath(root)
+        folder = None if self.root is None else local_path(self.root)
+        at_url = store is not None or (self.root is not None and folder is None)
+        if folder is not None:
+            self.root = folder
         self._rules = ReadRules(check_positive_int("max_bytes", max_bytes), follow_symlinks, self.root)
-        self._objects: ObjectList | None = None
-        if self.root is not None and scheme_of(self.root) == "file":
-            self.root = split_url(self.root)[1]
+        # An ``ObjectList``, for paths that are URLs.
+        self._objects: Any = None
         paths = paths if isinstance(paths, Sequence) else list(paths)
         if len(paths) and isinstance(paths[0], tuple | list):
             self._width, paths = len(paths[0]), _flattened(paths)
-        first = scheme_of(paths[0]) if len(paths) else None
+        first: Any = paths[0] if len(paths) else None
+        at_url = (isinstance(first, str) and local_path(first) is None) or at_url
         self.paths: Sequence[str]
         located: Any = paths
         if hasattr(located, "is_local"):  # an ObjectList, as the paths of other sources may be
             self.paths, self._objects = located, None if located.is_local else located
-        elif store is not None or scheme_of(self.root) is not None or first not in (None, "file"):
-            from aiofeed.sources.objects.samples import objects_of
-
-            self.paths = self._objects = objects_of(paths, self.root, store, options)
+        elif at_url:
+            self.paths = self._objects = _load_addon("objects_of", "a URL")(paths, self.root, store, options)
         else:
             self.paths = self._local_paths(paths, follow_symlinks, options)
         targets = None if targets is None else _as_sequence(targets)
@@ -136,14 +137,14 @@ class Files(IndexedSource):
         return found
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
         return len(self.paths) // (self._width or 1)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({counted(len(self), 'file' if self._width is None else 'sample')})"
 
     def key(self, index: int, /) -> str:
-        """The path of the file, joined to ``root`` if that was given; or the URL, without credentials.
+        """Return the path of the file, joined to ``root`` if that was given; or the URL, without credentials.
 
         For a tuple of files: their paths, joined by ``" + "``.
         """
@@ -155,33 +156,26 @@ class Files(IndexedSource):
 
     def _version(self, file: int) -> str:
         if self._objects is not None:
-            return self._objects.store_of(file)
+            return self._objects.store_of(file)  # type: ignore[no-any-return]
         path = os.path.abspath(self.paths[file])
         status = os.stat(path)
         return f"{path} {status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_ctime_ns:x}-{status.st_size:x}"
 
     def _files(self, indices: Sequence[int]) -> Sequence[int]:
-        """The positions in ``paths`` of the files of samples."""
+        """Return the positions in ``paths`` of the files of samples."""
         if (width := self._width) is None:
             return indices
         return [index * width + at for index in indices for at in range(width)]
 
     def _samples(self, contents: list[bytes | OSError]) -> list[Any]:
-        """The samples of the contents of their files; the first error of each that cannot be read."""
+        """Return the samples of the contents of their files; the first error of each that cannot be read."""
         if (width := self._width) is None:
             return contents
         parts = [contents[start : start + width] for start in range(0, len(contents), width)]
         return [next((part for part in each if isinstance(part, BaseException)), tuple(each)) for each in parts]
 
-    async def read(self, index: int, /) -> Any:
-        """Read a whole file, or a tuple of them."""
-        [data] = await self.read_many([index])
-        if isinstance(data, BaseException):
-            raise data
-        return data
-
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
-        """The contents of files, or the error of each that cannot be read; for tuples of files, tuples.
+        """Return the contents of files, or the error of each that cannot be read; for tuples of files, tuples.
 
         Files are read in groups with one executor job each. The faster the storage is, the larger the groups are; slow
         storage is read with one job per file. Objects at URLs are all read at the same time.
@@ -199,13 +193,13 @@ class Files(IndexedSource):
     async def read_uncopied(self, indices: Sequence[int], /) -> list[Any]:
         """Like ``read_many``, with ``Uncopied`` in place of the bytes of large objects; for the engine.
 
-        The decode job copies an object into memory that the object before it has used. A copy of each object that
-        waits for its job needs fresh memory, and then 100 KB took 100 us on a virtual machine in place of 4.
+        The decode job copies an object into memory that the object before it has used. Copying each waiting object
+        into fresh memory took 100 us for 100 KB on a virtual machine, reusing memory 4 us.
         """
         replaced = getattr(self.read_many, "__func__", None) is not Files.read_many
         if self._objects is None or self._width is not None or replaced:
             return await self.read_many(indices)
-        return await self._objects.read_many(indices, self._rules.max_bytes, copies=False)
+        return await self._objects.read_many(indices, self._rules.max_bytes, copies=False)  # type: ignore[no-any-return]
 
     def _group_size(self, most: int) -> int:
         if self._seconds_per_file == 0.0:
@@ -213,7 +207,7 @@ class Files(IndexedSource):
         return max(1, min(most, GROUP_MOST, int(GROUP_S / self._seconds_per_file)))
 
     def _group_reader(self, files: int) -> GroupReader | None:
-        """The native library, if it was built and is faster for these files."""
+        """Return the native library, if it was built and is faster for these files."""
         if files < GROUP_LEAST or not 0.0 < self._bytes_per_file <= SMALL:
             return None
         return group_reader()
@@ -241,16 +235,16 @@ class Files(IndexedSource):
         return contents
 
     def _contents(self, indices: Sequence[int]) -> list[bytes | OSError]:
-        """The contents of files, or the error of each that cannot be read."""
+        """Return the contents of files, or the error of each that cannot be read."""
         return _read_files([self.paths[index] for index in indices], self._rules, self._group_reader(len(indices)))
 
     def storage_statistics(self) -> StorageStatistics | None:
-        """The requests for objects at URLs in this process; ``None`` for files."""
+        """Return the requests for objects at URLs in this process; ``None`` for files."""
         return None if self._objects is None else self._objects.statistics()
 
 
 def _flattened(samples: Sequence[Any]) -> list[Any]:
-    """The paths of tuples of one length, one after another."""
+    """Return the paths of tuples of one length, one after another."""
     width = len(samples[0])
     for position, sample in enumerate(samples):
         if not isinstance(sample, tuple | list):
@@ -275,7 +269,7 @@ def _as_sequence(targets: Any) -> Sequence[Any]:
 
 
 def path_of(value: object, position: int) -> str:
-    """The path of an entry of a list: a path, or a ``file://`` URL.
+    """Return the path of an entry of a list: a path, or a ``file://`` URL.
 
     Raises:
         TypeError, ValueError: It is something else.
@@ -290,28 +284,23 @@ def path_of(value: object, position: int) -> str:
 
 
 def _path_of_url(value: str, position: int) -> str:
-    if scheme_of(value) not in (None, "file"):
+    if (path := local_path(value)) is None:
         raise ValueError(
-            f"{redacted(value)!r}, number {position}, is a URL, and number 0 is a file: Files reads either; "
+            f"{shown(value)!r}, number {position}, is a URL, and number 0 is a file: Files reads either; "
             f"aiofeed.Mixture reads both"
         )
-    return split_url(value)[1]
+    return path
 
 
 def _read_files(paths: Sequence[str], rules: ReadRules, reader: GroupReader | None) -> list[bytes | OSError]:
     contents: list[bytes | OSError] = []
     found = None if reader is None else read_group(reader, paths, rules)
-    since = unchanged_since(time.time())
     for at, path in enumerate(paths):
         if found is not None and (data := found[at]) is not None:
             contents.append(data)
             continue
         try:
-            data = read_unchanged(path, rules, since) if since > 0.0 else None
-            if data is None:
-                since = 0.0  # the other files are probably as new
-                data = read_file(path, rules)
-            contents.append(data)
+            contents.append(read_file(path, rules))
         except OSError as error:
             # The traceback refers to this frame, and so to the bytes of all other files.
             contents.append(error.with_traceback(None))

@@ -23,10 +23,7 @@ from aiofeed.sampling.listers.mixture import (
 )
 from aiofeed.sources.dataset import FromDataset, MapDataset, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.parts import Parts, in_order
-from aiofeed.sources.stream import Stream
 from aiofeed.sources.subset import fingerprint_of, kind_of
-from aiofeed.sources.tensors import Tensors
-from aiofeed.sources.tokens.windows import Tokens
 
 Weights: TypeAlias = "Mapping[str, float] | Sequence[float]"
 Until: TypeAlias = 'Literal["all", "first"] | int'
@@ -83,7 +80,7 @@ class Mixture:
                 raise TypeError(f"Mixture: the names of sources are non-empty strings, got {name!r}")
         self.names: list[str] = list(sources)
         self._random = check_bool("Mixture(random=)", random)
-        self.combined: CombinedSource | CombinedDatasets | Tokens = _combined(sources, check_bool("names", names))
+        self.combined: CombinedSource | CombinedDatasets | Any = _combined(sources, check_bool("names", names))
         self.lengths: dict[str, int] = {name: len(source) for name, source in sources.items()}
         for name, length in self.lengths.items():
             if not length:
@@ -102,14 +99,14 @@ class Mixture:
         self.draws: bool = weights is not None or until != "all" or self._random
 
     def __len__(self) -> int:
-        """The number of samples of an epoch, on all ranks together."""
+        """Return the number of samples of an epoch, on all ranks together."""
         return self._length
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.names)})"
 
     def order(self, seed: int, *, shuffle: bool) -> MixtureOrder:
-        """The order of a feeder's epochs."""
+        """Return the order of a feeder's epochs."""
         blocks = ShareBlocks(self._length)
         shares: Shares
         if self._function is None:
@@ -173,25 +170,26 @@ def _checked_weight(name: str, weight: Any) -> Fraction:
     return Fraction(int(weight)) if isinstance(weight, numbers.Integral) else Fraction(str(float(weight)))
 
 
-def _combined(sources: Mapping[str, Any], names: bool) -> CombinedSource | CombinedDatasets | Tokens:
-    """The sources as one, whose indices count through them in order."""
-    tokens = [name for name, source in sources.items() if isinstance(getattr(source, "whole", source), Tokens)]
+def _combined(sources: Mapping[str, Any], names: bool) -> CombinedSource | CombinedDatasets | Any:
+    """Return the sources as one, whose indices count through them in order."""
+    tokens = [name for name, source in sources.items() if hasattr(getattr(source, "whole", source), "joined")]
     if tokens:
         if len(tokens) < len(sources) or names or any(hasattr(source, "whole") for source in sources.values()):
             raise TypeError(f"Mixture: {tokens} are Tokens, which mix with Tokens only, whole and without names=True")
         first, *others = sources.values()
-        return first.joined(others)  # type: ignore[no-any-return]
+        return first.joined(others)
     datasets = {}
     for name, source in sources.items():
-        if isinstance(source, Tensors):
+        traits = traits_of(source)
+        if traits.in_memory:
             raise TypeError(f"Mixture: {name!r} is Tensors, which give whole batches: pass a TensorDataset instead")
-        if isinstance(source, Stream) or is_iterable_dataset(source):
+        if not traits.indexed or is_iterable_dataset(source):
             raise TypeError(
                 f"Mixture: {name!r} is {source!r}, which has no indices to draw: mix the iterables, for example with "
                 f"interleave_datasets of Hugging Face, and pass the result to Feeder as a Stream"
             )
-        if isinstance(source, FromDataset) or is_map_dataset(source):
-            datasets[name] = source if isinstance(source, FromDataset) else FromDataset(source)
+        if traits.items or is_map_dataset(source):
+            datasets[name] = source if traits.items else FromDataset(source)
         elif not isinstance(source, Source):
             raise TypeError(
                 f"Mixture: {name!r} must be a source with __len__, key and read, or a Dataset with __len__ and "
@@ -233,7 +231,7 @@ class CombinedSource:
             self.version: Callable[[int], str] = self._version
 
     def __len__(self) -> int:
-        """The number of samples of all sources."""
+        """Return the number of samples of all sources."""
         return len(self._parts)
 
     def __repr__(self) -> str:
@@ -244,7 +242,7 @@ class CombinedSource:
         return _digest(f"{name}={fingerprint_of(source, len(source))}" for name, source in self.sources.items())
 
     def key(self, index: int, /) -> str:
-        """The name of the source, and the sample's key in it."""
+        """Return the name of the source, and the sample's key in it."""
         number, local = self._parts.find(index)
         return f"{self._names[number]}: {self._sources[number].key(local)}"
 
@@ -261,7 +259,7 @@ class CombinedSource:
         return (target, self._names[number]) if self._adds_names else target
 
     def storage_statistics(self) -> StorageStatistics | None:
-        """The requests of all sources together."""
+        """Return the requests of all sources together."""
         asked = [Members.of(source).storage_statistics for source in self._sources]
         return StorageStatistics.joined([found for ask in asked if ask is not None and (found := ask()) is not None])
 
@@ -321,7 +319,7 @@ class CombinedDatasets(FromDataset):
         )
 
     def key(self, index: int, /) -> str:
-        """The name of the source, and the sample's key in it."""
+        """Return the name of the source, and the sample's key in it."""
         return self._items.key(index)
 
 
@@ -337,11 +335,11 @@ class CombinedDataset:
             self.__getitems__: Callable[[Sequence[int]], list[Any]] = self._items
 
     def __len__(self) -> int:
-        """The number of samples of all datasets."""
+        """Return the number of samples of all datasets."""
         return len(self._parts)
 
     def key(self, index: int) -> str:
-        """The name of the dataset, and the item's key in it."""
+        """Return the name of the dataset, and the item's key in it."""
         number, local = self._parts.find(index)
         return f"{self._names[number]}: {self._sources[number].key(local)}"
 
@@ -351,7 +349,7 @@ class CombinedDataset:
             source.set_up()
 
     def __getitem__(self, index: int) -> Any:
-        """A sample."""
+        """Return a sample."""
         return self._items([index])[0]
 
     def _items(self, indices: Sequence[int]) -> list[Any]:

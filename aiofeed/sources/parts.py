@@ -22,11 +22,11 @@ class Parts:
         self.starts: list[int] = [0, *accumulate(lengths)]
 
     def __len__(self) -> int:
-        """The number of samples of all parts."""
+        """Return the number of samples of all parts."""
         return self.starts[-1]
 
     def find(self, index: int) -> tuple[int, int]:
-        """The number of the part, and the index in it.
+        """Return the number of the part, and the index in it.
 
         Raises:
             IndexError: There is no such sample.
@@ -48,7 +48,7 @@ class Parts:
 
 
 def in_order(count: int, groups: Iterable[tuple[Sequence[int], Sequence[Any]]]) -> list[Any]:
-    """The values of several groups, each with the places of its values, in the order of the places."""
+    """Return the values of several groups, each with the places of its values, in the order of the places."""
     found: list[Any] = [None] * count
     for places, values in groups:
         for place, value in zip(places, values, strict=True):

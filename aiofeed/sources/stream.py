@@ -118,7 +118,7 @@ class Stream:
         return {"epoch": epoch} if self._takes_epoch else {}
 
     def __len__(self) -> int:
-        """The number of items of an epoch.
+        """Return the number of items of an epoch.
 
         Raises:
             TypeError: It is not known.
@@ -143,23 +143,23 @@ class Stream:
         return repr(self)
 
     def key(self, index: int, /) -> str:
-        """The name of the iterable and the number of the item."""
+        """Return the name of the iterable and the number of the item."""
         return f"{self.name}[{index}]"
 
     async def read(self, index: int, /) -> Any:
-        """The item of an ``ItemNumber``."""
+        """Return the item of an ``ItemNumber``."""
         return (await self.read_many([index]))[0]
 
     async def read_many(self, indices: Sequence[int]) -> list[Any]:
-        """The items of ``ItemNumber``s."""
+        """Return the items of ``ItemNumber``s."""
         return [index.item for index in indices if isinstance(index, ItemNumber)]
 
     def first_item(self, item: int) -> int:
-        """The number of the first item to read for one in the order of the epoch: the start of its group."""
+        """Return the number of the first item to read for one in the order of the epoch: the start of its group."""
         return item - item % max(self.shuffle_buffer, 1)
 
     def last_before(self, epoch: int, first: int, snapshots: Iterable[Snapshot]) -> Snapshot | None:
-        """The last of some states at an item or before, if any."""
+        """Return the last of some states at an item or before, if any."""
         before = (each for each in snapshots if each.epoch == epoch and each.item <= first)
         return max(before, key=lambda each: each.item, default=None)
 
@@ -186,7 +186,7 @@ class Stream:
 
 
 def snapshot_of(state: Any, epoch: int, item: int) -> Snapshot:
-    """A snapshot of a state, which the iterable may change later."""
+    """Return a snapshot of a state, which the iterable may change later."""
     try:
         text = json.dumps(state)
         if json.loads(text) != state:  # a tuple becomes a list, and a number as a key a str

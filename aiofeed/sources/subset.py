@@ -101,7 +101,7 @@ class Subset(IndexedSource):
         self._ascending = bool((np.diff(rows) >= 0).all())
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
         return len(self.rows)
 
     def __repr__(self) -> str:
@@ -130,7 +130,7 @@ class Subset(IndexedSource):
         return part_fingerprint(fingerprint_of(self.whole, len(self.whole)), self.rows)
 
     def key(self, index: int, /) -> str:
-        """The name of a sample in the whole source."""
+        """Return the name of a sample in the whole source."""
         key: str = self.whole.key(self.rows[index].tolist())
         return key
 
@@ -144,16 +144,16 @@ class Subset(IndexedSource):
         return await read(self.rows.take(indices).tolist())
 
     def sharing_frames(self) -> Self:
-        """The same moments of ``Episodes`` with frames that are kept; of another source itself."""
+        """Return the same moments of ``Episodes`` with frames that are kept; of another source itself."""
         return type(self)(getattr(self.whole, "sharing_frames", lambda: self.whole)(), self.rows)
 
     def in_batches(self) -> Self:
-        """The same rows of a ``Table`` of which batches are gathered."""
+        """Return the same rows of a ``Table`` of which batches are gathered."""
         return type(self)(self.whole.in_batches(), self.rows)
 
 
 def fingerprint_of(source: Any, length: int) -> str:
-    """The source's own ``fingerprint()``, or a hash of its type, length and keys."""
+    """Return the source's own ``fingerprint()``, or a hash of its type, length and keys."""
     own = getattr(source, "fingerprint", None)
     if own is not None and (found := own()) is not None:
         return str(found)
@@ -164,18 +164,18 @@ def fingerprint_of(source: Any, length: int) -> str:
 
 
 def part_fingerprint(whole: str, rows: NDArray[np.int64]) -> str:
-    """The fingerprint of a part of a source with a fingerprint."""
+    """Return the fingerprint of a part of a source with a fingerprint."""
     return hashlib.sha256(whole.encode() + rows.astype("<i8").tobytes()).hexdigest()[:32]
 
 
 def kind_of(source: object) -> str:
-    """The name of the class of a source; of a part, that of its whole source."""
+    """Return the name of the class of a source; of a part, that of its whole source."""
     kind = type(source.whole if isinstance(source, Subset) else source)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _checked(source: IndexedSource, indices: Any) -> NDArray[np.int64]:
-    """The indices of a part as an array.
+    """Return the indices of a part as an array.
 
     Raises:
         TypeError, IndexError: As for ``IndexedSource.__getitem__``.

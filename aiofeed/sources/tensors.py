@@ -63,7 +63,7 @@ class Tensors(IndexedSource):
         self.on_host: bool = all(isinstance(each, np.ndarray) or each.device.type == "cpu" for each in tensors)
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
         return len(self.tensors[0] if self.rows is None else self.rows)
 
     def __repr__(self) -> str:
@@ -71,7 +71,7 @@ class Tensors(IndexedSource):
         return f"Tensors({found}{', alias=True' if self.alias else ''})"
 
     def key(self, index: int, /) -> str:
-        """The index, because rows have no names."""
+        """Return the index, because rows have no names."""
         return f"Tensors[{index if self.rows is None else self.rows[index]}]"
 
     def _part(self, rows: NDArray[np.int64]) -> Self:
@@ -80,7 +80,7 @@ class Tensors(IndexedSource):
         return part
 
     def fingerprint(self) -> str:
-        """A digest of dtypes, shapes and up to 1,024 evenly spaced rows, at most 1 MiB of each tensor."""
+        """Return a digest of dtypes, shapes and up to 1,024 evenly spaced rows, at most 1 MiB of each tensor."""
         digest = hashlib.sha256()
         for tensor in self.tensors:
             digest.update(f"{_name(tensor)} {list(tensor.shape)};".encode())
@@ -108,7 +108,7 @@ def with_own_rows(source: Any) -> Any:
 
 
 def tensors_of(dataset: Any) -> Tensors | None:
-    """The data of a ``TensorDataset`` in host memory or of a ``Subset`` of one; ``None`` for any other dataset.
+    """Return the data of a ``TensorDataset`` in host memory or of a ``Subset`` of one; ``None`` for any other dataset.
 
     Its samples must be exactly the rows of dense, contiguous tensors, so that batches do not differ.
     """

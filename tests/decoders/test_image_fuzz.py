@@ -29,8 +29,8 @@ from PIL.JpegImagePlugin import JpegImageFile
 
 from aiofeed import DecodeImage
 from aiofeed.core.types import BatchPlan
+from aiofeed.decoders.geometry import FORMATS
 from aiofeed.decoders.native_jpeg import native_decoder
-from aiofeed.decoders.pillow import FORMATS
 from aiofeed.decoders.plain import simplejpeg_decoder
 from aiofeed.engine.fetch.source import SourceFetcher
 from aiofeed.errors import DecodeError

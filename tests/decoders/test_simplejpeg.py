@@ -41,8 +41,8 @@ def calls(monkeypatch):
         results.append(pixels.shape)
         return pixels
 
-    monkeypatch.setattr("aiofeed.decoders.image.simplejpeg_decoder", lambda: spy)
-    monkeypatch.setattr("aiofeed.decoders.image.required_simplejpeg_decoder", lambda: spy)
+    monkeypatch.setattr("aiofeed.decoders.plain.simplejpeg_decoder", lambda: spy)
+    monkeypatch.setattr("aiofeed.decoders.plain.required_simplejpeg_decoder", lambda: spy)
     return results
 
 

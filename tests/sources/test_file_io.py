@@ -5,13 +5,11 @@ from __future__ import annotations
 import errno
 import io
 import logging
-import math
 import os
 import socket
 import struct
 import subprocess
 import sys
-import time
 import warnings
 import zlib
 from collections.abc import Callable
@@ -25,7 +23,7 @@ from PIL import Image, ImageFile, features
 from aiofeed import DecodeImage, Feeder, Files, ImageFolder
 from aiofeed.errors import DecodeError, ReadError, SampleError
 from aiofeed.sources import file_io
-from aiofeed.sources.file_io import ReadRules, check_foreign_name, read_file, read_unchanged, unchanged_since
+from aiofeed.sources.file_io import ReadRules, check_foreign_name, read_file
 from tests.support.paths import ROOT
 from tests.support.rewriting import rewritten
 
@@ -338,97 +336,6 @@ def test_files_under_a_writer_are_consistent_or_errors(tmp_path: Path) -> None:
             else:
                 # A file of a paused writer looks like a short file. The two versions are never mixed.
                 assert len(set(data)) <= 1
-
-
-# --- files that have not changed for long
-
-
-def unchanged(path: Path, rules: ReadRules = ReadRules()) -> bytes | None:  # noqa: B008 - frozen
-    """``read_unchanged`` as if the last change of ``path`` so far were long ago."""
-    return read_unchanged(str(path), rules, (path.stat().st_ctime_ns + 1000) / 1e9)
-
-
-def test_an_unchanged_file_is_read_with_one_fstat(tmp_path: Path) -> None:
-    """read_unchanged reads a file that has not changed since a time, whatever its mtime, and no other."""
-    path = tmp_path / "old"
-    path.write_bytes(b"whole")
-    assert unchanged(path) == b"whole"
-    assert read_unchanged(str(path), ReadRules(), path.stat().st_ctime - 1.0) is None
-    os.utime(path, (1, 1))  # claims to be old
-    assert read_unchanged(str(path), ReadRules(), unchanged_since(time.time())) is None
-
-
-def test_read_unchanged_refuses_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Truncating, appending, overwriting and resetting the mtime during the read are detected."""
-    path = tmp_path / "changing"
-    changes: list[Callable[[], object]] = [
-        lambda: os.truncate(path, 4),
-        lambda: os.truncate(path, 0),
-        lambda: path.write_bytes(b"0123456789ab"),
-        lambda: path.write_bytes(b"9876543210"),
-        lambda: (path.write_bytes(b"9876543210"), os.utime(path, ns=(1, 1))),
-    ]
-
-    class ChangingOs:
-        def __init__(self, change: Callable[[], object]) -> None:
-            self.change = change
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(os, name)
-
-        def pread(self, descriptor: int, count: int, offset: int) -> bytes:
-            since = os.fstat(descriptor).st_ctime_ns
-            while os.fstat(descriptor).st_ctime_ns == since:  # the file system's clock ticks
-                self.change()
-            return os.pread(descriptor, count, offset)
-
-    for at, change in enumerate(changes):
-        path.write_bytes(b"0123456789")
-        with monkeypatch.context() as patched:
-            patched.setattr(file_io, "os", ChangingOs(change))
-            assert unchanged(path) is None
-            if at < 3:  # another size is detected at any time
-                path.write_bytes(b"0123456789")
-                assert read_unchanged(str(path), ReadRules(), math.inf) is None
-
-
-def test_read_unchanged_reads_regular_files_within_limits_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices, pipes, folders, empty files and files above max_bytes give None; links follow the rules."""
-    (tmp_path / "empty").touch()
-    (tmp_path / "ten").write_bytes(bytes(10))
-    (tmp_path / "link").symlink_to("ten")
-    os.mkfifo(tmp_path / "pipe")
-    for other in (tmp_path, tmp_path / "empty", tmp_path / "pipe", Path("/dev/zero"), Path("/dev/null")):
-        assert unchanged(other) is None
-    assert unchanged(tmp_path / "ten", ReadRules(max_bytes=9)) is None
-    assert unchanged(tmp_path / "ten", ReadRules(max_bytes=10)) == bytes(10)
-    assert unchanged(tmp_path / "link") == bytes(10)
-    with monkeypatch.context() as patched:  # a device with an end, like a disk
-        patched.setattr(os, "lseek", lambda *_: 10)
-        patched.setattr(os, "pread", lambda *_: bytes(10))
-        patched.setattr(os, "fstat", lambda _: os.stat_result((0o20666, 0, 0, 1, 0, 0, 10, 0, 0, 0)))
-        assert unchanged(Path("/dev/zero")) is None
-    with pytest.raises(OSError, match="symbolic link"):
-        unchanged(tmp_path / "link", ReadRules(follow_symlinks=False))
-
-
-def test_old_and_new_files_are_read_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Old files are read by read_unchanged, new ones by read_file; the results are the same, errors included."""
-    import aiofeed.sources.files as module
-
-    paths = [tmp_path / str(number) for number in range(4)]
-    for path in paths[:3]:
-        path.write_bytes(path.name.encode())
-    os.mkfifo(paths[3])
-    read_by_file: list[str] = []
-    monkeypatch.setattr(module, "read_file", lambda path, rules: read_by_file.append(path) or read_file(path, rules))
-    for old in (False, True):
-        read_by_file.clear()
-        monkeypatch.setattr(file_io, "UNCHANGED_S", -3600.0 if old else 3600.0)
-        found = Files(paths).read_now(range(4))
-        assert found[:3] == [b"0", b"1", b"2"]
-        assert isinstance(found[3], OSError)
-        assert read_by_file == [str(path) for path in (paths[3:] if old else paths)]
 
 
 # --- files that are no pictures

@@ -136,7 +136,7 @@ class DecodeAudio:
         out[:, sound.shape[1] :] = 0.0
 
     def _start(self, most: int, seed: int | None) -> int:
-        """The first sample of the crop, at most ``most``."""
+        """Return the first sample of the crop, at most ``most``."""
         if not self.takes_seed:
             return 0
         if seed is None:
@@ -155,12 +155,12 @@ class DecodeAudio:
 
 
 def _position(timed: Any, rate: int) -> int:
-    """The first sample of a packet or a frame; 0 if it has no timestamp."""
+    """Return the first sample of a packet or a frame; 0 if it has no timestamp."""
     return 0 if timed.pts is None else round(timed.pts * timed.time_base * rate)
 
 
 def _decode(context: Any, packets: Sequence[Any], rate: int, start: int, stop: int) -> NDArray[np.float32]:
-    """The samples from ``start`` to ``stop``, or to the end of the recording: [channels, samples]."""
+    """Return the samples from ``start`` to ``stop``, or to the end of the recording: [channels, samples]."""
     av = import_av()
     # Interleaved, because PyAV reads past the planes of 8 channels and more.
     to_float = av.AudioResampler(format="flt")

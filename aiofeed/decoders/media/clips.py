@@ -155,7 +155,7 @@ class ClipDecoder:
             self._decode(container, stream, index, wanted, out.reshape(-1, *self.row.shape[-3:]))
 
     def _starts(self, last: int, seed: int | None) -> NDArray[np.int64]:
-        """The first frame of each clip of a video whose last frame is ``last``."""
+        """Return the first frame of each clip of a video whose last frame is ``last``."""
         starts = max(last - int(self._offsets[-1]), 0) + 1
         if not self.takes_seed:
             return (2 * np.arange(self._clips) + 1) * starts // (2 * self._clips)
@@ -213,7 +213,7 @@ class ClipDecoder:
 
 
 def _orientation(frame: Any) -> tuple[bool, int, int]:
-    """How a frame is shown: whether its sides are swapped, and then 1, or -1 for mirrored, down and across."""
+    """Return how a frame is shown: whether its sides are swapped, and then 1, or -1 for mirrored, down and across."""
     angle = math.radians(frame.rotation)
     a, b, c, d = math.cos(angle), -math.sin(angle), math.sin(angle), math.cos(angle)
     with contextlib.suppress(KeyError, ValueError):  # PyAV refuses side data of kinds that it does not know
@@ -273,7 +273,7 @@ def _frames(container: Any, stream: Any, start: int, missing: set[int]) -> Itera
 
 
 def _identity(data: Any) -> object:
-    """A key of a file: its path, size and time, or the length of its bytes and a hash of both ends."""
+    """Return a key of a file: its path, size and time, or the length of its bytes and a hash of both ends."""
     if isinstance(data, str | os.PathLike):
         status = os.stat(data)
         return os.fspath(data), status.st_size, status.st_mtime_ns

@@ -106,7 +106,7 @@ def demuxed(container: Any, stream: Any) -> Iterator[Any]:
 
 
 def packets_of(container: Any, stream: Any) -> list[Any]:
-    """All packets of a stream, in the order in which they are decoded.
+    """Return all packets of a stream, in the order in which they are decoded.
 
     Raises:
         ValueError: The header of the file states more.
@@ -138,7 +138,7 @@ def _stated_seconds(container: Any, stream: Any) -> float:
 
 
 def _stated_bytes(container: Any) -> tuple[int, int] | None:
-    """The bytes of sound that the header of a WAV, AIFF, AU or CAF states, and those that the file has.
+    """Return the bytes of sound that the header of a WAV, AIFF, AU or CAF states, and those that the file has.
 
     Programs that write into a pipe state 0, or a size near 2 or 4 GiB: then the sound goes on until the end of the
     file, and both numbers are equal. ``None`` for other files. Sources: EBU Tech 3306 for RF64; the manuals of the

@@ -84,7 +84,7 @@ class FrameIndex:
     sizes: NDArray[Any]
 
     def nearest(self, seconds: NDArray[np.float64], tolerance_s: float) -> NDArray[np.int64]:
-        """The frame nearest to each time.
+        """Return the frame nearest to each time.
 
         Raises:
             ValueError: It is ``tolerance_s`` away or more.
@@ -106,7 +106,7 @@ class FrameIndex:
         return found
 
     def spans(self, frames: NDArray[np.int64], *, whole: bool, back: int = 0) -> list[Span]:
-        """What has to be decoded for frames.
+        """Return what has to be decoded for frames.
 
         Args:
             frames: The numbers of the frames.
@@ -121,12 +121,12 @@ class FrameIndex:
         return found
 
     def _group(self, key: int) -> list[int]:
-        """The first frame of the group of a key frame, and that of the next one."""
+        """Return the first frame of the group of a key frame, and that of the next one."""
         bounds: list[int] = np.searchsorted(self.keys, [key, key + 1]).tolist()
         return bounds
 
     def earlier(self, span: Span, back: int) -> Span:
-        """The span from ``back`` key frames before its own on."""
+        """Return the span from ``back`` key frames before its own on."""
         first = span.key
         for _ in range(back):
             first = int(self.keys[max(self._group(first)[0] - 1, 0)])
@@ -171,7 +171,7 @@ class FrameIndex:
 
 
 def _decoder(kind: tuple[Any, ...]) -> Any:
-    """The open decoder of this thread for a kind of stream. Each decodes in the thread itself."""
+    """Return the open decoder of this thread for a kind of stream. Each decodes in the thread itself."""
     try:
         decoders: OrderedDict[Any, Any] = _local.decoders
     except AttributeError:
@@ -213,7 +213,7 @@ class _HeaderFile:
 
 
 def read_index(size: int, read: Callable[[int, int], bytes]) -> FrameIndex:
-    """The index of a video, of which the header is read by ``read(start, end)``.
+    """Return the index of a video, of which the header is read by ``read(start, end)``.
 
     Raises:
         ValueError: The file is no MP4 file, has no video, is truncated or damaged.

@@ -11,7 +11,6 @@ from typing import Any
 
 from aiofeed.core.failure_policy import FailurePolicy, backoff_s
 from aiofeed.core.types import Members, Source
-from aiofeed.engine.fetch.look_ahead import LookAhead
 from aiofeed.runtime.cancellation import clear_cancellation, is_cancelled
 
 
@@ -22,14 +21,14 @@ class ReadResult:
     samples: list[Any] = field(default_factory=list)
     nbytes: int = 0
     retries: int = 0
-    # False if the decode job obtains the samples itself.
+    # False if the decode job reads the samples itself.
     waited: bool = True
 
 
 class AsyncReader:
     """Calls a source's coroutines on the loop, with time limit and retries, and returns what they raise as values."""
 
-    def __init__(self, source: Source[Any] | LookAhead, policy: FailurePolicy) -> None:
+    def __init__(self, source: Source[Any], policy: FailurePolicy) -> None:
         self._source = source
         self._policy = policy
         # Of the class: a wrapper may pass on the attributes of another source.
@@ -40,7 +39,7 @@ class AsyncReader:
         self._abandoned: set[asyncio.Future[Any]] = set()
 
     async def read(self, indices: Sequence[int]) -> ReadResult:
-        """The encoded samples; an exception for each that failed.
+        """Return the encoded samples; an exception for each that failed.
 
         Raises:
             CancelledError: The task was cancelled, even if the source caught the cancellation.
@@ -164,7 +163,7 @@ class AsyncReader:
 
 
 async def _caught(coroutine: Any) -> tuple[Any, BaseException | None]:
-    """The result or the exception, as values: SystemExit raised in a task would end the loop."""
+    """Return the result or the exception, as values: SystemExit raised in a task would end the loop."""
     try:
         return await coroutine, None
     except asyncio.CancelledError:

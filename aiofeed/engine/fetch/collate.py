@@ -57,7 +57,7 @@ class BatchBuilder(ABC):
         return None
 
     def finish(self, keys: Sequence[str], positions: Positions = None) -> Any:
-        """The batch of the samples at ``positions``; ``None``: of all.
+        """Return the batch of the samples at ``positions``; ``None``: of all.
 
         Raises:
             CollateError: The samples do not fit together; the message names some of ``keys``.
@@ -67,7 +67,7 @@ class BatchBuilder(ABC):
 
     @abstractmethod
     def _build(self, keys: Sequence[str], positions: Positions) -> Any:
-        """The batch before ``encode``."""
+        """Return the batch before ``encode``."""
 
     def take_over(self, chunk: ChunkBuilder, positions: Sequence[int], first: int, keys: Sequence[str]) -> None:
         """Store samples of a chunk at ``first``, ``first + 1``, ...
@@ -215,7 +215,7 @@ class MisfitError(Exception):
         self.way = way
 
     def explain(self, keys: Sequence[str]) -> str:
-        """The message for the user; ``keys`` are those of the samples at ``positions``."""
+        """Return the message for the user; ``keys`` are those of the samples at ``positions``."""
         names = f" ({' and '.join(map(repr, keys))})" if keys else ""
         return f"the samples of a batch do not fit together: {self}{names}{self.way}"
 
@@ -411,7 +411,7 @@ class RowBatchBuilder(BatchBuilder):
             self._targets = SampleList(len(self.rows), copies=True)
 
     def sample(self, position: int) -> Any:
-        """A sample as a view of its row, with its target, after ``keep_targets``."""
+        """Return a sample as a view of its row, with its target, after ``keep_targets``."""
         row = as_tensor(HostTensor(self.rows[position : position + 1], self._leaf.axes))[0]
         return row if self._targets is None else (row, self._separate_targets().sample(position))
 
@@ -429,7 +429,7 @@ class RowBatchBuilder(BatchBuilder):
             self._targets.take_over(chunk._separate_targets(), positions, first, keys)
 
     def arrays(self, position: int) -> list[NDArray[Any]]:
-        """The memory of a sample."""
+        """Return the memory of a sample."""
         return [self.rows[position, ...]]
 
     def rows_of(self, layout: Any, *, targets: bool) -> tuple[NDArray[Any], Callable[[int, Any], None]]:
@@ -469,7 +469,7 @@ class SampleList(BatchBuilder):
         self.samples[position] = map_leaves(_copied, sample) if self._copies else sample
 
     def sample(self, position: int) -> Any:
-        """The sample at a position."""
+        """Return the sample at a position."""
         return self.samples[position]
 
     def _build(self, keys: Sequence[str], positions: Positions) -> Any:
@@ -477,7 +477,7 @@ class SampleList(BatchBuilder):
 
 
 def _copied(leaf: Any) -> Any:
-    """A copy of a plain array or tensor; other values as they are."""
+    """Return a copy of a plain array or tensor; other values as they are."""
     if isinstance(leaf, np.ndarray):
         return leaf.copy()
     return leaf.clone() if is_tensor(leaf) and as_array(leaf)[0] is not None else leaf
@@ -515,7 +515,7 @@ def _span(keys: Sequence[str], positions: Positions) -> str:
 
 
 def misfit_error(error: BaseException, key: str) -> CollateError | None:
-    """The user's error for a sample whose structure differs from the first one's; ``None`` for other errors."""
+    """Return the user's error for a sample whose structure differs from the first one's; ``None`` for other errors."""
     return CollateError(error.explain([key])) if isinstance(error, MisfitError) else None
 
 
@@ -543,7 +543,7 @@ def _default_collate(values: Any) -> Any:
 
 
 def _common_mistake(value: Any) -> str | None:
-    """What is wrong with a value of a type that never collates, and the way out; ``None`` for other values."""
+    """Return what is wrong with a value of a type that never collates, and the way out; ``None`` for other values."""
     if value is None:
         return _NONE
     if inspect.iscoroutine(value):
@@ -559,7 +559,7 @@ def _common_mistake(value: Any) -> str | None:
 
 
 def compact(rows: NDArray[Any], positions: Positions) -> NDArray[Any]:
-    """The rows at ``positions``, moved to the beginning of the same memory."""
+    """Return the rows at ``positions``, moved to the beginning of the same memory."""
     if positions is None:
         return rows
     for to, position in enumerate(positions):
@@ -569,5 +569,5 @@ def compact(rows: NDArray[Any], positions: Positions) -> NDArray[Any]:
 
 
 def pick(items: Sequence[ItemT], positions: Positions) -> list[ItemT]:
-    """The items at ``positions``."""
+    """Return the items at ``positions``."""
     return list(items) if positions is None else [items[position] for position in positions]

@@ -16,9 +16,8 @@ from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan
 from aiofeed.engine.fetch.async_reader import ReadResult
 from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, misfit_error
-from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, Fetcher, Place
+from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, Fetcher, Place, seed_of
 from aiofeed.engine.fetch.generators import DrawDetector, seed_generators
-from aiofeed.engine.fetch.source import seed_of
 from aiofeed.engine.fetch.user_errors import sample_error, without_our_frames
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.thread_pool import ThreadHost
@@ -57,7 +56,7 @@ class DatasetFetcher(Fetcher):
         self.limit_s: float | None = sum(limit or 0.0 for limit in limits) or None
 
     def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
-        """A builder that may keep items until the batch is complete, as a ``DataLoader`` does."""
+        """Return a builder that may keep items until the batch is complete, as a ``DataLoader`` does."""
         return DefaultCollateBuilder(samples, lease, may_keep=True)
 
     def job_sizes(self, limits: ResolvedLimits) -> tuple[int, int]:
@@ -65,7 +64,7 @@ class DatasetFetcher(Fetcher):
         return (sys.maxsize, sys.maxsize) if limits.decode_threads == 1 else super().job_sizes(limits)
 
     def key(self, index: int) -> str:
-        """The dataset's name and the index."""
+        """Return the dataset's name and the index."""
         return self._source.key(index)
 
     async def read(self, indices: Sequence[int]) -> ReadResult:
@@ -170,13 +169,13 @@ class DatasetFetcher(Fetcher):
         return len(positions)
 
     def _called(self, request: Callable[[], ItemT], plan: BatchPlan, position: int) -> ItemT:
-        """The result of a request, for which the global generators are seeded or watched."""
+        """Return the result of a request, for which the global generators are seeded or watched."""
         if self._seeds:
             seed_generators(seed_of(plan, position))
         return request() if self._seeds or self._detector.done else self._detector.watch(request)
 
     def _request_one(self, chunk: Chunk, place: Place, slot: DatasetSlot) -> Place:
-        """A function that requests one item and places it."""
+        """Return a function that requests one item and places it."""
         indices, dataset, policy = chunk.plan.indices, self._source.dataset, self.policy
         deadline, stop = chunk.control.deadline, chunk.control.stop
         seeds, detector = self._seeds, self._detector
@@ -210,11 +209,11 @@ class DatasetFetcher(Fetcher):
         return request
 
     def to_feed_error(self, error: BaseException, index: int, reading: bool) -> FeedError:
-        """The ``ReadError`` of an item that failed."""
+        """Return the ``ReadError`` of an item that failed."""
         key = self.key(index)
         return misfit_error(error, key) or sample_error(ReadError, error, key, index, traced=self.stop_at_error)
 
     def overdue(self, index: int) -> FeedError:
-        """The ``ReadError`` of an item over its time limit."""
+        """Return the ``ReadError`` of an item over its time limit."""
         late = TimeoutError(f"no item within {self.limit_s:g} s")
         return sample_error(ReadError, late, self.key(index), index)

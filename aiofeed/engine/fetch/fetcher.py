@@ -21,11 +21,12 @@ from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.thread_pool import ThreadHost, ThreadPool
 from aiofeed.runtime.time_limits import AbandonedError, JobControl
 from aiofeed.sampling.epochs import Step
+from aiofeed.sampling.order import sample_seed
 
 _NO_DEADLINE = contextlib.nullcontext()
 
 UNREAD: Any = object()
-"""Placeholder for a value that the decode job obtains."""
+"""Placeholder for a value that the decode job reads itself."""
 
 Place: TypeAlias = Callable[[int, Any], None]
 """Decodes the value of one sample and puts the sample at its position in the batch."""
@@ -69,7 +70,7 @@ class Chunk:
             self.control.deadline.outcome = self.outcome  # it is all that remains of an abandoned job
 
     def unread(self) -> list[int]:
-        """The positions of values that are ``UNREAD``."""
+        """Return the positions of values that the decode job reads itself."""
         return [position for position, value in zip(self.positions, self.values, strict=True) if value is UNREAD]
 
     def decode_each(self, place: Place, start: int = 0, end: int | None = None) -> int:
@@ -169,7 +170,7 @@ class Fetcher(ABC):
         return contextlib.nullcontext(steps)
 
     def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
-        """A builder for a batch of so many samples, in memory of the lease."""
+        """Return a builder for a batch of so many samples, in memory of the lease."""
         return DefaultCollateBuilder(samples, lease)
 
     def announce(self, plan: BatchPlan) -> None:
@@ -177,16 +178,16 @@ class Fetcher(ABC):
         return None
 
     def job_sizes(self, limits: ResolvedLimits) -> tuple[int, int]:
-        """How many samples the next decode jobs should have at least and at most; see ``JobSizer``."""
+        """Return how many samples the next decode jobs should have at least and at most; see ``JobSizer``."""
         return self._sizer.job_sizes(limits.decode_threads)
 
     def max_running(self, threads: int) -> int:
-        """How many of ``threads`` decode threads are worth using now."""
+        """Return how many of ``threads`` decode threads are worth using now."""
         return threads
 
     @abstractmethod
     async def read(self, indices: Sequence[int]) -> ReadResult:
-        """Encoded samples; exceptions for those that failed, ``UNREAD`` for those that the decode job obtains."""
+        """Return encoded samples; an exception for each that failed, ``UNREAD`` for what the decode job reads."""
 
     def decode(
         self, plan: BatchPlan, start: int, encoded: list[Any], builder: BatchBuilder, control: JobControl
@@ -206,12 +207,17 @@ class Fetcher(ABC):
 
     @abstractmethod
     def to_feed_error(self, error: BaseException, index: int, reading: bool) -> FeedError:
-        """The error that the user gets for a sample's error; ``reading``: whether reading raised it."""
+        """Return the error that the user gets for a sample's error; ``reading``: whether reading raised it."""
 
     @abstractmethod
     def overdue(self, index: int) -> FeedError:
-        """The error of a sample on which ``decode`` spent more than ``limit_s``."""
+        """Return the error of a sample on which ``decode`` spent more than ``limit_s``."""
 
     @abstractmethod
     def key(self, index: int) -> str:
-        """The sample's name for errors; never raises."""
+        """Return the sample's name for errors; never raises."""
+
+
+def seed_of(plan: BatchPlan, position: int) -> int:
+    """Return the 64-bit seed of the sample at a position of a batch."""
+    return sample_seed(plan.epoch_seed, plan.positions[position])

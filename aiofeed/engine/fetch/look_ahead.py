@@ -21,7 +21,7 @@ from aiofeed.sampling.epochs import Step
 
 # The share of the look-ahead in which samples are needed soon.
 SOON = 8
-# How many times the bytes that the engine has got the look-ahead may be.
+# The look-ahead may be this many times the bytes that the engine has received.
 GROWTH = 8
 # Shards that are read at the same time.
 GROUPS = 128
@@ -150,7 +150,7 @@ class _UpcomingSamples:
                 sample.value = value
 
     def taken(self, index: int) -> _Sample:
-        """A sample for one of the plans that need it; one that is not read if it was not begun."""
+        """Return a sample to one plan. If its shard was not started, the sample has no value."""
         sample = self.samples.get(index)
         if sample is None or sample.read is None:
             return _Sample(index)

@@ -19,7 +19,7 @@ _WAY = 'Feeder(on_error="skip") leaves out samples that fail, "replace" takes ot
 def sample_error(
     kind: type[SampleError], error: BaseException, key: str, index: int, hint: str = "", *, traced: bool = True
 ) -> SampleError:
-    """A sample's ``ReadError`` or ``DecodeError``. One that names this sample already is returned unchanged.
+    """Return a sample's ``ReadError`` or ``DecodeError``. One that names this sample already is returned unchanged.
 
     An error of a user's subclass becomes the cause of one: its constructor may need other arguments, so that it cannot
     be copied or sent to another process. ``traced=False`` removes the tracebacks: for as long as the error is
@@ -43,7 +43,7 @@ def bytes_hint(error: BaseException) -> str:
 
 
 def suggest_policy(error: FeedError) -> FeedError:
-    """The error; that of a sample's data with a note on what else may be done with samples that fail."""
+    """Return the error; that of a sample's data with a note on what else may be done with samples that fail."""
     of_code = isinstance(error.__cause__, OF_CODE) or _BYTES in str(error)
     if isinstance(error, SampleError) and not of_code and _WAY not in notes_of(error):
         add_note(error, _WAY)
@@ -51,7 +51,7 @@ def suggest_policy(error: FeedError) -> FeedError:
 
 
 def without_our_frames(error: BaseException) -> BaseException:
-    """The error with a traceback that begins in the user's code.
+    """Return the error with a traceback that begins in the user's code.
 
     It is shorter, and does not refer to our frames. They refer to the chunk's outcome, and so to the error: a reference
     cycle, which would keep all frames of the traceback alive, in the end those of the trainer.

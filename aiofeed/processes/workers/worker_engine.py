@@ -213,7 +213,7 @@ def worker_engine(
         in_order=False,
         policy=worker_config.policy,
         length=worker_config.length,
-        judges=False,
+        counts_failures=False,
     )
 
 

@@ -132,7 +132,7 @@ class Episodes(GroupedSource):
         return found
 
     def __len__(self) -> int:
-        """The number of moments."""
+        """Return the number of moments."""
         return int(self._of.starts[-1])
 
     def __repr__(self) -> str:
@@ -151,13 +151,13 @@ class Episodes(GroupedSource):
         return WindowDecoder(self._pool)
 
     def key(self, index: int, /) -> str:
-        """The data set, the episode, the row in it, and its time."""
+        """Return the data set, the episode, the row in it, and its time."""
         [episode], [row] = self._of.place(np.array([index]))
         seconds = row / self._of.data.fps
         return f"{self._of.name}[episode {self._of.episodes[episode]}, frame {row}, {seconds:.3f} s]"
 
     def fingerprint(self) -> str:
-        """A digest of the names and lengths of the episodes, and of all arguments that change samples."""
+        """Return a digest of the names and lengths of the episodes, and of all arguments that change samples."""
         digest = hashlib.sha256(repr(self._of.identity).encode("utf-8", "surrogatepass"))
         for each in (self._of.episodes, self._of.lengths, *self._of.fill.values()):
             digest.update(each.tobytes())
@@ -168,7 +168,7 @@ class Episodes(GroupedSource):
         return self.sample_bytes // 30
 
     def storage_statistics(self) -> StorageStatistics | None:
-        """The requests for files at URLs in this process; ``None`` for folders."""
+        """Return the requests for files at URLs in this process; ``None`` for folders."""
         return statistics_of([self._of.data.reader])
 
     @property
@@ -186,7 +186,7 @@ class Episodes(GroupedSource):
     # --- rows
 
     def take(self, rows: NDArray[np.int64]) -> dict[str, Any]:
-        """All fields of moments except frames, as arrays; tasks as a list."""
+        """Return all fields of moments except frames, as arrays; tasks as a list."""
         return self._with_texts(self._of.take(rows))
 
     def _with_texts(self, fields: dict[str, Any]) -> dict[str, Any]:
@@ -252,7 +252,7 @@ class WindowDecoder:
         return "WindowDecoder()"
 
     def fingerprint(self) -> str:
-        """The same for all: the source has the arguments."""
+        """Return the same for all: the source has the arguments."""
         return "WindowDecoder"
 
     def __call__(self, moment: Moment, /) -> dict[str, Any]:

@@ -20,8 +20,9 @@ import numpy as np
 
 from aiofeed.core.validation import check_expanded, check_int_from, check_positive_int
 from aiofeed.sources.file_io import check_foreign_name
+from aiofeed.sources.objects.arrow import arrow
 from aiofeed.sources.objects.reader import ObjectReader, run_all
-from aiofeed.sources.tables.columns import Columns, NumberColumn, arrow
+from aiofeed.sources.tables.columns import Columns, NumberColumn
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -104,7 +105,7 @@ class LeRobotData:
     def _columns(
         self, table: Any, within: NDArray[np.int64], is_chosen: NDArray[np.bool_], names: Sequence[str]
     ) -> dict[str, NDArray[Any]]:
-        """The columns of a file with the episodes ``within``, of which some are chosen."""
+        """Return the columns of a file with the episodes ``within``, of which some are chosen."""
         lengths = self.lengths[within]
         if len(table) != (count := sum(lengths.tolist())):
             raise ValueError(f"it has {len(table)} rows, and its {len(within)} episodes have {count}")
@@ -223,7 +224,7 @@ def _layout_of(kind: Any, sides: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
 def _files_of(
     url: str, template: str, episodes: Mapping[str, Sequence[Any]], place: str, size: int, **names: str
 ) -> tuple[list[str], NDArray[np.int64]]:
-    """The files of episodes by a template of ``url``, and the number of each episode's; -1 for none."""
+    """Return the files of episodes by a template of ``url``, and the number of each episode's; -1 for none."""
     chunks, files = (episodes[f"{place}/{name}_index"] for name in ("chunk", "file"))
     numbers, found = dict[str, int](), np.full(len(episodes["length"]), -1)
     for at, (chunk, file) in enumerate(zip(chunks, files, strict=True)):
@@ -237,14 +238,14 @@ def _files_of(
 
 
 def _filled(template: str, fields: Mapping[str, Any]) -> str:
-    """A template of a path with the values of its fields."""
+    """Return a template of a path with the values of its fields."""
     if "{" in _FIELD.sub("", template):
         raise ValueError(f"the path {template[:200]!r} must have fields such as {{name}} and {{name:03d}} only")
     return _FIELD.sub(lambda found: format(fields[found[1]], f"{found[2]}d" if found[2] else ""), template)
 
 
 async def _table_of_episodes(reader: ObjectReader, total: int, size: int) -> dict[str, list[Any]]:
-    """The columns of ``meta/episodes`` without statistics. Its files are numbered: a web server has no lists."""
+    """Return the columns of ``meta/episodes`` without statistics. Its files are numbered: a web server has no lists."""
     tables, rows = list[Any](), 0
     while not tables or (rows < total and len(tables[-1])):
         try:
@@ -260,7 +261,7 @@ async def _table_of_episodes(reader: ObjectReader, total: int, size: int) -> dic
 
 
 async def _lines_of_episodes(reader: ObjectReader) -> dict[str, list[Any]]:
-    """The same of version 2.1, where the file of an episode has its number."""
+    """Return the same of version 2.1, where the file of an episode has its number."""
     lines = sorted(await _read_lines(reader, "meta/episodes.jsonl", "episode_index", "length"))
     zeros = [0] * len(lines)
     numbers, lengths = ([line[at] for line in lines] for at in range(2))
@@ -268,7 +269,7 @@ async def _lines_of_episodes(reader: ObjectReader) -> dict[str, list[Any]]:
 
 
 async def _tasks_of(reader: ObjectReader, *, old: bool) -> dict[int, str]:
-    """The texts of tasks: in version 3.0 the number of a task is its row."""
+    """Return the texts of tasks: in version 3.0 the number of a task is its row."""
     if old:
         tasks = dict(await _read_lines(reader, "meta/tasks.jsonl", "task_index", "task"))
     else:

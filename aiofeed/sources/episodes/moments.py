@@ -96,7 +96,7 @@ class Moments:
         return (count, *shape) if count > (dtype == "uint8") else shape, dtype
 
     def place(self, indices: Int64) -> tuple[Int64, Int64]:
-        """The episode of each moment, counted among the chosen ones, and its row in that."""
+        """Return the episode of each moment, counted among the chosen ones, and its row in that."""
         episodes = np.searchsorted(self.starts, indices, side="right") - 1
         return episodes, indices - self.starts[episodes]
 
@@ -110,7 +110,7 @@ class Moments:
         return found, found != wanted
 
     def take(self, indices: Int64) -> dict[str, NDArray[Any]]:
-        """All fields of moments except frames, [N, ...]; the task as its number."""
+        """Return all fields of moments except frames, [N, ...]; the task as its number."""
         places = self.place(indices)
         at = {name: self._window(name, *places) for name in (*self._names, *self.padded, "task")}
         found = {name: np.take(self._columns[old], at[name][0], axis=0) for name, old in self._names.items()}
@@ -130,7 +130,7 @@ class Moments:
         return found
 
     def frames(self, indices: Int64) -> list[dict[str, Frames]]:
-        """The frames of moments by camera."""
+        """Return the frames of moments by camera."""
         found: list[dict[str, Frames]] = [{} for _ in indices]
         places = self.place(indices)
         episodes = self.episodes[places[0]]
@@ -143,7 +143,7 @@ class Moments:
         return found
 
     def runs(self, rows: int, decoded_bytes: int) -> Int64:
-        """The first moment of each run, whose frames are decoded together."""
+        """Return the first moment of each run, whose frames are decoded together."""
         group = max([camera.group for camera in self.cameras.values()], default=1)
         row_bytes = sum(3 * height * width // 2 for height, width in (each.size for each in self.cameras.values()))
         steps = [step for name in self.cameras for step in self._steps.get(name, ())]

@@ -51,19 +51,19 @@ class Video:
         return Video, self._arguments
 
     def open_now(self) -> FrameIndex:
-        """The index of a local file, read in this thread if it is the first time."""
+        """Return the index of a local file, read in this thread if it is the first time."""
         with self._lock:
             self.index = self.index or read_index(os.stat(self.url).st_size, self.read_now)
             return self.index
 
     def read_now(self, start: int, end: int) -> bytes:
-        """A range of a file, read while this thread waits."""
+        """Return a range of a file, read while this thread waits."""
         if self._arguments[0].is_local:
             return read_ranges(self.url, [(start, end)])[0]
         return run_blocking(lambda: self._read(start, end))
 
     async def open(self) -> FrameIndex:
-        """The index of a file at a URL, read by two or three requests if it is the first time."""
+        """Return the index of a file at a URL, read by two or three requests if it is the first time."""
         loop = asyncio.get_running_loop()
         async with self._locks.setdefault(loop, asyncio.Lock()):
             if self.index is None:
@@ -82,7 +82,7 @@ class Video:
         return (await reader.read_ranges(key, [start], [end], info=self._info))[0]
 
     async def read(self, spans: Iterable[Span]) -> dict[Span, bytes]:
-        """The bytes of spans. Those side by side are one request; nothing between others is read."""
+        """Return the bytes of spans. Those side by side are one request; nothing between others is read."""
         joined: list[tuple[int, int]] = []
         ordered = sorted(spans, key=lambda span: span.start)
         for span in ordered:
@@ -130,7 +130,7 @@ class Frames:
         return self._video
 
     def find(self, index: FrameIndex, *, whole: bool) -> tuple[list[int], list[Span]]:
-        """The timestamps of the frames, and what to decode for them.
+        """Return the timestamps of the frames, and what to decode for them.
 
         Raises:
             ValueError: A frame is missing.
@@ -139,7 +139,7 @@ class Frames:
         return index.timestamps[frames].tolist(), index.spans(frames, whole=whole, back=self.video.back)
 
     def decode(self, pool: FramePool | None) -> NDArray[np.uint8]:
-        """The frames, uint8 [n, 3, H, W], or [3, H, W] of one; ``pool`` keeps frames for other moments.
+        """Return the frames, uint8 [n, 3, H, W], or [3, H, W] of one; ``pool`` keeps frames for other moments.
 
         Raises:
             OSError: The file cannot be read.

@@ -59,7 +59,7 @@ class StoreClient:
         self.__init__(state["root"], state["options"], state["_given"])  # type: ignore[misc]
 
     def store(self, query: str = "") -> tuple[Any, int]:
-        """The store for the URLs with a query, and its version for ``renew``.
+        """Return the store for the URLs with a query, and its version for ``renew``.
 
         Raises:
             FeedError: obstore was used before this process was forked, so a read would never end.
@@ -95,7 +95,7 @@ class StoreClient:
         return self._given is not None
 
     def endpoint(self) -> str | None:
-        """The server of this store, without credentials; ``None`` for a given store in memory or in a folder."""
+        """Return the server of this store, without credentials; ``None`` for a given store in memory or in a folder."""
         config = self.options if self._given is None else getattr(self._given, "config", None)
         if config is None:
             return None
@@ -103,7 +103,7 @@ class StoreClient:
         return redacted(f"{_endpoint(config)} {account} {getattr(self._given, 'prefix', None)}")
 
     def redact(self, text: str, query: str = "") -> str:
-        """A text without credentials, also without those in a query."""
+        """Return a text without credentials, also without those in a query."""
         arguments = getattr(self._given, "__getnewargs_ex__", None)
         of_store = {} if arguments is None else arguments()[1]
         return redacted(text, secrets_of(f"{self.root}?{query}", {"store": of_store, **self.options}))
@@ -136,17 +136,14 @@ class StoreClient:
         raise ValueError(f"{redacted(self.root)}: {failure}")
 
 
-def shared_client(root: str, options: Mapping[str, Any], store: Any = None) -> StoreClient:
-    """The client of a root and options, the same for all sources of this process; a new one for a given ``store``.
+def shared_client(kind: type[StoreClient], root: str, options: Mapping[str, Any], store: Any = None) -> StoreClient:
+    """Return the client of a root and options, one for all sources of this process; a new one for a given ``store``.
 
     After a change of the environment or of the AWS configuration files, new sources have another client.
 
     Raises:
         ImportError: obstore is not installed.
     """
-    kind = StoreClient
-    if root.startswith("hf:"):
-        kind = importlib.import_module("aiofeed.sources.objects.hub").HubClient
     if store is not None:
         return kind(root, options, store)
     if root and not _is_installed():
@@ -222,7 +219,7 @@ _VARIABLES = (*ENVIRONMENT, "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"
 
 
 def _surroundings(root: str, options: Mapping[str, Any]) -> object:
-    """What a store is made of beside its options."""
+    """Return what a store is made of beside its options."""
     variables = sorted(item for item in os.environ.items() if item[0].upper().startswith(_VARIABLES))
     return variables, _aws_profile(options) if root.startswith("s3:") else None
 

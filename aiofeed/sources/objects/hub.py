@@ -45,7 +45,7 @@ class Located(NamedTuple):
 
 
 def at_commit(root: str) -> str:
-    """The root of a repository with the commit of its revision, such as ``hf://datasets/owner/name@<commit>``.
+    """Return the root of a repository with the commit of its revision, such as ``hf://datasets/owner/name@<commit>``.
 
     Raises:
         ImportError: huggingface_hub is not installed.
@@ -84,12 +84,12 @@ class HubClient(StoreClient):
     is_outdated = True
 
     def endpoint(self) -> str:
-        """The server of the Hub."""
+        """Return the server of the Hub."""
         url: str = os.environ.get("HF_ENDPOINT") or _hub().constants.ENDPOINT
         return url.rstrip("/")
 
     def redact(self, text: str, query: str = "") -> str:
-        """A text without the token and without signatures."""
+        """Return a text without the token and without signatures."""
         return redacted(text, filter(None, [_hub().get_token()]))
 
     def renew(self, version: int, query: str = "") -> None:
@@ -98,7 +98,7 @@ class HubClient(StoreClient):
             self._located = {key: each for key, each in self._located.items() if each.url != query}
 
     async def locate(self, key: str) -> Located:
-        """Where a file is: as known, or asked now.
+        """Return where a file is: as known, or asked now.
 
         Raises:
             OSError: There is no such file, or the Hub cannot be asked.
@@ -111,7 +111,7 @@ class HubClient(StoreClient):
         return found
 
     async def list(self, prefix: str, *, recursive: bool = True) -> list[tuple[str, ObjectInfo]]:
-        """The files of a folder, and of those in it if ``recursive``, with their information."""
+        """Return the files of a folder, and of those in it if ``recursive``, with their information."""
 
         def entries() -> list[tuple[str, ObjectInfo]]:
             options = {"revision": self._revision, "repo_type": self._type, "recursive": recursive}
@@ -126,7 +126,7 @@ class HubClient(StoreClient):
         return found  # type: ignore[no-any-return]
 
     def commit(self) -> str:
-        """The commit of the revision."""
+        """Return the commit of the revision."""
         info = self._api().repo_info(self._name, revision=self._revision, repo_type=self._type, expand=["sha"])
         return str(info.sha)
 
@@ -175,7 +175,7 @@ class HubClient(StoreClient):
         return _hub().HfApi(endpoint=self.endpoint())
 
     def _new_store(self, query: str) -> Any:
-        """A store of one file, whose key is empty. The token is sent to the Hub only."""
+        """Return a store of one file, whose key is empty. The token is sent to the Hub only."""
         client = dict(self.options.get("client_options", {}))
         if urlsplit(query)[:2] == urlsplit(self.endpoint())[:2]:
             sent = _hub().utils.build_hf_headers()
@@ -189,7 +189,7 @@ def _info(entry: Any) -> ObjectInfo:
 
 
 def _wait_s(headers: Mapping[str, str]) -> float | None:
-    """The seconds that an answer asks to wait; ``None`` if it does not say."""
+    """Return the seconds that an answer asks to wait; ``None`` if it does not say."""
     given = headers.get("retry-after", "")
     reset = _RESET.search(headers.get("ratelimit", ""))
     if given.isdecimal() or reset is not None:

@@ -38,7 +38,7 @@ class PackedSequence(Sequence[ValueT]):
         return type(self), (np.asarray(self.data), np.asarray(self.offsets))
 
     def __len__(self) -> int:
-        """The number of values."""
+        """Return the number of values."""
         return len(self._at) - 1
 
     @overload
@@ -46,7 +46,7 @@ class PackedSequence(Sequence[ValueT]):
     @overload
     def __getitem__(self, index: slice, /) -> list[ValueT]: ...
     def __getitem__(self, index: int | slice, /) -> ValueT | list[ValueT]:
-        """A value, or a list of values."""
+        """Return a value, or a list of values."""
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
         if index < 0:
@@ -60,7 +60,7 @@ class PackedSequence(Sequence[ValueT]):
 
     @abstractmethod
     def _value(self, data: memoryview) -> ValueT:
-        """The value of its bytes."""
+        """Return the value of its bytes."""
 
 
 class PackedKeys(PackedSequence[str]):
@@ -70,7 +70,7 @@ class PackedKeys(PackedSequence[str]):
         return str(data, "utf-8", "surrogateescape")
 
     def take(self, selected: NDArray[np.int64]) -> PackedKeys:
-        """The keys at these positions."""
+        """Return the keys at these positions."""
         lengths = np.diff(self.offsets)[selected]
         offsets = np.zeros(len(selected) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
@@ -84,7 +84,7 @@ class PackedKeys(PackedSequence[str]):
         return PackedKeys(data, offsets)
 
     def ends_with(self, endings: Sequence[str]) -> NDArray[np.bool_]:
-        """Whether each key ends with one of these texts of up to 7 ASCII letters and dots, in any case.
+        """Return whether each key ends with one of these texts of up to 7 ASCII letters and dots, in any case.
 
         A key must be longer than the text.
         """
@@ -104,7 +104,7 @@ class PackedKeys(PackedSequence[str]):
         return found
 
     def slashes(self) -> NDArray[np.int64]:
-        """The number of slashes in each key."""
+        """Return the number of slashes in each key."""
         counts = np.empty(len(self), np.int64)
         for start in range(0, len(self), _BLOCK):
             offsets = self.offsets[start : start + _BLOCK + 1]
@@ -128,5 +128,5 @@ class KeyPacker:
             offsets.append(len(data))
 
     def packed(self) -> PackedKeys:
-        """The keys; nothing can be added afterwards."""
+        """Return the keys; nothing can be added afterwards."""
         return PackedKeys(np.frombuffer(self._data, np.uint8), np.frombuffer(self._offsets, np.int64))

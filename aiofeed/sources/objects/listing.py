@@ -75,7 +75,7 @@ def cache_folder() -> Path | None:
 
 
 def cache_path(identity: str | None, suffix: str) -> Path | None:
-    """The file in the cache folder for an identity; ``None`` without an identity, or without such a folder."""
+    """Return the file in the cache folder for an identity; ``None`` without an identity, or without such a folder."""
     if identity is None or (folder := cache_folder()) is None:
         return None
     return folder / f"{hashlib.sha256(identity.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}.{suffix}"
@@ -87,7 +87,7 @@ def _warn_without_home() -> None:
 
 
 def run_blocking(function: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
-    """The result of a coroutine function, run by an event loop in a thread; Ctrl-C cancels it.
+    """Return the result of a coroutine function, run by an event loop in a thread; Ctrl-C cancels it.
 
     For constructors, which may be called where an event loop runs already.
     """
@@ -130,7 +130,7 @@ class Listing:
 
 
 def list_objects(reader: ObjectReader, *, refresh: bool = False) -> Listing:
-    """The objects below the root of a reader: from the cache on disk, or listed now and cached.
+    """Return the objects below the root of a reader: from the cache on disk, or listed now and cached.
 
     Args:
         reader: Its root is listed.
@@ -166,7 +166,7 @@ def shows_progress() -> bool:
 
 
 def new_bar(name: str, total: int | None, **options: Any) -> Any:
-    """A bar of tqdm that draws in each ``update``; ``None`` if tqdm is not installed."""
+    """Return a bar of tqdm that draws in each ``update``; ``None`` if tqdm is not installed."""
     try:
         from tqdm.auto import tqdm  # type: ignore[import-untyped]
     except ImportError:
@@ -240,7 +240,7 @@ class _Part:
 
 
 async def read_listing(reader: ObjectReader) -> Listing:
-    """The objects below the root of a reader, listed now.
+    """Return the objects below the root of a reader, listed now.
 
     Raises:
         OSError: The objects cannot be listed.
@@ -280,7 +280,7 @@ def _joined(parts: list[_Part]) -> Listing:
 
 
 def listing_file(listing: Listing, url: str) -> list[bytes | memoryview]:
-    """The parts of the file of a listing."""
+    """Return the parts of the file of a listing."""
     keys = listing.keys
     header = {
         "version": _VERSION,
@@ -325,7 +325,7 @@ def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> None:
 
 
 def _load(path: Path) -> Listing | None:
-    """The listing in a file; ``None`` if there is none or the file is not complete."""
+    """Return the listing in a file; ``None`` if there is none or the file is not complete."""
     try:
         with open(path, "rb") as file:
             header = json.loads(first := file.readline())

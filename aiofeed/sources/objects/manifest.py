@@ -17,15 +17,16 @@ import numpy as np
 
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_callable, check_expanded, check_positive_int, explain_arguments
-from aiofeed.sources.file_io import MAX_BYTES, ReadRules, check_foreign_name, open_file, read_file
+from aiofeed.sources.file_io import MAX_BYTES, ReadRules, check_foreign_name, check_path, open_file, read_file
 from aiofeed.sources.files import Files, path_of
+from aiofeed.sources.objects.arrow import arrow
 from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
 from aiofeed.sources.objects.listing import run_blocking
 from aiofeed.sources.objects.reader import ObjectReader, read_ranges, run_all
 from aiofeed.sources.objects.samples import ObjectList, objects_of
-from aiofeed.sources.objects.urls import check_path, redacted, scheme_of, split_url
+from aiofeed.sources.objects.urls import redacted, scheme_of, split_url
 from aiofeed.sources.parts import in_order
-from aiofeed.sources.tables.columns import ValueColumn, arrow, is_list
+from aiofeed.sources.tables.columns import ValueColumn, is_list
 
 # The usual names of the column of keys; Hugging Face's metadata files have "file_name".
 KEYS = ("path", "file_name", "url", "key", "filename")
@@ -99,7 +100,7 @@ class TableFile:
         return io.FileIO(open_file(self.name)) if self._data is None else arrow().BufferReader(self._data)
 
     def names(self) -> list[str]:
-        """The names of the columns; in JSON Lines those of the first line."""
+        """Return the names of the columns; in JSON Lines those of the first line."""
         with self._errors(), self._open() as stream:
             if self._format == "parquet":
                 return list(arrow("pyarrow.parquet").ParquetFile(stream).schema_arrow.names)
@@ -108,7 +109,7 @@ class TableFile:
             return list(arrow("pyarrow.csv").open_csv(stream, *self._csv_options()).schema.names)
 
     def read(self, columns: list[str], types: Mapping[str, Any]) -> Any:
-        """An Arrow table of some columns, some of them as values of a type.
+        """Return an Arrow table of some columns, some of them as values of a type.
 
         Raises:
             ValueError: The file is damaged, or a value is not of the type of its column.
@@ -193,7 +194,7 @@ class TableFile:
 
 
 def _largest(column: Any) -> float:
-    """The largest magnitude of the floats in a column, or in its lists and structs."""
+    """Return the largest magnitude of the floats in a column, or in its lists and structs."""
     compute = arrow("pyarrow.compute")
     if arrow().types.is_struct(column.type):
         return max(map(_largest, column.flatten()), default=0.0)
@@ -298,7 +299,7 @@ class Manifest(Files):
         self.root: str | None = None if root is None else redacted(os.fspath(root))
 
     def key(self, index: int, /) -> str:
-        """The path of the file, or its URL without credentials; with the range, if there is one."""
+        """Return the path of the file, or its URL without credentials; with the range, if there is one."""
         if self._bounds is None:
             return self.paths[index]
         starts, ends = self._bounds
@@ -341,7 +342,7 @@ class Manifest(Files):
         return in_order(len(indices), [(places, read_parts([indices[place] for place in places])) for places in groups])
 
     def fingerprint(self) -> str:
-        """A hash of all rows: of their keys without the root, their ranges and their targets."""
+        """Return a hash of all rows: of their keys without the root, their ranges and their targets."""
         digest = hashlib.sha256(b"Manifest")
         for column in [self.paths.stable_keys(), *(self._bounds or ()), *self._columns]:
             for part in _parts(column):
@@ -365,11 +366,11 @@ class Targets(Sequence[Any]):
         self._columns, self._length, self._single, self._to_target = columns, length, single, to_target
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Return the number of rows."""
         return self._length
 
     def __getitem__(self, index: Any) -> Any:
-        """The target of a row."""
+        """Return the target of a row."""
         values = [each.value(index) if isinstance(each, ValueColumn) else each[index] for each in self._columns]
         value = values[0] if self._single else tuple(values)
         return value if self._to_target is None else self._to_target(value)
@@ -389,13 +390,13 @@ def _parts(column: Any) -> Iterator[Any]:
 
 
 def _parent(url: str) -> str:
-    """The URL of the folder of an object; of one on a web server with its query."""
+    """Return the URL of the folder of an object; of one on a web server with its query."""
     path, mark, query = url.partition("?") if url.lower().startswith("http") else (url, "", "")
     return f"{path.rpartition('/')[0]}{mark}{query}"
 
 
 def _check_names(file: TableFile, key: str | None, others: Sequence[str]) -> str:
-    """The name of the column of keys; ``ValueError`` unless there is one column of each name."""
+    """Return the name of the column of keys; ``ValueError`` unless there is one column of each name."""
     names = file.names()
     if not names:
         raise ValueError(f"{file.name} lists no samples")
@@ -411,7 +412,7 @@ def _check_names(file: TableFile, key: str | None, others: Sequence[str]) -> str
 
 
 def _values(file: TableFile, column: Any, name: str, is_key: bool) -> Any:
-    """The values of a column: packed texts, a numpy array, or an ``ArrowColumn``."""
+    """Return the values of a column: packed texts, a numpy array, or an ``ArrowColumn``."""
     if arrow().types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     is_text = arrow().types.is_string(column.type) or arrow().types.is_large_string(column.type)
@@ -430,7 +431,7 @@ def _values(file: TableFile, column: Any, name: str, is_key: bool) -> Any:
 
 
 def _packed(column: Any) -> PackedKeys:
-    """The texts of a column, in the memory of Arrow if they lie together there."""
+    """Return the texts of a column, in the memory of Arrow if they lie together there."""
     texts = arrow().concat_arrays([chunk.cast(arrow().large_string()) for chunk in column.chunks])
     _, offsets, data = texts.buffers()
     at = np.frombuffer(offsets, np.int64, len(texts) + 1, 8 * texts.offset)
@@ -438,12 +439,12 @@ def _packed(column: Any) -> PackedKeys:
 
 
 def _row(mask: Any) -> str:
-    """The first row for which a mask is true."""
+    """Return the first row for which a mask is true."""
     return f"row {int(np.argmax(mask))} (the first is 0)"
 
 
 def _bounds(file: TableFile, columns: Sequence[Any], is_length: bool, max_bytes: int) -> tuple[Any, Any] | None:
-    """The first byte of each row and the byte after its last one."""
+    """Return the first byte of each row and the byte after its last one."""
     if not columns:
         return None
     starts, ends = columns[0], columns[0] + columns[1] if is_length else columns[1]
@@ -465,7 +466,7 @@ def _located(
     store: Any,
     options: Mapping[str, Any] | None,
 ) -> ObjectList:
-    """The objects of a column of entries."""
+    """Return the objects of a column of entries."""
     compute = arrow("pyarrow.compute")
 
     def rows(pattern: str) -> Any:
@@ -493,7 +494,7 @@ def _located(
 def _of_urls(
     file: TableFile, column: Any, keys: PackedKeys, urls: Any, store: Any, options: Mapping[str, Any] | None
 ) -> ObjectList:
-    """The objects of a column of URLs."""
+    """Return the objects of a column of URLs."""
     if len(urls) != len(keys):
         other = int(np.setdiff1d(np.arange(len(keys)), urls)[0])
         raise ValueError(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from aiofeed.core.failure_policy import backoff_s
 from aiofeed.core.statistics import StorageStatistics
 from aiofeed.sources.file_io import MAX_BYTES, ReadRules, open_file, read_file, read_range, too_large
-from aiofeed.sources.objects.clients import open_requests, shared_client
+from aiofeed.sources.objects.clients import StoreClient, open_requests, shared_client
 from aiofeed.sources.objects.hub import HubClient, at_commit
 from aiofeed.sources.objects.requests import (
     Fault,
@@ -97,12 +97,13 @@ class ObjectReader:
         if options is not None and not isinstance(options, Mapping):
             raise TypeError(f"options must be a dict of arguments of obstore's from_url, got {type(options).__name__}")
         base, prefix = split_url(root)
+        kind = StoreClient
         if base.startswith("hf:"):
-            base = at_commit(base)
+            kind, base = HubClient, at_commit(base)
         self._local = LocalObjects(prefix) if not base and store is None else None
         self._base, _, self._query = base.partition("?")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-        self._client = shared_client(self._base, options or {}, store)
+        self._client = shared_client(kind, self._base, options or {}, store)
         self._reset()
 
     def _reset(self) -> None:
@@ -137,7 +138,7 @@ class ObjectReader:
         return None if endpoint is None else f"{self.url('')} {endpoint}"
 
     def url(self, key: str) -> str:
-        """The URL of an object, or the path of a file, without credentials."""
+        """Return the URL of an object, or the path of a file, without credentials."""
         if self._local is not None:
             return self._local.url(key)
         query = f"{QUERY}{self._query}" if self._query and QUERY not in key else ""
@@ -158,7 +159,7 @@ class ObjectReader:
         return _info((await self._get(key, {"head": True}, 0))[0].meta)
 
     async def read(self, key: str, *, max_bytes: int = MAX_BYTES, size: int | None = None) -> bytes:
-        """A whole object; a large one in parallel parts.
+        """Return a whole object; a large one in parallel parts.
 
         Args:
             key: The key of the object.
@@ -197,7 +198,7 @@ class ObjectReader:
     async def read_ranges(
         self, key: str, starts: Sequence[int], ends: Sequence[int], *, info: ObjectInfo | None = None
     ) -> list[bytes]:
-        """The bytes from each start up to its end. Ranges that are close together are read by one request.
+        """Return the bytes from each start up to its end. Ranges that are close together are read by one request.
 
         Args:
             key: The key of the object.
@@ -269,7 +270,7 @@ class ObjectReader:
             yield [(meta["path"][cut:], _info(meta)) for meta in page]
 
     async def list_top(self, folder: str = "") -> tuple[Sequence[str], Sequence[tuple[str, ObjectInfo]]]:
-        """The folders in a folder of a bucket, and the objects beside them; of a repository the files only."""
+        """Return the folders in a folder of a bucket, and the objects beside them; of a repository the files only."""
         prefix, cut = self._prefix + folder, len(self._prefix)
         if self._hub is not None:
             return [], [(key[cut:], info) for key, info in await self._hub.list(prefix, recursive=False)]
@@ -286,11 +287,11 @@ class ObjectReader:
         return [folder[cut:] for folder in found["common_prefixes"]], objects
 
     def statistics(self) -> StorageStatistics | None:
-        """The requests of this reader in this process; ``None`` for a folder."""
+        """Return the requests of this reader in this process; ``None`` for a folder."""
         return statistics_of([self])
 
     async def _get_whole(self, key: str, size: int | None, most: int) -> tuple[Any, Any]:
-        """The answer with a whole object, and its body; ``None`` if that has more than ``most`` bytes.
+        """Return the answer with a whole object, and its body; ``None`` if that has more than ``most`` bytes.
 
         The answer to a range has the size of the object. That of a proxy to a plain request may be a part of it.
         """
@@ -305,7 +306,7 @@ class ObjectReader:
         return await self._get(key, None, None, most)
 
     async def _read_parts(self, key: str, ranges: Sequence[JoinedRange], expected: Expected) -> Sequence[bytes]:
-        """The bytes of each range; long ones in parts, some of them at the same time."""
+        """Return the bytes of each range; long ones in parts, some of them at the same time."""
         turn = asyncio.Semaphore(PARTS)
 
         async def read_part(start: int, end: int) -> Any:
@@ -348,7 +349,7 @@ class ObjectReader:
         return found
 
     async def _retried(self, key: str, attempt: Callable[[Any], Awaitable[Any]]) -> Any:
-        """The result of ``attempt(store)``, which is called again after a transient fault."""
+        """Return the result of ``attempt(store)``, which is called again after a transient fault."""
         failures, renewed, started = 0, False, 0.0
         query = key.partition(QUERY)[2] or self._query
         while True:
@@ -385,7 +386,7 @@ class ObjectReader:
             log.warning("sent again for up to %.0f s: %s", most_s, fault.error)
 
     def _monitor(self) -> RequestMonitor:
-        """The monitor of the running loop; that of a loop that is closed goes on with another one."""
+        """Return the monitor of the running loop; that of a loop that is closed goes on with another one."""
         loop = asyncio.get_running_loop()
         monitor = self._monitors.get(loop)
         if monitor is None:
@@ -397,7 +398,7 @@ class ObjectReader:
 
 
 async def run_all(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-    """The results of coroutines that run at the same time; the first error cancels the others."""
+    """Return the results of coroutines that run at the same time; the first error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in coroutines]
@@ -407,7 +408,7 @@ async def run_all(coroutines: Iterable[Coroutine[Any, Any, ResultT]]) -> list[Re
 
 
 def statistics_of(readers: Iterable[ObjectReader]) -> StorageStatistics | None:
-    """The requests of readers together; ``None`` if all read folders."""
+    """Return the requests of readers together; ``None`` if all read folders."""
     remote = [reader for reader in readers if not reader.is_local]
     if not remote:
         return None
@@ -473,7 +474,7 @@ class LocalObjects:
         self._folder = folder
 
     def url(self, key: str) -> str:
-        """The path of a file."""
+        """Return the path of a file."""
         return os.path.join(self._folder, key)
 
     async def head(self, key: str) -> ObjectInfo:
@@ -481,7 +482,7 @@ class LocalObjects:
         return _file_info(await asyncio.to_thread(os.stat, self.url(key)))
 
     async def read(self, key: str, max_bytes: int) -> bytes:
-        """A whole file."""
+        """Return a whole file."""
         return await asyncio.to_thread(read_file, self.url(key), ReadRules(max_bytes))
 
     async def read_ranges(

@@ -100,7 +100,7 @@ class RequestMonitor:
         return self
 
     async def send(self, begin: Callable[[], asyncio.Future[Any]], nbytes: int | None, most: int) -> tuple[Any, Any]:
-        """The answer of the first request to be answered, and its body.
+        """Return the answer of the first request to be answered, and its body.
 
         Args:
             begin: Sends the request; returns a future of obstore's ``GetResult``.
@@ -243,7 +243,7 @@ class _Request:
 
 
 def percentile(values: Iterable[float], share: float) -> float:
-    """The value that ``share`` of the values do not exceed; 0 if there are none."""
+    """Return the value that ``share`` of the values do not exceed; 0 if there are none."""
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 
@@ -290,7 +290,7 @@ _WAY = "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, or 
 
 
 def fault_of(error: Exception, redact: Callable[[str], str], url: str) -> Fault:
-    """The fault that an exception of obstore stands for."""
+    """Return the fault that an exception of obstore stands for."""
     text = str(error)
     first, kind = _STORE.sub("", text.partition("\n")[0]), type(error).__name__
     found = _STATUS.search(first)
@@ -333,12 +333,12 @@ def fault_of(error: Exception, redact: Callable[[str], str], url: str) -> Fault:
 
 
 def changed(url: str) -> OSError:
-    """The error of an object whose etag is not the expected one."""
+    """Return the error of an object whose etag is not the expected one."""
     return OSError(f"the object has changed since its index, or an earlier part of it, was read: {url}")
 
 
 def other_size(url: str, size: int, listed: int | None) -> OSError:
-    """The error of an object whose size is not the one in the listing."""
+    """Return the error of an object whose size is not the one in the listing."""
     return OSError(
         f"the server sends {size} bytes, and the listing has {listed}: the object was replaced, and refresh=True lists "
         f"again, or a proxy sent something else: {url}"
@@ -346,11 +346,11 @@ def other_size(url: str, size: int, listed: int | None) -> OSError:
 
 
 def too_short(url: str, start: int, end: int) -> OSError:
-    """The error of an object that ends within a range."""
+    """Return the error of an object that ends within a range."""
     return OSError(f"the object ends before byte {end}; bytes {start} to {end} were requested: {url}")
 
 
 def _short(text: str) -> str:
-    """The part of a message that does not repeat the URL."""
+    """Return the part of a message that does not repeat the URL."""
     parts = re.split(r" in [\d.]+(?:ns|µs|ms|s) - ", text, maxsplit=1)
     return parts[-1][:500]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -11,16 +10,15 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 from urllib.request import url2pathname
 
+from aiofeed.sources.file_io import URL
+
 SCHEMES = ("s3", "gs", "az", "hf", "http", "https", "file")
-_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
 # A repository: its kind, its name, and its revision, of which those of the Hub itself have slashes.
 HUB = re.compile(
     r"hf://(?:(datasets|models|spaces)/|(?!(?:datasets|models|spaces)/))([^/@]+/[^/@]+)"
     r"(?:@(refs/(?:convert|pr)/[^/]+|[^/@]+))?"
 )
 _HIDDEN = "***"
-# What is no path: with a home folder, a URL with one slash, a path of Windows.
-_NO_PATH = re.compile(r"~|(s3|gs|az|hf|https?|file):/(?=[^/])|[A-Za-z]:[/\\]")
 # The user name and password of a URL, and the values of its query, also within a longer text.
 _USER_INFO = re.compile(r"(?<=://)[^/?#\s@]+@")
 _QUERY_VALUE = re.compile(r"(?<=[?&])([\w.~%-]+)=[^&#\s\"'<>,)]+")
@@ -42,12 +40,12 @@ _SECRET_LEAST = 6
 
 
 def scheme_of(path: object) -> str | None:
-    """The scheme of a URL in lower case; ``None`` for a path of the file system.
+    """Return the scheme of a URL in lower case; ``None`` for a path of the file system.
 
     Raises:
         ValueError: No store reads this scheme.
     """
-    if not isinstance(path, str) or (match := _URL.match(path)) is None:
+    if not isinstance(path, str) or (match := URL.match(path)) is None:
         return None
     scheme = match[1].lower()
     if scheme not in SCHEMES:
@@ -57,12 +55,17 @@ def scheme_of(path: object) -> str | None:
 
 
 def is_remote(path: object) -> bool:
-    """Whether a path is a URL, and not one of a local file."""
+    """Return whether a path is a URL, and not one of a local file."""
     return scheme_of(path) not in (None, "file")
 
 
+def path_of_url(url: str) -> str | None:
+    """Return the path of a ``file://`` URL; ``None`` for one that a store reads."""
+    return None if is_remote(url) else split_url(url)[1]
+
+
 def split_url(url: str) -> tuple[str, str]:
-    """The root and the key of a URL: ``("s3://bucket", "train/a.jpg")``; of a local file ``("", path)``.
+    """Return the root and the key of a URL: ``("s3://bucket", "train/a.jpg")``; of a local file ``("", path)``.
 
     A query of an http URL is a part of its root here; ``with_query`` makes it a part of the key.
 
@@ -96,36 +99,19 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def with_query(root: str, key: str) -> tuple[str, str]:
-    """A root without its query, and the key with it."""
+    """Return a root without its query, and the key with it."""
     root, _, query = root.partition("?")
     return root, f"{key}{QUERY}{query}" if query else key
 
 
 def without_signature(key: str) -> str:
-    """A key with a hash in place of its query, or without it if it has only the parameters of a signature."""
+    """Return a key with a hash in place of its query, or without it if it has only the parameters of a signature."""
     key, mark, query = key.partition(QUERY)
     if not mark:
         return key
     if _SIGNED.search(query):
         query = "&".join(pair for pair in query.split("&") if not _SIGNING.fullmatch(pair.partition("=")[0]))
     return f"{key}?{hashlib.sha256(query.encode()).hexdigest()[:16]}" if query else key
-
-
-def check_path(path: str) -> str:
-    """Return a path or URL as it is.
-
-    Raises:
-        FileNotFoundError: There is none, and it begins with ``~``, as a path of Windows or a URL with one slash.
-    """
-    match = _NO_PATH.match(path)
-    if match is None or (os.name == "nt" and path[1] == ":") or os.path.exists(path):
-        return path
-    way = "it is a path of Windows, and the system here is another one"
-    if match[0] == "~":
-        way = f"Python does not expand ~, as a shell does: pass os.path.expanduser({path!r})"
-    elif match[1]:
-        way = f"a URL has two slashes: {match[1]}://{path[match.end() :]}"
-    raise FileNotFoundError(errno.ENOENT, way, path)
 
 
 def join_url(root: str, key: str) -> str:
@@ -141,14 +127,14 @@ def _local_path(url: str) -> str:
 
 
 def redacted(text: str, secrets: Iterable[str] = ()) -> str:
-    """A text without the secrets, and without user names, passwords and query values of the URLs in it."""
+    """Return a text without the secrets, and without user names, passwords and query values of the URLs in it."""
     for secret in secrets:
         text = text.replace(secret, _HIDDEN)
     return _QUERY_VALUE.sub(rf"\1={_HIDDEN}", _USER_INFO.sub(f"{_HIDDEN}@", text))
 
 
 def secrets_of(root: str, options: Mapping[str, Any]) -> list[str]:
-    """The secret values in a root, in options and in the environment, the longest first."""
+    """Return the secret values in a root, in options and in the environment, the longest first."""
     parts = urlsplit(root)
     found = {part for part in (parts.username, parts.password) if part is not None}
     found.update(value for _, value in parse_qsl(parts.query))

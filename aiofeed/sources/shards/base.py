@@ -56,14 +56,14 @@ class Shards(GroupedSource, ABC):
             raise ValueError(f"{type(self).__name__}: {self._shards[0].url} and all other shards are without samples")
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
         return len(self._parts)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({counted(len(self), 'sample')} in {counted(len(self._shards), 'shard')})"
 
     def key(self, index: int, /) -> str:
-        """The URL of the shard with the key of the sample, or with its number in the shard."""
+        """Return the URL of the shard with the key of the sample, or with its number in the shard."""
         shard, sample = self._find(index)
         keys = shard.index.keys
         return f"{shard.url}[{sample}]" if keys is None else f"{shard.url}/{keys[sample].decode(errors='replace')}"
@@ -74,7 +74,7 @@ class Shards(GroupedSource, ABC):
         return self._parts.starts
 
     def nbytes(self, index: int, /) -> int:
-        """The encoded bytes of a sample."""
+        """Return the encoded bytes of a sample."""
         shard, sample = self._find(index)
         return sum([end - start for start, end in _ranges(shard.index, [sample])])
 
@@ -84,7 +84,7 @@ class Shards(GroupedSource, ABC):
         return not self._local
 
     def version(self, index: int, /) -> str:
-        """The version of the shard, the sample's number in it, and which part of it is read."""
+        """Return the version of the shard, the sample's number in it, and which part of it is read."""
         shard, sample = self._find(index)
         return f"{shard.version} {shard.size} {sample} {self._selection()!r}"
 
@@ -122,7 +122,7 @@ class Shards(GroupedSource, ABC):
         return digest.hexdigest()[:32]
 
     def storage_statistics(self) -> StorageStatistics | None:
-        """The requests for shards at URLs in this process; ``None`` for files."""
+        """Return the requests for shards at URLs in this process; ``None`` for files."""
         return statistics_of({id(shard.reader): shard.reader for shard in self._shards}.values())
 
     # --- for the formats
@@ -137,14 +137,14 @@ class Shards(GroupedSource, ABC):
 
     @abstractmethod
     def _unpack(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> Any:
-        """The contents of a sample, of the bytes of its members.
+        """Return the contents of a sample, of the bytes of its members.
 
         Raises:
             ValueError: The bytes are not those that the index names.
         """
 
     def _parse(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> Any:
-        """The sample that a feeder gets."""
+        """Return the sample that a feeder gets."""
         return self._unpack(index, sample, parts)
 
     async def _list(self, finder: ShardFinder, urls: Urls) -> list[Shard]:
@@ -270,12 +270,12 @@ class RecentParts:
 
 
 def reason_of(error: Exception) -> str:
-    """What is wrong with a file, by an error of its reader."""
+    """Return what is wrong with a file, by an error of its reader."""
     return str(error) if isinstance(error, ValueError) else f"it is damaged: {error!r}"
 
 
 def _ranges(index: ShardIndex, samples: Iterable[int]) -> list[tuple[int, int]]:
-    """The ranges of all members of samples."""
+    """Return the ranges of all members of samples."""
     starts, ends = index.starts, index.ends
     return [(int(starts[member]), int(ends[member])) for sample in samples for member in index.members(sample)]
 
@@ -311,7 +311,7 @@ class FieldShards(Shards):
             self.target = self._target
 
     def _value(self, field: str, data: bytes) -> Any:
-        """The value of a field."""
+        """Return the value of a field."""
         return data
 
     def _selection(self) -> Any:

@@ -34,7 +34,7 @@ class PackedBytes(PackedSequence[bytes]):
 
     @staticmethod
     def pack(values: Sequence[bytes]) -> PackedBytes:
-        """A copy of the values."""
+        """Return a copy of the values."""
         ends = np.fromiter(accumulate(map(len, values)), np.uint64, len(values))
         return PackedBytes.of(np.frombuffer(b"".join(values), np.uint8), narrow(ends))
 
@@ -75,7 +75,7 @@ class ShardIndex:
     inflated: Unsigned | None = None
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
         return len(self.starts) if self.first is None else len(self.first) - 1
 
     @cached_property
@@ -84,13 +84,13 @@ class ShardIndex:
         return [b".%b\0" % name.encode("utf-8", "surrogateescape") for name in self.names]
 
     def members(self, sample: int) -> range:
-        """The numbers of the members of a sample."""
+        """Return the numbers of the members of a sample."""
         if self.first is None:
             return range(sample, sample + 1)
         return range(self.first.item(sample), self.first.item(sample + 1))
 
     def select(self, names: Sequence[str]) -> ShardIndex:
-        """The same samples with the members of some fields only."""
+        """Return the same samples with the members of some fields only."""
         if self.fields is None:
             return replace(self, names=tuple(names))
         assert self.first is not None
@@ -103,7 +103,7 @@ class ShardIndex:
         return replace(self, first=narrow(kept[self.first]), **chosen)
 
     def to_bytes(self, **shard: Any) -> bytes:
-        """The contents of an index file; ``shard`` describes the shard."""
+        """Return the contents of an index file; ``shard`` describes the shard."""
         parts = {name: values for name in _ARRAYS if (values := getattr(self, name)) is not None}
         for name in ("keys", "labels"):
             if (packed := getattr(self, name)) is not None:
@@ -117,7 +117,7 @@ class ShardIndex:
 
     @staticmethod
     def from_bytes(data: bytes) -> tuple[ShardIndex, dict[str, Any]]:
-        """The index in a file, and the description of its shard.
+        """Return the index in a file, and the description of its shard.
 
         Raises:
             ValueError: The file is no index or is damaged.
@@ -149,7 +149,7 @@ class ShardIndex:
         return index, header
 
     def is_consistent(self) -> bool:
-        """Whether the arrays have the same members, samples and names."""
+        """Return whether the arrays have the same members, samples and names."""
         members, first, fields = len(self.starts), self.first, self.fields
         packed = [each for each in (self.keys, self.labels) if each is not None]
         columns = (self.ends, fields, self.sizes, self.crcs, self.inflated)
@@ -217,7 +217,7 @@ class IndexBuilder:
             self._targets[-1] = rank, data
 
     def finish(self) -> ShardIndex:
-        """The index."""
+        """Return the index."""
         columns = self._columns
         columns["first"].append(len(columns["starts"]))
         arrays: dict[str, Any] = {
@@ -236,13 +236,13 @@ class IndexBuilder:
 
 
 def with_labels(index: ShardIndex, labels: Sequence[bytes | None]) -> ShardIndex:
-    """The index with the bytes of targets, ``None`` for samples without one."""
+    """Return the index with the bytes of targets, ``None`` for samples without one."""
     missing = frozenset(at for at, label in enumerate(labels) if label is None)
     return replace(index, labels=PackedBytes.pack([label or b"" for label in labels]), unlabelled=missing)
 
 
 def split_name(name: str) -> tuple[str | None, str]:
-    """The key and the field of a member's name; ``None`` and "" if it is no part of a sample."""
+    """Return the key and the field of a member's name; ``None`` and "" if it is no part of a sample."""
     dot = name.find(".", name.rfind("/") + 1)
     top = name.partition("/")[0]
     if dot <= name.rfind("/") + 1 or (top.startswith("__") and top.endswith("__") and len(top) > 3):
@@ -251,7 +251,7 @@ def split_name(name: str) -> tuple[str | None, str]:
 
 
 def _rises(offsets: Any, end: int) -> bool:
-    """Whether offsets rise from 0 to an end."""
+    """Return whether offsets rise from 0 to an end."""
     return bool(offsets[0] == 0 and offsets[-1] == end and (offsets[1:] >= offsets[:-1]).all())
 
 
@@ -262,5 +262,5 @@ def narrow(values: Any) -> Unsigned:
 
 
 def ranges_of(starts: Iterable[int], ends: Iterable[int]) -> ShardIndex:
-    """The index of samples that have one range and no key."""
+    """Return the index of samples that have one range and no key."""
     return ShardIndex(narrow(np.array(starts, np.uint64)), narrow(np.array(ends, np.uint64)))

@@ -53,7 +53,7 @@ async def obtain(
     fits: Callable[[ShardIndex], Awaitable[None]],
     turn: asyncio.Semaphore,
 ) -> ShardIndex:
-    """The index of a shard.
+    """Return the index of a shard.
 
     Args:
         shard: An open shard.
@@ -78,7 +78,7 @@ async def obtain(
 async def find(
     shard: Shard, rules: IndexRules, target: Sequence[str], fits: Callable[[ShardIndex], Awaitable[None]]
 ) -> ShardIndex | None:
-    """The index of a shard that is cached or beside it, as for ``obtain``; ``None`` if there is none."""
+    """Return the index of a shard that is cached or beside it, as for ``obtain``; ``None`` if there is none."""
     path = _cache_path(shard, rules, target)
     if path is not None and (cached := await asyncio.to_thread(_load, path, shard)) is not None:
         return cached
@@ -118,7 +118,7 @@ def _load(path: Path, shard: Shard) -> ShardIndex | None:
 async def _beside(
     shard: Shard, rules: IndexRules, target: Sequence[str], fits: Callable[[ShardIndex], Awaitable[None]]
 ) -> ShardIndex | None:
-    """The index in a file beside a shard, if it is that of the shard.
+    """Return the index in a file beside a shard, if it is that of the shard.
 
     A copy of the shard has another etag, so that some samples are read instead to find out.
     """
@@ -186,6 +186,6 @@ def _scan_file(path: str, scan: Scan) -> ShardIndex:
 
 
 def idx_key(key: str) -> str:
-    """Where DALI's tools put the index of a shard: ``a/x.tar`` has ``a/x.idx``."""
+    """Return where DALI's tools put the index of a shard: ``a/x.tar`` has ``a/x.idx``."""
     folder, slash, name = key.rpartition("/")
     return f"{folder}{slash}{name.partition('.')[0]}.idx"

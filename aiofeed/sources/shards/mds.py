@@ -19,11 +19,11 @@ import numpy as np
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_expanded, explain_arguments, parse_json
 from aiofeed.sources.file_io import check_foreign_name
+from aiofeed.sources.objects.arrow import arrow
 from aiofeed.sources.shards.base import FieldShards, RecentParts, reason_of
 from aiofeed.sources.shards.index import ShardIndex, ranges_of
 from aiofeed.sources.shards.indexing import DAMAGED, IndexRules, Scan
 from aiofeed.sources.shards.urls import Shard, ShardFinder, Urls
-from aiofeed.sources.tables.columns import arrow
 
 # The numbers of dtypes in an array of any dtype.
 _DTYPES = {
@@ -45,7 +45,7 @@ def _scalar(dtype: str, data: bytes) -> Any:
 
 
 def _array(dtype: str, shape: str, data: bytes) -> Any:
-    """An array; dtype and shape come first in the data if the column does not have them."""
+    """Return an array; dtype and shape come first in the data if the column does not have them."""
     at = 0
     if not dtype:
         dtype, at = _DTYPES[data[0]], 1
@@ -122,7 +122,7 @@ class CompressedShard(Shard):
             self.version: str = self.packed.version
 
     async def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The bytes of ranges of the decompressed shard."""
+        """Return the bytes of ranges of the decompressed shard."""
         if self.plain:
             return await super().read(ranges)
         data = await self.parts.get(self, self._decompressed)

@@ -15,13 +15,12 @@ import numpy as np
 
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_callable, check_expanded, explain_arguments
+from aiofeed.sources.objects.arrow import arrow, is_text
 from aiofeed.sources.objects.reader import run_all
 from aiofeed.sources.parts import in_order
 from aiofeed.sources.shards.base import RecentParts, Shards
 from aiofeed.sources.shards.index import ShardIndex
 from aiofeed.sources.shards.urls import Shard, Urls
-from aiofeed.sources.tables.columns import arrow
-from aiofeed.sources.tokens.formats import is_text
 
 # Most footers are shorter, so that one request reads them.
 _TAIL_BYTES = 64 << 10
@@ -128,7 +127,7 @@ class ParquetRows(Shards):
         return int(shard.extra.first[-1])
 
     def nbytes(self, index: int, /) -> int:
-        """The compressed bytes of a row, on the average of its file."""
+        """Return the compressed bytes of a row, on the average of its file."""
         shard, _ = self._find(index)
         return shard.size // self._samples(shard)
 
@@ -180,7 +179,7 @@ class ParquetRows(Shards):
             shard.extra.targets = {name: _column(tables, name) for name in targets}
 
     def _path(self, fields: Any, name: str) -> list[str] | None:
-        """The column of a name and the fields within it, which may have dots in names of their own."""
+        """Return the column of a name and the fields within it, which may have dots in names of their own."""
         if any(each.name == name for each in fields):
             return [name]
         structs = [each for each in fields if name.startswith(f"{each.name}.") and arrow().types.is_struct(each.type)]
@@ -249,13 +248,13 @@ class ParquetRows(Shards):
         return [self._chosen(value, row, shard) for value, row in zip(values, rows, strict=True)]
 
     def _chosen(self, value: Any, row: int, shard: Shard) -> Any:
-        """The value of the column for the decoder; a ``ValueError`` if it is null."""
+        """Return the value of the column for the decoder; a ``ValueError`` if it is null."""
         for name in shard.extra.data:
             value = None if value is None else value[name]
         return ValueError(f"{shard.url}: row {row} has no {self._data!r}") if value is None else value
 
     async def _table(self, shard: Shard, group: int) -> Any:
-        """A row group, read once if several reads need it at the same time."""
+        """Return a row group, read once if several reads need it at the same time."""
         chosen = shard.extra.leaves
         return await self._tables.get((shard, group), lambda: self._read_rows(shard, group, chosen))
 
@@ -296,7 +295,7 @@ def _read_row_group(file: _PartsOfFile, metadata: Any, group: int, chosen: Seque
 
 
 def leaves(metadata: Any, columns: Sequence[str] | None) -> list[int]:
-    """The numbers of the column chunks of columns, or of fields of structs by their path; ``None``: of all."""
+    """Return the numbers of the column chunks of columns, or of fields of structs by their path; ``None``: of all."""
     numbers = range(metadata.num_columns)
     if columns is None:
         return list(numbers)
@@ -316,7 +315,7 @@ def _leaf_count(kind: Any) -> int:
 
 
 def _column(tables: Sequence[Any], name: str) -> Any:
-    """A column of several tables, as a numpy array if it has numbers only."""
+    """Return a column of several tables, as a numpy array if it has numbers only."""
     column = arrow().chunked_array([chunk for table in tables for chunk in table.column(name).chunks] or [[]])
     numeric = arrow().types.is_integer(column.type) or arrow().types.is_floating(column.type)
     return column.to_numpy() if numeric and not column.null_count else column

@@ -45,7 +45,7 @@ def scan_tar(size: int, target: Sequence[str] = ()) -> Scan:
 
 
 def members_of(data: bytes) -> dict[str, bytes]:
-    """The fields of a sample, of all bytes of its members."""
+    """Return the fields of a sample, of all bytes of its members."""
     found: dict[str, bytes] = {}
 
     def add(name: str, start: int, end: int) -> bool:
@@ -134,7 +134,7 @@ def _members(
 
 
 def member_size(header: bytes) -> int:
-    """The size of a member; larger ones than 8 GiB are numbers to the base 256."""
+    """Return the size of a member; larger ones than 8 GiB are numbers to the base 256."""
     return _octal(header[124:136])
 
 
@@ -158,7 +158,7 @@ def _name(header: bytes) -> str:
 
 
 def may_be_named(header: bytes, name: bytes) -> bool:
-    """Whether a header may be that of a member. Long names, and others than ASCII, are in another header."""
+    """Return whether a header may be that of a member. Long names, and others than ASCII, are in another header."""
     found = header[:100].split(b"\0", 1)[0]
     return len(found) == 100 or header[345] != 0 or not name.isascii() or found.lower() == name.lower()
 
@@ -168,7 +168,7 @@ def _text(data: bytes) -> str:
 
 
 def _pax(data: bytes, at: int) -> dict[str, bytes]:
-    """The records ``length key=value`` of a pax header."""
+    """Return the records ``length key=value`` of a pax header."""
     records, position = {}, 0
     while position < len(data) and data[position : position + 1] != b"\0":
         digits, _, _ = data[position : position + 20].partition(b" ")
@@ -185,7 +185,7 @@ def _compression(header: bytes) -> str | None:
 
 
 def foreign_index(data: bytes, size: int) -> ShardIndex | None:
-    """The index in a file of DALI (text) or energon (offsets of samples); ``None`` for another file."""
+    """Return the index in a file of DALI (text) or energon (offsets of samples); ``None`` for another file."""
     if data.startswith(b"v1.2 "):
         return _dali_index(data)
     if data.startswith(b"v1.") or len(data) % 8 or len(data) < 16:

@@ -45,7 +45,7 @@ def scan_tfrecord(size: int, target: Sequence[str] = ()) -> Scan:
 
 
 def _index_file(data: bytes, size: int) -> ShardIndex | None:
-    """The lines ``offset size`` of ``tfrecord2idx``."""
+    """Return the lines ``offset size`` of ``tfrecord2idx``."""
     numbers = np.array(data.split(), np.uint64)
     if len(numbers) % 2:
         return None
@@ -59,7 +59,7 @@ TFRECORD_RULES = IndexRules("tfrecord", scan_tfrecord, {idx_key: _index_file, la
 
 
 def _length(record: bytes) -> int | None:
-    """The length of a record; ``None`` if it is damaged."""
+    """Return the length of a record; ``None`` if it is damaged."""
     if len(record) < _HEAD.size:
         return None
     length, crc = _HEAD.unpack_from(record)
@@ -125,12 +125,12 @@ def _byte_table() -> NDArray[np.uint32]:
 
 
 def _step(remainder: Any) -> Any:
-    """The remainder after one more byte, which is 0."""
+    """Return the remainder after one more byte, which is 0."""
     return _BYTE[remainder & 255] ^ remainder >> 8
 
 
 def _join(level: int, first: Any, second: Any) -> Any:
-    """The remainder of two neighbours, the second of which has ``_BLOCK << level`` bytes."""
+    """Return the remainder of two neighbours, the second of which has ``_BLOCK << level`` bytes."""
     table = _SHIFTS[level]
     for part in range(4):
         second = second ^ table[part][first >> 8 * part & 255]
@@ -157,7 +157,7 @@ _OFFSETS = np.arange(_BLOCK, dtype=np.uint16) * 256
 
 
 def crc32c(data: bytes) -> int:
-    """The CRC-32C of some bytes."""
+    """Return the CRC-32C of some bytes."""
     if len(data) < 32:
         crc = 0xFFFFFFFF
         for byte in data:

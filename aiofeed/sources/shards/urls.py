@@ -12,10 +12,10 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from aiofeed.core.validation import parse_json
-from aiofeed.sources.file_io import check_foreign_name
+from aiofeed.sources.file_io import check_foreign_name, check_path
 from aiofeed.sources.objects.reader import ObjectReader, read_ranges
 from aiofeed.sources.objects.requests import ObjectInfo
-from aiofeed.sources.objects.urls import check_path, is_remote, redacted, split_url
+from aiofeed.sources.objects.urls import is_remote, redacted, split_url
 from aiofeed.sources.shards.index import SUFFIX, ShardIndex, ranges_of
 
 Urls: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
@@ -77,7 +77,7 @@ class Shard:
         self.size, self.version = info.size, info.etag or str(info.modified)
 
     async def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The bytes of ranges.
+        """Return the bytes of ranges.
 
         Raises:
             OSError: The shard cannot be read, or has changed since it was opened.
@@ -86,7 +86,7 @@ class Shard:
         return await self.reader.read_ranges(self.key, starts, ends, info=self.info)
 
     def read_now(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The bytes of ranges of a file."""
+        """Return the bytes of ranges of a file."""
         return read_ranges(self.key, ranges, self.version)
 
 
@@ -104,7 +104,7 @@ class ShardFinder:
         self._readers: dict[str, ObjectReader] = {}
 
     def shard(self, url: str) -> Shard:
-        """The shard at one URL."""
+        """Return the shard at one URL."""
         base, key = split_url(check_path(url))
         if base not in self._readers:
             if self._store is not None and self._readers:
@@ -114,7 +114,7 @@ class ShardFinder:
         return Shard(self._readers[base], key)
 
     async def find(self, urls: Urls) -> list[Shard]:
-        """All shards, in the order of the URLs; those of a glob are sorted.
+        """Return all shards, in the order of the URLs; those of a glob are sorted.
 
         Raises:
             TypeError, ValueError: A URL is not one, or its braces cannot be expanded.
@@ -162,7 +162,7 @@ class ShardFinder:
         return [shard.beside(key) for key in sorted(keys)]
 
     async def _listed(self, shard: Shard, url: str) -> list[Shard]:
-        """The shards in a JSON file of ``wids``; relative ones lie beside the file."""
+        """Return the shards in a JSON file of ``wids``; relative ones lie beside the file."""
         listed = parse_json(shard.url, await shard.reader.read(shard.key))
         listed = listed if isinstance(listed, dict) else {}
         entries, base = listed.get("shardlist"), listed.get("base_path") or ""

@@ -27,7 +27,7 @@ _TAIL = _END.size + 0xFFFF + _LOCATOR.size
 
 
 def scan_zip(size: int, target: Sequence[str] = ()) -> Scan:
-    """Reads the central directory. It collects no targets: their members are elsewhere."""
+    """Read the central directory. Targets are not collected: their members are stored elsewhere in the file."""
     first = max(size - _TAIL, 0)
     tail = yield first, size
     at = tail.rfind(b"PK\5\6")
@@ -64,7 +64,7 @@ def scan_zip(size: int, target: Sequence[str] = ()) -> Scan:
 
 
 def _entries(directory: bytes, count: int, shift: int) -> list[tuple[int, str, int, int, int]]:
-    """Where each member starts, its name, the bytes of its data, its CRC-32 and its size."""
+    """Return where each member starts, its name, the bytes of its data, its CRC-32 and its size."""
     found, at = [], 0
     for _ in range(count):
         if len(directory) < at + _ENTRY.size or not directory.startswith(b"PK\1\2", at):
@@ -93,7 +93,7 @@ def _entries(directory: bytes, count: int, shift: int) -> list[tuple[int, str, i
 
 
 def _zip64(extra: bytes) -> list[int]:
-    """The 64-bit numbers of a member: those of size, size of the data and start that are missing in 32 bits."""
+    """Return the 64-bit numbers of a member: those of size, size of the data and start that are missing in 32 bits."""
     while len(extra) >= 4:
         kind, size = struct.unpack_from("<2H", extra)
         if kind == 1:
@@ -103,7 +103,7 @@ def _zip64(extra: bytes) -> list[int]:
 
 
 def _contents(part: bytes, stored: int, size: int) -> bytes:
-    """The contents of a member, from the bytes from its local header on."""
+    """Return the contents of a member, from the bytes from its local header on."""
     if len(part) < _LOCAL.size or not part.startswith(b"PK\3\4"):
         raise ValueError("there is no member where the directory says")
     _, _, _, method, _, _, _, _, _, name_size, extra_size = _LOCAL.unpack_from(part)

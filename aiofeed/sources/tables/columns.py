@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from aiofeed.sources.objects.arrow import arrow
 
 if TYPE_CHECKING:
     import torch
@@ -307,16 +307,3 @@ def is_encoded(kind: Any) -> bool:
     """Return whether a type is the one of Hugging Face's ``Image`` and ``Audio``: encoded bytes, or a path."""
     types = arrow().types
     return types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}
-
-
-@cache
-def arrow(module: str = "pyarrow") -> Any:
-    """Return ``pyarrow``, or a module of it.
-
-    Raises:
-        ImportError: It is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise ImportError('Parquet, Arrow and such files need pyarrow: pip install "aiofeed[parquet]"') from None

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.runtime.machine import free_memory
+from aiofeed.sources.objects.arrow import arrow
 from aiofeed.sources.objects.listing import run_blocking
 from aiofeed.sources.shards.urls import ShardFinder
-from aiofeed.sources.tables.columns import Columns, NumberColumn, arrow
+from aiofeed.sources.tables.columns import Columns, NumberColumn
 from aiofeed.sources.tables.table import Table, as_list, check_columns
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class MemoryTable(Table):
         return indices if self._rows is None else self._rows[indices]
 
     def fingerprint(self) -> str:
-        """A digest of the columns, the number of rows and up to 64 evenly spaced rows."""
+        """Return a digest of the columns, the number of rows and up to 64 evenly spaced rows."""
         digest = hashlib.sha256(f"{self.data} {self._target_columns} {len(self)}".encode())
         rows = self._row_of(np.linspace(0, len(self) - 1, min(len(self), FINGERPRINT_ROWS)).astype(np.int64))
         for columns in (self._columns, self._targets):

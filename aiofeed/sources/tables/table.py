@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from aiofeed import _load_addon
 from aiofeed.core.types import Traits, public
 from aiofeed.core.validation import counted, explain_arguments
 from aiofeed.sources.subset import GroupedSource
@@ -67,10 +67,7 @@ class Table(GroupedSource):
         """Make a table of the class for its kind."""
         if cls is not Table:
             return super().__new__(cls)
-        name = _kind_of(table)
-        module = importlib.import_module(f"aiofeed.sources.tables.{'memory' if name == 'MemoryTable' else 'stored'}")
-        kind: type[Self] = getattr(module, name)
-        return super().__new__(kind)
+        return super().__new__(_load_addon(_kind_of(table), "Table"))  # type: ignore[no-any-return]
 
     traits: Traits = Traits(decode="optional", rows=True)
 
@@ -109,14 +106,14 @@ class Table(GroupedSource):
         raise NotImplementedError
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Return the number of rows."""
         return self._length
 
     def __repr__(self) -> str:
         return f"Table({counted(len(self), 'row')} of {', '.join(self._problems())})"
 
     def key(self, index: int, /) -> str:
-        """The table and the row."""
+        """Return the table and the row."""
         return f"{self.name}[{index}]"
 
     def in_batches(self) -> Self:

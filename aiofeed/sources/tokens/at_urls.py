@@ -155,11 +155,11 @@ class RemoteTokens(Tokens, ParquetRows):
         return self._ranges
 
     def nbytes(self, index: int, /) -> int:
-        """The bytes of a window."""
+        """Return the bytes of a window."""
         return self._window_bytes
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
-        """The bytes of windows, in one dtype for all files, or the error of each that cannot be read."""
+        """Return the bytes of windows, in one dtype for all files, or the error of each that cannot be read."""
         rows, found = np.asarray(indices, np.int64), [None] * len(indices)
         numbers = np.searchsorted(self._starts, rows, side="right") - 1
 
@@ -191,7 +191,7 @@ class RemoteTokens(Tokens, ParquetRows):
         return [np.frombuffer(window, dtype).astype(self._dtype).tobytes() for window in found]
 
     async def _read_tokens(self, shard: Shard, firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> list[bytes]:
-        """The bytes of ranges of tokens."""
+        """Return the bytes of ranges of tokens."""
         layout = shard.extra.layout
         if shard.extra.column is not None:
             return await run_all([self._join_batches(shard, *each) for each in zip(firsts, lasts, strict=True)])
@@ -208,7 +208,7 @@ class RemoteTokens(Tokens, ParquetRows):
         return b"".join(parts)
 
     async def _batch(self, shard: Shard, number: int) -> NDArray[Any]:
-        """The tokens of a row group, or of a record batch."""
+        """Return the tokens of a row group, or of a record batch."""
         lists, column = shard.extra.metadata, shard.extra.column
 
         async def read() -> NDArray[Any]:
@@ -229,7 +229,7 @@ class RemoteTokens(Tokens, ParquetRows):
 
 
 def _ranges(file: TokenObject) -> NDArray[np.int64]:
-    """The first window of each range of a file: of 4 MiB, or the windows that begin in one part of a column."""
+    """Return the first window of each range of a file: of 4 MiB, or the windows that begin in one part of a column."""
     if file.starts is None:
         window_bytes = file.stride * np.dtype(file.layout.dtype).itemsize
         return np.arange(0, file.windows, max(RANGE_BYTES // window_bytes, 1))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import codecs
 import io
 import math
-import re
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from aiofeed.sources.objects.arrow import is_text
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,11 +45,10 @@ OTHER_FORMATS = {
     b"\x89HDF": "an HDF5 file",
     MEGATRON_MAGIC: "the index of a Megatron .bin, which is the file to pass",
 }
-_CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1f\x7f]")
 TEXT_BYTES = 64
-# Integers that are wider than their dtype are found by this: they are tokens of a vocabulary of at most 2**18, so that
-# each one's second uint16 is 0 to 3, and all following ones are 0. In a file of narrower tokens, 32 tokens of 4 or more
-# are all at such first places with a probability of 2**-32 at most.
+# A test for tokens that are wider than their dtype: with a vocabulary of at most 2**18, the second uint16 of each token
+# is 0 to 3, and those after it are 0. It cannot be chance: in a file of narrower tokens, 32 tokens of 4 or more are all
+# at such first places with a probability of 2**-32 at most.
 WIDE_VOCAB, LARGE_TOKENS = 1 << 18, 32
 
 
@@ -90,7 +89,7 @@ def check_vocab(name: str, start: int, tokens: NDArray[Any], vocab: int) -> None
 def layout_of(
     name: str, suffix: str, size: int, head: bytes, dtype: str, index: Any = None, index_name: str = ""
 ) -> TokenLayout:
-    """Where the tokens of a file are.
+    """Return where the tokens of a file are.
 
     Args:
         name: The name of the file in messages.
@@ -167,19 +166,8 @@ def _check_raw(name: str, head: bytes, dtype: str) -> None:
             )
 
 
-def is_text(head: bytes, least: int) -> bool:
-    """Whether at least so many bytes are UTF-8 without control characters. The last character may be cut."""
-    if len(head) < least or _CONTROL.search(head):
-        return False
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
 def _header_dtype(name: str, size: int, head: bytes) -> str | None:
-    """The dtype that a header names; ``None`` for a file without a header."""
+    """Return the dtype that a header names; ``None`` for a file without a header."""
     magic, version, count, itemsize = struct.unpack_from("<4i", head)
     expected, dtype = LLM_C.get(magic, (1, NEMO_DTYPES.get(itemsize)))
     if int.from_bytes(head[:4], "big") in (*LLM_C, NEMO):
@@ -203,7 +191,7 @@ def _header_dtype(name: str, size: int, head: bytes) -> str | None:
 
 
 def _megatron_layout(name: str, size: int, index: Any, index_name: str) -> TokenLayout:
-    """The layout of a ``.bin`` by its index, which must fit it."""
+    """Return the layout of a ``.bin`` by its index, which must fit it."""
     head = bytes(index[: MEGATRON_HEADER.size])
     if not head.startswith(MEGATRON_MAGIC):
         raise ValueError(

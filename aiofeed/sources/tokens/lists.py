@@ -27,7 +27,7 @@ class MappedLists:
 
 
 def dtype_of(schema: Any, column: str) -> str:
-    """The dtype of the tokens in a column.
+    """Return the dtype of the tokens in a column.
 
     Raises:
         ValueError: There is no such column, or it has other values.
@@ -41,7 +41,7 @@ def dtype_of(schema: Any, column: str) -> str:
 
 
 def tokens_of(lists: Any) -> NDArray[Any]:
-    """The tokens of an Arrow array of lists, of which null ones and empty ones have none.
+    """Return the tokens of an Arrow array of lists, of which null ones and empty ones have none.
 
     Raises:
         ValueError: A token is null.

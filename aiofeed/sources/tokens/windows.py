@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import mmap
 import operator
 import os
@@ -15,12 +14,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from aiofeed import _load_addon
 from aiofeed.core.types import Row, Traits, public
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.runtime.buffers import HostBufferPool, array
 from aiofeed.runtime.machine import free_memory
 from aiofeed.sampling.schedule import fingerprint
-from aiofeed.sources.objects.urls import check_path, is_remote, redacted, split_url
+from aiofeed.sources.file_io import check_path
+from aiofeed.sources.objects.urls import is_remote, redacted, split_url
 from aiofeed.sources.subset import IndexedSource, Indices
 from aiofeed.sources.tokens.formats import CHECKED_BYTES, DTYPES, TokenLayout, check_vocab, layout_of
 
@@ -86,8 +87,7 @@ class Tokens(IndexedSource):
         """Make ``RemoteTokens`` for URLs and columns."""
         listed = paths if isinstance(paths, list | tuple) else [paths]
         if cls is Tokens and (store is not None or column is not None or any(map(is_remote, listed))):
-            kind: type[Self] = importlib.import_module("aiofeed.sources.tokens.at_urls").RemoteTokens
-            return super().__new__(kind)
+            return super().__new__(_load_addon("RemoteTokens", "Tokens at URLs"))  # type: ignore[no-any-return]
         return super().__new__(cls)
 
     def __init__(
@@ -163,7 +163,7 @@ class Tokens(IndexedSource):
         self._open(self._files)
 
     def __len__(self) -> int:
-        """The number of windows."""
+        """Return the number of windows."""
         return int(self._starts[-1])
 
     def __repr__(self) -> str:
@@ -186,12 +186,12 @@ class Tokens(IndexedSource):
         return self._starts
 
     def fingerprint(self) -> str:
-        """The number of windows and some of their keys, as for files without a fingerprint of their own."""
+        """Return the number of windows and some of their keys, as for files without a fingerprint of their own."""
         name = "Tokens" if self._column is None else f"Tokens {self._column}"
         return fingerprint(name, len(self), self.key)
 
     def key(self, index: int, /) -> str:
-        """The file and the tokens of a window, as in ``train.bin[2048:3072]``."""
+        """Return the file and the tokens of a window, as in ``train.bin[2048:3072]``."""
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         path, _, stride = self._files[number]
         first = (index - int(self._starts[number])) * stride
@@ -260,7 +260,7 @@ class TokenDecoder:
         return "TokenDecoder()"
 
     def __call__(self, index: int, /) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """The tensor of a window, or ``(x, y)``."""
+        """Return the tensor of a window, or ``(x, y)``."""
         import torch
 
         out = np.empty(self.row.shape, np.int64)
@@ -278,7 +278,7 @@ class TokenDecoder:
 
 
 def _dtype_name(dtype: Any) -> str:
-    """The name of a dtype; of one in the other byte order, numpy's string, which has the order."""
+    """Return the name of a dtype; of one in the other byte order, numpy's string, which has the order."""
     given = None
     if dtype is not None:
         with contextlib.suppress(TypeError):
@@ -312,7 +312,7 @@ def _local_path(path: Any) -> Path:
 
 
 def checked_places(count: int) -> list[int]:
-    """Where the tokens of a file begin that are compared with ``vocab``: three parts of ``CHECKED_TOKENS``."""
+    """Return where the tokens of a file begin that are compared with ``vocab``: three parts of ``CHECKED_TOKENS``."""
     return [0, count // 2, max(count - CHECKED_TOKENS, 0)]
 
 

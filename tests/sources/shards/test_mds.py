@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from aiofeed import Feeder, MDSShards
+from aiofeed.sources.objects.arrow import arrow
 from aiofeed.sources.shards import base
 from aiofeed.sources.shards.mds import CompressedShard
-from aiofeed.sources.tables.columns import arrow
 
 COLUMNS: dict[str, tuple[str, int | None]] = {"image": ("jpeg", None), "label": ("int", 8), "text": ("str", None)}
 

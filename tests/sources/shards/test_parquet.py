@@ -13,9 +13,9 @@ import pytest
 
 from aiofeed import Feeder, ParquetRows, Table
 from aiofeed.core import validation
+from aiofeed.sources.objects.arrow import arrow
 from aiofeed.sources.shards import base
 from aiofeed.sources.shards import parquet as parquet_module
-from aiofeed.sources.tables.columns import arrow
 
 pytestmark = pytest.mark.integration
 
