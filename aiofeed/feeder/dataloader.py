@@ -22,8 +22,7 @@ from aiofeed.core.failure_policy import Action, FailurePolicy
 from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES, Limits
 from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import Source, Transform, public
-from aiofeed.core.validation import check_returned, explain_arguments
-from aiofeed.engine.fetch.sequences import check_collate_fn
+from aiofeed.core.validation import check_collate_fn, check_returned, explain_arguments
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator
 from aiofeed.feeder.prefetch import IterableProducer, Prefetch
 from aiofeed.feeder.run.hook import in_place_of

@@ -25,9 +25,9 @@ from aiofeed.runtime.queue import FeedFailure, ReadyBatch
 from aiofeed.sampling.epochs import EpochStream
 from aiofeed.sampling.feed_order import FeedOrder
 from aiofeed.sampling.order import BatchLists
-from aiofeed.sampling.receipts import order_digest
 from aiofeed.sampling.schedule import Position
 from aiofeed.sampling.state import Checkpoint, EpochProgress
+from aiofeed.sampling.trail import order_digest
 
 BatchT = TypeVar("BatchT")
 
@@ -209,7 +209,7 @@ class FeederSession(Generic[BatchT]):
         if traits_of(self.config.source).items and not self.config.engines:
             from aiofeed.sources.dataset_slots import check_iteration
 
-            check_iteration(self.config.source)  # type: ignore[arg-type]
+            check_iteration(self.config.source)
         completed = self._finish_complete_epoch()
         if self._last_epoch is None:
             self.close_bar()
@@ -236,7 +236,7 @@ class FeederSession(Generic[BatchT]):
             self._read_ahead(stream, start)
         # Before the stream is fed, because the engine may see the end of a short epoch at once.
         epoch = stream.new_progress(start, self.config.in_order)
-        epoch.order = order_digest(schedule, self.config.in_order, self._order.identity())
+        epoch.order_digest = order_digest(schedule, self.config.in_order, self._order.identity())
         delivery = self._start(stream)
         config, logged = self.config, log.isEnabledFor(logging.DEBUG)
         delivery.queue.runs = config.in_order is True and config.transform is None and not logged
@@ -517,4 +517,4 @@ def _new_memory(config: FeederConfig) -> Memory | None:
     if threads or cache or config.in_order == "samples" or config.user_limits.prefetch_batches is not None:
         return None
     recovers = policy.action != "raise" or policy.retries or policy.read_timeout_s or policy.decode_timeout_s
-    return SmallItems() if traits.items and source.threads == 1 and not recovers else None  # type: ignore[union-attr]
+    return SmallItems() if traits.items and source.threads == 1 and not recovers else None
