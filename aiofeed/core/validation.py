@@ -192,6 +192,13 @@ def parse_json(name: str, data: bytes | str) -> Any:
         raise ValueError(f"{name}: it is no JSON: {error}") from None
 
 
+def check_collate_fn(value: Any) -> Any:
+    """Return the value of ``collate_fn=``, which is ``None`` or a function, and not a function that makes one."""
+    if getattr(value, "makes_collate_fn", False):
+        raise TypeError(f"aiofeed.{value.__name__} makes a collate_fn; call it: collate_fn=aiofeed.{value.__name__}()")
+    return check_callable("collate_fn", value)
+
+
 def explain_arguments(
     ways: Mapping[str, str | Callable[[Any], str]] = MappingProxyType({}),
     *,

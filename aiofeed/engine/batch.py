@@ -42,8 +42,8 @@ class Batch:
         kept: positions of the samples that remain after skipping; ``None``: all.
         failures: errors of samples that were skipped or replaced, in a fixed order.
         error: raised to the consumer instead of the batch.
-        complete: whether it may be delivered.
-        handed_out: see ``ReadyBatch``.
+        is_finished: whether it may be delivered.
+        returned_samples: see ``ReadyBatch``.
         under_way: chunks that are being read or decoded, by their first position: what is done, since when on the clock
             of ``perf_counter``, where the chunk ends, and the samples that are decoded.
         followers: the batches that the same job makes after this one. The engine plans, reserves memory for, delivers
@@ -67,8 +67,8 @@ class Batch:
     kept: Sequence[int] | None = None
     failures: list[SampleError] = field(default_factory=list)
     error: FeedError | None = None
-    complete: bool = False
-    handed_out: tuple[int, int] | None = None
+    is_finished: bool = False
+    returned_samples: tuple[int, int] | None = None
     under_way: dict[int, tuple[str, float, int, Sequence[Any]]] = field(default_factory=dict)
     followers: list[Batch] = field(default_factory=list)
 
@@ -179,14 +179,14 @@ class ReorderBuffer:
                 return
 
     def pop(self) -> Batch | EpochEnds | None:
-        """Remove and return the next entry to deliver: a complete batch, or an epoch's end behind its last batch."""
+        """Remove and return the next entry to deliver: a finished batch, or an epoch's end behind its last batch."""
         if self.entries and isinstance(self.entries[0], EpochEnds):
             self._settled = max(0, self._settled - 1)
             return self.entries.popleft()
         for entry in self.entries:
             if isinstance(entry, EpochEnds):
                 return None
-            if entry.complete:
+            if entry.is_finished:
                 self.entries.remove(entry)
                 self._settled = max(0, self._settled - 1)
                 self.assembling -= 1

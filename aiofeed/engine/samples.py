@@ -152,7 +152,7 @@ class SampleAssembly(ChunkAssembly):
         super()._choose_size(self._batch_size)  # the jobs after the last batch of an epoch begins are not of that batch
 
     def samples_per_read(self) -> int:
-        """How many samples one task reads: one if reads are slow."""
+        """Return how many samples one task reads: one if reads are slow."""
         return 1 if self._reads_singly else self.chunk_size
 
     async def read_and_decode(self, batch: Batch, start: int, stop: int) -> None:
@@ -166,7 +166,7 @@ class SampleAssembly(ChunkAssembly):
         if read.waited:
             self._read_s += (time.perf_counter() - started - self._read_s) * 0.2
             self._reads_singly = self._read_s > (FAST_READ_S if self._reads_singly else SLOW_GROUP_S)
-        if not batch.complete:  # otherwise other samples took its places, and its reservation was corrected
+        if not batch.is_finished:  # otherwise other samples took its places, and its reservation was corrected
             batch.reserved = self._budget.raise_to(batch.reserved, batch.encoded_bytes)
         for at, encoded in enumerate(read.samples, start):
             batch.epoch.read.append((batch.plan, at, encoded))
@@ -197,7 +197,7 @@ class SampleAssembly(ChunkAssembly):
             self._engine.group.create_task(self._decode(chunk, [encoded for _, _, encoded in samples]))
 
     def _next_chunk(self) -> int:
-        """The number of samples of the next chunk; 0 if none may start, or if it is better to wait for more reads."""
+        """Return the samples of the next chunk; 0 if none may start, or if it is better to wait for more reads."""
         while len(self._epochs) > 1 and not self._epochs[0].open:
             self._epochs.popleft()
         # The next chunk of a thread waits for it in the pool.
@@ -245,7 +245,7 @@ class SampleAssembly(ChunkAssembly):
             batch = epoch.open[0]
             if chunk.error is not None and chunk.kept is None:  # not that of a chunk of which nothing is left
                 batch.error, batch.failures = chunk.error, batch.failures + chunk.failures
-                self._engine.complete(batch)
+                self._engine.finished(batch)
                 return
             if self._full + self._buffer.waiting >= self._buffer.prefetch_batches:
                 self._ready.appendleft((chunk, positions))
@@ -261,7 +261,7 @@ class SampleAssembly(ChunkAssembly):
                 epoch.open.popleft()
                 self._full += 1
                 filled = [part.plan.positions[at] for part, places in batch.parts for at in places]
-                batch.handed_out = epoch.tracker.add(filled)
+                batch.returned_samples = epoch.tracker.add(filled)
                 self._engine.group.create_task(self._assemble(batch))
 
     async def _assemble(self, batch: PlannedBatch) -> None:
@@ -271,7 +271,7 @@ class SampleAssembly(ChunkAssembly):
         except asyncio.CancelledError:
             raise cancellation_error(batch) from None
         self._observe(batch, outcome)
-        self._engine.complete(batch)
+        self._engine.finished(batch)
 
     def _put_together(self, batch: PlannedBatch, outcome: ChunkOutcome) -> None:
         """Copy the samples of a batch from their chunks and collate them; runs in a decode thread."""
@@ -313,7 +313,7 @@ class SampleAssembly(ChunkAssembly):
 
 
 def _new_chunk_builder(new_builder: BuilderFactory, plan: BatchPlan, lease: BufferLease) -> BatchBuilder:
-    """A builder of a chunk, whose samples the builders of batches take over."""
+    """Return a builder of a chunk, whose samples the builders of batches take over."""
     builder = new_builder(plan, lease)
     if isinstance(builder, RowBatchBuilder):
         builder.keep_targets()
@@ -322,5 +322,5 @@ def _new_chunk_builder(new_builder: BuilderFactory, plan: BatchPlan, lease: Buff
 
 
 def _remaining(chunk: Batch, positions: range) -> Sequence[int]:
-    """The positions of the samples that were not skipped."""
+    """Return the positions of the samples that were not skipped."""
     return positions if chunk.kept is None else [at for at in chunk.kept if at in positions]

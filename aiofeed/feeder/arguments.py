@@ -9,44 +9,39 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiofeed import _load_addon
 from aiofeed.core.errors import CacheError
 from aiofeed.core.failure_policy import FailurePolicy, as_policy
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.limits import Limits, ResolvedLimits, resolve_limits
 from aiofeed.core.statistics import new_events
 from aiofeed.core.types import Collate, Row, Source, Traits, Transform, decodes_in_place, keywords_of, public, traits_of
-from aiofeed.core.validation import check_bool, check_callable, check_positive_int, check_seed, local_ranks
-from aiofeed.decoders.media.clips import Clips
+from aiofeed.core.validation import (
+    check_bool,
+    check_callable,
+    check_collate_fn,
+    check_positive_int,
+    check_seed,
+    local_ranks,
+)
 from aiofeed.devices.backend import CpuBackend, backends_of
 from aiofeed.devices.resolve import resolve_devices
-from aiofeed.engine.fetch.sequences import PackCollate, check_collate_fn
-from aiofeed.feeder.rules import check, conflict, facts_of
+from aiofeed.feeder.rules import Fact, check, conflict, facts_of
 from aiofeed.runtime import machine
 from aiofeed.runtime.tensors import is_plain
-from aiofeed.sampling.feed_order import FeedOrder, Lister
-from aiofeed.sampling.listers.computed import ComputedOrder, ExcludingOrder, WeightedOrder, WindowOrder
-from aiofeed.sampling.listers.length_plans import STREAM_SAMPLES, Buckets, LengthPlan, PlanLister
-from aiofeed.sampling.listers.mixture import MixtureOrder
-from aiofeed.sampling.listers.packing import Pack
-from aiofeed.sampling.listers.sampler import BatchSamplerAdapter
-from aiofeed.sampling.mesh import find_place, sequence_part
-from aiofeed.sampling.samples import SampleSchedule
+from aiofeed.sampling.feed_order import FeedOrder
+from aiofeed.sampling.lister import STREAM_SAMPLES, Lister, Plan
 from aiofeed.sampling.schedule import SHUFFLES, Schedule, Shuffle, is_shuffle, window_shards
 from aiofeed.sampling.state import InOrder, check_in_order
-from aiofeed.sampling.stream_epochs import StreamOrder
 from aiofeed.sources.dataset import FromDataset, check_parts, is_iterable_dataset, is_map_dataset
-from aiofeed.sources.mixture import Mixture
-from aiofeed.sources.stream import Stream
 from aiofeed.sources.subset import fingerprint_of
-from aiofeed.sources.tables.columns import collate_rows
-from aiofeed.sources.tensors import Tensors, tensors_of
 
 if TYPE_CHECKING:
     from aiofeed.cache.encoded.database import EncodedCache
@@ -100,7 +95,7 @@ DATALOADER_ARGUMENTS: Mapping[str, str | Callable[[Any], str]] = {
     **{each.name: _part_of("on_error", FailurePolicy, each.name) for each in fields(FailurePolicy)},
 }
 """What to do instead of passing an argument of ``DataLoader`` or of a class that ``Feeder`` takes."""
-DATALOADER_POSITIONS = (
+DATALOADER_POSITIONS: Sequence[str] = (
     *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
     *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
 )
@@ -110,21 +105,20 @@ DATALOADER_HINT = "aiofeed.DataLoader takes them by position, as torch's DataLoa
 # --- the source, the decoder and the engine ---
 
 
-def adopt_source(source: Any) -> Source[Any] | FromDataset | Tensors:
+def adopt_source(source: Any) -> Any:
     """Return the source itself, ``FromDataset`` of a torch ``Dataset``, or ``Stream`` of an ``IterableDataset``."""
-    if isinstance(source, FromDataset | Tensors | Stream):
-        return source
-    if isinstance(source, Mixture):
-        return source.combined
+    # On the type: a Dataset may delegate unknown attributes to another one.
+    if isinstance(getattr(type(source), "traits", None), Traits):
+        return getattr(source, "combined", source)
     if is_iterable_dataset(source):
-        return Stream(source)
+        return _load_addon("Stream", "an IterableDataset")(source)
     if isinstance(source, type):
         raise TypeError(f"a source is an object, got the class {source.__name__}; pass an instance")
     if callable(getattr(source, "read", None)) or callable(getattr(source, "read_many", None)):
         missing = [name for name in ("__len__", "key", "read") if not hasattr(source, name)]
         if missing:
             raise TypeError(f"a source needs __len__, key and async read; {type(source).__name__} lacks {missing}")
-        return source  # type: ignore[no-any-return]
+        return source
     if isinstance(source, str | bytes | os.PathLike):
         path = os.fspath(source)
         raise TypeError(f"a source is an object, got the path {path!r}; did you mean aiofeed.ImageFolder({path!r})?")
@@ -179,9 +173,9 @@ def _has_names(mapping: Mapping[Any, Any]) -> bool:
     return 0 not in mapping if isinstance(mapping, dict) else isinstance(next(iter(mapping), None), str)
 
 
-def unpack_clips(source: Any, decode: Any) -> tuple[Any, Any]:
+def unpack_source(source: Any, decode: Any) -> tuple[Any, Any]:
     """Return the source of ``Clips``, and their decoder; anything else as it is."""
-    if not isinstance(source, Clips):
+    if not getattr(type(source), "decodes_source", False):
         return source, decode
     if decode is not None:
         raise TypeError("Clips decode videos themselves, so decode= makes no sense; transform= gets each batch")
@@ -241,9 +235,8 @@ def check_engine(value: object) -> tuple[int, RayEngine | None]:
     ):
         raise ValueError(f"engine={value!r}: {expected}")
     if kind != "process":
-        from aiofeed.processes.actors.cluster import RayEngine
-
-        ray = value if kind != "ray" else RayEngine(int(number)) if colon else RayEngine()
+        RayEngine = _load_addon("processes.RayEngine", "engine=")  # noqa: N806
+        ray: Any = value if kind != "ray" else RayEngine(int(number)) if colon else RayEngine()
         if not isinstance(ray, RayEngine):
             raise TypeError(f"engine must be a str, got {value!r}; {expected}")
         if find_spec("ray") is None:
@@ -297,6 +290,7 @@ def limits_for(
     )
 
 
+@dataclass(eq=False)
 class Arguments:
     """The arguments of ``Feeder``, each valid by itself.
 
@@ -306,56 +300,75 @@ class Arguments:
         traits: What kind of source it is.
         length: The number of samples of the source; 0 for a stream, whose end is not known before it is read.
         samples: Samples per batch; with a plan or a batch sampler, of a typical batch.
+        plan: The plan that is the batch size, if it is one.
         engines: Number of worker processes or actors; 0: threads of this process.
         ray: The options of ``engine="ray"``.
     """
 
-    def __init__(self, source: Any, given: Mapping[str, Any]) -> None:
-        self.source: Any
-        self.source, decode = unpack_clips(source, given["decode"])
+    source: Any
+    decode: Callable[..., Any] | None
+    batch_size: Any
+    batch_sampler: Any
+    shuffle: Shuffle
+    sampler: Any
+    weights: Any
+    seed: int
+    drop_last: bool
+    pad: bool
+    collate_fn: Collate | None
+    device: Any
+    transform: Transform | None
+    on_error: Any
+    cache: Any
+    limits: Limits | None
+    shard: Any
+    split_sequence: Any
+    exclude: Any
+    in_order: InOrder
+    engine: Any
+    static_batches: bool
+    timeline: bool
+
+    def __post_init__(self) -> None:
+        self.source, decode = unpack_source(self.source, self.decode)
         self.adopted: Any = adopt_source(self.source)
-        self.decode: Callable[..., Any] | None = check_decoder(decode, getattr(self.adopted, "dataset", None))
-        self.shuffle: Shuffle = check_shuffle(given["shuffle"])
-        self.seed: int = check_seed(given["seed"])
-        self.drop_last: bool = check_bool("drop_last", given["drop_last"])
-        self.pad: bool = check_bool("pad", given["pad"])
-        self.sampler: Any = given["sampler"]
-        self.weights: Any = given["weights"]
-        self.batch_sampler: Any = given["batch_sampler"]
-        self.batch_size: Any = given["batch_size"]
+        self.decode = check_decoder(decode, getattr(self.adopted, "dataset", None))
+        self.shuffle = check_shuffle(self.shuffle)
+        self.seed = check_seed(self.seed)
+        check_bool("drop_last", self.drop_last)
+        check_bool("pad", self.pad)
+        self.plan: Any = self.batch_size if isinstance(self.batch_size, Plan) else None
         self.samples: int = 1
-        if self.batch_sampler is None and not isinstance(self.batch_size, LengthPlan):
+        if self.batch_sampler is None and self.plan is None:
             self.samples = check_batch_size(self.batch_size)
-        self.collate_fn: Collate | None = check_collate_fn(given["collate_fn"])
-        transform = check_callable("transform", given["transform"])
-        self.transform: Transform | None = sequence_part(given["split_sequence"], transform)
-        self.backend: DeviceBackend | None = resolve_devices(given["device"])
-        self.on_error: FailurePolicy = as_policy(given["on_error"])
-        self.cache: Any = given["cache"]
-        self.limits: Any = given["limits"]
-        self.shard: Any = given["shard"]
+        check_collate_fn(self.collate_fn)
+        check_callable("transform", self.transform)
+        if self.split_sequence is not None:
+            sequence_part = _load_addon("sequence_part", "split_sequence=")
+            self.transform = sequence_part(self.split_sequence, self.transform)
+        self.backend: DeviceBackend | None = resolve_devices(self.device)
+        self.on_error = as_policy(self.on_error)
         self.replica: tuple[int, int] = (0, 1)
-        if (place := find_place("shard", self.shard)) is not None:
-            self.shard, self.replica = place
+        mesh = self.shard[1] if isinstance(self.shard, tuple) and len(self.shard) == 2 else self.shard
+        if hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "get_coordinate"):
+            self.shard, self.replica = _load_addon("rank_in_mesh", "a mesh as shard=")("shard", self.shard)
             log.info("shard %d of %d, from the mesh", *self.shard)
-        self.exclude: Any = given["exclude"]
-        self.in_order: InOrder = check_in_order("in_order", given["in_order"])
-        self.engine: Any = given["engine"]
+        check_in_order("in_order", self.in_order)
         self.engines: int
         self.ray: RayEngine | None
         self.engines, self.ray = check_engine(self.engine)
-        self.static_batches: bool = check_bool("static_batches", given["static_batches"])
-        self.timeline: bool = check_bool("timeline", given["timeline"])
+        check_bool("static_batches", self.static_batches)
+        check_bool("timeline", self.timeline)
         self._choose_source()
 
     def _choose_source(self) -> None:
         """Use ``Tensors`` in host memory and a ``Mixture`` without weights as plain samples if an option needs that."""
-        listed = self.batch_sampler is not None or isinstance(self.batch_size, LengthPlan)
+        listed = self.batch_sampler is not None or self.plan is not None
         split = self.static_batches or hasattr(self.backend, "backends")
         samples = listed or split or self.engines or self.collate_fn is not None
-        if samples and isinstance(self.adopted, Tensors) and self.adopted.on_host:
+        if samples and traits_of(self.adopted).in_memory and self.adopted.on_host:
             self.adopted = self.adopted._as_dataset()
-        ordered = isinstance(self.source, Mixture)
+        ordered = traits_of(self.source).ordered
         if ordered and not self.source.draws:
             ordered = self.sampler is self.weights is self.batch_sampler is self.exclude is None
             ordered = ordered and self.shuffle in (True, False, "keyed")
@@ -375,56 +388,49 @@ def check_shuffle(value: object) -> Shuffle:
     raise kind(f"shuffle must be True, False, {SHUFFLES}, got {value!r}{hint}")
 
 
-def new_batches(
-    batch_size: object, batch_sampler: Any, order: Schedule, lister: MixtureOrder | ComputedOrder | None
-) -> BatchSamplerAdapter | PlanLister | None:
-    """Return the lister of a plan or of a batch sampler; ``None`` for a ``batch_size`` that is a number.
-
-    Raises:
-        TypeError, ValueError: The plan does not fit the source.
-    """
-    if batch_sampler is not None:
-        return BatchSamplerAdapter(batch_sampler, order.length)
-    if not isinstance(batch_size, LengthPlan):
-        return None
-    batch_size.bind(order.length)
-    shuffle = bool(order.shuffle) or isinstance(lister, WeightedOrder)
-    return PlanLister(batch_size, order.seed, shuffle=shuffle, drop_last=order.drop_last, order=lister)
-
-
 def new_order(a: Arguments) -> FeedOrder:
     """Return the order of a feeder; sets ``a.samples`` to the size of a typical batch.
 
     Raises:
         TypeError, ValueError: The weights, the plan, the sampler or the shard do not fit.
     """
-    kind = SampleSchedule if a.in_order == "samples" else Schedule
-    order = kind(length=a.length, batch_size=1, shuffle=a.shuffle, seed=a.seed, drop_last=a.drop_last, pad=a.pad)
-    drawn: MixtureOrder | ComputedOrder | None = None
-    if a.traits.ordered:
-        drawn = a.source.order(a.seed, shuffle=bool(a.shuffle))
-    elif a.weights is not None:
-        drawn = WeightedOrder(a.weights, a.length, a.seed)
-    elif (shards := window_shards(a.shuffle)) is not None:
-        drawn = WindowOrder(a.source.shard_starts, shards, a.seed)
-    if a.exclude is not None:
-        mixture = a.source.order(a.seed, shuffle=bool(a.shuffle)) if isinstance(a.source, Mixture) else None
-        drawn = ExcludingOrder(order, a.exclude, a.adopted.key, mixture)
-    plan = a.batch_size if isinstance(a.batch_size, LengthPlan) and not a.traits.indexed else None
-    batches = None if plan is not None else new_batches(a.batch_size, a.batch_sampler, order, drawn)
-    lister: Lister | None = drawn
-    if batches is None:
-        order = replace(order, batch_size=a.samples)
-    else:
-        lister, a.samples = batches, batches.typical_samples
+    kind = _load_addon("SampleSchedule", 'in_order="samples"') if a.in_order == "samples" else Schedule
+    order: Schedule = kind(
+        length=a.length, batch_size=1, shuffle=a.shuffle, seed=a.seed, drop_last=a.drop_last, pad=a.pad
+    )
+    feed_order: FeedOrder
     if a.traits.indexed:
-        feed_order = FeedOrder(order, a.sampler, a.shard, lister)
+        lister = _new_lister(a, order)
+        if lister is not None and lister.by_batches:
+            a.samples = lister.typical_samples
+        else:
+            order = replace(order, batch_size=a.samples)
+        feed_order = FeedOrder(order, a.shard, lister)
     else:
-        feed_order = StreamOrder(order, a.shard, a.adopted, plan)
-        a.samples = a.samples if plan is None else STREAM_SAMPLES
+        feed_order = a.adopted._new_order(replace(order, batch_size=a.samples), a.shard, a.plan)
+        a.samples = a.samples if a.plan is None else STREAM_SAMPLES
     feed_order.events = new_events(a.timeline)
     feed_order.replica = a.replica[0]
     return feed_order
+
+
+def _new_lister(a: Arguments, order: Schedule) -> Lister | None:
+    """Return what lists the epochs of a feeder in place of its schedule, if anything does."""
+    mixture: Lister | None = None
+    if a.traits.ordered or (a.exclude is not None and traits_of(a.source).ordered):
+        mixture = a.source.order(a.seed, shuffle=bool(a.shuffle))
+    lister = mixture
+    if a.batch_sampler is not None:
+        lister = _load_addon("BatchSamplerAdapter", "batch_sampler=")(a.batch_sampler, a.length)
+    elif a.sampler is not None:
+        lister = _load_addon("SamplerAdapter", "sampler=")(a.sampler, a.length)
+    elif a.exclude is not None:
+        lister = _load_addon("ExcludingOrder", "exclude=")(order, a.exclude, a.adopted.key, mixture)
+    elif a.weights is not None:
+        lister = _load_addon("WeightedOrder", "weights=")(a.weights, a.length, a.seed)
+    elif (shards := window_shards(a.shuffle)) is not None:
+        lister = _load_addon("WindowOrder", f"shuffle={a.shuffle!r}")(a.source.shard_starts, shards, a.seed)
+    return lister if a.plan is None else a.plan._new_lister(order, lister)
 
 
 # --- the configuration ---
@@ -442,11 +448,11 @@ class FeederConfig:
         facts: What holds for the arguments, see ``rules.py``.
     """
 
-    source: Source[Any] | FromDataset | Tensors
+    source: Any
     length: int
     decode: Callable[..., Any] | None
     batch_size: int
-    collate_fn: Collate | PackCollate | None
+    collate_fn: Any
     backend: DeviceBackend | None
     transform: Transform | None
     policy: FailurePolicy
@@ -458,7 +464,7 @@ class FeederConfig:
     cache: SampleStore | None = None
     tokens_resident: bool = False
     ray: RayEngine | None = None
-    facts: frozenset[str] = frozenset()
+    facts: frozenset[Fact] = frozenset()
 
     @property
     def engine(self) -> str | RayEngine:
@@ -481,12 +487,11 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     if "neighbours come together" in facts and (sharing := getattr(source, "sharing_frames", None)) is not None:
         source = sharing()
     decoder = getattr(source, "decoder", None)
-    collate_fn: Collate | PackCollate | None = a.collate_fn
-    if isinstance(a.batch_size, Pack):
-        plan = a.batch_size
-        collate_fn = PackCollate(plan.rows, plan.context, plan.separator, plan.pad)
+    collate_fn: Any = a.collate_fn
+    if a.plan is not None and (packs := a.plan._new_collate()) is not None:
+        collate_fn = packs
     elif collate_fn is None and "rows of a Table" in facts and source.data is None:
-        source, collate_fn = source.in_batches(), collate_rows
+        source, collate_fn = source.in_batches(), source.collate
     if tokens_resident:
         _check_room_for_tokens(a)
         cache = None
@@ -515,14 +520,14 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     if cache is not None:
         config = replace(config, cache=_new_store(cache, config))
     if a.static_batches:
-        config = with_static_outputs(config, len(a.batch_size.batch_sizes) if isinstance(a.batch_size, Buckets) else 1)
+        config = with_static_outputs(config, 1 if a.plan is None else a.plan.shapes)
     if "a plan" not in facts and "batch_sampler=" not in facts and not isinstance(a.source, FromDataset):
         config = _with_resident_tensors(config)
     return order, config
 
 
 # What holds for the caches and engines that ``explain`` advises, see ``rules.py``.
-_ADVISED = {
+_ADVISED: dict[object, tuple[Fact, ...]] = {
     "host": ("cache=", "cache= on the host", "cache in host memory"),
     "disk": ("cache=", "cache= on the host"),
     "samples": ('in_order="samples"', "in_order= other than True"),
@@ -566,9 +571,8 @@ def _check_cacheable(decode: Callable[..., Any] | None, *, on_disk: bool) -> Non
 
 
 def _check_picklable(config: FeederConfig, kind: str) -> None:
-    from aiofeed.processes.workers import spawn
-
-    spawn.check_picklable(kind, source=config.source, decode=config.decode, collate_fn=config.collate_fn)
+    check_picklable = _load_addon("check_picklable", f'engine="{kind}"')
+    check_picklable(kind, source=config.source, decode=config.decode, collate_fn=config.collate_fn)
 
 
 def _warn_of_large_batches(config: FeederConfig) -> None:
@@ -596,16 +600,20 @@ def _with_resident_tensors(config: FeederConfig) -> FeederConfig:
     excluded = (config.collate_fn, config.backend, config.cache, config.engines or None)
     if not isinstance(config.source, FromDataset) or any(option is not None for option in excluded):
         return config
-    tensors = tensors_of(config.source.dataset)
+    whole: Any = config.source.dataset
+    while type(whole).__name__ == "Subset":
+        whole = whole.dataset
+    if type(whole).__name__ != "TensorDataset":
+        return config
+    tensors = _load_addon("tensors_of", "a TensorDataset")(config.source.dataset)
     return config if tensors is None else replace(config, source=tensors)
 
 
 def with_static_outputs(config: FeederConfig, shapes: int) -> FeederConfig:
     """Return the configuration with new static outputs for so many shapes of batches, see ``StaticOutput``."""
-    from aiofeed.devices.static_output import StaticOutput
-
+    new_output = _load_addon("StaticOutput", "static_batches=True")
     backend = config.backend or CpuBackend()
-    outputs = tuple([StaticOutput(each, shapes) for each in backends_of(backend)])
+    outputs = tuple([new_output(each, shapes) for each in backends_of(backend)])
     return replace(config, backend=backend, static_outputs=outputs)
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-import numpy as np
-
+from aiofeed import _load_addon
 from aiofeed.core.errors import StateError
 from aiofeed.core.failure_policy import Action, FailurePolicy
 from aiofeed.core.failures import Failure, FailureLog
 from aiofeed.core.limits import Limits
 from aiofeed.core.statistics import EpochStats, FeedStatistics
-from aiofeed.core.types import Source, public, traits_of
+from aiofeed.core.types import public, traits_of
 from aiofeed.core.validation import (
     check_bool,
     check_epoch,
@@ -39,17 +37,9 @@ from aiofeed.feeder.rules import check, facts_of
 from aiofeed.feeder.session import FeederSession, OpenEpoch, Steps
 from aiofeed.runtime import threads
 from aiofeed.runtime.threads import JOIN_S
-from aiofeed.sampling.listers.length_plans import LengthPlan
-from aiofeed.sampling.receipts import StepSample, Trail
-from aiofeed.sampling.schedule import Shuffle
 from aiofeed.sampling.state import Checkpoint, SavedState
-from aiofeed.sources.dataset import FromDataset
-from aiofeed.sources.mixture import Mixture
-from aiofeed.sources.stream import Stream
+from aiofeed.sampling.trail import Trail
 from aiofeed.sources.subset import fingerprint_of
-from aiofeed.sources.tables.table import Table
-from aiofeed.sources.tensors import Tensors
-from aiofeed.sources.tokens.windows import Tokens
 
 if TYPE_CHECKING:
     from typing import TypeAlias, TypedDict, Unpack, overload
@@ -63,7 +53,7 @@ if TYPE_CHECKING:
     from aiofeed.cache.disk import DiskCache
     from aiofeed.cache.encoded.database import EncodedCache
     from aiofeed.cache.host import HostCache
-    from aiofeed.core.types import Decoder, RandomDecoder
+    from aiofeed.core.types import Decoder, RandomDecoder, Source
     from aiofeed.decoders.image import DecodeImage
     from aiofeed.decoders.media.clips import Clips
     from aiofeed.devices.resolve import Device
@@ -71,8 +61,16 @@ if TYPE_CHECKING:
     from aiofeed.reports.explanation import Explanation
     from aiofeed.reports.headroom import Headroom
     from aiofeed.reports.progress import ProgressFeed
-    from aiofeed.sources.dataset import MapDataset
+    from aiofeed.reports.step_samples import StepSample
+    from aiofeed.sampling.lister import Plan
+    from aiofeed.sampling.schedule import Shuffle
+    from aiofeed.sources.dataset import FromDataset, MapDataset
     from aiofeed.sources.image_folder import ImageFolder
+    from aiofeed.sources.mixture import Mixture
+    from aiofeed.sources.stream import Stream
+    from aiofeed.sources.tables.table import Table
+    from aiofeed.sources.tensors import Tensors
+    from aiofeed.sources.tokens.windows import Tokens
 
     EncodedT = TypeVar("EncodedT")
     Encoded: TypeAlias = Source[EncodedT] | IterableDataset[EncodedT] | Mixture
@@ -92,7 +90,7 @@ if TYPE_CHECKING:
     class _Options(TypedDict, total=False):
         """Arguments of ``Feeder`` that do not change the type of its batches."""
 
-        batch_size: int | LengthPlan | None
+        batch_size: int | Plan | None
         shuffle: Shuffle
         sampler: Iterable[int] | None
         weights: Sequence[float] | torch.Tensor | NDArray[Any] | None
@@ -311,7 +309,7 @@ class Feeder(Generic[BatchT]):
         | Mixture,
         *,
         decode: Decoder[Any, Any] | RandomDecoder[Any, Any] | None = None,
-        batch_size: int | LengthPlan | None = None,
+        batch_size: int | Plan | None = None,
         batch_sampler: Iterable[Sequence[int]] | None = None,
         shuffle: Shuffle = False,
         sampler: Iterable[int] | None = None,
@@ -333,9 +331,34 @@ class Feeder(Generic[BatchT]):
         static_batches: bool = False,
         timeline: bool = True,
     ) -> None:
-        arguments = Arguments(source, locals())  # all parameters, by name
-        if isinstance(batch_size, LengthPlan) and batch_size.measures:
-            batch_size.use(_measured_lengths(arguments, batch_size))
+        arguments = Arguments(
+            source=source,
+            decode=decode,
+            batch_size=batch_size,
+            batch_sampler=batch_sampler,
+            shuffle=shuffle,
+            sampler=sampler,
+            weights=weights,
+            seed=seed,
+            drop_last=drop_last,
+            pad=pad,
+            collate_fn=collate_fn,
+            device=device,
+            transform=transform,
+            on_error=on_error,
+            cache=cache,
+            limits=limits,
+            shard=shard,
+            split_sequence=split_sequence,
+            exclude=exclude,
+            in_order=in_order,
+            engine=engine,
+            static_batches=static_batches,
+            timeline=timeline,
+        )
+        if arguments.plan is not None and arguments.plan.measures:
+            check(facts_of(arguments), arguments)
+            _load_addon("measure_lengths", 'lengths="measure"')(arguments.plan, arguments, Feeder)
         self._source, self._length = arguments.adopted, arguments.length
         self._order, config = new_config(arguments)
         self._device = device
@@ -464,9 +487,8 @@ class Feeder(Generic[BatchT]):
         Raises:
             TypeError: ``name`` is no str.
         """
-        from aiofeed.reports.progress import ProgressFeed
-
-        return ProgressFeed(self._session, self.__len__, name)
+        kind: type[ProgressFeed[BatchT]] = _load_addon("ProgressFeed", "feeder.progress()")
+        return kind(self._session, self.__len__, name)
 
     def skip(self, n: int) -> None:
         """Leave out the next ``n`` batches after the position of ``state_dict``, without reading them.
@@ -555,7 +577,9 @@ class Feeder(Generic[BatchT]):
         """
         if not traits_of(self._source).indexed:
             raise ValueError(f"the samples of a step are not known with {self._source!r}: its items have no names")
-        return self._order.samples_at(step, epoch, rank, lambda index: str(self._source.key(index)))
+        samples_at = _load_addon("samples_at", "feeder.samples()")
+        found: list[StepSample] = samples_at(self._order, step, epoch, rank, lambda at: str(self._source.key(at)))
+        return found
 
     def statistics(self, total: bool = False) -> FeedStatistics:
         """Return the statistics of the current or last epoch, or with ``total=True`` of all epochs."""
@@ -576,8 +600,7 @@ class Feeder(Generic[BatchT]):
             ValueError: ``path`` has another suffix, nothing took place, or the feeder has ``timeline=False``.
             OSError: A file cannot be read or written.
         """
-        from aiofeed.reports.timeline import write_timeline
-
+        write_timeline = _load_addon("write_timeline", "feeder.timeline()")
         write_timeline(self._order.events, path, seconds=seconds, merge=merge)
 
     def explain(self, *, ranks: bool = False) -> Explanation:
@@ -592,7 +615,7 @@ class Feeder(Generic[BatchT]):
         Raises:
             ValueError: ``ranks=True`` without an initialized ``torch.distributed``.
         """
-        return self._session.explain(ranks=check_bool("ranks", ranks))
+        return self._session.explain(ranks=check_bool("ranks", ranks))  # type: ignore[no-any-return]
 
     def headroom(self, batches: int = 20) -> Headroom[BatchT]:
         """Return an iterable over an epoch that measures how much faster training could be without loading.
@@ -604,9 +627,8 @@ class Feeder(Generic[BatchT]):
         Raises:
             TypeError, ValueError: ``batches`` is not a positive int.
         """
-        from aiofeed.reports.headroom import Headroom
-
-        return Headroom(
+        kind: type[Headroom[BatchT]] = _load_addon("reports.Headroom", "feeder.headroom()")
+        return kind(
             self._session.begin,
             check_positive_int("batches", batches),
             static=bool(self._config.static_outputs),
@@ -654,36 +676,3 @@ class Feeder(Generic[BatchT]):
 
     async def __aexit__(self, *exception: object) -> None:
         await self.aclose()
-
-
-def _measured_lengths(a: Arguments, plan: LengthPlan) -> NDArray[np.int64]:
-    """Return the lengths of all samples: those in the cache folder if some samples still have them, or read once."""
-    from aiofeed.cache.fingerprint import dataset_identity, identity
-    from aiofeed.sources.objects.listing import LoadProgress, cache_path, write_cached
-
-    check(facts_of(a), a)
-    source, samples, name = a.adopted, a.length, f"measuring {a.adopted!r}"
-
-    def measure(indices: range) -> NDArray[np.int64]:
-        feeder = Feeder[Any](source, decode=a.decode, batch_size=32, sampler=indices, collate_fn=list, limits=a.limits)
-        lengths: list[int] = []
-        with feeder, LoadProgress(name, "samples", len(indices), lambda done: f"{name}: {done:,} samples") as progress:
-            for index, sample in zip(indices, chain.from_iterable(feeder), strict=True):
-                lengths.append(plan.measure(index, sample))
-                progress.add()
-        return np.array(lengths, np.int64)
-
-    data = fingerprint_of(source, samples), dataset_identity(getattr(source, "dataset", None))
-    try:
-        how = [identity(each) if callable(each) else repr(each) for each in (a.decode, plan.length)]
-        path = cache_path(" ".join([*data, *how]), "lengths")
-    except TypeError:  # a function with settings that are not known
-        path = None
-    some = range(0, samples, max(samples // 8, 1))
-    cached = np.zeros(0, np.int64) if path is None or not path.exists() else np.fromfile(path, np.int64)
-    if len(cached) == samples and np.array_equal(measure(some), cached[some]):
-        return cached
-    lengths = measure(range(samples))
-    if path is not None:
-        write_cached(path, [lengths.tobytes()], f"the lengths of {source!r} are not cached")
-    return lengths

@@ -213,9 +213,9 @@ class IterableProducer(BoundedThread):
 
     def take(self, item: ReadyBatch) -> Any:
         """Return the batch of an item and allow one more, once per item."""
-        if not item.taken:
+        if not item.returned:
             # The interpreter runs signal handlers after a call, so not between these two lines.
-            item.taken = True
+            item.returned = True
             self._room.put(True)
         return item.batch
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any
+from itertools import product
+from typing import Any, Literal, TypeAlias
 
 from aiofeed.core.types import traits_of
-from aiofeed.sampling.listers.length_plans import Buckets, LengthPlan
-from aiofeed.sampling.listers.packing import Pack
 from aiofeed.sampling.schedule import window_shards
 
 _ONE = "leave out {option}"
@@ -17,145 +16,153 @@ _THREAD = 'it is memory of this process: pass engine="thread", or cache=DiskCach
 _DEVICES = "create one feeder for each device, with shard=(rank, world_size)"
 _FIXED = "it needs batches of one size"
 
-# Each row: options, what excludes them ("a|b": each of these), the type of the error, why and what to do instead. The
-# first row that applies makes the message, in which {option} is the option. docs/options.md is printed from this table.
 # fmt: off
-EXCLUDED: tuple[tuple[str, str, type[Exception], str], ...] = (
+Fact: TypeAlias = Literal[
+    "Stream", "a Mixture with weights", "a source without shards", "decoded samples", "encoded samples", "a Dataset",
+    "Tensors", "Tensors on a device", "rows", "rows of a Table", "Tokens on the device", "Tokens at URLs",
+    "windows of Episodes", "shuffle=", 'shuffle="window"', 'shuffle="replacement" or "window"',
+    "neighbours come together", "an order by shuffle=", "shuffle= other than True", "sampler=", "weights=",
+    "batch_sampler=", "batch_size=", "a plan", "a plan with lengths=", "Pack", "exclude=", "drop_last=",
+    'in_order="samples"', "in_order= other than True", "a mesh with other dimensions", "decode=", "no decode=",
+    "rows with parts", "a random decoder", "collate_fn=", 'engine="process"', "a list of devices", "retries",
+    "max_failures as a share", 'on_error="skip"', 'on_error="replace"', "cache=", 'cache="device"',
+    "cache= on the host", "cache in host memory", "EncodedCache", "static_batches=True", "batches of different sizes",
+]
+"""A fact about the arguments of a feeder, of which the table below excludes pairs."""
+
+# Each row: options, what excludes each of them, the type of the error, why and what to do instead. The
+# first row that applies makes the message, in which {option} is the option. docs/options.md is printed from this table.
+EXCLUDED: tuple[tuple[tuple[Fact, ...], tuple[Fact, ...], type[Exception], str], ...] = (
     # a stream
-    ("shuffle=", "Stream", ValueError, "a stream has an order of its own: pass Stream(..., shuffle_buffer=N)"),
-    ("sampler=|weights=", "Stream", ValueError, "a stream has no indices: choose items in the iterable"),
-    ("batch_sampler=", "Stream", ValueError, "a stream has no indices: pass batch_size="),
-    ("a plan with lengths=", "Stream", ValueError,
+    (("shuffle=",), ("Stream",), ValueError, "a stream has an order of its own: pass Stream(..., shuffle_buffer=N)"),
+    (("sampler=", "weights="), ("Stream",), ValueError, "a stream has no indices: choose items in the iterable"),
+    (("batch_sampler=",), ("Stream",), ValueError, "a stream has no indices: pass batch_size="),
+    (("a plan with lengths=",), ("Stream",), ValueError,
      "a stream has no list of lengths: pass Buckets, TokenBudget or Pack without lengths=, which measure the items"),
-    ("cache=", "Stream", ValueError, "a stream has no indices, by which a cache finds samples: leave it out"),
-    ('in_order="samples"', "Stream", ValueError, "a stream gives the items of a batch together: pass in_order=False"),
-    ('engine="process"', "Stream", ValueError, 'a stream is read in this process: pass engine="thread"'),
-    ("retries", "Stream", ValueError,
+    (("cache=",), ("Stream",), ValueError, "a stream has no indices, by which a cache finds samples: leave it out"),
+    (('in_order="samples"',), ("Stream",), ValueError,
+     "a stream gives the items of a batch together: pass in_order=False"),
+    (('engine="process"',), ("Stream",), ValueError, 'a stream is read in this process: pass engine="thread"'),
+    (("retries",), ("Stream",), ValueError,
      "a stream gives each item once, so that a read cannot be timed or repeated: do that in the iterable"),
-    ("max_failures as a share", "Stream", ValueError,
+    (("max_failures as a share",), ("Stream",), ValueError,
      "a stream has no length of which it is a fraction: pass on_error=FailurePolicy(..., max_failures=100)"),
     # decoding
-    ("decode=", "decoded samples", TypeError, _DECODED),
-    ("no decode=", "encoded samples", TypeError,
+    (("decode=",), ("decoded samples",), TypeError, _DECODED),
+    (("no decode=",), ("encoded samples",), TypeError,
      "it returns samples as they are stored: pass aiofeed.DecodeImage(size=224) for the bytes of images, or any "
      "function of a sample (decode=lambda sample: sample leaves it as it is)"),
     # which samples come, and in which batches
-    ('weights=|sampler=|batch_sampler=|shuffle="replacement" or "window"', "a Mixture with weights", ValueError,
-     f"a Mixture decides which samples come: {_ONE}"),
-    ("sampler=|batch_sampler=|an order by shuffle=", "weights=", ValueError,
+    (("weights=", "sampler=", "batch_sampler=", 'shuffle="replacement" or "window"'), ("a Mixture with weights",),
+     ValueError, f"a Mixture decides which samples come: {_ONE}"),
+    (("sampler=", "batch_sampler=", "an order by shuffle="), ("weights=",), ValueError,
      f"weights= draws samples with replacement: {_ONE}"),
-    ("batch_size=|sampler=|shuffle=|drop_last=", "batch_sampler=", ValueError,
+    (("batch_size=", "sampler=", "shuffle=", "drop_last="), ("batch_sampler=",), ValueError,
      f"batch_sampler= makes the batches: {_ONE}"),
-    ("exclude=",
-     'Stream|sampler=|batch_sampler=|weights=|a Mixture with weights|shuffle="replacement" or "window"',
+    (("exclude=",),
+     ("Stream", "sampler=", "batch_sampler=", "weights=", "a Mixture with weights",
+      'shuffle="replacement" or "window"'),
      ValueError, "it leaves out samples of shuffle=True, False or 'keyed' only: take them out of the source"),
-    ("shuffle=", "sampler=", ValueError, f"sampler= decides the order: {_ONE}"),
-    ('shuffle="window"', "a source without shards", ValueError, "it mixes the samples of shards: pass shuffle=True"),
-    ("sampler=", "a plan", ValueError, "a plan decides the order: leave out sampler="),
-    ("shuffle= other than True", "a plan", ValueError, "a plan shuffles a list: pass shuffle=True"),
+    (("shuffle=",), ("sampler=",), ValueError, f"sampler= decides the order: {_ONE}"),
+    (('shuffle="window"',), ("a source without shards",), ValueError,
+     "it mixes the samples of shards: pass shuffle=True"),
+    (("sampler=",), ("a plan",), ValueError, "a plan decides the order: leave out sampler="),
+    (("shuffle= other than True",), ("a plan",), ValueError, "a plan shuffles a list: pass shuffle=True"),
     # collate functions
-    ("collate_fn=", "Pack", ValueError, "Pack puts the batches together; transform= gets each batch"),
+    (("collate_fn=",), ("Pack",), ValueError, "Pack puts the batches together; transform= gets each batch"),
     # batches that are filled with any samples
-    ('in_order="samples"', "batch_sampler=|a plan", ValueError,
+    (('in_order="samples"',), ("batch_sampler=", "a plan"), ValueError,
      "it moves samples to other batches: pass in_order=False, which returns whole batches as they are finished"),
-    ('in_order="samples"', 'engine="process"', ValueError,
+    (('in_order="samples"',), ('engine="process"',), ValueError,
      'workers send whole batches: pass engine="thread", or in_order=False'),
-    ("in_order= other than True", "a mesh with other dimensions", ValueError,
+    (("in_order= other than True",), ("a mesh with other dimensions",), ValueError,
      "ranks that should get the same batches would get them in different orders: pass in_order=True"),
     # data in memory
-    ("batch_sampler=|a plan", "Tensors on a device", ValueError,
+    (("batch_sampler=", "a plan"), ("Tensors on a device",), ValueError,
      f"{_IN_MEMORY}: pass torch.utils.data.TensorDataset(...) as the source"),
-    ("collate_fn=", "Tensors on a device", TypeError,
+    (("collate_fn=",), ("Tensors on a device",), TypeError,
      f"{_IN_MEMORY}: pass transform=, which gets each batch, or torch.utils.data.TensorDataset(...) as the source"),
-    ("cache=", "Tensors", TypeError, "the data are in memory already: leave it out"),
-    ("a list of devices", "Tensors on a device", ValueError, f"the data are on one device: {_DEVICES}"),
-    ("static_batches=True", "Tensors on a device", ValueError,
+    (("cache=",), ("Tensors",), TypeError, "the data are in memory already: leave it out"),
+    (("a list of devices",), ("Tensors on a device",), ValueError, f"the data are on one device: {_DEVICES}"),
+    (("static_batches=True",), ("Tensors on a device",), ValueError,
      "batches are views, which need no copy: use copy_ to copy them into tensors of your own if addresses must not "
      "change"),
-    ('engine="process"', "Tensors on a device", ValueError, "the data are decoded already: leave it out"),
+    (('engine="process"',), ("Tensors on a device",), ValueError, "the data are decoded already: leave it out"),
     # caches
-    ("cache= on the host", "rows", TypeError,
+    (("cache= on the host",), ("rows",), TypeError,
      'it keeps decoded samples, and rows are decoded already: leave it out, or pass cache="device" for Tokens'),
-    ('cache="device"', "rows of a Table", TypeError,
+    (('cache="device"',), ("rows of a Table",), TypeError,
      "it keeps decoded samples, and rows are decoded already: leave it out"),
-    ('batch_sampler=|a plan|collate_fn=|engine="process"|static_batches=True|a list of devices', "Tokens on the device",
+    (("batch_sampler=", "a plan", "collate_fn=", 'engine="process"', "static_batches=True", "a list of devices"),
+     ("Tokens on the device",),
      ValueError, f"batches are gathered on one device, in its own memory and in one size: {_ONE}"),
-    ("Tokens on the device", "Tokens at URLs", ValueError,
+    (("Tokens on the device",), ("Tokens at URLs",), ValueError,
      "they are copied from files: download them, or pass cache=EncodedCache(path, max_bytes), which keeps windows on "
      "the local disk"),
-    ("cache=", "rows with parts", TypeError, "a cache cannot keep rows with parts: leave it out"),
-    ("EncodedCache", "a Dataset", TypeError,
+    (("cache=",), ("rows with parts",), TypeError, "a cache cannot keep rows with parts: leave it out"),
+    (("EncodedCache",), ("a Dataset",), TypeError,
      "it keeps the bytes that a source reads, and the items of a Dataset are decoded: pass cache=DiskCache(path), or a "
      "source of bytes such as aiofeed.Files(paths) with decode="),
-    ("EncodedCache", "windows of Episodes", TypeError,
+    (("EncodedCache",), ("windows of Episodes",), TypeError,
      "it keeps the bytes of samples, and those of a window are parts of videos that others need: copy the data set to "
      "the local disk, or pass cache=DiskCache(path), which keeps decoded samples"),
     # documents that are packed
-    ("Tensors", "Pack", ValueError, "a row of Tensors is a tuple, a document one tensor: pass a Dataset of those"),
-    ('on_error="replace"', "Pack", ValueError,
+    (("Tensors",), ("Pack",), ValueError,
+     "a row of Tensors is a tuple, a document one tensor: pass a Dataset of those"),
+    (('on_error="replace"',), ("Pack",), ValueError,
      "it plans the place of every token, and a replacement has another length and is used twice: pass on_error='skip', "
      "which leaves padding, or 'raise'"),
-    ("a list of devices", "Pack", ValueError, f"cu_seqlens is one for all rows of a batch: {_DEVICES}"),
-    ("static_batches=True", "Pack", ValueError, f"{_FIXED}, and cu_seqlens of Pack varies: leave it out"),
-    ('cache="device"', "Pack", ValueError, "it returns views of permuted rows, and Pack copies tokens: leave it out"),
+    (("a list of devices",), ("Pack",), ValueError, f"cu_seqlens is one for all rows of a batch: {_DEVICES}"),
+    (("static_batches=True",), ("Pack",), ValueError, f"{_FIXED}, and cu_seqlens of Pack varies: leave it out"),
+    (('cache="device"',), ("Pack",), ValueError,
+     "it returns views of permuted rows, and Pack copies tokens: leave it out"),
     # decoded samples on the device
-    ('cache="device"', "a random decoder", ValueError,
+    (('cache="device"',), ("a random decoder",), ValueError,
      'its augmentation runs on the CPU, sample by sample: use cache="host", or augment batches in transform='),
-    ("collate_fn=", 'cache="device"', ValueError,
+    (("collate_fn=",), ('cache="device"',), ValueError,
      'batches are views of permuted rows: pass transform=, which gets each batch, or use cache="host"'),
-    ('engine="process"', 'cache="device"|cache in host memory', ValueError, _THREAD),
-    ("a list of devices", 'cache="device"', ValueError,
+    (('engine="process"',), ('cache="device"', "cache in host memory"), ValueError, _THREAD),
+    (("a list of devices",), ('cache="device"',), ValueError,
      f'it keeps samples on one device: {_DEVICES}, or use cache="host"'),
-    ("static_batches=True", 'cache="device"', ValueError,
+    (("static_batches=True",), ('cache="device"',), ValueError,
      'batches are views, which need no copy: use copy_ to copy them into tensors of your own if addresses must not '
      'change, or use cache="host"'),
     # batches at fixed addresses
-    ("static_batches=True", "batches of different sizes", ValueError,
+    (("static_batches=True",), ("batches of different sizes",), ValueError,
      f"{_FIXED}, and the last one may be smaller: pass drop_last=True"),
-    ("static_batches=True", 'on_error="skip"', ValueError,
+    (("static_batches=True",), ('on_error="skip"',), ValueError,
      f"{_FIXED}, and skipped samples make them smaller: pass on_error='replace', or 'raise'"),
 )
+
+# The argument that a message shows for a fact; a message about another fact has its name.
+_SHOWN: dict[str, tuple[Fact, ...]] = {
+    "source": ("Stream", "a Mixture with weights", "a source without shards", "decoded samples", "encoded samples",
+               "a Dataset", "rows", "rows of a Table", "Tokens at URLs", "Tensors", "Tensors on a device",
+               "windows of Episodes"),
+    "shuffle": ("shuffle=", 'shuffle="window"', 'shuffle="replacement" or "window"', "an order by shuffle=",
+                "shuffle= other than True"),
+    "decode": ("rows with parts", "a random decoder", "no decode="),
+    "cache": ("cache=", "cache= on the host", "cache in host memory", "EncodedCache", "Tokens on the device"),
+    "on_error": ("retries", "max_failures as a share"),
+    "batch_size": ("a plan", "a plan with lengths="),
+    "engine": ('engine="process"',),
+    "in_order": ("in_order= other than True",),
+}
 # fmt: on
 
 
-# The argument that a message shows for a fact; a message about another fact has its name.
-_SHOWN = {
-    **dict.fromkeys(
-        (
-            "Stream",
-            "a Mixture with weights",
-            "a source without shards",
-            "decoded samples",
-            "encoded samples",
-            "a Dataset",
-        ),
-        "source",
-    ),
-    **dict.fromkeys(("rows", "rows of a Table", "Tokens at URLs", "Tensors", "Tensors on a device"), "source"),
-    "windows of Episodes": "source",
-    **dict.fromkeys(("shuffle=", 'shuffle="window"', 'shuffle="replacement" or "window"'), "shuffle"),
-    **dict.fromkeys(("an order by shuffle=", "shuffle= other than True"), "shuffle"),
-    **dict.fromkeys(("rows with parts", "a random decoder", "no decode="), "decode"),
-    **dict.fromkeys(("cache=", "cache= on the host", "cache in host memory", "EncodedCache"), "cache"),
-    **dict.fromkeys(("retries", "max_failures as a share"), "on_error"),
-    **dict.fromkeys(("a plan", "a plan with lengths="), "batch_size"),
-    **{'engine="process"': "engine", "Tokens on the device": "cache"},
-    "in_order= other than True": "in_order",
-}
-
-
-def facts_of(a: Any) -> set[str]:
+def facts_of(a: Any) -> set[Fact]:
     """Return what holds for the ``Arguments`` of a feeder, by the names of the table."""
     from aiofeed.cache.disk import DiskCache
     from aiofeed.cache.encoded.database import EncodedCache
     from aiofeed.cache.item_codec import new_codec
 
     traits, policy, cached = a.traits, a.on_error, a.cache is not None
-    plan, on_device = isinstance(a.batch_size, LengthPlan), a.cache == "device"
+    plan, on_device = a.plan is not None, a.cache == "device"
     listed, tokens = plan or a.batch_sampler is not None, traits.rows and traits.decode == "none"
     unknown = a.exclude is not None or a.sampler is not None or traits.ordered or listed or not traits.indexed
     at_urls, encoded = tokens and getattr(a.adopted, "whole", a.adopted).looks_ahead, isinstance(a.cache, EncodedCache)
-    found = {
+    found: dict[Fact, bool] = {
         "Stream": not traits.indexed,
         "a Mixture with weights": traits.ordered,
         "a source without shards": getattr(a.source, "shard_starts", None) is None,
@@ -180,8 +187,8 @@ def facts_of(a: Any) -> set[str]:
         "batch_size=": a.batch_size is not None,
         "a plan": plan,
         "exclude=": a.exclude is not None,
-        "a plan with lengths=": plan and not a.batch_size.streams,
-        "Pack": isinstance(a.batch_size, Pack),
+        "a plan with lengths=": plan and not a.plan.streams,
+        "Pack": plan and a.plan.packs,
         "drop_last=": a.drop_last,
         'in_order="samples"': a.in_order == "samples",
         "in_order= other than True": a.in_order is not True,
@@ -204,23 +211,22 @@ def facts_of(a: Any) -> set[str]:
         "EncodedCache": encoded,
         "windows of Episodes": traits.decode == "none" and not (traits.rows or traits.items or traits.in_memory),
         "static_batches=True": a.static_batches,
-        "batches of different sizes": not (a.drop_last and (not listed or isinstance(a.batch_size, Buckets)))
+        "batches of different sizes": not (a.drop_last and (not listed or (plan and a.plan.shapes > 0)))
         and (unknown or a.length % a.samples > 0),
     }
     return {fact for fact, holds in found.items() if holds}
 
 
-def conflict(facts: Container[str]) -> tuple[str, str, type[Exception], str] | None:
+def conflict(facts: Container[Fact]) -> tuple[Fact, Fact, type[Exception], str] | None:
     """Return the first row of the table of which an option and what excludes it both hold, with these two."""
     for options, others, error, why in EXCLUDED:
-        for option in options.split("|"):
-            for other in others.split("|"):
-                if option in facts and other in facts:
-                    return option, other, error, why
+        for option, other in product(options, others):
+            if option in facts and other in facts:
+                return option, other, error, why
     return None
 
 
-def check(facts: Container[str], a: Any) -> None:
+def check(facts: Container[Fact], a: Any) -> None:
     """Raise an error if two of the facts of ``a`` exclude each other."""
     if (found := conflict(facts)) is not None:
         option, other, error, why = found
@@ -228,6 +234,6 @@ def check(facts: Container[str], a: Any) -> None:
         raise error(f"{given} is not possible with {_words(other, a)}: {why.replace('{option}', given)}")
 
 
-def _words(fact: str, a: Any) -> str:
-    shown = _SHOWN.get(fact)
+def _words(fact: Fact, a: Any) -> str:
+    shown = next((argument for argument, facts in _SHOWN.items() if fact in facts), None)
     return fact if shown is None else repr(a.source) if shown == "source" else f"{shown}={getattr(a, shown)!r}"

@@ -6,4 +6,4 @@ from aiofeed.core.statistics import StorageStatistics as StorageStatistics
 from aiofeed.reports.explanation import Explanation as Explanation
 from aiofeed.reports.headroom import Headroom as Headroom
 from aiofeed.reports.machine import DeviceReport as DeviceReport
-from aiofeed.sampling.receipts import StepSample as StepSample
+from aiofeed.reports.step_samples import StepSample as StepSample

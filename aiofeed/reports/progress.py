@@ -42,7 +42,7 @@ class ProgressFeed(Generic[BatchT]):
         self._name = name
 
     def __len__(self) -> int:
-        """The number of batches per epoch, as of the feeder."""
+        """Return the number of batches per epoch, as of the feeder."""
         return self._batches()
 
     def __iter__(self) -> Iterator[BatchT]:
@@ -93,15 +93,15 @@ class _ShownEpoch:
         self._cached = self._cached_share()
         self._done = False
 
-    def handing_out(self, item: Any) -> None:
-        self._observer.handing_out(item)
+    def returning(self, item: Any) -> None:
+        self._observer.returning(item)
         if (started := time.perf_counter()) >= self._due:
             self._draw()
             ended = time.perf_counter()
             self._due = ended + max(BAR_EVERY_S, (ended - started) / DRAWING_SHARE)
 
-    def handed_out(self, item: Any) -> None:
-        self._observer.handed_out(item)
+    def returned(self, item: Any) -> None:
+        self._observer.returned(item)
 
     def failed(self, item: Any) -> None:
         self._observer.failed(item)
@@ -134,7 +134,7 @@ class _ShownEpoch:
         self._bar.draw(self._before + statistics.batches, text)
 
     def _cached_share(self) -> float:
-        """The share of the samples that are in the cache of this process."""
+        """Return the share of the samples that are in the cache of this process."""
         if self._slots is None or not len(self._slots):
             return 1.0
         some = self._slots[:: -(-len(self._slots) // _CACHE_SAMPLE)]

@@ -28,7 +28,7 @@ class EpochStart:
     counters: EpochStats
     position: Position = field(default_factory=Position)
     sampled: EpochList | None = None
-    list_next: Callable[[int], EpochList] | None = None
+    list_next: Callable[[int], EpochList | None] | None = None
 
     @property
     def followed(self) -> bool:
@@ -84,7 +84,7 @@ class EpochStream:
         return EpochProgress(self.schedule, start, in_order)
 
     def after(self, start: EpochStart) -> EpochStart | None:
-        """The epoch after one that has been planned; ``None`` if no further epoch is permitted.
+        """Return the epoch after one that has been planned; ``None`` if no further epoch is permitted.
 
         Another call returns the same, unless an epoch was permitted in between.
         """
@@ -115,6 +115,6 @@ class EpochStream:
             return self._counters.setdefault(position.epoch, EpochStats(events=self.first.counters.events))
 
     def drained(self) -> bool:
-        """Whether no further epoch follows and every planned one was taken over."""
+        """Return whether no further epoch follows and every planned one was taken over."""
         with self._lock:
             return self._over and self._planned == self._taken

@@ -15,7 +15,7 @@ from aiofeed.sampling.feed_order import check_shard
 MODEL_PARALLEL = {"cp", "sp", "tp", "pp", "ep"}
 
 
-def find_place(argument: str, value: Any) -> tuple[tuple[int, int], tuple[int, int]] | None:
+def rank_in_mesh(argument: str, value: Any) -> tuple[tuple[int, int], tuple[int, int]] | None:
     """The rank of this process and the number of ranks in the chosen dimensions of a mesh, and those in the others.
 
     Counted row by row, as torch flattens dimensions.
@@ -55,7 +55,7 @@ def find_place(argument: str, value: Any) -> tuple[tuple[int, int], tuple[int, i
 
 
 def sequence_part(value: Any, transform: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-    """The transform for ``split_sequence=value`` after another one.
+    """Return the transform for ``split_sequence=value`` after another one.
 
     Raises:
         TypeError, ValueError: The value is not (rank, size) or (name, mesh), with "zigzag" as a third item or without.
@@ -64,7 +64,7 @@ def sequence_part(value: Any, transform: Callable[[Any], Any] | None) -> Callabl
         return transform
     zigzag = isinstance(value, tuple) and value[2:] == ("zigzag",)
     part = value[:2] if zigzag else value
-    place = find_place("split_sequence", part) if isinstance(part, tuple) else None
+    place = rank_in_mesh("split_sequence", part) if isinstance(part, tuple) else None
     try:
         rank, size = check_shard(part) if place is None else place[0]
     except (TypeError, ValueError) as error:

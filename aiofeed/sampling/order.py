@@ -35,25 +35,25 @@ class BatchLists:
     spans: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
-        """The number of batches."""
+        """Return the number of batches."""
         return len(self.offsets) - 1
 
     def samples(self, batch: int) -> Int64:
-        """The indices of a batch."""
+        """Return the indices of a batch."""
         indices: Int64 = self.indices[self.positions(batch)]
         return indices
 
     def positions(self, batch: int) -> Int64:
-        """The positions of a batch's samples in the epoch, from which their random numbers derive."""
+        """Return the positions of a batch's samples in the epoch, from which their random numbers derive."""
         return np.arange(self.offsets[batch], self.offsets[batch + 1])
 
     def consumed(self, batches: int) -> Int64:
-        """The indices of the first batches; of a sample with several parts, only its first part counts."""
+        """Return the indices of the first batches; of a sample with several parts, only its first part counts."""
         indices = self.indices[: self.offsets[batches]]
         return indices if self.spans is None else indices[self.spans[: len(indices), 1] == 0]
 
     def digest(self) -> str:
-        """A digest of all batches."""
+        """Return a digest of all batches."""
         digest = hashlib.sha256(self.indices.tobytes())
         digest.update(self.offsets.tobytes())
         if self.spans is not None:
@@ -69,11 +69,11 @@ class ComputedEpoch:
     permutation: Permutation
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
         return self.length
 
     def __getitem__(self, positions: Int64) -> Int64:
-        """The indices at some positions."""
+        """Return the indices at some positions."""
         return self.permutation(positions)
 
 
@@ -82,17 +82,17 @@ EpochList: TypeAlias = "Int64 | ComputedEpoch | BatchLists"
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """The 64-bit seed of an epoch, from which the seeds of its samples derive."""
+    """Return the 64-bit seed of an epoch, from which the seeds of its samples derive."""
     return mix64(mix64(seed & MASK64) ^ (epoch & MASK64))
 
 
 def sample_seed(epoch_seed: int, position: int) -> int:
-    """The 63-bit seed of a sample, from the seed of its epoch and its position in the global order."""
+    """Return the 63-bit seed of a sample, from the seed of its epoch and its position in the global order."""
     return mix64(epoch_seed ^ mix64(position)) >> 1
 
 
 def sequential(positions: Int64) -> Int64:
-    """The identity, for an unshuffled epoch."""
+    """Return the identity, for an unshuffled epoch."""
     return positions
 
 
@@ -107,7 +107,7 @@ def shuffled(n: int, seed: int, epoch: int) -> Permutation:
 
 
 def feistel(n: int, seed: int, epoch: int, *, inverse: bool = False) -> Permutation:
-    """A pseudo-random permutation computed per position, without a list: a Feistel network with cycle walking.
+    """Return a pseudo-random permutation computed per position, without a list: a Feistel network with cycle walking.
 
     Six rounds over the smallest even number of bits that holds n - 1, repeated until the result is below n (cycle
     walking, Black and Rogaway 2002): under four times on average, because the domain is smaller than 4 n. With keys

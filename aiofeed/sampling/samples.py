@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from typing import TypeAlias
 
 import numpy as np
 
 from aiofeed.sampling.order import Int64
-from aiofeed.sampling.schedule import Position, Schedule
-
-HandedOut: TypeAlias = tuple[int, int]
-"""The samples of this rank that were returned: the first so many, and the bits of an int for those that follow."""
+from aiofeed.sampling.schedule import Position, Returned, Schedule
 
 
 class SampleSchedule(Schedule):
@@ -21,11 +17,11 @@ class SampleSchedule(Schedule):
     """
 
     def _numbers_ahead(self, start: Position) -> int:
-        """The number after that of the last sample of this rank."""
+        """Return the number after that of the last sample of this rank."""
         return self._undropped(start.consumed)
 
     def batch_numbers(self, start: Position) -> int:
-        """The number of batches that the samples left fill."""
+        """Return the number of batches that the samples left fill."""
         return -(-self._samples_left(start) // self.batch_size)
 
     def batches_ahead(self, start: Position) -> Set[int]:
@@ -33,7 +29,7 @@ class SampleSchedule(Schedule):
         return frozenset()
 
     def positions_from(self, start: Position, batch: int, count: int = 1) -> Int64:
-        """The positions of samples that were not returned before ``start``."""
+        """Return the positions of samples that were not returned before ``start``."""
         last = min((batch + count) * self.batch_size, self._samples_left(start))
         left = np.arange(batch * self.batch_size, last, dtype=np.int64)
         ahead = np.array(self._ahead(start), np.int64)
@@ -42,7 +38,7 @@ class SampleSchedule(Schedule):
         return start.consumed + self.rank + numbers * self.world_size
 
     def position_after(self, start: Position, number: int, earlier: Set[int] | None = None) -> Position:
-        """The position after planned batches 0 to ``number``, which were returned in order."""
+        """Return the position after planned batches 0 to ``number``, which were returned in order."""
         if number + 1 >= self.batch_numbers(start):
             return Position(start.epoch + 1)
         following = int(self.positions_from(start, number + 1)[0])
@@ -50,21 +46,21 @@ class SampleSchedule(Schedule):
         ahead = frozenset(each - prefix for each in self._ahead(start) if each > prefix)
         return Position(start.epoch, start.consumed + prefix * self.world_size, ahead)
 
-    def position_at(self, start: Position, handed_out: HandedOut) -> Position:
-        """The position of an iterator that began at ``start`` and has returned these samples."""
-        prefix, bits = handed_out
+    def position_at(self, start: Position, returned: Returned) -> Position:
+        """Return the position of an iterator that began at ``start`` and has returned these samples."""
+        prefix, bits = returned
         ahead = frozenset(number for number, bit in enumerate(reversed(f"{bits:b}")) if bit == "1")
         return self.normalize(Position(start.epoch, start.consumed + prefix * self.world_size, ahead))
 
     def tracker(self, start: Position) -> SampleTracker:
-        """A tracker of the samples returned from ``start`` on."""
+        """Return a tracker of the samples returned from ``start`` on."""
         return SampleTracker(start.consumed, self.world_size, self._ahead(start))
 
     def _samples_left(self, start: Position) -> int:
         return self._without_dropped(self._undropped(start.consumed) - len(self._ahead(start)))
 
     def _ahead(self, start: Position) -> list[int]:
-        """The numbers of samples returned ahead, ascending."""
+        """Return the numbers of samples returned ahead, ascending."""
         return sorted(start.ahead)
 
 
@@ -82,7 +78,7 @@ class SampleTracker:
         self._world_size = world_size
         self._prefix, self._bits = 0, sum(1 << number for number in ahead)
 
-    def add(self, positions: Iterable[int]) -> HandedOut:
+    def add(self, positions: Iterable[int]) -> Returned:
         """Add the samples of a batch; returns all that are returned when it is."""
         numbers = [(position - self._consumed) // self._world_size - self._prefix for position in positions]
         lowest, bits = min(numbers), 0

@@ -49,6 +49,10 @@ MOST_EPOCHS = 8
 Shuffle: TypeAlias = bool | str
 """``shuffle=`` of ``Feeder``: True, False, or a name that ``is_shuffle`` accepts."""
 
+Returned: TypeAlias = tuple[int, int]
+"""The samples that a rank has returned with ``in_order="samples"``: the first so many, and the bits of an int for those
+that follow."""
+
 SHUFFLES = '"keyed", "replacement", "window", or "window:N" for a window of N shards, at least 1'
 
 # The shards whose samples ``shuffle="window"`` mixes.
@@ -56,7 +60,7 @@ WINDOW_SHARDS = 16
 
 
 def window_shards(shuffle: Shuffle) -> int | None:
-    """The number of shards in "window" or "window:16"; ``None`` for another value."""
+    """Return the number of shards in "window" or "window:16"; ``None`` for another value."""
     kind, colon, number = str(shuffle).partition(":")
     if kind != "window" or (colon and not (number.isascii() and number.isdigit() and int(number) > 0)):
         return None
@@ -64,7 +68,7 @@ def window_shards(shuffle: Shuffle) -> int | None:
 
 
 def is_shuffle(value: object) -> TypeGuard[Shuffle]:
-    """Whether ``value`` is a ``shuffle``."""
+    """Return whether ``value`` is a ``shuffle``."""
     if isinstance(value, str):
         return value in ("keyed", "replacement") or window_shards(value) is not None
     return isinstance(value, bool)
@@ -121,11 +125,11 @@ class Schedule:
     world_size: int = 1
 
     def samples(self, consumed: int = 0) -> int:
-        """The remaining samples of this rank, without a last batch that is dropped."""
+        """Return the remaining samples of this rank, without a last batch that is dropped."""
         return self._without_dropped(self._undropped(consumed))
 
     def _undropped(self, consumed: int) -> int:
-        """The remaining samples of this rank, with those of a last batch that is dropped."""
+        """Return the remaining samples of this rank, with those of a last batch that is dropped."""
         left = max(self.length - consumed, 0)
         if not self.pad:
             return max(-(-(left - self.rank) // self.world_size), 0)
@@ -135,11 +139,11 @@ class Schedule:
         return samples - samples % self.batch_size if self.drop_last else samples
 
     def batches(self, consumed: int = 0) -> int:
-        """The remaining batches of this rank."""
+        """Return the remaining batches of this rank."""
         return -(-self.samples(consumed) // self.batch_size)
 
     def positions(self, consumed: int, batch: int, count: int = 1) -> Int64:
-        """The positions of the samples of ``count`` batches; positions from ``length`` on are padding."""
+        """Return the positions of the samples of ``count`` batches; positions from ``length`` on are padding."""
         first, last = batch * self.batch_size, min((batch + count) * self.batch_size, self.samples(consumed))
         return consumed + self.rank + np.arange(first, last, dtype=np.int64) * self.world_size
 
@@ -157,19 +161,19 @@ class Schedule:
             )
 
     def _numbers_ahead(self, start: Position) -> int:
-        """The number after the last one that ``start.ahead`` may have."""
+        """Return the number of batches left; numbers in ``start.ahead`` are below it."""
         return self.batches(start.consumed)
 
     def batch_numbers(self, start: Position) -> int:
-        """The number of the last batch, counted from ``start``, plus one."""
+        """Return the number of the last batch, counted from ``start``, plus one."""
         return self.batches(start.consumed)
 
     def batches_ahead(self, start: Position) -> Set[int]:
-        """The numbers of batches that were returned before ``start``."""
+        """Return the numbers of batches that were returned before ``start``."""
         return start.ahead
 
     def batches_left(self, start: Position) -> int:
-        """The batches of this rank that were not returned before ``start``."""
+        """Return the batches of this rank that were not returned before ``start``."""
         return self.batch_numbers(start) - len(self.batches_ahead(start))
 
     def positions_from(self, start: Position, batch: int, count: int = 1) -> Int64:
@@ -177,12 +181,12 @@ class Schedule:
         return self.positions(start.consumed, batch, count)
 
     def consumed_after(self, consumed: int, batches: int) -> int:
-        """The positions returned by all ranks, after ``batches`` more on each rank."""
+        """Return the positions returned by all ranks, after ``batches`` more on each rank."""
         end = consumed + -(-max(self.length - consumed, 0) // self.world_size) * self.world_size
         return min(consumed + min(batches * self.batch_size, self.samples(consumed)) * self.world_size, end)
 
     def permutation(self, epoch: int, sampled: Int64 | ComputedEpoch | None = None) -> Permutation:
-        """The permutation of an epoch; ``sampled`` are the indices of a sampler or a computed order."""
+        """Return the permutation of an epoch; ``sampled`` are the indices of a sampler or a computed order."""
         if sampled is not None:
             return sampled.__getitem__
         if self.shuffle == "keyed":
@@ -192,7 +196,7 @@ class Schedule:
         return shuffled(self.length, self.seed, epoch) if self.shuffle else sequential
 
     def _next_uses(self, epoch: int) -> NextUses | None:
-        """When the ranks of this machine read samples after an epoch; ``None`` for draws with replacement.
+        """Positions at which this machine reads each sample next, in later epochs; ``None`` for draws with replacement.
 
         Also ``None`` if all ranks are on this machine, as far as their launcher says: each sample is then read once per
         epoch here, and no replacement of cached samples has more hits than none, because a sample that is
@@ -229,7 +233,7 @@ class Schedule:
                     yield BatchPlan(number, indices[piece], positions[piece], seed, order)
 
     def _listed_plans(self, start: Position, lists: BatchLists) -> Iterator[BatchPlan]:
-        """The batches of a list, of which this schedule counts each as one sample."""
+        """Yield the batches of a list, of which this schedule counts each as one sample."""
         seed = epoch_seed(self.seed, start.epoch)
         samples = len(lists.indices)
         order = PermutedOrder(samples, lists.indices.__getitem__)
@@ -245,7 +249,7 @@ class Schedule:
                 yield BatchPlan(number, indices.tolist(), positions.tolist(), seed, order, pieces)
 
     def position_after(self, start: Position, number: int, earlier: Set[int] | None = None) -> Position:
-        """The position after batch ``number`` of an iterator that began at ``start``.
+        """Return the position after batch ``number`` of an iterator that began at ``start``.
 
         Args:
             start: Where the iterator began.
@@ -262,7 +266,7 @@ class Schedule:
         return Position(start.epoch, self.consumed_after(start.consumed, prefix), ahead)
 
     def after(self, position: Position, batches: int) -> Position:
-        """The position so many batches after another one in the same epoch."""
+        """Return the position so many batches after another one in the same epoch."""
         if not batches:
             return position
         ahead = self.batches_ahead(position)
@@ -272,7 +276,7 @@ class Schedule:
         return self.position_after(position, numbers[-1], frozenset(numbers))
 
     def normalize(self, position: Position) -> Position:
-        """The position, or the start of the next epoch if no batch of this one is left."""
+        """Return the position, or the start of the next epoch if no batch of this one is left."""
         if position.at_start or self.batches_left(position) > 0:
             return position
         return Position(position.epoch + 1)
@@ -349,7 +353,7 @@ class BatchRange:
     run: bool
 
     def head(self, batches: int) -> BatchRange:
-        """The first batches, at most so many."""
+        """Return the first batches, at most so many."""
         indices = self.indices[: batches * self.batch_size]
         return BatchRange(self.numbers[:batches], indices, self.batch_size, self.run)
 
@@ -399,7 +403,7 @@ class BatchRanges:
 
 
 def index_array(indices: Sequence[int], length: int) -> Int64:
-    """The indices of a sampler for a source of ``length`` samples.
+    """Return the indices of a sampler for a source of ``length`` samples.
 
     Raises:
         TypeError: One of them is not an int.

@@ -16,9 +16,8 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from aiofeed.core.errors import StateError
 from aiofeed.core.validation import check_bool, check_epoch, check_int_from, check_positive_int, check_seed
-from aiofeed.sampling.receipts import Trail, digest
-from aiofeed.sampling.samples import HandedOut, SampleSchedule
-from aiofeed.sampling.schedule import SHUFFLES, Position, Schedule, Shuffle, is_shuffle
+from aiofeed.sampling.schedule import SHUFFLES, Position, Returned, Schedule, Shuffle, is_shuffle
+from aiofeed.sampling.trail import Trail, digest
 
 T = TypeVar("T")
 
@@ -95,7 +94,7 @@ class SavedState:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> SavedState:
-        """The state from a dict of ``to_dict``.
+        """Return the state from a dict of ``to_dict``.
 
         Raises:
             StateError: The dict is not a state, or is damaged.
@@ -254,7 +253,7 @@ def _text(name: str, value: object) -> str:
 
 
 def json_dict(text: object) -> dict[str, Any]:
-    """The state of a sampler from its JSON.
+    """Return the state of a sampler from its JSON.
 
     Raises:
         StateError: It is not the JSON of a dict.
@@ -308,13 +307,13 @@ class EpochProgress:
 
     Attributes:
         ended: Whether the consumer has seen the end of the epoch, after the last batch.
-        order: The digest of the order.
+        order_digest: The digest of the order.
         before: What was seen before.
     """
 
     def __init__(self, schedule: Schedule, start: Position, in_order: InOrder) -> None:
         self.start = start
-        self.order: str = ""
+        self.order_digest: str = ""
         self.before: Trail = Trail()
         self._schedule = schedule
         self._last = -1
@@ -327,28 +326,26 @@ class EpochProgress:
         # A dict and not a set, because set.add is a call, and a signal handler may run after a call.
         self._numbers: dict[int, None] | None = None if in_order else {}
         # ``None`` if the batches returned are those that were planned.
-        self._handed_out: HandedOut | None = None
+        self._returned_samples: Returned | None = None
 
     @property
     def started(self) -> bool:
         """Whether a batch was returned."""
         return self._last >= 0
 
-    def record(
-        self, number: int, handed_out: HandedOut | None = None, following: Sized = (), followers: int = 0
-    ) -> None:
+    def record(self, number: int, samples: Returned | None = None, following: Sized = (), followers: int = 0) -> None:
         """Count a batch. Makes no call, so that Ctrl-C arrives before or after it and never in the middle.
 
         Args:
             number: The number of the batch.
-            handed_out: With ``in_order="samples"`` the samples that are now returned.
+            samples: With ``in_order="samples"`` the samples that are now returned.
             following: The batches after it that are counted when they are deleted from this list, if in order.
             followers: Their number at first.
         """
         self._last = number + followers
         self._left -= 1 + followers
         self._following = following
-        self._handed_out = handed_out
+        self._returned_samples = samples
         if self._numbers is not None:
             self._numbers[number] = None
 
@@ -362,7 +359,7 @@ class EpochProgress:
         self._schedule = schedule
 
     @property
-    def handed_out(self) -> int:
+    def returned(self) -> int:
         """The number of batches that were returned."""
         return self._batches - self._left - len(self._following)
 
@@ -377,22 +374,23 @@ class EpochProgress:
         return self._left + len(self._following) == self._surplus
 
     def position(self) -> Position:
-        """The position after the batches that were returned."""
+        """Return the position after the batches that were returned."""
         if not self.started:
             return Position(self.start.epoch + 1) if self.ended else self.start
-        if self._handed_out is not None:
-            assert isinstance(self._schedule, SampleSchedule)
-            return self._schedule.position_at(self.start, self._handed_out)
+        if self._returned_samples is not None:
+            schedule: Any = self._schedule  # a ``SampleSchedule``
+            found: Position = schedule.position_at(self.start, self._returned_samples)
+            return found
         numbers = None if self._numbers is None else self._numbers.keys()
         return self._schedule.position_after(self.start, self._last - len(self._following), numbers)
 
     def trail(self) -> Trail:
-        """What was seen up to the batches that were returned."""
+        """Return what was seen up to the batches that were returned."""
         end = self.position()
         if end.epoch != self.start.epoch and self.started:
             schedule, consumed = self._schedule, self.start.consumed
             end = Position(self.start.epoch, schedule.consumed_after(consumed, schedule.batches(consumed)))
-        return self.before.extended(self.order, self.start, end if self.started else self.start)
+        return self.before.extended(self.order_digest, self.start, end if self.started else self.start)
 
 
 @dataclass(eq=False)
@@ -432,7 +430,7 @@ class Checkpoint:
         self.start, self.progress = position, None
 
     def next_position(self) -> Position:
-        """Where the next ``iter()`` starts."""
+        """Return where the next ``iter()`` starts."""
         return self.loaded if self.loaded is not None else Position(self.next_epoch)
 
     def load(self, position: Position, trail: Trail | None = None) -> None:
@@ -457,12 +455,12 @@ class Checkpoint:
                 self._reset(Position(epoch))
 
     def on_iter(self, epoch: int) -> None:
-        """An iterator of ``epoch`` was created."""
+        """Note that an iterator of ``epoch`` was created."""
         self.current_epoch = epoch
         self.chosen = False
 
     def on_first_batch(self, progress: EpochProgress) -> None:
-        """An iterator returns its first batch, or ends without one: from now on ``progress`` gives the position.
+        """Let ``progress`` give the position: its iterator returns its first batch, or ends without one.
 
         A position loaded, or an epoch chosen, after the iterator was created stays for the next iterator.
         """
@@ -474,6 +472,6 @@ class Checkpoint:
             self.progress = progress
 
     def on_failure(self, progress: EpochProgress) -> None:
-        """An iterator ends with an error; if it failed before its first batch, the position is its start."""
+        """Note that an iterator ends with an error; if it failed before its first batch, the position is its start."""
         if not progress.started and not self.chosen:
             self._reset(progress.start)

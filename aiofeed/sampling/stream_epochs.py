@@ -21,7 +21,8 @@ from aiofeed.core.types import BatchPlan
 from aiofeed.core.validation import check_epoch, check_int_from, counted
 from aiofeed.sampling.epochs import EpochEnds, EpochStart, EpochStream, Step
 from aiofeed.sampling.feed_order import FeedOrder, check_shard, find_shard
-from aiofeed.sampling.listers.length_plans import STREAM_SAMPLES, LengthPlan
+from aiofeed.sampling.lister import STREAM_SAMPLES
+from aiofeed.sampling.listers.length_plans import LengthPlan
 from aiofeed.sampling.listers.stream_plans import PLANNERS, SAME_ITEMS, Entries, PackPlanner, PlanPoint
 from aiofeed.sampling.order import epoch_seed, feistel, sequential
 from aiofeed.sampling.schedule import Position, Schedule
@@ -42,7 +43,7 @@ class ItemNumber(int):
 
     @classmethod
     def of(cls, number: int, item: Any) -> ItemNumber:
-        """The number of an item."""
+        """Return the number of an item."""
         index = cls(number)
         index.item = item
         return index
@@ -71,7 +72,7 @@ class Snapshot:
 
 
 @dataclass(eq=False)
-class Block:
+class ItemBlock:
     """Consecutive items of a stream.
 
     Args:
@@ -89,10 +90,10 @@ class Block:
 
 Measured: TypeAlias = Callable[[int, Any], int] | None
 """Returns the length of an item with its number; ``None``: items are not measured."""
-Blocks: TypeAlias = AsyncGenerator[Block, None]
+Blocks: TypeAlias = AsyncGenerator[ItemBlock, None]
 
 
-class Items(Protocol):
+class StreamItems(Protocol):
     """The items of a ``Stream``, which has these attributes."""
 
     shuffle_buffer: int
@@ -105,10 +106,10 @@ class Items(Protocol):
         """The number of items of an epoch; ``None`` if it is not known."""
 
     def first_item(self, item: int) -> int:
-        """The number of the first item to read for an item in the order of the epoch."""
+        """Return the number of the first item to read for an item in the order of the epoch."""
 
     def last_before(self, epoch: int, item: int, snapshots: Iterable[Snapshot]) -> Snapshot | None:
-        """The last of some states at an item or before, if any."""
+        """Return the last of some states at an item or before, if any."""
 
     def _read_blocks(self, epoch: int, first: int, snapshot: Snapshot | None, size: int, measure: Measured) -> Blocks:
         """The items of an epoch from one on, in blocks of ``size``; ``snapshot`` is a state at this item or before.
@@ -130,8 +131,8 @@ class StreamOrder(FeedOrder):
         epochs: The epochs that the consumer iterates.
     """
 
-    def __init__(self, base: Schedule, shard: Shard, stream: Items, plan: LengthPlan | None = None) -> None:
-        super().__init__(base, None, None if stream.sharded else shard)
+    def __init__(self, base: Schedule, shard: Shard, stream: StreamItems, plan: LengthPlan | None = None) -> None:
+        super().__init__(base, None if stream.sharded else shard)
         self.plan = plan
         if plan is not None:
             self._batch_size, self._unit = plan, "batch"
@@ -147,7 +148,7 @@ class StreamOrder(FeedOrder):
         return super().__getstate__() | {"_known": self.known, "epochs": None}
 
     def schedule(self, length: int | None = None) -> Schedule:
-        """The schedule of an epoch of ``length`` items, by default the length of the stream.
+        """Return the schedule of an epoch of ``length`` items, by default the length of the stream.
 
         Raises:
             TypeError: ``length`` is ``None``, and the stream has no length or there is a plan.
@@ -157,7 +158,7 @@ class StreamOrder(FeedOrder):
         return super().schedule(len(self.stream) if length is None else length)
 
     def plan_epoch(self, position: Position) -> StreamEpochs:
-        """The epoch at ``position`` from there on."""
+        """Return the epoch at ``position`` from there on."""
         schedule = self.schedule(UNKNOWN_LENGTH)
         schedule.check(position)
         return StreamEpochs(schedule, EpochStart(EpochStats(events=self.events), position), self)
@@ -173,18 +174,18 @@ class StreamOrder(FeedOrder):
         return self.schedule(UNKNOWN_LENGTH).after(position, batches)
 
     def normalize(self, position: Position) -> Position:
-        """The position itself: it is not known whether anything is left of its epoch."""
+        """Return the position itself: it is not known whether anything is left of its epoch."""
         return position
 
     def last_point(self, position: Position, points: Iterable[PlanPoint]) -> PlanPoint:
-        """The last of some points from which a position can be reached; without a plan the position itself."""
+        """Return the last of some points from which a position can be reached; without a plan the position itself."""
         if self.plan is None:
             return PlanPoint(position.epoch, position.consumed)
         before = (each for each in points if each.epoch == position.epoch and each.batches <= position.consumed)
         return max(before, key=lambda each: each.batches, default=PlanPoint(position.epoch))
 
     def sampler_state(self, position: Position) -> str:
-        """The state of the iterable at a position or before, and that of a plan, as JSON.
+        """Return the state of the iterable at a position or before, and that of a plan, as JSON.
 
         Raises:
             StateError: The state of the iterable is not plain.
@@ -232,7 +233,7 @@ class StreamOrder(FeedOrder):
         return self._known if self.epochs is None else self.epochs.known
 
     def _identity(self) -> tuple[int, int]:
-        """The rank and world size of this process, although the schedule of a sharded stream has one rank."""
+        """Return the rank and world size of this process, although the schedule of a sharded stream has one rank."""
         if self._own_shard == "auto":
             self._own_shard = find_shard()
         return self._own_shard or (0, 1)
@@ -287,7 +288,7 @@ class StreamEpochs(EpochStream):
             start = self.after(start)
 
     async def _epoch(self, start: Position) -> AsyncGenerator[Step, None]:
-        """The batches of an epoch and its end."""
+        """Yield the batches of an epoch and its end."""
         stream, plan, number = self._stream, self._order.plan, 0
         snapshots, points = self.known
         point, measure = self._order.last_point(start, points), None
@@ -337,8 +338,8 @@ class StreamEpochs(EpochStream):
         self.known = snapshots, [each for at, each in points.items() if at >= (last.epoch, last.batches)]
 
 
-def _missing(stream: Items, start: Position, schedule: Schedule, items: int) -> FeedError | None:
-    """The error of an epoch that has fewer items than the stream's length, or than were returned before."""
+def _missing(stream: StreamItems, start: Position, schedule: Schedule, items: int) -> FeedError | None:
+    """Return the error of an epoch that has fewer items than the stream's length, or than were returned before."""
     length = stream.length
     if start.consumed > schedule.length:  # only with a plan: without one, the reader has found this
         problem = f"batch {start.consumed} of epoch {start.epoch}, which ends after {counted(schedule.length, 'batch')}"
@@ -373,7 +374,7 @@ class ItemWindow:
         block: Items to read at a time, in whole groups of ``shuffle_buffer``.
     """
 
-    def __init__(self, schedule: Schedule, start: Position, stream: Items, first: int, samples: int) -> None:
+    def __init__(self, schedule: Schedule, start: Position, stream: StreamItems, first: int, samples: int) -> None:
         self._schedule = schedule
         self._start = start
         self._group = stream.shuffle_buffer
@@ -389,7 +390,7 @@ class ItemWindow:
         self.points: list[PlanPoint] = []
         self._seed = epoch_seed(schedule.seed, start.epoch)
 
-    def add(self, block: Block) -> None:
+    def add(self, block: ItemBlock) -> None:
         """Add the items of a block; a group is put in order when it is complete."""
         self.read = self.length = self.read + len(block.items)
         items, group = self._unordered + block.items, self._group
@@ -409,13 +410,13 @@ class ItemWindow:
         self._complete = self._ordered = first + count
 
     def _order_of(self, count: int) -> Sequence[int]:
-        """The order of the next items."""
+        """Return the order of the next items."""
         order = feistel(count, self._seed, self._ordered // self._group) if self._group else sequential
         numbers: list[int] = order(np.arange(count)).tolist()
         return numbers
 
-    def ready_batches(self, block: Block) -> int:
-        """The number of batches of the epoch that can be planned after ``block``.
+    def ready_batches(self, block: ItemBlock) -> int:
+        """Return the number of batches of the epoch that can be planned after ``block``.
 
         That is, batches after which another one follows, and all at the end. Complete ones before an error.
         """
@@ -438,7 +439,7 @@ class ItemWindow:
         schedule = replace(self._schedule, length=self.length)
         positions = schedule.positions(self._start.consumed, number).tolist()
         indices = [self._own.pop(position, self._last) for position in positions]
-        return BatchPlan(number, indices, positions, self._seed, OwnBatch(indices))
+        return BatchPlan(number, indices, positions, self._seed, ReplacementsFromBatch(indices))
 
 
 class PlanWindow(ItemWindow):
@@ -451,13 +452,15 @@ class PlanWindow(ItemWindow):
         start, stream: As for ``ItemWindow``.
     """
 
-    def __init__(self, schedule: Schedule, start: Position, stream: Items, plan: LengthPlan, point: PlanPoint) -> None:
+    def __init__(
+        self, schedule: Schedule, start: Position, stream: StreamItems, plan: LengthPlan, point: PlanPoint
+    ) -> None:
         super().__init__(schedule, start, stream, point.first, STREAM_SAMPLES)
         planner, seed = PLANNERS.get(type(plan), PackPlanner), self._seed if stream.shuffle_buffer else None
         self._planner = planner(plan, point, schedule.drop_last, seed, self.points)
         self._complete = point.batches
 
-    def add(self, block: Block) -> None:
+    def add(self, block: ItemBlock) -> None:
         """Add the items of a block; items that are not those of a loaded state are an error of the block."""
         try:
             super().add(block)
@@ -489,12 +492,12 @@ class PlanWindow(ItemWindow):
         indices, positions = list(places), [int(item) + repeats * self.read for item in places]
         pieces = np.array([(places[item], *piece, length) for item, length, *piece in batch])
         packed = pieces if isinstance(self._planner, PackPlanner) else None
-        return BatchPlan(number, indices, positions, self._seed, OwnBatch(indices), packed)
+        return BatchPlan(number, indices, positions, self._seed, ReplacementsFromBatch(indices), packed)
 
 
 @dataclass(frozen=True, eq=False)
-class OwnBatch:
-    """The order in which replacements are found: the items of the same batch, because others are not in memory."""
+class ReplacementsFromBatch:
+    """Replace a failed item by another one of its batch; other items are not in memory."""
 
     indices: Sequence[int]
 
@@ -504,5 +507,5 @@ class OwnBatch:
         return len(self.indices) + 1
 
     def index_at(self, position: int) -> int:
-        """The index at a position."""
+        """Return the index at a position."""
         return self.indices[position % len(self.indices)]

@@ -13,7 +13,14 @@ from typing import Any, Literal, TypeAlias
 from aiofeed.core.statistics import StorageStatistics
 from aiofeed.core.types import Members, Source, Traits, public, traits_of
 from aiofeed.core.validation import check_bool, check_positive_int, counted, explain_arguments
-from aiofeed.sampling.listers.mixture import Blocks, ChangingShares, ConstantShares, Interleaving, MixtureOrder, Shares
+from aiofeed.sampling.listers.mixture import (
+    ChangingShares,
+    ConstantShares,
+    Interleaving,
+    MixtureOrder,
+    ShareBlocks,
+    Shares,
+)
 from aiofeed.sources.dataset import FromDataset, MapDataset, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.parts import Parts, in_order
 from aiofeed.sources.subset import fingerprint_of, kind_of
@@ -100,7 +107,7 @@ class Mixture:
 
     def order(self, seed: int, *, shuffle: bool) -> MixtureOrder:
         """Return the order of a feeder's epochs."""
-        blocks = Blocks(self._length)
+        blocks = ShareBlocks(self._length)
         shares: Shares
         if self._function is None:
             shares = ConstantShares(self._weights)

@@ -16,7 +16,9 @@ from aiofeed.core.types import Traits, public, takes_keyword
 from aiofeed.core.validation import check_bool, check_int_from, counted, explain_arguments, is_async_function
 from aiofeed.runtime.cancellation import clear_cancellation
 from aiofeed.runtime.thread_pool import ThreadPool
-from aiofeed.sampling.stream_epochs import Block, Blocks, ItemNumber, Measured, Snapshot
+from aiofeed.sampling.listers.length_plans import LengthPlan
+from aiofeed.sampling.schedule import Schedule
+from aiofeed.sampling.stream_epochs import Blocks, ItemBlock, ItemNumber, Measured, Shard, Snapshot, StreamOrder
 
 log: logging.Logger = logging.getLogger("aiofeed.sources")
 
@@ -161,6 +163,9 @@ class Stream:
         before = (each for each in snapshots if each.epoch == epoch and each.item <= first)
         return max(before, key=lambda each: each.item, default=None)
 
+    def _new_order(self, schedule: Schedule, shard: Shard, plan: LengthPlan | None) -> StreamOrder:
+        return StreamOrder(schedule, shard, self, plan)
+
     def _read_blocks(self, epoch: int, first: int, snapshot: Snapshot | None, size: int, measure: Measured) -> Blocks:
         return StreamReader(self, epoch, first, snapshot, measure).blocks(size)
 
@@ -265,28 +270,28 @@ class StreamReader:
     def _submit(self, function: Callable[..., None], *arguments: Any) -> None:
         self._pending = asyncio.get_running_loop().run_in_executor(self._pool, self._guarded, function, *arguments)
 
-    async def _result(self) -> Block:
+    async def _result(self) -> ItemBlock:
         assert self._pending is not None
         await asyncio.wait([self._pending])  # unlike `await self._pending`, does not cancel it with this task
-        block: Block = self._pending.result()
+        block: ItemBlock = self._pending.result()
         return block
 
-    def _guarded(self, function: Callable[..., None], *arguments: Any) -> Block:
+    def _guarded(self, function: Callable[..., None], *arguments: Any) -> ItemBlock:
         """Call a function with a new block, which gets its error."""
-        block = Block()
+        block = ItemBlock()
         try:
             function(block, *arguments)
         except BaseException as error:  # noqa: BLE001 - the user's iterable may raise anything; the consumer raises it
             self._failed(block, error)
         return block
 
-    def _open(self, block: Block) -> None:
+    def _open(self, block: ItemBlock) -> None:
         self._iterable = self._stream.open_epoch(self._epoch)
         self._restore(self._iterable)
         if not isinstance(self._iterable, AsyncIterable):
             self._begin(block)
 
-    def _begin(self, block: Block) -> None:
+    def _begin(self, block: ItemBlock) -> None:
         self._iterator = aiter(self._iterable) if isinstance(self._iterable, AsyncIterable) else iter(self._iterable)
         self._restore(self._iterator)
 
@@ -311,7 +316,7 @@ class StreamReader:
             return None
         return snapshot_of(self._stateful.state_dict(), self._epoch, self._number)
 
-    def _read(self, block: Block, count: int, keep: bool) -> None:
+    def _read(self, block: ItemBlock, count: int, keep: bool) -> None:
         snapshot = None
         for left in range(count, 0, -1):
             if self._stopped:
@@ -327,11 +332,11 @@ class StreamReader:
             self._number += 1
         block.snapshot = snapshot
 
-    def _keep(self, block: Block, item: Any) -> None:
+    def _keep(self, block: ItemBlock, item: Any) -> None:
         block.items.append(item if self._measure is None else (item, self._measure(self._number, item)))
 
-    async def _read_async(self, count: int, keep: bool) -> Block:
-        block, snapshot = Block(), None
+    async def _read_async(self, count: int, keep: bool) -> ItemBlock:
+        block, snapshot = ItemBlock(), None
         try:
             for left in range(count, 0, -1):
                 if left == 1 and keep:
@@ -353,7 +358,7 @@ class StreamReader:
                 await clear_cancellation()
         return block
 
-    def _failed(self, block: Block, error: BaseException) -> None:
+    def _failed(self, block: ItemBlock, error: BaseException) -> None:
         """Set the error of a block, without our frames, which refer to items."""
         traceback = error.__traceback__
         while traceback is not None and traceback.tb_frame.f_globals is globals():

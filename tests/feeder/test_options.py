@@ -41,8 +41,8 @@ def options_page() -> str:
     return "\n".join(text) + "\n"
 
 
-def _code(names: str) -> str:
-    return ", ".join(f"`{name}`" if "=" in name and " " not in name else name for name in names.split("|"))
+def _code(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" if "=" in name and " " not in name else name for name in names)
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import aiofeed
 from aiofeed import Feeder
-from aiofeed.sampling.mesh import find_place, sequence_part
+from tests.support.simulated_device import SimulatedDevice
+from aiofeed.sampling.mesh import rank_in_mesh, sequence_part
 from tests.support.simulated_device import SimulatedDevice
 
 NAMES = ("dp", "cp", "tp")
@@ -83,9 +84,9 @@ def test_a_mesh_of_torch_has_these_places(as_rank: Callable[[int, int], None]) -
         mesh = init_device_mesh("cpu", (8, 4, 2), mesh_dim_names=NAMES)
         simulated = Mesh(rank, (8, 4, 2), NAMES)
         for names in ("dp", ("dp", "cp"), "tp"):
-            assert find_place("shard", (names, mesh)) == find_place("shard", (names, simulated))
-        assert find_place("shard", mesh) == find_place("shard", simulated) == ((rank // 8, 8), (rank % 8, 8))
-        assert find_place("shard", mesh["dp"]) == ((rank // 8, 8), (0, 1))
+            assert rank_in_mesh("shard", (names, mesh)) == rank_in_mesh("shard", (names, simulated))
+        assert rank_in_mesh("shard", mesh) == rank_in_mesh("shard", simulated) == ((rank // 8, 8), (rank % 8, 8))
+        assert rank_in_mesh("shard", mesh["dp"]) == ((rank // 8, 8), (0, 1))
         assert numbers(mesh).state_dict()["world_size"] == 8
 
 
@@ -94,9 +95,9 @@ def test_several_dimensions_are_data_parallel() -> None:
     names = ("dp_replicate", "dp_shard", "cp", "tp")
     for rank in range(2 * 3 * 2 * 2):
         mesh = Mesh(rank, (2, 3, 2, 2), names)
-        assert find_place("shard", mesh) == ((rank // 4, 6), (rank % 4, 4))
-        assert find_place("shard", (("dp_shard", "dp_replicate"), mesh)) == find_place("shard", mesh)
-    assert find_place("shard", ("dp_shard", Mesh(23, (2, 3, 2, 2), names))) == ((2, 3), (7, 8))
+        assert rank_in_mesh("shard", mesh) == ((rank // 4, 6), (rank % 4, 4))
+        assert rank_in_mesh("shard", (("dp_shard", "dp_replicate"), mesh)) == rank_in_mesh("shard", mesh)
+    assert rank_in_mesh("shard", ("dp_shard", Mesh(23, (2, 3, 2, 2), names))) == ((2, 3), (7, 8))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_a_resume_on_another_mesh_is_exact(other: tuple[tuple[int, ...], tuple[s
         with numbers(mesh, n=76) as feeder:
             feeder.load_state_dict({**states[0], "rank": 0})
             got = values(feeder)
-        place = find_place("shard", mesh)
+        place = rank_in_mesh("shard", mesh)
         assert place is not None
         assert rest.setdefault(place[0][0], got) == got
     later = sum(sum(rest.values(), []), [])

@@ -18,11 +18,11 @@ from aiofeed.errors import StateError
 from aiofeed.sampling.listers.mixture import (
     BLOCK,
     KEPT_COUNTS,
-    Blocks,
     ChangingShares,
     ConstantShares,
     Interleaving,
     MixtureOrder,
+    ShareBlocks,
 )
 from aiofeed.sampling.order import ComputedEpoch
 from aiofeed.sampling.schedule import Position, Schedule
@@ -36,11 +36,11 @@ LENGTHS = st.integers(1, 5 * BLOCK)
 
 
 def constant(weights: Sequence[Any], length: int, random_seed: int | None = None) -> Interleaving:
-    return Interleaving(ConstantShares([Fraction(weight) for weight in weights]), Blocks(length), random_seed)
+    return Interleaving(ConstantShares([Fraction(weight) for weight in weights]), ShareBlocks(length), random_seed)
 
 
 def changing(weights: Callable[[int], Sequence[float]], length: int) -> Interleaving:
-    blocks = Blocks(length)
+    blocks = ShareBlocks(length)
     return Interleaving(ChangingShares(weights, blocks), blocks)
 
 

@@ -16,7 +16,7 @@ import pytest
 from aiofeed import FeedError, Stream
 from aiofeed.errors import ReadError
 from aiofeed.runtime.cancellation import ended_by
-from aiofeed.sampling.stream_epochs import Block, Snapshot
+from aiofeed.sampling.stream_epochs import ItemBlock, Snapshot
 from aiofeed.sources.stream import StreamReader, snapshot_of
 
 
@@ -29,7 +29,7 @@ async def async_count(n: int = 10) -> AsyncIterator[int]:
         yield number
 
 
-async def blocks(make: Any, size: int, first: int = 0, snapshot: Snapshot | None = None) -> list[Block]:
+async def blocks(make: Any, size: int, first: int = 0, snapshot: Snapshot | None = None) -> list[ItemBlock]:
     """All blocks of epoch 3."""
     async with aclosing(StreamReader(Stream(make), 3, first, snapshot).blocks(size)) as reader:
         return [block async for block in reader]

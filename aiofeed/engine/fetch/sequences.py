@@ -1,4 +1,7 @@
-"""Batches of samples of different lengths: ``pad_collate`` pads them; ``Pack`` puts them into rows of one length."""
+"""Batches of samples of different lengths: ``pad_collate`` pads them; ``Pack`` puts them into rows of one length.
+
+``measure_lengths`` finds the lengths for a plan that does not have them.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,24 @@ import reprlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from aiofeed.core.types import BatchPlan, HostTensor, public
-from aiofeed.core.validation import check_callable, check_positive_int
+from aiofeed.core.validation import check_positive_int
 from aiofeed.engine.fetch.collate import BatchBuilder, MisfitError, Positions
 from aiofeed.runtime.buffers import BufferLease, array
 from aiofeed.runtime.tensors import as_array
+from aiofeed.sources.subset import fingerprint_of
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from aiofeed.sampling.listers.length_plans import LengthPlan
     from aiofeed.sampling.listers.packing import Fill
 
 _CALLED = "call it: collate_fn=aiofeed.pad_collate()"
@@ -66,11 +72,7 @@ def pad_collate(
     return PadCollate(value, side == "left", multiple_of or 1)
 
 
-def check_collate_fn(value: Any) -> Any:
-    """The value of ``collate_fn=``, which must be ``None`` or callable, and not what makes such a function."""
-    if value is pad_collate:
-        raise TypeError(f"aiofeed.pad_collate makes a collate_fn; {_CALLED}")
-    return check_callable("collate_fn", value)
+pad_collate.makes_collate_fn = True  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -286,3 +288,41 @@ def _value(argument: str, value: float, dtype: np.dtype[Any]) -> Any:
     if dtype.kind in "biu" and element != value:
         raise _DocumentError(f"has {dtype}, which cannot hold Pack({argument}={value!r})")
     return element
+
+
+def measure_lengths(plan: LengthPlan, a: Any, new_feeder: Any) -> None:
+    """Give a plan the lengths of all samples: those in the cache folder if some samples still have them, or read once.
+
+    Args:
+        plan: The plan.
+        a: The ``Arguments`` of a feeder.
+        new_feeder: ``Feeder``.
+    """
+    from aiofeed.cache.fingerprint import dataset_identity, identity
+    from aiofeed.sources.objects.listing import LoadProgress, cache_path, write_cached
+
+    source, samples, name = a.adopted, a.length, f"measuring {a.adopted!r}"
+
+    def measure(indices: range) -> NDArray[np.int64]:
+        feeder = new_feeder(source, decode=a.decode, batch_size=32, sampler=indices, collate_fn=list, limits=a.limits)
+        lengths: list[int] = []
+        with feeder, LoadProgress(name, "samples", len(indices), lambda done: f"{name}: {done:,} samples") as progress:
+            for index, sample in zip(indices, chain.from_iterable(feeder), strict=True):
+                lengths.append(plan.measure(index, sample))
+                progress.add()
+        return np.array(lengths, np.int64)
+
+    data = fingerprint_of(source, samples), dataset_identity(getattr(source, "dataset", None))
+    try:
+        how = [identity(each) if callable(each) else repr(each) for each in (a.decode, plan.length)]
+        path = cache_path(" ".join([*data, *how]), "lengths")
+    except TypeError:  # a function with settings that are not known
+        path = None
+    some = range(0, samples, max(samples // 8, 1))
+    cached = np.zeros(0, np.int64) if path is None or not path.exists() else np.fromfile(path, np.int64)
+    if len(cached) == samples and np.array_equal(measure(some), cached[some]):
+        return plan.use(cached)
+    lengths = measure(range(samples))
+    if path is not None:
+        write_cached(path, [lengths.tobytes()], f"the lengths of {source!r} are not cached")
+    plan.use(lengths)

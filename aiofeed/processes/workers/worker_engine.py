@@ -161,7 +161,7 @@ def worker_engine(
     worker_config: WorkerConfig,
     number: int,
     executor: ThreadPool,
-    late_s: Callable[[], float],
+    loop_delay_s: Callable[[], float],
 ) -> Engine:
     """The engine of worker ``number``, which puts its batches into ``outbox``; see ``PermittedAssembly``."""
     fetcher = new_fetcher(
@@ -201,7 +201,7 @@ def worker_engine(
         executor=executor,
         policy=worker_config.policy,
         tuner=tuner,
-        late_s=late_s,
+        loop_delay_s=loop_delay_s,
     )
     return Engine(
         steps,

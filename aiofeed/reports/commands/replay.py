@@ -10,6 +10,7 @@ from typing import Any
 
 from aiofeed.core.errors import StateError
 from aiofeed.reports.commands.data_set import open_data_set
+from aiofeed.reports.step_samples import samples_at
 from aiofeed.sampling.feed_order import FeedOrder
 from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.state import ORDERS, SavedState, states_in
@@ -28,8 +29,8 @@ def replay(path: str, data: Sequence[str], *, at: str | None, step: int, epoch: 
         source = open_data_set(data).source if data else None
         if source is not None and fingerprint_of(source, len(source)) != state.fingerprint:
             raise StateError(f"the state is of other data than {source!r}")
-        order = FeedOrder(schedule, None, (schedule.rank, schedule.world_size), mixture)
-        for sample in order.samples_at(step, epoch, rank, lambda at: None if source is None else str(source.key(at))):
+        order = FeedOrder(schedule, (schedule.rank, schedule.world_size), mixture)
+        for sample in samples_at(order, step, epoch, rank, lambda at: None if source is None else str(source.key(at))):
             print(json.dumps(asdict(sample)))
     except (OSError, ValueError, ImportError, RuntimeError, StateError) as error:
         print(f"aiofeed replay: {error}", file=sys.stderr)

@@ -104,7 +104,7 @@ class Balanced(LengthPlan):
         return max(1, int(self.fill * self.max_tokens * len(self.sizes) / max(int(self.sizes.sum()), 1)))
 
     def batches(self, order: Int64, rng: np.random.Generator, *, shuffle: bool, drop_last: bool) -> BatchLists:
-        """The batches of an epoch, of which steps are planned on demand."""
+        """Return the batches of an epoch, of which steps are planned on demand."""
         if self.on_oversize == "skip":
             order = order[self.lengths[order] <= self.max_tokens]
         batches = self.groups * self.accumulate
@@ -149,7 +149,7 @@ class Balanced(LengthPlan):
         return [small, np.minimum(bounds, len(small) - missing[-1] + missing), np.ascontiguousarray(large.T)]
 
     def _steps(self, counts: Int64, tokens: int, first: int, batches: int) -> int:
-        """The number of steps of an epoch with so many samples of each class; those from ``first`` on are long.
+        """Return the number of steps of an epoch with so many samples of each class; those from ``first`` on are long.
 
         In units of ``max_tokens``, with sizes rounded up to those of their classes.
         """
@@ -177,7 +177,7 @@ class BalancedBatches(BatchLists):
     _planned: dict[int, tuple[Int64, Int64]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """The number of batches; a last step with too few samples has one batch for each."""
+        """Return the number of batches; a last step with too few samples has one batch for each."""
         steps = len(self.offsets) - 1
         return (steps - 1) * self.batches + min(self.batches, len(self._members(steps - 1))) if steps else 0
 
@@ -186,7 +186,7 @@ class BalancedBatches(BatchLists):
         return np.concatenate([self.small[self.offsets[step] : self.offsets[step + 1]], large[large >= 0]])
 
     def positions(self, batch: int) -> Int64:
-        """The positions of a batch's samples in the epoch."""
+        """Return the positions of a batch's samples in the epoch."""
         step, number = divmod(batch, self.batches)
         planned = self._planned.get(step)
         if planned is None:
@@ -198,14 +198,14 @@ class BalancedBatches(BatchLists):
         return found
 
     def consumed(self, batches: int) -> Int64:
-        """The indices of the first batches."""
+        """Return the indices of the first batches."""
         steps, rest = divmod(batches, self.batches)
         parts = [*map(self._members, range(steps)), *map(self.positions, range(batches - rest, batches))]
         consumed: Int64 = self.indices[np.concatenate([self.small[:0], *parts])]
         return consumed
 
     def _plan(self, members: Int64) -> tuple[Int64, Int64]:
-        """The positions of a step's samples, batch by batch, and the start of each batch."""
+        """Return the positions of a step's samples, batch by batch, and the start of each batch."""
         if len(members) < self.batches:
             return members, np.arange(len(members) + 1)
         plan, indices = self.plan, self.indices[members]
@@ -305,7 +305,7 @@ def warn_of_large(plan: LengthPlan, costs: Int64, shares: float, argument: str, 
 
 
 def integer_costs(plan: str, cost: Cost | None, lengths: Int64) -> Int64:
-    """The costs of samples of these lengths, as integers from 1 with up to ``COST_BITS`` bits.
+    """Return the costs of samples of these lengths, as integers from 1 with up to ``COST_BITS`` bits.
 
     Raises:
         ValueError: ``cost`` does not return one positive number per length.

@@ -12,7 +12,7 @@ import numpy as np
 
 from aiofeed.core.errors import StateError
 from aiofeed.core.random_numbers import mix64
-from aiofeed.sampling.listers.mixture import MixtureOrder
+from aiofeed.sampling.lister import Lister
 from aiofeed.sampling.order import ComputedEpoch, Int64, Permutation, drawn_from, epoch_seed, feistel
 from aiofeed.sampling.schedule import Position, Schedule
 from aiofeed.sampling.state import json_dict
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class ComputedOrder(ABC):
+class ComputedOrder(Lister, ABC):
     """An order of which a state has to identify the arguments only.
 
     Args:
@@ -29,38 +29,27 @@ class ComputedOrder(ABC):
         digest: Identifies the arguments.
     """
 
-    sized = True
-    argument: ClassVar[str]
-    """The argument of ``Feeder`` that it belongs to."""
     differs: ClassVar[str]
     """What differs if the digest of a state does."""
 
     def __init__(self, length: int, digest: str) -> None:
-        self._length = length
+        super().__init__(length)
         self.digest: str = digest
-
-    def __len__(self) -> int:
-        """The samples of an epoch."""
-        return self._length
 
     @abstractmethod
     def permutation(self, epoch: int) -> Permutation:
-        """The index at each position of an epoch."""
+        """Return the index at each position of an epoch."""
 
     def list_epoch(self, epoch: int, *, resumed: bool) -> ComputedEpoch:
-        """The indices of an epoch, computed on demand."""
+        """Return the indices of an epoch, computed on demand."""
         return ComputedEpoch(self._length, self.permutation(epoch))
 
     def identity(self) -> str:
         """Identifies the arguments."""
         return f"{self.argument} {self.digest}"
 
-    def repeat_last_epoch(self) -> None:
-        """Does nothing: the list of an epoch is always the same."""
-        return None
-
     def state(self, position: Position) -> str:
-        """What identifies the order, as JSON."""
+        """Return what identifies the order, as JSON."""
         return json.dumps({self.argument: self.digest})
 
     def load_state(self, text: str) -> None:
@@ -98,7 +87,7 @@ class WindowOrder(ComputedOrder):
         return f"{self._width} shard{'s' * (self._width != 1)}"
 
     def permutation(self, epoch: int) -> Permutation:
-        """The index at each position of an epoch."""
+        """Return the index at each position of an epoch."""
         shards = feistel(len(self._starts) - 1, self._seed, epoch)(np.arange(len(self._starts) - 1))
         first, ends = self._starts[shards], np.cumsum(np.diff(self._starts)[shards])
         # The position where each group of shards ends.
@@ -147,7 +136,7 @@ class WeightedOrder(ComputedOrder):
         return f"{len(self)} weight{'s' * (len(self) != 1)}"
 
     def permutation(self, epoch: int) -> Permutation:
-        """The draws of an epoch."""
+        """Return the draws of an epoch."""
         return drawn_from(self._cumulative, epoch_seed(self._seed, epoch))
 
 
@@ -169,9 +158,7 @@ class ExcludingOrder(ComputedOrder):
     argument = "exclude"
     differs = "other exclude="
 
-    def __init__(
-        self, base: Schedule, exclude: Any, key: Callable[[int], str], mixture: MixtureOrder | None = None
-    ) -> None:
+    def __init__(self, base: Schedule, exclude: Any, key: Callable[[int], str], mixture: Lister | None = None) -> None:
         if isinstance(exclude, str) or not isinstance(exclude, Iterable):
             raise TypeError(f"exclude must be a list of indices or keys, got {exclude!r}")
         given, samples = set(exclude.tolist() if isinstance(exclude, np.ndarray) else exclude), range(base.length)
@@ -183,7 +170,8 @@ class ExcludingOrder(ComputedOrder):
         excluded = np.array(sorted({int(found.get(item, item)) for item in given}), np.int64)
         super().__init__(base.length - len(excluded), hashlib.sha256(excluded.tobytes()).hexdigest()[:32])
         self._base = base
-        self.mixture: MixtureOrder | None = mixture
+        self.excluded: str | None = self.digest
+        self.mixture: Lister | None = mixture
         self._excluded = excluded
         self._last = -1, excluded
 
@@ -191,7 +179,7 @@ class ExcludingOrder(ComputedOrder):
         return f"{len(self._excluded)} sample{'s' * (len(self._excluded) != 1)}"
 
     def _gaps(self, epoch: int) -> Int64:
-        """The positions of the excluded samples among all, each less the number of gaps before it."""
+        """Return the positions of the excluded samples among all, each less the number of gaps before it."""
         last = self._last
         if last[0] != epoch:
             base, found = self._base, self._excluded
@@ -203,16 +191,16 @@ class ExcludingOrder(ComputedOrder):
         return last[1]
 
     def _all(self, epoch: int) -> Permutation:
-        mixture = self.mixture
-        return self._base.permutation(epoch, None if mixture is None else mixture.list_epoch(epoch, resumed=False))
+        listed: Any = None if self.mixture is None else self.mixture.list_epoch(epoch, resumed=False)
+        return self._base.permutation(epoch, listed)
 
     def permutation(self, epoch: int) -> Permutation:
-        """The index at each position of an epoch."""
+        """Return the index at each position of an epoch."""
         indices, gaps = self._all(epoch), self._gaps(epoch)
         return lambda positions: indices(positions + np.searchsorted(gaps, positions, side="right"))
 
     def state(self, position: Position) -> str:
-        """What identifies the excluded samples, and the position after the last sample among all, as JSON."""
+        """Return what identifies the excluded samples, and the position after the last sample among all, as JSON."""
         consumed, mixture = position.consumed, self.mixture
         passed = int(np.searchsorted(self._gaps(position.epoch), consumed - 1, side="right")) if consumed else 0
         at = consumed + passed
@@ -229,7 +217,7 @@ class ExcludingOrder(ComputedOrder):
         return super().identity() + ("" if self.mixture is None else self.mixture.identity())
 
     def consumed(self, epoch: int, at: int) -> int:
-        """The position that a position among all samples has here."""
+        """Return the position that a position among all samples has here."""
         gaps = self._gaps(epoch)
         return at - int(np.searchsorted(gaps + np.arange(len(gaps)), at))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -18,10 +18,10 @@ import numpy as np
 from aiofeed.core.errors import StateError
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_positive_int, counted
-from aiofeed.sampling.listers.computed import ComputedOrder, ExcludingOrder
-from aiofeed.sampling.listers.mixture import MixtureOrder
+from aiofeed.sampling.lister import Lister, Plan
+from aiofeed.sampling.listers.computed import ExcludingOrder, WeightedOrder
 from aiofeed.sampling.order import BatchLists, Int64, epoch_seed
-from aiofeed.sampling.schedule import Position
+from aiofeed.sampling.schedule import Position, Schedule
 from aiofeed.sampling.state import json_dict
 
 if TYPE_CHECKING:
@@ -38,11 +38,9 @@ OnOversize: TypeAlias = Literal["error", "skip", "truncate"]
 # Samples that are sorted or packed together, of a list and of a stream.
 WINDOW = 16_384
 STREAM_WINDOW = 1024
-# Samples of a batch of a stream, as far as limits depend on them.
-STREAM_SAMPLES = 32
 
 
-class LengthPlan(ABC):
+class LengthPlan(Plan):
     """The base class of plans that form batches by the lengths of samples.
 
     Args:
@@ -51,9 +49,6 @@ class LengthPlan(ABC):
         length: How samples are measured, see ``Buckets``.
         size: The next argument, which must not be 0.
 
-    Attributes:
-        streams: Whether the plan is for a stream.
-        measures: Whether the lengths are those that samples are found to have.
     """
 
     groups: int | None = None
@@ -66,8 +61,8 @@ class LengthPlan(ABC):
     def __init__(self, lengths: Lengths | None, length: Measure | None = None, **size: object) -> None:
         self._given = lengths
         self._lengths: Int64 | None = None
-        self.streams: bool = lengths is None
-        self.measures: bool = isinstance(lengths, str) and lengths == "measure"
+        self.streams = lengths is None
+        self.measures = isinstance(lengths, str) and lengths == "measure"
         self.length: Measure | None = length
         self._window = STREAM_WINDOW if self.streams else WINDOW
         measured, plan = self.streams or self.measures, type(self).__name__
@@ -91,8 +86,14 @@ class LengthPlan(ABC):
         """
         self._lengths = _checked_lengths(lengths)
 
+    def _new_lister(self, schedule: Schedule, samples: Lister | None) -> Lister:
+        """Return the lister of the plan for a schedule of all samples, or for an order of them."""
+        self.bind(schedule.length)
+        shuffle = bool(schedule.shuffle) or isinstance(samples, WeightedOrder)
+        return PlanLister(self, schedule.seed, shuffle=shuffle, drop_last=schedule.drop_last, order=samples)
+
     def measure(self, number: int, sample: Any) -> int:
-        """The length of a sample with this number.
+        """Return the length of a sample with this number.
 
         Raises:
             TypeError, ValueError: It is no int from 1, or the sample cannot be in a batch.
@@ -148,7 +149,7 @@ class LengthPlan(ABC):
         # Every state has them; 10 million lengths take 0.1 s.
         return [hashlib.sha256(each.tobytes()).hexdigest()[:16] for each in (self.lengths, self.costs)]
 
-    def _check(self, lengths: Int64, first: int = 0) -> None:  # noqa: B027 - most plans take any length
+    def _check(self, lengths: Int64, first: int = 0) -> None:
         """Raise ``ValueError`` if a sample, of which ``first`` is the number of the first, cannot be in a batch."""
 
     def _check_longest(self, lengths: Int64, max_tokens: int, on_oversize: OnOversize, first: int) -> None:
@@ -166,7 +167,7 @@ class LengthPlan(ABC):
 
     @abstractmethod
     def batches(self, order: Int64, rng: np.random.Generator, *, shuffle: bool, drop_last: bool) -> BatchLists:
-        """The batches of an epoch.
+        """Return the batches of an epoch.
 
         Args:
             order: The indices of the epoch's samples, shuffled already. An index may come several times, or never.
@@ -218,6 +219,7 @@ class Buckets(LengthPlan):
         ]
         if sorted(set(self.boundaries)) != self.boundaries:
             raise ValueError(f"Buckets(boundaries=) must be ascending, got {list(boundaries)}")
+        self.shapes = len(self.batch_sizes)
         if len(self.batch_sizes) != len(self.boundaries) + 1:
             raise ValueError(
                 f"Buckets has {len(self.boundaries)} boundaries and so {len(self.boundaries) + 1} buckets, "
@@ -238,7 +240,7 @@ class Buckets(LengthPlan):
         return buckets
 
     def batches(self, order: Int64, rng: np.random.Generator, *, shuffle: bool, drop_last: bool) -> BatchLists:
-        """The batches of an epoch; without ``shuffle`` in the order of their first samples."""
+        """Return the batches of an epoch; without ``shuffle`` in the order of their first samples."""
         buckets = self._buckets()[order]
         pieces: list[Int64] = []
         for bucket, size in enumerate(self.batch_sizes):
@@ -311,7 +313,7 @@ class TokenBudget(LengthPlan):
         return max(1, min(int(self.max_tokens / mean), self.max_samples or self.max_tokens))
 
     def batches(self, order: Int64, rng: np.random.Generator, *, shuffle: bool, drop_last: bool) -> BatchLists:
-        """The batches of an epoch. With ``drop_last``, without the last one if it has room."""
+        """Return the batches of an epoch. With ``drop_last``, without the last one if it has room."""
         lengths = np.minimum(self.lengths, self.max_tokens)
         if self.on_oversize == "skip":
             order = order[self.lengths[order] <= self.max_tokens]
@@ -360,7 +362,7 @@ class TokenBudget(LengthPlan):
 
 
 def first_length(sample: Any) -> int | None:
-    """The first dimension of the first tensor, array or list of numbers in a sample; ``None`` if there is none."""
+    """Return the first dimension of the first tensor, array or list of numbers in a sample; ``None`` without one."""
     if shape := getattr(sample, "shape", ()):
         return int(shape[0])
     if isinstance(sample, list) and all(isinstance(each, int | float) for each in sample[:1]):
@@ -377,7 +379,7 @@ def check_on_oversize(plan: str, value: OnOversize) -> OnOversize:
 
 
 def starts_of(counts: NDArray[np.integer[Any]]) -> Int64:
-    """The start of each of consecutive ranges with these sizes, and the end of the last one."""
+    """Return the start of each of consecutive ranges with these sizes, and the end of the last one."""
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
     return starts
@@ -394,14 +396,14 @@ def _checked_lengths(lengths: Sequence[int] | Int64) -> Int64:
 
 
 def _permuted(lists: BatchLists, order: Int64) -> BatchLists:
-    """The same batches in another order."""
+    """Return the same batches in another order."""
     sizes = np.diff(lists.offsets)[order]
     offsets = starts_of(sizes)
     starts = np.repeat(lists.offsets[:-1][order] - offsets[:-1], sizes)
     return BatchLists(lists.indices[starts + np.arange(len(starts))], offsets)
 
 
-class PlanLister:
+class PlanLister(Lister):
     """A plan as the order of a feeder: lists the batches of an epoch, like ``SamplerAdapter``.
 
     Args:
@@ -411,20 +413,16 @@ class PlanLister:
         order: Which samples come, and in which order; ``None`` for each of them once.
     """
 
-    sized = True
+    argument = "batch_size"
+    by_batches = True
 
     def __init__(
-        self,
-        plan: LengthPlan,
-        seed: int,
-        *,
-        shuffle: bool,
-        drop_last: bool,
-        order: MixtureOrder | ComputedOrder | None = None,
+        self, plan: LengthPlan, seed: int, *, shuffle: bool, drop_last: bool, order: Lister | None = None
     ) -> None:
         self.plan = plan
         self.order = order
-        if isinstance(order, MixtureOrder):
+        self.typical_samples: int = plan.typical_samples
+        if order is not None:
             order.may_change = False  # the batches of an epoch are planned together
         self._seed = seed
         self._shuffle = shuffle
@@ -436,18 +434,22 @@ class PlanLister:
         return repr(self.plan)
 
     @property
-    def typical_samples(self) -> int:
-        """The number of samples of a typical batch."""
-        return self.plan.typical_samples
+    def sample_lister(self) -> Lister:
+        """The order of samples, if it has one of its own."""
+        return self if self.order is None else self.order
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ``ValueError`` if the plan has no batches for that many ranks."""
+        self.plan.check_ranks(ranks)
 
     def __len__(self) -> int:
-        """The number of batches of the epoch listed last; at first of epoch 0."""
+        """Return the number of batches of the epoch listed last; at first of epoch 0."""
         if self._listed is None:
             self._listed = 0, self._new(0)
         return len(self._listed[1])
 
     def list_epoch(self, epoch: int, *, resumed: bool) -> BatchLists:
-        """The batches of an epoch."""
+        """Return the batches of an epoch."""
         if self._listed is None or self._listed[0] != epoch:
             self._listed = epoch, self._new(epoch)
         return self._listed[1]
@@ -456,7 +458,8 @@ class PlanLister:
         rng = np.random.default_rng(epoch_seed(self._seed, epoch))
         samples = len(self.plan.lengths if self.order is None else self.order)
         if self.order is not None:
-            order = self.order.list_epoch(epoch, resumed=False)[np.arange(samples)]
+            order: Any = self.order.list_epoch(epoch, resumed=False)
+            order = order[np.arange(samples)]
         else:
             order = rng.permutation(samples) if self._shuffle else np.arange(samples)
         return self.plan.batches(order, rng, shuffle=self._shuffle, drop_last=self._drop_last)
@@ -465,21 +468,18 @@ class PlanLister:
         """Identifies the plan and the order of samples."""
         return f"{self.plan.fingerprint()} {self._drop_last} {'' if self.order is None else self.order.identity()}"
 
-    def repeat_last_epoch(self) -> None:
-        """Does nothing: the list of an epoch is always the same."""
-
     def state(self, position: Position) -> str:
-        """What identifies the plan, and the state of the order at the start of the epoch, as JSON."""
+        """Return what identifies the plan, and the state of the order at the start of the epoch, as JSON."""
         order = "" if self.order is None else self.order.state(Position(position.epoch))
         return json.dumps({"plan": self.plan.fingerprint(), "order": order})
 
     def counts(self, position: Position) -> dict[str, int]:
-        """The samples drawn from each source of a mixture before a position, from the first epoch on."""
-        if not isinstance(self.order, MixtureOrder):
+        """Return the samples drawn from each source of a mixture before a position, from the first epoch on."""
+        before = {} if self.order is None else self.order.counts(Position(position.epoch))
+        if self.order is None or not before:
             return {}
         lists = self.list_epoch(position.epoch, resumed=True)
         consumed = lists.consumed(min(position.consumed, len(lists)))
-        before = self.order.counts(Position(position.epoch))
         return {name: before[name] + more for name, more in self.order.count(consumed).items()}
 
     def load_state(self, text: str) -> None:

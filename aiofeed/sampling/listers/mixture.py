@@ -29,6 +29,7 @@ import numpy as np
 from aiofeed.core.errors import StateError
 from aiofeed.core.random_numbers import mix64
 from aiofeed.core.validation import check_int_from
+from aiofeed.sampling.lister import Lister
 from aiofeed.sampling.order import ComputedEpoch, Int64, Permutation, drawn_from, feistel
 from aiofeed.sampling.schedule import Position
 
@@ -46,7 +47,7 @@ NEVER = 1 << 62
 
 
 @dataclass(frozen=True)
-class Blocks:
+class ShareBlocks:
     """The blocks of epochs of ``length`` samples; the last block of an epoch may be shorter."""
 
     length: int
@@ -57,12 +58,12 @@ class Blocks:
         return -(-self.length // BLOCK)
 
     def start(self, block: int) -> int:
-        """The place where a block starts."""
+        """Return the place where a block starts."""
         epoch, number = divmod(block, self.per_epoch)
         return epoch * self.length + number * BLOCK
 
     def at(self, place: int) -> int:
-        """The block of a place."""
+        """Return the block of a place."""
         epoch, position = divmod(place, self.length)
         return epoch * self.per_epoch + position // BLOCK
 
@@ -77,15 +78,15 @@ class ConstantShares:
         self.parts: list[int] = [int(fraction * self.unit) for fraction in fractions]
 
     def place(self, source: int, amount: int, block: int) -> int:
-        """The first place before which ``amount`` parts have been drawn."""
+        """Return the first place before which ``amount`` parts have been drawn."""
         return -(-amount // self.parts[source])
 
     def of_block(self, block: int) -> Sequence[int]:
-        """The parts of each source in one sample of a block: the same for each."""
+        """Return the parts of each source in one sample of a block: the same for each."""
         return self.parts
 
     def known_before(self, place: int) -> tuple[int, list[int]]:
-        """The last place up to ``place`` at which the ideal counts are whole numbers; and these counts."""
+        """Return the last place up to ``place`` at which the ideal counts are whole numbers; and these counts."""
         times = place // self.unit
         return times * self.unit, [parts * times for parts in self.parts]
 
@@ -104,7 +105,7 @@ class ChangingShares:
 
     unit = UNIT
 
-    def __init__(self, weights: Callable[[int], Sequence[float]], blocks: Blocks) -> None:
+    def __init__(self, weights: Callable[[int], Sequence[float]], blocks: ShareBlocks) -> None:
         self._weights = weights
         self._start = blocks.start
         self._per_epoch = blocks.per_epoch
@@ -127,7 +128,7 @@ class ChangingShares:
         return self._before[block]
 
     def place(self, source: int, amount: int, block: int) -> int:
-        """The first place before which ``amount`` parts have been drawn; the block's if that is later."""
+        """Return the first place before which ``amount`` parts have been drawn; the block's if that is later."""
         # The weights of an epoch that has not begun are not asked for.
         stop = min(block + LOOK_AHEAD, (block // self._per_epoch + 1) * self._per_epoch)
         for number in range(block, stop):
@@ -139,7 +140,7 @@ class ChangingShares:
         return self._start(stop) + -(-missing // parts) if parts else NEVER
 
     def known_before(self, place: int) -> tuple[int, list[int]]:
-        """The start of the mixture, and counts of 0: the ideal counts of other places need not be whole."""
+        """Return the start of the mixture, and counts of 0: the ideal counts of other places need not be whole."""
         return 0, [0] * len(self._before[0])
 
     def describe(self) -> str:
@@ -160,7 +161,7 @@ class Interleaving:
         random_seed: Draws sources independently, with this seed, instead of evenly.
     """
 
-    def __init__(self, shares: Shares, blocks: Blocks, random_seed: int | None = None) -> None:
+    def __init__(self, shares: Shares, blocks: ShareBlocks, random_seed: int | None = None) -> None:
         self.shares = shares
         self.blocks = blocks
         self._random_seed = random_seed
@@ -174,7 +175,7 @@ class Interleaving:
         return f"{'even' if self._random_seed is None else 'random'}, weights {self.shares.describe()}"
 
     def counts(self, block: int, samples: int = 0) -> list[int]:
-        """The samples of each source before a place: that of the block, or ``samples`` further."""
+        """Return the samples of each source before a place: that of the block, or ``samples`` further."""
         with self._lock:
             counts = self._counts.get(block)
             if counts is None:
@@ -213,7 +214,7 @@ class Interleaving:
             self._counts.pop(block - 2 * per_epoch, None)
 
     def block(self, number: int) -> tuple[Int64, Int64]:
-        """The source of each sample of a block, and the sample's number among all of that source."""
+        """Return the source of each sample of a block, and the sample's number among all of that source."""
         with self._lock:
             found = self._blocks.get(number)
             if found is None:
@@ -231,7 +232,7 @@ class Interleaving:
             return found
 
     def _choose(self, first: int, stop: int, block: int, counts: list[int]) -> Int64:
-        """The sources of the places from ``first`` to ``stop`` in a block; adds them to the counts before."""
+        """Return the sources of the places from ``first`` to ``stop`` in a block; adds them to the counts before."""
         if self._random_seed is not None:
             cumulative = np.cumsum(self.shares.of_block(block)) / self.shares.unit
             sources = drawn_from(cumulative, self._random_seed)(np.arange(first, stop))
@@ -286,7 +287,7 @@ class SourceCourse:
         return SourceCourse(length, self.number + passes, within - count, drawn - within, grown)
 
     def permutation(self, seed: int, number: int) -> Permutation:
-        """The order of a pass. In the pass in which the source grew, new samples are mixed into its rest."""
+        """Return the order of a pass. In the pass in which the source grew, new samples are mixed into its rest."""
         grown = self.grown if number == 0 else ()
         lengths = [*(length for _, length in grown), self.length]
         order = feistel(lengths[0], seed, self.number + number)
@@ -305,7 +306,7 @@ def _mixed_in(order: Permutation, drawn: int, old: int, rest: Permutation) -> Pe
     return mixed
 
 
-class MixtureOrder:
+class MixtureOrder(Lister):
     """The order of a feeder over a mixture: lists epochs, like ``SamplerAdapter``.
 
     Args:
@@ -317,8 +318,6 @@ class MixtureOrder:
             repeats no sample. Otherwise an epoch goes on where the one before has ended.
     """
 
-    sized = True
-
     def __init__(
         self,
         lengths: Mapping[str, int],
@@ -328,6 +327,7 @@ class MixtureOrder:
         shuffle: bool,
         restarts: bool = False,
     ) -> None:
+        super().__init__(interleaving.blocks.length)
         self._interleaving = interleaving
         self._restarts = restarts
         self._names = list(lengths)
@@ -335,10 +335,10 @@ class MixtureOrder:
         self._offsets = [0, *np.cumsum(self._lengths).tolist()]
         self._seeds = [mix64(seed ^ int(hashlib.sha256(name.encode()).hexdigest()[:16], 16)) for name in lengths]
         self._shuffle = shuffle
-        # The place of the last change, in whose epoch the interleaving begins; sources, also those taken out.
-        self.changed_at: Position = Position()
+        # In the epoch of the last change the interleaving begins. The sources, also those taken out, are in the course.
+        self.changed_at = Position()
         self._course = self._fresh()
-        self.may_change: bool = not restarts
+        self.may_change = not restarts
 
     @classmethod
     def of_state(cls, text: str, seed: int, *, shuffle: bool) -> MixtureOrder:
@@ -356,7 +356,7 @@ class MixtureOrder:
                 )
             kind, parts, samples, restarts = known.groups()
             shares = ConstantShares([Fraction(part) for part in parts.split(",")])
-            interleaving = Interleaving(shares, Blocks(int(samples)), seed if kind == "random" else None)
+            interleaving = Interleaving(shares, ShareBlocks(int(samples)), seed if kind == "random" else None)
             # After the sources come those that were taken out.
             lengths = {name: course[0] for name, course in list(state["course"][-1].items())[: len(shares.parts)]}
             order = cls(lengths, interleaving, seed, shuffle=shuffle, restarts=bool(restarts))
@@ -371,12 +371,8 @@ class MixtureOrder:
     def __str__(self) -> str:
         return f"Mixture({', '.join(self._names)})"
 
-    def __len__(self) -> int:
-        """The samples of an epoch."""
-        return self._interleaving.blocks.length
-
     def list_epoch(self, epoch: int, *, resumed: bool) -> ComputedEpoch:
-        """The indices of an epoch, computed on demand."""
+        """Return the indices of an epoch, computed on demand."""
         return ComputedEpoch(len(self), lambda positions: self._indices(epoch, positions))
 
     def _indices(self, epoch: int, positions: Int64) -> Int64:
@@ -402,11 +398,11 @@ class MixtureOrder:
         return 0 if self._restarts else (epoch - self.changed_at.epoch) * self._interleaving.blocks.per_epoch
 
     def _drawn_per_epoch(self) -> list[int]:
-        """The samples of each source in an epoch, if every epoch restarts."""
+        """Return the samples of each source in an epoch, if every epoch restarts."""
         return self._interleaving.counts(self._interleaving.blocks.per_epoch)
 
     def _start(self, epoch: int, source: int) -> int:
-        """Where an epoch begins in the endless list of a source's passes; 0 unless every epoch restarts."""
+        """Return where an epoch begins in the endless list of a source's passes; 0 unless every epoch restarts."""
         if not self._restarts or not epoch:
             return 0
         drawn, length = self._drawn_per_epoch()[source], self._lengths[source]
@@ -423,7 +419,7 @@ class MixtureOrder:
         return dict(zip(self._names, np.bincount(sources, minlength=len(self._names)).tolist(), strict=True))
 
     def counts(self, position: Position) -> dict[str, int]:
-        """The samples drawn from each source before a position, from the first epoch on."""
+        """Return the samples drawn from each source before a position, from the first epoch on."""
         counts = self._interleaving.counts(*self._block(position))
         if self._restarts and position.epoch:
             counts = [
@@ -433,7 +429,7 @@ class MixtureOrder:
         return {name: each.earlier + each.shift + drawn.get(name, 0) for name, each in self._course.items()}
 
     def _block(self, position: Position) -> tuple[int, int]:
-        """The block of a position, and the samples in it before the position; padding does not count."""
+        """Return the block of a position, and the samples in it before the position; padding does not count."""
         blocks = self._interleaving.blocks
         number, samples = divmod(min(position.consumed, blocks.length), BLOCK)
         if number == blocks.per_epoch:
@@ -441,14 +437,11 @@ class MixtureOrder:
         return self._first_block(position.epoch) + number, samples
 
     def name_of(self, index: int) -> str:
-        """The name of the source of an index."""
+        """Return the name of the source of an index."""
         return self._names[int(np.searchsorted(self._offsets, index, side="right")) - 1]
 
-    def repeat_last_epoch(self) -> None:
-        """Does nothing: the list of an epoch is always the same."""
-
     def state(self, position: Position) -> str:
-        """The counts at a position, at the start of its block, and after the epoch before, as JSON."""
+        """Return the counts at a position, at the start of its block, and after the epoch before, as JSON."""
         interleaving = self._interleaving
         block, _ = self._block(position)
         epochs = min(position.epoch, 1) if self._restarts else position.epoch - self.changed_at.epoch
@@ -513,7 +506,7 @@ class MixtureOrder:
         self.changed_at = position
 
     def _checked(self, block: object, counts: list[object]) -> list[int]:
-        """The counts before a block, if they can be those."""
+        """Return the counts before a block, if they can be those."""
         found = [check_int_from(0, "counts", count) for count in counts]
         start = self._interleaving.blocks.start(check_int_from(0, "block", block))
         if len(found) != len(self._names) or sum(found) != start:

@@ -13,6 +13,7 @@ import numpy as np
 from aiofeed.core.errors import StateError
 from aiofeed.core.formatting import format_error
 from aiofeed.core.validation import check_epoch
+from aiofeed.sampling.lister import Lister
 from aiofeed.sampling.order import BatchLists, EpochList
 from aiofeed.sampling.schedule import Position, index_array
 from aiofeed.sampling.state import json_dict
@@ -23,7 +24,7 @@ MOST_PER_SAMPLE = 16
 MOST_ALWAYS = 1 << 20
 
 
-class SamplerAdapter:
+class SamplerAdapter(Lister):
     """A sampler, and the state that makes it list the same epoch again.
 
     The list of an epoch depends on the sampler's ``set_epoch``, ``state_dict`` or ``generator``, whichever it has. The
@@ -37,6 +38,10 @@ class SamplerAdapter:
         TypeError: The sampler is not iterable, or is an iterator, which gives one epoch only.
     """
 
+    argument = "sampler"
+    listed_once = True
+    distributed = True
+
     def __init__(self, sampler: Iterable[int], length: int) -> None:
         if not isinstance(sampler, Iterable) and not hasattr(sampler, "__getitem__"):
             raise TypeError(f"sampler must be an iterable of indices, got {sampler!r}")
@@ -44,7 +49,8 @@ class SamplerAdapter:
         if isinstance(sampler, Iterator):
             raise TypeError("sampler is an iterator, which gives one epoch only; pass a list or a Sampler")
         self._sampler = sampler
-        self._length = length
+        super().__init__(length)
+        self.sized: bool = hasattr(sampler, "__len__")
         # An epoch and the state before its list was made: of a loaded state, and of the epoch listed last.
         self._loaded: tuple[int, dict[str, Any]] | None = None
         self._last: tuple[int, dict[str, Any]] | None = None
@@ -57,11 +63,6 @@ class SamplerAdapter:
     def __str__(self) -> str:
         return type(self._sampler).__name__
 
-    @property
-    def sized(self) -> bool:
-        """Whether the sampler has a length."""
-        return hasattr(self._sampler, "__len__")
-
     def __len__(self) -> int:
         """Samples per epoch, by the sampler's length."""
         try:
@@ -70,7 +71,7 @@ class SamplerAdapter:
             raise TypeError(f"{type(self._sampler).__name__} has no len(), so the feeder has none") from None
 
     def list_epoch(self, epoch: int, *, resumed: bool) -> EpochList:
-        """The indices or batches of an epoch, in order.
+        """Return the indices or batches of an epoch, in order.
 
         Args:
             epoch: Passed to the sampler's ``set_epoch`` if it has one.
@@ -116,12 +117,12 @@ class SamplerAdapter:
         return epoch, before | {"digest": digest}
 
     def _checked(self, listed: list[Any]) -> tuple[EpochList, str]:
-        """The epoch of a list of the sampler's items, and its digest."""
+        """Return the epoch of a list of the sampler's items, and its digest."""
         array = index_array(listed, self._length)
         return array, hashlib.sha256(array.tobytes()).hexdigest()[:32]
 
     def identity(self) -> str:
-        """The digest of the epoch listed last."""
+        """Return the digest of the epoch listed last."""
         return "" if self._last is None else str(self._last[1]["digest"])
 
     def repeat_last_epoch(self) -> None:
@@ -130,7 +131,7 @@ class SamplerAdapter:
             self._loaded = self._last
 
     def state(self, position: Position) -> str:
-        """The state that restores the sampler for the epoch of a position, as JSON.
+        """Return the state that restores the sampler for the epoch of a position, as JSON.
 
         Raises:
             StateError: The sampler's state is not JSON.
@@ -186,15 +187,15 @@ class BatchSamplerAdapter(SamplerAdapter):
         distributed: Whether its sampler gives each rank other samples, so that the batches must not be sharded again.
     """
 
+    argument = "batch_sampler"
+    by_batches = True
+
     def __init__(self, sampler: Iterable[Sequence[int]], length: int) -> None:
         super().__init__(sampler, length)  # type: ignore[arg-type]
         self.distributed: bool = hasattr(self._owner, "num_replicas")
-
-    @property
-    def typical_samples(self) -> int:
-        """The ``batch_size`` of torch's ``BatchSampler``; 32 for others, whose batches are not known yet."""
-        size = getattr(self._sampler, "batch_size", None)
-        return size if isinstance(size, int) and size > 0 else 32
+        # Torch's ``BatchSampler`` has a batch size; the batches of others are not known yet.
+        size = getattr(sampler, "batch_size", None)
+        self.typical_samples: int = size if isinstance(size, int) and size > 0 else 32
 
     @property
     def _owner(self) -> Any:
@@ -209,7 +210,7 @@ class BatchSamplerAdapter(SamplerAdapter):
 
 
 def batch_lists(batches: Iterable[Sequence[int]], length: int) -> BatchLists:
-    """The batches of a batch sampler for a source of ``length`` samples.
+    """Return the batches of a batch sampler for a source of ``length`` samples.
 
     Raises:
         TypeError: A batch is not a list of ints.

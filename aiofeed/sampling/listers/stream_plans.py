@@ -46,7 +46,7 @@ class PlanPoint:
 
     @classmethod
     def loaded(cls, **state: Any) -> PlanPoint:
-        """The point from a saved state.
+        """Return the point from a saved state.
 
         Raises:
             TypeError, ValueError: It is damaged.
@@ -120,7 +120,7 @@ class Planner(ABC):
             raise StateError(f"item {item} has the length {length}, and {expected} in the state: {SAME_ITEMS}")
 
     def finish(self, items: int) -> list[Entries]:
-        """The last batches, at the end of a stream of so many items.
+        """Return the last batches, at the end of a stream of so many items.
 
         Raises:
             StateError: It had more items before the resume.

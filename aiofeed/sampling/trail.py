@@ -1,4 +1,4 @@
-"""Receipts: a digest of the samples that a run has seen, and the names of those of one step."""
+"""The trail of a run: a digest of the samples that it has seen, of which receipts are made."""
 
 from __future__ import annotations
 
@@ -6,34 +6,11 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from aiofeed.core.types import public_in
 from aiofeed.sampling.schedule import Position, Schedule
 
 
-@public_in("aiofeed.reports")
-@dataclass(frozen=True)
-class StepSample:
-    """A sample of one step, as ``Feeder.samples`` names it.
-
-    Args:
-        index: Its index in the source.
-        key: Its key, by which errors name it; ``None`` if the source is not known.
-        source: The name of its source in a ``Mixture`` with weights; otherwise ``None``.
-        epoch: The epoch.
-        position: Its position in the global order of the epoch.
-        seed: The seed of its random numbers.
-    """
-
-    index: int
-    key: str | None
-    source: str | None
-    epoch: int
-    position: int
-    seed: int
-
-
 def digest(*parts: object) -> str:
-    """A digest of some values, by their texts."""
+    """Return a digest of some values, by their texts."""
     return hashlib.sha256("\n".join(map(str, parts)).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
@@ -68,14 +45,14 @@ class Trail:
     end: Position = field(default_factory=Position)
 
     def digest(self) -> str:
-        """The digest of all spans."""
+        """Return the digest of all spans."""
         if not self.order:
             return self.before
         end = self.end
         return digest(self.before, self.order, end.epoch, self.first, end.consumed, sorted(end.ahead))
 
     def extended(self, order: str, start: Position, end: Position) -> Trail:
-        """The trail after the samples between two positions of an epoch."""
+        """Return the trail after the samples between two positions of an epoch."""
         if start == end:
             return self
         if (self.order, self.end) == (order, start):
@@ -83,5 +60,5 @@ class Trail:
         return Trail(self.digest(), order, start.consumed, end)
 
     def at(self, position: Position) -> Trail:
-        """The trail of a run that goes on at a position."""
+        """Return the trail of a run that goes on at a position."""
         return self if self.order and self.end == position else Trail(self.digest(), "", position.consumed, position)
