@@ -81,7 +81,7 @@ _HOMES: dict[str, dict[str, str]] = {
     "Cache samples": {
         "HostCache": "aiofeed.cache.host",
         "DiskCache": "aiofeed.cache.disk",
-        "EncodedCache": "aiofeed.cache.encoded.database",
+        "EncodedCache": "aiofeed.cache.disk",
     },
     "Handle errors": {
         "FeedError": "aiofeed.core.errors",
@@ -101,6 +101,7 @@ _HOMES: dict[str, dict[str, str]] = {
 # Names that are not public: a word of a user, such as ``weights=``, makes the kernel load them, by ``_load_addon``.
 _PLUGS: dict[str, str] = {
     "BatchSamplerAdapter": "aiofeed.sampling.listers.sampler",
+    "DeviceCache": "aiofeed.cache.device",
     "ExcludingOrder": "aiofeed.sampling.listers.computed",
     "PlanLister": "aiofeed.sampling.listers.length_plans",
     "SampleSchedule": "aiofeed.sampling.samples",

@@ -55,6 +55,8 @@ _DESCRIPTION_AT = 40
 _ENTRY = struct.Struct("<QII")
 _ENTRY_TYPE = np.dtype([("row", "<u8"), ("crc", "<u4"), ("unused", "<u4")])
 _PAGE = 4096
+# What an ``EncodedCache`` was until version 0.9: an SQLite database with this application's id.
+_DATABASE, _DATABASE_AT = b"aFec", 68
 # Locks that belong to an open file, not to a process. On systems other than Linux they conflict with the flock.
 _LINUX = sys.platform == "linux" and struct.calcsize("l") == 8
 _OWN_LOCK: int | None = getattr(fcntl, "F_OFD_SETLK", None) if _LINUX else None
@@ -163,7 +165,11 @@ class CacheFile:
         if not head:
             return None
         if not head.startswith(_MAGIC):
-            raise CacheError(f"{self.path!r} is not a cache of decoded samples; choose another path")
+            if self._read(len(_DATABASE), _DATABASE_AT) == _DATABASE:
+                raise CacheError(
+                    f"{self.path!r} was written by the EncodedCache of an older aiofeed, a database: {_WAY_OUT}"
+                )
+            raise CacheError(f"{self.path!r} is not a cache of samples; choose another path")
         if len(head) < _HEAD.size:
             return None
         _, length, crc, _ = _HEAD.unpack(head)

@@ -186,6 +186,10 @@ class SampleStore(ABC):
         """Whether these cached samples are rows, which ``copy_rows`` copies."""
         return bool(self.slots[indices].max(initial=0) < HELD)
 
+    def forget(self, index: int) -> None:
+        """Make a cached sample one that is not cached, because it has changed."""
+        raise NotImplementedError
+
     def copy_rows(self, indices: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
         """Copy cached samples into ``out``, C-contiguous [N, bytes of a sample]."""
         # Any other mode would gather into a buffer first.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiofeed import _load_addon as load_addon
 from aiofeed.core.errors import CacheError
 from aiofeed.core.failure_policy import FailurePolicy, as_policy
 from aiofeed.core.formatting import format_bytes
@@ -27,7 +28,8 @@ from aiofeed.decoders.media.clips import Clips
 from aiofeed.devices.backend import CpuBackend
 from aiofeed.devices.resolve import DeviceGroup, resolve_devices
 from aiofeed.engine.fetch.sequences import PackCollate, check_collate_fn
-from aiofeed.feeder.rules import check, conflict, facts_of
+from aiofeed.engine.fetchers import CacheStore
+from aiofeed.feeder.rules import cache_of, check, conflict, facts_of
 from aiofeed.runtime import machine
 from aiofeed.runtime.tensors import is_plain
 from aiofeed.sampling.feed_order import FeedOrder, Lister
@@ -44,13 +46,10 @@ from aiofeed.sampling.stream_epochs import StreamOrder
 from aiofeed.sources.dataset import FromDataset, check_parts, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
-from aiofeed.sources.subset import fingerprint_of
 from aiofeed.sources.tables.columns import collate_rows
 from aiofeed.sources.tensors import Tensors, are_on_host, as_dataset, tensors_of
 
 if TYPE_CHECKING:
-    from aiofeed.cache.encoded.database import EncodedCache
-    from aiofeed.cache.store import SampleStore
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.devices.copier import StaticOutput
     from aiofeed.processes.actors.cluster import RayEngine
@@ -455,7 +454,7 @@ class FeederConfig:
     in_order: InOrder
     engines: int
     static_outputs: tuple[StaticOutput, ...] = ()
-    cache: SampleStore | None = None
+    cache: CacheStore | None = None
     tokens_resident: bool = False
     ray: RayEngine | None = None
     facts: frozenset[str] = frozenset()
@@ -490,8 +489,11 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     if tokens_resident:
         _check_room_for_tokens(a)
         cache = None
-    elif "EncodedCache" in facts:
-        source, cache = _cached_source(source, cache), None
+    elif cache is not None:
+        cache = cache_of(cache)
+        wrap = getattr(cache, "wrap", None)
+        if wrap is not None and (wrapped := wrap(source)) is not None:
+            source, cache = wrapped, None
     config = FeederConfig(
         source=source,
         length=a.length,
@@ -513,7 +515,7 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     if config.engines:
         _check_picklable(config, "ray" if config.ray else "process")
     if cache is not None:
-        config = replace(config, cache=_new_store(cache, config))
+        config = replace(config, cache=cache.open_store(config))
     if a.static_batches:
         config = with_static_outputs(config, len(a.batch_size.batch_sizes) if isinstance(a.batch_size, Buckets) else 1)
     if "a plan" not in facts and "batch_sampler=" not in facts and not isinstance(a.source, FromDataset):
@@ -523,7 +525,7 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
 
 # What holds for the caches and engines that ``explain`` advises, see ``rules.py``.
 _ADVISED = {
-    "host": ("cache=", "cache= on the host", "cache in host memory"),
+    "host": ("cache=", "cache= on the host"),
     "disk": ("cache=", "cache= on the host"),
     "samples": ('in_order="samples"', "in_order= other than True"),
     False: ("in_order= other than True",),
@@ -549,20 +551,14 @@ def allows(config: FeederConfig, **options: Any) -> bool:
             [value] = options.values()
             facts.update(_ADVISED.get(value, ()))
         if "cache" in options:
-            _check_cacheable(config.decode, on_disk=options["cache"] == "disk")
+            cache: Any = (
+                cache_of(options["cache"]) if options["cache"] == "host" else load_addon("DiskCache", "cache=")("")
+            )
+            facts.update(cache.facts(config.decode))
+            cache.check_decoder(config.decode)
     except (TypeError, ValueError, ImportError):  # what the checks raise
         return False
     return conflict(facts) is None
-
-
-def _check_cacheable(decode: Callable[..., Any] | None, *, on_disk: bool) -> None:
-    """Raise ``TypeError`` if a cache cannot keep what a decoder returns, or cannot tell it from another decoder."""
-    from aiofeed.cache.fingerprint import identity
-    from aiofeed.cache.item_codec import new_codec
-
-    new_codec(decode)
-    if on_disk and decode is not None:
-        identity(decode)
 
 
 def _check_picklable(config: FeederConfig, kind: str) -> None:
@@ -617,51 +613,3 @@ def _check_room_for_tokens(a: Arguments) -> None:
             f"{format_bytes(sum(tokens.nbytes for tokens in a.adopted.arrays))} are more than half of the free "
             f"{format_bytes(machine.free_memory())}: leave out cache=, and threads gather batches ahead"
         )
-
-
-def _cached_source(source: Any, cache: EncodedCache) -> Source[Any]:
-    """Return the source with a cache of its encoded samples; ``CacheError`` if its file is none."""
-    from aiofeed.cache.encoded.database import check_file
-    from aiofeed.cache.encoded.source import CachedSource
-
-    check_file(cache)
-    return CachedSource(source, cache)
-
-
-def _new_store(cache: object, config: FeederConfig) -> SampleStore:
-    """Return an empty store for decoded samples.
-
-    Raises:
-        TypeError: ``cache`` is not a cache, or the decoder is random.
-    """
-    from aiofeed.cache.device import DeviceStore
-    from aiofeed.cache.disk import DiskCache, DiskStore
-    from aiofeed.cache.fingerprint import dataset_identity, identity
-    from aiofeed.cache.host import HostCache, HostStore
-    from aiofeed.cache.item_codec import new_codec
-    from aiofeed.cache.resident import HostRows
-
-    if cache == "host":
-        cache = HostCache()
-    if cache != "device" and not isinstance(cache, HostCache | DiskCache):
-        is_path = isinstance(cache, str) and (os.sep in cache or "." in cache)
-        raise TypeError(
-            f'cache must be "host", "device", aiofeed.HostCache(...), aiofeed.DiskCache(path) or '
-            f"aiofeed.EncodedCache(path, max_bytes), got {cache!r}"
-            + (f"; did you mean aiofeed.DiskCache({cache!r})?" if is_path else "")
-        )
-    source, length, decode = config.source, config.length, config.decode
-    new_codec(decode)
-    if cache == "device":
-        if config.backend is None:
-            return HostRows(length, config.batch_size, machine.rank_memory)
-        return DeviceStore(length, config.batch_size)
-    if isinstance(cache, DiskCache):
-        if isinstance(source, FromDataset):
-            named = source.fingerprint()
-            identified = named or dataset_identity(source.dataset)
-            return DiskStore(length, cache, identified, claims=True, compare=named is None)
-        decoder = () if decode is None else (identity(decode),)
-        return DiskStore(length, cache, fingerprint_of(source, length), *decoder)
-    assert isinstance(cache, HostCache)
-    return HostStore(length, cache, machine.rank_memory)

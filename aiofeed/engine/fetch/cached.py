@@ -91,10 +91,6 @@ class CachedFetcher(Fetcher):
         self._slowest_s = 0.0
         store.open(codec.layout)
 
-    def announce(self, plan: BatchPlan) -> None:
-        """Announce a plan to the inner fetcher."""
-        self._inner.announce(plan)
-
     def key(self, index: int) -> str:
         """The inner fetcher's name for a sample."""
         return self._inner.key(index)

@@ -82,11 +82,9 @@ class SourceFetcher(Fetcher):
         self.limit_s: float | None = self.policy.decode_timeout_s
         members = Members.of(source)
         self.target: Callable[[int], Any] | None = members.target
-        self._announce = members.announce
         self._look_ahead: LookAhead | None = None
         if lookahead_bytes and getattr(source, "looks_ahead", False):
             self._look_ahead = LookAhead(source, lookahead_bytes)
-            self._announce = None  # it announces plans when it takes them from the order
         self._reader = AsyncReader(self._look_ahead or source, self.policy)
         # Reads in decode threads, if the source can do it, and without a time limit.
         self._blocking_reader: BlockingReader | None = None
@@ -104,11 +102,6 @@ class SourceFetcher(Fetcher):
     def reading_ahead(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
         """Yield the same steps; samples of later steps are read meanwhile, if the source has shards."""
         return super().reading_ahead(steps) if self._look_ahead is None else self._look_ahead.reading_ahead(steps)
-
-    def announce(self, plan: BatchPlan) -> None:
-        """Announce a plan to the source, if it has the method."""
-        if self._announce is not None:
-            self._announce(plan)
 
     def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
         """A builder with the decoder's rows, or one that collates samples."""
