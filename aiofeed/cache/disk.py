@@ -18,7 +18,7 @@ from aiofeed.core.errors import CacheError
 from aiofeed.core.types import Source, public, traits_of
 from aiofeed.core.validation import check_bool, check_positive_int, counted, explain_arguments
 from aiofeed.sources.objects.urls import check_path
-from aiofeed.sources.subset import fingerprint_of
+from aiofeed.sources.subset import Subset, fingerprint_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -106,6 +106,8 @@ class DiskCache:
         """
         if not self.encoded:
             return None
+        if isinstance(source, Subset):  # all parts use the same samples
+            return Subset(self.wrap(source.whole), source.rows)
         from aiofeed.cache.encoded.source import CachedSource
 
         length = len(source)
@@ -161,7 +163,7 @@ def _unusable(path: str, error: OSError) -> CacheError:
 
 
 def _usable_layout(layout: Layout) -> Layout | None:
-    """The layout of a file; ``None`` until an item was encoded, if the form is not enough to restore it."""
+    """Return the layout of a file; ``None`` until an item was encoded, if the form is not enough to restore it."""
     return deserialized(layout) if isinstance(layout, ItemLayout) else layout
 
 
@@ -238,10 +240,10 @@ class DiskStore(SampleStore):
             if file is not None and described is not None:
                 self._use(file, described, file.layout)
                 self.layout: Layout | None = _usable_layout(file.layout)
-                self._decided = True
+                self.layout_decided = True
 
     def set_layout(self, layout: Layout) -> Layout:
-        """As ``SampleStore.set_layout``; raises ``NotCacheableError`` also if a file cannot name the layout."""
+        """Do as ``SampleStore.set_layout``; raise ``NotCacheableError`` also if a file cannot name the layout."""
         layout = serialized(layout) if isinstance(layout, ItemLayout) else layout
         if self._file is not None and self._file.layout != layout:
             raise NotCacheableError(f"the file has {self._file.layout}, this one is {layout}")
@@ -313,7 +315,7 @@ class DiskStore(SampleStore):
         )
 
     def unverified(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Samples whose entry says that they are written and whose checksum was not verified."""
+        """Return samples whose entry says that they are written and whose checksum was not verified."""
         if self._file is None:
             return indices[:0]
         unknown = indices[self.slots[indices] < 0].tolist()
@@ -323,7 +325,7 @@ class DiskStore(SampleStore):
         )
 
     def find(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which samples are cached, after verifying those that others have written."""
+        """Return which samples are cached, after verifying those that others have written."""
         if self._file is None:
             self._open_existing()
         if self.layout is None:
@@ -363,13 +365,13 @@ class DiskStore(SampleStore):
                 self._damaged.add(index)
 
     def copy_rows(self, indices: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
-        """As ``SampleStore.copy_rows``; ``CacheError`` if the file was truncated."""
+        """Copy cached samples into ``out``; ``CacheError`` if the file was truncated."""
         assert self._file is not None
         self._file.check_size()
         super().copy_rows(indices, out)
 
     def parts(self, index: int) -> Parts:
-        """As ``SampleStore.parts``; ``CacheError`` if the file was truncated."""
+        """Return the arrays of a row; ``CacheError`` if the file was truncated."""
         assert self._file is not None
         self._file.check_size()
         return super().parts(index)
@@ -408,7 +410,7 @@ class DiskStore(SampleStore):
             self.slots[index] = EMPTY
 
     def claim(self, index: int) -> bool:
-        """Whether the calling thread may make an item now; False if another thread or process is making it."""
+        """Return whether the calling thread may make an item now; False if another thread or process is making it."""
         from aiofeed.cache.disk_format import open_file
 
         with self._lock:
@@ -432,13 +434,13 @@ class DiskStore(SampleStore):
         """End a claim."""
         with self._lock:
             file, entry = self._claimed.pop(index)
-            if entry is not None or self._decided or not self._held:
+            if entry is not None or self.layout_decided or not self._pending:
                 file.release(entry)
             if entry is None and file.has_entries:
                 file.release(index)
 
     def sample_to_compare(self, indices: NDArray[np.int64]) -> int | None:
-        """The first cached one of these samples, once, if an earlier run filled the file and nothing names its data."""
+        """Return the first cached one of these samples, once, if an earlier run filled a file of unnamed data."""
         if not self._unconfirmed or self.layout is None:
             return None
         self._unconfirmed = False

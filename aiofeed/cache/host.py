@@ -11,7 +11,7 @@ import numpy as np
 
 from aiofeed.cache.item_codec import new_codec
 from aiofeed.cache.layout import UNIT, Layout
-from aiofeed.cache.store import EMPTY, HELD, WRITING, SampleStore, record_slot, units_of
+from aiofeed.cache.store import EMPTY, PENDING, WRITING, SampleStore, record_slot, units_of
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_positive_int, explain_arguments, local_ranks
@@ -103,16 +103,16 @@ class HostStore(SampleStore):
 
     def _store(self, index: int, data: NDArray[np.uint8], units: int) -> None:
         with self._lock:
-            if self.slots[index] not in (EMPTY, HELD):
+            if self.slots[index] not in (EMPTY, PENDING):
                 return
-            if self._used_bytes + self._held_bytes + data.nbytes > self._limit:
+            if self._used_bytes + self._pending_bytes + data.nbytes > self._limit:
                 self._log_full()
                 return
             self._used_bytes += data.nbytes
             slot = record_slot(self._take(units), units) if units else self._used
             self._used += not units
-            # One that is held stays readable: the lock is held until its slot is set, by ``settle``.
-            self.slots[index] = WRITING if self.slots[index] == EMPTY else HELD
+            # A pending one stays readable: the lock is held until its slot is set, by ``choose_layout``.
+            self.slots[index] = WRITING if self.slots[index] == EMPTY else PENDING
         memory = self._record(slot) if units else self._arena[slot]
         memory[:] = data
         self.slots[index] = slot
@@ -133,7 +133,7 @@ class HostStore(SampleStore):
         )
 
     def _take(self, units: int) -> int:
-        """The first of so many units, all in one block."""
+        """Return the first of so many units, all in one block."""
         if self._used_units + units > BLOCK * len(self._blocks):
             self._used_units = BLOCK * len(self._blocks)
             self._blocks.append(np.empty(max(units, BLOCK) * UNIT, np.uint8))

@@ -18,7 +18,7 @@ from aiofeed.sources.dataset import FromDataset
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
 
-InnerFetcher: TypeAlias = SourceFetcher | DatasetFetcher
+InnerFetcher: TypeAlias = "SourceFetcher | DatasetFetcher"
 NewBuilder: TypeAlias = Callable[[BatchPlan, BufferLease], BatchBuilder]
 """Makes the builder of a planned batch, in memory of a lease."""
 

@@ -404,7 +404,6 @@ def test_break_and_errors_in_the_loop(cache: EncodedCache) -> None:
                     break
             raise KeyError
     assert stored(cache.path) == 40
-    assert set(source.reads.values()) == {1}
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
@@ -501,3 +500,65 @@ def test_sources_without_bytes_are_refused(cache: EncodedCache) -> None:
     with pytest.raises(TypeError, match="DiskCache"):
         DataLoader(numbers.tolist(), batch_size=4, cache=cache)  # type: ignore[arg-type]
     assert not os.path.exists(cache.path)
+
+
+# --- a cache of the user ----------------------------------------------------------------------------------------------
+
+
+class Remembering(Blocks):
+    """A source that keeps what it has read of another one."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(len(source))
+        self.source = source
+        self.samples: dict[int, Any] = {}
+
+    def data(self, index: int) -> Any:
+        if index not in self.samples:
+            self.samples[index] = self.source.data(index)
+            self.source.reads[index] += 1
+        return self.samples[index]
+
+
+class OwnCache:
+    """A cache with nothing but ``wrap``."""
+
+    def wrap(self, source: Any) -> Any:
+        return Remembering(source)
+
+
+class OwnStore:
+    """A cache, and its store, with nothing but what a feeder calls: it counts fetchers and caches nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def open_store(self, config: Any) -> Any:
+        self.calls.append(f"open {config.length}")
+        return self
+
+    def attach(self, backend: Any) -> None:
+        self.calls.append("attach")
+
+    def free_with(self, owner: object) -> None:
+        self.calls.append("free")
+
+    def new_fetcher(self, inner: Any, decode: Any) -> Any:
+        self.calls.append("fetcher")
+        return inner
+
+
+def test_a_cache_of_the_user() -> None:
+    """Any object with ``wrap`` or ``open_store`` is a cache; another object is refused with what to pass."""
+    source = Blocks()
+    with Feeder(source, decode=head, batch_size=6, cache=OwnCache()) as feeder:  # type: ignore[call-overload]
+        assert [heads(feeder) for _ in range(2)] == [HEADS[:40]] * 2
+    assert set(source.reads.values()) == {1}
+    store = OwnStore()
+    with Feeder(source, decode=head, batch_size=6, cache=store) as feeder:  # type: ignore[call-overload]
+        assert heads(feeder) == HEADS[:40]
+    assert store.calls[0] == "open 40"
+    assert {"attach", "free", "fetcher"} <= {*store.calls}
+    for bad in (3, "x.cache", object()):
+        with pytest.raises(TypeError, match="cache must be"):
+            Feeder(source, decode=head, batch_size=6, cache=bad)  # type: ignore[call-overload]

@@ -44,7 +44,11 @@ class CachedSource:
         self._path = path
         self._failed = False
         self._hits = self._misses = 0
-        store.open(RECORDS)
+        self._open()
+
+    def _open(self) -> None:
+        self._store.open(None)  # a file that exists, without its lock
+        self._store.open(RECORDS)
 
     def __getattr__(self, name: str) -> Any:
         if name in _PASSED:
@@ -115,7 +119,7 @@ class CachedSource:
         if self._failed:
             return names, samples
         with self._failing():
-            self._store.open(RECORDS)
+            self._open()
             cached = self._store.find(np.asarray(indices, np.int64)).tolist()
             for at, index in enumerate(indices):
                 if cached[at] and names[at] is not None:
@@ -168,5 +172,5 @@ class CachedSource:
             yield
         except CacheError as error:
             if not self._failed:
-                log.warning("samples are read from their source, and not cached any more: %s", error)
+                log.warning("samples are read from their source, and not cached any more: %s", str(error))
             self._failed = True
