@@ -5,6 +5,7 @@ Damage and kills of the file are in ``test_disk.py``, for both kinds of samples.
 
 from __future__ import annotations
 
+import gzip
 import os
 import pickle
 import sqlite3
@@ -37,6 +38,7 @@ from aiofeed import (
 from aiofeed.errors import CacheError
 from aiofeed.testing import SimulatedDevice
 from tests.support.encoded import HEAD_BYTES, HEADS, RECORD_BYTES, Blocks, as_it_is, block, head, heads, stored
+from tests.support.paths import ROOT
 from tests.support.shard_files import members_of, sample_bytes, write_tar
 
 if TYPE_CHECKING:
@@ -434,16 +436,56 @@ async def test_a_record_that_is_overwritten_while_it_is_used(cache: EncodedCache
     assert inner.reads.total() == 41
 
 
-def test_a_database_of_an_older_version_is_refused(cache: EncodedCache) -> None:
+class Six(Blocks):
+    """The source of the files in ``tests/data``, which an older aiofeed has written; it cannot be read any more."""
+
+    def __init__(self) -> None:
+        super().__init__(6, name="sample")
+
+    def fingerprint(self) -> str:
+        return "six samples"
+
+    def data(self, index: int) -> Any:
+        raise AssertionError("it is in the cache")
+
+
+class Sized:
+    """The decoder of these files."""
+
+    def fingerprint(self) -> str:
+        return "sized"
+
+    def __call__(self, data: bytes) -> Any:
+        raise AssertionError("it is decoded")
+
+
+def older(name: str, path: Path) -> Path:
+    """Unpack a file of ``tests/data``."""
+    path.write_bytes(gzip.decompress((ROOT / "tests/data" / name).read_bytes()))
+    return path
+
+
+@pytest.mark.parametrize("name", ["rows", "records"])
+def test_files_of_older_versions_are_read(tmp_path: Path, name: str) -> None:
+    """Decoded samples that an older aiofeed has stored, as rows or records, are neither read nor decoded again."""
+    path = older(f"cache_{name}.gz", tmp_path / "cache")
+    with Feeder(Six(), decode=Sized(), batch_size=2, collate_fn=list, cache=DiskCache(path)) as feeder:
+        found = [sample.tolist() for batch in feeder for sample in batch]
+    assert found == [[index + at for at in range(4 if name == "rows" else index)] for index in range(6)]
+
+
+def test_a_database_of_an_older_version_is_refused(tmp_path: Path) -> None:
     """The file of an ``EncodedCache`` that was an SQLite database is named as such; it is not changed."""
-    with closing(sqlite3.connect(cache.path)) as connection:
-        connection.execute("CREATE TABLE budget (total INTEGER NOT NULL, max_bytes INTEGER NOT NULL)")
-        connection.execute(f"PRAGMA application_id = {0x61466563}")
-    before = Path(cache.path).read_bytes()
-    for each in (cache, DiskCache(cache.path)):
+    path = older("cache_database.gz", tmp_path / "cache")
+    before = path.read_bytes()
+    for each in (EncodedCache(path, 1 << 20), DiskCache(path)):
+        feeder = None
         with pytest.raises(CacheError, match=r"EncodedCache of an older aiofeed.*delete the file, or choose another"):
-            heads(Feeder(Blocks(), decode=head, batch_size=4, cache=each))
-    assert Path(cache.path).read_bytes() == before
+            feeder = Feeder(Six(), decode=Sized(), batch_size=2, cache=each)
+            next(iter(feeder))
+        if feeder is not None:
+            feeder.close()
+    assert path.read_bytes() == before
 
 
 def test_another_database_is_refused(cache: EncodedCache) -> None:
