@@ -81,7 +81,7 @@ _HOMES: dict[str, dict[str, str]] = {
     "Cache samples": {
         "HostCache": "aiofeed.cache.host",
         "DiskCache": "aiofeed.cache.disk",
-        "EncodedCache": "aiofeed.cache.encoded.database",
+        "EncodedCache": "aiofeed.cache.disk",
     },
     "Handle errors": {
         "FeedError": "aiofeed.core.errors",
@@ -102,6 +102,7 @@ _HOMES: dict[str, dict[str, str]] = {
 _PLUGS: dict[str, str] = {
     "Augmentation": "aiofeed.decoders.augment",
     "BatchSamplerAdapter": "aiofeed.sampling.listers.sampler",
+    "DeviceCache": "aiofeed.cache.device",
     "DeviceGroup": "aiofeed.devices.scatter",
     "ExcludingOrder": "aiofeed.sampling.listers.computed",
     "LanceTable": "aiofeed.sources.tables.stored",
