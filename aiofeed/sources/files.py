@@ -27,7 +27,7 @@ from aiofeed.sources.file_io import (
     refuse_links,
     shown,
 )
-from aiofeed.sources.subset import GroupedSource
+from aiofeed.sources.subset import IndexedSource
 
 if TYPE_CHECKING:
     from aiofeed.sources.dataset import MapDataset
@@ -44,7 +44,7 @@ AT_ONCE_S = 0.0005
 
 @public
 @explain_arguments({"decode": "pass it to Feeder", "transform": "pass it to Feeder", "labels": "pass targets="})
-class Files(GroupedSource):
+class Files(IndexedSource):
     """One sample per regular file, or per object at a URL; or one per tuple of them.
 
     Args:
@@ -173,6 +173,13 @@ class Files(GroupedSource):
             return contents
         parts = [contents[start : start + width] for start in range(0, len(contents), width)]
         return [next((part for part in each if isinstance(part, BaseException)), tuple(each)) for each in parts]
+
+    async def read(self, index: int, /) -> Any:
+        """Read a whole file, or a tuple of them."""
+        [data] = await self.read_many([index])
+        if isinstance(data, BaseException):
+            raise data
+        return data
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Return the contents of files, or the error of each that cannot be read; for tuples of files, tuples.
