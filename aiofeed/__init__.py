@@ -81,7 +81,7 @@ _HOMES: dict[str, dict[str, str]] = {
     "Cache samples": {
         "HostCache": "aiofeed.cache.host",
         "DiskCache": "aiofeed.cache.disk",
-        "EncodedCache": "aiofeed.cache.encoded.database",
+        "EncodedCache": "aiofeed.cache.disk",
     },
     "Handle errors": {
         "FeedError": "aiofeed.core.errors",
@@ -104,6 +104,7 @@ _PLUGS: dict[str, str] = {
     "BatchSamplerAdapter": "aiofeed.sampling.listers.sampler",
     "CachedMemory": "aiofeed.engine.resident.cached_data",
     "DataMemory": "aiofeed.engine.resident.data_memory",
+    "DeviceCache": "aiofeed.cache.device",
     "DeviceGroup": "aiofeed.devices.scatter",
     "ExcludingOrder": "aiofeed.sampling.listers.computed",
     "LanceTable": "aiofeed.sources.tables.stored",

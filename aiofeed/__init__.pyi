@@ -8,7 +8,7 @@ from aiofeed import processes as processes
 from aiofeed import reports as reports
 from aiofeed import testing as testing
 from aiofeed.cache.disk import DiskCache as DiskCache
-from aiofeed.cache.encoded.database import EncodedCache as EncodedCache
+from aiofeed.cache.disk import EncodedCache as EncodedCache
 from aiofeed.cache.host import HostCache as HostCache
 from aiofeed.core.errors import FeedError as FeedError
 from aiofeed.core.failure_policy import FailurePolicy as FailurePolicy

@@ -1,4 +1,4 @@
-"""Codecs between samples and the arrays that a cache stores: the interface, and the codecs of decoders."""
+"""Convert samples to the arrays that a cache stores, and back: the interface, and the codecs of decoders."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class SampleCodec(ABC):
     """What to change if a sample cannot be cached; part of the error message."""
 
     def decode(self, value: Any) -> Any:
-        """What ``encode`` takes, given encoded bytes or an item."""
+        """Return what ``encode`` takes, given encoded bytes or an item."""
         return value
 
     @abstractmethod
     def encode(self, decoded: Any, layout: Layout | None, out: Parts | None = None) -> tuple[Parts, Layout]:
-        """The arrays to cache of a sample, and their layout.
+        """Return the arrays to cache of a sample, and their layout.
 
         Args:
             decoded: What ``decode`` returns.
@@ -45,10 +45,10 @@ class SampleCodec(ABC):
 
     @abstractmethod
     def sample(self, parts: Parts, layout: Layout, rng: Callable[[], Any]) -> Any:
-        """The sample of cached arrays, in memory of its own; ``rng`` returns its ``torch.Generator``."""
+        """Return the sample of cached arrays, in memory of its own; ``rng`` returns its ``torch.Generator``."""
 
     def sample_with_target(self, parts: Parts, layout: Layout, rng: Callable[[], Any], target: Any) -> Any:
-        """The sample with its target."""
+        """Return the sample with its target."""
         return self.sample(parts, layout, rng), target
 
     def fill(self, parts: Parts, out: Parts, seed: int | None) -> None:
@@ -57,11 +57,11 @@ class SampleCodec(ABC):
             memory[...] = array
 
     def row(self, layout: Layout) -> Row:
-        """The row of a batch that the first array of a sample fills."""
+        """Return the row of a batch that the first array of a sample fills."""
         return Row(layout.parts[0].shape, layout.parts[0].dtype)
 
     def batch(self, columns: list[Any], layout: Layout) -> Any:
-        """The decoded part of a batch, given one tensor for each part."""
+        """Return the decoded part of a batch, given one tensor for each part."""
         return columns[0]
 
 
@@ -86,7 +86,7 @@ class RowCodec(SampleCodec):
         return [_read_only(array) if self.random else array], self.layout
 
     def sample(self, parts: Parts, layout: Layout, rng: Callable[[], Any]) -> Any:
-        """The tensor that calling the decoder returns."""
+        """Return the tensor that calling the decoder returns."""
         import torch
 
         # The same number that the decoder draws from a generator.
@@ -103,7 +103,7 @@ class RowCodec(SampleCodec):
             out[0][...] = parts[0]
 
     def row(self, layout: Layout) -> Row:
-        """The decoder's row."""
+        """Return the decoder's row."""
         return self._row
 
 
@@ -125,11 +125,11 @@ class ValueCodec(SampleCodec):
         self.random: bool = augment is not None
 
     def decode(self, value: Any) -> Any:
-        """What the decoder returns."""
+        """Return what the decoder returns."""
         return self._decode(value)
 
     def encode(self, decoded: Any, layout: Layout | None, out: Parts | None = None) -> tuple[Parts, Layout]:
-        """The memory of a decoded array or tensor."""
+        """Return the memory of a decoded array or tensor."""
         array, torch_dtype = as_array(decoded)
         if array is None:
             raise NotCacheableError(f"the decoder returned {describe(decoded)}, not one plain CPU tensor or array")
@@ -141,12 +141,12 @@ class ValueCodec(SampleCodec):
         return [_read_only(array) if self.random else array], layout or found
 
     def sample(self, parts: Parts, layout: Layout, rng: Callable[[], Any]) -> Any:
-        """A copy, or what ``augment`` returns."""
+        """Return a copy, or what ``augment`` returns."""
         value = self._cached(parts, layout)
         return value if self._augment is None else self._augment(value, rng=rng())
 
     def sample_with_target(self, parts: Parts, layout: Layout, rng: Callable[[], Any], target: Any) -> Any:
-        """The sample with its target, by ``augment`` if it takes that."""
+        """Return the sample with its target, by ``augment`` if it takes that."""
         if not self._takes_target:
             return super().sample_with_target(parts, layout, rng, target)
         assert self._augment is not None
@@ -161,20 +161,20 @@ class ValueCodec(SampleCodec):
 
 
 def plain_value(array: NDArray[Any], layout: Layout) -> Any:
-    """A copy of a cached array, as the array or tensor that it was."""
+    """Return a copy of a cached array, as the array or tensor that it was."""
     copied = array.copy()
     return as_tensor(HostTensor(copied, torch_dtype=layout.torch_dtype)) if layout.tensor else copied
 
 
 def _read_only(array: NDArray[Any]) -> NDArray[Any]:
-    """A view that the user's augmentation cannot write to: the array is cached afterwards."""
+    """Return a view that the user's augmentation cannot write to: the array is cached afterwards."""
     view = array.view()
     view.flags.writeable = False
     return view
 
 
 def decoder_codec(decoder: Any) -> SampleCodec:
-    """The codec of a user's decoder.
+    """Return the codec of a user's decoder.
 
     Raises:
         TypeError: It is random and lacks separate methods for decoding and augmentation.

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiofeed.cache.item_codec import new_codec
 from aiofeed.cache.layout import ItemLayout, Layout, Parts
-from aiofeed.cache.resident import ResidentStore
+from aiofeed.cache.resident import HostRows, ResidentStore
 from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import DeferredTensor, HostTensor
 from aiofeed.devices.cuda import allocating
+from aiofeed.runtime import machine
 from aiofeed.runtime.tensors import as_tensor, integer_dtype, rows_as_words, words_as_rows
 
 if TYPE_CHECKING:
@@ -23,6 +25,23 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiofeed.devices.backend import DeviceBackend
+    from aiofeed.feeder.arguments import FeederConfig
+
+
+class DeviceCache:
+    """``cache="device"``: caches decoded samples where batches are used, on the device or in host memory."""
+
+    def facts(self, decode: Callable[..., Any] | None) -> set[str]:
+        """Return what holds for this cache and a decoder, by the names of the table of a feeder's rules."""
+        random = decode is not None and new_codec(decode).random
+        return {'cache="device"', "a random decoder"} if random else {'cache="device"'}
+
+    def open_store(self, config: FeederConfig) -> ResidentStore:
+        """Return an empty store for the samples of a feeder."""
+        new_codec(config.decode)
+        if config.backend is None:
+            return HostRows(config.length, config.batch_size, machine.rank_memory)
+        return DeviceStore(config.length, config.batch_size)
 
 
 class DeviceStore(ResidentStore):

@@ -1,38 +1,45 @@
-"""``DiskCache``: decoded samples in a file that the processes of a host share."""
+"""``DiskCache``: samples in a file that the processes of a host share."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.item_codec import deserialized, serialized
+from aiofeed.cache.fingerprint import dataset_identity, identity
+from aiofeed.cache.item_codec import deserialized, new_codec, serialized
 from aiofeed.cache.layout import RECORDS, ItemLayout, Layout, NotCacheableError, Parts, other_structure, unpack_record
-from aiofeed.cache.store import RECORD, SampleStore
+from aiofeed.cache.store import EMPTY, RECORD, SampleStore
 from aiofeed.core.errors import CacheError
-from aiofeed.core.types import public
-from aiofeed.core.validation import check_positive_int, counted, explain_arguments
+from aiofeed.core.types import Source, public, traits_of
+from aiofeed.core.validation import check_bool, check_positive_int, counted, explain_arguments
 from aiofeed.sources.file_io import check_path
+from aiofeed.sources.subset import Subset, fingerprint_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiofeed.cache.disk_format import CacheFile, Description
+    from aiofeed.engine.fetch.cached import CachedFetcher
+    from aiofeed.engine.fetchers import InnerFetcher
+    from aiofeed.feeder.arguments import FeederConfig
 
 log: logging.Logger = logging.getLogger("aiofeed.cache")
 # The decoder's identity in a file of a Dataset's items.
 NO_DECODER = "none, the items of a Dataset"
+# The same in a file of encoded samples.
+ENCODED = "none, encoded samples"
 
 
 @public
 @explain_arguments()
 @dataclass(frozen=True)
 class DiskCache:
-    """Cache decoded samples in a file: ``cache=DiskCache("train.cache")``.
+    """Cache samples in a file: ``cache=DiskCache("train.cache")``.
 
     All processes that use the file fill it during the first epoch, for example the ranks of a host; a sample that one
     has written is not decoded by the others. A later run continues with the file, also after a crash. The space of
@@ -44,6 +51,12 @@ class DiskCache:
     changed. Data are identified by the source's fingerprint (its own, or type, length and keys): files that are
     replaced under the same names are not noticed.
 
+    With ``encoded=True`` the file has the bytes that the source reads, which are decoded and augmented in every epoch:
+    for objects and shards at URLs, and with any decoder. Each sample is stored with its key and
+    ``source.version(index)``, if the source has this method; when these differ, the sample is read again. So files and
+    shards that change are noticed; objects that are replaced under their key are *not*. If the disk is full or the file
+    is damaged while it is in use, samples come from the source, and a log line says so.
+
     Of a ``Dataset`` the file contains items: plain tensors, arrays, numbers, strings, bytes and ``None``, nested. Each
     item is requested once, by one of the processes. The ``Dataset`` is identified by its length and
     ``FromDataset(fingerprint=...)``. Without a fingerprint its type, the code of ``__getitem__`` and its ``repr``
@@ -53,25 +66,64 @@ class DiskCache:
 
     Args:
         path: Path of the file; its folder must exist.
-        max_bytes: Largest size of a new file; the samples decoded first are cached. ``None``: room for all. Samples of
-            equal size take it for themselves, if not all of them fit.
+        max_bytes: Largest size of a new file; the samples that are met first are cached. ``None``: room for all.
+            Samples of equal size take it for themselves, if not all of them fit.
+        encoded: Cache encoded samples.
     """
 
     path: str | os.PathLike[str]
     max_bytes: int | None = None
+    encoded: bool = False
 
     def __post_init__(self) -> None:
+        name = type(self).__name__
         if not isinstance(self.path, str | os.PathLike):
-            raise TypeError(f"DiskCache takes the path of a file, got {self.path!r}")
+            raise TypeError(f"{name} takes the path of a file, got {self.path!r}")
         object.__setattr__(self, "path", check_path(os.fspath(self.path)))
         if self.max_bytes is not None:
-            object.__setattr__(self, "max_bytes", check_positive_int("DiskCache(max_bytes=...)", self.max_bytes))
+            object.__setattr__(self, "max_bytes", check_positive_int(f"{name}(max_bytes=...)", self.max_bytes))
+        check_bool(f"{name}(encoded=...)", self.encoded)
         try:
             import fcntl  # noqa: F401 - to find out whether it exists
         except ImportError:
-            raise ValueError(
-                'DiskCache needs POSIX file locks, which Windows lacks: use cache="host" or EncodedCache'
-            ) from None
+            raise ValueError(f'{name} needs POSIX file locks, which Windows lacks: use cache="host"') from None
+
+    def facts(self, decode: Callable[..., Any] | None) -> set[str]:
+        """Return what holds for this cache, by the names of the table of a feeder's rules."""
+        return {"EncodedCache"} if self.encoded else set()
+
+    def check_decoder(self, decode: Callable[..., Any] | None) -> None:
+        """Raise ``TypeError`` if a decoder cannot be cached, or not be told from one with other settings."""
+        new_codec(decode)
+        if decode is not None:
+            identity(decode)
+
+    def wrap(self, source: Source[Any]) -> Source[Any] | None:
+        """Return the source with this cache of its encoded samples; ``None`` if the cache keeps decoded samples.
+
+        Raises:
+            CacheError: The file cannot be used.
+        """
+        if not self.encoded:
+            return None
+        if isinstance(source, Subset):  # all parts use the same samples
+            return Subset(self.wrap(source.whole), source.rows)
+        from aiofeed.cache.encoded.source import CachedSource
+
+        length = len(source)
+        return CachedSource(source, DiskStore(length, self, fingerprint_of(source, length), ENCODED), str(self.path))
+
+    def open_store(self, config: FeederConfig) -> DiskStore:
+        """Return an empty store for the decoded samples of a feeder."""
+        source: Any = config.source
+        decode = config.decode
+        self.check_decoder(decode)
+        if traits_of(source).items:
+            named = source.fingerprint()
+            identified = named or dataset_identity(source.dataset)
+            return DiskStore(config.length, self, identified, claims=True, compare=named is None)
+        decoder = NO_DECODER if decode is None else identity(decode)
+        return DiskStore(config.length, self, fingerprint_of(source, config.length), decoder)
 
     def verify(self) -> tuple[int, ...]:
         """Verify all checksums. Returns the indices of damaged samples, which will be decoded again.
@@ -92,12 +144,26 @@ class DiskCache:
             raise _unusable(str(self.path), error) from error
 
 
+@public
+@explain_arguments()
+class EncodedCache(DiskCache):
+    """Cache encoded samples, as a source reads them: ``EncodedCache(path, n)`` is ``DiskCache(path, n, encoded=True)``.
+
+    Args:
+        path: Path of the file, on a local disk; its folder must exist and be writable.
+        max_bytes: Largest size of a new file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], max_bytes: int) -> None:
+        super().__init__(path, max_bytes, encoded=True)
+
+
 def _unusable(path: str, error: OSError) -> CacheError:
     return CacheError(f"the cache {path!r} cannot be used: {error}")
 
 
 def _usable_layout(layout: Layout) -> Layout | None:
-    """The layout of a file; ``None`` until an item was encoded, if the form is not enough to restore it."""
+    """Return the layout of a file; ``None`` until an item was encoded, if the form is not enough to restore it."""
     return deserialized(layout) if isinstance(layout, ItemLayout) else layout
 
 
@@ -147,6 +213,12 @@ class DiskStore(SampleStore):
         # A file lock belongs to an open file, which parent and child share: the child opens the file itself.
         self._reset()
 
+    def new_fetcher(self, inner: InnerFetcher, decode: Callable[..., Any] | None) -> CachedFetcher:
+        """Return the fetcher that uses this store."""
+        from aiofeed.engine.fetch.cached import CachedFetcher
+
+        return CachedFetcher(inner, new_codec(decode), self)
+
     @property
     def path(self) -> str:
         """Path of the file."""
@@ -168,10 +240,10 @@ class DiskStore(SampleStore):
             if file is not None and described is not None:
                 self._use(file, described, file.layout)
                 self.layout: Layout | None = _usable_layout(file.layout)
-                self._decided = True
+                self.layout_decided = True
 
     def set_layout(self, layout: Layout) -> Layout:
-        """As ``SampleStore.set_layout``; raises ``NotCacheableError`` also if a file cannot name the layout."""
+        """Do as ``SampleStore.set_layout``; raise ``NotCacheableError`` also if a file cannot name the layout."""
         layout = serialized(layout) if isinstance(layout, ItemLayout) else layout
         if self._file is not None and self._file.layout != layout:
             raise NotCacheableError(f"the file has {self._file.layout}, this one is {layout}")
@@ -243,7 +315,7 @@ class DiskStore(SampleStore):
         )
 
     def unverified(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Samples whose entry says that they are written and whose checksum was not verified."""
+        """Return samples whose entry says that they are written and whose checksum was not verified."""
         if self._file is None:
             return indices[:0]
         unknown = indices[self.slots[indices] < 0].tolist()
@@ -253,7 +325,7 @@ class DiskStore(SampleStore):
         )
 
     def find(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which samples are cached, after verifying those that others have written."""
+        """Return which samples are cached, after verifying those that others have written."""
         if self._file is None:
             self._open_existing()
         if self.layout is None:
@@ -293,13 +365,13 @@ class DiskStore(SampleStore):
                 self._damaged.add(index)
 
     def copy_rows(self, indices: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
-        """As ``SampleStore.copy_rows``; ``CacheError`` if the file was truncated."""
+        """Copy cached samples into ``out``; ``CacheError`` if the file was truncated."""
         assert self._file is not None
         self._file.check_size()
         super().copy_rows(indices, out)
 
     def parts(self, index: int) -> Parts:
-        """As ``SampleStore.parts``; ``CacheError`` if the file was truncated."""
+        """Return the arrays of a row; ``CacheError`` if the file was truncated."""
         assert self._file is not None
         self._file.check_size()
         return super().parts(index)
@@ -330,8 +402,15 @@ class DiskStore(SampleStore):
             if was_writable:
                 log.warning("the cache %s is not written to any more: %s", file.path, str(error))
 
+    def forget(self, index: int) -> None:
+        """Have a sample written again, unless another process has done that since this one has verified it."""
+        with self._lock:
+            if self._file is not None and self._file.slot_of(index) == self.slots[index]:
+                self._damaged.add(index)
+            self.slots[index] = EMPTY
+
     def claim(self, index: int) -> bool:
-        """Whether the calling thread may make an item now; False if another thread or process is making it."""
+        """Return whether the calling thread may make an item now; False if another thread or process is making it."""
         from aiofeed.cache.disk_format import open_file
 
         with self._lock:
@@ -355,13 +434,13 @@ class DiskStore(SampleStore):
         """End a claim."""
         with self._lock:
             file, entry = self._claimed.pop(index)
-            if entry is not None or self._decided or not self._held:
+            if entry is not None or self.layout_decided or not self._pending:
                 file.release(entry)
             if entry is None and file.has_entries:
                 file.release(index)
 
     def sample_to_compare(self, indices: NDArray[np.int64]) -> int | None:
-        """The first cached one of these samples, once, if an earlier run filled the file and nothing names its data."""
+        """Return the first cached one of these samples, once, if an earlier run filled a file of unnamed data."""
         if not self._unconfirmed or self.layout is None:
             return None
         self._unconfirmed = False

@@ -55,6 +55,8 @@ _DESCRIPTION_AT = 40
 _ENTRY = struct.Struct("<QII")
 _ENTRY_TYPE = np.dtype([("row", "<u8"), ("crc", "<u4"), ("unused", "<u4")])
 _PAGE = 4096
+# What an ``EncodedCache`` was until version 0.9: an SQLite database with this application's id.
+_DATABASE, _DATABASE_AT = b"aFec", 68
 # Locks that belong to an open file, not to a process. On systems other than Linux they conflict with the flock.
 _LINUX = sys.platform == "linux" and struct.calcsize("l") == 8
 _OWN_LOCK: int | None = getattr(fcntl, "F_OFD_SETLK", None) if _LINUX else None
@@ -116,7 +118,7 @@ class CacheFile:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """A ``with`` block in which no other process writes. Threads of this process need a lock of their own.
+        """Lock the file, so that no other process writes. Threads of this process need a lock of their own.
 
         Raises:
             TimeoutError: Another process holds the lock for longer than a write takes.
@@ -140,7 +142,7 @@ class CacheFile:
 
     @property
     def has_entries(self) -> bool:
-        """Whether the offsets of its entries are known."""
+        """Return whether the offsets of its entries are known."""
         return hasattr(self, "_table_at")
 
     def _lock_entry(self, index: int | None, kind: int) -> bool:
@@ -154,7 +156,7 @@ class CacheFile:
         return True
 
     def describe(self) -> Description | None:
-        """The description; ``None`` if the file is empty or its creation was interrupted.
+        """Return the description; ``None`` if the file is empty or its creation was interrupted.
 
         Raises:
             CacheError: The file is not a cache, has a damaged header, another version, or is too short.
@@ -163,7 +165,11 @@ class CacheFile:
         if not head:
             return None
         if not head.startswith(_MAGIC):
-            raise CacheError(f"{self.path!r} is not a cache of decoded samples; choose another path")
+            if self._read(len(_DATABASE), _DATABASE_AT) == _DATABASE:
+                raise CacheError(
+                    f"{self.path!r} was written by the EncodedCache of an older aiofeed, a database: {_WAY_OUT}"
+                )
+            raise CacheError(f"{self.path!r} is not a cache of samples; choose another path")
         if len(head) < _HEAD.size:
             return None
         _, length, crc, _ = _HEAD.unpack(head)
@@ -291,11 +297,11 @@ class CacheFile:
 
     @property
     def removed(self) -> bool:
-        """Whether the file has been removed; another process may have done so before it could write the header."""
+        """Return whether the file has been removed, as by another process before it could write the header."""
         return not os.fstat(self._fd).st_nlink
 
     def open_rows(self) -> NDArray[np.uint8]:
-        """The rows as a read-only view of shared memory, which shows what other processes write.
+        """Return the rows as a read-only view of shared memory, which shows what other processes write.
 
         Call ``check_size`` before each use. A view of a file that another program has truncated ends the process by
         SIGBUS. Reading rows by system calls would leave no gap, but epochs of 150 KB samples took 1.4 times as long.
@@ -311,16 +317,16 @@ class CacheFile:
             raise self._truncated()
 
     def slot_of(self, index: int) -> int | None:
-        """Number of a sample's slot; ``None`` if it was not written."""
+        """Return the number of a sample's slot; ``None`` if it was not written."""
         return self._entry(index)[0]
 
     def table(self) -> NDArray[np.void]:
-        """A copy of all entries."""
+        """Return a copy of all entries."""
         self.check_size()
         return np.frombuffer(self._read(self.samples * _ENTRY.size, self._table_at), _ENTRY_TYPE)
 
     def valid_slot(self, index: int) -> int | None:
-        """Number of a sample's slot if its checksum matches; call ``open_rows`` before."""
+        """Return the number of a sample's slot if its checksum matches; call ``open_rows`` before."""
         slot, crc = self._entry(index)
         self.check_size()
         if slot is None or self.capacity <= slot < RECORD or self._end_of(slot) > os.fstat(self._fd).st_size:
@@ -329,7 +335,7 @@ class CacheFile:
         return slot if checksum(index, data) == crc else None
 
     def record(self, slot: int) -> NDArray[np.uint8]:
-        """A record, in memory of its own."""
+        """Return a record, in memory of its own."""
         end, memory = self._end_of(slot), np.empty(units_of(slot)[1] * UNIT, np.uint8)
         try:
             if os.preadv(self._fd, [memory.data], end - memory.nbytes) == memory.nbytes:
@@ -357,7 +363,7 @@ class CacheFile:
         )
 
     def next_row(self) -> int | None:
-        """Number of an unused row, inside ``locked``; ``None`` if all are in use."""
+        """Return the number of an unused row, inside ``locked``; ``None`` if all are in use."""
         used = max(self._used(_USED_AT), self._counted()[0])
         if used >= self.capacity:
             return None
@@ -365,7 +371,7 @@ class CacheFile:
         return used
 
     def next_record(self, units: int) -> int | None:
-        """Slot number of a new record of so many units, inside ``locked``; ``None`` if there is no room."""
+        """Return the slot number of a new record of so many units, inside ``locked``; ``None`` if there is no room."""
         used = max(self._used(_USED_UNITS_AT), self._counted()[1])
         if self._records_at + (used + units) * UNIT > self._records_end:
             return None
@@ -376,7 +382,7 @@ class CacheFile:
         return int(_USED.unpack(self._read(_USED.size, at))[0])
 
     def _counted(self) -> tuple[int, int]:
-        """Rows and units in use by the table: after a power failure the disk may have more than the header counts."""
+        """Return the rows and units that the table uses: after a power failure more than the header counts."""
         if self._least_used is None:
             numbers, size = self.table()["row"].astype(np.int64), os.fstat(self._fd).st_size
             ends = [self._end_of(slot) for slot in (numbers[numbers > RECORD] - 1).tolist()]
@@ -406,7 +412,7 @@ class CacheFile:
 
 
 def checksum(index: int, row: NDArray[np.uint8]) -> int:
-    """CRC-32 of a sample's index and its row, so that the row of one sample is never taken for another's."""
+    """Return the CRC-32 of a sample's index and its row, so that the row of one sample is never taken for another's."""
     return zlib.crc32(row.data, zlib.crc32(index.to_bytes(8, "little")))
 
 

@@ -15,7 +15,7 @@ _SHOWN = 200
 
 
 def identity(decoder: Callable[..., Any]) -> str:
-    """The fingerprint of a decoder: its own ``fingerprint()``, else its name, code and settings.
+    """Return the fingerprint of a decoder: its own ``fingerprint()``, else its name, code and settings.
 
     Raises:
         TypeError: The settings are unknown; the message says what to add.
@@ -42,7 +42,7 @@ def identity(decoder: Callable[..., Any]) -> str:
 
 
 def dataset_identity(dataset: Any) -> str:
-    """The fingerprint of a ``Dataset``: type, code of ``__getitem__`` and, if it defines one, ``repr``.
+    """Return the fingerprint of a ``Dataset``: type, code of ``__getitem__`` and, if it defines one, ``repr``.
 
     For a torch ``Subset``: its indices and the whole's fingerprint. Length and items are compared elsewhere.
     """
@@ -75,7 +75,7 @@ def _settings(value: Any, decoder: Any) -> str:
 
 
 def _code(function: types.FunctionType) -> str:
-    """A digest of a function's code, with the functions inside it and without line numbers."""
+    """Return a digest of a function's code, with the functions inside it and without line numbers."""
     digest = hashlib.sha256()
     waiting = [function.__code__]
     while waiting:

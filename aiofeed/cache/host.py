@@ -5,18 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiofeed.cache.item_codec import new_codec
 from aiofeed.cache.layout import UNIT, Layout
-from aiofeed.cache.store import EMPTY, HELD, WRITING, SampleStore, record_slot, units_of
+from aiofeed.cache.store import EMPTY, PENDING, WRITING, SampleStore, record_slot, units_of
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_positive_int, explain_arguments, local_ranks
+from aiofeed.runtime import machine
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from aiofeed.engine.fetch.cached import CachedFetcher
+    from aiofeed.engine.fetchers import InnerFetcher
+    from aiofeed.feeder.arguments import FeederConfig
 
 # Records lie in blocks of so many units, 16 MB. A longer record has a block of its own.
 BLOCK = 1 << 18
@@ -41,6 +47,19 @@ class HostCache:
 
     max_bytes: int | None = None
 
+    def facts(self, decode: Callable[..., Any] | None) -> set[str]:
+        """Return what holds for this cache, by the names of the table of a feeder's rules."""
+        return {"cache in host memory"}
+
+    def check_decoder(self, decode: Callable[..., Any] | None) -> None:
+        """Raise ``TypeError`` if a decoder is random and lacks separate methods for decoding and augmentation."""
+        new_codec(decode)
+
+    def open_store(self, config: FeederConfig) -> HostStore:
+        """Return an empty store for the samples of a feeder."""
+        self.check_decoder(config.decode)
+        return HostStore(config.length, self, machine.rank_memory)
+
     def __post_init__(self) -> None:
         if self.max_bytes is not None:
             object.__setattr__(self, "max_bytes", check_positive_int("HostCache(max_bytes=...)", self.max_bytes))
@@ -63,6 +82,12 @@ class HostStore(SampleStore):
         self._blocks: list[NDArray[np.uint8]] = []
         self._full_logged = False
 
+    def new_fetcher(self, inner: InnerFetcher, decode: Callable[..., Any] | None) -> CachedFetcher:
+        """Return the fetcher that uses this store."""
+        from aiofeed.engine.fetch.cached import CachedFetcher
+
+        return CachedFetcher(inner, new_codec(decode), self)
+
     def _room(self) -> int:
         if not self._limit:
             limit = self._cache.max_bytes
@@ -78,16 +103,16 @@ class HostStore(SampleStore):
 
     def _store(self, index: int, data: NDArray[np.uint8], units: int) -> None:
         with self._lock:
-            if self.slots[index] not in (EMPTY, HELD):
+            if self.slots[index] not in (EMPTY, PENDING):
                 return
-            if self._used_bytes + self._held_bytes + data.nbytes > self._limit:
+            if self._used_bytes + self._pending_bytes + data.nbytes > self._limit:
                 self._log_full()
                 return
             self._used_bytes += data.nbytes
             slot = record_slot(self._take(units), units) if units else self._used
             self._used += not units
-            # One that is held stays readable: the lock is held until its slot is set, by ``settle``.
-            self.slots[index] = WRITING if self.slots[index] == EMPTY else HELD
+            # A pending one stays readable: the lock is held until its slot is set, by ``choose_layout``.
+            self.slots[index] = WRITING if self.slots[index] == EMPTY else PENDING
         memory = self._record(slot) if units else self._arena[slot]
         memory[:] = data
         self.slots[index] = slot
@@ -108,7 +133,7 @@ class HostStore(SampleStore):
         )
 
     def _take(self, units: int) -> int:
-        """The first of so many units, all in one block."""
+        """Return the first of so many units, all in one block."""
         if self._used_units + units > BLOCK * len(self._blocks):
             self._used_units = BLOCK * len(self._blocks)
             self._blocks.append(np.empty(max(units, BLOCK) * UNIT, np.uint8))

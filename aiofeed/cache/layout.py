@@ -61,7 +61,7 @@ class Layout:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of a sample."""
+        """Return the bytes of a sample."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def __str__(self) -> str:
@@ -69,15 +69,15 @@ class Layout:
 
     @property
     def parts(self) -> tuple[Layout, ...]:
-        """The layout of each array of a sample."""
+        """Return the layout of each array of a sample."""
         return (self,)
 
     def view(self, row: NDArray[np.uint8]) -> NDArray[Any]:
-        """A row of bytes as an array of this shape and dtype."""
+        """Return a row of bytes as an array of this shape and dtype."""
         return row.view(self.dtype).reshape(self.shape)
 
     def split(self, row: NDArray[np.uint8]) -> list[NDArray[Any]]:
-        """The arrays of a sample in its row of bytes: views, which may be unaligned."""
+        """Return the arrays of a sample in its row of bytes: views, which may be unaligned."""
         return [self.view(row)]
 
 
@@ -88,7 +88,7 @@ RECORDS = Layout((0,), "uint8")
 def layout_from_file(
     shape: Sequence[int], dtype: str, torch_dtype: str | None = None, *, tensor: bool = False
 ) -> Layout:
-    """The layout of an array, given its description in a file.
+    """Return the layout of an array, given its description in a file.
 
     Raises:
         TypeError, ValueError: There are no such arrays.
@@ -131,22 +131,22 @@ class ItemLayout(Layout):
         return [(part, slice(*ends)) for part, ends in zip(self.parts, pairwise(ends), strict=True)]
 
     def split(self, row: NDArray[np.uint8]) -> list[NDArray[Any]]:
-        """The arrays of an item in its row of bytes: views, which may be unaligned."""
+        """Return the arrays of an item in its row of bytes: views, which may be unaligned."""
         return [part.view(row[at]) for part, at in self._slices]
 
 
 def as_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
-    """An array as a row of bytes; a view if the array is C-contiguous."""
+    """Return an array as a row of bytes; a view if the array is C-contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def pack(parts: Parts) -> NDArray[np.uint8]:
-    """The arrays of a sample as one row of bytes; a view of a single C-contiguous array."""
+    """Return the arrays of a sample as one row of bytes; a view of a single C-contiguous array."""
     return as_bytes(parts[0]) if len(parts) == 1 else np.concatenate([as_bytes(part) for part in parts])
 
 
 def pack_record(value: Any) -> NDArray[np.uint8]:
-    """The record of a sample, read-only.
+    """Return the record of a sample, read-only.
 
     Raises:
         NotCacheableError: The sample has a part that a record cannot describe.
@@ -157,7 +157,7 @@ def pack_record(value: Any) -> NDArray[np.uint8]:
 
 
 def unpack_record(record: NDArray[np.uint8]) -> Any:
-    """The sample of a record, in memory of its own.
+    """Return the sample of a record, in memory of its own.
 
     Raises:
         LookupError: It has a namedtuple whose class is not loaded.
@@ -169,7 +169,7 @@ def unpack_record(record: NDArray[np.uint8]) -> Any:
 
 
 def _node(value: Any, path: str) -> Any:
-    """The description of a value, with the memory of its arrays and tensors."""
+    """Return the description of a value, with the memory of its arrays and tensors."""
     kind = type(value)
     if value is None or kind in (bool, float, bytes) or (kind is int and -(1 << 63) <= value < 1 << 63):
         return value
@@ -229,7 +229,7 @@ def _value(node: Any) -> Any:
 
 
 def namedtuple_class(path: str, fields: list[str]) -> Any:
-    """The class of a namedtuple, by "module:name" and its fields.
+    """Return the class of a namedtuple, by "module:name" and its fields.
 
     Raises:
         LookupError: This process has not loaded it.
@@ -247,7 +247,7 @@ def namedtuple_class(path: str, fields: list[str]) -> Any:
 
 
 def other_structure(cached: NDArray[np.uint8], record: NDArray[np.uint8]) -> str:
-    """How the items of two records differ in more than values, lengths and shapes; empty if they do not."""
+    """Return how the items of two records differ in more than values, lengths and shapes; empty if they do not."""
     one, other = unpack_record(cached), unpack_record(record)
     return "" if _are_alike(one, other) else f"{describe(one)} in the file, {describe(other)} here"
 
@@ -268,7 +268,7 @@ def _are_alike(one: Any, other: Any) -> bool:
 
 
 def describe(value: Any) -> str:
-    """A part of an item, as error messages show it."""
+    """Return a part of an item as error messages show it."""
     if isinstance(value, np.ndarray):
         return f"array {value.dtype} {list(value.shape)}"
     if hasattr(value, "__torch_function__") and hasattr(value, "requires_grad"):

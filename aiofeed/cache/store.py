@@ -29,18 +29,18 @@ RECORD = 1 << 62
 _LENGTH_BITS = 25
 # The system reads no longer ones at once.
 _MOST_UNITS = (1 << _LENGTH_BITS) - 64
-# The slot number of a sample that is held until it is decided whether there are rows.
-HELD = RECORD - 1
-# Room for rows is taken for all samples: so many must have the first layout, or all.
+# The slot number of a sample that is kept as bytes until the layout is decided.
+PENDING = RECORD - 1
+# Rows are allocated for all samples at once, so this many samples must have the layout of the first one, or all.
 DECIDING = 4
 
 
 class SampleStore(ABC):
     """The cached samples of one feeder.
 
-    Samples of the first one's layout are rows, the others records. If the first few differ, all are records.
-    Thread-safe. A cached sample neither moves nor changes, so readers take no lock. Pickling keeps the arguments and
-    drops the samples.
+    Samples with the layout of the first are stored as rows, others as records. If the first few differ, all are
+    records. Thread-safe. A cached sample neither moves nor changes, so readers take no lock. Pickling keeps the
+    arguments and drops the samples.
 
     Args:
         samples: Length of the source.
@@ -62,13 +62,13 @@ class SampleStore(ABC):
         """Begin without samples. Everything set here belongs to this process."""
         self.layout: Layout | None = None
         self._arena: NDArray[np.uint8] = np.empty((0, 0), np.uint8)
-        # For each sample the number of its row, ``EMPTY``, ``WRITING``, ``HELD`` or from ``RECORD`` on.
+        # For each sample the number of its row, ``EMPTY``, ``WRITING``, ``PENDING`` or from ``RECORD`` on.
         self.slots: NDArray[np.int64] = np.full(self.samples, EMPTY, np.int64)
-        # Whether there is room for rows, or there are none; until then the first samples, as bytes.
-        self._decided = False
-        self._held: dict[int, tuple[NDArray[np.uint8], Layout]] = {}
-        self._held_bytes = 0
-        # The layouts of the first samples, also of those that are too large to be held.
+        # False while the first samples are kept as bytes and it is open whether they share a layout.
+        self.layout_decided: bool = False
+        self._pending: dict[int, tuple[NDArray[np.uint8], Layout]] = {}
+        self._pending_bytes = 0
+        # The layouts of the first samples, also of those that are too large to be kept.
         self._first: list[Layout] = []
         self._deciding = min(DECIDING, self.samples)
         self._too_large_logged = False
@@ -129,14 +129,14 @@ class SampleStore(ABC):
 
     def _use_layout(self, layout: Layout) -> None:
         self.layout = self._allocate(layout)
-        self._decided = True
+        self.layout_decided = True
 
     @abstractmethod
     def _allocate(self, layout: Layout) -> Layout | None:
         """Allocate memory for rows of this layout. Returns the layout in use: of a file's rows, if known."""
 
-    def settle(self, *, last: bool = False) -> None:
-        """Decide whether there are rows, by the first samples, and write those that are held; called after each chunk.
+    def choose_layout(self, *, last: bool = False) -> None:
+        """Choose rows or records by the first samples, and write those that are pending; called after each chunk.
 
         Args:
             last: Whether there are no more samples for now.
@@ -145,37 +145,38 @@ class SampleStore(ABC):
             CacheError: There is no room.
         """
         with self._lock:
-            if not self._first or self._decided or not (last or self.claims or len(self._first) >= self._deciding):
+            enough = last or self.claims or len(self._first) >= self._deciding
+            if not self._first or self.layout_decided or not enough:
                 return
             # Another process that claims items waits for the decision: a few samples alone are records.
             alike = len(self._first) >= self._deciding and all(layout == self.layout for layout in self._first)
             self._use_layout(self.layout if alike and self.layout is not None else RECORDS)
-            for index, (row, layout) in self._held.items():
-                self._held_bytes -= row.nbytes
+            for index, (row, layout) in self._pending.items():
+                self._pending_bytes -= row.nbytes
                 self._write(index, _split(row, layout), layout)
-                self._held_bytes += row.nbytes * (self.slots[index] == HELD)
+                self._pending_bytes += row.nbytes * (self.slots[index] == PENDING)
             # Readers look here before they look at the slot. What could not be written stays.
-            self._held = {index: held for index, held in self._held.items() if self.slots[index] == HELD}
+            self._pending = {index: row for index, row in self._pending.items() if self.slots[index] == PENDING}
 
     def _room(self) -> int:
-        """How many bytes may be held before it is decided whether there are rows."""
+        """Return how many bytes may be kept before the layout is decided."""
         raise NotImplementedError
 
     def nbytes(self, index: int) -> int:
-        """Bytes of a cached sample."""
+        """Return the bytes of a cached sample."""
         slot = int(self.slots[index])
         return units_of(slot)[1] * UNIT if slot >= RECORD or self.layout is None else self.layout.nbytes
 
     def has(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which samples are cached and verified. Never blocks."""
+        """Return which samples are cached and verified, without blocking."""
         return self.slots[indices] >= 0
 
     def unverified(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Samples that another process or run has cached and that ``find`` has not verified. Never blocks."""
+        """Return those that another process or run has cached and ``find`` has not verified, without blocking."""
         return indices[:0]
 
     def find(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which samples are cached, after verifying those that are not verified. May block.
+        """Return which samples are cached, after verifying those that are not verified. May block.
 
         Raises:
             CacheError: The store cannot be used.
@@ -183,8 +184,12 @@ class SampleStore(ABC):
         return self.has(indices)
 
     def are_rows(self, indices: NDArray[np.int64]) -> bool:
-        """Whether these cached samples are rows, which ``copy_rows`` copies."""
-        return bool(self.slots[indices].max(initial=0) < HELD)
+        """Return whether these cached samples are rows, which ``copy_rows`` copies."""
+        return bool(self.slots[indices].max(initial=0) < PENDING)
+
+    def forget(self, index: int) -> None:
+        """Make a cached sample one that is not cached, because it has changed."""
+        raise NotImplementedError
 
     def copy_rows(self, indices: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
         """Copy cached samples into ``out``, C-contiguous [N, bytes of a sample]."""
@@ -192,20 +197,20 @@ class SampleStore(ABC):
         np.take(self._arena, self.slots[indices], axis=0, out=out, mode="clip")
 
     def get(self, index: int) -> tuple[Parts, Layout]:
-        """The arrays of a cached sample, not to be written to, and their layout."""
-        if (held := self._held.get(index)) is not None:
-            return _split(*held), held[1]
+        """Return the arrays of a cached sample, not to be written to, and their layout."""
+        if (pending := self._pending.get(index)) is not None:
+            return _split(*pending), pending[1]
         if (slot := int(self.slots[index])) >= RECORD:
             return [self._record(slot)], RECORDS
         assert self.layout is not None
         return self.parts(index), self.layout
 
     def _record(self, slot: int) -> NDArray[np.uint8]:
-        """A cached record."""
+        """Return a cached record."""
         raise NotImplementedError
 
     def parts(self, index: int) -> Parts:
-        """The arrays of a row; read-only views."""
+        """Return the arrays of a row; read-only views."""
         assert self.layout is not None
         row: NDArray[np.uint8] = self._arena[self.slots[index]]
         row.flags.writeable = False
@@ -217,20 +222,20 @@ class SampleStore(ABC):
         Raises:
             CacheError: It is one of the first samples, and there is no room for rows.
         """
-        if not self._decided:
+        if not self.layout_decided:
             with self._lock:
-                if not self._decided and self.slots[index] == EMPTY:
+                if not self.layout_decided and self.slots[index] == EMPTY:
                     self._first.append(layout)
                     row = pack(parts)
-                    if self._held_bytes + row.nbytes <= self._room():
+                    if self._pending_bytes + row.nbytes <= self._room():
                         row = row.copy()
                         row.flags.writeable = False
-                        self._held_bytes += row.nbytes
-                        self._held[index] = row, layout
-                        self.slots[index] = HELD
+                        self._pending_bytes += row.nbytes
+                        self._pending[index] = row, layout
+                        self.slots[index] = PENDING
                     if len(self._first) >= self._deciding or layout != self.layout:
-                        self.settle()
-        if self.slots[index] == EMPTY and self._decided:
+                        self.choose_layout()
+        if self.slots[index] == EMPTY and self.layout_decided:
             self._write(index, parts, layout)
 
     def _write(self, index: int, parts: Parts, layout: Layout) -> None:
@@ -257,7 +262,7 @@ class SampleStore(ABC):
         return None
 
     def claim(self, index: int) -> bool:
-        """Whether the calling thread may decode a sample now; False if another thread or process is decoding it.
+        """Return whether this thread may decode a sample now; False if another thread or process is decoding it.
 
         Raises:
             CacheError: The store cannot be used.
@@ -269,7 +274,7 @@ class SampleStore(ABC):
         return None
 
     def sample_to_compare(self, indices: NDArray[np.int64]) -> int | None:
-        """One of these samples that must be compared with the source's, to notice that the source has changed."""
+        """Return one of these samples to compare with the source's, to notice that the source has changed."""
         return None
 
     def compare(self, index: int, key: str, found: Parts | NotCacheableError) -> None:
@@ -283,7 +288,7 @@ class SampleStore(ABC):
     def complete(
         self, columns: list[HostTensor], indices: NDArray[np.int64], cached: NDArray[np.bool_], *, pinned: bool
     ) -> list[Any]:
-        """The columns of a batch, with what adds cached samples to them on the device.
+        """Return the columns of a batch, with what adds cached samples to them on the device.
 
         Args:
             columns: A tensor for each part of the layout, [N, ...]; rows of cached samples are undefined.
@@ -295,12 +300,12 @@ class SampleStore(ABC):
 
 
 def record_slot(unit: int, units: int) -> int:
-    """The slot number of a record of so many units of ``UNIT`` bytes that begins at a unit."""
+    """Return the slot number of a record of so many units of ``UNIT`` bytes that begins at a unit."""
     return RECORD + (unit << _LENGTH_BITS) + units
 
 
 def units_of(slot: int) -> tuple[int, int]:
-    """The first unit of a record and its number of units."""
+    """Return the first unit of a record and its number of units."""
     return divmod(slot - RECORD, 1 << _LENGTH_BITS)
 
 

@@ -115,7 +115,7 @@ class StorageStatistics:
         latency_p99_s: The 99th percentile.
         cache_hits: Samples that were found in the cache.
         cache_misses: Samples that were read from their source.
-        cached_bytes: Bytes in the cache, those of other processes included, at the last look-up.
+        cached_bytes: Size of the file of the cache.
     """
 
     requests: int = 0

@@ -66,10 +66,8 @@ class Source(Protocol[EncodedT_co]):
         If ``looks_ahead`` is true, samples of one shard that are in the order soon are read by one ``read_many`` before
         their batches begin; ``nbytes`` returns the encoded bytes of a sample. Needs ``shard_starts``.
     ``version(index) -> str``
-        Changes with the bytes of the sample. With the type and ``key`` it names the sample in an ``EncodedCache``,
-        which otherwise uses the fingerprint. Called in threads, before each read.
-    ``announce(plan)``
-        Called on the engine's loop with each ``BatchPlan`` before its samples are read.
+        Changes with the bytes of the sample. With the ``key`` it names the sample in an ``EncodedCache``. Called in
+        threads, before each read.
 
     A subclass that overrides one of ``read``, ``read_many`` and ``read_now`` overrides all that its base class has, and
     ``version`` if its arguments change what is read.
@@ -129,7 +127,6 @@ class Members(NamedTuple):
     read_now: Callable[[Sequence[int]], Sequence[Any]] | None
     target: Callable[[int], Any] | None
     version: Callable[[int], str] | None
-    announce: Callable[[BatchPlan], object] | None
     storage_statistics: Callable[[], Any] | None
 
     @classmethod
@@ -270,12 +267,7 @@ class DeferredTensor(ABC):
 
 
 class EpochOrder(Protocol):
-    """The order of one epoch.
-
-    Optional attributes are ``epoch``, its number, and ``next_use``: ``None``, or a function that maps indices to the
-    positions at which the ranks of this machine read them next, int64, counted from the start of epoch 0:
-    ``epoch * length + position``. Its first call may take seconds, so call it in a thread.
-    """
+    """The order of one epoch."""
 
     @property
     def length(self) -> int:

@@ -130,7 +130,6 @@ class ChunkAssembly(Assembly):
         if log.isEnabledFor(logging.DEBUG):
             log.debug("batch %d: planned, %d samples in %d chunks", batch.plan.number, samples, len(starts))
         batch.unread = batch.uncounted = batch.undecoded = len(starts)
-        self._fetcher.announce(batch.plan)
         for start in starts:
             stop = min(start + size, samples)
             if not admission.may_read_on(stop - start):

@@ -1,9 +1,9 @@
-"""Chooses the fetcher of a source, a decoder and a cache, and the builders of its batches. Imports no torch."""
+"""Choose the fetcher of a source, a decoder and a cache, and the builders of its batches. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.types import BatchPlan, decodes_in_place, traits_of
@@ -12,12 +12,51 @@ from aiofeed.engine.fetch.fetcher import Fetcher
 from aiofeed.runtime.buffers import BufferLease
 
 if TYPE_CHECKING:
-    from aiofeed.cache.store import SampleStore
+    from aiofeed.devices.backend import DeviceBackend
     from aiofeed.engine.fetch.dataset import DatasetFetcher
     from aiofeed.engine.fetch.source import SourceFetcher
 
+InnerFetcher: TypeAlias = "SourceFetcher | DatasetFetcher"
 NewBuilder: TypeAlias = Callable[[BatchPlan, BufferLease], BatchBuilder]
 """Makes the builder of a planned batch, in memory of a lease."""
+
+
+class CacheStore(Protocol):
+    """The samples of one feeder in a cache. It is pickled for worker processes, without samples."""
+
+    def attach(self, backend: DeviceBackend | None) -> None:
+        """Set the device of the feeder's batches."""
+
+    def free_with(self, owner: object) -> None:
+        """Free device memory when ``owner`` is dropped."""
+
+    def new_fetcher(self, inner: InnerFetcher, decode: Callable[..., Any] | None) -> Fetcher:
+        """Return a fetcher that looks samples up in the cache, before ``inner`` fetches them.
+
+        Raises:
+            CacheError: The cache cannot be used.
+        """
+
+
+class Cache(Protocol):
+    """What ``cache=`` takes. Any object with one of the first two methods is a cache.
+
+    Optional members:
+
+    ``wrap(source)``
+        Returns a source that looks encoded samples up before it reads them, or ``None`` to use ``open_store``.
+    ``facts(decode)``
+        Returns what holds for the cache with a decoder, by the names of the table in ``feeder/rules.py``.
+    ``check_decoder(decode)``
+        Raises ``TypeError`` if it cannot keep what the decoder returns.
+    """
+
+    def open_store(self, config: Any) -> CacheStore:
+        """Return an empty store for the samples of a feeder, given its ``FeederConfig``.
+
+        Raises:
+            TypeError: It cannot keep what the decoder returns.
+        """
 
 
 def new_fetcher(
@@ -27,7 +66,7 @@ def new_fetcher(
     *,
     length: int,
     policy: FailurePolicy,
-    cache: SampleStore | None,
+    cache: CacheStore | None,
     own_process: bool = False,
     lookahead_bytes: int = 0,
 ) -> Fetcher:
@@ -46,7 +85,7 @@ def new_fetcher(
     Raises:
         CacheError: The cache cannot be used.
     """
-    inner: SourceFetcher | DatasetFetcher
+    inner: InnerFetcher
     # Imported here: a feeder loads one of both.
     if traits_of(source).items:
         from aiofeed.engine.fetch.dataset import DatasetFetcher
@@ -59,12 +98,7 @@ def new_fetcher(
         # Samples of a decoded cache need not be read.
         ahead = lookahead_bytes if cache is None else 0
         inner = SourceFetcher(source, decode, in_place=in_place, length=length, policy=policy, lookahead_bytes=ahead)
-    if cache is None:
-        return inner
-    from aiofeed.cache.item_codec import new_codec
-    from aiofeed.engine.fetch.cached import CachedFetcher
-
-    return CachedFetcher(inner, new_codec(decode), cache)
+    return inner if cache is None else cache.new_fetcher(inner, decode)
 
 
 def builder_factory(fetcher: Fetcher, collate_fn: Any, *, staged: bool) -> NewBuilder:

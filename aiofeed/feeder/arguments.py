@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed import _load_addon
+from aiofeed import _load_addon as load_addon
 from aiofeed.core.errors import CacheError
 from aiofeed.core.failure_policy import FailurePolicy, as_policy
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.limits import Limits, ResolvedLimits, resolve_limits
 from aiofeed.core.statistics import new_events
-from aiofeed.core.types import Collate, Row, Source, Traits, Transform, decodes_in_place, keywords_of, public, traits_of
+from aiofeed.core.types import Collate, Row, Traits, Transform, decodes_in_place, keywords_of, public, traits_of
 from aiofeed.core.validation import (
     check_bool,
     check_callable,
@@ -33,7 +33,8 @@ from aiofeed.core.validation import (
 )
 from aiofeed.devices.backend import CpuBackend, backends_of
 from aiofeed.devices.resolve import resolve_devices
-from aiofeed.feeder.rules import Fact, check, conflict, facts_of
+from aiofeed.engine.fetchers import CacheStore
+from aiofeed.feeder.rules import Fact, cache_of, check, conflict, facts_of
 from aiofeed.runtime import machine
 from aiofeed.runtime.tensors import is_plain
 from aiofeed.sampling.feed_order import FeedOrder
@@ -41,11 +42,8 @@ from aiofeed.sampling.lister import STREAM_SAMPLES, Lister, Plan
 from aiofeed.sampling.schedule import SHUFFLES, Schedule, Shuffle, is_shuffle, window_shards
 from aiofeed.sampling.state import InOrder, check_in_order
 from aiofeed.sources.dataset import FromDataset, check_parts, is_iterable_dataset, is_map_dataset
-from aiofeed.sources.subset import fingerprint_of
 
 if TYPE_CHECKING:
-    from aiofeed.cache.encoded.database import EncodedCache
-    from aiofeed.cache.store import SampleStore
     from aiofeed.devices.backend import DeviceBackend
     from aiofeed.devices.static_output import StaticOutput
     from aiofeed.processes.actors.cluster import RayEngine
@@ -111,7 +109,7 @@ def adopt_source(source: Any) -> Any:
     if isinstance(getattr(type(source), "traits", None), Traits):
         return getattr(source, "combined", source)
     if is_iterable_dataset(source):
-        return _load_addon("Stream", "an IterableDataset")(source)
+        return load_addon("Stream", "an IterableDataset")(source)
     if isinstance(source, type):
         raise TypeError(f"a source is an object, got the class {source.__name__}; pass an instance")
     if callable(getattr(source, "read", None)) or callable(getattr(source, "read_many", None)):
@@ -344,14 +342,14 @@ class Arguments:
         check_collate_fn(self.collate_fn)
         check_callable("transform", self.transform)
         if self.split_sequence is not None:
-            sequence_part = _load_addon("sequence_part", "split_sequence=")
+            sequence_part = load_addon("sequence_part", "split_sequence=")
             self.transform = sequence_part(self.split_sequence, self.transform)
         self.backend: DeviceBackend | None = resolve_devices(self.device)
         self.on_error = as_policy(self.on_error)
         self.replica: tuple[int, int] = (0, 1)
         mesh = self.shard[1] if isinstance(self.shard, tuple) and len(self.shard) == 2 else self.shard
         if hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "get_coordinate"):
-            self.shard, self.replica = _load_addon("rank_in_mesh", "a mesh as shard=")("shard", self.shard)
+            self.shard, self.replica = load_addon("rank_in_mesh", "a mesh as shard=")("shard", self.shard)
             log.info("shard %d of %d, from the mesh", *self.shard)
         check_in_order("in_order", self.in_order)
         self.engines: int
@@ -394,7 +392,7 @@ def new_order(a: Arguments) -> FeedOrder:
     Raises:
         TypeError, ValueError: The weights, the plan, the sampler or the shard do not fit.
     """
-    kind = _load_addon("SampleSchedule", 'in_order="samples"') if a.in_order == "samples" else Schedule
+    kind = load_addon("SampleSchedule", 'in_order="samples"') if a.in_order == "samples" else Schedule
     order: Schedule = kind(
         length=a.length, batch_size=1, shuffle=a.shuffle, seed=a.seed, drop_last=a.drop_last, pad=a.pad
     )
@@ -421,15 +419,15 @@ def _new_lister(a: Arguments, order: Schedule) -> Lister | None:
         mixture = a.source.order(a.seed, shuffle=bool(a.shuffle))
     lister = mixture
     if a.batch_sampler is not None:
-        lister = _load_addon("BatchSamplerAdapter", "batch_sampler=")(a.batch_sampler, a.length)
+        lister = load_addon("BatchSamplerAdapter", "batch_sampler=")(a.batch_sampler, a.length)
     elif a.sampler is not None:
-        lister = _load_addon("SamplerAdapter", "sampler=")(a.sampler, a.length)
+        lister = load_addon("SamplerAdapter", "sampler=")(a.sampler, a.length)
     elif a.exclude is not None:
-        lister = _load_addon("ExcludingOrder", "exclude=")(order, a.exclude, a.adopted.key, mixture)
+        lister = load_addon("ExcludingOrder", "exclude=")(order, a.exclude, a.adopted.key, mixture)
     elif a.weights is not None:
-        lister = _load_addon("WeightedOrder", "weights=")(a.weights, a.length, a.seed)
+        lister = load_addon("WeightedOrder", "weights=")(a.weights, a.length, a.seed)
     elif (shards := window_shards(a.shuffle)) is not None:
-        lister = _load_addon("WindowOrder", f"shuffle={a.shuffle!r}")(a.source.shard_starts, shards, a.seed)
+        lister = load_addon("WindowOrder", f"shuffle={a.shuffle!r}")(a.source.shard_starts, shards, a.seed)
     return lister if a.plan is None else a.plan._new_lister(order, lister)
 
 
@@ -461,7 +459,7 @@ class FeederConfig:
     in_order: InOrder
     engines: int
     static_outputs: tuple[StaticOutput, ...] = ()
-    cache: SampleStore | None = None
+    cache: CacheStore | None = None
     tokens_resident: bool = False
     ray: RayEngine | None = None
     facts: frozenset[Fact] = frozenset()
@@ -495,8 +493,11 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     if tokens_resident:
         _check_room_for_tokens(a)
         cache = None
-    elif "EncodedCache" in facts:
-        source, cache = _cached_source(source, cache), None
+    elif cache is not None:
+        cache = cache_of(cache)
+        wrap = getattr(cache, "wrap", None)
+        if wrap is not None and (wrapped := wrap(source)) is not None:
+            source, cache = wrapped, None
     config = FeederConfig(
         source=source,
         length=a.length,
@@ -518,7 +519,7 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     if config.engines:
         _check_picklable(config, "ray" if config.ray else "process")
     if cache is not None:
-        config = replace(config, cache=_new_store(cache, config))
+        config = replace(config, cache=cache.open_store(config))
     if a.static_batches:
         config = with_static_outputs(config, 1 if a.plan is None else a.plan.shapes)
     if "a plan" not in facts and "batch_sampler=" not in facts and not isinstance(a.source, FromDataset):
@@ -528,7 +529,7 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
 
 # What holds for the caches and engines that ``explain`` advises, see ``rules.py``.
 _ADVISED: dict[object, tuple[Fact, ...]] = {
-    "host": ("cache=", "cache= on the host", "cache in host memory"),
+    "host": ("cache=", "cache= on the host"),
     "disk": ("cache=", "cache= on the host"),
     "samples": ('in_order="samples"', "in_order= other than True"),
     False: ("in_order= other than True",),
@@ -554,20 +555,12 @@ def allows(config: FeederConfig, **options: Any) -> bool:
             [value] = options.values()
             facts.update(_ADVISED.get(value, ()))
         if "cache" in options:
-            _check_cacheable(config.decode, on_disk=options["cache"] == "disk")
+            cache: Any = load_addon("DiskCache", "cache=")("") if options["cache"] == "disk" else cache_of("host")
+            facts.update(cache.facts(config.decode))
+            cache.check_decoder(config.decode)
     except (TypeError, ValueError, ImportError):  # what the checks raise
         return False
     return conflict(facts) is None
-
-
-def _check_cacheable(decode: Callable[..., Any] | None, *, on_disk: bool) -> None:
-    """Raise ``TypeError`` if a cache cannot keep what a decoder returns, or cannot tell it from another decoder."""
-    from aiofeed.cache.fingerprint import identity
-    from aiofeed.cache.item_codec import new_codec
-
-    new_codec(decode)
-    if on_disk and decode is not None:
-        identity(decode)
 
 
 def _check_picklable(config: FeederConfig, kind: str) -> None:
@@ -605,13 +598,13 @@ def _with_resident_tensors(config: FeederConfig) -> FeederConfig:
         whole = whole.dataset
     if type(whole).__name__ != "TensorDataset":
         return config
-    tensors = _load_addon("tensors_of", "a TensorDataset")(config.source.dataset)
+    tensors = load_addon("tensors_of", "a TensorDataset")(config.source.dataset)
     return config if tensors is None else replace(config, source=tensors)
 
 
 def with_static_outputs(config: FeederConfig, shapes: int) -> FeederConfig:
     """Return the configuration with new static outputs for so many shapes of batches, see ``StaticOutput``."""
-    new_output = _load_addon("StaticOutput", "static_batches=True")
+    new_output = load_addon("StaticOutput", "static_batches=True")
     backend = config.backend or CpuBackend()
     outputs = tuple([new_output(each, shapes) for each in backends_of(backend)])
     return replace(config, backend=backend, static_outputs=outputs)
@@ -625,51 +618,3 @@ def _check_room_for_tokens(a: Arguments) -> None:
             f"{format_bytes(sum(tokens.nbytes for tokens in a.adopted.arrays))} are more than half of the free "
             f"{format_bytes(machine.free_memory())}: leave out cache=, and threads gather batches ahead"
         )
-
-
-def _cached_source(source: Any, cache: EncodedCache) -> Source[Any]:
-    """Return the source with a cache of its encoded samples; ``CacheError`` if its file is none."""
-    from aiofeed.cache.encoded.database import check_file
-    from aiofeed.cache.encoded.source import CachedSource
-
-    check_file(cache)
-    return CachedSource(source, cache)
-
-
-def _new_store(cache: object, config: FeederConfig) -> SampleStore:
-    """Return an empty store for decoded samples.
-
-    Raises:
-        TypeError: ``cache`` is not a cache, or the decoder is random.
-    """
-    from aiofeed.cache.device import DeviceStore
-    from aiofeed.cache.disk import DiskCache, DiskStore
-    from aiofeed.cache.fingerprint import dataset_identity, identity
-    from aiofeed.cache.host import HostCache, HostStore
-    from aiofeed.cache.item_codec import new_codec
-    from aiofeed.cache.resident import HostRows
-
-    if cache == "host":
-        cache = HostCache()
-    if cache != "device" and not isinstance(cache, HostCache | DiskCache):
-        is_path = isinstance(cache, str) and (os.sep in cache or "." in cache)
-        raise TypeError(
-            f'cache must be "host", "device", aiofeed.HostCache(...), aiofeed.DiskCache(path) or '
-            f"aiofeed.EncodedCache(path, max_bytes), got {cache!r}"
-            + (f"; did you mean aiofeed.DiskCache({cache!r})?" if is_path else "")
-        )
-    source, length, decode = config.source, config.length, config.decode
-    new_codec(decode)
-    if cache == "device":
-        if config.backend is None:
-            return HostRows(length, config.batch_size, machine.rank_memory)
-        return DeviceStore(length, config.batch_size)
-    if isinstance(cache, DiskCache):
-        if isinstance(source, FromDataset):
-            named = source.fingerprint()
-            identified = named or dataset_identity(source.dataset)
-            return DiskStore(length, cache, identified, claims=True, compare=named is None)
-        decoder = () if decode is None else (identity(decode),)
-        return DiskStore(length, cache, fingerprint_of(source, length), *decoder)
-    assert isinstance(cache, HostCache)
-    return HostStore(length, cache, machine.rank_memory)

@@ -50,8 +50,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data import IterableDataset
 
-    from aiofeed.cache.disk import DiskCache
-    from aiofeed.cache.encoded.database import EncodedCache
+    from aiofeed.cache.disk import DiskCache, EncodedCache
     from aiofeed.cache.host import HostCache
     from aiofeed.core.types import Decoder, RandomDecoder, Source
     from aiofeed.decoders.image import DecodeImage

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Container
 from itertools import product
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
+from aiofeed import _load_addon as load_addon
 from aiofeed.core.types import traits_of
+from aiofeed.engine.fetchers import Cache
 from aiofeed.sampling.schedule import window_shards
 
 _ONE = "leave out {option}"
@@ -153,15 +156,13 @@ _SHOWN: dict[str, tuple[Fact, ...]] = {
 
 def facts_of(a: Any) -> set[Fact]:
     """Return what holds for the ``Arguments`` of a feeder, by the names of the table."""
-    from aiofeed.cache.disk import DiskCache
-    from aiofeed.cache.encoded.database import EncodedCache
-    from aiofeed.cache.item_codec import new_codec
-
     traits, policy, cached = a.traits, a.on_error, a.cache is not None
     plan, on_device = a.plan is not None, a.cache == "device"
     listed, tokens = plan or a.batch_sampler is not None, traits.rows and traits.decode == "none"
     unknown = a.exclude is not None or a.sampler is not None or traits.ordered or listed or not traits.indexed
-    at_urls, encoded = tokens and getattr(a.adopted, "whole", a.adopted).looks_ahead, isinstance(a.cache, EncodedCache)
+    at_urls = tokens and getattr(a.adopted, "whole", a.adopted).looks_ahead
+    cache = None if not cached or (tokens and on_device) else cache_of(a.cache)
+    kept: set[Fact] = getattr(cache, "facts", lambda decode: set())(a.decode)
     found: dict[Fact, bool] = {
         "Stream": not traits.indexed,
         "a Mixture with weights": traits.ordered,
@@ -196,7 +197,6 @@ def facts_of(a: Any) -> set[Fact]:
         "decode=": a.decode is not None,
         "no decode=": a.decode is None,
         "rows with parts": bool(getattr(getattr(a.decode, "row", None), "parts", False)),
-        "a random decoder": on_device and a.decode is not None and new_codec(a.decode).random,
         "collate_fn=": a.collate_fn is not None,
         'engine="process"': a.engines > 0,
         "a list of devices": hasattr(a.backend, "backends"),
@@ -205,16 +205,32 @@ def facts_of(a: Any) -> set[Fact]:
         'on_error="skip"': policy.action == "skip",
         'on_error="replace"': policy.action == "replace",
         "cache=": cached,
-        'cache="device"': on_device and not tokens,
-        "cache= on the host": cached and not on_device and not (at_urls and encoded),
-        "cache in host memory": cached and not on_device and not isinstance(a.cache, DiskCache | EncodedCache),
-        "EncodedCache": encoded,
+        "cache= on the host": cached and not on_device and not (at_urls and "EncodedCache" in kept),
         "windows of Episodes": traits.decode == "none" and not (traits.rows or traits.items or traits.in_memory),
         "static_batches=True": a.static_batches,
         "batches of different sizes": not (a.drop_last and (not listed or (plan and a.plan.shapes > 0)))
         and (unknown or a.length % a.samples > 0),
     }
-    return {fact for fact, holds in found.items() if holds}
+    return {fact for fact, holds in found.items() if holds} | kept
+
+
+def cache_of(cache: Any) -> Cache:
+    """Return the cache that ``cache=`` names, or is.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if isinstance(cache, str) and (name := {"host": "HostCache", "device": "DeviceCache"}.get(cache)) is not None:
+        found: Cache = load_addon(name, f"cache={cache!r}")()
+        return found
+    if not hasattr(cache, "open_store") and not hasattr(cache, "wrap"):
+        is_path = isinstance(cache, str) and (os.sep in cache or "." in cache)
+        raise TypeError(
+            f'cache must be "host", "device", aiofeed.HostCache(...), aiofeed.DiskCache(path) or '
+            f"aiofeed.EncodedCache(path, max_bytes), got {cache!r}"
+            + (f"; did you mean aiofeed.DiskCache({cache!r})?" if is_path else "")
+        )
+    return cast("Cache", cache)
 
 
 def conflict(facts: Container[Fact]) -> tuple[Fact, Fact, type[Exception], str] | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeAlias, TypeGuard
@@ -21,7 +20,6 @@ import numpy as np
 
 from aiofeed.core.errors import StateError
 from aiofeed.core.types import BatchPlan
-from aiofeed.core.validation import local_ranks
 from aiofeed.sampling.order import (
     BatchLists,
     ComputedEpoch,
@@ -41,10 +39,6 @@ PLAN_BLOCK = 1024
 RANGE_BLOCK = 1 << 14
 # Enough to distinguish datasets, few enough to take a millisecond.
 FINGERPRINT_KEYS = 1024
-# Epochs in which next uses are looked up, at most. On each of 8 machines, with room for an eighth of the samples, the
-# ranks of the machine find 12 % of them cached if the first ones stay, 22 % with 1 epoch, 41 % with 8 and as many with
-# 30.
-MOST_EPOCHS = 8
 
 Shuffle: TypeAlias = bool | str
 """``shuffle=`` of ``Feeder``: True, False, or a name that ``is_shuffle`` accepts."""
@@ -195,19 +189,6 @@ class Schedule:
             return drawn(self.length, self.seed, epoch)
         return shuffled(self.length, self.seed, epoch) if self.shuffle else sequential
 
-    def _next_uses(self, epoch: int) -> NextUses | None:
-        """Positions at which this machine reads each sample next, in later epochs; ``None`` for draws with replacement.
-
-        Also ``None`` if all ranks are on this machine, as far as their launcher says: each sample is then read once per
-        epoch here, and no replacement of cached samples has more hits than none, because a sample that is
-        stored in an epoch has been read in it.
-        """
-        local = local_ranks(self.world_size)
-        if self.shuffle == "replacement" or self.world_size <= local or self.world_size % local:
-            return None
-        first = self.rank // local * local
-        return NextUses(epoch, self.length, self.permutation, range(first, first + local), self.world_size)
-
     def plans(self, start: Position, sampled: EpochList | None = None) -> Iterator[BatchPlan]:
         """The batches from a position to the end of its epoch, computed on demand.
 
@@ -221,8 +202,7 @@ class Schedule:
             yield from self._listed_plans(start, sampled)
             return
         permutation, seed = self.permutation(start.epoch, sampled), epoch_seed(self.seed, start.epoch)
-        next_use = self._next_uses(start.epoch) if sampled is None else None
-        order = PermutedOrder(self.length, permutation, start.epoch, next_use)
+        order = PermutedOrder(self.length, permutation)
         several = max(PLAN_BLOCK // size, 1)
         for first in range(0, batches, several):
             found = self.positions_from(start, first, several)
@@ -282,54 +262,12 @@ class Schedule:
         return Position(position.epoch + 1)
 
 
-class NextUses:
-    """Maps indices to the positions at which this machine reads them next, counted from the start of epoch 0.
-
-    The first call computes a list of 8 bytes per sample: at 10 million samples, 8 permutations take some seconds.
-
-    Args:
-        epoch: The present epoch, of which nothing is looked up.
-        length: The number of samples.
-        permutation: Returns the permutation of an epoch.
-        ranks: The ranks of this machine.
-        world_size: The number of all ranks.
-    """
-
-    def __init__(
-        self, epoch: int, length: int, permutation: Callable[[int], Permutation], ranks: range, world_size: int
-    ) -> None:
-        self._epoch = epoch
-        self._length = length
-        self._permutation = permutation
-        self._ranks = ranks
-        self._world_size = world_size
-        self._lock = threading.Lock()
-        self._table: Int64 | None = None
-
-    def __call__(self, indices: Int64) -> Int64:
-        """The positions; after all others for samples that are not read in the next epochs."""
-        with self._lock:
-            if self._table is None:
-                self._table = self._compute()
-        return self._table[indices]
-
-    def _compute(self) -> Int64:
-        epochs = min(2 * self._world_size // len(self._ranks), MOST_EPOCHS)
-        table = np.full(self._length, (self._epoch + epochs + 1) * self._length)
-        positions = np.concatenate([np.arange(rank, self._length, self._world_size) for rank in self._ranks])
-        for epoch in range(self._epoch + epochs, self._epoch, -1):
-            table[self._permutation(epoch)(positions)] = epoch * self._length + positions
-        return table
-
-
 @dataclass(frozen=True, eq=False)
 class PermutedOrder:
     """The order of one epoch; positions from ``length`` on start again at 0. See ``EpochOrder``."""
 
     length: int
     permutation: Permutation
-    epoch: int = 0
-    next_use: NextUses | None = None
 
     def index_at(self, position: int) -> int:
         """The index at a position."""

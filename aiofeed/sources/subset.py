@@ -109,7 +109,7 @@ class Subset(IndexedSource):
 
     def __getattr__(self, name: str) -> Any:
         # Without an attribute of its own while it is unpickled.
-        if name.startswith("_") or name in ("whole", "rows", "paths", "announce"):
+        if name.startswith("_") or name in ("whole", "rows", "paths"):
             raise AttributeError(f"a part of a source has no {name!r}: its attribute `whole` is the source")
         value = getattr(self.whole, name)
         if name in ("targets", "names") and hasattr(value, "__len__"):

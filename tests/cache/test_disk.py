@@ -1,4 +1,4 @@
-"""``DiskCache`` with decoders: a file that later runs and other processes use, and whose damage is never seen."""
+"""``DiskCache`` of decoded and of encoded samples: a file of several runs and processes, whose damage is never seen."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ from aiofeed.errors import CacheError
 from tests.support.fork_server import ForkServer
 from tests.support.mutations import mutated
 from tests.support.paths import ROOT, environment
+
+kinds = pytest.mark.parametrize("encoded", [False, True], ids=["decoded", "encoded"])
 
 
 class Rows:
@@ -77,7 +79,7 @@ def check(batches: Any, n: int = 40) -> None:
 
 def run(path: Path, n: int = 40, source: Rows | None = None, epochs: int = 1, **arguments: Any) -> Rows:
     source = source or Rows(n)
-    cache = DiskCache(path, arguments.pop("max_bytes", None))
+    cache = DiskCache(path, arguments.pop("max_bytes", None), arguments.pop("encoded", False))
     with Feeder(source, **{"decode": block, "batch_size": 8} | arguments, cache=cache) as feeder:
         for _ in range(epochs):
             check(feeder, n)
@@ -97,9 +99,10 @@ def offsets(path: Path) -> tuple[int, int]:
     return file._table_at, file._rows_at
 
 
-def test_a_second_run_reads_nothing(path: Path) -> None:
-    assert run(path).reads == Counter(range(40))
-    assert run(path, epochs=2).reads == Counter()
+@kinds
+def test_a_second_run_reads_nothing(path: Path, encoded: bool) -> None:
+    assert run(path, encoded=encoded).reads == Counter(range(40))
+    assert run(path, epochs=2, encoded=encoded).reads == Counter()
     assert DiskCache(path).verify() == ()
 
 
@@ -140,33 +143,38 @@ def refused(path: Path, message: str, **arguments: Any) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_file_of_other_data_is_refused_and_not_changed(path: Path) -> None:
-    run(path)
-    refused(path, "fingerprint of the source: .* in the file, .* here.*Delete", source=Rows(40, "line"))
-    refused(path, "samples: 40 in the file, 41 here", n=41)
-    refused(path, "decoder: .*block .* in the file, .*other .* here", decode=other)
+@kinds
+def test_a_file_of_other_data_is_refused_and_not_changed(path: Path, encoded: bool) -> None:
+    run(path, encoded=encoded)
+    refused(
+        path, "fingerprint of the source: .* in the file, .* here.*Delete", source=Rows(40, "line"), encoded=encoded
+    )
+    refused(path, "samples: 40 in the file, 41 here", n=41, encoded=encoded)
+    refused(path, "decoder: .* in the file, .*other .* here", decode=other)
+    refused(path, "decoder: .* in the file, .* here", encoded=not encoded)
     path.write_bytes(b"precious")
-    refused(path, "is not a cache")
+    refused(path, "is not a cache", encoded=encoded)
     path.write_bytes(bytes(100))
-    refused(path, "is not a cache")
+    refused(path, "is not a cache", encoded=encoded)
 
 
+@kinds
 def test_another_version_a_damaged_header_and_a_truncated_file_are_refused(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch, encoded: bool
 ) -> None:
-    run(path)
+    run(path, encoded=encoded)
     whole = path.read_bytes()
     monkeypatch.setattr(cache_file, "VERSION", 2)
-    refused(path, "version 1, this aiofeed has 2: delete")
+    refused(path, "version 1, this aiofeed has 2: delete", encoded=encoded)
     monkeypatch.undo()
     for at in (45, 60, 20, 21):
         damaged = bytearray(whole)
         damaged[at] ^= 4
         path.write_bytes(damaged)
-        refused(path, "header .* is damaged: delete")
-    for size in (len(whole) - 1, len(whole) // 2, 4097, 300):
+        refused(path, "header .* is damaged: delete", encoded=encoded)
+    for size in (8191 if encoded else len(whole) - 1, len(whole) // 2, 4097, 300):
         path.write_bytes(whole[:size])
-        refused(path, "truncated|damaged")
+        refused(path, "truncated|damaged", encoded=encoded)
 
 
 def rewrite_header(path: Path, text: bytes) -> None:
@@ -274,14 +282,15 @@ def test_a_full_disk_is_an_error_before_the_first_read(
     assert DiskCache(path).verify() == ()
 
 
+@kinds
 def test_a_write_that_fails_does_not_end_the_training(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, encoded: bool
 ) -> None:
     def full(self: Any, *_: Any) -> None:
         raise OSError(errno.EIO, "gone")
 
     monkeypatch.setattr(cache_file.CacheFile, "write", full)
-    assert run(path, epochs=2).reads[39] >= 2  # the first few are in memory
+    assert run(path, epochs=2, encoded=encoded).reads[39] >= 2  # the first few are in memory
     assert caplog.text.count("not written to any more") == 1
 
 
@@ -304,13 +313,16 @@ def test_max_bytes_caches_the_samples_decoded_first(path: Path) -> None:
 # --- damage -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("most", [None, 8192 + 800 * 30])
+@kinds
+@pytest.mark.parametrize("room", [None, 30])
 @pytest.mark.parametrize("seed", range(6))
-def test_flipped_bits_are_never_seen(path: Path, most: int | None, seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    """A sample with damaged row or entry is decoded again, and written again if there is room."""
+def test_flipped_bits_are_never_seen(
+    path: Path, room: int | None, seed: int, caplog: pytest.LogCaptureFixture, encoded: bool
+) -> None:
+    """A sample with damaged row, record or entry is obtained again, and written again if there is room."""
     numbers = random.Random(seed)
-    run(path, max_bytes=most)
-    missing = set(run(path).reads)
+    run(path, max_bytes=room and 8192 + (64 if encoded else 800) * room, encoded=encoded)
+    missing = set(run(path, encoded=encoded).reads)
     table, rows = offsets(path)
     data = bytearray(path.read_bytes())
     for _ in range(5):
@@ -318,26 +330,27 @@ def test_flipped_bits_are_never_seen(path: Path, most: int | None, seed: int, ca
         data[numbers.randrange(table, table + 40 * 16)] ^= 1 << numbers.randrange(8)
     path.write_bytes(data)
     damaged = set(DiskCache(path).verify())
-    read = set(run(path).reads)
+    read = set(run(path, encoded=encoded).reads)
     assert damaged
     assert missing | damaged <= read
     assert len(read) <= len(missing) + 10
     assert caplog.text.count("damaged samples") == 1
-    if most is None:
+    if room is None:
         assert DiskCache(path).verify() == ()
-        assert run(path).reads == Counter()
+        assert run(path, encoded=encoded).reads == Counter()
 
 
 @pytest.mark.parametrize("seeds", [range(24), pytest.param(range(24, 1000), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("sized", [False, True])
-def test_a_mutated_file_gives_the_data_or_an_error_that_names_it(path: Path, seeds: range, sized: bool) -> None:
-    """Rows, and records of samples of several sizes."""
+@pytest.mark.parametrize("content", ["rows", "sized", "encoded"])
+def test_a_mutated_file_gives_the_data_or_an_error_that_names_it(path: Path, seeds: range, content: str) -> None:
+    """Rows, and records of samples of several sizes and of encoded samples."""
 
     def decode(data: bytes) -> Any:
-        return block(data)[: int(data) % 7] if sized else block(data)
+        return block(data) if content == "rows" else block(data)[: int(data) % 7]
 
     def seen() -> list[list[int]]:
-        with Feeder(Rows(), decode=decode, batch_size=8, collate_fn=list, cache=DiskCache(path)) as feeder:
+        cache = DiskCache(path, encoded=content == "encoded")
+        with Feeder(Rows(), decode=decode, batch_size=8, collate_fn=list, cache=cache) as feeder:
             return [sample.tolist() for batch in feeder for sample in batch]
 
     wanted = seen()
@@ -389,13 +402,14 @@ def test_a_disk_that_cannot_be_read_is_an_error_that_names_the_file(
             assert next(calls) <= fails_at
 
 
-def test_swapped_entries_are_not_used(path: Path) -> None:
-    run(path)
+@kinds
+def test_swapped_entries_are_not_used(path: Path, encoded: bool) -> None:
+    run(path, encoded=encoded)
     table, _ = offsets(path)
     data = bytearray(path.read_bytes())
     data[table : table + 16], data[table + 16 : table + 32] = data[table + 16 : table + 32], data[table : table + 16]
     path.write_bytes(data)
-    assert set(run(path).reads) == {0, 1}
+    assert set(run(path, encoded=encoded).reads) == {0, 1}
 
 
 def test_rows_that_never_reached_the_disk_are_not_used(path: Path) -> None:
@@ -454,14 +468,16 @@ time.sleep(600)
 """
 
 
+@kinds
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_process_that_is_stopped_with_the_lock_does_not_block_others(
-    begun: bool, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    encoded: bool, begun: bool, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After a while a new file is a `CacheError` that names the process, and a file in use is not written any more."""
     monkeypatch.setattr(cache_file, "LOCK_LIMIT_S", 0.2)
     if begun:
-        with Feeder(Rows(), decode=block, batch_size=8, cache=DiskCache(path), sampler=range(8)) as feeder:
+        cache = DiskCache(path, encoded=encoded)
+        with Feeder(Rows(), decode=block, batch_size=8, cache=cache, sampler=range(8)) as feeder:
             list(feeder)
     else:
         path.touch()
@@ -472,24 +488,25 @@ def test_a_process_that_is_stopped_with_the_lock_does_not_block_others(
         holder.send_signal(signal.SIGSTOP)
         who = f"process {holder.pid} has locked it" if sys.platform == "linux" else "has locked it"
         if begun:
-            run(path)
+            run(path, encoded=encoded)
             assert who in caplog.text
         else:
             with pytest.raises(CacheError, match=who):
-                run(path)
+                run(path, encoded=encoded)
     finally:
         holder.kill()
         holder.communicate()
 
 
-def test_a_file_whose_creation_was_interrupted_is_created_again(path: Path) -> None:
-    run(path)
+@kinds
+def test_a_file_whose_creation_was_interrupted_is_created_again(path: Path, encoded: bool) -> None:
+    run(path, encoded=encoded)
     whole = path.read_bytes()
     for partial in (b"", whole[:16] + bytes(24), whole[:16] + bytes(len(whole) - 16)):
         path.write_bytes(partial)
-        run(path)
+        run(path, encoded=encoded)
         assert DiskCache(path).verify() == ()
-        assert run(path).reads == Counter()
+        assert run(path, encoded=encoded).reads == Counter()
 
 
 # --- several processes ------------------------------------------------------------------------------------------------
@@ -497,9 +514,10 @@ def test_a_file_whose_creation_was_interrupted_is_created_again(path: Path) -> N
 CHILD = """
 import sys
 from tests.cache.test_disk import DiskCache, Feeder, Limits, Rows, check, slow
-path, rank, world, threads = sys.argv[1], *map(int, sys.argv[2:])
+path, rank, world, threads, encoded = sys.argv[1], *map(int, sys.argv[2:])
 source = Rows(200)
-cache = DiskCache(path, 16384 + 800 * 150 if rank < 0 else None)
+room = 8192 + 64 * 150 if encoded else 16384 + 800 * 150
+cache = DiskCache(path, room if rank < 0 else None, bool(encoded))
 shard = (rank, world) if world > 1 else None
 with Feeder(source, decode=slow, batch_size=8, shuffle=world > 1, shard=shard, cache=cache,
             limits=Limits(decode_threads=threads)) as feeder:
@@ -514,9 +532,9 @@ print(source.reads.total(), flush=True)
 """
 
 
-def child(path: Path, rank: int = 0, world: int = 1, threads: int = 2) -> subprocess.Popen[str]:
+def child(path: Path, rank: int = 0, world: int = 1, *, encoded: bool = False) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(path), str(rank), str(world), str(threads)],
+        [sys.executable, "-c", CHILD, str(path), str(rank), str(world), "2", str(int(encoded))],
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -531,29 +549,27 @@ def reads_of(process: subprocess.Popen[str]) -> int:
     return int(output.split()[-1])
 
 
-def run_slow(path: Path) -> Rows:
-    return run(path, 200, decode=slow)
-
-
 @pytest.mark.slow
+@kinds
 @pytest.mark.parametrize("world", [1, 3])
-def test_processes_fill_a_file_together(path: Path, world: int) -> None:
+def test_processes_fill_a_file_together(path: Path, world: int, encoded: bool) -> None:
     """They start at the same time without a file, with the same samples or each with a rank's."""
-    processes = [child(path, rank, world) for rank in range(3)]
+    processes = [child(path, rank, world, encoded=encoded) for rank in range(3)]
     total = sum(map(reads_of, processes))
     assert DiskCache(path).verify() == ()
-    assert run_slow(path).reads == Counter()
+    assert run(path, 200, decode=slow, encoded=encoded).reads == Counter()
     assert total < 3 * 200 + (3 * 200 if world == 1 else 0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@kinds
 @pytest.mark.parametrize("rank", [0, -1])
-def test_a_kill_at_any_moment_leaves_a_valid_file(path: Path, rank: int) -> None:
+def test_a_kill_at_any_moment_leaves_a_valid_file(path: Path, rank: int, encoded: bool) -> None:
     """Each of several runs continues with the file, also if rows are assigned in the order of decoding."""
     numbers = random.Random(rank)
     for _ in range(6):
-        processes = [child(path, rank, threads=2) for _ in range(2)]
+        processes = [child(path, rank, encoded=encoded) for _ in range(2)]
         for process in processes:
             assert process.stdout is not None
             process.stdout.readline()
@@ -564,19 +580,20 @@ def test_a_kill_at_any_moment_leaves_a_valid_file(path: Path, rank: int) -> None
         # The system has all that they wrote. It is valid, because a row is written before its entry.
         if path.exists() and path.stat().st_size > 4096:  # a kill may come before the file is created
             assert DiskCache(path).verify() == ()
-    assert len(run(path, 200, decode=slow).reads) < 200
-    assert (rank == -1) == bool(run(path, 200, decode=slow).reads)
+    assert len(run(path, 200, decode=slow, encoded=encoded).reads) < 200
+    assert (rank == -1) == bool(run(path, 200, decode=slow, encoded=encoded).reads)
 
 
-def test_a_kill_during_creation_leaves_a_file_that_is_created_again(path: Path) -> None:
+@kinds
+def test_a_kill_during_creation_leaves_a_file_that_is_created_again(path: Path, encoded: bool) -> None:
     """The process dies before it writes the description."""
     pid = os.fork() if hasattr(os, "fork") else 0
     if pid == 0:
         cache_file.CacheFile._reserve = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-        run(path)
+        run(path, encoded=encoded)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    run(path)
+    run(path, encoded=encoded)
     assert DiskCache(path).verify() == ()
 
 

@@ -32,7 +32,7 @@ from aiofeed.cache.item_codec import deserialized, item_layout, serialized
 from aiofeed.cache.store import DECIDING
 from aiofeed.engine.fetch import cached
 from aiofeed.errors import CacheError, IteratorClosedError, ReadError
-from tests.cache.test_item_codec import ITEMS, Items, Many, Pair, described, flat
+from tests.cache.test_item_codec import ITEMS, Items, Many, Pair, flat
 from tests.support.epochs_beside import same_after
 from tests.support.logged_items import Logged, LoggedMany, Ragged
 from tests.support.paths import ROOT, environment
@@ -195,64 +195,6 @@ def test_the_first_that_fails_is_raised(path: Path) -> None:
     assert dataset.reads[7] == 1
 
 
-def test_an_item_that_takes_too_long(path: Path) -> None:
-    """It fails in every epoch, although its thread still runs, and the others are cached."""
-    late = threading.Event()
-
-    def item(index: int) -> int:
-        if index == 0 and not late.wait(20):
-            raise AssertionError
-        return index
-
-    policy = FailurePolicy("skip", decode_timeout_s=0.1, max_failures=20)
-    with Feeder(Items(9, item), batch_size=3, cache=DiskCache(path), on_error=policy) as feeder:
-        for _ in range(2):
-            assert [batch.tolist() for batch in feeder][1:] == [[3, 4, 5], [6, 7, 8]]
-        late.set()
-    assert {failure.index for failure in feeder.failures} == {0}
-
-
-def test_a_collate_fn_gets_the_items_unchanged(path: Path) -> None:
-    """Types, dtypes and structure are unchanged in both runs."""
-    for name in NAMES:
-        for _ in range(2):
-            seen: list[Any] = []
-
-            def collate(samples: list[Any], seen: list[Any] = seen) -> torch.Tensor:
-                seen.extend(samples)
-                return torch.zeros(len(samples))
-
-            source = named(Items(6, name))
-            with Feeder(source, batch_size=3, cache=DiskCache(f"{path} {name}"), collate_fn=collate) as feeder:
-                assert len(list(feeder)) == 2
-            assert [described(sample) for sample in seen] == [described(ITEMS[name](index)) for index in range(6)]
-
-
-def test_writing_into_a_batch_changes_nothing_else(path: Path) -> None:
-    """The file and later epochs stay the same."""
-    expected = streamed(Items())
-    with Feeder(Items(), batch_size=4, cache=DiskCache(path)) as feeder:
-        for _ in range(2):
-            for (images, labels), wanted in zip(feeder, expected, strict=True):
-                assert flat([images, labels]) == wanted
-                images.zero_()
-                labels.zero_()
-    assert run(Items(), path) == expected
-
-
-def test_a_dataset_may_reuse_the_memory_of_its_items(path: Path) -> None:
-    """Cached items do not change when it does."""
-    memory = np.zeros(3)
-
-    def item(index: int) -> np.ndarray:
-        memory[:] = index
-        return memory
-
-    for _ in range(2):
-        with Feeder(named(Items(6, item)), batch_size=2, sampler=[5, 4, 3, 2, 1, 0], cache=DiskCache(path)) as feeder:
-            assert [row[0] for batch in feeder for row in batch.tolist()] == [5, 4, 3, 2, 1, 0]
-
-
 def test_feeders_of_one_process_share_the_work(path: Path) -> None:
     """They run at the same time and start without a file."""
     one, other = (Items(40, lambda index: (time.sleep(0.002), index)[1]) for _ in range(2))
@@ -324,20 +266,6 @@ def test_an_invalid_form_is_not_restored(form: str) -> None:
     layout = serialized(item_layout((1, 2)))
     assert deserialized(replace(layout, form=form)) is None
     assert deserialized(replace(layout, shape=(24,))) is None
-
-
-@pytest.mark.parametrize(
-    ("odd", "message"),
-    [
-        (torch.zeros(2).to_sparse(), r"item is tensor float32 \[2\] \(torch.sparse_coo\)"),
-        ({"a": {frozenset({1}): 1}}, r"item\['a'\] has a key that is a frozenset"),
-    ],
-)
-def test_items_that_cannot_be_cached(path: Path, odd: Any, message: str) -> None:
-    """The first item is an error that says what to change, and the path can be used for other data."""
-    with pytest.raises(CacheError, match=r"'Items\[0\]' \(index 0\) cannot be cached: .*" + message + ".*leave cache="):
-        run(Items(12, lambda _: odd), path)
-    assert run(Items(12), path) == streamed(Items(12))
 
 
 # --- other Datasets ---------------------------------------------------------------------------------------------------
@@ -476,30 +404,11 @@ def test_a_full_disk_is_an_error_with_the_figures(path: Path, monkeypatch: pytes
     assert run(Items(), path) == streamed(Items())
 
 
-def test_a_write_that_fails_does_not_end_the_training(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def gone(self: Any, *_: Any) -> None:
-        raise OSError(errno.EIO, "gone")
-
-    monkeypatch.setattr(CacheFile, "write", gone)
-    assert run(Items(), path, 2) == streamed(Items(), 2)
-    assert caplog.text.count("not written to any more") == 1
-
-
 def test_an_impossible_path_is_an_error_before_the_first_item(path: Path) -> None:
     dataset = Items()
     with pytest.raises(CacheError, match="cannot be created"):
         run(dataset, path / "none")
     assert dataset.reads == Counter()
-
-
-def test_max_bytes_caches_the_items_made_first(path: Path) -> None:
-    dataset = named(Items(40))
-    assert run(dataset, path, max_bytes=8192 + 32 * 10) == streamed(Items(40))
-    dataset = Items(40)
-    assert run(named(dataset), path) == streamed(Items(40))
-    assert dataset.reads == Counter(range(10, 40))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,4 +1,4 @@
-"""Caches in memory with a ``Dataset``: its items are requested once, and batches equal those without a cache."""
+"""Caches with a ``Dataset``: its items are requested once, and batches equal those without a cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiofeed import FailurePolicy, Feeder, FromDataset, HostCache, Limits
+from aiofeed import DiskCache, FailurePolicy, Feeder, FromDataset, HostCache, Limits
 from aiofeed.cache.item_codec import item_layout, item_parts
 from aiofeed.cache.resident import HostRows
 from aiofeed.engine.resident.pipeline import ResidentPipeline
@@ -28,6 +28,7 @@ from tests.support.waiting import until
 LATENCIES = ("random", "late", "early")
 DEVICES = pytest.mark.parametrize("kind", [None, *LATENCIES])
 CACHES = pytest.mark.parametrize("cache", ["device", "host"])
+ALL_CACHES = pytest.mark.parametrize("cache", ["device", "host", "disk"])
 
 Pair = namedtuple("Pair", "image label")
 MEMORY = np.arange(200, dtype=np.float32).reshape(50, 4)
@@ -68,6 +69,10 @@ ITEMS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "MAPPED", tmp_path)
+
+
+def cache_of(kind: str) -> Any:
+    return DiskCache(MAPPED / "items.cache") if kind == "disk" else kind
 
 
 class Items:
@@ -280,8 +285,9 @@ def test_samples_that_fail(
         assert {failure.index for failure in cached.failures} == bad
 
 
-def test_an_item_that_takes_too_long() -> None:
-    """It fails as without a cache, and the others are cached."""
+@ALL_CACHES
+def test_an_item_that_takes_too_long(cache: str) -> None:
+    """It fails as without a cache, although its thread still runs, and the others are cached."""
     late = threading.Event()
 
     def item(index: int) -> int:
@@ -290,11 +296,12 @@ def test_an_item_that_takes_too_long() -> None:
         return index
 
     policy = FailurePolicy("skip", decode_timeout_s=0.05, max_failures=20)
-    with Feeder(Items(9, item), batch_size=3, cache="device", on_error=policy) as feeder:
+    with Feeder(Items(9, item), batch_size=3, cache=cache_of(cache), on_error=policy) as feeder:
         found = [batch.tolist() for batch in feeder]
         late.set()
     assert found[0] == [1, 2]
     assert found[2] == [6, 7, 8]
+    assert {failure.index for failure in feeder.failures} == {0}
 
 
 @DEVICES
@@ -331,10 +338,10 @@ def test_transform_gets_the_same_batches_as_when_streaming(kind: str | None) -> 
 
 
 @DEVICES
-@CACHES
+@ALL_CACHES
 def test_writing_into_a_batch_changes_nothing_else(kind: str | None, cache: Any) -> None:
     """Other batches and later epochs stay the same, and batches stay over epochs."""
-    feeder: Feeder[Any] = Feeder(Items(), batch_size=4, shuffle=True, cache=cache, device=device_of(kind))
+    feeder: Feeder[Any] = Feeder(Items(), batch_size=4, shuffle=True, cache=cache_of(cache), device=device_of(kind))
     plain: Feeder[Any] = Feeder(Items(), batch_size=4, shuffle=True)
     with feeder, plain:
         batches = []
@@ -347,7 +354,7 @@ def test_writing_into_a_batch_changes_nothing_else(kind: str | None, cache: Any)
 
 
 @DEVICES
-@CACHES
+@ALL_CACHES
 def test_a_dataset_may_reuse_the_memory_of_its_items(kind: str | None, cache: Any) -> None:
     """Cached items do not change when it does."""
     memory = np.zeros(3)
@@ -357,21 +364,23 @@ def test_a_dataset_may_reuse_the_memory_of_its_items(kind: str | None, cache: An
         return memory
 
     order = [5, 4, 3, 2, 1, 0]
-    feeder: Feeder[Any] = Feeder(Items(6, item), batch_size=2, sampler=order, cache=cache, device=device_of(kind))
+    feeder: Feeder[Any] = Feeder(
+        Items(6, item), batch_size=2, sampler=order, cache=cache_of(cache), device=device_of(kind)
+    )
     with feeder:
         for _ in range(3):
             assert [row[0] for batch in feeder for row in batch.cpu().tolist()] == order
 
 
 @DEVICES
-@CACHES
+@ALL_CACHES
 def test_random_items_stay_those_of_the_first_epoch(kind: str | None, cache: Any) -> None:
     """All epochs have the items that the first one drew."""
 
     def item(index: int) -> torch.Tensor:
         return torch.rand(3)
 
-    feeder: Feeder[Any] = Feeder(Items(9, item), batch_size=2, cache=cache, device=device_of(kind))
+    feeder: Feeder[Any] = Feeder(Items(9, item), batch_size=2, cache=cache_of(cache), device=device_of(kind))
     with feeder:
         first = [flat(batch) for batch in feeder]
         for _ in range(3):
@@ -379,7 +388,7 @@ def test_random_items_stay_those_of_the_first_epoch(kind: str | None, cache: Any
 
 
 @DEVICES
-@CACHES
+@ALL_CACHES
 @pytest.mark.parametrize("threads", [1, 3])
 def test_repeated_random_items_are_not_mixed(kind: str | None, cache: Any, threads: int) -> None:
     """If an item is made twice at the same time, all parts of one are cached; with one thread those of the first."""
@@ -390,7 +399,7 @@ def test_repeated_random_items_are_not_mixed(kind: str | None, cache: Any, threa
 
     order = [5, 5, 3, 5, 1, 3, 3, 1, 1, 1, 2, 5, 5, 0, 0, 0]
     source = FromDataset(Items(9, item), threads=threads)
-    feeder: Feeder[Any] = Feeder(source, batch_size=4, sampler=order, cache=cache, device=device_of(kind))
+    feeder: Feeder[Any] = Feeder(source, batch_size=4, sampler=order, cache=cache_of(cache), device=device_of(kind))
     first: dict[int, tuple[float, ...]] = {}
     with feeder:
         for epoch in range(4):
@@ -517,7 +526,7 @@ def test_items_that_differ_are_not_cached_on_a_device(kind: str | None, case: in
 
 
 @DEVICES
-@CACHES
+@ALL_CACHES
 @pytest.mark.parametrize(
     ("odd", "message"),
     [
@@ -530,7 +539,7 @@ def test_items_that_differ_are_not_cached_on_a_device(kind: str | None, case: in
 )
 def test_items_that_cannot_be_cached(kind: str | None, cache: Any, odd: Any, message: str) -> None:
     """An error before the first batch names the item and its part."""
-    feeder: Feeder[Any] = Feeder(Items(12, lambda _: odd), batch_size=4, cache=cache, device=device_of(kind))
+    feeder: Feeder[Any] = Feeder(Items(12, lambda _: odd), batch_size=4, cache=cache_of(cache), device=device_of(kind))
     with feeder, pytest.raises(CacheError, match=r"'Items\[0\]' \(index 0\) cannot be cached: .*" + message):
         next(iter(feeder))
 
@@ -597,11 +606,13 @@ def test_unsupported_arguments_are_refused_with_an_alternative() -> None:
             Feeder(dataset, cache=cache, engine="process", **options)  # type: ignore[arg-type]
 
 
-def test_a_collate_fn_gets_the_items_unchanged() -> None:
+@pytest.mark.parametrize("cache", ["host", "disk"])
+def test_a_collate_fn_gets_the_items_unchanged(cache: str) -> None:
     """Types, dtypes and structure are the Dataset's from the first epoch on."""
     for name, item in ITEMS.items():
         if name == "mapped":
             continue  # it gets an array in place of a memmap
+        kept = cache if cache == "host" else DiskCache(MAPPED / name)
         seen: list[Any] = []
 
         def collate(samples: list[Any], seen: list[Any] = seen) -> torch.Tensor:
@@ -609,7 +620,7 @@ def test_a_collate_fn_gets_the_items_unchanged() -> None:
             return torch.zeros(len(samples))
 
         dataset = Items(6, name)
-        with Feeder(dataset, batch_size=3, cache="host", collate_fn=collate) as feeder:
+        with Feeder(dataset, batch_size=3, cache=kept, collate_fn=collate) as feeder:
             for _ in range(2):
                 assert len(list(feeder)) == 2
         expected = [described(item(index)) for index in range(6)]

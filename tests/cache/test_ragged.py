@@ -25,7 +25,7 @@ from aiofeed.cache import layout as layouts
 from aiofeed.cache.disk_format import CacheFile, checksum, open_file
 from aiofeed.cache.host import HostStore
 from aiofeed.cache.layout import Layout, NotCacheableError, pack_record, unpack_record
-from aiofeed.cache.store import HELD
+from aiofeed.cache.store import PENDING
 from aiofeed.errors import CacheError, CollateError
 from tests.cache.test_disk import offsets
 from tests.cache.test_item_codec import UNLIKE, Items
@@ -647,7 +647,7 @@ def test_a_held_sample_stays_readable_while_it_is_written() -> None:
 
     class Slots(np.ndarray):  # type: ignore[type-arg]
         def __setitem__(self, at: Any, value: Any) -> None:
-            held = self[at] == HELD
+            held = self[at] == PENDING
             super().__setitem__(at, value)
             seen.append(bool(held and self[at] < 0))
 

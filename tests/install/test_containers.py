@@ -103,6 +103,6 @@ def test_read_only(tmp_path: Path) -> None:
             "read_only.share": r"FeedError: no folder for sockets: .*'/tmp'.*; use the path .* or set TMPDIR",
             "read_only.shards": r"\Alistings and indexes are not cached, .* no home folder: set AIOFEED_CACHE[^\n]*\Z",
             "read_only.disk_cache": r"CacheError: .*/x.cache' cannot be created: .*Read-only .* writable folder",
-            "read_only.encoded_cache": r"CacheError: .*/x.cache' cannot be opened .* must be writable",
+            "read_only.encoded_cache": r"CacheError: .*/x.cache' cannot be created: .*Read-only .* writable folder",
         },
     )

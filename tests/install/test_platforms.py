@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 
 START = "import os\nfrom tests.support.other_platform import become\nbecome(os.environ['AIOFEED_TEST_PLATFORM'])\n"
 WINDOWS = {
-    "disk_cache": 'ValueError: DiskCache .* use cache="host" or EncodedCache',
+    "disk_cache": 'ValueError: DiskCache .* use cache="host"',
+    "encoded_cache": 'ValueError: EncodedCache .* use cache="host"',
     "process_engine": 'ValueError: engine=.* use engine="thread"',
     "serve": "FeedError: aiofeed.serve and attach .* give each process a Feeder of its own",
     "attach": "FeedError: aiofeed.serve and attach .* give each process a Feeder of its own",

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import aiofeed
 from aiofeed import Feeder
-from tests.support.simulated_device import SimulatedDevice
 from aiofeed.sampling.mesh import rank_in_mesh, sequence_part
 from tests.support.simulated_device import SimulatedDevice
 

@@ -1,1 +1,1 @@
-"""The cache of encoded samples: its file, and the source that uses it."""
+"""The source that looks encoded samples up in a cache."""

@@ -91,10 +91,6 @@ class CachedFetcher(Fetcher):
         self._slowest_s = 0.0
         store.open(codec.layout)
 
-    def announce(self, plan: BatchPlan) -> None:
-        """Announce a plan to the inner fetcher."""
-        self._inner.announce(plan)
-
     def key(self, index: int) -> str:
         """The inner fetcher's name for a sample."""
         return self._inner.key(index)
@@ -135,9 +131,9 @@ class CachedFetcher(Fetcher):
 
     @contextlib.contextmanager
     def reading_ahead(self, steps: Iterable[Step]) -> Iterator[Iterable[Step]]:
-        """The same steps; at their end, few samples that are held are written."""
+        """Yield the same steps; write pending samples at their end."""
         yield steps
-        self._store.settle(last=True)
+        self._store.choose_layout(last=True)
 
     async def prepare(self, decode_pool: ThreadPool) -> None:
         """Learn the layout from one of the first samples, if the store needs it before the first batch.
@@ -243,7 +239,7 @@ class CachedFetcher(Fetcher):
                 for position in positions:
                     if not chunk.ended:
                         self._decode_shared(chunk, [position])
-            self._store.settle()
+            self._store.choose_layout()
         except CacheError as error:
             chunk.add_error(positions[0], error)
 

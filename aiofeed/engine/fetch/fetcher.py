@@ -173,10 +173,6 @@ class Fetcher(ABC):
         """Return a builder for a batch of so many samples, in memory of the lease."""
         return DefaultCollateBuilder(samples, lease)
 
-    def announce(self, plan: BatchPlan) -> None:
-        """Called on the loop with each plan before its samples are read."""
-        return None
-
     def job_sizes(self, limits: ResolvedLimits) -> tuple[int, int]:
         """Return how many samples the next decode jobs should have at least and at most; see ``JobSizer``."""
         return self._sizer.job_sizes(limits.decode_threads)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from aiofeed.core.types import BatchPlan, Members, Source
+from aiofeed.core.types import BatchPlan, Source
 from aiofeed.sampling.epochs import Step
 
 # The share of the look-ahead in which samples are needed soon.
@@ -93,7 +93,6 @@ class _UpcomingSamples:
 
     def __init__(self, source: Any) -> None:
         self._source = source
-        self._announce = Members.of(source).announce
         self._starts = np.asarray(source.shard_starts)
         self.samples: dict[int, _Sample] = {}
         # For each shard the samples that will be read together.
@@ -110,8 +109,6 @@ class _UpcomingSamples:
 
     def note(self, plan: BatchPlan) -> int:
         """Note the samples of a plan, and return their bytes."""
-        if self._announce is not None:
-            self._announce(plan)
         nbytes, shards = 0, np.searchsorted(self._starts, plan.indices, side="right").tolist()
         for index, shard in zip(plan.indices, shards, strict=True):
             sample = self.samples.get(index)

@@ -81,12 +81,10 @@ class SourceFetcher(Fetcher):
         self.limit_s: float | None = self.policy.decode_timeout_s
         members = Members.of(source)
         self.target: Callable[[int], Any] | None = members.target
-        self._announce = members.announce
         # Reads the samples of later steps; to the reader it is the source.
         self._look_ahead: Any = None
         if lookahead_bytes and getattr(source, "looks_ahead", False):
             self._look_ahead = _load_addon("LookAhead", "looks_ahead = True")(source, lookahead_bytes)
-            self._announce = None  # it announces plans when it takes them from the order
         self._reader = AsyncReader(self._look_ahead or source, self.policy)
         # Reads in decode threads, if the source can do it, and without a time limit.
         self._blocking_reader: BlockingReader | None = None
@@ -105,11 +103,6 @@ class SourceFetcher(Fetcher):
         """Yield the same steps; samples of later steps are read meanwhile, if the source has shards."""
         ahead: Fetcher | Any = super() if self._look_ahead is None else self._look_ahead
         return ahead.reading_ahead(steps)
-
-    def announce(self, plan: BatchPlan) -> None:
-        """Announce a plan to the source, if it has the method."""
-        if self._announce is not None:
-            self._announce(plan)
 
     def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
         """Return a builder with the decoder's rows, or one that collates samples."""

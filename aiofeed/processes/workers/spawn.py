@@ -19,13 +19,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aiofeed.cache.store import SampleStore
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.engine.tuning.reads import READS_MOST
 from aiofeed.runtime.event_loop import reserve_standard_descriptors
 
 if TYPE_CHECKING:
     from aiofeed.engine.fetch.sequences import PackCollate
+    from aiofeed.engine.fetchers import CacheStore
 
 _OR_THREADS = 'or use engine="thread"'
 
@@ -60,7 +60,7 @@ class WorkerConfig:
     keep: int
     in_order: bool
     policy: FailurePolicy
-    cache: SampleStore | None = None
+    cache: CacheStore | None = None
     reads_given: bool = True
     threads_given: bool = False
 

@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"aiofeed {version('aiofeed')}")
     parser.set_defaults(run=lambda options: parser.print_help())
     commands = parser.add_subparsers(metavar="command")
-    for add in (_add_run, _add_doctor, _add_bench, _add_profile, _add_index, _add_cache, _add_replay):
+    for add in (_add_run, _add_doctor, _add_bench, _add_profile, _add_index, _add_replay):
         add(commands)
     options = parser.parse_args(arguments)
     if "script" in options:
@@ -96,36 +96,6 @@ def _index(options: argparse.Namespace) -> int:
     from aiofeed.reports.commands.prepare import write_indexes
 
     return write_indexes(options.urls, target=options.target, output=options.output)
-
-
-def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    cache = commands.add_parser("cache", help="fill, describe or verify the file of an EncodedCache")
-    actions = cache.add_subparsers(metavar="action", required=True)
-    build = actions.add_parser(
-        "build", help="read a data set once and store its samples; continues a cache that exists"
-    )
-    build.add_argument("path", metavar="PATH", help="the file")
-    build.add_argument("data", nargs="+", metavar="DATA", help="a folder of images, a manifest, or URLs of shards")
-    build.add_argument("--gigabytes", type=float, help="the budget (default: half of the disk's free space)")
-    build.set_defaults(run=_build_cache)
-    info = actions.add_parser("info", help="print the number of entries, their bytes and the budget")
-    verify = actions.add_parser("verify", help="verify all checksums; the exit code is 1 if an entry is damaged")
-    for action in (info, verify):
-        action.add_argument("path", metavar="PATH", help="the file")
-        action.set_defaults(run=_cache, verify=action is verify, repair=False)
-    verify.add_argument("--repair", action="store_true", help="delete damaged entries")
-
-
-def _build_cache(options: argparse.Namespace) -> int:
-    from aiofeed.reports.commands.prepare import build_cache
-
-    return build_cache(options.path, options.data, options.gigabytes)
-
-
-def _cache(options: argparse.Namespace) -> int:
-    from aiofeed.reports.commands.prepare import show_cache
-
-    return show_cache(options.path, verify=options.verify, repair=options.repair)
 
 
 def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
