@@ -551,9 +551,7 @@ def allows(config: FeederConfig, **options: Any) -> bool:
             [value] = options.values()
             facts.update(_ADVISED.get(value, ()))
         if "cache" in options:
-            cache: Any = (
-                cache_of(options["cache"]) if options["cache"] == "host" else load_addon("DiskCache", "cache=")("")
-            )
+            cache: Any = load_addon("DiskCache", "cache=")("") if value == "disk" else cache_of(value)
             facts.update(cache.facts(config.decode))
             cache.check_decoder(config.decode)
     except (TypeError, ValueError, ImportError):  # what the checks raise
