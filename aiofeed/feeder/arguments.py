@@ -233,7 +233,7 @@ def check_engine(value: object) -> tuple[int, RayEngine | None]:
     ):
         raise ValueError(f"engine={value!r}: {expected}")
     if kind != "process":
-        RayEngine = _load_addon("processes.RayEngine", "engine=")  # noqa: N806
+        RayEngine = load_addon("processes.RayEngine", "engine=")  # noqa: N806
         ray: Any = value if kind != "ray" else RayEngine(int(number)) if colon else RayEngine()
         if not isinstance(ray, RayEngine):
             raise TypeError(f"engine must be a str, got {value!r}; {expected}")
@@ -564,7 +564,7 @@ def allows(config: FeederConfig, **options: Any) -> bool:
 
 
 def _check_picklable(config: FeederConfig, kind: str) -> None:
-    check_picklable = _load_addon("check_picklable", f'engine="{kind}"')
+    check_picklable = load_addon("check_picklable", f'engine="{kind}"')
     check_picklable(kind, source=config.source, decode=config.decode, collate_fn=config.collate_fn)
 
 
