@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import aiofeed
-from aiofeed.core.errors import FeedError
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.validation import check_positive_int
-from aiofeed.reports.commands.data_set import DataSet, nothing, open_data_set, quoted
+from aiofeed.reports.commands.data_set import DataSet, nothing, open_data_set, prints_errors, quoted
 from aiofeed.runtime import machine
 
 # Each step is measured for so long, after a warm-up in which threads and reads are tuned.
@@ -34,6 +33,7 @@ CLEARLY_FASTER = 1.05
 _ENDLESS = 1 << 20
 
 
+@prints_errors("bench")
 def bench(paths: Sequence[str], *, size: int, batch_size: int, as_json: bool) -> int:
     """Measure and print the results; returns the exit code.
 
@@ -43,15 +43,9 @@ def bench(paths: Sequence[str], *, size: int, batch_size: int, as_json: bool) ->
         batch_size: Samples per batch.
         as_json: Whether to print one JSON object in place of text.
     """
-    try:
-        check_positive_int("--size", size)
-        data = open_data_set(paths)
-        report = _measure(data, size, min(check_positive_int("--batch-size", batch_size), len(data.source)))
-    except KeyboardInterrupt:
-        return 130
-    except (OSError, ValueError, TypeError, ImportError, RuntimeError, FeedError) as error:
-        print(f"aiofeed bench: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
-        return 1
+    check_positive_int("--size", size)
+    data = open_data_set(paths)
+    report = _measure(data, size, min(check_positive_int("--batch-size", batch_size), len(data.source)))
     print(json.dumps(report) if as_json else _describe(report))
     return 0
 

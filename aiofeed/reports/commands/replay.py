@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from aiofeed.core.errors import StateError
-from aiofeed.reports.commands.data_set import open_data_set
+from aiofeed.reports.commands.data_set import open_data_set, prints_errors
 from aiofeed.sampling.feed_order import FeedOrder
 from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.state import ORDERS, SavedState, states_in
 from aiofeed.sources.subset import fingerprint_of
 
 
+@prints_errors("replay")
 def replay(path: str, data: Sequence[str], *, at: str | None, step: int, epoch: int, rank: int | None) -> int:
     """Print the samples of a step as JSON, one a line; returns the exit code."""
-    try:
-        state = SavedState.from_dict(_read(path, at))
-        mixture, schedule = None, state.schedule
-        if state.order == ORDERS["mixture"]:
-            mixture = MixtureOrder.of_state(state.sampler, schedule.seed, shuffle=bool(schedule.shuffle))
-        elif state.sampler:
-            raise StateError(f"the state does not have the whole order, {state.order}: call feeder.samples({step})")
-        source = open_data_set(data).source if data else None
-        if source is not None and fingerprint_of(source, len(source)) != state.fingerprint:
-            raise StateError(f"the state is of other data than {source!r}")
-        order = FeedOrder(schedule, None, (schedule.rank, schedule.world_size), mixture)
-        for sample in order.samples_at(step, epoch, rank, lambda at: None if source is None else str(source.key(at))):
-            print(json.dumps(asdict(sample)))
-    except (OSError, ValueError, ImportError, RuntimeError, StateError) as error:
-        print(f"aiofeed replay: {error}", file=sys.stderr)
-        return 1
+    state = SavedState.from_dict(_read(path, at))
+    mixture, schedule = None, state.schedule
+    if state.order == ORDERS["mixture"]:
+        mixture = MixtureOrder.of_state(state.sampler, schedule.seed, shuffle=bool(schedule.shuffle))
+    elif state.sampler:
+        raise StateError(f"the state does not have the whole order, {state.order}: call feeder.samples({step})")
+    source = open_data_set(data).source if data else None
+    if source is not None and fingerprint_of(source, len(source)) != state.fingerprint:
+        raise StateError(f"the state is of other data than {source!r}")
+    order = FeedOrder(schedule, None, (schedule.rank, schedule.world_size), mixture)
+    for sample in order.samples_at(step, epoch, rank, lambda at: None if source is None else str(source.key(at))):
+        print(json.dumps(asdict(sample)))
     return 0
 
 
