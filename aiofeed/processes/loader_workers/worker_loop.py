@@ -26,15 +26,9 @@ from torch.utils.data.dataloader import _DatasetKind
 from torch.utils.data.graph_settings import apply_random_seed
 
 from aiofeed.processes.ipc.ring import Slot, SlotPool
+from aiofeed.processes.loader_workers import random_state as rng
 from aiofeed.processes.loader_workers.channel import Answer, Channel, Fetch, Restore, Resume, wait
 from aiofeed.processes.loader_workers.fetching import BatchTimes, dataset_state, fetch, restore_dataset
-from aiofeed.processes.loader_workers.random_state import (
-    pack_random_state,
-    random_state,
-    same_random_state,
-    set_random_state,
-    unpack_random_state,
-)
 from aiofeed.processes.pickling import SlotStorage, dump_batch, move_batch
 
 # Interval of the checks whether the parent lives, if another process holds its end of the channel open.
@@ -177,7 +171,7 @@ class _LoaderWorker:
             if dataset is not None and restore_dataset(self._fetcher, self._dataset, dataset):
                 self._new_fetcher()
             if random_generators is not None:
-                set_random_state(unpack_random_state(random_generators))
+                rng.set_random_state(rng.unpack_random_state(random_generators))
         except Exception:  # noqa: BLE001 - the parent raises it
             self._send(Answer("error", -1, self._wrapped_error()))
             return
@@ -240,11 +234,11 @@ class _LoaderWorker:
     def _new_state(self) -> bytes | None:
         """The state for ``Answer``. Most datasets draw no random numbers: comparing is cheaper than sending."""
         dataset = dataset_state(self._fetcher, self._dataset)
-        generators = random_state()
-        if dataset is None and self._generators is not None and same_random_state(generators, self._generators):
+        generators = rng.random_state()
+        if dataset is None and self._generators is not None and rng.same_random_state(generators, self._generators):
             return None
         self._generators = generators
-        return pickle.dumps([pack_random_state(generators), dataset])
+        return pickle.dumps([rng.pack_random_state(generators), dataset])
 
     def _send(self, answer: Answer, descriptors: list[int] | tuple[()] = ()) -> None:
         self._channel.send(pickle.dumps(answer), descriptors)

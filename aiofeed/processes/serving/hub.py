@@ -20,14 +20,8 @@ from aiofeed.processes.ipc.address import Listener
 from aiofeed.processes.ipc.error_codec import describe
 from aiofeed.processes.ipc.peers import Peer
 from aiofeed.processes.ipc.ring import SlotPool
+from aiofeed.processes.serving import messages
 from aiofeed.processes.serving.consumers import Consumer
-from aiofeed.processes.serving.messages import (
-    Disconnected,
-    EpochEnded,
-    EpochStarted,
-    Probe,
-    Welcome,
-)
 from aiofeed.processes.serving.published import ADVICE, BatchPublisher
 from aiofeed.runtime.thread_pool import ThreadPool
 
@@ -163,7 +157,7 @@ class Hub:
                     batch = await anext(iterator)
                 except StopAsyncIteration:
                     for consumer in self._members:
-                        consumer.send(EpochEnded(consumer.fed_ticket))
+                        consumer.send(messages.EpochEnded(consumer.fed_ticket))
                     return
                 await self._publish(number, batch)
                 del batch
@@ -182,7 +176,7 @@ class Hub:
             consumer.fed_ticket = consumer.ticket
             position = (self._members.index(consumer) - self._turn) % len(self._members)
             batches = self._batches_left(number, len(self._members), position)
-            consumer.send(EpochStarted(consumer.fed_ticket, self._epoch, batches))
+            consumer.send(messages.EpochStarted(consumer.fed_ticket, self._epoch, batches))
 
     def _batches_left(self, number: int, members: int, position: int = 0) -> int | None:
         """How many batches a consumer gets, from batch ``number`` on; ``None`` if the feeder has no length."""
@@ -199,14 +193,14 @@ class Hub:
         members, self._members = self._members, []
         for consumer in members:
             consumer.ticket = None
-            consumer.send(EpochEnded(consumer.fed_ticket, message))
+            consumer.send(messages.EpochEnded(consumer.fed_ticket, message))
 
     async def _close(self, reason: str) -> None:
         self._listener.stop_accepting()
         self._listener.close()
         for consumer in list(self._connections):
             if consumer.greeted:
-                consumer.send(Disconnected(reason))
+                consumer.send(messages.Disconnected(reason))
             else:
                 consumer.close()
         loop = asyncio.get_running_loop()
@@ -288,11 +282,11 @@ class Hub:
     def _connected(self, sock: socket.socket, peer: Peer) -> None:
         self._connections.append(Consumer(sock, peer.pid, self))
 
-    def welcome(self) -> Welcome:
+    def welcome(self) -> messages.Welcome:
         """The answer to a consumer's ``Hello``."""
-        return Welcome(self._batches_left(0, self._options.min_consumers), self.publisher.device)
+        return messages.Welcome(self._batches_left(0, self._options.min_consumers), self.publisher.device)
 
-    def probe(self, consumer: Consumer) -> Probe:
+    def probe(self, consumer: Consumer) -> messages.Probe:
         """A test of whether a consumer can read the server's device memory."""
         return self.publisher.probe(consumer)
 

@@ -17,13 +17,7 @@ from aiofeed.processes.ipc.framing import Connection, ProtocolError
 from aiofeed.processes.ipc.peers import describe_exit
 from aiofeed.processes.ipc.ring import Ring
 from aiofeed.processes.ipc.schema import encode
-from aiofeed.processes.workers.protocol import (
-    BatchFinished,
-    FromWorker,
-    ReleaseSlot,
-    ToWorker,
-    decode_from_worker,
-)
+from aiofeed.processes.workers import protocol
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
@@ -50,7 +44,7 @@ class Handle(Protocol):
     assigned: dict[int, AssignedBatch]
     decoding: int
 
-    def send(self, message: ToWorker) -> None:
+    def send(self, message: protocol.ToWorker) -> None:
         """Send a message; does nothing if the worker has ended."""
 
     def release_slot(self, serial: int, ring: Ring, reusable: bool = True) -> None:
@@ -76,7 +70,7 @@ class AssignedBatch:
     """
 
     plan: BatchPlan
-    reply: asyncio.Future[BatchFinished]
+    reply: asyncio.Future[protocol.BatchFinished]
     was_read: Callable[[], None]
     may_decode: bool
     permitted_at: float
@@ -108,7 +102,7 @@ class WorkerHandle:
         config: int,
         backend: DeviceBackend | None,
         *,
-        received: Callable[[WorkerHandle, FromWorker], None],
+        received: Callable[[WorkerHandle, protocol.FromWorker], None],
         lost: Callable[[WorkerHandle, Exception | None], None],
     ) -> None:
         self.number = number
@@ -137,13 +131,13 @@ class WorkerHandle:
         self.name: str = f'worker process {number + 1} of {count} (engine="process", pid {self.pid})'
         self._connection = Connection(ours, received=self._received, lost=lambda error: lost(self, error))
 
-    def send(self, message: ToWorker) -> None:
+    def send(self, message: protocol.ToWorker) -> None:
         """Send a message; does nothing if the worker has ended."""
         self._connection.send(encode(message))
 
     def release_slot(self, serial: int, ring: Ring, reusable: bool = True) -> None:
         """Give the slot of a batch back to the worker; see ``ReleaseSlot``."""
-        self.send(ReleaseSlot(serial, reusable))
+        self.send(protocol.ReleaseSlot(serial, reusable))
 
     def ended(self) -> bool:
         """Whether the process has ended; sets ``exit_status``."""
@@ -171,8 +165,8 @@ class WorkerHandle:
         self.ring.close()
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
-        message = decode_from_worker(payload)
-        if isinstance(message, BatchFinished):
+        message = protocol.decode_from_worker(payload)
+        if isinstance(message, protocol.BatchFinished):
             self.ring.map_segments(message.segments, descriptors, message.retired)
         elif descriptors:
             raise ProtocolError(f"{type(message).__name__} with descriptors")

@@ -16,7 +16,7 @@ from typing import Any
 import aiofeed
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.validation import check_positive_int
-from aiofeed.reports.commands.data_set import DataSet, nothing, open_data_set, prints_errors, quoted
+from aiofeed.reports.commands.data_set import DataSet, nothing, open_data_set, quoted
 from aiofeed.runtime import machine
 
 # Each step is measured for so long, after a warm-up in which threads and reads are tuned.
@@ -33,7 +33,6 @@ CLEARLY_FASTER = 1.05
 _ENDLESS = 1 << 20
 
 
-@prints_errors("bench")
 def bench(paths: Sequence[str], *, size: int, batch_size: int, as_json: bool) -> int:
     """Measure and print the results; returns the exit code.
 

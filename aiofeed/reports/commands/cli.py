@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
+
+from aiofeed.core.errors import FeedError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand in ``arguments`` (default: those of the command line); returns the exit code."""
     parser = argparse.ArgumentParser(prog="aiofeed", description="Feeds PyTorch training.")
     parser.add_argument("--version", action="version", version=f"aiofeed {version('aiofeed')}")
-    commands = parser.add_subparsers(metavar="command")
+    commands = parser.add_subparsers(metavar="command", dest="command")
     for add in (_add_run, _add_doctor, _add_bench, _add_profile, _add_index, _add_cache, _add_replay):
         add(commands)
     options = vars(parser.parse_args(arguments))
     if "script" in options:
         options["script"], *options["arguments"] = options["script"][options["script"][0] == "--" :]
-    # The function of a module of this folder, which gets the options by their names.
-    module, _, function = options.pop("calls", "").partition(".")
-    if not module:
+    if (command := options.pop("command")) is None:
         parser.print_help()
         return 0
-    return getattr(import_module(f"aiofeed.reports.commands.{module}"), function)(**options) or 0
+    # The function of a module of this folder, which gets the options by their names.
+    module, function = options.pop("calls").split(".")
+    call = partial(getattr(import_module(f"aiofeed.reports.commands.{module}"), function), **options)
+    return (_printing_errors(command, call) if command in ("bench", "replay") else call()) or 0
+
+
+def _printing_errors(command: str, call: Callable[[], int]) -> int:
+    """Print an error of the data as one line; returns the exit code."""
+    try:
+        return call()
+    except KeyboardInterrupt:
+        return 130
+    except (OSError, ValueError, TypeError, ImportError, RuntimeError, FeedError) as error:
+        print(f"aiofeed {command}: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        return 1
 
 
 _RUN = """\

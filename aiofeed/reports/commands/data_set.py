@@ -6,13 +6,10 @@ import glob
 import json
 import os
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any
 
-from aiofeed.core.errors import FeedError
 from aiofeed.sources.files import Files
 from aiofeed.sources.image_folder import EXTENSIONS, ImageFolder
 from aiofeed.sources.objects.manifest import Manifest
@@ -22,8 +19,6 @@ from aiofeed.sources.shards.zip import ZipShards
 
 _IMAGES = ";".join(["jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff"])
 _MANIFEST = re.compile(r"\.(csv|tsv|jsonl|ndjson|parquet|pq)(\.\w+)?$", re.IGNORECASE)
-P = ParamSpec("P")
-
 _SHARDS = re.compile(r"\.(tar|zip)$", re.IGNORECASE)
 
 
@@ -74,22 +69,3 @@ def quoted(value: str | list[str]) -> str:
 def nothing(data: Any) -> int:
     """A decoder that does nothing, to read alone."""
     return 0
-
-
-def prints_errors(command: str) -> Callable[[Callable[P, int]], Callable[P, int]]:
-    """Let a command print an error of its data as one line and return an exit code; 130 after Ctrl-C."""
-
-    def decorated(function: Callable[P, int]) -> Callable[P, int]:
-        @wraps(function)
-        def run(*args: P.args, **kwargs: P.kwargs) -> int:
-            try:
-                return function(*args, **kwargs)
-            except KeyboardInterrupt:
-                return 130
-            except (OSError, ValueError, TypeError, ImportError, RuntimeError, FeedError) as error:
-                print(f"aiofeed {command}: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
-                return 1
-
-        return run
-
-    return decorated

@@ -8,14 +8,13 @@ from dataclasses import asdict
 from typing import Any
 
 from aiofeed.core.errors import StateError
-from aiofeed.reports.commands.data_set import open_data_set, prints_errors
+from aiofeed.reports.commands.data_set import open_data_set
 from aiofeed.sampling.feed_order import FeedOrder
 from aiofeed.sampling.listers.mixture import MixtureOrder
 from aiofeed.sampling.state import ORDERS, SavedState, states_in
 from aiofeed.sources.subset import fingerprint_of
 
 
-@prints_errors("replay")
 def replay(path: str, data: Sequence[str], *, at: str | None, step: int, epoch: int, rank: int | None) -> int:
     """Print the samples of a step as JSON, one a line; returns the exit code."""
     state = SavedState.from_dict(_read(path, at))
