@@ -17,7 +17,16 @@ from aiofeed.core.errors import CollateError
 from aiofeed.core.pytree import is_dataclass_instance, is_namedtuple, loaded_class
 from aiofeed.core.types import HostTensor
 from aiofeed.processes.ipc.framing import ProtocolError
-from aiofeed.processes.ipc.schema import ArrayNode, BytesNode, ContainerNode, Node, PickledNode, Struct, plain_dtype
+from aiofeed.processes.ipc.schema import (
+    ArrayNode,
+    BytesNode,
+    ContainerNode,
+    Node,
+    PickledNode,
+    Struct,
+    dtype_and_nbytes,
+    plain_dtype,
+)
 from aiofeed.runtime.buffers import BufferLease, HostBufferPool, array
 from aiofeed.runtime.tensors import in_memory_order, view_as_integers
 
@@ -30,6 +39,8 @@ if TYPE_CHECKING:
 _SCALARS = (type(None), bool, int, float, str)
 _SEQUENCES: dict[type, Literal["list", "tuple"]] = {list: "list", tuple: "tuple"}
 _MAPPINGS: dict[type, Literal["dict", "OrderedDict"]] = {dict: "dict", OrderedDict: "OrderedDict"}
+# The NumPy dtype of the description of a tensor on a device, by its item size; torch_dtype has the real one.
+DEVICE_DTYPES = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
 
 # --- encoding ---
@@ -305,3 +316,34 @@ def torch_dtype_of(node: ArrayNode) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != np.dtype(node.dtype).itemsize:
         raise ProtocolError(f"torch_dtype {node.torch_dtype!r} for {node.dtype}")
     return dtype
+
+
+# --- tensors in device memory ---
+
+
+class TensorInBlock:
+    """A tensor in a block. No dataclass, which would be a node of the batch and not a leaf.
+
+    Args:
+        node: Its description.
+        nbytes: Size of the block.
+
+    Raises:
+        ProtocolError: It does not lie in the block.
+    """
+
+    __slots__ = ("_axes", "_dtype", "_nbytes", "_node")
+
+    def __init__(self, node: ArrayNode, nbytes: int) -> None:
+        self._node = node
+        self._axes = permutation(node)
+        dtype, self._nbytes = dtype_and_nbytes(node)
+        self._dtype = torch_dtype_of(node)
+        if node.offset < 0 or node.offset % dtype.itemsize or node.offset + self._nbytes > nbytes:
+            raise ProtocolError(f"{self._nbytes} bytes at {node.offset} do not lie in a block of {nbytes}")
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor, in the memory of the block or in a copy of it."""
+        start = self._node.offset
+        flat = memory[start : start + self._nbytes].view(self._dtype).view(self._node.shape)
+        return flat if self._axes is None else flat.permute(self._axes)

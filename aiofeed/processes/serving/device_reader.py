@@ -18,12 +18,12 @@ from aiofeed.core.errors import DeviceCopyError, FeedError
 from aiofeed.core.pytree import map_leaves
 from aiofeed.devices.backend import poll
 from aiofeed.devices.copier import Copier, PendingCopy
-from aiofeed.processes.ipc.batch_codec import decode_batch
+from aiofeed.processes.ipc.batch_codec import TensorInBlock, decode_batch
 from aiofeed.processes.ipc.cuda_ipc import HandleError
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.peers import ProcessMonitor
 from aiofeed.processes.ipc.schema import ArrayNode, Node
-from aiofeed.processes.serving.device_ring import TensorInBlock, is_complete
+from aiofeed.processes.serving.device_ring import is_complete
 from aiofeed.processes.serving.messages import MAX_REASON_LETTERS, BatchAvailable, DeviceBlockHandle, Probe
 
 if TYPE_CHECKING:

@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.pytree import leaves, map_leaves
-from aiofeed.processes.ipc.batch_codec import permutation, torch_dtype_of, unsupported_value
+from aiofeed.processes.ipc.batch_codec import DEVICE_DTYPES, unsupported_value
 from aiofeed.processes.ipc.cuda_ipc import HandleError, first_line
-from aiofeed.processes.ipc.framing import ProtocolError
-from aiofeed.processes.ipc.schema import ArrayNode, dtype_and_nbytes
+from aiofeed.processes.ipc.schema import ArrayNode
 from aiofeed.processes.serving.messages import MAX_DEVICE_LETTERS, DeviceBlockHandle, Probe
 from aiofeed.runtime.tensors import memory_order
 
@@ -43,8 +42,6 @@ _GRAIN_BYTES = 2 << 20
 # for each export until the memory is freed, and with 1,000 of them in a process each further export waits for the
 # device (CUDA_IPC_MAXIMUM_EVENTS_TO_USE in torch/csrc/CudaIPCTypes.h).
 _MAX_STALE_EXPORTS = 100
-# The NumPy dtype in which a tensor is described, by its item size; torch_dtype has the real one.
-DTYPES = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
 
 @dataclass(eq=False)
@@ -186,7 +183,7 @@ class DeviceRing:
     def _check(self, tensor: torch.Tensor, advice: str) -> None:
         import torch
 
-        if tensor.layout is not torch.strided or tensor.requires_grad or tensor.itemsize not in DTYPES:
+        if tensor.layout is not torch.strided or tensor.requires_grad or tensor.itemsize not in DEVICE_DTYPES:
             what = f"a tensor of {tensor.dtype} with layout {tensor.layout} on {self._backend.name}"
             raise unsupported_value(what + (" that requires grad" if tensor.requires_grad else ""), "", advice)
 
@@ -198,7 +195,7 @@ class DeviceRing:
         if flat.numel():
             target = block.memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(shape)
             self._shared.put(target, flat)
-        return ArrayNode("device", block.number, offset, shape, DTYPES[tensor.itemsize], axes, dtype)
+        return ArrayNode("device", block.number, offset, shape, DEVICE_DTYPES[tensor.itemsize], axes, dtype)
 
     def to_host(self, batch: Any) -> Any:
         """The batch with its device tensors copied to host memory. Blocks; for a thread of the executor."""
@@ -309,31 +306,3 @@ def is_complete(event: Event | SharedEvent) -> bool:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-class TensorInBlock:
-    """A tensor in a block. No dataclass, which would be a node of the batch and not a leaf.
-
-    Args:
-        node: Its description.
-        nbytes: Size of the block.
-
-    Raises:
-        ProtocolError: It does not lie in the block.
-    """
-
-    __slots__ = ("_axes", "_dtype", "_nbytes", "_node")
-
-    def __init__(self, node: ArrayNode, nbytes: int) -> None:
-        self._node = node
-        self._axes = permutation(node)
-        dtype, self._nbytes = dtype_and_nbytes(node)
-        self._dtype = torch_dtype_of(node)
-        if node.offset < 0 or node.offset % dtype.itemsize or node.offset + self._nbytes > nbytes:
-            raise ProtocolError(f"{self._nbytes} bytes at {node.offset} do not lie in a block of {nbytes}")
-
-    def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor, in the memory of the block or in a copy of it."""
-        start = self._node.offset
-        flat = memory[start : start + self._nbytes].view(self._dtype).view(self._node.shape)
-        return flat if self._axes is None else flat.permute(self._axes)
