@@ -229,7 +229,7 @@ class _Epochs:
             self.feeder = _FeederEpochs(loader, device=device, transform=transform, limits=limits, **feeder)
 
     def explain(self, loader: DataLoader[Any]) -> Explanation:
-        """See ``DataLoader.explain``."""
+        """Explain an epoch; see ``DataLoader.explain``."""
         from aiofeed.reports.remedies import explain_loader
 
         if self.feeder is not None:
@@ -253,7 +253,7 @@ class _Epochs:
         )
 
     def unused(self) -> _Epochs:
-        """A copy for a copy of the loader."""
+        """Return a copy for a copy of the loader."""
         other = copy.copy(self)
         other.progress, other._loaded = None, self.loaded
         return other
@@ -268,7 +268,7 @@ class _Epochs:
         return self._loaded
 
     def state_dict(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        """The present state, or the loaded one before ``iter``."""
+        """Return the present state, or the loaded one before ``iter``."""
         progress = self.progress
         if progress is None and self._loaded is not None:
             return self._loaded.packed
@@ -284,11 +284,10 @@ class _Epochs:
         loaded = LoaderState.parse(state, loader)
         if loaded.of_this_rank and loaded.restores_generators:
             loaded.now.restore_generators(loader)
-        elif loaded.of_this_rank:
-            loaded.now.restore_own_generators(loader)
         else:
-            loaded.without_worker_generators()
             loaded.now.restore_own_generators(loader)
+        if not loaded.of_this_rank:
+            loaded.without_worker_generators()
             warnings.warn(
                 f"the state of this DataLoader was saved by rank {loaded.rank}: position and order are restored, "
                 f"random numbers of the dataset are not. For an exact resume, save and load a state for each rank",
@@ -460,7 +459,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         return True
 
     def _starts_next_epoch(self) -> bool:
-        """The epoch has ended. Start the next one if this one was resumed after its last batch."""
+        """Note the end of the epoch, and start the next one if this one was resumed after its last batch."""
         loader, self._loader = self._loader, None
         resumed = not self._progress.begun
         self._progress.finished = True

@@ -174,7 +174,7 @@ class Prefetch(Generic[BatchT]):
 
 
 def _ready(batch: Any, number: int, memory: PinnedBufferPool | None, counters: EpochStats, asked: float) -> ReadyBatch:
-    """The item of a batch, for which the iterable was asked at this time."""
+    """Return the item of a batch, for which the iterable was asked at this time."""
     began, lease = time.perf_counter(), None
     counters.decode_s += began - asked
     if memory is not None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from concurrent.futures import Future
+from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aiofeed.core.errors import WorkerDiedError, as_exception
+from aiofeed.core.errors import as_exception
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_positive_int, explain_arguments
 from aiofeed.feeder.feeder import Feeder
@@ -120,7 +120,7 @@ class Server:
         self._options = options
         self._loop_thread: EventLoopThread | None = None
         self._hub: Hub | None = None
-        self._done: Future[None] = Future()
+        self._errors: list[Exception] = []
 
     @property
     def address(self) -> str:
@@ -157,21 +157,20 @@ class Server:
             RuntimeError: The server is running already.
         """
         self._start(epochs, go_on=False)
-        done = self._done
+        loop_thread, errors = self._loop_thread, self._errors
+        assert loop_thread is not None
         try:
-            while True:
-                try:
-                    # A signal that arrives just before the main thread blocks does not wake it, so poll.
-                    done.result(threads.POLL_INTERVAL_S)
-                    return
-                except FutureTimeout:
-                    if done.done():
-                        raise
+            while not loop_thread.finished.done():
+                # A signal that arrives just before the main thread blocks does not wake it, so poll.
+                with contextlib.suppress(FutureTimeout):
+                    loop_thread.finished.result(threads.POLL_INTERVAL_S)
         finally:
             self.close()
+        if errors:
+            raise errors[0]
 
     def _start(self, epochs: int | None, *, go_on: bool) -> None:
-        if self._loop_thread is not None and not self._loop_thread.stopping and not self._done.done():
+        if self._loop_thread is not None and not self._loop_thread.stopping:
             raise RuntimeError(f"the server at {self._address} is running already")
         number = _ENDLESS if epochs is None else check_positive_int("epochs", epochs)
         with contextlib.suppress(TypeError):  # a stream has no len()
@@ -189,15 +188,13 @@ class Server:
         try:
             hub = Hub(self._feeder, listener, self._options, loop_thread.decode_pool, ring)
             self._hub = hub
-            done: Future[None] = Future()
-            self._done = done
+            self._errors = errors = []
             loop_thread.at_exit(listener.close)
-            loop_thread.at_exit(partial(_finish, done, None))
-            loop_thread.at_death(partial(_finish, done))
+            loop_thread.at_death(errors.append)
             loop_thread.watch(self)
             self._loop_thread = loop_thread
             loop_thread.launch()
-            loop_thread.start(partial(_serve, hub, number, go_on, done, loop_thread.stop))
+            loop_thread.start(partial(_serve, hub, number, go_on, errors, loop_thread.stop))
         except BaseException:
             loop_thread.stop()
             listener.close()
@@ -253,22 +250,12 @@ def _shared(backend: DeviceBackend | DeviceGroup) -> tuple[DeviceBackend, Shared
     return backend, shared
 
 
-async def _serve(hub: Hub, epochs: int, go_on: bool, done: Future[None], stop: Any) -> None:
+async def _serve(hub: Hub, epochs: int, go_on: bool, errors: list[Exception], stop: Callable[[], None]) -> None:
     try:
         await hub.run(epochs, go_on=go_on)
-        _finish(done, None)
     except Exception as error:
-        _finish(done, as_exception(error))
+        errors.append(as_exception(error))
         if go_on:
             log.exception("the server has ended with an error")
     finally:
         stop()
-
-
-def _finish(done: Future[None], error: Exception | WorkerDiedError | None) -> None:
-    if done.done():
-        return
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(error)

@@ -93,14 +93,14 @@ class Ring:
         self._segments.clear()
 
     def segment(self, number: int) -> Segment:
-        """A segment; ``ProtocolError`` if it is unknown."""
+        """Return a segment; ``ProtocolError`` if it is unknown."""
         segment = self._segments.get(number)
         if segment is None:
             raise ProtocolError(f"the ring has no segment {number}")
         return segment
 
     def view(self, node: ArrayNode, memory: Bytes | None = None) -> NDArray[Any]:
-        """The array of a node, as it lies in the ring; in ``memory``, if that is another ndarray of its segment.
+        """Return the array of a node, as it lies in the ring; in ``memory``, if that is another ndarray of its segment.
 
         Raises:
             ProtocolError: It does not lie within its segment, or its dtype or shape is not valid.
@@ -141,7 +141,7 @@ class Borrowed:
             tracker.watch(owner, self)
 
     def segment_dropped(self) -> None:
-        """The tracker has reported one of the owners."""
+        """Count an owner that the tracker has reported."""
         self._left -= 1
         if not self._left:
             self._free(self._forks == forks())
@@ -205,11 +205,11 @@ class SlotPool:
         self._descriptors: dict[int, int] = {}
 
     def lease(self) -> Slot:
-        """The slot of one batch."""
+        """Return the slot of one batch."""
         return Slot(self)
 
     def take(self, nbytes: int) -> Segment:
-        """A segment of at least ``nbytes``: the smallest free one, or a new one with room for a whole batch."""
+        """Return a segment of at least ``nbytes``: the smallest free one, or a new one with room for a whole batch."""
         with self._lock:
             fitting = [segment for segment in self._free if segment.nbytes >= nbytes]
             if fitting:
@@ -223,7 +223,7 @@ class SlotPool:
             return segment
 
     def adopt(self, memory: Bytes, descriptor: int) -> Segment:
-        """A segment of memory that exists already, with its descriptor, which is closed with the pool."""
+        """Return a segment of memory that exists already, with its descriptor, which is closed with the pool."""
         with self._lock:
             segment = Segment(next(self._numbers), memory, memory.__array_interface__["data"][0])
             self._descriptors[segment.number] = descriptor
@@ -300,7 +300,7 @@ class Slot:
         self.used: int = 0
 
     def take(self, nbytes: int) -> Bytes:
-        """``nbytes`` of the slot."""
+        """Return the next ``nbytes`` of the slot."""
         with self._lock:
             if not self.segments or self._next + nbytes > self.segments[-1].nbytes:
                 # As large as all before it, so that a first batch of many arrays has few segments.

@@ -47,7 +47,7 @@ class Segment:
         return self.memory.nbytes
 
     def owner(self) -> Bytes:
-        """A new ndarray of its memory. Arrays made from it keep it alive: their chain of bases ends at the mapping."""
+        """Return a new ndarray of its memory. Arrays made from it keep it alive: their bases end at the mapping."""
         mapping: Any = self.memory.base
         return np.frombuffer(mapping, np.uint8)
 
@@ -154,7 +154,7 @@ def _unlinked(nbytes: int) -> int:
 
 
 def segment_name() -> str:
-    """The name under which this user's named segments exist for a moment."""
+    """Return the name under which this user's named segments exist for a moment."""
     return f"/aiofeed-{os.getuid()}"
 
 

@@ -76,7 +76,7 @@ def _open_device_memory(
     welcome: messages.Welcome,
     backend: DeviceBackend | None,
 ) -> DeviceReader | None:
-    """The server's device memory if this process can read it; else ``None``, and a log line with the reason."""
+    """Return the server's device memory if this process can read it; else ``None``, and a log line with the reason."""
     if not welcome.device:
         return None
     if backend is None:

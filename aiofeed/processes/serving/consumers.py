@@ -31,19 +31,19 @@ class ConsumerOwner(Protocol):
     """Set when a consumer's state has changed."""
 
     def welcome(self) -> messages.Welcome:
-        """The answer to a consumer's greeting."""
+        """Return the answer to a consumer's greeting."""
 
     def probe(self, consumer: Consumer) -> messages.Probe:
-        """A test of whether a consumer can read the server's device memory."""
+        """Return a test of whether a consumer can read the server's device memory."""
 
     def left(self, consumer: Consumer) -> None:
-        """A consumer has ended its subscription."""
+        """Note that a consumer has ended its subscription."""
 
     def read(self, consumer: Consumer, serial: int) -> None:
-        """A consumer has read a batch."""
+        """Note that a consumer has read a batch."""
 
     def gone(self, consumer: Consumer, *, reading: bool) -> None:
-        """A consumer's connection has ended; ``reading``: its process may still read batches."""
+        """Forget a consumer whose connection has ended; ``reading``: its process may still read batches."""
 
 
 class Consumer:

@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from aiofeed.core.pytree import leaves, map_leaves
 from aiofeed.processes.ipc.batch_codec import DEVICE_DTYPES, unsupported_value
 from aiofeed.processes.ipc.cuda_ipc import HandleError, first_line
@@ -27,8 +29,6 @@ from aiofeed.processes.serving.messages import MAX_DEVICE_LETTERS, DeviceBlockHa
 from aiofeed.runtime.tensors import memory_order
 
 if TYPE_CHECKING:
-    import torch
-
     from aiofeed.devices.backend import DeviceBackend, Event
     from aiofeed.processes.ipc.cuda_ipc import SharedDevice, SharedEvent
 
@@ -74,7 +74,7 @@ class DeviceBlock:
         return self.exports - len(self.read) >= _MAX_STALE_EXPORTS
 
     def is_read(self) -> bool:
-        """Whether all readers' copies have completed."""
+        """Return whether all readers' copies have completed."""
         return all(self.read[consumer].query() for consumer in self.readers)
 
 
@@ -111,14 +111,12 @@ class DeviceRing:
             yield
 
     def probe(self, consumer: Hashable) -> Probe:
-        """A block with known content, for a consumer to try; ``HandleError`` if it cannot be allocated or exported."""
+        """Return a block with known content to try; ``HandleError`` if it cannot be allocated or exported."""
         if self._probe is not None and self._probe[0].worn:
             # Consumers that have not tried it yet may still open its events.
             self._kept_events += [self._probe[0].filled, *self._probe[0].read.values()]
             self._probe = None
         if self._probe is None:
-            import torch
-
             content = os.urandom(_PROBE_BYTES)
             block = self._allocate(_PROBE_BYTES)
             # Kept, because the device reads it later.
@@ -137,7 +135,7 @@ class DeviceRing:
     # --- writing ---
 
     def has_room(self) -> bool:
-        """Whether a block can be written: a new one, or one whose readers' copies have completed."""
+        """Return whether a block can be written: a new one, or one whose readers' copies have completed."""
         return len(self._blocks) < self._max_blocks or any(block.is_read() for block in self._free)
 
     def place(self, batch: Any, advice: str) -> tuple[Any, DeviceBlock] | None:
@@ -181,8 +179,6 @@ class DeviceRing:
         return batch, block
 
     def _check(self, tensor: torch.Tensor, advice: str) -> None:
-        import torch
-
         if tensor.layout is not torch.strided or tensor.requires_grad or tensor.itemsize not in DEVICE_DTYPES:
             what = f"a tensor of {tensor.dtype} with layout {tensor.layout} on {self._backend.name}"
             raise unsupported_value(what + (" that requires grad" if tensor.requires_grad else ""), "", advice)
@@ -198,7 +194,7 @@ class DeviceRing:
         return ArrayNode("device", block.number, offset, shape, DEVICE_DTYPES[tensor.itemsize], axes, dtype)
 
     def to_host(self, batch: Any) -> Any:
-        """The batch with its device tensors copied to host memory. Blocks; for a thread of the executor."""
+        """Return the batch with its device tensors copied to host memory. Blocks; for a thread of the executor."""
         self._backend.enter_thread()
         with self._backend.use_stream(self._stream):
             return map_leaves(lambda leaf: self._shared.to_host(leaf) if self._shared.holds(leaf) else leaf, batch)
@@ -220,12 +216,12 @@ class DeviceRing:
     def introduce(
         self, block: DeviceBlock, consumer: Hashable
     ) -> tuple[int, DeviceBlockHandle | None, tuple[int, ...]]:
-        """A consumer reads a block from now on. Returns its number, its handle if unsent, and the retired blocks."""
+        """Add a reader to a block. Returns its number, its handle if unsent, and the reader's retired blocks."""
         block.readers.add(consumer)
         return block.number, block.unsent.pop(consumer, None), tuple(self._retired.pop(consumer, ()))
 
     def gone(self, consumer: Hashable, *, reading: bool) -> None:
-        """A consumer is gone. If it may still be ``reading``, the blocks that it copies from are not written again."""
+        """Forget a consumer. If it may still be ``reading``, the blocks that it copies from are not written again."""
         self._retired.pop(consumer, None)
         for block in [*self._blocks, *([self._probe[0]] if self._probe is not None else [])]:
             if (unsent := block.unsent.pop(consumer, None)) is not None:
@@ -241,7 +237,7 @@ class DeviceRing:
     # --- blocks ---
 
     def give_back(self, block: DeviceBlock, reusable: bool = True) -> None:
-        """All readers have sent ``Read`` or are gone; if ``reusable``, write it again once their copies complete."""
+        """Free a block that nobody reads; if ``reusable``, it is written again once its readers' copies complete."""
         if not (reusable and block.reusable):
             # A consumer may read the block, or even open its event, only now.
             self._kept_events.append(block.filled)
@@ -297,7 +293,7 @@ class DeviceRing:
 
 
 def is_complete(event: Event | SharedEvent) -> bool:
-    """Whether an event is complete; False if the device has failed."""
+    """Return whether an event is complete; False if the device has failed."""
     try:
         return event.query()
     except RuntimeError:

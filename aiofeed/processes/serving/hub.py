@@ -48,7 +48,7 @@ class ServedFeeder(Protocol):
     def __iter__(self) -> Any: ...
 
     def epochs(self, n: int) -> Iterator[int]:
-        """The numbers of those of the first ``n`` epochs that are left."""
+        """Return the numbers of those of the first ``n`` epochs that are left."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Hub:
             consumer.send(messages.EpochStarted(consumer.fed_ticket, self._epoch, batches))
 
     def _batches_left(self, number: int, members: int, position: int = 0) -> int | None:
-        """How many batches a consumer gets, from batch ``number`` on; ``None`` if the feeder has no length."""
+        """Return how many batches a consumer gets, from batch ``number`` on; ``None`` if the feeder has no length."""
         try:
             left = len(self._feeder) - number
         except TypeError:
@@ -251,7 +251,7 @@ class Hub:
             )
 
     def _slow(self) -> dict[Consumer, int]:
-        """Consumers that have not read any batch in the ring, and how many, if another one has read all of its own."""
+        """Return who has read no batch in the ring, and their batches, if another one has read all of its own."""
         unread = {consumer: self.publisher.unread_by(consumer) for consumer in self._members}
         if 0 not in unread.values():
             return {}
@@ -283,15 +283,15 @@ class Hub:
         self._connections.append(Consumer(sock, peer.pid, self))
 
     def welcome(self) -> messages.Welcome:
-        """The answer to a consumer's ``Hello``."""
+        """Return the answer to a consumer's ``Hello``."""
         return messages.Welcome(self._batches_left(0, self._options.min_consumers), self.publisher.device)
 
     def probe(self, consumer: Consumer) -> messages.Probe:
-        """A test of whether a consumer can read the server's device memory."""
+        """Return a test of whether a consumer can read the server's device memory."""
         return self.publisher.probe(consumer)
 
     def left(self, consumer: Consumer) -> None:
-        """A consumer takes part in the epoch no more."""
+        """Take a consumer out of the epoch."""
         if consumer in self._members:
             at = self._members.index(consumer)
             del self._members[at]
@@ -300,7 +300,7 @@ class Hub:
         self.changed.set()
 
     def gone(self, consumer: Consumer, *, reading: bool) -> None:
-        """A consumer has disconnected; see ``Consumer.close``."""
+        """Forget a consumer that has disconnected; see ``Consumer.close``."""
         if consumer in self._connections:
             self._connections.remove(consumer)
         self._warned.discard(consumer)
@@ -308,7 +308,7 @@ class Hub:
         self.left(consumer)
 
     def read(self, consumer: Consumer, serial: int) -> None:
-        """A consumer has read a batch."""
+        """Note that a consumer has read a batch."""
         self.publisher.read(consumer, serial)
         self._warned.discard(consumer)
         self.changed.set()

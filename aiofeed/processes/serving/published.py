@@ -96,7 +96,7 @@ class BatchPublisher:
         return len(self._published)
 
     def unread_by(self, consumer: Consumer) -> int:
-        """Batches that a consumer has not read."""
+        """Return the number of batches that a consumer has not read."""
         return sum(consumer in batch.readers for batch in self._published.values())
 
     def publish(self, batch: PublishedBatch, readers: Iterable[Consumer]) -> None:
@@ -107,7 +107,7 @@ class BatchPublisher:
         self._free_if_read(batch)
 
     def read(self, consumer: Consumer, serial: int) -> None:
-        """A consumer has read a batch; ``ProtocolError`` if it is not a reader of that batch."""
+        """Note that a consumer has read a batch; ``ProtocolError`` if it is not a reader of that batch."""
         batch = self._published.get(serial)
         if batch is None or consumer not in batch.readers:
             raise ProtocolError(f"Read of batch {serial}, which the consumer does not have")
@@ -115,7 +115,7 @@ class BatchPublisher:
         self._free_if_read(batch)
 
     def gone(self, consumer: Consumer, *, reading: bool) -> None:
-        """A consumer is gone. If it may still be ``reading`` batches, their slots are not written again."""
+        """Forget a consumer. If it may still be ``reading`` batches, their slots are not written again."""
         if self._ring is not None:
             self._ring.gone(consumer, reading=reading)
         for batch in list(self._published.values()):
@@ -141,7 +141,7 @@ class BatchPublisher:
     # --- device memory ---
 
     def probe(self, consumer: Consumer) -> Probe:
-        """Device memory for a consumer to try, or why there is none."""
+        """Return device memory for a consumer to try, or why there is none."""
         if self._ring is None:
             return Probe(None, refusal="the server's batches are in host memory")
         if consumer.pid in (0, os.getpid()):
@@ -200,7 +200,7 @@ class BatchPublisher:
         return batch.device is not None and consumer.on_device
 
     async def _place_on_device(self, batch: PublishedBatch, value: Any) -> bool:
-        """Whether the batch is on the device now."""
+        """Return whether the batch is on the device now."""
         if self._ring is None or self._no_device_memory:
             return False
         while not self._ring.has_room():  # noqa: ASYNC110 - a device signals nothing to the loop
@@ -252,7 +252,7 @@ class BatchPublisher:
         return node, slot
 
     def message(self, batch: PublishedBatch, consumer: Consumer, number: int) -> tuple[BatchAvailable, list[Any]]:
-        """The message that gives a batch to a consumer, and its memory.
+        """Return the message that gives a batch to a consumer, and its memory.
 
         Args:
             batch: Published to the consumer.

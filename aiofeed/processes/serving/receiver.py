@@ -100,7 +100,7 @@ class BatchReceiver:
             self._device_reader.backend.enter_thread()
 
     def copier(self, backend: DeviceBackend, transform: Callable[[Any], Any] | None) -> Copier:
-        """The copier of batches to the device."""
+        """Return the copier of batches to the device."""
         return Copier(backend, transform) if self._device_reader is None else self._device_reader.copier(transform)
 
     def open_memory(self, message: BatchAvailable, memory: list[Any]) -> None:
@@ -120,7 +120,7 @@ class BatchReceiver:
             raise ProtocolError("a batch in device memory, which this process has not opened")
 
     def forget(self, serial: int) -> None:
-        """``Read`` is sent for a batch."""
+        """Forget a batch for which ``Read`` is sent."""
         self._in_blocks.pop(serial, None)
 
     def save_waiting(self) -> None:
@@ -211,7 +211,7 @@ class BatchReceiver:
 
 
 def _rows(batch: Node) -> int:
-    """Number of samples: rows of the first array that has any; 0 if there is none."""
+    """Return the number of samples: rows of the first array that has any; 0 if there is none."""
     for node in array_nodes(batch):
         if node.shape and (rows := node.shape[node.axes[0] if node.axes else 0]):
             return rows

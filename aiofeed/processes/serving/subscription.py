@@ -41,7 +41,7 @@ IDLE_S = 10.0
 
 
 def server_died(address: object, pid: int) -> WorkerDiedError:
-    """The error for a server that ended without ``Disconnected``."""
+    """Return the error for a server that ended without ``Disconnected``."""
     who = f" (pid {pid})" if pid else ""
     return WorkerDiedError(f"the server at {address}{who} has died: start it again, and attach again")
 
@@ -160,7 +160,7 @@ class Subscription:
         self._pump()
 
     def end(self, feed: EpochFeed) -> None:
-        """A feed ends; if in the middle of its epoch, this process leaves the epoch."""
+        """End a feed; in the middle of its epoch this process leaves the epoch."""
         self.iterators.forget(feed)
         feed.queue.put(Stopped())  # ends a copy thread that waits for the queue
         if feed is not self._feed or feed.superseded:
@@ -171,7 +171,7 @@ class Subscription:
             self._leave()
 
     def mark_started(self, feed: EpochFeed) -> None:
-        """A batch of a feed was returned, or none ever will be: ``Read`` is sent as soon as a batch is read."""
+        """Note that a batch of a feed was returned, or none ever will be: ``Read`` is sent for each from now on."""
         if feed.started or feed.passed_on:
             return
         feed.started = True
@@ -181,13 +181,13 @@ class Subscription:
         feed.unconfirmed.clear()
 
     def taken(self, feed: EpochFeed) -> None:
-        """A batch of a feed has left the host's queue, so there is room for one more."""
+        """Make room for one more batch of a feed: one has left the host's queue."""
         feed.room += 1
         if feed is self._feed:
             self._pump()
 
     def _replace(self, old: EpochFeed) -> None:
-        """A new feed follows. If the old one has not started, its messages are put back for the new one."""
+        """End a feed that a new one follows. If it has not started, its messages are put back for the new one."""
         self.iterators.forget(old)
         self._feed = None
         has_batches = any(isinstance(message, messages.BatchAvailable) for message in old.messages)
@@ -209,7 +209,7 @@ class Subscription:
         self._messages.clear()
 
     def _confirm(self, feed: EpochFeed, serial: int) -> None:
-        """A feed has read a batch, or never will. Idempotent."""
+        """Note that a feed has read a batch, or never will. Idempotent."""
         if serial not in feed.unread or feed.passed_on:
             return
         feed.unread.discard(serial)
@@ -253,7 +253,7 @@ class Subscription:
             raise ProtocolError("a second Welcome")
 
     def _end(self, reason: str) -> None:
-        """The server closes the connection. Batches that it has sent are still returned."""
+        """End with a reason, because the server closes the connection. Batches that it has sent are still returned."""
         try:
             self.receiver.save_waiting()
         except (FeedError, TimeoutError, RuntimeError) as error:  # RuntimeError: no device memory left, for example

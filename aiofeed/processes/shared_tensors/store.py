@@ -1,8 +1,7 @@
 """Tensors in shared memory, and the thread that offers them to other processes.
 
-The thread has an event loop that accepts connections and answers requests. ``stop`` only signals it; it then removes
-the socket and closes the descriptors. ``join`` waits for that, for a bounded time. Interpreter exit and forks are
-handled in ``runtime/threads.py``.
+The thread has an event loop that accepts connections and answers requests. When it is stopped, it removes the socket
+and closes the descriptors. Interpreter exit and forks are handled in ``runtime/threads.py``.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ log: logging.Logger = logging.getLogger("aiofeed.processes")
 _MAX_REQUEST_BYTES = 1024
 # A connection is closed after this time: processes send their request at once and read the reply.
 _TIMEOUT_S = 60.0
-_JOIN_S = 1.0
 
 
 class TensorStore:
@@ -193,6 +191,9 @@ class TensorStore:
 class TensorServer:
     """A listening socket and its thread, which uses and closes the store.
 
+    Attributes:
+        thread: Stops the server.
+
     Raises:
         FeedError: Another process listens there, or there can be no socket.
     """
@@ -202,27 +203,15 @@ class TensorServer:
         self._store = store
         self._connections: set[Connection] = set()
         self._listener = Listener(path, TENSORS)
-        self._thread = EventLoopThread(read_threads=1, decode_threads=1)
-        self._thread.at_exit(self._close)
+        self.thread: EventLoopThread = EventLoopThread(read_threads=1, decode_threads=1)
+        self.thread.at_exit(self._close)
         try:
-            self._thread.launch()
-            self._thread.start(self._serve)
+            self.thread.launch()
+            self.thread.start(self._serve)
         except BaseException:
-            self._thread.stop()
+            self.thread.stop()
             self._close()  # the thread may not exist
             raise
-
-    def stop(self) -> None:
-        """Tell the thread to end. Never blocks; idempotent."""
-        self._thread.stop()
-
-    def watch(self, owner: object) -> None:
-        """Stop when ``owner`` is collected."""
-        self._thread.watch(owner)
-
-    def join(self) -> None:
-        """Wait until the thread has ended, for a bounded time: it may be copying from a device."""
-        self._thread.join(_JOIN_S)
 
     async def _serve(self) -> None:
         """Answer requests until cancelled."""

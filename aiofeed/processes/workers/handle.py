@@ -8,9 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from aiofeed.core.types import BatchPlan
 from aiofeed.processes.ipc.framing import Connection, ProtocolError
@@ -23,33 +24,39 @@ if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
 
 
-class Handle(Protocol):
+class Handle(ABC):
     """A worker, as the trainer's loop sees it.
 
-    Attributes:
+    Args:
         number: Number of the worker, from 0.
-        name: The worker, for an error message.
         lane: The worker, in the timeline.
+        name: The worker, for an error message.
         ring: The memory of the batch that it has finished last.
+
+    Attributes:
         ready: Whether its source is open.
         assigned: The batches that it assembles, by serial.
         decoding: How many of them it may decode.
     """
 
-    number: int
-    name: str
-    lane: str
-    ring: Ring
-    ready: bool
-    assigned: dict[int, AssignedBatch]
-    decoding: int
+    def __init__(self, number: int, lane: str, name: str, ring: Ring) -> None:
+        self.number = number
+        self.lane = lane
+        self.name = name
+        self.ring = ring
+        self.ready: bool = False
+        self.assigned: dict[int, AssignedBatch] = {}
+        self.decoding: int = 0
 
+    @abstractmethod
     def send(self, message: protocol.ToWorker) -> None:
         """Send a message; does nothing if the worker has ended."""
 
+    @abstractmethod
     def release_slot(self, serial: int, ring: Ring, reusable: bool = True) -> None:
         """Give the memory of a batch back to the worker; see ``ReleaseSlot``."""
 
+    @abstractmethod
     def kill(self) -> None:
         """End the worker at once."""
 
@@ -81,8 +88,8 @@ class AssignedBatch:
     ring: Ring | None = None
 
 
-class WorkerHandle:
-    """One worker process, a ``Handle``. Created on the running loop.
+class WorkerHandle(Handle):
+    """One worker process. Created on the running loop.
 
     Args:
         number, count: Number of the worker, from 0, of how many.
@@ -105,12 +112,6 @@ class WorkerHandle:
         received: Callable[[WorkerHandle, protocol.FromWorker], None],
         lost: Callable[[WorkerHandle, Exception | None], None],
     ) -> None:
-        self.number = number
-        self.lane: str = f"worker {number + 1}"
-        self.ring: Ring = Ring(backend)
-        self.ready = False
-        self.assigned: dict[int, AssignedBatch] = {}
-        self.decoding = 0
         self.exit_status: int | None = None
         self._ended = False
         self._on_message = received
@@ -128,7 +129,8 @@ class WorkerHandle:
                 ours.close()
                 raise
         self.pid: int = self._process.pid
-        self.name: str = f'worker process {number + 1} of {count} (engine="process", pid {self.pid})'
+        name = f'worker process {number + 1} of {count} (engine="process", pid {self.pid})'
+        super().__init__(number, f"worker {number + 1}", name, Ring(backend))
         self._connection = Connection(ours, received=self._received, lost=lambda error: lost(self, error))
 
     def send(self, message: protocol.ToWorker) -> None:
@@ -140,7 +142,7 @@ class WorkerHandle:
         self.send(protocol.ReleaseSlot(serial, reusable))
 
     def ended(self) -> bool:
-        """Whether the process has ended; sets ``exit_status``."""
+        """Return whether the process has ended; sets ``exit_status``."""
         if not self._ended:
             # Popen.poll() would report status 0 if the status cannot be obtained.
             try:
@@ -173,7 +175,7 @@ class WorkerHandle:
         self._on_message(self, message)
 
     def describe_end(self) -> str:
-        """How the process ended, for an error message."""
+        """Return how the process ended, for an error message."""
         if not self._ended:
             return f"{self.name} closed its connection"
         return f"{self.name} {describe_exit(self.exit_status, ' (see Limits(memory_bytes=))')}"

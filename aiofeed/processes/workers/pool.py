@@ -120,7 +120,7 @@ class WorkerPool(ABC, Generic[HandleT]):
         return self._count - 1
 
     def taken(self, stats: EpochStats) -> int:
-        """The training has taken a batch of an epoch; return how many more may now be in flight."""
+        """Note that the training has taken a batch of an epoch; returns how many more may now be in flight."""
         return 0
 
     def set_reads(self, number: int, reads: int) -> int:
@@ -142,7 +142,7 @@ class WorkerPool(ABC, Generic[HandleT]):
         return batch
 
     def assigned(self, plan: BatchPlan) -> AssignedBatch | None:
-        """The unfinished batch of a plan; ``None`` if no worker has it."""
+        """Return the unfinished batch of a plan; ``None`` if no worker has it."""
         batches = (batch for worker in self._workers for batch in list(worker.assigned.values()))
         return next((batch for batch in batches if batch.plan is plan), None)
 
@@ -191,7 +191,7 @@ class WorkerPool(ABC, Generic[HandleT]):
             self._fail(rebuild(message.error))
 
     def _worker_ready(self, worker: HandleT) -> None:
-        """A worker takes plans."""
+        """Note that a worker takes plans."""
         if self._ready is not None and not self._ready.done() and all(each.ready for each in self._workers):
             self._ready.set_result(None)
 
@@ -233,7 +233,7 @@ class ProcessPool(WorkerPool[WorkerHandle]):
             self._close_config()
 
     def _lost(self, worker: WorkerHandle, error: Exception | None) -> None:
-        """The connection of a worker has ended."""
+        """Fail, because the connection of a worker has ended."""
         if self._stopping or self._error is not None:
             return
         if error is not None:
@@ -245,7 +245,7 @@ class ProcessPool(WorkerPool[WorkerHandle]):
         self._await_exit_status(worker, int(REAP_S / _POLL_S))
 
     def _await_exit_status(self, worker: WorkerHandle, polls: int) -> None:
-        """The exit status is available a few milliseconds after the connection has ended."""
+        """Poll for the exit status, which is available some milliseconds after the connection has ended."""
         if self._stopping or self._error is not None:
             return
         if worker.ended():

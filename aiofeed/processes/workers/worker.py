@@ -28,7 +28,7 @@ from aiofeed.sampling.epochs import EpochStart, Step
 
 
 def new_loop_thread(worker_config: WorkerConfig, number: int) -> EventLoopThread:
-    """The event loop and the threads of worker ``number``, not started."""
+    """Return the event loop and the threads of worker ``number``, not started."""
     return EventLoopThread(
         read_threads=min(worker_config.most_reads(number), MOST_READ_THREADS),
         decode_threads=worker_config.share(worker_config.decode_threads, number),
@@ -90,7 +90,7 @@ class Worker:
             yield plan
 
     async def request_index(self, serial: int, position: int) -> int:
-        """The index at a position of the epoch's order, which the trainer has; ``FeedError`` if there is no order."""
+        """Ask the trainer for the index at a position of the epoch's order; ``FeedError`` if there is no order."""
         ticket = next(self._tickets)
         self._requests[ticket] = asyncio.get_running_loop().create_future()
         self.send(protocol.ReplacementRequest(ticket, serial, position))

@@ -54,7 +54,7 @@ class RemoteOrder:
     request: Callable[[int], Awaitable[int]]
 
     def index_at(self, position: int) -> Awaitable[int]:
-        """The index at a position."""
+        """Return the index at a position."""
         return self.request(position)
 
 
@@ -82,7 +82,7 @@ class Outbox(BatchQueue[QueueItem]):
         assert isinstance(item.plan, WorkerPlan)
         release(item)
         serial, slot, counters = item.plan.serial, item.lease, item.counters
-        stats = protocol.BatchStats(*(getattr(counters, name) for name in protocol.BatchStats.__struct_fields__))
+        stats = [getattr(counters, name) for name in protocol.BATCH_STATS]
         failures = [describe(error) for error in item.failures]
         assert slot is None or isinstance(slot, Slot)
         if item.error is not None:
@@ -106,7 +106,7 @@ class Outbox(BatchQueue[QueueItem]):
         self.send(message, slot)
 
     def release_slot(self, message: protocol.ReleaseSlot) -> None:
-        """The trainer no longer uses a slot."""
+        """Free a slot that the trainer no longer uses."""
         if (slot := self._in_use.pop(message.serial, None)) is not None:
             slot.give_back(message.reusable)
 
@@ -156,7 +156,7 @@ def worker_engine(
     executor: ThreadPool,
     late_s: Callable[[], float],
 ) -> Engine:
-    """The engine of worker ``number``, which puts its batches into ``outbox``; see ``PermittedAssembly``."""
+    """Return the engine of worker ``number``, which puts its batches into ``outbox``; see ``PermittedAssembly``."""
     fetcher = new_fetcher(
         worker_config.source,
         worker_config.decode,
@@ -218,7 +218,7 @@ def _dump(value: Any, slot: Slot) -> tuple[bytes, list[Extent]]:
 
 
 def _new_builder(new_builder: NewBuilder, plan: BatchPlan, lease: BufferLease) -> BatchBuilder:
-    """A builder whose finished batch is encoded in its slot."""
+    """Return a builder whose finished batch is encoded in its slot."""
     assert isinstance(lease, Slot)
     builder = new_builder(plan, lease)
     builder.encode = partial(encode_batch, slot=lease)

@@ -96,7 +96,7 @@ def _say(step: str) -> None:
 
 
 def _rate(batches: Iterable[Any]) -> float:
-    """Samples per second, after a warm-up."""
+    """Return samples per second, after a warm-up."""
     begin = end = time.perf_counter()
     warm, samples = False, 0
     for batch in batches:
@@ -117,7 +117,7 @@ def _samples(batch: Any) -> int:
 
 
 def _feed(source: Any, **options: Any) -> tuple[float, float]:
-    """Samples and encoded bytes per second of a feeder."""
+    """Return samples and encoded bytes per second of a feeder."""
     policy = aiofeed.FailurePolicy("replace", max_failures=0.5)
     with aiofeed.Feeder(source, on_error=policy, **options) as feeder:
         rate = _rate(feeder.steps(_ENDLESS))
@@ -130,7 +130,7 @@ def _unchanged(data: Any) -> Any:
 
 
 def _some_samples(source: Any, batch_size: int) -> list[bytes]:
-    """Encoded samples for decoding alone, as many as are read within a step."""
+    """Read encoded samples for decoding alone, as many as are read within a step."""
     found: list[bytes] = []
     begin = time.perf_counter()
     policy = aiofeed.FailurePolicy("skip", max_failures=0.5)

@@ -33,7 +33,7 @@ def replay(path: str, data: Sequence[str], *, at: str | None, step: int, epoch: 
 
 
 def _read(path: str, at: str | None) -> Mapping[str, Any]:
-    """The state of a feeder in a file of JSON or of ``torch.save``, also within a checkpoint, there by its place."""
+    """Read the state of a feeder from JSON or ``torch.save``, also within a checkpoint, there by its place."""
     with open(path, "rb") as file:
         content = file.read(1)
         if content == b"{":

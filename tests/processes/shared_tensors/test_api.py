@@ -571,7 +571,7 @@ def test_attached_tensors_outlive_close() -> None:
 def test_dropping_the_result_of_share_closes_it() -> None:
     """Thread, socket and descriptors are gone; tensors stay valid."""
     shared = share(torch.arange(5), "dropped")
-    path, thread = Path(shared.address), shared._server._thread
+    path, thread = Path(shared.address), shared._server.thread
     tensors = shared.tensors
     box: list[object] = [shared]
     del shared
