@@ -6,6 +6,7 @@ import os
 import threading  # noqa: F401 - runtime/threads.py can detect the interpreter's exit if this is imported before it
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 # The public names by task (each has a page of the API) and their modules. A module is imported when a name of it is
 # first used: a process that only decodes never pays for torch, nor one that only lists files. Names that a program
@@ -52,7 +53,7 @@ _HOMES: dict[str, dict[str, str]] = {
         "Source": "aiofeed.core.types",
         "ImageFolder": "aiofeed.sources.image_folder",
         "Files": "aiofeed.sources.files",
-        "FolderPairs": "aiofeed.sources.image_folder",
+        "FolderPairs": "aiofeed.sources.pairs.folder_pairs",
         "Manifest": "aiofeed.sources.objects.manifest",
         "FromDataset": "aiofeed.sources.dataset",
         "Tensors": "aiofeed.sources.tensors",
@@ -96,6 +97,39 @@ _HOMES: dict[str, dict[str, str]] = {
         "errors.IteratorClosedError": "aiofeed.core.errors",
         "errors.WorkerDiedError": "aiofeed.core.errors",
     },
+}
+# Names that are not public: a word of a user, such as ``weights=``, makes the kernel load them, by ``_load_addon``.
+_PLUGS: dict[str, str] = {
+    "BatchSamplerAdapter": "aiofeed.sampling.listers.sampler",
+    "CachedMemory": "aiofeed.engine.resident.cached_data",
+    "DataMemory": "aiofeed.engine.resident.data_memory",
+    "DeviceGroup": "aiofeed.devices.scatter",
+    "ExcludingOrder": "aiofeed.sampling.listers.computed",
+    "LanceTable": "aiofeed.sources.tables.stored",
+    "LookAhead": "aiofeed.engine.fetch.look_ahead",
+    "MemoryTable": "aiofeed.sources.tables.memory",
+    "ParquetTable": "aiofeed.sources.tables.stored",
+    "PlanLister": "aiofeed.sampling.listers.length_plans",
+    "RemoteTokens": "aiofeed.sources.tokens.at_urls",
+    "SampleAssembly": "aiofeed.engine.samples",
+    "SampleSchedule": "aiofeed.sampling.samples",
+    "SamplerAdapter": "aiofeed.sampling.listers.sampler",
+    "StaticOutput": "aiofeed.devices.static_output",
+    "StreamOrder": "aiofeed.sampling.stream_epochs",
+    "StreamTable": "aiofeed.sources.tables.stored",
+    "WeightedOrder": "aiofeed.sampling.listers.computed",
+    "WindowOrder": "aiofeed.sampling.listers.computed",
+    "check_picklable": "aiofeed.processes.workers.spawn",
+    "dataset_pipeline": "aiofeed.engine.resident.dataset_windows",
+    "explain_feeder": "aiofeed.reports.feeder",
+    "find_place": "aiofeed.sampling.mesh",
+    "images_at": "aiofeed.sources.objects.samples",
+    "list_classes": "aiofeed.sources.objects.samples",
+    "objects_of": "aiofeed.sources.objects.samples",
+    "open_workers": "aiofeed.processes.engine",
+    "path_of_url": "aiofeed.sources.objects.urls",
+    "redacted": "aiofeed.sources.objects.urls",
+    "sequence_part": "aiofeed.sampling.mesh",
 }
 _MODULES = {name: module for names in _HOMES.values() for name, module in names.items()}
 
@@ -163,6 +197,27 @@ def _namespace(module: str) -> tuple[list[str], Callable[[str], object]]:
         return getattr(import_module(homes[name]), name)  # type: ignore[no-any-return]
 
     return list(homes), get
+
+
+def _load_addon(name: str, needed_by: str) -> Any:
+    """Return a name of ``_HOMES`` or ``_PLUGS``. The kernel imports add-ons in no other way.
+
+    Args:
+        name: Such as "Stream" or "reports.Headroom".
+        needed_by: The argument or call of a user that needs it, such as "weights=", for the message.
+
+    Raises:
+        ImportError: The add-on is missing.
+    """
+    from importlib import import_module
+
+    try:
+        return getattr(import_module(_MODULES.get(name) or _PLUGS[name]), name.rpartition(".")[2])
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("aiofeed."):
+            raise
+        addon = ".".join(error.name.split(".")[:2])
+        raise ImportError(f"{needed_by} needs {addon}, which is missing here: install aiofeed with it") from error
 
 
 def _without_pillow(name: str) -> type:

@@ -36,10 +36,10 @@ from aiofeed.sampling.listers.packing import Pack as Pack
 from aiofeed.sources.dataset import FromDataset as FromDataset
 from aiofeed.sources.episodes.episodes import Episodes as Episodes
 from aiofeed.sources.files import Files as Files
-from aiofeed.sources.image_folder import FolderPairs as FolderPairs
 from aiofeed.sources.image_folder import ImageFolder as ImageFolder
 from aiofeed.sources.mixture import Mixture as Mixture
 from aiofeed.sources.objects.manifest import Manifest as Manifest
+from aiofeed.sources.pairs.folder_pairs import FolderPairs as FolderPairs
 from aiofeed.sources.shards.mds import MDSShards as MDSShards
 from aiofeed.sources.shards.parquet import ParquetRows as ParquetRows
 from aiofeed.sources.shards.tar import TarShards as TarShards

@@ -145,6 +145,24 @@ def test_a_namespace_lacks_other_names() -> None:
         aiofeed.errors.Feeder  # type: ignore[attr-defined]  # noqa: B018
 
 
+@pytest.mark.parametrize("name", aiofeed._PLUGS)
+def test_the_kernel_finds_each_add_on(name: str) -> None:
+    """Each name that the kernel loads add-ons by exists, and is no public one, which could be another object."""
+    assert name not in aiofeed._MODULES
+    assert aiofeed._load_addon(name, "weights=").__name__ == name
+
+
+def test_a_missing_add_on_is_an_error_that_names_it_and_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The import error of a module of aiofeed says which add-on is missing; that of another package stays as it is."""
+    monkeypatch.setitem(aiofeed._PLUGS, "Gone", "aiofeed.gone.module")
+    with pytest.raises(ImportError, match=r"^weights= needs aiofeed\.gone, which is missing here") as error:
+        aiofeed._load_addon("Gone", "weights=")
+    assert isinstance(error.value.__cause__, ModuleNotFoundError)
+    monkeypatch.setitem(aiofeed._PLUGS, "Gone", "absent_package.module")
+    with pytest.raises(ModuleNotFoundError, match="absent_package"):
+        aiofeed._load_addon("Gone", "weights=")
+
+
 def test_aiofeed_log_prints_every_stage() -> None:
     """`AIOFEED_LOG=debug` prints when batches are planned, read, decoded, delivered and returned."""
     code = """

@@ -16,7 +16,7 @@ from aiofeed.cache.store import RECORD, SampleStore
 from aiofeed.core.errors import CacheError
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_positive_int, counted, explain_arguments
-from aiofeed.sources.objects.urls import check_path
+from aiofeed.sources.file_io import check_path
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiofeed import _load_addon as load_addon
 from aiofeed.cache.item_codec import item_layout, item_parts
 from aiofeed.cache.layout import ItemLayout, Layout, NotCacheableError, Parts, as_bytes
 from aiofeed.cache.store import EMPTY, WRITING, SampleStore
@@ -48,6 +49,10 @@ class ResidentStore(SampleStore):
     def cached_samples(self) -> int:
         """How many samples are cached."""
         return int(np.count_nonzero(self.slots >= 0))
+
+    def new_memory(self, config: Any) -> Any:
+        """Return the samples as data of which batches are made once all are cached."""
+        return load_addon("CachedMemory", 'cache="device"')(self)
 
     def has_all(self, indices: NDArray[np.int64] | None = None) -> bool:
         """Whether these samples are cached; without ``indices`` whether all are."""

@@ -157,6 +157,16 @@ class DeviceBackend(Protocol):
         """
 
 
+def backends_of(backend: DeviceBackend) -> tuple[DeviceBackend, ...]:
+    """Return the devices of a group, or the single device."""
+    return getattr(backend, "backends", None) or (backend,)
+
+
+def splits_batches(backend: DeviceBackend | None) -> bool:
+    """Return whether each batch is split among several devices."""
+    return hasattr(backend, "backends")
+
+
 class TorchBackend:
     """An accelerator that torch supports. Made by ``resolve_device``, which gives every device an index."""
 

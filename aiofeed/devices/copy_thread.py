@@ -24,15 +24,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiofeed.core.errors import DeviceCopyError, FeedError
 from aiofeed.core.formatting import format_error
-from aiofeed.devices.backend import is_complete, poll
-from aiofeed.devices.resolve import DeviceGroup
+from aiofeed.devices.backend import backends_of, is_complete, poll
 from aiofeed.runtime.buffers import BufferLease, keep_pinned_memory
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped, drop_batches
 from aiofeed.runtime.threads import BoundedThread
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import Event
-    from aiofeed.devices.scatter import AnyCopier
+    from aiofeed.devices.copier import Copier
 
 log: logging.Logger = logging.getLogger("aiofeed.devices")
 
@@ -63,7 +62,7 @@ class CopyThread(BoundedThread):
 
     def __init__(
         self,
-        copier: AnyCopier,
+        copier: Copier,
         incoming: BatchQueue[QueueItem],
         outgoing: BatchQueue[QueueItem],
         *,
@@ -96,12 +95,12 @@ class CopyThread(BoundedThread):
         except Exception:
             self._keep_memory_of_failed_device()
             raise
-        if not item.taken:
+        if not item.returned:
             # If a take is interrupted after this line and repeated, the event is there twice: the thread then waits one
             # batch earlier, once.
             self._queued.append(last_use)
             # The interpreter runs signal handlers after a call, so not between these two lines.
-            item.taken = True
+            item.returned = True
             self._room.put(True)
         return batch
 
@@ -142,9 +141,8 @@ class CopyThread(BoundedThread):
         torch records an event when it frees memory that several streams have used. On a failed device that call fails
         in a destructor, which ends the process before the user sees the error.
         """
-        backend = self._copier.backend
         try:
-            for each in backend.backends if isinstance(backend, DeviceGroup) else [backend]:
+            for each in backends_of(self._copier.backend):
                 each.record(each.side_stream()).query()
         except Exception:  # noqa: BLE001 - the driver's
             keep_pinned_memory()

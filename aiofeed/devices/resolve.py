@@ -4,39 +4,20 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from aiofeed.devices.backend import CpuBackend, DeviceBackend, TorchBackend, current_device_index
+from aiofeed import _load_addon
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
+
+    from aiofeed.devices.backend import DeviceBackend
 
 Device: TypeAlias = "str | int | torch.device | DeviceBackend | None"
 """The types that name one device."""
 
 _ALTERNATIVES = 'device=None gives host tensors, device="auto" uses the accelerator if there is one'
-
-
-class DeviceGroup:
-    """Several devices that share each batch, in the order of its parts."""
-
-    def __init__(self, backends: Sequence[DeviceBackend]) -> None:
-        self.backends: tuple[DeviceBackend, ...] = tuple(backends)
-        self.name: str = ", ".join(backend.name for backend in self.backends)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name})"
-
-    def enter_thread(self) -> None:
-        """Make the first device current in the calling thread; each copier selects its own device."""
-        self.backends[0].enter_thread()
-
-    def pin(self, nbytes: int, /) -> NDArray[np.uint8]:
-        """Return page-locked memory, from which all devices of this kind can copy."""
-        return self.backends[0].pin(nbytes)
 
 
 def resolve_device(device: object) -> DeviceBackend | None:
@@ -52,6 +33,9 @@ def resolve_device(device: object) -> DeviceBackend | None:
     """
     if device is None or (isinstance(device, str) and device == "cpu"):
         return None
+    # Host tensors need no module of devices.
+    from aiofeed.devices.backend import DeviceBackend, TorchBackend
+
     if isinstance(device, DeviceBackend) and not isinstance(device, type):
         return device
     if isinstance(device, list | tuple):
@@ -81,7 +65,7 @@ def resolve_device(device: object) -> DeviceBackend | None:
     return TorchBackend(torch.device(wanted_type, index))
 
 
-def resolve_devices(device: Any) -> DeviceBackend | DeviceGroup | None:
+def resolve_devices(device: Any) -> DeviceBackend | None:
     """Return the backend of a device, the group of a list of devices, or ``None`` for host tensors.
 
     Args:
@@ -91,27 +75,9 @@ def resolve_devices(device: Any) -> DeviceBackend | DeviceGroup | None:
         TypeError: ``device`` has another type, or a list contains ``None``.
         ValueError: There is no such device, the list is empty, contains a device twice or mixes kinds.
     """
-    if not isinstance(device, list | tuple):
-        return resolve_device(device)
-    if not device:
-        raise ValueError(f"device={device!r}: a list of devices needs at least one; device=None gives host tensors")
-    if any(entry is None for entry in device):
-        raise TypeError(f"device={device!r}: a list cannot contain None; use 'cpu' for parts of a batch in host memory")
-    backends = [resolve_device(entry) for entry in device]
-    found = [backend for backend in backends if backend is not None]
-    if not found:
-        return DeviceGroup([CpuBackend() for _ in device])
-    if len(found) < len(backends):
-        raise ValueError(f"device={device!r}: a list cannot mix the host and accelerators; leave 'cpu' out")
-    kinds = {type(backend) for backend in found} | {backend.device.type for backend in found}
-    if len(kinds) > 2:
-        raise ValueError(f"device={device!r}: devices in a list must be of one kind")
-    for number, backend in enumerate(found):
-        if any(_same(backend, other) for other in found[:number]):
-            raise ValueError(
-                f"device={device!r}: {backend.name} is listed twice; for smaller parts on one device, split its part"
-            )
-    return DeviceGroup(found)
+    if isinstance(device, list | tuple):
+        return _load_addon("DeviceGroup", "device=[...]").of(device)  # type: ignore[no-any-return]
+    return resolve_device(device)
 
 
 def _accelerator_type(*, usable: bool) -> str | None:
@@ -130,6 +96,8 @@ def _accelerator_type(*, usable: bool) -> str | None:
 
 def _default_index(kind: str) -> int:
     import torch
+
+    from aiofeed.devices.backend import current_device_index
 
     # current_device_index initialises CUDA, and a process with initialised CUDA cannot fork. Before that, the index is
     # 0.
@@ -155,11 +123,6 @@ def _parse(device: str | int | torch.device, kind: str | None) -> tuple[str | No
             f"similar{f'; did you mean {near[0] + colon + index!r}?' if near and not reason else reason}"
         ) from error
     return parsed.type, parsed.index
-
-
-def _same(one: DeviceBackend, other: DeviceBackend) -> bool:
-    # Compare custom backends by identity: all simulated devices have the device "cpu".
-    return one is other or (one.device == other.device and one.device.type != "cpu")
 
 
 def explain_missing_device(wanted: str | None, kind: str | None) -> str:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.pytree import is_namedtuple, leaves, like_list, map_leaves
 from aiofeed.core.types import HostTensor, Transform, public
-from aiofeed.devices.backend import AllEvents
-from aiofeed.devices.copier import Copier, PendingCopy, StaticOutput
-from aiofeed.devices.resolve import DeviceGroup, resolve_devices
+from aiofeed.devices.backend import AllEvents, CpuBackend, DeviceBackend
+from aiofeed.devices.copier import Copier, PendingCopy
+from aiofeed.devices.resolve import resolve_device
 from aiofeed.runtime.tensors import is_tensor
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
-    from aiofeed.devices.backend import DeviceBackend, Event
+    from aiofeed.devices.backend import Event, Stream
 
 BatchT = TypeVar("BatchT")
 
@@ -44,8 +46,7 @@ def scatter(batch: BatchT, devices: Sequence[str | int | torch.device | DeviceBa
     """
     if not isinstance(devices, list | tuple):
         raise TypeError(f"scatter takes a list of devices, got {devices!r}")
-    group = cast("DeviceGroup", resolve_devices(devices))
-    copier: Any = copier_for(group)
+    copier = MultiDeviceCopier(DeviceGroup.of(devices))
     copier.wait_for_caller()
     pending = copier.issue(batch)
     parts: tuple[BatchT, ...] = copier.deliver(pending)
@@ -54,15 +55,18 @@ def scatter(batch: BatchT, devices: Sequence[str | int | torch.device | DeviceBa
     return parts
 
 
-class MultiDeviceCopier:
+class MultiDeviceCopier(Copier):
     """A ``Copier`` for several devices: returns each batch as a tuple with one part per device.
 
     It splits the batch on the host. A copy from one device to another would put a barrier on the streams of both.
     """
 
-    def __init__(self, group: DeviceGroup, copiers: Sequence[Copier]) -> None:
-        self.backend = group
-        self._copiers = tuple(copiers)
+    def __init__(
+        self, backend: Any, transform: Transform | None = None, *outputs: Callable[[Any, Stream], Any]
+    ) -> None:
+        self.backend: Any = backend
+        each = zip(backend.backends, outputs or [None] * len(backend.backends), strict=True)
+        self._copiers: tuple[Copier, ...] = tuple([Copier(one, transform, output) for one, output in each])
 
     def wait_for_caller(self) -> None:
         """Make each side stream wait for the work that the calling thread has queued on its device."""
@@ -107,19 +111,62 @@ class MultiDeviceCopier:
             copier.release()
 
 
-AnyCopier: TypeAlias = Copier | MultiDeviceCopier
+class DeviceGroup:
+    """Several devices that share each batch, in the order of its parts.
+
+    Attributes:
+        batch_copier: Makes the copier of a group.
+    """
+
+    batch_copier: ClassVar[type[Copier]] = MultiDeviceCopier
+
+    def __init__(self, backends: Sequence[DeviceBackend]) -> None:
+        self.backends: tuple[DeviceBackend, ...] = tuple(backends)
+        self.name: str = ", ".join(backend.name for backend in self.backends)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name})"
+
+    def enter_thread(self) -> None:
+        """Make the first device current in the calling thread; each copier selects its own device."""
+        self.backends[0].enter_thread()
+
+    def pin(self, nbytes: int, /) -> NDArray[np.uint8]:
+        """Return page-locked memory, from which all devices of this kind can copy."""
+        return self.backends[0].pin(nbytes)
+
+    @classmethod
+    def of(cls, device: Sequence[Any]) -> Self:
+        """Return the group of a list of devices.
+
+        Raises:
+            TypeError, ValueError: As for ``resolve_devices``.
+        """
+        if not device:
+            raise ValueError(f"device={device!r}: a list of devices needs at least one; device=None gives host tensors")
+        if any(entry is None for entry in device):
+            raise TypeError(
+                f"device={device!r}: a list cannot contain None; use 'cpu' for parts of a batch in host memory"
+            )
+        backends = [resolve_device(entry) for entry in device]
+        found = [backend for backend in backends if backend is not None]
+        if not found:
+            return cls([CpuBackend() for _ in device])
+        if len(found) < len(backends):
+            raise ValueError(f"device={device!r}: a list cannot mix the host and accelerators; leave 'cpu' out")
+        kinds = {type(backend) for backend in found} | {backend.device.type for backend in found}
+        if len(kinds) > 2:
+            raise ValueError(f"device={device!r}: devices in a list must be of one kind")
+        for number, backend in enumerate(found):
+            if any(_same(backend, other) for other in found[:number]):
+                twice = f"{backend.name} is listed twice; for smaller parts on one device, split its part"
+                raise ValueError(f"device={device!r}: {twice}")
+        return cls(found)
 
 
-def copier_for(
-    backend: DeviceBackend | DeviceGroup,
-    transform: Transform | None = None,
-    static_outputs: Sequence[StaticOutput] = (),
-) -> AnyCopier:
-    """Return the copier of one or several devices. Without ``static_outputs`` each batch gets its own tensors."""
-    backends = backend.backends if isinstance(backend, DeviceGroup) else (backend,)
-    outputs: Sequence[StaticOutput | None] = static_outputs or [None] * len(backends)
-    copiers = [Copier(each, transform, output) for each, output in zip(backends, outputs, strict=True)]
-    return MultiDeviceCopier(backend, copiers) if isinstance(backend, DeviceGroup) else copiers[0]
+def _same(one: DeviceBackend, other: DeviceBackend) -> bool:
+    # Compare custom backends by identity: all simulated devices have the device "cpu".
+    return one is other or (one.device == other.device and one.device.type != "cpu")
 
 
 def split(batch: Any, parts: int) -> list[Any]:

@@ -7,6 +7,9 @@ import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
+
+import numpy as np
 
 from aiofeed.core.limits import ResolvedLimits
 from aiofeed.engine.batch import ReorderBuffer
@@ -160,3 +163,9 @@ class MemoryBudget:
         """End a reservation."""
         self.reserved_bytes -= reserved
         self._batches -= 1
+
+
+def bytes_per_sample(decode: Any) -> float:
+    """Return the bytes of a decoded sample if the decoder declares its row; otherwise 0."""
+    row = getattr(decode, "row", None)
+    return 0.0 if row is None else float(math.prod(row.shape) * np.dtype(row.dtype).itemsize)

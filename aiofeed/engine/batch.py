@@ -42,8 +42,8 @@ class Batch:
         kept: positions of the samples that remain after skipping; ``None``: all.
         failures: errors of samples that were skipped or replaced, in a fixed order.
         error: raised to the consumer instead of the batch.
-        complete: whether it may be delivered.
-        handed_out: see ``ReadyBatch``.
+        is_finished: whether it may be delivered.
+        returned_samples: see ``ReadyBatch``.
         under_way: chunks that are being read or decoded, by their first position: what is done, since when on the clock
             of ``perf_counter``, where the chunk ends, and the samples that are decoded.
         followers: the batches that the same job makes after this one. The engine plans, reserves memory for, delivers
@@ -67,8 +67,8 @@ class Batch:
     kept: Sequence[int] | None = None
     failures: list[SampleError] = field(default_factory=list)
     error: FeedError | None = None
-    complete: bool = False
-    handed_out: tuple[int, int] | None = None
+    is_finished: bool = False
+    returned_samples: tuple[int, int] | None = None
     under_way: dict[int, tuple[str, float, int, Sequence[Any]]] = field(default_factory=dict)
     followers: list[Batch] = field(default_factory=list)
 
@@ -78,13 +78,13 @@ class Batch:
         self.counters.retries += read.retries
         self.encoded_bytes += read.nbytes
 
-    def count_reading(self, seconds: float, samples: int, *, apart: bool) -> None:
-        """Add the time that the reads of a chunk took; ``apart``: few others were in flight when they began."""
+    def count_reading(self, seconds: float, samples: int, *, few_in_flight: bool) -> None:
+        """Add the time that the reads of a chunk took; ``few_in_flight``: there were few others when they began."""
         counters = self.counters
         counters.samples_read += samples
         counters.reading_s += seconds * samples
         counters.reading_square_s += seconds**2 * samples
-        if apart:
+        if few_in_flight:
             counters.samples_read_apart += samples
             counters.reading_apart_s += seconds * samples
 
@@ -186,7 +186,7 @@ class ReorderBuffer:
         for entry in self.entries:
             if isinstance(entry, EpochEnds):
                 return None
-            if entry.complete:
+            if entry.is_finished:
                 self.entries.remove(entry)
                 self._settled = max(0, self._settled - 1)
                 self.assembling -= 1

@@ -43,7 +43,7 @@ class ChunkAssembly(Assembly):
 
     Args:
         policy: what happens to samples that fail.
-        late_s: returns the seconds in all by which the loop was late; reads do not count them.
+        loop_delay_s: returns the seconds in all by which the loop was late; reads do not count them.
         may_group: whether one job may make several small batches; the fetcher's ``read`` must leave all to the job.
         on_gil_limit: as of ``Assembly``, like ``engine``, ``fetcher``, ``executor`` and ``tuner``.
         options: ``new_builder``, ``wrap`` and ``memory``, as of ``DecodeStage``.
@@ -60,12 +60,12 @@ class ChunkAssembly(Assembly):
         policy: FailurePolicy,
         tuner: Tuner | None = None,
         on_gil_limit: Callable[[GilLimit], None] | None = None,
-        late_s: Callable[[], float] = float,
+        loop_delay_s: Callable[[], float] = float,
         may_group: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(engine, fetcher=fetcher, executor=executor, tuner=tuner, on_gil_limit=on_gil_limit)
-        self._late_s = late_s
+        self._loop_delay_s = loop_delay_s
         self._stop = threading.Event()
         self._decode_stage = self.stage(
             fetcher=fetcher,
@@ -160,8 +160,8 @@ class ChunkAssembly(Assembly):
         started, concurrency = time.perf_counter(), self._admission.limits.read_concurrency
         batch.under_way[start] = "reading", started, stop, ()
         self._reading += stop - start
-        apart = 2 * self._reading <= concurrency
-        late_s = self._late_s()
+        few_in_flight = 2 * self._reading <= concurrency
+        loop_delay_s = self._loop_delay_s()
         try:
             read = await self._fetcher.read(batch.plan.indices[start:stop])
             if self._tuner is not None and not read.retries:
@@ -175,12 +175,12 @@ class ChunkAssembly(Assembly):
         ended = time.perf_counter()
         # If the loop is late, the bytes may have been there before. That other threads hold the GIL is not the time of
         # the storage.
-        seconds = max(0.0, ended - started - (self._late_s() - late_s))
+        seconds = max(0.0, ended - started - (self._loop_delay_s() - loop_delay_s))
         batch.counters.read_s += seconds
         batch.count_read(read)
         batch.counters.events.append(("read", "reads", started, ended, batch.plan.number, stop - start, read.nbytes))
         if read.waited:
-            batch.count_reading(seconds, stop - start, apart=apart)
+            batch.count_reading(seconds, stop - start, few_in_flight=few_in_flight)
         if log.isEnabledFor(logging.DEBUG):
             ms = (ended - started) * 1e3
             log.debug("batch %d: read samples %d to %d in %.1f ms", batch.plan.number, start, stop - 1, ms)
@@ -247,7 +247,7 @@ class ChunkAssembly(Assembly):
 
     def _observe(self, batch: Batch, outcome: ChunkOutcome) -> None:
         """Add a decode job to the statistics, and pass its timing to the tuner."""
-        self.release_taken()
+        self.release_returned()
         batch.count(outcome)
         if self._may_group and outcome.collate_s:
             self._choose_group(batch, outcome)
@@ -277,4 +277,4 @@ class ChunkAssembly(Assembly):
 
     def finished(self, batch: Batch) -> None:
         """All chunks of a batch are decoded, and its errors are recovered from or set."""
-        self._engine.complete(batch)
+        self._engine.finished(batch)

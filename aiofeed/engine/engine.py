@@ -7,10 +7,11 @@ A batch passes through these steps, all on the engine's event loop except decodi
 2. ``Assembly.begin`` starts the batch: ``ChunkAssembly`` reads and decodes its chunks (``chunks.py``),
    ``SampleAssembly`` fills it with the samples that are ready first (``samples.py``), ``RemoteAssembly`` sends its plan
    to a worker process (``processes/workers/remote_assembly.py``).
-3. The assembly passes the finished batch, or one with an error, to ``complete``.
+3. The assembly passes the finished batch, or one with an error, to ``finished``.
 4. ``_deliver`` puts complete batches into the queue, in order unless ``in_order=False``. A batch with an error becomes
    a ``FeedFailure``, after which nothing is delivered.
-5. ``taken`` ends the batch's memory reservation when the consumer has taken it, and permits the next one.
+5. ``returned`` ends the batch's memory reservation when the consumer or the copy thread has taken it, and permits
+   the next one.
 
 The end of an epoch is an entry between batches, and becomes an ``EndOfEpoch`` after the epoch's last batch. The next
 epoch's batches are planned meanwhile. ``run`` returns when all plans are delivered, after a failure, or when its task
@@ -51,7 +52,7 @@ log: logging.Logger = logging.getLogger("aiofeed.engine")
 
 
 class Assembly:
-    """Makes the batches of an engine: ``begin`` starts one, and ``Engine.complete`` gets it when it is finished.
+    """Makes the batches of an engine: ``begin`` starts one, and ``Engine.finished`` gets it when it is finished.
 
     Args:
         engine: the engine, whose limits, buffer and task group are used on its loop.
@@ -87,7 +88,7 @@ class Assembly:
         self._fetcher = fetcher
         self._executor = executor
         self._tuner = tuner
-        self._taken: deque[ReadyBatch] = deque()
+        self._returned: deque[ReadyBatch] = deque()
         self._concurrency = Concurrency(
             engine.admission, fetcher=fetcher, executor=executor, tuner=tuner, on_gil_limit=on_gil_limit
         )
@@ -134,30 +135,30 @@ class Assembly:
         """Whether the end of a job, or a message, will wake the loop soon. For any thread."""
         raise NotImplementedError
 
-    def on_taken(self, item: ReadyBatch) -> bool:
+    def on_returned(self, item: ReadyBatch) -> bool:
         """Whether the loop need not be woken for a batch that was taken, in the consumer's thread.
 
         A woken loop takes the GIL from the step that has just begun. So while there is other work, the batch waits for
-        what wakes the loop anyway, and ``release_taken`` releases it then.
+        what wakes the loop anyway, and ``release_returned`` releases it then.
         """
         if not self.busy:
             return False
-        self._taken.append(item)
+        self._returned.append(item)
         # The loop may have done the last of the work in between; then it has to be woken.
         return self.busy
 
-    def release_taken(self) -> None:
-        """Release the batches that were taken and for which the loop was not woken."""
-        for item in [self._taken.popleft() for _ in range(len(self._taken))]:  # `taken` calls this again
+    def release_returned(self) -> None:
+        """Release the batches that were returned and for which the loop was not woken."""
+        for item in [self._returned.popleft() for _ in range(len(self._returned))]:  # `returned` calls this again
             release(item)
 
-    def taken(self, item: ReadyBatch) -> None:
-        """The consumer has taken a batch from the queue: release those before it, too."""
-        self.release_taken()
+    def returned(self, item: ReadyBatch) -> None:
+        """A batch has left the queue: release those before it, too."""
+        self.release_returned()
 
     def stop(self) -> None:
         """End running jobs and drop unfinished work: the engine has ended, and the feeder may keep it."""
-        self._taken.clear()
+        self._returned.clear()
 
 
 class Engine:
@@ -173,8 +174,8 @@ class Engine:
         in_order: deliver batches in order; otherwise each epoch's batches as they finish.
         policy: what happens to samples that fail.
         length: of the source, for a relative ``max_failures``.
-        judges: whether failures are counted and the first error ends the engine; otherwise errors are delivered as
-            those of a ``ReadyBatch``.
+        counts_failures: whether failures are counted, and the first error ends the engine; otherwise errors are
+            delivered as those of a ``ReadyBatch``.
 
     Attributes:
         group: the tasks of the assembly; they end with the engine.
@@ -194,7 +195,7 @@ class Engine:
         in_order: bool,
         policy: FailurePolicy | None = None,
         length: int = 0,
-        judges: bool = True,
+        counts_failures: bool = True,
     ) -> None:
         self._steps = steps
         self._queue = queue
@@ -203,7 +204,7 @@ class Engine:
         self.admission: Admission = Admission(limits, batch_size=batch_size, budget=budget, buffer=self.buffer)
         self._policy = policy or FailurePolicy()
         self._length = length
-        self._judges = judges
+        self._counts_failures = counts_failures
         self._failure_counter = FailureCounter(self._policy, length)
         self._counters = EpochStats()
         # When the queue became full, until the next batch is taken.
@@ -322,12 +323,12 @@ class Engine:
         self.buffer.permitted += 1
         return first
 
-    def complete(self, batch: Batch) -> None:
+    def finished(self, batch: Batch) -> None:
         """Deliver a finished batch and its followers, or the first error, when it is next."""
         group = (batch, *batch.followers)
         nbytes, samples = sum(each.nbytes for each in group), sum(len(each.plan.indices) for each in group)
         batch.reserved = self.budget.correct(batch.reserved, nbytes, samples)
-        batch.complete = True
+        batch.is_finished = True
         self._deliver()
 
     # --- delivery
@@ -354,10 +355,10 @@ class Engine:
     def _deliver_batch(self, batch: Batch, reserved: int | None) -> bool:
         """Deliver a batch or its error. ``reserved``: bytes to release when it is taken; ``None``: a later one does."""
         failures = tuple(batch.failures)
-        if failures and self._judges:
+        if failures and self._counts_failures:
             batch.failure_counter.count(failures)
             batch.error = batch.failure_counter.too_many(failures[-1]) or batch.error
-        if batch.error is not None and self._judges:
+        if batch.error is not None and self._counts_failures:
             self._deliver_failure(batch.error, batch.plan.number, failures)
             # Break the cycle: the error's traceback may refer to frames that refer to the batch.
             batch.error = None
@@ -373,27 +374,27 @@ class Engine:
                 batch.result,
                 batch.lease,
                 reserved or 0,
-                None if reserved is None else self.taken,
+                None if reserved is None else self.returned,
                 batch.counters,
                 failures,
-                batch.handed_out,
-                on_taken=self.assembly.on_taken,
+                batch.returned_samples,
+                on_returned=self.assembly.on_returned,
                 plan=batch.plan,
                 error=batch.error,
             )
         )
         return True
 
-    def taken(self, item: ReadyBatch) -> None:
-        """Release a batch that the consumer has taken from the queue; called on the loop."""
-        self.assembly.taken(item)
+    def returned(self, item: ReadyBatch) -> None:
+        """Release a batch that has left the queue; called on the loop."""
+        self.assembly.returned(item)
         self.buffer.waiting -= 1
         self.budget.release(item.reserved)
         if self._full_since is not None:
             # Idle time is from the full queue, or from the request for the epoch if that was later (a pause between
             # epochs does not count), until the batch left the queue, which the loop learns later.
             if asked_at := item.counters.asked_at:
-                item.counters.idle_s += max(item.taken_at - max(self._full_since, asked_at), 0.0)
+                item.counters.idle_s += max(item.returned_at - max(self._full_since, asked_at), 0.0)
             self._full_since = None
         self.assembly.permit()
         self.admission.room.set()

@@ -6,26 +6,24 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiofeed.core.failure_policy import FailurePolicy
-from aiofeed.core.types import BatchPlan, Collate, Source, decodes_in_place
+from aiofeed.core.types import BatchPlan, decodes_in_place, traits_of
 from aiofeed.engine.fetch.collate import BatchBuilder, CollateBatchBuilder
-from aiofeed.engine.fetch.dataset import DatasetFetcher
 from aiofeed.engine.fetch.fetcher import Fetcher
-from aiofeed.engine.fetch.sequences import PackCollate
-from aiofeed.engine.fetch.source import SourceFetcher
 from aiofeed.runtime.buffers import BufferLease
-from aiofeed.sources.dataset import FromDataset
 
 if TYPE_CHECKING:
     from aiofeed.cache.store import SampleStore
+    from aiofeed.engine.fetch.dataset import DatasetFetcher
+    from aiofeed.engine.fetch.source import SourceFetcher
 
 NewBuilder: TypeAlias = Callable[[BatchPlan, BufferLease], BatchBuilder]
 """Makes the builder of a planned batch, in memory of a lease."""
 
 
 def new_fetcher(
-    source: Source[Any] | FromDataset,
+    source: Any,
     decode: Callable[..., Any] | None,
-    collate_fn: Collate | PackCollate | None,
+    collate_fn: Any,
     *,
     length: int,
     policy: FailurePolicy,
@@ -33,17 +31,30 @@ def new_fetcher(
     own_process: bool = False,
     lookahead_bytes: int = 0,
 ) -> Fetcher:
-    """The fetcher of a feeder with these arguments; ``own_process`` if it is in a worker process.
+    """Return the fetcher of a feeder with these arguments.
 
-    ``lookahead_bytes`` as in ``Limits``.
+    Args:
+        source: A ``Source``, or a Dataset as a source.
+        decode: Decodes a sample.
+        collate_fn: The user's function, or ``None``.
+        length: Length of the source when the feeder was made.
+        policy: Retries, time limits, and whether the first failure ends a chunk.
+        cache: Where decoded samples are kept.
+        own_process: Whether it is in a worker process.
+        lookahead_bytes: As in ``Limits``.
 
     Raises:
         CacheError: The cache cannot be used.
     """
     inner: SourceFetcher | DatasetFetcher
-    if isinstance(source, FromDataset):
+    # Imported here: a feeder loads one of both.
+    if traits_of(source).items:
+        from aiofeed.engine.fetch.dataset import DatasetFetcher
+
         inner = DatasetFetcher(source, policy, own_process=own_process)
     else:
+        from aiofeed.engine.fetch.source import SourceFetcher
+
         in_place = collate_fn is None and decodes_in_place(decode)
         # Samples of a decoded cache need not be read.
         ahead = lookahead_bytes if cache is None else 0
@@ -56,16 +67,17 @@ def new_fetcher(
     return CachedFetcher(inner, new_codec(decode), cache)
 
 
-def builder_factory(fetcher: Fetcher, collate_fn: Collate | PackCollate | None, *, staged: bool) -> NewBuilder:
-    """The function that makes the builders of a feeder's batches.
+def builder_factory(fetcher: Fetcher, collate_fn: Any, *, staged: bool) -> NewBuilder:
+    """Return the function that makes the builders of a feeder's batches.
 
     Args:
         fetcher: The feeder's fetcher.
-        collate_fn: The user's function, or how to pack documents.
+        collate_fn: The user's function. One with a method ``new_builder(plan, lease)`` makes the builders itself.
         staged: Whether the tensors that ``collate_fn`` returns are copied into the batch's memory.
     """
     if collate_fn is None:
         return lambda plan, lease: fetcher.new_builder(len(plan.indices), lease)
-    if isinstance(collate_fn, PackCollate):
-        return collate_fn.new_builder
+    new_builder: NewBuilder | None = getattr(collate_fn, "new_builder", None)
+    if new_builder is not None:
+        return new_builder
     return lambda plan, lease: CollateBatchBuilder(len(plan.indices), collate_fn, lease if staged else None)

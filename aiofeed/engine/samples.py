@@ -166,7 +166,7 @@ class SampleAssembly(ChunkAssembly):
         if read.waited:
             self._read_s += (time.perf_counter() - started - self._read_s) * 0.2
             self._reads_singly = self._read_s > (FAST_READ_S if self._reads_singly else SLOW_GROUP_S)
-        if not batch.complete:  # otherwise other samples took its places, and its reservation was corrected
+        if not batch.is_finished:  # otherwise other samples took its places, and its reservation was corrected
             batch.reserved = self._budget.raise_to(batch.reserved, batch.encoded_bytes)
         for at, encoded in enumerate(read.samples, start):
             batch.epoch.read.append((batch.plan, at, encoded))
@@ -245,7 +245,7 @@ class SampleAssembly(ChunkAssembly):
             batch = epoch.open[0]
             if chunk.error is not None and chunk.kept is None:  # not that of a chunk of which nothing is left
                 batch.error, batch.failures = chunk.error, batch.failures + chunk.failures
-                self._engine.complete(batch)
+                self._engine.finished(batch)
                 return
             if self._full + self._buffer.waiting >= self._buffer.prefetch_batches:
                 self._ready.appendleft((chunk, positions))
@@ -261,7 +261,7 @@ class SampleAssembly(ChunkAssembly):
                 epoch.open.popleft()
                 self._full += 1
                 filled = [part.plan.positions[at] for part, places in batch.parts for at in places]
-                batch.handed_out = epoch.tracker.add(filled)
+                batch.returned_samples = epoch.tracker.add(filled)
                 self._engine.group.create_task(self._assemble(batch))
 
     async def _assemble(self, batch: PlannedBatch) -> None:
@@ -271,7 +271,7 @@ class SampleAssembly(ChunkAssembly):
         except asyncio.CancelledError:
             raise cancellation_error(batch) from None
         self._observe(batch, outcome)
-        self._engine.complete(batch)
+        self._engine.finished(batch)
 
     def _put_together(self, batch: PlannedBatch, outcome: ChunkOutcome) -> None:
         """Copy the samples of a batch from their chunks and collate them; runs in a decode thread."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiofeed import _load_addon as load_addon
 from aiofeed.core.errors import CacheError
 from aiofeed.core.failure_policy import FailurePolicy, as_policy
 from aiofeed.core.formatting import format_bytes
@@ -24,8 +25,8 @@ from aiofeed.core.statistics import new_events
 from aiofeed.core.types import Collate, Row, Source, Traits, Transform, decodes_in_place, keywords_of, public, traits_of
 from aiofeed.core.validation import check_bool, check_callable, check_positive_int, check_seed, local_ranks
 from aiofeed.decoders.media.clips import Clips
-from aiofeed.devices.backend import CpuBackend
-from aiofeed.devices.resolve import DeviceGroup, resolve_devices
+from aiofeed.devices.backend import CpuBackend, backends_of
+from aiofeed.devices.resolve import resolve_devices
 from aiofeed.engine.fetch.sequences import PackCollate, check_collate_fn
 from aiofeed.feeder.rules import check, conflict, facts_of
 from aiofeed.runtime import machine
@@ -46,13 +47,13 @@ from aiofeed.sources.mixture import Mixture
 from aiofeed.sources.stream import Stream
 from aiofeed.sources.subset import fingerprint_of
 from aiofeed.sources.tables.columns import collate_rows
-from aiofeed.sources.tensors import Tensors, are_on_host, as_dataset, tensors_of
+from aiofeed.sources.tensors import Tensors, tensors_of
 
 if TYPE_CHECKING:
     from aiofeed.cache.encoded.database import EncodedCache
     from aiofeed.cache.store import SampleStore
     from aiofeed.devices.backend import DeviceBackend
-    from aiofeed.devices.copier import StaticOutput
+    from aiofeed.devices.static_output import StaticOutput
     from aiofeed.processes.actors.cluster import RayEngine
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
@@ -241,9 +242,8 @@ def check_engine(value: object) -> tuple[int, RayEngine | None]:
     ):
         raise ValueError(f"engine={value!r}: {expected}")
     if kind != "process":
-        from aiofeed.processes.actors.cluster import RayEngine
-
-        ray = value if kind != "ray" else RayEngine(int(number)) if colon else RayEngine()
+        RayEngine = load_addon("processes.RayEngine", "engine=")  # noqa: N806
+        ray: Any = value if kind != "ray" else RayEngine(int(number)) if colon else RayEngine()
         if not isinstance(ray, RayEngine):
             raise TypeError(f"engine must be a str, got {value!r}; {expected}")
         if find_spec("ray") is None:
@@ -329,7 +329,7 @@ class Arguments:
         self.collate_fn: Collate | None = check_collate_fn(given["collate_fn"])
         transform = check_callable("transform", given["transform"])
         self.transform: Transform | None = sequence_part(given["split_sequence"], transform)
-        self.backend: DeviceBackend | DeviceGroup | None = resolve_devices(given["device"])
+        self.backend: DeviceBackend | None = resolve_devices(given["device"])
         self.on_error: FailurePolicy = as_policy(given["on_error"])
         self.cache: Any = given["cache"]
         self.limits: Any = given["limits"]
@@ -351,10 +351,10 @@ class Arguments:
     def _choose_source(self) -> None:
         """Use ``Tensors`` in host memory and a ``Mixture`` without weights as plain samples if an option needs that."""
         listed = self.batch_sampler is not None or isinstance(self.batch_size, LengthPlan)
-        split = self.static_batches or isinstance(self.backend, DeviceGroup)
+        split = self.static_batches or hasattr(self.backend, "backends")
         samples = listed or split or self.engines or self.collate_fn is not None
-        if samples and isinstance(self.adopted, Tensors) and are_on_host(self.adopted):
-            self.adopted = as_dataset(self.adopted)
+        if samples and isinstance(self.adopted, Tensors) and self.adopted.on_host:
+            self.adopted = self.adopted.as_dataset()
         ordered = isinstance(self.source, Mixture)
         if ordered and not self.source.draws:
             ordered = self.sampler is self.weights is self.batch_sampler is self.exclude is None
@@ -447,7 +447,7 @@ class FeederConfig:
     decode: Callable[..., Any] | None
     batch_size: int
     collate_fn: Collate | PackCollate | None
-    backend: DeviceBackend | DeviceGroup | None
+    backend: DeviceBackend | None
     transform: Transform | None
     policy: FailurePolicy
     limits: ResolvedLimits
@@ -566,9 +566,8 @@ def _check_cacheable(decode: Callable[..., Any] | None, *, on_disk: bool) -> Non
 
 
 def _check_picklable(config: FeederConfig, kind: str) -> None:
-    from aiofeed.processes.workers import spawn
-
-    spawn.check_picklable(kind, source=config.source, decode=config.decode, collate_fn=config.collate_fn)
+    check_picklable = load_addon("check_picklable", f'engine="{kind}"')
+    check_picklable(kind, source=config.source, decode=config.decode, collate_fn=config.collate_fn)
 
 
 def _warn_of_large_batches(config: FeederConfig) -> None:
@@ -600,13 +599,13 @@ def _with_resident_tensors(config: FeederConfig) -> FeederConfig:
     return config if tensors is None else replace(config, source=tensors)
 
 
-def with_static_outputs(config: FeederConfig, kinds: int) -> FeederConfig:
-    """Return the configuration with new static outputs for so many kinds of batches, see ``StaticOutput``."""
-    from aiofeed.devices.copier import StaticOutput
+def with_static_outputs(config: FeederConfig, shapes: int) -> FeederConfig:
+    """Return the configuration with new static outputs for so many shapes of batches, see ``StaticOutput``."""
+    from aiofeed.devices.static_output import StaticOutput
 
     backend = config.backend or CpuBackend()
-    backends = backend.backends if isinstance(backend, DeviceGroup) else (backend,)
-    return replace(config, backend=backend, static_outputs=tuple([StaticOutput(each, kinds) for each in backends]))
+    outputs = tuple([StaticOutput(each, shapes) for each in backends_of(backend)])
+    return replace(config, backend=backend, static_outputs=outputs)
 
 
 def _check_room_for_tokens(a: Arguments) -> None:

@@ -15,7 +15,7 @@ from aiofeed.core.statistics import EpochStats, FeedStatistics, new_events
 from aiofeed.core.types import Transform, public
 from aiofeed.core.validation import check_callable, explain_arguments
 from aiofeed.devices.resolve import resolve_device
-from aiofeed.feeder.iterator import Beginnings, Delivery, EpochObserver, FeedIterator, LoopProducer
+from aiofeed.feeder.iterator import Delivery, EpochObserver, EpochStartLock, FeedIterator, LoopProducer
 from aiofeed.runtime.buffers import HostBufferPool, PinnedBufferPool, release_unused
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.queue import ReadyBatch
@@ -89,7 +89,7 @@ class AttachedFeed:
         self._iterator: weakref.ref[FeedIterator[Any]] | None = None
         self._epoch: _ServedEpoch | None = None
         self._delivery: Delivery | None = None
-        self._beginnings = Beginnings()
+        self._beginnings = EpochStartLock()
         self._earlier_stats, self._stats = EpochStats(), EpochStats()
         self._events = new_events()
         # The server's last status. The subscription refers to it, so that it need not refer to this object.
@@ -329,7 +329,7 @@ class _ServedObserver(EpochObserver):
         self._attached = attached
         self._epoch = epoch
 
-    def handing_out(self, item: ReadyBatch) -> None:
+    def returning(self, item: ReadyBatch) -> None:
         """Tell the subscription of the first batch: an epoch without one is given to the next iterator."""
         epoch = self._epoch
         if not epoch.feed.started:

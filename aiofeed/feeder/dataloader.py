@@ -348,7 +348,7 @@ class _Epochs:
 
 
 class _PulledObserver(EpochObserver):
-    """Calls ``handing_out`` for each batch, in the consumer's thread."""
+    """Calls ``returning`` for each batch, in the consumer's thread."""
 
     def __init__(self, batches: WorkerBatches, epoch: int, delivery: Delivery) -> None:
         super().__init__(delivery)
@@ -356,9 +356,9 @@ class _PulledObserver(EpochObserver):
         self._epoch = epoch
         self._next = 0
 
-    def handing_out(self, item: ReadyBatch) -> None:
+    def returning(self, item: ReadyBatch) -> None:
         if item.number == self._next:
-            self._batches.handing_out(self._epoch)
+            self._batches.returning(self._epoch)
             self._next += 1
 
 
@@ -477,10 +477,10 @@ class LoaderIterator(_BaseDataLoaderIter):
             if not self._starts_next_epoch():
                 raise
             batch = self._next_batch()
-        self._handed_out(asked)
+        self._returned(asked)
         return batch
 
-    def _handed_out(self, asked: float) -> None:
+    def _returned(self, asked: float) -> None:
         stats, now = self._stats, time.perf_counter()
         stats.stall_s += now - asked
         stats.wall_s = now - stats.asked_at
@@ -510,7 +510,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             if not self._continues() and not self._starts_next_epoch():
                 raise
             return await anext(self)
-        self._handed_out(asked)
+        self._returned(asked)
         return batch
 
     def _shutdown_workers(self) -> None:

@@ -370,7 +370,7 @@ class Feeder(Generic[BatchT]):
         return state | {
             "_stepping": [],
             "config": replace(config, backend=None, static_outputs=()),
-            "static": config.static_outputs[0].kinds if config.static_outputs else 0,
+            "static": config.static_outputs[0].shapes if config.static_outputs else 0,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

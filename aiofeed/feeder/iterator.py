@@ -20,14 +20,14 @@ from aiofeed.core.limits import DEVICE_BATCHES
 from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import Transform
 from aiofeed.core.validation import check_returned
-from aiofeed.devices.copy_thread import CopyThread
 from aiofeed.runtime import queue as long_waits
 from aiofeed.runtime.buffers import release_unused
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped, release
 
 if TYPE_CHECKING:
-    from aiofeed.devices.scatter import AnyCopier
+    from aiofeed.devices.copier import Copier
+    from aiofeed.devices.copy_thread import CopyThread
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
@@ -59,7 +59,7 @@ class Producer(Protocol):
         """
 
     def waiting_for(self) -> tuple[Any, ...]:
-        """What the consumer waits for, words to follow "waited 60 s", and the pids of other processes at work."""
+        """Return (text, *pids): what is awaited, as the end of a log line, and the processes that work on it."""
 
     def watch(self, owner: object) -> None:
         """Stop when ``owner`` is dropped. Replaces the previously watched owner."""
@@ -88,8 +88,8 @@ class LoopProducer:
     def take(self, item: ReadyBatch) -> Any:
         """Return the batch of an item; call the item's ``release`` on the loop."""
         batch = item.batch
-        item.taken_at = time.perf_counter()
-        if item.release is not None and (item.on_taken is None or not item.on_taken(item)):
+        item.returned_at = time.perf_counter()
+        if item.release is not None and (item.on_returned is None or not item.on_returned(item)):
             self.loop_thread.call(release, item)
         return batch
 
@@ -129,7 +129,7 @@ class Delivery:
     def __init__(
         self,
         producer: Producer,
-        copier: AnyCopier | None = None,
+        copier: Copier | None = None,
         transform: Transform | None = None,
         device_batches: int = DEVICE_BATCHES,
     ) -> None:
@@ -139,6 +139,8 @@ class Delivery:
         self._transform = transform
         self._copy_thread: CopyThread | None = None
         if copier is not None:
+            from aiofeed.devices.copy_thread import CopyThread
+
             self.queue = BatchQueue()
             self._copy_thread = CopyThread(
                 copier, producer.queue, self.queue, room=device_batches, issued=producer.take
@@ -229,10 +231,10 @@ class EpochObserver:
     def __init__(self, delivery: Delivery) -> None:
         self._delivery = delivery
 
-    def handing_out(self, item: ReadyBatch) -> None:
+    def returning(self, item: ReadyBatch) -> None:
         """Called before a batch is returned; twice for the same batch if ``next`` is interrupted and repeated."""
 
-    def handed_out(self, item: ReadyBatch) -> None:
+    def returned(self, item: ReadyBatch) -> None:
         """Called when a batch is returned. It must not call any function, so that no signal handler runs in it."""
 
     def failed(self, item: FeedFailure) -> None:
@@ -270,7 +272,7 @@ class FeedIterator(Generic[BatchT_co]):
         stats.stall_s = time.perf_counter() - self._started
         self._finished = self._running = False
         # When the last batch was returned, its number and its samples.
-        self._handed_out: tuple[float, int, int] | None = None
+        self._last_returned: tuple[float, int, int] | None = None
         # Further batches of the last item, see `ReadyBatch`.
         self._following: list[Any] = []
 
@@ -299,14 +301,14 @@ class FeedIterator(Generic[BatchT_co]):
         """
         asked = time.perf_counter()
         if (following := self._following) and self._delivery.closed is None and self._pid == _pid:
-            assert self._handed_out is not None
-            stats, (began, number, samples) = self._stats, self._handed_out
+            assert self._last_returned is not None
+            stats, (began, number, samples) = self._stats, self._last_returned
             stats.events.append(("step", "training", began, asked, number, samples, 0))
             # No call from here to the caller's line, so that neither Ctrl-C nor another thread comes between.
             if following:
                 batch: BatchT_co = following[-1]
                 del following[-1]
-                self._handed_out = asked, number + 1, samples
+                self._last_returned = asked, number + 1, samples
                 stats.batches += 1
                 stats.samples += samples
                 stats.wall_s = asked - self._started
@@ -334,9 +336,9 @@ class FeedIterator(Generic[BatchT_co]):
                 finally:
                     del item  # an error's traceback refers to this frame
                 raise StopIteration
-            batch = self._take(item, asked)
+            batch = self._return(item, asked)
             # From here to the caller's line the interpreter runs no signal handler (see runtime/queue.py).
-            self.observer.handed_out(item)
+            self.observer.returned(item)
             self._following = item.following
             item.batch = None  # the engine's loop may still refer to the item
             # `close` in another thread may have emptied the queue.
@@ -361,17 +363,17 @@ class FeedIterator(Generic[BatchT_co]):
             item = await self._queue.peek_async(self._log_wait)
             woken_at = self._queue.woken_at
             # Other tasks may block the event loop after the item has arrived.
-            late_s = time.perf_counter() - woken_at if woken_at > asked else 0.0
+            loop_delay_s = time.perf_counter() - woken_at if woken_at > asked else 0.0
             if self._delivery.closed is not None:
                 self._raise_if_closed()
             if type(item) is not ReadyBatch:
                 try:
-                    self._end(item, asked, late_s)
+                    self._end(item, asked, loop_delay_s)
                 finally:
                     del item  # an error's traceback refers to this frame
                 raise StopAsyncIteration
-            batch: BatchT_co = self._take(item, asked, late_s)
-            self.observer.handed_out(item)
+            batch: BatchT_co = self._return(item, asked, loop_delay_s)
+            self.observer.returned(item)
             self._following = item.following
             item.batch = None  # the engine's loop may still refer to the item
             if (items := self._queue.items) and items[0] is item:
@@ -397,26 +399,26 @@ class FeedIterator(Generic[BatchT_co]):
                 "call iter() on the feeder in the child"
             )
 
-    def _take(self, item: ReadyBatch, asked: float, late_s: float = 0.0) -> Any:
+    def _return(self, item: ReadyBatch, asked: float, loop_delay_s: float = 0.0) -> Any:
         arrived = time.perf_counter()
         try:
             batch = self._delivery.take(item)
         except Exception as error:  # noqa: BLE001 - `_fail` raises it
             self.observer.failed(FeedFailure(error, item.number))
             self._fail(error)
-        self.observer.handing_out(item)
+        self.observer.returning(item)
         now = time.perf_counter()
-        waited = now - late_s
+        waited = now - loop_delay_s
         stall_s = waited - asked - (_overlap_s(*backlog, asked, waited) if (backlog := item.device_backlog) else 0.0)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("batch %d: returned after a wait of %.1f ms", item.number, stall_s * 1e3)
         stats = self._stats
         stats.events.append(("wait", "training", asked, waited, item.number, item.samples, 0))
         self._add_step(asked)
-        self._handed_out = (now, item.number, item.samples)
+        self._last_returned = (now, item.number, item.samples)
         stats.stall_s += stall_s
         stats.hand_over_s += now - arrived
-        stats.late_s += late_s
+        stats.late_s += loop_delay_s
         stats.batches += 1
         stats.samples += item.samples
         stats.wall_s = now - self._started
@@ -426,16 +428,16 @@ class FeedIterator(Generic[BatchT_co]):
 
     def _add_step(self, ended: float) -> None:
         """Add the consumer's step with the batch that was returned last."""
-        if self._handed_out is not None:
-            began, number, samples = self._handed_out
+        if self._last_returned is not None:
+            began, number, samples = self._last_returned
             self._stats.events.append(("step", "training", began, ended, number, samples, 0))
 
-    def _end(self, item: QueueItem, asked: float, late_s: float = 0.0) -> None:
+    def _end(self, item: QueueItem, asked: float, loop_delay_s: float = 0.0) -> None:
         """Handle an item that is not a batch: return at the end of the epoch, otherwise raise the error."""
         if isinstance(item, EndOfEpoch):
             now = time.perf_counter()
             self._add_step(asked)
-            self._stats.stall_s += now - late_s - asked
+            self._stats.stall_s += now - loop_delay_s - asked
             self._stats.wall_s = now - self._started
             self._stats.process_cpu_s = time.process_time() - self._stats.cpu_started_s
             # Both at once, because another thread may begin the next epoch, whose batches come from the same queue.
@@ -477,7 +479,7 @@ class FeedIterator(Generic[BatchT_co]):
     @property
     def number(self) -> int:
         """The number in the epoch of the batch that was returned last; -1 before the first."""
-        return -1 if self._handed_out is None else self._handed_out[1]
+        return -1 if self._last_returned is None else self._last_returned[1]
 
     def add_order(self, began: float) -> None:
         """The caller has listed the order for this epoch since ``began``, before ``iter()``: it counts."""
@@ -518,7 +520,7 @@ class FeedIterator(Generic[BatchT_co]):
         await self._delivery.stopped()
 
 
-class Beginnings:
+class EpochStartLock:
     """Lets one thread at a time begin an epoch. A ``stop`` by another thread does not wait; it is done at the end.
 
     Attributes:

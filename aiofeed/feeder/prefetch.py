@@ -28,8 +28,8 @@ ChangedT = TypeVar("ChangedT")
 if TYPE_CHECKING:
     from typing import TypeAlias, TypedDict, Unpack
 
+    from aiofeed.devices.copier import Copier
     from aiofeed.devices.resolve import Device
-    from aiofeed.devices.scatter import AnyCopier
     from aiofeed.reports.explanation import Explanation
 
     Batches: TypeAlias = Iterable[BatchT] | AsyncIterable[BatchT]
@@ -164,11 +164,11 @@ class Prefetch(Generic[BatchT]):
         """Start an iteration."""
         return iter(self)
 
-    def new_copier(self) -> tuple[AnyCopier | None, Transform | None]:
+    def new_copier(self) -> tuple[Copier | None, Transform | None]:
         """Return the copier to the device, if any, and the transform that it does not call itself."""
         if self._backend is None:
             return None, self._transform
-        from aiofeed.devices.scatter import copier_for
+        from aiofeed.devices.copier import copier_for
 
         return copier_for(self._backend, self._transform), None
 
@@ -213,9 +213,9 @@ class IterableProducer(BoundedThread):
 
     def take(self, item: ReadyBatch) -> Any:
         """Return the batch of an item and allow one more, once per item."""
-        if not item.taken:
+        if not item.returned:
             # The interpreter runs signal handlers after a call, so not between these two lines.
-            item.taken = True
+            item.returned = True
             self._room.put(True)
         return item.batch
 

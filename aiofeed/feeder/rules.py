@@ -6,11 +6,9 @@ from collections.abc import Container
 from typing import Any
 
 from aiofeed.core.types import traits_of
-from aiofeed.devices.resolve import DeviceGroup
 from aiofeed.sampling.listers.length_plans import Buckets, LengthPlan
 from aiofeed.sampling.listers.packing import Pack
 from aiofeed.sampling.schedule import window_shards
-from aiofeed.sources.tensors import are_on_host
 
 _ONE = "leave out {option}"
 _DECODED = "its samples are decoded already; transform= gets each batch"
@@ -165,7 +163,7 @@ def facts_of(a: Any) -> set[str]:
         "encoded samples": traits.decode == "needed",
         "a Dataset": traits.items,
         "Tensors": traits_of(a.source).in_memory,
-        "Tensors on a device": traits.in_memory and not are_on_host(a.source),
+        "Tensors on a device": traits.in_memory and not a.source.on_host,
         "rows": traits.rows and a.decode is None,
         "rows of a Table": traits.rows and a.decode is None and not tokens,
         "Tokens on the device": tokens and on_device,
@@ -194,7 +192,7 @@ def facts_of(a: Any) -> set[str]:
         "a random decoder": on_device and a.decode is not None and new_codec(a.decode).random,
         "collate_fn=": a.collate_fn is not None,
         'engine="process"': a.engines > 0,
-        "a list of devices": isinstance(a.backend, DeviceGroup),
+        "a list of devices": hasattr(a.backend, "backends"),
         "retries": policy.retries > 0 or policy.read_timeout_s is not None,
         "max_failures as a share": policy.action != "raise" and isinstance(policy.max_failures, float),
         'on_error="skip"': policy.action == "skip",

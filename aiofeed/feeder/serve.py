@@ -21,7 +21,6 @@ from aiofeed.runtime.event_loop import EventLoopThread
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
-    from aiofeed.devices.resolve import DeviceGroup
     from aiofeed.processes.ipc.cuda_ipc import SharedDevice
     from aiofeed.processes.serving.device_ring import DeviceRing
     from aiofeed.processes.serving.hub import Hub, Mode, ServeOptions, Slow, When
@@ -235,14 +234,15 @@ class Server:
         return f"Server({self._feeder!r}, {str(self._address)!r}, mode={self._options.mode!r})"
 
 
-def _shared(backend: DeviceBackend | DeviceGroup) -> tuple[DeviceBackend, SharedDevice]:
+def _shared(backend: DeviceBackend) -> tuple[DeviceBackend, SharedDevice]:
     """Return the device of a served feeder, and its interface for sharing memory with other processes."""
-    from aiofeed.devices.resolve import DeviceGroup
+    from aiofeed.devices.backend import splits_batches
     from aiofeed.processes.ipc.cuda_ipc import shared_device
 
-    shared = None if isinstance(backend, DeviceGroup) else shared_device(backend)
-    if isinstance(backend, DeviceGroup) or shared is None:
-        reason = "there are several devices" if isinstance(backend, DeviceGroup) else "its memory cannot be shared"
+    several = splits_batches(backend)
+    shared = None if several else shared_device(backend)
+    if shared is None:
+        reason = "there are several devices" if several else "its memory cannot be shared"
         raise ValueError(
             f"a feeder with device={backend.name!r} cannot be served, because {reason}: leave device= out, and pass "
             f"device= to each attach()"

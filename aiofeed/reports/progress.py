@@ -93,15 +93,15 @@ class _ShownEpoch:
         self._cached = self._cached_share()
         self._done = False
 
-    def handing_out(self, item: Any) -> None:
-        self._observer.handing_out(item)
+    def returning(self, item: Any) -> None:
+        self._observer.returning(item)
         if (started := time.perf_counter()) >= self._due:
             self._draw()
             ended = time.perf_counter()
             self._due = ended + max(BAR_EVERY_S, (ended - started) / DRAWING_SHARE)
 
-    def handed_out(self, item: Any) -> None:
-        self._observer.handed_out(item)
+    def returned(self, item: Any) -> None:
+        self._observer.returned(item)
 
     def failed(self, item: Any) -> None:
         self._observer.failed(item)

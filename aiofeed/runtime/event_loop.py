@@ -90,7 +90,7 @@ class EventLoopThread:
         self._dropped: deque[Any] = deque()
         self._watched: weakref.ref[Any] | None = None
         self._beat_due = float("inf")
-        self._late_s = 0.0
+        self._loop_delay_s = 0.0
         self._stop_requested = False
         self._stop_signal = asyncio.Event()
         # The outcome of creating the loop.
@@ -259,15 +259,15 @@ class EventLoopThread:
         if not self._stop_requested:
             await self._stop_signal.wait()
 
-    def late_s(self) -> float:
+    def loop_delay_s(self) -> float:
         """The seconds in all by which the loop's regular timer was late, because other threads held the GIL or cores.
 
         A thread that holds the GIL for much less than the timer's interval, of 5 to 50 ms, is mostly not noticed.
         """
-        return self._late_s + max(0.0, time.perf_counter() - self._beat_due)
+        return self._loop_delay_s + max(0.0, time.perf_counter() - self._beat_due)
 
     def _beat(self) -> None:
-        self._late_s = self.late_s()
+        self._loop_delay_s = self.loop_delay_s()
         if self._dropped:
             self._stop_signal.set()
         else:

@@ -175,15 +175,15 @@ class ReadyBatch:
         lease: The memory to give back after the copy to the device has completed.
         reserved: Bytes to release from the memory budget after the batch has left the queue.
         release: Called with the item on the engine's loop after the batch has left the queue.
-        taken_at: When the batch left the queue, in ``time.perf_counter`` seconds. The loop may learn of it later.
-        on_taken: Called with the item in the consumer's thread when the batch is taken. It returns True if the event
-            loop does not need to be woken.
+        returned_at: When the batch left the queue, in ``time.perf_counter`` seconds. The loop may learn of it later.
+        on_returned: Called with the item in the consumer's thread when the batch leaves the queue. It returns True if
+            the event loop does not need to be woken.
         counters: Statistics of its epoch.
         failures: The samples that were skipped or replaced.
-        handed_out: With ``in_order="samples"`` the samples that are returned with this batch and those before it, see
-            ``sampling/samples.py``.
+        returned_samples: With ``in_order="samples"`` the samples that are returned with this batch and those before it,
+            see ``sampling/samples.py``.
         transform_begun, transformed: Whether the consumer's transform was called for ``batch``, and has replaced it.
-        taken: Whether the producer was notified that the consumer takes the batch.
+        returned: Whether the producer was notified that the batch has left its queue.
         device_backlog: Start and end, in ``time.perf_counter`` seconds, of the time in which the copy of this batch
             waited because too many earlier batches were queued on the device, or the consumer's event loop ran other
             tasks. ``None``: it did not wait.
@@ -202,12 +202,12 @@ class ReadyBatch:
     release: Callable[[ReadyBatch], None] | None = None
     counters: EpochStats = field(default_factory=EpochStats)
     failures: tuple[SampleError, ...] = ()
-    handed_out: tuple[int, int] | None = None
+    returned_samples: tuple[int, int] | None = None
     transform_begun: bool = False
     transformed: bool = False
-    taken: bool = False
-    taken_at: float = 0.0
-    on_taken: Callable[[ReadyBatch], bool] | None = None
+    returned: bool = False
+    returned_at: float = 0.0
+    on_returned: Callable[[ReadyBatch], bool] | None = None
     device_backlog: tuple[float, float] | None = None
     plan: BatchPlan | None = None
     error: FeedError | None = None

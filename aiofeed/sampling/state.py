@@ -327,7 +327,7 @@ class EpochProgress:
         # A dict and not a set, because set.add is a call, and a signal handler may run after a call.
         self._numbers: dict[int, None] | None = None if in_order else {}
         # ``None`` if the batches returned are those that were planned.
-        self._handed_out: HandedOut | None = None
+        self._returned_samples: HandedOut | None = None
 
     @property
     def started(self) -> bool:
@@ -348,7 +348,7 @@ class EpochProgress:
         self._last = number + followers
         self._left -= 1 + followers
         self._following = following
-        self._handed_out = handed_out
+        self._returned_samples = handed_out
         if self._numbers is not None:
             self._numbers[number] = None
 
@@ -362,7 +362,7 @@ class EpochProgress:
         self._schedule = schedule
 
     @property
-    def handed_out(self) -> int:
+    def returned(self) -> int:
         """The number of batches that were returned."""
         return self._batches - self._left - len(self._following)
 
@@ -380,9 +380,9 @@ class EpochProgress:
         """The position after the batches that were returned."""
         if not self.started:
             return Position(self.start.epoch + 1) if self.ended else self.start
-        if self._handed_out is not None:
+        if self._returned_samples is not None:
             assert isinstance(self._schedule, SampleSchedule)
-            return self._schedule.position_at(self.start, self._handed_out)
+            return self._schedule.position_at(self.start, self._returned_samples)
         numbers = None if self._numbers is None else self._numbers.keys()
         return self._schedule.position_after(self.start, self._last - len(self._following), numbers)
 

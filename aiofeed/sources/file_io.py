@@ -8,6 +8,7 @@ import functools
 import io
 import logging
 import os
+import re
 import stat
 import sys
 from collections import deque
@@ -18,7 +19,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from aiofeed.sources.objects.urls import redacted
+from aiofeed import _load_addon
 
 # Far above the size of a sample, far below the memory of a machine.
 MAX_BYTES = 1 << 30
@@ -43,6 +44,11 @@ UNCHANGED_S = 300.0
 _HAS_CHANGE_TIME = sys.platform != "win32" and hasattr(os, "pread")
 # For larger files the time of an fstat does not matter.
 _TINY = 256 * 1024
+
+# A URL, and its scheme.
+URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
+# What is no path: with a home folder, a URL with one slash, a path of Windows.
+_NO_PATH = re.compile(r"~|(s3|gs|az|hf|https?|file):/(?=[^/])|[A-Za-z]:[/\\]")
 
 _UNSIZED = 16 * 1024
 _LARGE = 1024 * 1024
@@ -222,6 +228,37 @@ def check_beneath(root: str, path: str) -> None:
         raise ValueError(f"{path!r} may lead out of root={root!r}: with a root, {os.pardir!r} is not allowed")
 
 
+def local_path(path: str) -> str | None:
+    """Return a path as it is, and that of a ``file://`` URL; ``None`` for a URL that a store reads.
+
+    Raises:
+        ValueError: No store reads URLs of this scheme.
+    """
+    return path if URL.match(path) is None else _load_addon("path_of_url", "a URL")(path)
+
+
+def shown(path: str) -> str:
+    """Return a path for a message: a URL without its credentials."""
+    return _load_addon("redacted", "a URL")(path) if "://" in path else path
+
+
+def check_path(path: str) -> str:
+    """Return a path or URL as it is.
+
+    Raises:
+        FileNotFoundError: There is none, and it begins with ``~``, as a path of Windows or a URL with one slash.
+    """
+    match = _NO_PATH.match(path)
+    if match is None or (os.name == "nt" and path[1] == ":") or os.path.exists(path):
+        return path
+    way = "it is a path of Windows, and the system here is another one"
+    if match[0] == "~":
+        way = f"Python does not expand ~, as a shell does: pass os.path.expanduser({path!r})"
+    elif match[1]:
+        way = f"a URL has two slashes: {match[1]}://{path[match.end() :]}"
+    raise FileNotFoundError(errno.ENOENT, way, path)
+
+
 def check_foreign_name(by: str, name: object, base: str) -> str:
     """Return the name of a file in an index, list or description ``by``, which may be of somebody else.
 
@@ -240,8 +277,8 @@ def check_foreign_name(by: str, name: object, base: str) -> str:
                 raise ValueError
             check_beneath("", each)
     except ValueError:
-        shown = repr(redacted(name) if isinstance(name, str) else name)[:200]
-        raise ValueError(f"{by}: it names the file {shown}; only relative paths in its folder are allowed") from None
+        text = repr(shown(name) if isinstance(name, str) else name)[:200]
+        raise ValueError(f"{by}: it names the file {text}; only relative paths in its folder are allowed") from None
     return name
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from aiofiles.ospath import wrap  # type: ignore[attr-defined]
 
+from aiofeed import _load_addon
 from aiofeed.core.statistics import StorageStatistics
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_bool, check_positive_int, counted, explain_arguments
-from aiofeed.sources.dataset import MapDataset
 from aiofeed.sources.file_io import (
     MAX_BYTES,
     SMALL,
@@ -21,17 +21,18 @@ from aiofeed.sources.file_io import (
     ReadRules,
     beneath,
     group_reader,
+    local_path,
     read_file,
     read_group,
     read_unchanged,
     refuse_links,
+    shown,
     unchanged_since,
 )
-from aiofeed.sources.objects.urls import redacted, scheme_of, split_url
 from aiofeed.sources.subset import IndexedSource
 
 if TYPE_CHECKING:
-    from aiofeed.sources.objects.samples import ObjectList
+    from aiofeed.sources.dataset import MapDataset
 
 # The target duration of reading a group. An executor job costs about 60 us, and a slow file delays its group only.
 GROUP_S = 0.005
@@ -94,22 +95,24 @@ class Files(IndexedSource):
             raise TypeError(f"Files needs a list of paths, got the single path {paths!r}; ImageFolder reads a folder")
         check_bool("follow_symlinks", follow_symlinks)
         self.root = None if root is None else os.fspath(root)
+        folder = None if self.root is None else local_path(self.root)
+        at_url = store is not None or (self.root is not None and folder is None)
+        if folder is not None:
+            self.root = folder
         self._rules = ReadRules(check_positive_int("max_bytes", max_bytes), follow_symlinks, self.root)
-        self._objects: ObjectList | None = None
-        if self.root is not None and scheme_of(self.root) == "file":
-            self.root = split_url(self.root)[1]
+        # An ``ObjectList``, for paths that are URLs.
+        self._objects: Any = None
         paths = paths if isinstance(paths, Sequence) else list(paths)
         if len(paths) and isinstance(paths[0], tuple | list):
             self._width, paths = len(paths[0]), _flattened(paths)
-        first = scheme_of(paths[0]) if len(paths) else None
+        first: Any = paths[0] if len(paths) else None
+        at_url = (isinstance(first, str) and local_path(first) is None) or at_url
         self.paths: Sequence[str]
         located: Any = paths
         if hasattr(located, "is_local"):  # an ObjectList, as the paths of other sources may be
             self.paths, self._objects = located, None if located.is_local else located
-        elif store is not None or scheme_of(self.root) is not None or first not in (None, "file"):
-            from aiofeed.sources.objects.samples import objects_of
-
-            self.paths = self._objects = objects_of(paths, self.root, store, options)
+        elif at_url:
+            self.paths = self._objects = _load_addon("objects_of", "a URL")(paths, self.root, store, options)
         else:
             self.paths = self._local_paths(paths, follow_symlinks, options)
         targets = None if targets is None else _as_sequence(targets)
@@ -155,7 +158,7 @@ class Files(IndexedSource):
 
     def _version(self, file: int) -> str:
         if self._objects is not None:
-            return self._objects.store_of(file)
+            return self._objects.store_of(file)  # type: ignore[no-any-return]
         path = os.path.abspath(self.paths[file])
         status = os.stat(path)
         return f"{path} {status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_ctime_ns:x}-{status.st_size:x}"
@@ -205,7 +208,7 @@ class Files(IndexedSource):
         replaced = getattr(self.read_many, "__func__", None) is not Files.read_many
         if self._objects is None or self._width is not None or replaced:
             return await self.read_many(indices)
-        return await self._objects.read_many(indices, self._rules.max_bytes, copies=False)
+        return await self._objects.read_many(indices, self._rules.max_bytes, copies=False)  # type: ignore[no-any-return]
 
     def _group_size(self, most: int) -> int:
         if self._seconds_per_file == 0.0:
@@ -290,12 +293,12 @@ def path_of(value: object, position: int) -> str:
 
 
 def _path_of_url(value: str, position: int) -> str:
-    if scheme_of(value) not in (None, "file"):
+    if (path := local_path(value)) is None:
         raise ValueError(
-            f"{redacted(value)!r}, number {position}, is a URL, and number 0 is a file: Files reads either; "
+            f"{shown(value)!r}, number {position}, is a URL, and number 0 is a file: Files reads either; "
             f"aiofeed.Mixture reads both"
         )
-    return split_url(value)[1]
+    return path
 
 
 def _read_files(paths: Sequence[str], rules: ReadRules, reader: GroupReader | None) -> list[bytes | OSError]:

@@ -16,10 +16,7 @@ from aiofeed.core.validation import check_bool, check_positive_int, counted, exp
 from aiofeed.sampling.listers.mixture import Blocks, ChangingShares, ConstantShares, Interleaving, MixtureOrder, Shares
 from aiofeed.sources.dataset import FromDataset, MapDataset, is_iterable_dataset, is_map_dataset
 from aiofeed.sources.parts import Parts, in_order
-from aiofeed.sources.stream import Stream
 from aiofeed.sources.subset import fingerprint_of, kind_of
-from aiofeed.sources.tensors import Tensors
-from aiofeed.sources.tokens.windows import Tokens
 
 Weights: TypeAlias = "Mapping[str, float] | Sequence[float]"
 Until: TypeAlias = 'Literal["all", "first"] | int'
@@ -58,6 +55,8 @@ class Mixture:
             ``until="first"`` an epoch is too short for a sample of each source.
     """
 
+    traits: Traits = Traits(ordered=True)
+
     def __init__(
         self,
         sources: Mapping[str, Source[Any] | MapDataset[Any] | FromDataset],
@@ -74,7 +73,7 @@ class Mixture:
                 raise TypeError(f"Mixture: the names of sources are non-empty strings, got {name!r}")
         self.names: list[str] = list(sources)
         self._random = check_bool("Mixture(random=)", random)
-        self.combined: CombinedSource | CombinedDatasets | Tokens = _combined(sources, check_bool("names", names))
+        self.combined: CombinedSource | CombinedDatasets | Any = _combined(sources, check_bool("names", names))
         self.lengths: dict[str, int] = {name: len(source) for name, source in sources.items()}
         for name, length in self.lengths.items():
             if not length:
@@ -164,25 +163,26 @@ def _checked_weight(name: str, weight: Any) -> Fraction:
     return Fraction(int(weight)) if isinstance(weight, numbers.Integral) else Fraction(str(float(weight)))
 
 
-def _combined(sources: Mapping[str, Any], names: bool) -> CombinedSource | CombinedDatasets | Tokens:
+def _combined(sources: Mapping[str, Any], names: bool) -> CombinedSource | CombinedDatasets | Any:
     """The sources as one, whose indices count through them in order."""
-    tokens = [name for name, source in sources.items() if isinstance(getattr(source, "whole", source), Tokens)]
+    tokens = [name for name, source in sources.items() if hasattr(getattr(source, "whole", source), "joined")]
     if tokens:
         if len(tokens) < len(sources) or names or any(hasattr(source, "whole") for source in sources.values()):
             raise TypeError(f"Mixture: {tokens} are Tokens, which mix with Tokens only, whole and without names=True")
         first, *others = sources.values()
-        return first.joined(others)  # type: ignore[no-any-return]
+        return first.joined(others)
     datasets = {}
     for name, source in sources.items():
-        if isinstance(source, Tensors):
+        traits = traits_of(source)
+        if traits.in_memory:
             raise TypeError(f"Mixture: {name!r} is Tensors, which give whole batches: pass a TensorDataset instead")
-        if isinstance(source, Stream) or is_iterable_dataset(source):
+        if not traits.indexed or is_iterable_dataset(source):
             raise TypeError(
                 f"Mixture: {name!r} is {source!r}, which has no indices to draw: mix the iterables, for example with "
                 f"interleave_datasets of Hugging Face, and pass the result to Feeder as a Stream"
             )
-        if isinstance(source, FromDataset) or is_map_dataset(source):
-            datasets[name] = source if isinstance(source, FromDataset) else FromDataset(source)
+        if traits.items or is_map_dataset(source):
+            datasets[name] = source if traits.items else FromDataset(source)
         elif not isinstance(source, Source):
             raise TypeError(
                 f"Mixture: {name!r} must be a source with __len__, key and read, or a Dataset with __len__ and "

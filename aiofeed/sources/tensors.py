@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from aiofeed import _load_addon as load_addon
 from aiofeed.core.formatting import kind_of
 from aiofeed.core.types import Traits, public
 from aiofeed.core.validation import check_bool
@@ -73,6 +74,10 @@ class Tensors(IndexedSource):
         """The index, because rows have no names."""
         return f"Tensors[{index if self.rows is None else self.rows[index]}]"
 
+    def new_memory(self, config: Any) -> Any:
+        """Return the data of a feeder's configuration, of which batches are views."""
+        return load_addon("DataMemory", "Tensors")()
+
     def _part(self, rows: NDArray[np.int64]) -> Self:
         part = copy.copy(self)
         part.rows = rows if self.rows is None else self.rows[rows]
@@ -89,27 +94,26 @@ class Tensors(IndexedSource):
         found = digest.hexdigest()[:32]
         return found if self.rows is None else part_fingerprint(found, self.rows)
 
+    @property
+    def on_host(self) -> bool:
+        """Whether all tensors are in host memory."""
+        return all(isinstance(tensor, np.ndarray) or tensor.device.type == "cpu" for tensor in self.tensors)
+
+    def as_dataset(self) -> FromDataset:
+        """Return the rows as samples, for options that need samples; batches and states are the same."""
+        import torch
+        import torch.utils.data
+
+        dataset: Any = torch.utils.data.TensorDataset(*map(torch.as_tensor, self.tensors))
+        if self.rows is not None:
+            dataset = torch.utils.data.Subset(dataset, self.rows.tolist())
+        return FromDataset(dataset, fingerprint=self.fingerprint())
+
 
 def with_own_rows(source: Any) -> Any:
     """Return a part of ``Tensors`` as tensors of its own, without the other rows; other data as they are."""
     is_part = isinstance(source, Tensors) and source.rows is not None
     return Tensors(*[tensor[source.rows] for tensor in source.tensors]) if is_part else source
-
-
-def are_on_host(source: Tensors) -> bool:
-    """Return whether all tensors are in host memory."""
-    return all(isinstance(tensor, np.ndarray) or tensor.device.type == "cpu" for tensor in source.tensors)
-
-
-def as_dataset(source: Tensors) -> FromDataset:
-    """Return the rows as samples, for options that need samples; batches and states are the same."""
-    import torch
-    import torch.utils.data
-
-    dataset: Any = torch.utils.data.TensorDataset(*map(torch.as_tensor, source.tensors))
-    if source.rows is not None:
-        dataset = torch.utils.data.Subset(dataset, source.rows.tolist())
-    return FromDataset(dataset, fingerprint=source.fingerprint())
 
 
 def tensors_of(dataset: Any) -> Tensors | None:

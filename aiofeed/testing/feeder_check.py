@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from aiofeed.devices.backend import CpuBackend
-from aiofeed.devices.resolve import DeviceGroup, resolve_devices
+from aiofeed.devices.backend import CpuBackend, backends_of, splits_batches
+from aiofeed.devices.resolve import resolve_devices
 from aiofeed.feeder.feeder import Feeder
 from aiofeed.testing.copier_check import WrongBytesError
 
@@ -81,7 +81,7 @@ def check_feeder(
     """
     resolved = resolve_devices(device)
     backends: list[DeviceBackend]
-    backends = list(resolved.backends) if isinstance(resolved, DeviceGroup) else [resolved or CpuBackend()]
+    backends = list(backends_of(resolved or CpuBackend()))
     consumers = [
         _FeedConsumer(backend, streams(backend) if streams else [backend.current_stream()], slow, batches)
         for backend in backends
@@ -108,7 +108,7 @@ def check_feeder(
         **options,
     )
     with feeder:
-        number = _train(feeder, consumers, several=isinstance(resolved, DeviceGroup))
+        number = _train(feeder, consumers, several=splits_batches(resolved))
     _compare(source, consumers, number)
     return feeder
 

@@ -12,8 +12,9 @@ from torch.utils.data import TensorDataset
 import aiofeed
 from aiofeed.core.limits import DEVICE_BATCHES
 from aiofeed.devices import cuda
-from aiofeed.devices.copier import Copier, StaticOutput
+from aiofeed.devices.copier import Copier
 from aiofeed.devices.copy_thread import QUEUED_BATCHES
+from aiofeed.devices.static_output import StaticOutput
 from aiofeed.testing import WrongBytesError, check_copier, check_feeder
 
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")

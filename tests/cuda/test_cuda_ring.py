@@ -24,8 +24,8 @@ def test_slots_are_page_locked_once_and_their_copies_are_right() -> None:
                 torch.mm(slow, slow)
                 sums.append(batch.to(torch.int64).sum(dim=1))
         assert feeder._session.pipeline is not None
-        assert feeder._session.pipeline._processes is not None
-        [worker] = feeder._session.pipeline._processes._workers
+        assert feeder._session.pipeline._pool is not None
+        [worker] = feeder._session.pipeline._pool._workers
         assert worker.ring.pinned
         assert all(torch.from_numpy(each.memory).is_pinned() for each in worker.ring._segments.values())
     expected = torch.arange(64).repeat(3) * (1 << 20)

@@ -13,8 +13,9 @@ from torch.utils.data import TensorDataset
 import aiofeed
 from aiofeed.core.types import HostTensor
 from aiofeed.devices.backend import CpuBackend
-from aiofeed.devices.resolve import DeviceGroup, resolve_devices
-from aiofeed.devices.scatter import copier_for, split
+from aiofeed.devices.copier import copier_for
+from aiofeed.devices.resolve import resolve_devices
+from aiofeed.devices.scatter import DeviceGroup, split
 from aiofeed.testing import SimulatedDevice, check_feeder
 
 

@@ -10,7 +10,8 @@ from torch.utils.data import TensorDataset
 
 import aiofeed
 from aiofeed.core.pytree import leaves
-from aiofeed.devices.copier import Copier, StaticOutput
+from aiofeed.devices.copier import Copier
+from aiofeed.devices.static_output import StaticOutput
 from aiofeed.runtime.tensors import is_tensor
 from aiofeed.testing import SimulatedDevice, WrongBytesError, check_copier, check_feeder
 from tests.support.waiting import until

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Subset
 import aiofeed
 from aiofeed.core.errors import CollateError, ReadError, notes_of
 from aiofeed.core.statistics import EpochStats
-from aiofeed.engine.resident.dataset_windows import LEAST_BATCHES, SMALL_S, SmallItems
+from aiofeed.engine.memory import LEAST_BATCHES, SMALL_S, SmallItems
 from aiofeed.engine.resident.pipeline import ResidentPipeline
 from tests.support.interrupts import Interrupt
 
@@ -52,7 +52,7 @@ def from_the_second_epoch_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the epochs take."""
 
     def ended(self: SmallItems, stats: EpochStats) -> None:
-        self.here, self.batch_s = True, 1e-4
+        self.in_consumer_thread, self.batch_s = True, 1e-4
 
     monkeypatch.setattr(SmallItems, "ended", ended)
 
@@ -270,11 +270,11 @@ def epoch(batches: int = LEAST_BATCHES, wall_s: float = 1e-4, made_s: float = 9e
 
 def test_the_consumer_makes_batches_after_two_epochs_of_short_steps(small: SmallItems) -> None:
     small.ended(epoch())
-    assert not small.here
+    assert not small.in_consumer_thread
     small.ended(epoch())
-    assert small.here
+    assert small.in_consumer_thread
     small.ended(epoch(wall_s=9e-5))
-    assert small.here
+    assert small.in_consumer_thread
 
 
 @pytest.mark.parametrize(
@@ -285,24 +285,24 @@ def test_the_consumer_makes_batches_after_two_epochs_of_short_steps(small: Small
 def test_threads_make_the_others(small: SmallItems, stats: EpochStats) -> None:
     small.ended(stats)
     small.ended(stats)
-    assert not small.here
+    assert not small.in_consumer_thread
 
 
 def test_an_epoch_with_steps_comes_between(small: SmallItems) -> None:
     small.ended(epoch())
     small.ended(epoch(step_s=5e-5))
     small.ended(epoch())
-    assert not small.here
+    assert not small.in_consumer_thread
 
 
 def test_threads_that_were_faster_come_back_for_good(small: SmallItems) -> None:
     small.ended(epoch())
     small.ended(epoch())
     small.ended(epoch(wall_s=2e-4))
-    assert not small.here
+    assert not small.in_consumer_thread
     small.ended(epoch())
     small.ended(epoch())
-    assert not small.here
+    assert not small.in_consumer_thread
 
 
 @pytest.mark.parametrize("step", [0, 3])

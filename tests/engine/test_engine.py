@@ -242,7 +242,7 @@ def test_the_time_of_reads_does_not_count_waiting_for_the_gil(monkeypatch: pytes
     finally:
         sys.setswitchinterval(interval_s)
     assert feeder.statistics().read_s < HOLD_S / 3
-    monkeypatch.setattr(EventLoopThread, "late_s", lambda _: 0.0)  # the machine may be busy
+    monkeypatch.setattr(EventLoopThread, "loop_delay_s", lambda _: 0.0)  # the machine may be busy
     feeder.close()
     list(feeder)
     assert feeder.statistics().read_s >= 0.019

@@ -207,7 +207,7 @@ def test_actors_are_added_while_the_training_waits(cluster: Any) -> None:
             iterator, used, counts = iter(feeder), set(), {1}
             while "actor 3" not in used:
                 assert next(iterator).tolist() == next(wanted)
-                handles = feeder._session.pipeline._processes._workers
+                handles = feeder._session.pipeline._pool._workers
                 counts.add(len(handles))
                 if len(handles) == 3 and not nodes:
                     until(lambda: [each["State"] for each in alive()].count("PENDING_CREATION") == 1)

@@ -9,8 +9,9 @@ import torch
 from aiofeed.core.errors import DeviceCopyError
 from aiofeed.core.types import HostTensor
 from aiofeed.devices.backend import TorchBackend
-from aiofeed.devices.copier import Copier, StaticOutput
+from aiofeed.devices.copier import Copier
 from aiofeed.devices.resolve import resolve_device, resolve_devices
+from aiofeed.devices.static_output import StaticOutput
 from aiofeed.testing import check_copier
 
 

@@ -24,6 +24,7 @@ from aiofeed.core.statistics import EpochStats
 from aiofeed.feeder.arguments import allows
 from aiofeed.reports.bottleneck import FeedMeasurements, all_allowed
 from aiofeed.reports.explanation import RankTimes
+from aiofeed.reports.feeder import measurements
 from aiofeed.reports.ranks import compare, figures_of
 from aiofeed.reports.remedies import explain
 from aiofeed.runtime import machine
@@ -331,9 +332,9 @@ def test_the_time_of_a_job_alone_is_without_its_waits_for_a_core(monkeypatch: py
     with Feeder(Numbers(240), decode=decode, batch_size=8, limits=Limits(decode_threads=2)) as feeder:
         for _ in feeder:
             pass
-        measurements = feeder._session.measurements()
-    assert measurements.alone_jobs >= 1
-    assert measurements.alone_sample_s < 0.002
+        found = measurements(feeder._session)
+    assert found.alone_jobs >= 1
+    assert found.alone_sample_s < 0.002
 
 
 def test_some_jobs_run_alone_to_find_out_whether_they_wait_for_each_other() -> None:
@@ -354,9 +355,9 @@ def test_some_jobs_run_alone_to_find_out_whether_they_wait_for_each_other() -> N
     with Feeder(Numbers(240), decode=decode, batch_size=8, limits=Limits(decode_threads=2)) as feeder:
         for _ in feeder:
             pass
-        measurements = feeder._session.measurements()
-        assert measurements.alone_jobs >= 1
-        assert measurements.alone_sample_s >= 0.002
+        found = measurements(feeder._session)
+        assert found.alone_jobs >= 1
+        assert found.alone_sample_s >= 0.002
     assert most == [1]
 
 
@@ -380,7 +381,7 @@ async def test_the_wait_for_a_blocked_event_loop_is_counted() -> None:
         async for _ in feeder:
             pass
         task.cancel()
-        assert feeder._session.measurements().stats.late_s > 0.001
+        assert measurements(feeder._session).stats.late_s > 0.001
 
 
 def test_a_gain_beyond_all_measured_costs_gives_no_number() -> None:
@@ -500,7 +501,7 @@ def test_an_option_is_advised_if_the_feeder_would_accept_it(options: dict[str, A
     given = {"batch_size": 4} | options
     with Feeder(given.pop("source")(), **given) as feeder:
         next(iter(feeder))
-        allows = feeder._session.measurements().allows
+        allows = measurements(feeder._session).allows
         for option in OPTIONS:
             assert allows(**option) == is_accepted(options | option), option
 
@@ -520,9 +521,9 @@ def test_what_a_feeder_refuses_is_not_advised() -> None:
     with Feeder(Numbers(40), decode=plants.decode, batch_size=4) as feeder:
         next(iter(feeder))
         session = feeder._session
-        assert session.measurements().in_order is True
-        session._allows = lambda **_: False  # type: ignore[assignment]
-        assert session.measurements().in_order == "fixed"
+        assert measurements(session).in_order is True
+        session.allows = lambda **_: False
+        assert measurements(session).in_order == "fixed"
 
 
 @pytest.mark.parametrize("name", COUNTERS)
@@ -538,7 +539,7 @@ def test_a_cache_that_is_refused_is_not_advised(options: dict[str, Any]) -> None
     """``cache="host"`` with worker processes, and any cache of a ``Table``."""
     given = {"batch_size": 4} | options
     with Feeder(given.pop("source")(), **given) as feeder:
-        counters = replace(feeder._session.measurements(), stats=heavy_decode(), sample_bytes=8.0, free_memory=1 << 30)
+        counters = replace(measurements(feeder._session), stats=heavy_decode(), sample_bytes=8.0, free_memory=1 << 30)
     assert 'cache="host"' not in advice(explain(counters))
     assert ("cache=" in advice(explain(counters))) == ("engine" in options)
 
@@ -636,7 +637,7 @@ def test_worker_processes_send_their_counters() -> None:
     """With ``engine="process"`` all decode jobs and reads are counted; the verdict counts processes."""
     with Feeder(Numbers(40, read_s=0.001), decode=plants.decode, batch_size=4, engine="process:2") as feeder:
         assert len(list(feeder)) == 10
-        counters = feeder._session.measurements()
+        counters = measurements(feeder._session)
     stats = counters.stats
     assert (stats.samples_decoded, stats.samples_read) == (40, 40)
     assert min(stats.decode_s, stats.reading_s, stats.reading_square_s) > 0
@@ -656,7 +657,7 @@ def test_a_warm_cache_is_not_cold() -> None:
     with Feeder(Numbers(40), decode=plants.decode, batch_size=4, cache="host") as feeder:
         for cold in (True, False):
             assert len(list(feeder)) == 10
-            counters = feeder._session.measurements()
+            counters = measurements(feeder._session)
             assert (counters.cold_cache, counters.first_epoch) == (cold, cold)
 
 
@@ -673,5 +674,5 @@ def test_advice_for_a_dataset_can_be_taken() -> None:
     """The advised number of threads removes the bottleneck of a ``Dataset`` of one thread."""
     for threads in (1, 8):
         with Feeder(FromDataset(Items(40, 0.0), threads=threads), batch_size=8) as feeder:
-            counters = replace(feeder._session.measurements(), stats=heavy_decode(), cores=16)
+            counters = replace(measurements(feeder._session), stats=heavy_decode(), cores=16)
         assert (explain(counters).resource == "one thread") == (threads == 1)

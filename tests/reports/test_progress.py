@@ -400,7 +400,7 @@ def test_cost_per_batch(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> 
     iterator = iter(feeder.progress())
     shown, item = iterator.observer, ReadyBatch(0, 2, None)
     shown._observer = EpochObserver(None)  # type: ignore
-    assert min(timeit.repeat(lambda: shown.handing_out(item), number=1000, repeat=5)) < 20e-6 * 1000
+    assert min(timeit.repeat(lambda: shown.returning(item), number=1000, repeat=5)) < 20e-6 * 1000
 
 
 @pytest.fixture

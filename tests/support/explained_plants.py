@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from aiofeed.reports.feeder import measurements
 from benchmarks.explain import PLANTS, Numbers, Plant, decode, explained, feeder_of, limits_of
 from benchmarks.harness import PROJECT
 
@@ -31,7 +32,7 @@ def record() -> None:
             continue
         with feeder_of(plant) as feeder, plant.around():
             found = explained(plant, feeder)
-            measured = feeder._session.measurements()
+            measured = measurements(feeder._session)
         if (found.stage, found.resource) != (plant.stage, plant.resource or found.resource):
             raise RuntimeError(f"{name}: other work on this machine changes the limit. Begin again.\n{found}")
         recorded[name] = _changed(measured) | {"stats": _changed(measured.stats)}

@@ -49,7 +49,7 @@ def append_line(path: str, text: str) -> None:
 
 def worker_pids(feeder: Any) -> list[int]:
     """The process ids of a feeder's workers."""
-    return [worker.pid for worker in feeder._session.pipeline._processes._workers]
+    return [worker.pid for worker in feeder._session.pipeline._pool._workers]
 
 
 class LoggedSource(Numbers):

@@ -136,7 +136,7 @@ def with_random_number(row: dict[str, Any], *, rng: torch.Generator) -> torch.Te
 
 def actors(feeder: Any) -> list[Any]:
     """The handles of a feeder's actors that are ready."""
-    return [each for each in feeder._session.pipeline._processes._workers if each.ready]
+    return [each for each in feeder._session.pipeline._pool._workers if each.ready]
 
 
 def pid_of(handle: Any) -> int:

@@ -14,7 +14,7 @@ import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -77,6 +77,7 @@ class Clips:
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
 
+    decodes_source: ClassVar[bool] = True
     source: Source[Any]
     frames: int
     stride: int = 1

@@ -11,7 +11,6 @@ from typing import Any
 
 from aiofeed.core.failure_policy import FailurePolicy, backoff_s
 from aiofeed.core.types import Members, Source
-from aiofeed.engine.fetch.look_ahead import LookAhead
 from aiofeed.runtime.cancellation import clear_cancellation, is_cancelled
 
 
@@ -29,7 +28,7 @@ class ReadResult:
 class AsyncReader:
     """Calls a source's coroutines on the loop, with time limit and retries, and returns what they raise as values."""
 
-    def __init__(self, source: Source[Any] | LookAhead, policy: FailurePolicy) -> None:
+    def __init__(self, source: Source[Any], policy: FailurePolicy) -> None:
         self._source = source
         self._policy = policy
         # Of the class: a wrapper may pass on the attributes of another source.

@@ -36,8 +36,8 @@ from aiofeed.engine.fetch.collate import (
     compact,
 )
 from aiofeed.engine.fetch.dataset import DatasetFetcher
-from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, Fetcher, Place
-from aiofeed.engine.fetch.source import SourceFetcher, generator_of, seed_of
+from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, Fetcher, Place, seed_of
+from aiofeed.engine.fetch.source import SourceFetcher, generator_of
 from aiofeed.engine.fetch.user_errors import without_our_frames
 from aiofeed.runtime.buffers import BufferLease, HostBufferPool, array
 from aiofeed.runtime.thread_pool import ThreadHost, ThreadPool

@@ -16,9 +16,8 @@ from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan
 from aiofeed.engine.fetch.async_reader import ReadResult
 from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, misfit_error
-from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, Fetcher, Place
+from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, Fetcher, Place, seed_of
 from aiofeed.engine.fetch.generators import DrawDetector, seed_generators
-from aiofeed.engine.fetch.source import seed_of
 from aiofeed.engine.fetch.user_errors import sample_error, without_our_frames
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.thread_pool import ThreadHost

@@ -21,6 +21,7 @@ from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.thread_pool import ThreadHost, ThreadPool
 from aiofeed.runtime.time_limits import AbandonedError, JobControl
 from aiofeed.sampling.epochs import Step
+from aiofeed.sampling.order import sample_seed
 
 _NO_DEADLINE = contextlib.nullcontext()
 
@@ -215,3 +216,8 @@ class Fetcher(ABC):
     @abstractmethod
     def key(self, index: int) -> str:
         """The sample's name for errors; never raises."""
+
+
+def seed_of(plan: BatchPlan, position: int) -> int:
+    """Return the 64-bit seed of the sample at a position of a batch."""
+    return sample_seed(plan.epoch_seed, plan.positions[position])

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from aiofeed import _load_addon
 from aiofeed.core.errors import DecodeError, FeedError, ReadError
 from aiofeed.core.failure_policy import FailurePolicy
 from aiofeed.core.formatting import format_error
@@ -19,15 +20,13 @@ from aiofeed.core.limits import ResolvedLimits
 from aiofeed.core.types import BatchPlan, Members, RowDecoder, Source, Uncopied, takes_rng, takes_target, traits_of
 from aiofeed.engine.fetch.async_reader import AsyncReader, ReadResult, total_bytes
 from aiofeed.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, RowBatchBuilder, misfit_error
-from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, Place
-from aiofeed.engine.fetch.look_ahead import LookAhead
+from aiofeed.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, Place, seed_of
 from aiofeed.engine.fetch.user_errors import bytes_hint, sample_error, untrace
 from aiofeed.runtime import machine
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.tensors import unchanged
 from aiofeed.runtime.time_limits import retry_blocking
 from aiofeed.sampling.epochs import Step
-from aiofeed.sampling.order import sample_seed
 
 # Reads that take this long are dominated by waiting. Chunks then have an eighth of the reads in flight, so that an
 # eighth of them, and not half, pause while the results of a chunk are processed.
@@ -83,9 +82,10 @@ class SourceFetcher(Fetcher):
         members = Members.of(source)
         self.target: Callable[[int], Any] | None = members.target
         self._announce = members.announce
-        self._look_ahead: LookAhead | None = None
+        # Reads the samples of later steps; to the reader it is the source.
+        self._look_ahead: Any = None
         if lookahead_bytes and getattr(source, "looks_ahead", False):
-            self._look_ahead = LookAhead(source, lookahead_bytes)
+            self._look_ahead = _load_addon("LookAhead", "looks_ahead = True")(source, lookahead_bytes)
             self._announce = None  # it announces plans when it takes them from the order
         self._reader = AsyncReader(self._look_ahead or source, self.policy)
         # Reads in decode threads, if the source can do it, and without a time limit.
@@ -103,7 +103,8 @@ class SourceFetcher(Fetcher):
 
     def reading_ahead(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
         """Yield the same steps; samples of later steps are read meanwhile, if the source has shards."""
-        return super().reading_ahead(steps) if self._look_ahead is None else self._look_ahead.reading_ahead(steps)
+        ahead: Fetcher | Any = super() if self._look_ahead is None else self._look_ahead
+        return ahead.reading_ahead(steps)
 
     def announce(self, plan: BatchPlan) -> None:
         """Announce a plan to the source, if it has the method."""
@@ -293,11 +294,6 @@ class SourceFetcher(Fetcher):
         """The ``DecodeError`` of a sample over its time limit."""
         late = TimeoutError(f"not decoded within decode_timeout_s={self.policy.decode_timeout_s:g}")
         return sample_error(DecodeError, late, self.key(index), index)
-
-
-def seed_of(plan: BatchPlan, position: int) -> int:
-    """The 64-bit seed of the sample at a position of a batch."""
-    return sample_seed(plan.epoch_seed, plan.positions[position])
 
 
 def generator_of(plan: BatchPlan, position: int) -> Any:

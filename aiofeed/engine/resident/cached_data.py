@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,9 +12,15 @@ from aiofeed.cache.item_codec import ItemCodec
 from aiofeed.cache.layout import ItemLayout
 from aiofeed.cache.resident import ResidentStore
 from aiofeed.core.pytree import leaves, map_leaves
+from aiofeed.core.types import Members, decodes_in_place
 from aiofeed.engine.fetch.collate import DefaultCollateBuilder
+from aiofeed.engine.resident.data_memory import DataMemory
+from aiofeed.engine.resident.pipeline import ResidentPipeline
 from aiofeed.runtime.buffers import HostBufferPool
 from aiofeed.runtime.tensors import as_tensors
+from aiofeed.sampling.epochs import EpochStream
+from aiofeed.sampling.order import BatchLists
+from aiofeed.sampling.schedule import BatchRanges
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +67,35 @@ class CachedData:
         if self._structure == 1:
             return [first, rows[1]]
         return [first, map_leaves(lambda position: rows[position], self._structure)]
+
+
+class CachedMemory(DataMemory):
+    """The samples of a cache. An epoch is streamed while some of its samples are not cached, and none is read ahead."""
+
+    def __init__(self, store: ResidentStore) -> None:
+        self._store = store
+
+    def ready(self, stream: EpochStream) -> bool:
+        """Return whether the cache has all samples of the first epoch of a stream."""
+        if self._store.has_all():
+            return True
+        first = stream.first
+        assert not isinstance(first.sampled, BatchLists)
+        wanted = BatchRanges(stream.schedule, first.position, first.sampled).at(0, sys.maxsize)
+        return wanted is not None and self._store.has_all(wanted.indices)
+
+    def may_read_ahead(self, streams: bool | None) -> bool:
+        """Return whether the next epoch comes from the cache, too; it is faster then."""
+        return self._store.has_all() and not streams
+
+    def new_pipeline(self, config: Any, running: Any) -> ResidentPipeline:
+        """Return a pipeline of the cache, which shares the data of the running one if no samples came later."""
+        stale = isinstance(running, ResidentPipeline) and running.data.source.samples != self._store.cached_samples
+        return super().new_pipeline(config, None if stale else running)
+
+    def _data(self, config: Any) -> CachedData:
+        axes = config.decode.row.axes if decodes_in_place(config.decode) else None
+        return CachedData(self._store, axes, targets=Members.of(config.source).target is not None)
 
 
 def _permuted(rows: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.formatting import format_error
-from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import BatchPlan
 from aiofeed.engine.fetch.collate import collate_plain
 from aiofeed.engine.fetch.dataset import DatasetFetcher
 from aiofeed.engine.fetch.fetcher import UNREAD
 from aiofeed.engine.fetch.user_errors import suggest_policy
 from aiofeed.engine.resident.host_windows import HostWindows, default_modes
+from aiofeed.engine.resident.pipeline import ResidentData, ResidentPipeline
 from aiofeed.runtime.buffers import HostBufferPool
 from aiofeed.runtime.tensors import as_tensors
 from aiofeed.runtime.time_limits import JobControl
@@ -28,47 +27,6 @@ log: logging.Logger = logging.getLogger("aiofeed.engine")
 
 # A window takes about this long: beside it, one call of the dataset's slot counts nothing.
 WINDOW_S = 0.0005
-# An epoch with fewer batches says nothing.
-LEAST_BATCHES = 32
-# The consumer's thread, which may have an event loop, is not blocked for longer.
-SMALL_S = 0.005
-# So much longer may the steps and the batches take one after the other, because nothing is handed over: 0.3 ms.
-APART = 1.1
-
-
-class SmallItems:
-    """Decides after each epoch of a ``Dataset`` whether the consumer's thread makes the batches of the next one.
-
-    It does so after two epochs in which steps were so short that threads could do hardly anything meanwhile, and goes
-    on as long as its epochs are faster than the last one with threads.
-
-    Attributes:
-        here: Whether the consumer's thread makes the batches of the next epoch.
-        short: Whether steps were that short in the last epoch with threads: the next one decides, and threads then do
-            not begin the one after it.
-        batch_s: Seconds that a batch took in the last epoch with threads.
-    """
-
-    def __init__(self) -> None:
-        self.here: bool = False
-        self.batch_s: float = 0.0
-        self._wall_s = math.inf
-        self._slower = False
-        self.short: bool = False
-
-    def ended(self, stats: EpochStats) -> None:
-        """An epoch has ended."""
-        if stats.batches < LEAST_BATCHES:
-            return
-        wall_s = stats.wall_s / stats.batches
-        if self.here:
-            self.here = wall_s < self._wall_s
-            self._slower = not self.here
-            return
-        before, step_s = self.short, wall_s - stats.stall_s / stats.batches
-        self._wall_s, self.batch_s = wall_s, (stats.decode_s + stats.collate_s) / stats.batches
-        self.short = not self._slower and self.batch_s < SMALL_S and step_s + self.batch_s < APART * wall_s
-        self.here = before and self.short
 
 
 class DatasetWindows(HostWindows):
@@ -88,7 +46,7 @@ class DatasetWindows(HostWindows):
         self._source = source
         self._fetcher = DatasetFetcher(source)
         self._control = JobControl(threading.Event())
-        self._here = True
+        self._in_consumer_thread = True
 
     def make(self, batch_range: BatchRange) -> tuple[BatchRange, list[Any]]:
         """Make a window of a batch range, or of the batches before one that fails.
@@ -99,18 +57,18 @@ class DatasetWindows(HostWindows):
         size, indices = batch_range.batch_size, batch_range.indices.tolist()
         pieces = [indices[first : first + size] for first in range(0, len(indices), size)]
         batches: list[Any] = []
-        if self._here and not _has_modes():
+        if self._in_consumer_thread and not _has_modes():
             try:
-                self._make_here(pieces, batches)
+                self._make_batches(pieces, batches)
             except Exception as error:  # noqa: BLE001 - the user's Dataset may raise anything; its own thread is asked again
-                self._here = bool(batches)  # the batch that failed is the first one of the next window
+                self._in_consumer_thread = bool(batches)  # the batch that failed is the first one of the next window
                 if not batches:
                     log.info("batches are made in the Dataset's own thread again, after %s", format_error(error))
         if not batches:
-            batches.append(self._made_there(batch_range.numbers[0], pieces[0]))
+            batches.append(self._make_in_its_thread(batch_range.numbers[0], pieces[0]))
         return batch_range.head(len(batches)), batches
 
-    def _make_here(self, pieces: list[list[int]], batches: list[Any]) -> None:
+    def _make_batches(self, pieces: list[list[int]], batches: list[Any]) -> None:
         slot = DatasetSlot(self._fetcher.calls, pieces[0][0], self._control)
         try:
             with slot, default_modes("cpu"):
@@ -122,8 +80,8 @@ class DatasetWindows(HostWindows):
             slot.__exit__()  # Ctrl-C may have interrupted the first call of it
             raise
 
-    def _made_there(self, number: int, indices: list[int]) -> Any:
-        """A batch made in the dataset's thread.
+    def _make_in_its_thread(self, number: int, indices: list[int]) -> Any:
+        """Make a batch in the dataset's thread.
 
         Raises:
             FeedError: A sample failed, or the samples do not fit together; the error names them.
@@ -136,8 +94,17 @@ class DatasetWindows(HostWindows):
         return as_tensors(builder.finish([fetcher.key(index) for index in indices]))
 
 
+def dataset_pipeline(config: Any, batch_s: float) -> ResidentPipeline:
+    """Return a pipeline that calls the ``Dataset`` of a feeder in the consumer's thread."""
+    data = ResidentData(
+        config.source, batch_size=config.batch_size, backend=None, memory_bytes=config.limits.memory_bytes
+    )
+    data.windows = DatasetWindows(config.source, batch_s)
+    return ResidentPipeline(data)
+
+
 def _has_modes() -> bool:
-    """Whether the user has set a mode, such as a default device, that applies to all tensors made in this thread."""
+    """Return whether the user has set a mode, such as a default device, for all tensors made in this thread."""
     import torch
 
     return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())

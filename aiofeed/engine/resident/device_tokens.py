@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from aiofeed.engine.resident.device_windows import DeviceData, DeviceWindows
 from aiofeed.sampling.schedule import BatchRange
-from aiofeed.sources.tokens.windows import Tokens
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +23,7 @@ UPLOAD_BYTES = 64 << 20
 class DeviceTokenWindows(DeviceWindows):
     """Uploads the tokens of files to a device, and gathers windows of them there. Arguments as for ``ResidentData``."""
 
-    def __init__(self, backend: DeviceBackend, source: Tokens, batch_size: int, memory_bytes: int) -> None:
+    def __init__(self, backend: DeviceBackend, source: Any, batch_size: int, memory_bytes: int) -> None:
         arrays = source.arrays
         self._dtype = np.result_type(*{tokens.dtype for tokens in arrays}).newbyteorder("=")
         self._count = sum(map(len, arrays))
@@ -64,7 +63,7 @@ class DeviceTokenWindows(DeviceWindows):
         return _gather_tokens
 
 
-def _gather_tokens(data: list[DeviceData], source: Tokens, wanted: tuple[torch.Tensor, int, int]) -> list[torch.Tensor]:
+def _gather_tokens(data: list[DeviceData], source: Any, wanted: tuple[torch.Tensor, int, int]) -> list[torch.Tensor]:
     """Return the tokens of windows, and with targets those that follow, as int64; ``wanted`` as for rows.
 
     The copier calls it on the side stream.

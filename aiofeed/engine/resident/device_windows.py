@@ -20,7 +20,6 @@ from aiofeed.engine.resident.host_windows import Rows, Window, row_bytes, user_t
 from aiofeed.runtime.buffers import PinnedBufferPool, array
 from aiofeed.runtime.tensors import rows_as_words, tensor_row_bytes, view_as_integers, words_as_rows
 from aiofeed.sampling.schedule import BatchRange
-from aiofeed.sources.tokens.windows import Tokens
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +90,7 @@ class DeviceWindows:
     ahead = 1
     statistic = "copy_s"
 
-    def __init__(self, backend: DeviceBackend, source: Rows | Tokens, batch_size: int, memory_bytes: int) -> None:
+    def __init__(self, backend: DeviceBackend, source: Any, batch_size: int, memory_bytes: int) -> None:
         from aiofeed.devices.copier import Copier
 
         self._backend = backend

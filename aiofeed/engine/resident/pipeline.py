@@ -12,6 +12,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.core.errors import DeviceCopyError, IteratorClosedError, SampleError
@@ -48,27 +49,25 @@ class ResidentData:
 
     Attributes:
         form_batch: Makes a batch of the rows of each tensor; ``None``: the list of rows is the batch.
-        on_host: Whether there is no device.
     """
 
     def __init__(self, source: Any, *, batch_size: int, backend: DeviceBackend | None, memory_bytes: int) -> None:
         self.source: Any = source
         self.windows: Windows | None = None
         self.form_batch: Callable[[list[torch.Tensor]], Any] | None = getattr(source, "form_batch", None)
-        self.on_host: bool = backend is None
+        self.backend = backend
         self._batch_size = batch_size
-        self._backend = backend
         self._memory_bytes = memory_bytes
 
     def open(self) -> Windows:
         """Upload the data, if necessary, and return the object that makes windows of it."""
         if self.windows is None:
             source, sizes = self.source, (self._batch_size, self._memory_bytes)
-            if self._backend is None:
+            if self.backend is None:
                 self.windows = HostWindows(source, *sizes)
             else:
                 kind = DeviceTokenWindows if traits_of(source).rows else DeviceWindows
-                self.windows = kind(self._backend, with_own_rows(source), *sizes)
+                self.windows = kind(self.backend, with_own_rows(source), *sizes)
         return self.windows
 
     def clear(self, timeout_s: float) -> None:
@@ -249,6 +248,7 @@ class ResidentPipeline:
         data: May be shared with earlier pipelines.
     """
 
+    streams = False
     chunk_size = 0
     tuner = None
 
@@ -277,15 +277,23 @@ class ResidentPipeline:
         self.queue.start(stream)
 
     def waiting_for(self) -> tuple[str, ...]:
-        """The device: the consumer's thread makes the batches."""
+        """Return the device: the consumer's thread makes the batches."""
         return ("for the device to make room for a window of batches",)
 
     def watch(self, owner: object) -> None:
         """Do nothing: there are no threads to stop."""
 
+    def consumer_transform(self, transform: Transform | None) -> Transform | None:
+        """Return ``transform`` as it is called in the consumer's thread, on a device as in the copy thread.
+
+        There it runs in torch's default modes, whatever the consumer has set, and its errors are ``DeviceCopyError``.
+        """
+        backend = self.data.backend
+        return transform if transform is None or backend is None else partial(_transformed, transform, backend)
+
     def take(self, item: ReadyBatch) -> Any:
         """Return the batch of an item; the calling thread's current stream waits for it."""
-        if self.data.on_host:
+        if self.data.backend is None:
             return item.batch
         window, first, last = item.batch
         rows = window(first, last)
@@ -310,17 +318,9 @@ class ResidentPipeline:
         self.data.clear(0)
 
 
-def on_consumer_stream(transform: Transform, backend: DeviceBackend) -> Transform:
-    """Wrap ``transform`` to run in the consumer's thread as it runs in the copy thread.
-
-    It runs in torch's default modes, whatever the consumer has set, and its errors are ``DeviceCopyError``.
-    """
-
-    def transformed(batch: Any) -> Any:
-        try:
-            with default_modes(backend.device.type):
-                return check_returned("transform=", transform(batch))
-        except Exception as error:
-            raise DeviceCopyError(f"transform raised {type(error).__name__} on {backend.name}: {error}") from error
-
-    return transformed
+def _transformed(transform: Transform, backend: DeviceBackend, batch: Any) -> Any:
+    try:
+        with default_modes(backend.device.type):
+            return check_returned("transform=", transform(batch))
+    except Exception as error:
+        raise DeviceCopyError(f"transform raised {type(error).__name__} on {backend.name}: {error}") from error

@@ -210,7 +210,7 @@ class InProcessBatches:
 class WorkerBatches:
     """Batches of worker processes, requested and returned in the order of torch's iterator.
 
-    With ``pull`` a thread iterates over ``received``, and the consumer calls ``handing_out`` for each batch: requests
+    With ``pull`` a thread iterates over ``received``, and the consumer calls ``returning`` for each batch: requests
     draw from the sampler, which belongs to the consumer's thread.
 
     Args:
@@ -378,7 +378,7 @@ class WorkerBatches:
             yield pin_memory(batch, self._pin_device) if pins else batch
             del batch
 
-    def handing_out(self, epoch: int) -> None:
+    def returning(self, epoch: int) -> None:
         """Give the consumer the next batch of ``received``, and request a further one, as torch's iterator does."""
         with self.lock:
             self._check(epoch)

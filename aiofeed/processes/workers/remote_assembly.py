@@ -79,11 +79,11 @@ class RemoteAssembly(Assembly):
         """
         return self._pool.busy
 
-    def taken(self, item: ReadyBatch) -> None:
+    def returned(self, item: ReadyBatch) -> None:
         """Release the batches that were taken before, and let more be in flight if the workers need them."""
-        super().taken(item)
+        super().returned(item)
         free_dropped_slots(self._pool.borrowed)
-        if more := self._pool.taken(item.counters):
+        if more := self._pool.returned(item.counters):
             self._admission.decode_at_once(self._buffer.prefetch_batches + more)
 
     async def begin(self, batch: Batch) -> None:
@@ -131,11 +131,11 @@ class RemoteAssembly(Assembly):
         failures = map(rebuild, reply.failures)
         batch.failures = [batch.failure_counter.remember(error) for error in failures if isinstance(error, SampleError)]
         batch.encoded_bytes = reply.nbytes
-        self._engine.complete(batch)
+        self._engine.finished(batch)
         if borrowed is not None:
             # Last, because ReleaseSlot wakes the worker, which may take this core from the consumer's thread.
             borrowed.track()
-        self.release_taken()
+        self.release_returned()
 
     async def _receive(
         self, batch: Batch, worker: Handle, assigned: AssignedBatch, reply: BatchFinished

@@ -75,7 +75,7 @@ class Worker:
             worker_config=self._config,
             number=self._number,
             executor=self._loop_thread.decode_pool,
-            late_s=self._loop_thread.late_s,
+            loop_delay_s=self._loop_thread.loop_delay_s,
         )
         self.send(protocol.WorkerReady())
         await self._engine.run()

@@ -154,7 +154,7 @@ def worker_engine(
     worker_config: WorkerConfig,
     number: int,
     executor: ThreadPool,
-    late_s: Callable[[], float],
+    loop_delay_s: Callable[[], float],
 ) -> Engine:
     """Return the engine of worker ``number``, which puts its batches into ``outbox``; see ``PermittedAssembly``."""
     fetcher = new_fetcher(
@@ -194,7 +194,7 @@ def worker_engine(
         executor=executor,
         policy=worker_config.policy,
         tuner=tuner,
-        late_s=late_s,
+        loop_delay_s=loop_delay_s,
     )
     return Engine(
         steps,
@@ -206,7 +206,7 @@ def worker_engine(
         in_order=False,
         policy=worker_config.policy,
         length=worker_config.length,
-        judges=False,
+        counts_failures=False,
     )
 
 

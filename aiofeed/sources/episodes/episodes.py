@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
+from aiofeed import _load_addon as load_addon
 from aiofeed.core.statistics import StorageStatistics
 from aiofeed.core.types import Traits, public
 from aiofeed.core.validation import check_int_from, check_positive_int, explain_arguments
@@ -22,6 +23,7 @@ from aiofeed.sources.episodes.videos import Frames, read_frames
 from aiofeed.sources.objects.listing import run_blocking
 from aiofeed.sources.objects.reader import ObjectReader, statistics_of
 from aiofeed.sources.subset import GroupedSource, Indices
+from aiofeed.sources.tables.columns import collate_rows
 
 if TYPE_CHECKING:
     import torch
@@ -192,6 +194,9 @@ class Episodes(GroupedSource):
             fields["task"] = [self._of.data.tasks[number] for number in fields["task"].tolist()]
         return fields
 
+    collate = staticmethod(collate_rows)
+    """Gathers a batch of moments from columns."""
+
     def in_batches(self) -> Self:
         """Return moments without cameras, of which a batch is gathered at once."""
         found = copy.copy(self)
@@ -202,6 +207,11 @@ class Episodes(GroupedSource):
     def in_memory(self) -> bool:
         """Whether batches are gathered in the consumer's thread."""
         return self._whole and self.sample_bytes * len(self) * MEMORY_SHARE <= free_memory()
+
+    def new_memory(self, config: Any) -> Any:
+        """Return the rows as data of which the consumer's thread gathers batches; ``None`` if threads have to do it."""
+        threads = config.backend or config.engines or not self.in_memory
+        return None if threads else load_addon("DataMemory", "Episodes")()
 
     def gathered(self, indices: NDArray[np.int64], memory: object) -> list[NDArray[Any]]:
         """Return each field of moments."""

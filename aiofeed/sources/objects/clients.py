@@ -136,17 +136,14 @@ class StoreClient:
         raise ValueError(f"{redacted(self.root)}: {failure}")
 
 
-def shared_client(root: str, options: Mapping[str, Any], store: Any = None) -> StoreClient:
-    """The client of a root and options, the same for all sources of this process; a new one for a given ``store``.
+def shared_client(kind: type[StoreClient], root: str, options: Mapping[str, Any], store: Any = None) -> StoreClient:
+    """Return the client of a root and options, one for all sources of this process; a new one for a given ``store``.
 
     After a change of the environment or of the AWS configuration files, new sources have another client.
 
     Raises:
         ImportError: obstore is not installed.
     """
-    kind = StoreClient
-    if root.startswith("hf:"):
-        kind = importlib.import_module("aiofeed.sources.objects.hub").HubClient
     if store is not None:
         return kind(root, options, store)
     if root and not _is_installed():

@@ -17,13 +17,13 @@ import numpy as np
 
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_callable, check_expanded, check_positive_int, explain_arguments
-from aiofeed.sources.file_io import MAX_BYTES, ReadRules, check_foreign_name, open_file, read_file
+from aiofeed.sources.file_io import MAX_BYTES, ReadRules, check_foreign_name, check_path, open_file, read_file
 from aiofeed.sources.files import Files, path_of
 from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
 from aiofeed.sources.objects.listing import run_blocking
 from aiofeed.sources.objects.reader import ObjectReader, read_ranges, run_all
 from aiofeed.sources.objects.samples import ObjectList, objects_of
-from aiofeed.sources.objects.urls import check_path, redacted, scheme_of, split_url
+from aiofeed.sources.objects.urls import redacted, scheme_of, split_url
 from aiofeed.sources.parts import in_order
 from aiofeed.sources.tables.columns import ValueColumn, arrow, is_list
 

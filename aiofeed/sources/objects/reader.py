@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from aiofeed.core.failure_policy import backoff_s
 from aiofeed.core.statistics import StorageStatistics
 from aiofeed.sources.file_io import MAX_BYTES, ReadRules, open_file, read_file, read_range, too_large
-from aiofeed.sources.objects.clients import open_requests, shared_client
+from aiofeed.sources.objects.clients import StoreClient, open_requests, shared_client
 from aiofeed.sources.objects.hub import HubClient, at_commit
 from aiofeed.sources.objects.requests import (
     Fault,
@@ -97,12 +97,13 @@ class ObjectReader:
         if options is not None and not isinstance(options, Mapping):
             raise TypeError(f"options must be a dict of arguments of obstore's from_url, got {type(options).__name__}")
         base, prefix = split_url(root)
+        kind = StoreClient
         if base.startswith("hf:"):
-            base = at_commit(base)
+            kind, base = HubClient, at_commit(base)
         self._local = LocalObjects(prefix) if not base and store is None else None
         self._base, _, self._query = base.partition("?")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-        self._client = shared_client(self._base, options or {}, store)
+        self._client = shared_client(kind, self._base, options or {}, store)
         self._reset()
 
     def _reset(self) -> None:

@@ -16,7 +16,7 @@ from aiofeed.sources.file_io import check_beneath
 from aiofeed.sources.objects.keys import KeyPacker, PackedKeys
 from aiofeed.sources.objects.listing import list_objects
 from aiofeed.sources.objects.reader import ObjectReader, statistics_of
-from aiofeed.sources.objects.urls import redacted, split_url, with_query, without_signature
+from aiofeed.sources.objects.urls import join_url, redacted, split_url, with_query, without_signature
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -153,6 +153,16 @@ def objects_of(paths: Iterable[object], root: str | None, store: Any, options: M
     if store is not None and len(readers) > 1:
         raise ValueError(f"store= is one bucket or host, and the URLs have several: {sorted(map(redacted, known))[:5]}")
     return ObjectList(keys.packed(), readers, numbers if len(readers) > 1 else None)
+
+
+def images_at(
+    root: str, endings: Sequence[str], options: Mapping[str, Any] | None, refresh: bool
+) -> dict[str, tuple[str, int]]:
+    """Return the URL and the size of each object below a root whose key has one of the endings, by its key."""
+    listing = list_objects(ObjectReader(root, options=options), refresh=refresh)
+    keys = zip(listing.keys, listing.sizes.tolist(), strict=True)
+    base, ends = root.rstrip("/"), tuple(endings)
+    return {key: (join_url(base, key), size) for key, size in keys if key.lower().endswith(ends)}
 
 
 def list_classes(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -11,16 +10,15 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 from urllib.request import url2pathname
 
+from aiofeed.sources.file_io import URL
+
 SCHEMES = ("s3", "gs", "az", "hf", "http", "https", "file")
-_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
 # A repository: its kind, its name, and its revision, of which those of the Hub itself have slashes.
 HUB = re.compile(
     r"hf://(?:(datasets|models|spaces)/|(?!(?:datasets|models|spaces)/))([^/@]+/[^/@]+)"
     r"(?:@(refs/(?:convert|pr)/[^/]+|[^/@]+))?"
 )
 _HIDDEN = "***"
-# What is no path: with a home folder, a URL with one slash, a path of Windows.
-_NO_PATH = re.compile(r"~|(s3|gs|az|hf|https?|file):/(?=[^/])|[A-Za-z]:[/\\]")
 # The user name and password of a URL, and the values of its query, also within a longer text.
 _USER_INFO = re.compile(r"(?<=://)[^/?#\s@]+@")
 _QUERY_VALUE = re.compile(r"(?<=[?&])([\w.~%-]+)=[^&#\s\"'<>,)]+")
@@ -47,7 +45,7 @@ def scheme_of(path: object) -> str | None:
     Raises:
         ValueError: No store reads this scheme.
     """
-    if not isinstance(path, str) or (match := _URL.match(path)) is None:
+    if not isinstance(path, str) or (match := URL.match(path)) is None:
         return None
     scheme = match[1].lower()
     if scheme not in SCHEMES:
@@ -57,8 +55,13 @@ def scheme_of(path: object) -> str | None:
 
 
 def is_remote(path: object) -> bool:
-    """Whether a path is a URL, and not one of a local file."""
+    """Return whether a path is a URL, and not one of a local file."""
     return scheme_of(path) not in (None, "file")
+
+
+def path_of_url(url: str) -> str | None:
+    """Return the path of a ``file://`` URL; ``None`` for one that a store reads."""
+    return None if is_remote(url) else split_url(url)[1]
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -109,23 +112,6 @@ def without_signature(key: str) -> str:
     if _SIGNED.search(query):
         query = "&".join(pair for pair in query.split("&") if not _SIGNING.fullmatch(pair.partition("=")[0]))
     return f"{key}?{hashlib.sha256(query.encode()).hexdigest()[:16]}" if query else key
-
-
-def check_path(path: str) -> str:
-    """Return a path or URL as it is.
-
-    Raises:
-        FileNotFoundError: There is none, and it begins with ``~``, as a path of Windows or a URL with one slash.
-    """
-    match = _NO_PATH.match(path)
-    if match is None or (os.name == "nt" and path[1] == ":") or os.path.exists(path):
-        return path
-    way = "it is a path of Windows, and the system here is another one"
-    if match[0] == "~":
-        way = f"Python does not expand ~, as a shell does: pass os.path.expanduser({path!r})"
-    elif match[1]:
-        way = f"a URL has two slashes: {match[1]}://{path[match.end() :]}"
-    raise FileNotFoundError(errno.ENOENT, way, path)
 
 
 def join_url(root: str, key: str) -> str:

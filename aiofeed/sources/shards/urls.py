@@ -12,10 +12,10 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from aiofeed.core.validation import parse_json
-from aiofeed.sources.file_io import check_foreign_name
+from aiofeed.sources.file_io import check_foreign_name, check_path
 from aiofeed.sources.objects.reader import ObjectReader, read_ranges
 from aiofeed.sources.objects.requests import ObjectInfo
-from aiofeed.sources.objects.urls import check_path, is_remote, redacted, split_url
+from aiofeed.sources.objects.urls import is_remote, redacted, split_url
 from aiofeed.sources.shards.index import SUFFIX, ShardIndex, ranges_of
 
 Urls: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"

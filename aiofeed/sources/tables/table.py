@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
@@ -10,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from aiofeed import _load_addon
 from aiofeed.core.types import Traits, public
 from aiofeed.core.validation import counted, explain_arguments
 from aiofeed.sources.subset import GroupedSource
-from aiofeed.sources.tables.columns import Columns, no_tensors, take_rows
+from aiofeed.sources.tables.columns import Columns, collate_rows, no_tensors, take_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -67,10 +67,7 @@ class Table(GroupedSource):
         """Make a table of the class for its kind."""
         if cls is not Table:
             return super().__new__(cls)
-        name = _kind_of(table)
-        module = importlib.import_module(f"aiofeed.sources.tables.{'memory' if name == 'MemoryTable' else 'stored'}")
-        kind: type[Self] = getattr(module, name)
-        return super().__new__(kind)
+        return super().__new__(_load_addon(_kind_of(table), "Table"))  # type: ignore[no-any-return]
 
     traits: Traits = Traits(decode="optional", rows=True)
 
@@ -118,6 +115,9 @@ class Table(GroupedSource):
     def key(self, index: int, /) -> str:
         """The table and the row."""
         return f"{self.name}[{index}]"
+
+    collate = staticmethod(collate_rows)
+    """Gathers a batch of samples from columns."""
 
     def in_batches(self) -> Self:
         """Return the table with samples for ``collate_rows``.

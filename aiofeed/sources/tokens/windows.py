@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import mmap
 import operator
 import os
@@ -15,12 +14,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from aiofeed import _load_addon
 from aiofeed.core.types import Row, Traits, public
 from aiofeed.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.runtime.buffers import HostBufferPool, array
 from aiofeed.runtime.machine import free_memory
 from aiofeed.sampling.schedule import fingerprint
-from aiofeed.sources.objects.urls import check_path, is_remote, redacted, split_url
+from aiofeed.sources.file_io import check_path
+from aiofeed.sources.objects.urls import is_remote, redacted, split_url
 from aiofeed.sources.subset import IndexedSource, Indices
 from aiofeed.sources.tokens.formats import CHECKED_BYTES, DTYPES, TokenLayout, check_vocab, layout_of
 
@@ -86,8 +87,7 @@ class Tokens(IndexedSource):
         """Make ``RemoteTokens`` for URLs and columns."""
         listed = paths if isinstance(paths, list | tuple) else [paths]
         if cls is Tokens and (store is not None or column is not None or any(map(is_remote, listed))):
-            kind: type[Self] = importlib.import_module("aiofeed.sources.tokens.at_urls").RemoteTokens
-            return super().__new__(kind)
+            return super().__new__(_load_addon("RemoteTokens", "Tokens at URLs"))  # type: ignore[no-any-return]
         return super().__new__(cls)
 
     def __init__(
@@ -216,6 +216,14 @@ class Tokens(IndexedSource):
     def sample_bytes(self) -> int:
         """Bytes of a window, with targets."""
         return (1 + self.targets) * self.block * 8
+
+    def new_memory(self, config: Any) -> Any:
+        """Return the tokens as data of which the consumer's thread gathers batches, or those kept on a device.
+
+        ``None`` if threads have to do it.
+        """
+        threads = config.backend or config.engines or config.collate_fn is not None or not self.in_memory
+        return None if threads and not config.tokens_resident else _load_addon("DataMemory", "Tokens")()
 
     def gathered(self, indices: NDArray[np.int64], memory: HostBufferPool) -> list[NDArray[Any]]:
         """Return windows as ``[x]`` or ``[x, y]``."""

@@ -259,7 +259,7 @@ def test_one_of_several_workers_is_killed_while_the_consumer_waits() -> None:
     iterator = iter(feeder)
     until(lambda: feeder._session.pipeline is not None and len(children()) == 3)
     assert feeder._session.pipeline is not None
-    processes: Any = feeder._session.pipeline._processes
+    processes: Any = feeder._session.pipeline._pool
     until(lambda: all(each.ready for each in processes._workers))
     started = time.monotonic()
     os.kill(children()[1].pid, signal.SIGKILL)

@@ -85,7 +85,7 @@ def test_however_many_batches_can_be_released_at_once(monkeypatch: pytest.Monkey
 def test_a_deferred_item_does_not_keep_its_batch(device: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps the size of the reservation, and neither the batch nor its memory."""
     deferred: list[Any] = []
-    monkeypatch.setattr(RemoteAssembly, "on_taken", lambda assembly, item: deferred.append(item) or True)
+    monkeypatch.setattr(RemoteAssembly, "on_returned", lambda assembly, item: deferred.append(item) or True)
     with Feeder(
         parts.Numbers(4),
         decode=parts.number,

@@ -26,7 +26,7 @@ def large(n: int = 2000, **more: Any) -> Feeder[Any]:
 
 def pool(feeder: Feeder[Any]) -> Any:
     pipeline: Any = feeder._session.pipeline
-    return pipeline._processes
+    return pipeline._pool
 
 
 def is_in_ring(feeder: Feeder[Any], batch: Any) -> bool:

@@ -1,0 +1,1 @@
+"""Pairs of an image and its mask."""
