@@ -121,7 +121,10 @@ _PLUGS: dict[str, str] = {
     "WindowOrder": "aiofeed.sampling.listers.computed",
     "check_picklable": "aiofeed.processes.workers.spawn",
     "dataset_pipeline": "aiofeed.engine.resident.dataset_windows",
+    "explain_attached": "aiofeed.reports.remedies",
     "explain_feeder": "aiofeed.reports.feeder",
+    "explain_loader": "aiofeed.reports.remedies",
+    "explain_prefetch": "aiofeed.reports.remedies",
     "find_place": "aiofeed.sampling.mesh",
     "images_at": "aiofeed.sources.objects.samples",
     "list_classes": "aiofeed.sources.objects.samples",
@@ -130,6 +133,7 @@ _PLUGS: dict[str, str] = {
     "path_of_url": "aiofeed.sources.objects.urls",
     "redacted": "aiofeed.sources.objects.urls",
     "sequence_part": "aiofeed.sampling.mesh",
+    "write_timeline": "aiofeed.reports.timeline",
 }
 _MODULES = {name: module for names in _HOMES.values() for name, module in names.items()}
 

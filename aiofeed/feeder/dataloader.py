@@ -18,6 +18,7 @@ import torch.utils.data
 from torch.utils.data import BatchSampler, default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
+from aiofeed import _load_addon as load_addon
 from aiofeed.core.failure_policy import Action, FailurePolicy
 from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES, Limits
 from aiofeed.core.statistics import EpochStats
@@ -230,8 +231,6 @@ class _Epochs:
 
     def explain(self, loader: DataLoader[Any]) -> Explanation:
         """Explain an epoch; see ``DataLoader.explain``."""
-        from aiofeed.reports.remedies import explain_loader
-
         if self.feeder is not None:
             return self.feeder.explain()
         stats = self.stats
@@ -240,7 +239,7 @@ class _Epochs:
             stats = replace(stats, copy_s=ahead.copy_s, copy_wait_s=ahead.copy_wait_s, hand_over_s=ahead.hand_over_s)
         elif not self.copies and not loader.pin_memory:
             stats = replace(stats, copy_s=0.0, hand_over_s=stats.copy_s)
-        return explain_loader(
+        explanation: Explanation = load_addon("explain_loader", "explain()")(
             stats,
             batch_size=loader.batch_size,
             workers=loader.num_workers,
@@ -251,6 +250,7 @@ class _Epochs:
             first_epoch=self.epochs == 1,
             allows=lambda **_: _has_indices(loader),
         )
+        return explanation
 
     def unused(self) -> _Epochs:
         """Return a copy for a copy of the loader."""

@@ -10,20 +10,19 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiofeed.core.errors import as_exception
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_positive_int, explain_arguments
+from aiofeed.devices.backend import DeviceBackend, splits_batches
 from aiofeed.feeder.feeder import Feeder
+from aiofeed.processes.ipc.address import SERVER, Listener, check_free, resolve
+from aiofeed.processes.ipc.cuda_ipc import SharedDevice, shared_device
+from aiofeed.processes.serving.device_ring import DeviceRing
+from aiofeed.processes.serving.hub import Hub, Mode, ServeOptions, Slow, When
 from aiofeed.runtime import threads
 from aiofeed.runtime.event_loop import EventLoopThread
-
-if TYPE_CHECKING:
-    from aiofeed.devices.backend import DeviceBackend
-    from aiofeed.processes.ipc.cuda_ipc import SharedDevice
-    from aiofeed.processes.serving.device_ring import DeviceRing
-    from aiofeed.processes.serving.hub import Hub, Mode, ServeOptions, Slow, When
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
@@ -101,9 +100,6 @@ def serve(
     ):
         if value not in allowed:
             raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
-    from aiofeed.processes.ipc.address import SERVER, resolve
-    from aiofeed.processes.serving.hub import ServeOptions
-
     options = ServeOptions(
         mode, check_positive_int("lag", lag), slow, join, check_positive_int("min_consumers", min_consumers)
     )
@@ -176,9 +172,6 @@ class Server:
             if not len(self._feeder):
                 raise ValueError("the feeder has no batches to serve")
         self.close()
-        from aiofeed.processes.ipc.address import SERVER, Listener, check_free
-        from aiofeed.processes.serving.hub import Hub
-
         check_free(self._address, SERVER)
         # Before the socket exists: the first use of a GPU takes seconds, and a connecting consumer would time out.
         ring = self._ring()
@@ -203,8 +196,6 @@ class Server:
         backend = self._feeder._config.backend
         if backend is None:
             return None
-        from aiofeed.processes.serving.device_ring import DeviceRing
-
         return DeviceRing(*_shared(backend), self._options.lag + 1)
 
     def close(self) -> None:
@@ -236,9 +227,6 @@ class Server:
 
 def _shared(backend: DeviceBackend) -> tuple[DeviceBackend, SharedDevice]:
     """Return the device of a served feeder, and its interface for sharing memory with other processes."""
-    from aiofeed.devices.backend import splits_batches
-    from aiofeed.processes.ipc.cuda_ipc import shared_device
-
     several = splits_batches(backend)
     shared = None if several else shared_device(backend)
     if shared is None:

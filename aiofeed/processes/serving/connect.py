@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiofeed.core.errors import FeedError
 from aiofeed.processes.ipc.address import SERVER, connect
+from aiofeed.processes.ipc.cuda_ipc import shared_device
 from aiofeed.processes.ipc.framing import ProtocolError, request, send_message
 from aiofeed.processes.ipc.peers import ProcessMonitor, peer_of
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.serving import messages
+from aiofeed.processes.serving.device_reader import DeviceReader
 from aiofeed.processes.serving.receiver import BatchReceiver
 from aiofeed.processes.serving.subscription import Subscription, server_died
 from aiofeed.runtime.buffers import BufferPool
@@ -21,7 +23,6 @@ from aiofeed.runtime.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
-    from aiofeed.processes.serving.device_reader import DeviceReader
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
@@ -60,7 +61,7 @@ def subscribe(
     process = ProcessMonitor(peer_of(sock).pid)
     try:
         welcome = _ask(sock, address, messages.Hello(messages.VERSION), messages.Welcome)
-        reader = None if host_only else _open_device_memory(sock, process, address, welcome, backend)
+        reader = None if host_only else _open_device_memory(sock, process, address, welcome.device, backend)
         receiver = BatchReceiver(backend, reader, memory, wrap, executor)
         return Subscription(sock, process, address, receiver=receiver, on_epoch=on_epoch), welcome.batches
     except BaseException:
@@ -70,21 +71,14 @@ def subscribe(
 
 
 def _open_device_memory(
-    sock: socket.socket,
-    process: ProcessMonitor,
-    address: Path,
-    welcome: messages.Welcome,
-    backend: DeviceBackend | None,
+    sock: socket.socket, process: ProcessMonitor, address: Path, device: str, backend: DeviceBackend | None
 ) -> DeviceReader | None:
-    """Return the server's device memory if this process can read it; else ``None``, and a log line with the reason."""
-    if not welcome.device:
+    """Return the memory of the server's device if this process can read it; else ``None``, and log the reason."""
+    if not device:
         return None
     if backend is None:
         log.info("batches of the server at %s come through host memory: this process has no device", address)
         return None
-    from aiofeed.processes.ipc.cuda_ipc import shared_device
-    from aiofeed.processes.serving.device_reader import DeviceReader
-
     shared = shared_device(backend)
     pid = process.pid
     if not pid:
@@ -93,8 +87,8 @@ def _open_device_memory(
         )
     elif shared is None:
         reason = f"memory of {backend.name} cannot be shared between processes"
-    elif (identity := shared.identity()) != welcome.device:
-        reason = f"the server is on device {welcome.device}, and this process on {identity}"
+    elif (identity := shared.identity()) != device:
+        reason = f"the server is on device {device}, and this process on {identity}"
     else:
         probe = _ask(sock, address, messages.ProbeRequest(), messages.Probe)
         reason = probe.refusal

@@ -12,7 +12,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from aiofeed.core.errors import as_exception
 from aiofeed.core.formatting import format_error
@@ -22,11 +22,9 @@ from aiofeed.processes.ipc.peers import Peer
 from aiofeed.processes.ipc.ring import SlotPool
 from aiofeed.processes.serving import messages
 from aiofeed.processes.serving.consumers import Consumer
+from aiofeed.processes.serving.device_ring import DeviceRing
 from aiofeed.processes.serving.published import ADVICE, BatchPublisher
 from aiofeed.runtime.thread_pool import ThreadPool
-
-if TYPE_CHECKING:
-    from aiofeed.processes.serving.device_ring import DeviceRing
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -23,11 +23,9 @@ from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS, ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, Slot, SlotPool
 from aiofeed.processes.ipc.schema import Node
 from aiofeed.processes.serving.consumers import Consumer
+from aiofeed.processes.serving.device_ring import DeviceBlock, DeviceRing
 from aiofeed.processes.serving.messages import MAX_REASON_LETTERS, BatchAvailable, Probe
 from aiofeed.runtime.thread_pool import ThreadPool
-
-if TYPE_CHECKING:
-    from aiofeed.processes.serving.device_ring import DeviceBlock, DeviceRing
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 

@@ -13,6 +13,7 @@ from aiofeed.processes.ipc.batch_codec import array_nodes, batch_in_ring, copied
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, Ring, RingLease
 from aiofeed.processes.ipc.schema import Node
+from aiofeed.processes.serving.device_reader import DeviceBatch, DeviceReader, UncopiedBatch
 from aiofeed.processes.serving.messages import BatchAvailable, EpochMessage
 from aiofeed.runtime.buffers import BufferLease, BufferPool, DropTracker, release_unused
 from aiofeed.runtime.queue import BatchQueue, QueueItem, ReadyBatch
@@ -20,7 +21,6 @@ from aiofeed.runtime.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
-    from aiofeed.processes.serving.device_reader import DeviceBatch, DeviceReader
 
 
 class EpochFeed:
@@ -173,8 +173,6 @@ class BatchReceiver:
         self._copied(feed, message, lease, batch, seconds)
 
     def _receive_from_device(self, feed: EpochFeed, message: BatchAvailable) -> None:
-        from aiofeed.processes.serving.device_reader import UncopiedBatch
-
         batch, lease = self._in_blocks[message.serial], self._lease(feed, message)
         ring = self._ring
         tree = batch.tree(message.batch, lambda node: copied_leaf(ring.view(node), node, None))
