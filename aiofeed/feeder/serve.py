@@ -180,7 +180,8 @@ class Server:
         try:
             hub = Hub(self._feeder, listener, self._options, loop_thread.decode_pool, ring)
             self._hub = hub
-            self._errors = errors = []
+            errors: list[Exception] = []
+            self._errors = errors
             loop_thread.at_exit(listener.close)
             loop_thread.at_death(errors.append)
             loop_thread.watch(self)

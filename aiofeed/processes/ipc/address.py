@@ -43,7 +43,7 @@ _RETRY_S = 0.5
 
 @dataclass(frozen=True)
 class AddressKind:
-    """What listens at an address, and the texts of errors about it.
+    """The kind of server at an address (feed or tensors), and its error messages.
 
     Args:
         suffix: File suffix of the socket of a plain name.

@@ -112,7 +112,7 @@ class Ring:
             except ValueError as error:  # NumPy multiplies the other dimensions, too
                 raise ProtocolError(f"an array of shape {node.shape}: {error}") from None
         memory = self.segment(node.segment).memory if memory is None else memory
-        if node.offset < 0 or node.offset % dtype.alignment or node.offset + nbytes > memory.nbytes:
+        if node.offset < 0 or node.offset + nbytes > memory.nbytes:
             raise ProtocolError(f"{nbytes} bytes at {node.offset} do not lie in segment {node.segment}")
         return memory[node.offset : node.offset + nbytes].view(dtype).reshape(node.shape)
 

@@ -37,7 +37,7 @@ _PARENT_POLL_S = 5.0
 
 @dataclass(frozen=True, eq=False)
 class WorkerStart:
-    """What a worker starts with.
+    """The configuration of a worker process.
 
     Attributes:
         new_fetcher: Makes torch's fetcher of a dataset.

@@ -256,7 +256,7 @@ class Hub:
         return {consumer: slots for consumer, slots in unread.items() if slots >= self._options.lag}
 
     async def _publish(self, number: int, value: Any) -> None:
-        batch = await self.publisher.place(value, self._next_readers)
+        batch = await self.publisher.write(value, self._next_readers)
         readers = self._next_readers()
         if self._options.mode == "shard" and readers:
             self._turn = self._turn % len(self._members) + 1

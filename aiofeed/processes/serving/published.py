@@ -161,10 +161,10 @@ class BatchPublisher:
             reason,
         )
 
-    # --- placing a batch ---
+    # --- writing a batch ---
 
-    async def place(self, value: Any, readers: Callable[[], list[Consumer]]) -> PublishedBatch:
-        """Put a batch of the feeder where its readers can read it.
+    async def write(self, value: Any, readers: Callable[[], list[Consumer]]) -> PublishedBatch:
+        """Write a batch of the feeder to where its readers can read it.
 
         Args:
             value: The batch.
@@ -179,7 +179,7 @@ class BatchPublisher:
             while True:
                 expected = readers()
                 wants_device = batch.device is None and any(each.on_device for each in expected)
-                if wants_device and await self._place_on_device(batch, value):
+                if wants_device and await self._write_to_device(batch, value):
                     continue
                 for consumer in expected:
                     self._export(batch, consumer)
@@ -197,7 +197,7 @@ class BatchPublisher:
     def _reads_on_device(self, batch: PublishedBatch, consumer: Consumer) -> bool:
         return batch.device is not None and consumer.on_device
 
-    async def _place_on_device(self, batch: PublishedBatch, value: Any) -> bool:
+    async def _write_to_device(self, batch: PublishedBatch, value: Any) -> bool:
         """Return whether the batch is on the device now."""
         if self._ring is None or self._no_device_memory:
             return False

@@ -97,9 +97,12 @@ def _decode(offer: Offer, ring: Ring, handles: CudaHandles, wanted: torch.device
                 raise ProtocolError("a tensor in device memory without a handle")
             place = TensorInBlock(node, handle.nbytes)
             storage = handles.open(handle, wanted)
-            memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
-            return place.view(memory.set_(storage, 0, (handle.nbytes,), (1,)))
-        found, target = as_tensor(leaf_of(ring.view(node), node)), wanted
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            return place.view(whole.set_(storage, 0, (handle.nbytes,), (1,)))
+        memory = ring.view(node)
+        if not memory.flags.aligned:
+            raise ProtocolError(f"a tensor at {node.offset}, which is no multiple of the size of its items")
+        found, target = as_tensor(leaf_of(memory, node)), wanted
         if target is None and device:
             target = handles.find(device)
             if target is None:

@@ -35,7 +35,7 @@ starting: bool = False
 
 @dataclass(frozen=True, eq=False)
 class WorkerConfig:
-    """What a worker process works with.
+    """The configuration of a worker process.
 
     Args:
         source, decode, collate_fn: Those of the feeder.
