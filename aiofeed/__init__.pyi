@@ -1,5 +1,7 @@
 """The public names, for type checkers."""
 
+from typing import Any
+
 from aiofeed import errors as errors
 from aiofeed import exporters as exporters
 from aiofeed import processes as processes
@@ -51,3 +53,5 @@ from aiofeed.sources.tensors import Tensors as Tensors
 from aiofeed.sources.tokens.windows import Tokens as Tokens
 
 __version__: str
+
+def _load_addon(name: str, needed_by: str) -> Any: ...

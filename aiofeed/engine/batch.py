@@ -139,8 +139,8 @@ class ReorderBuffer:
         prefetch_batches: most batches that are being decoded, or are finished and wait for the consumer.
 
     Attributes:
-        first_alone: the first batch runs alone until its size is known. Out of order it may be a slow one, which must
-            not delay the others.
+        first_alone: the first batch runs alone until its size is known. With ``in_order=False`` it may be slow and must
+            not hold up the others.
     """
 
     def __init__(self, *, in_order: bool, prefetch_batches: int) -> None:
@@ -179,7 +179,7 @@ class ReorderBuffer:
                 return
 
     def pop(self) -> Batch | EpochEnds | None:
-        """Remove and return the next entry to deliver: a complete batch, or an epoch's end behind its last batch."""
+        """Remove and return the next entry to deliver: a finished batch, or an epoch's end behind its last batch."""
         if self.entries and isinstance(self.entries[0], EpochEnds):
             self._settled = max(0, self._settled - 1)
             return self.entries.popleft()

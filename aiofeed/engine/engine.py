@@ -7,8 +7,8 @@ A batch passes through these steps, all on the engine's event loop except decodi
 2. ``Assembly.begin`` starts the batch: ``ChunkAssembly`` reads and decodes its chunks (``chunks.py``),
    ``SampleAssembly`` fills it with the samples that are ready first (``samples.py``), ``RemoteAssembly`` sends its plan
    to a worker process (``processes/workers/remote_assembly.py``).
-3. The assembly passes the finished batch, or one with an error, to ``finished``.
-4. ``_deliver`` puts complete batches into the queue, in order unless ``in_order=False``. A batch with an error becomes
+3. The assembly passes the batch, or one with an error, to ``finished``.
+4. ``_deliver`` puts finished batches into the queue, in order unless ``in_order=False``. A batch with an error becomes
    a ``FeedFailure``, after which nothing is delivered.
 5. ``returned`` ends the batch's memory reservation when the consumer or the copy thread has taken it, and permits
    the next one.
@@ -334,7 +334,7 @@ class Engine:
     # --- delivery
 
     def _deliver(self) -> None:
-        """Deliver the complete batches that are next, and the ends of epochs after their last batch."""
+        """Deliver the finished batches that are next, and the ends of epochs after their last batch."""
         while not self.admission.closed and (entry := self.buffer.pop()) is not None:
             if isinstance(entry, EpochEnds):
                 if entry.error is not None:

@@ -21,8 +21,8 @@ APART = 1.1
 class Memory(ABC):
     """Decides for each epoch whether its batches are made of data in memory, and makes the pipeline for that.
 
-    A source or a cache makes one in its method ``new_memory(config)``, which returns ``None`` if the configuration of
-    the feeder needs threads.
+    The store of a cache makes one in its method ``new_memory(config)``, which returns ``None`` if epochs have to be
+    streamed. A source in memory, see ``Traits``, has a ``DataMemory``.
     """
 
     @abstractmethod

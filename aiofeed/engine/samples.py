@@ -152,7 +152,7 @@ class SampleAssembly(ChunkAssembly):
         super()._choose_size(self._batch_size)  # the jobs after the last batch of an epoch begins are not of that batch
 
     def samples_per_read(self) -> int:
-        """How many samples one task reads: one if reads are slow."""
+        """Return how many samples one task reads: one if reads are slow."""
         return 1 if self._reads_singly else self.chunk_size
 
     async def read_and_decode(self, batch: Batch, start: int, stop: int) -> None:
@@ -197,7 +197,7 @@ class SampleAssembly(ChunkAssembly):
             self._engine.group.create_task(self._decode(chunk, [encoded for _, _, encoded in samples]))
 
     def _next_chunk(self) -> int:
-        """The number of samples of the next chunk; 0 if none may start, or if it is better to wait for more reads."""
+        """Return the samples of the next chunk; 0 if none may start, or if it is better to wait for more reads."""
         while len(self._epochs) > 1 and not self._epochs[0].open:
             self._epochs.popleft()
         # The next chunk of a thread waits for it in the pool.
@@ -313,7 +313,7 @@ class SampleAssembly(ChunkAssembly):
 
 
 def _new_chunk_builder(new_builder: BuilderFactory, plan: BatchPlan, lease: BufferLease) -> BatchBuilder:
-    """A builder of a chunk, whose samples the builders of batches take over."""
+    """Return a builder of a chunk, whose samples the builders of batches take over."""
     builder = new_builder(plan, lease)
     if isinstance(builder, RowBatchBuilder):
         builder.keep_targets()
@@ -322,5 +322,5 @@ def _new_chunk_builder(new_builder: BuilderFactory, plan: BatchPlan, lease: Buff
 
 
 def _remaining(chunk: Batch, positions: range) -> Sequence[int]:
-    """The positions of the samples that were not skipped."""
+    """Return the positions of the samples that were not skipped."""
     return positions if chunk.kept is None else [at for at in chunk.kept if at in positions]

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -101,7 +101,7 @@ DATALOADER_ARGUMENTS: Mapping[str, str | Callable[[Any], str]] = {
     **{each.name: _part_of("on_error", FailurePolicy, each.name) for each in fields(FailurePolicy)},
 }
 """What to do instead of passing an argument of ``DataLoader`` or of a class that ``Feeder`` takes."""
-DATALOADER_POSITIONS = (
+DATALOADER_POSITIONS: Sequence[str] = (
     *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
     *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
 )

@@ -592,7 +592,7 @@ class Feeder(Generic[BatchT]):
         Raises:
             ValueError: ``ranks=True`` without an initialized ``torch.distributed``.
         """
-        return self._session.explain(ranks=check_bool("ranks", ranks))
+        return self._session.explain(ranks=check_bool("ranks", ranks))  # type: ignore[no-any-return]
 
     def headroom(self, batches: int = 20) -> Headroom[BatchT]:
         """Return an iterable over an epoch that measures how much faster training could be without loading.

@@ -232,16 +232,16 @@ class EpochObserver:
         self._delivery = delivery
 
     def returning(self, item: ReadyBatch) -> None:
-        """Called before a batch is returned; twice for the same batch if ``next`` is interrupted and repeated."""
+        """Act before a batch is returned; twice for the same batch if ``next`` is interrupted and repeated."""
 
     def returned(self, item: ReadyBatch) -> None:
-        """Called when a batch is returned. It must not call any function, so that no signal handler runs in it."""
+        """Count a batch that is returned. Must not call any function, so that no signal handler runs in it."""
 
     def failed(self, item: FeedFailure) -> None:
-        """Called before an error is raised."""
+        """Act before an error is raised."""
 
     def ended(self) -> None:
-        """Called at the end of the epoch."""
+        """Act at the end of the epoch: stop the threads."""
         self._delivery.stop()
 
 
@@ -482,7 +482,7 @@ class FeedIterator(Generic[BatchT_co]):
         return -1 if self._last_returned is None else self._last_returned[1]
 
     def add_order(self, began: float) -> None:
-        """The caller has listed the order for this epoch since ``began``, before ``iter()``: it counts."""
+        """Count the time since ``began`` in which the caller has listed the order for this epoch, before ``iter()``."""
         stats, seconds = self._stats, self._started - began
         self._started = stats.asked_at = began
         stats.stall_s += seconds
@@ -533,7 +533,7 @@ class EpochStartLock:
         self._locks: dict[int, threading.RLock] = {}
 
     def lock(self) -> threading.RLock:
-        """The lock of this process. Reentrant: a signal handler or a sampler may iterate the feeder, too."""
+        """Return the lock of this process. Reentrant: a signal handler or a sampler may iterate the feeder, too."""
         return self._locks.setdefault(os.getpid(), threading.RLock())
 
     def run(self, begin: Callable[[], FeedIterator[BatchT]], stop: Callable[[str], object]) -> FeedIterator[BatchT]:
@@ -548,7 +548,7 @@ class EpochStartLock:
 
 
 def _as_runtime_error(error: Exception) -> RuntimeError:
-    """The error to raise in place of one that would end the ``for`` loop without a trace, as in a generator."""
+    """Return the error to raise in place of one that would end the ``for`` loop silently, as in a generator."""
     raised = RuntimeError(f"{type(error).__name__} was raised by user code that makes batches")
     raised.__cause__ = error
     return raised

@@ -9,7 +9,7 @@ import logging
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from aiofeed import _load_addon as load_addon
 from aiofeed.core.errors import FeedError
@@ -28,9 +28,6 @@ from aiofeed.sampling.order import BatchLists
 from aiofeed.sampling.receipts import order_digest
 from aiofeed.sampling.schedule import Position
 from aiofeed.sampling.state import Checkpoint, EpochProgress
-
-if TYPE_CHECKING:
-    from aiofeed.reports.explanation import Explanation
 
 BatchT = TypeVar("BatchT")
 
@@ -128,10 +125,9 @@ class FeederSession(Generic[BatchT]):
             storage=None if storage is None or self.config.engines else storage(),
         )
 
-    def explain(self, *, ranks: bool) -> Explanation:
-        """Explain the current or last epoch; with ``ranks`` compare all ranks."""
-        explanation: Explanation = load_addon("explain_feeder", "feeder.explain()")(self, ranks=ranks)
-        return explanation
+    def explain(self, *, ranks: bool) -> Any:
+        """Return the ``Explanation`` of the current or last epoch; with ``ranks`` compare all ranks."""
+        return load_addon("explain_feeder", "feeder.explain()")(self, ranks=ranks)
 
     @property
     def first_epoch(self) -> bool:
@@ -153,7 +149,7 @@ class FeederSession(Generic[BatchT]):
             self.close_bar()
 
     def running_epoch(self) -> tuple[int, int, int | None]:
-        """The running epoch, how many of its batches came before this iterator, and the last epoch of ``epochs``."""
+        """Return the running epoch, its batches before this iterator, and the last epoch of ``epochs``."""
         assert self._epoch is not None
         assert self._stream is not None
         start, schedule = self._epoch.start, self._stream.schedule
@@ -339,7 +335,7 @@ class FeederSession(Generic[BatchT]):
                 self.delivery.watch(self)
 
     def _on_first_batch(self, epoch: EpochProgress) -> None:
-        """An epoch returns its first batch, or has ended without one: the next ``begin`` starts the one after it."""
+        """Let the next ``begin`` start the epoch after this one, which returns its first batch or ends without one."""
         self._checkpoint.on_first_batch(epoch)
         self._order.on_first_batch()
 
@@ -434,7 +430,7 @@ class Steps(Generic[BatchT]):
         self._batches = batches
 
     def __len__(self) -> int:
-        """The number of batches."""
+        """Return the number of batches."""
         return self._batches
 
     def __iter__(self) -> Iterator[BatchT]:
@@ -461,7 +457,7 @@ class Steps(Generic[BatchT]):
             left -= self._returned(epoch, before)
 
     def _open_epoch(self, batches: int) -> OpenEpoch:
-        """The iterator for the next batches, and the progress of its epoch."""
+        """Return the iterator for the next batches, and the progress of its epoch."""
         kept = self._kept
         if not kept or not self._session.in_progress(*kept[0]):
             kept[:] = [self._session.begin_steps(batches)]
@@ -508,14 +504,17 @@ class _SessionObserver(EpochObserver):
 def _new_memory(config: FeederConfig) -> Memory | None:
     """Return the memory of the cache or of the source, if no option needs threads."""
     source, cache, policy = config.source, config.cache, config.policy
-    for owner in (cache, source):
-        new = getattr(owner, "new_memory", None)
-        memory: Memory | None = None if new is None else new(config)
-        if memory is not None:
-            return memory
-    needs_thread = not traits_of(source).items or source.threads > 1  # type: ignore[union-attr]
-    elsewhere = config.backend or config.collate_fn or config.engines or cache or config.in_order == "samples"
-    recovers = policy.action != "raise" or policy.retries or policy.read_timeout_s or policy.decode_timeout_s
-    if needs_thread or elsewhere or recovers or config.user_limits.prefetch_batches is not None:
+    if (new := getattr(cache, "new_memory", None)) is not None:
+        memory: Memory | None = new(config)
+        return memory
+    traits = traits_of(source)
+    threads = config.backend or config.engines or config.collate_fn is not getattr(source, "collate", None)
+    # For a device, threads gather into pinned memory, unless the tokens are kept on the device.
+    gathered = traits.rows and not threads and getattr(source, "in_memory", False)
+    if traits.in_memory or config.tokens_resident or gathered:
+        data: Memory = load_addon("DataMemory", type(source).__name__)()
+        return data
+    if threads or cache or config.in_order == "samples" or config.user_limits.prefetch_batches is not None:
         return None
-    return SmallItems()
+    recovers = policy.action != "raise" or policy.retries or policy.read_timeout_s or policy.decode_timeout_s
+    return SmallItems() if traits.items and source.threads == 1 and not recovers else None  # type: ignore[union-attr]

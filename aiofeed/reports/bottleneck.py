@@ -252,7 +252,7 @@ class Bottleneck:
         return stats.read_s if 2 * stats.samples_read < stats.samples_decoded - stats.samples_cached else 0.0
 
     def lanes(self, threads: int | None = None, prefetch_batches: int | None = None) -> int:
-        """The decode jobs that can run at the same time: not more than the batches that may be decoded have."""
+        """Return how many decode jobs can run at the same time: at most those of the batches that may be decoded."""
         measured = self.measured
         threads = threads or measured.threads
         if measured.processes or measured.in_order == "samples" or not measured.prefetch_given:
@@ -262,7 +262,7 @@ class Bottleneck:
         return min(threads, (prefetch_batches or measured.prefetch_batches) * jobs)
 
     def reads_rate(self, reads: int) -> float:
-        """Samples per second with so many reads at a time, if each takes as long as now."""
+        """Return the samples per second with so many reads at a time, if each takes as long as now."""
         stats = self.stats
         if not stats.samples_read or not stats.reading_s:
             return inf
@@ -272,7 +272,7 @@ class Bottleneck:
         return max(reads // chunk, 1) * chunk * samples / stats.reading_s
 
     def with_stages(self, **changed: float) -> float:
-        """The samples per second of training if these stages could process so many; "pool": all decode jobs."""
+        """Return the samples per second if these stages could process so many; "pool": all decode jobs."""
         rates = {name: rate for name, rate in self.possible.items() if name not in changed}
         if "pool" in changed:
             for name in (DECODE, COLLATE, READ) if self._inline_read_s else (DECODE, COLLATE):
@@ -314,7 +314,7 @@ class Bottleneck:
         yield StageTimes(STEP, 1 / self.step_rate, None, self.step_rate, "the step itself")
 
     def storage(self) -> str:
-        """Whether reads wait for the latency or for the bandwidth of the storage."""
+        """Return whether reads wait for the latency or for the bandwidth of the storage."""
         stats = self.stats
         together, apart = stats.samples_read - stats.samples_read_apart, stats.samples_read_apart
         congested = False
@@ -324,7 +324,7 @@ class Bottleneck:
         return "storage bandwidth" if congested or self.measured.reads_saturated else "storage latency"
 
     def jobs_run_into(self, seconds: float, cpu_s: float) -> str:
-        """What the jobs of decode threads spend their time on, given the seconds and processor seconds of a sample."""
+        """Return what decode jobs spend their time on, given the seconds and processor seconds of a sample."""
         stats, measured = self.stats, self.measured
         if measured.inline or measured.kind == "attached":
             return "training thread" if measured.inline else "the server"
@@ -354,7 +354,7 @@ class Bottleneck:
         return self.stats.samples <= self.stats.batches and self.measured.kind != "prefetch"
 
     def is_uneven(self, stage: str) -> bool:
-        """Whether the times of decode jobs or of reads vary so much that others wait for the slow ones."""
+        """Return whether the times of decode jobs or of reads vary so much that others wait for the slow ones."""
         stats = self.stats
         if stage == READ:
             slow = stats.reading_s > SLOW_READ_S * stats.samples_read

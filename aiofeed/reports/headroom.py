@@ -22,13 +22,13 @@ class EpochIterator(Protocol):
     """An iterator over the batches of an epoch, for ``for`` and ``async for``."""
 
     def __next__(self) -> Any:
-        """The next batch."""
+        """Return the next batch."""
 
     def __iter__(self) -> Iterator[Any]:
-        """The iterator itself."""
+        """Return the iterator itself."""
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        """The iterator itself."""
+        """Return the iterator itself."""
 
     @property
     def batches(self) -> int:
@@ -158,7 +158,7 @@ class Headroom(Generic[BatchT]):
 
 
 def copied(batch: Any) -> Any:
-    """A batch with copies of its tensors and arrays."""
+    """Return a batch with copies of its tensors and arrays."""
     import numpy as np
     import torch
 
@@ -171,7 +171,7 @@ def copied(batch: Any) -> Any:
 
 
 def _now() -> float:
-    """The time at which the accelerator has done what was queued."""
+    """Return the time at which the accelerator has done what was queued."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():

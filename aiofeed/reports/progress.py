@@ -42,7 +42,7 @@ class ProgressFeed(Generic[BatchT]):
         self._name = name
 
     def __len__(self) -> int:
-        """The number of batches per epoch, as of the feeder."""
+        """Return the number of batches per epoch, as of the feeder."""
         return self._batches()
 
     def __iter__(self) -> Iterator[BatchT]:
@@ -134,7 +134,7 @@ class _ShownEpoch:
         self._bar.draw(self._before + statistics.batches, text)
 
     def _cached_share(self) -> float:
-        """The share of the samples that are in the cache of this process."""
+        """Return the share of the samples that are in the cache of this process."""
         if self._slots is None or not len(self._slots):
             return 1.0
         some = self._slots[:: -(-len(self._slots) // _CACHE_SAMPLE)]

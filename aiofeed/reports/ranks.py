@@ -17,7 +17,7 @@ SAME_STEP = 0.95
 
 
 def explain_ranks(own: Explanation, batch_samples: float) -> Explanation:
-    """``own`` with the figures of all ranks. All ranks must call it, because it is an all-gather.
+    """Add the figures of all ranks to ``own``. All ranks must call it, because it is an all-gather.
 
     Args:
         own: The explanation of this rank.
@@ -39,7 +39,7 @@ def explain_ranks(own: Explanation, batch_samples: float) -> Explanation:
 
 
 def figures_of(rank: int, own: Explanation, batch_samples: float) -> RankTimes:
-    """The figures of a rank."""
+    """Return the figures of a rank."""
     times = {stage.name: stage for stage in own.stages}
     return RankTimes(
         rank,
@@ -53,7 +53,7 @@ def figures_of(rank: int, own: Explanation, batch_samples: float) -> RankTimes:
 
 
 def compare(ranks: Sequence[RankTimes], own: Explanation) -> Explanation:
-    """``own`` with the figures of all ranks; its verdict names the slowest one and its reason."""
+    """Add the figures of all ranks to ``own``; its verdict names the slowest one and its reason."""
     measured = [rank for rank in ranks if rank.stage]
     if len(measured) < len(ranks) or len(ranks) < 2:
         return replace(own, ranks=tuple(ranks))

@@ -54,7 +54,7 @@ _SUBJECTS = {READ: "Reading", DECODE: "Decoding", COLLATE: "Collating", COPY: "C
 
 
 def explain(measured: FeedMeasurements) -> Explanation:
-    """The verdict, the table of stages and the advice for an epoch."""
+    """Return the verdict, the table of stages and the advice for an epoch."""
     stats = measured.stats
     if stats.batches < LEAST_BATCHES or not stats.samples:
         return Explanation(
@@ -102,7 +102,7 @@ def explain_attached(stats: EpochStats, **settings: Any) -> Explanation:
 
 
 def _gil_share(found: Bottleneck) -> str:
-    """Whether threads could do the work of worker processes, if it was measured."""
+    """Return whether threads could do the work of worker processes, if it was measured."""
     probes, held = found.stats.dataset_probes
     if probes < LEAST_PROBES or not found.measured.allows(threads=found.measured.threads):
         return ""
@@ -155,7 +155,7 @@ def _verdict(found: Bottleneck) -> str:
 
 
 def _advise(found: Bottleneck) -> Iterator[Advice]:
-    """Advice for the limit; some of it may gain nothing."""
+    """Yield advice for the limit; some of it may gain nothing."""
     yield from _limit_advice(found)
     if found.is_single and found.stage in (READ, DECODE, COLLATE, HAND_OVER) and found.resource != "cold cache":
         yield Advice("a larger batch_size=: in batches of one sample, each sample has the cost of a batch")
@@ -226,7 +226,7 @@ def _limit_advice(found: Bottleneck) -> Iterator[Advice]:
 
 
 def _other_advice(found: Bottleneck) -> Iterator[Advice]:
-    """Advice for what is not a feeder."""
+    """Yield advice for what is not a feeder."""
     measured, cores = found.measured, found.measured.cores
     if measured.kind == "attached":
         text = "print(feeder.explain()) in the process of the server says what limits it, or whether a consumer does"
@@ -253,7 +253,7 @@ def _other_advice(found: Bottleneck) -> Iterator[Advice]:
 
 
 def _gain(found: Bottleneck, **rates: float) -> float | None:
-    """The predicted gain if stages could process so many samples per second; "pool": all decode jobs."""
+    """Predict the gain if stages could process so many samples per second; "pool": all decode jobs."""
     gain = found.with_stages(**rates) / found.rate
     return gain if gain <= MOST_GAIN else None
 
@@ -348,7 +348,7 @@ def _jobs_gain(found: Bottleneck, threads: int | None = None, prefetch_batches: 
 
 
 def _decode_job_advice(found: Bottleneck) -> Iterator[Advice]:
-    """Advice for decoding and collating."""
+    """Yield advice for decoding and collating."""
     measured, resource, cores = found.measured, found.resource, found.measured.cores
     if resource == "one thread":
         threads = _threads_wanted(found)
@@ -396,14 +396,14 @@ def _decode_job_advice(found: Bottleneck) -> Iterator[Advice]:
 
 
 def _threads_wanted(found: Bottleneck) -> int:
-    """The threads that decode as much as the other stages can take; not more than the cores if threads compute."""
+    """Return the threads that decode as much as other stages can take; at most the cores if threads compute."""
     measured = found.measured
     wanted = ceil(SPARE * measured.threads * found.with_stages(pool=inf) / found.rate)
     return min(wanted, measured.cores * (WAITING_THREADS if found.waits else 1))
 
 
 def _process_advice(found: Bottleneck, one_rate: float, reason: str, unless: str = "") -> Iterator[Advice]:
-    """Advice to use worker processes, if ``Feeder`` takes them and each decodes ``one_rate`` samples per second.
+    """Yield advice to use worker processes that each decode ``one_rate`` samples per second, if ``Feeder`` takes them.
 
     As many as bring what the other stages can take, but not more than the cores, or than the threads if the user fixed
     fewer.

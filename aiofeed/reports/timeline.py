@@ -15,8 +15,7 @@ from typing import Any
 
 from aiofeed.core.statistics import Event
 
-# The lanes from top to bottom, and the colours of what is in them.
-ORDER = ("read", "decode", "collate", "copy", "wait", "step")
+# The colours of what is in the lanes, from top to bottom.
 COLOURS = {
     "read": "#4c78a8",
     "decode": "#f58518",
@@ -81,12 +80,12 @@ def write_timeline(
 
 
 def lanes_of(events: Sequence[Event]) -> list[Lane]:
-    """The lanes of events that are sorted by their begin. Reads that overlap get lanes of their own."""
+    """Return the lanes of events that are sorted by their begin. Reads that overlap get lanes of their own."""
 
     def name_of(event: Event) -> tuple[int, str]:
         # Batches are put together in decode threads; waits and steps alternate in one lane.
         what = {"collate": "decode", "wait": "step"}.get(event[0], event[0])
-        return ORDER.index(what), event[1].replace("aiofeed-", "")
+        return [*COLOURS].index(what), event[1].replace("aiofeed-", "")
 
     lanes: list[Lane] = []
     for (_, name), grouped in groupby(sorted(events, key=lambda event: (name_of(event), event[2])), name_of):
@@ -106,7 +105,7 @@ def lanes_of(events: Sequence[Event]) -> list[Lane]:
 
 
 def new_trace(lanes: Sequence[Lane], title: str) -> dict[str, Any]:
-    """A trace of the lanes alone, with times since their first event."""
+    """Return a trace of the lanes alone, with times since their first event."""
     first = min(lane.events[0][2] for lane in lanes)
     base_ns = time.time_ns() - int((time.perf_counter() - first) * 1e9)
     return {
@@ -117,7 +116,7 @@ def new_trace(lanes: Sequence[Lane], title: str) -> dict[str, Any]:
 
 
 def merged(trace: Any, lanes: Sequence[Lane], title: str, path: Path) -> dict[str, Any]:
-    """A trace of torch's profiler with the lanes on its clock.
+    """Return a trace of torch's profiler with the lanes on its clock.
 
     Raises:
         ValueError: It is no such trace.
@@ -131,7 +130,7 @@ def merged(trace: Any, lanes: Sequence[Lane], title: str, path: Path) -> dict[st
 
 
 def trace_events(lanes: Sequence[Lane], title: str, us: Callable[[float], float]) -> list[dict[str, Any]]:
-    """The events in the format of Chrome's traces, with arrows from reads over decode jobs and copies to steps.
+    """Return the events in the format of Chrome's traces, with arrows from reads over decode jobs and copies to steps.
 
     Args:
         lanes: The lanes.
@@ -165,21 +164,10 @@ def _metadata(name: str, thread: int, value: Any, argument: str = "name") -> dic
 
 
 def _arrow(number: int, way: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
-    """The flow through the events of one batch."""
+    """Return the flow through the events of one batch."""
     phases = ["s", *["t"] * (len(way) - 2), "f"] if len(way) > 1 else []
-    return [
-        {
-            "ph": phase,
-            "id": number,
-            "cat": "aiofeed",
-            "name": "batch",
-            "pid": PROCESSES + os.getpid(),
-            "tid": thread,
-            "ts": at,
-            "bp": "e",
-        }
-        for phase, (thread, at) in zip(phases, way, strict=False)
-    ]
+    flow = {"id": number, "cat": "aiofeed", "name": "batch", "pid": PROCESSES + os.getpid(), "bp": "e"}
+    return [flow | {"ph": phase, "tid": thread, "ts": at} for phase, (thread, at) in zip(phases, way, strict=False)]
 
 
 # --- pictures
@@ -198,7 +186,7 @@ class Box:
 
 
 def boxes_of(lanes: Sequence[Lane]) -> list[Box]:
-    """The rectangles of all events."""
+    """Return the rectangles of all events."""
     first = min(lane.events[0][2] for lane in lanes)
     last = max(event[3] for lane in lanes for event in lane.events)
     scale = (PICTURE_WIDTH - MARGIN - 10) / max(last - first, 1e-9)
@@ -213,7 +201,7 @@ def boxes_of(lanes: Sequence[Lane]) -> list[Box]:
 
 
 def ticks_of(lanes: Sequence[Lane]) -> list[tuple[float, str]]:
-    """The positions and texts of the time axis: five to ten of a round number of seconds."""
+    """Return the positions and texts of the time axis: five to ten of a round number of seconds."""
     first = min(lane.events[0][2] for lane in lanes)
     seconds = max(event[3] for lane in lanes for event in lane.events) - first
     step = 10.0 ** len(str(int(seconds))) if seconds >= 1 else 1.0
@@ -224,7 +212,7 @@ def ticks_of(lanes: Sequence[Lane]) -> list[tuple[float, str]]:
 
 
 def as_html(lanes: Sequence[Lane], title: str) -> str:
-    """A page with the picture as SVG; the pointer shows the figures of an event."""
+    """Return a page with the picture as SVG; the pointer shows the figures of an event."""
     height = 50 + len(lanes) * LANE_HEIGHT
     parts = [
         f'<text x="{MARGIN - 8}" y="{40 + number * LANE_HEIGHT + 12}" text-anchor="end">{escape(lane.name)}</text>'
@@ -236,7 +224,7 @@ def as_html(lanes: Sequence[Lane], title: str) -> str:
     for box in boxes_of(lanes):
         shape = f'x="{box.left:.2f}" y="{box.top}" width="{box.width:.2f}" height="{box.height}" fill="{box.colour}"'
         parts.append(f"<rect {shape}><title>{escape(box.text)}</title></rect>")
-    legend = " ".join(f'<span style="color:{COLOURS[what]}">&#9632;</span> {what}' for what in ORDER)
+    legend = " ".join(f'<span style="color:{colour}">&#9632;</span> {what}' for what, colour in COLOURS.items())
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
 <style>:root {{ color-scheme: light dark; }} body {{ font: 13px sans-serif; }}
@@ -256,8 +244,8 @@ def draw_png(lanes: Sequence[Lane], path: Path) -> None:
     image = Image.new("RGB", (PICTURE_WIDTH, 60 + len(lanes) * LANE_HEIGHT), "white")
     draw = ImageDraw.Draw(image)
     left = MARGIN
-    for what in ORDER:
-        draw.rectangle((left, 6, left + 10, 16), fill=COLOURS[what])
+    for what, colour in COLOURS.items():
+        draw.rectangle((left, 6, left + 10, 16), fill=colour)
         draw.text((left + 14, 5), what, fill="black")
         left += 80
     for at, text in ticks_of(lanes):

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from aiofeed import _load_addon as load_addon
 from aiofeed.core.formatting import kind_of
 from aiofeed.core.types import Traits, public
 from aiofeed.core.validation import check_bool
@@ -73,10 +72,6 @@ class Tensors(IndexedSource):
     def key(self, index: int, /) -> str:
         """The index, because rows have no names."""
         return f"Tensors[{index if self.rows is None else self.rows[index]}]"
-
-    def new_memory(self, config: Any) -> Any:
-        """Return the data of a feeder's configuration, of which batches are views."""
-        return load_addon("DataMemory", "Tensors")()
 
     def _part(self, rows: NDArray[np.int64]) -> Self:
         part = copy.copy(self)

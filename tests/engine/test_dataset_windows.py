@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, Subset
 import aiofeed
 from aiofeed.core.errors import CollateError, ReadError, notes_of
 from aiofeed.core.statistics import EpochStats
+from aiofeed.engine import memory
 from aiofeed.engine.memory import LEAST_BATCHES, SMALL_S, SmallItems
 from aiofeed.engine.resident.pipeline import ResidentPipeline
 from tests.support.interrupts import Interrupt
@@ -322,3 +323,13 @@ def test_ctrl_c_anywhere_in_next_loses_nothing(feeder: aiofeed.Feeder[Any], step
         if interrupt.left >= 0:
             break
     assert place > (2 if step else 10)  # the fourth batch of a window is ready
+
+
+def test_threads_go_on_without_the_add_on(small: SmallItems, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str, needed_by: str) -> None:
+        raise ImportError(f"{needed_by} needs {name}")
+
+    monkeypatch.setattr(memory, "load_addon", missing)
+    for _ in range(3):
+        small.ended(epoch())
+    assert not small.in_consumer_thread

@@ -41,7 +41,7 @@ class GilLimit:
 
 
 def gil_limit(chosen: Score, more: Score | None) -> GilLimit | None:
-    """The limit that the GIL sets, if it is the reason why ``more`` threads decode no more than the ``chosen`` ones."""
+    """Return the limit of the GIL, if for it ``more`` threads decode no more than the ``chosen`` ones."""
     if more is None or not chosen.cpu_s or chosen.nbytes > LARGE_BYTES * chosen.samples:
         return None
     if chosen.cores < CHOSEN_CORES or more.at_work >= MORE_AT_WORK:
@@ -54,7 +54,7 @@ def gil_limit(chosen: Score, more: Score | None) -> GilLimit | None:
 
 
 def gil_message(limit: GilLimit, *, cores: int, turbo: bool) -> str:
-    """The log line; ``turbo`` says whether simplejpeg is not installed and may help.
+    """Return the log line; ``turbo`` says whether simplejpeg is not installed and may help.
 
     It proposes as many processes as use all cores, if each uses as many as this one.
     """

@@ -58,7 +58,7 @@ class JobSizer:
         self.seconds += (per_sample - self.seconds) * (0.2 if self.seconds else 1.0)
 
     def job_sizes(self, threads: int) -> tuple[int, int]:
-        """How many samples a job should have at least and at most, whatever the size of a batch."""
+        """Return how many samples a job should have at least and at most, whatever the size of a batch."""
         self._threads = threads
         if self.seconds == 0.0:
             return 1, FIRST_SAMPLES
@@ -67,7 +67,7 @@ class JobSizer:
 
 
 def batches_at_once(job_size: int, threads: int, batch_size: int, most_samples: float) -> int:
-    """How many batches should be decoded at the same time, or be finished, so that every thread has jobs ready.
+    """Return how many batches should be decoded, or be finished, at a time, so that every thread has jobs ready.
 
     Args:
         job_size: Samples of a job.
@@ -80,7 +80,7 @@ def batches_at_once(job_size: int, threads: int, batch_size: int, most_samples: 
 
 
 def samples_per_job(sizes: tuple[int, int], threads: int, batch_size: int, batches: int) -> int:
-    """Into jobs of how many samples to cut a batch, if so many batches are decoded at the same time.
+    """Return how many samples a job has if so many batches are decoded at the same time.
 
     ``sizes`` as of ``JobSizer.job_sizes``.
     """

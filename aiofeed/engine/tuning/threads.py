@@ -175,7 +175,7 @@ class _Search:
         self.above: Score | None = None
 
     def step(self, tried: Score) -> int | None:
-        """The count to try next; ``None`` if ``best`` is found."""
+        """Return the count to try next; ``None`` if ``best`` is found."""
         self._first = self._first or tried
         self._peak = max(self._peak, tried.rate)
         counts = self._tried = sorted([*self._tried, tried], key=lambda score: score.threads)
@@ -191,11 +191,11 @@ class _Search:
         return None
 
     def _needed(self, below: Score) -> int:
-        """The least threads that may do as much as the best, as none adds more than each of those ``below`` does."""
+        """Return the fewest threads that may do as much as the best: none adds more than each of those ``below``."""
         return ceil(FEWER_KEEP * self._peak / below.rate * below.threads)
 
     def _bar(self, score: Score) -> float:
-        """The rate from which a count is good enough: more threads than at first must bring more."""
+        """Return the rate from which a count is good enough: more threads than at first must bring more."""
         return self._peak / MORE_BRING if score is self._first else FEWER_KEEP * self._peak
 
     def _fewer(self) -> int | None:

@@ -38,7 +38,7 @@ class Tuner:
         self._reported = False
 
     def gil_report(self) -> GilLimit | None:
-        """The GIL limit, once, if processes would gain something."""
+        """Return the GIL limit, once, if processes would gain something."""
         limit = self.decoding.gil
         if self._reported or limit is None or limit.held_s < REPORT_HELD_S or self.decoding.worked_s < REPORT_AFTER_S:
             return None

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from aiofeed import _load_addon as load_addon
 from aiofeed.core.statistics import StorageStatistics
 from aiofeed.core.types import Traits, public
 from aiofeed.core.validation import check_int_from, check_positive_int, explain_arguments
@@ -207,11 +206,6 @@ class Episodes(GroupedSource):
     def in_memory(self) -> bool:
         """Whether batches are gathered in the consumer's thread."""
         return self._whole and self.sample_bytes * len(self) * MEMORY_SHARE <= free_memory()
-
-    def new_memory(self, config: Any) -> Any:
-        """Return the rows as data of which the consumer's thread gathers batches; ``None`` if threads have to do it."""
-        threads = config.backend or config.engines or not self.in_memory
-        return None if threads else load_addon("DataMemory", "Episodes")()
 
     def gathered(self, indices: NDArray[np.int64], memory: object) -> list[NDArray[Any]]:
         """Return each field of moments."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed import _load_addon as load_addon
 from aiofeed.runtime.machine import free_memory
 from aiofeed.sources.objects.listing import run_blocking
 from aiofeed.sources.shards.urls import ShardFinder
@@ -89,11 +88,6 @@ class MemoryTable(Table):
         """Bytes of the columns of numbers in one row."""
         columns = self._columns.columns.values()
         return sum(column.row_bytes for column in columns if isinstance(column, NumberColumn))
-
-    def new_memory(self, config: Any) -> Any:
-        """Return the rows as data of which the consumer's thread gathers batches; ``None`` if threads have to do it."""
-        threads = config.backend or config.engines or not self.in_memory
-        return None if threads else load_addon("DataMemory", "Table")()
 
     def gathered(self, indices: NDArray[np.int64], memory: object) -> list[NDArray[Any]]:
         """Return rows of each column."""

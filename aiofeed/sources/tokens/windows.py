@@ -217,14 +217,6 @@ class Tokens(IndexedSource):
         """Bytes of a window, with targets."""
         return (1 + self.targets) * self.block * 8
 
-    def new_memory(self, config: Any) -> Any:
-        """Return the tokens as data of which the consumer's thread gathers batches, or those kept on a device.
-
-        ``None`` if threads have to do it.
-        """
-        threads = config.backend or config.engines or config.collate_fn is not None or not self.in_memory
-        return None if threads and not config.tokens_resident else _load_addon("DataMemory", "Tokens")()
-
     def gathered(self, indices: NDArray[np.int64], memory: HostBufferPool) -> list[NDArray[Any]]:
         """Return windows as ``[x]`` or ``[x, y]``."""
         parts = list(array(memory, (1 + self.targets, len(indices), self.block), np.dtype(np.int64)))
