@@ -98,7 +98,7 @@ class ActorHandle(Handle):
     async def _serve(self, config: Any) -> None:
         try:
             location: ActorLocation = await self._call("start", config, versions())
-            self.name = f"{self._title}, node {location.ip} [{location.node}], pid {location.pid})"
+            self.name: str = f"{self._title}, node {location.ip} [{location.node}], pid {location.pid})"
             await self._compare_clocks(location)
             async with asyncio.TaskGroup() as group:
                 for _ in range(_RECEIVING):
@@ -128,7 +128,7 @@ class ActorHandle(Handle):
             payload, arrays = parcel
             message = decode_from_worker(payload)
             if isinstance(message, BatchFinished):
-                self.ring = ObjectRing(arrays)
+                self.ring: Ring = ObjectRing(arrays)
                 if ahead_s := self._clock_ahead_s:
                     events = [
                         (what, lane, a - ahead_s, b - ahead_s, *rest) for what, lane, a, b, *rest in message.events

@@ -41,9 +41,9 @@ class Handle(ABC):
 
     def __init__(self, number: int, lane: str, name: str, ring: Ring) -> None:
         self.number = number
-        self.lane = lane
-        self.name = name
-        self.ring = ring
+        self.lane: str = lane
+        self.name: str = name
+        self.ring: Ring = ring
         self.ready: bool = False
         self.assigned: dict[int, AssignedBatch] = {}
         self.decoding: int = 0
