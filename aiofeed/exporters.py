@@ -21,7 +21,7 @@ class MeasuredFeed(Protocol):
     """A ``Feeder``, or the result of ``attach``."""
 
     def statistics(self, total: bool = False) -> FeedStatistics:
-        """The statistics of the current or last epoch, or with ``total=True`` of all epochs."""
+        """Return the statistics of the current or last epoch, or with ``total=True`` of all epochs."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Metric:
     scale: float = 1.0
 
     def read(self, statistics: FeedStatistics) -> float | None:
-        """The value; ``None`` without storage statistics."""
+        """Return the value; ``None`` without storage statistics."""
         holder, _, name = self.field.rpartition(".")
         found: Any = getattr(statistics, holder) if holder else statistics
         return None if found is None else float(getattr(found, name)) * self.scale
@@ -94,7 +94,7 @@ class _Feeds:
         self._latest: dict[tuple[str, str], float] = {}
 
     def read(self, metrics: Iterable[Metric]) -> Iterator[tuple[Metric, str, float]]:
-        """The values of metrics, with the names of their feeders. Callable from any thread."""
+        """Return the values of metrics, with the names of their feeders. Callable from any thread."""
         for name, reference in self._feeders.items():
             if (feeder := reference()) is None:
                 continue
@@ -138,7 +138,7 @@ class PrometheusCollector:
         self._prometheus: Any = prometheus
 
     def collect(self) -> Iterable[Any]:
-        """The metrics, for ``prometheus_client``."""
+        """Return the metrics, for ``prometheus_client``."""
         families: dict[str, Any] = {}
         for metric in METRICS:
             kind = "CounterMetricFamily" if metric.counts else "GaugeMetricFamily"

@@ -11,7 +11,7 @@ __all__ = ["FeederMonitor"]
 
 
 def _callback_class() -> Any:
-    """``Callback`` of the package that the program uses: the two packages have different classes."""
+    """Return ``Callback`` of the package that the program uses: the two packages have different classes."""
     names = ["lightning.pytorch", "pytorch_lightning"]
     names.sort(key=lambda name: name not in sys.modules)
     for name in names:

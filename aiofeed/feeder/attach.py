@@ -9,6 +9,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aiofeed import _load_addon as load_addon
 from aiofeed.core.errors import StateError
 from aiofeed.core.limits import PREFETCH_BATCHES
 from aiofeed.core.statistics import EpochStats, FeedStatistics, new_events
@@ -16,6 +17,10 @@ from aiofeed.core.types import Transform, public
 from aiofeed.core.validation import check_callable, explain_arguments
 from aiofeed.devices.resolve import resolve_device
 from aiofeed.feeder.iterator import Delivery, EpochObserver, EpochStartLock, FeedIterator, LoopProducer
+from aiofeed.processes.ipc.address import SERVER, resolve
+from aiofeed.processes.serving.connect import subscribe
+from aiofeed.processes.serving.receiver import EpochFeed
+from aiofeed.processes.serving.subscription import Subscription
 from aiofeed.runtime.buffers import HostBufferPool, PinnedBufferPool, release_unused
 from aiofeed.runtime.event_loop import EventLoopThread
 from aiofeed.runtime.queue import ReadyBatch
@@ -26,9 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from aiofeed.devices.backend import DeviceBackend
-    from aiofeed.processes.serving.subscription import Subscription
     from aiofeed.reports.explanation import Explanation
-
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
@@ -63,8 +66,6 @@ def attach(
         FeedError: There is no server, it belongs to another user, or it refuses the connection.
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
-    from aiofeed.processes.ipc.address import SERVER, resolve
-
     if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or wait_s < 0:
         raise ValueError(f"wait_s must be 0 or more seconds, got {wait_s!r}")
     attached = AttachedFeed(resolve(address, SERVER), resolve_device(device), check_callable("transform", transform))
@@ -96,8 +97,6 @@ class AttachedFeed:
         self._server: dict[str, Any] = {"epoch": -1, "batches": 0}
 
     def _connect(self, wait_s: float) -> tuple[EventLoopThread, Subscription]:
-        from aiofeed.processes.serving.connect import subscribe
-
         backend, server = self._backend, dict[str, Any](epoch=-1, batches=0)
         memory = HostBufferPool(PREFETCH_BATCHES + 2) if backend is None else PinnedBufferPool(backend.pin, keep=16)
         loop_thread = EventLoopThread(read_threads=1, decode_threads=1)
@@ -198,12 +197,11 @@ class AttachedFeed:
 
         It tells the server from the copies of this process; the server's ``feeder.explain()`` has the rest.
         """
-        from aiofeed.reports.remedies import explain_attached
-
         device, transform = self._backend is not None, self._transform is not None
-        return explain_attached(
+        explanation: Explanation = load_addon("explain_attached", "explain()")(
             self._stats, first_epoch=not self._earlier_stats.batches, device=device, transform=transform
         )
+        return explanation
 
     def timeline(
         self, path: str | os.PathLike[str], *, seconds: float = 10.0, merge: str | os.PathLike[str] | None = None
@@ -212,9 +210,7 @@ class AttachedFeed:
 
         The server's feeder has the reads and decode jobs; ``merge`` its timeline to see both.
         """
-        from aiofeed.reports.timeline import write_timeline
-
-        write_timeline(self._events, path, seconds=seconds, merge=merge)
+        load_addon("write_timeline", "timeline()")(self._events, path, seconds=seconds, merge=merge)
 
     def state_dict(self) -> dict[str, Any]:
         """Not supported.
@@ -289,8 +285,6 @@ class _ServedEpoch(LoopProducer):
     """A producer of one epoch of the server's feeder, for one iterator. Its threads are those of the subscription."""
 
     def __init__(self, loop_thread: EventLoopThread, subscription: Subscription) -> None:
-        from aiofeed.processes.serving.receiver import EpochFeed
-
         self.feed = EpochFeed(room=PREFETCH_BATCHES)
         super().__init__(loop_thread, self.feed.queue)
         self.subscription = subscription

@@ -18,6 +18,7 @@ import torch.utils.data
 from torch.utils.data import BatchSampler, default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
+from aiofeed import _load_addon as load_addon
 from aiofeed.core.failure_policy import Action, FailurePolicy
 from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES, Limits
 from aiofeed.core.statistics import EpochStats
@@ -228,9 +229,7 @@ class _Epochs:
             self.feeder = _FeederEpochs(loader, device=device, transform=transform, limits=limits, **feeder)
 
     def explain(self, loader: DataLoader[Any]) -> Explanation:
-        """See ``DataLoader.explain``."""
-        from aiofeed.reports.remedies import explain_loader
-
+        """Explain an epoch; see ``DataLoader.explain``."""
         if self.feeder is not None:
             return self.feeder.explain()
         stats = self.stats
@@ -239,7 +238,7 @@ class _Epochs:
             stats = replace(stats, copy_s=ahead.copy_s, copy_wait_s=ahead.copy_wait_s, hand_over_s=ahead.hand_over_s)
         elif not self.copies and not loader.pin_memory:
             stats = replace(stats, copy_s=0.0, hand_over_s=stats.copy_s)
-        return explain_loader(
+        explanation: Explanation = load_addon("explain_loader", "explain()")(
             stats,
             batch_size=loader.batch_size,
             workers=loader.num_workers,
@@ -250,9 +249,10 @@ class _Epochs:
             first_epoch=self.epochs == 1,
             allows=lambda **_: _has_indices(loader),
         )
+        return explanation
 
     def unused(self) -> _Epochs:
-        """A copy for a copy of the loader."""
+        """Return a copy for a copy of the loader."""
         other = copy.copy(self)
         other.progress, other._loaded = None, self.loaded
         return other
@@ -267,7 +267,7 @@ class _Epochs:
         return self._loaded
 
     def state_dict(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        """The present state, or the loaded one before ``iter``."""
+        """Return the present state, or the loaded one before ``iter``."""
         progress = self.progress
         if progress is None and self._loaded is not None:
             return self._loaded.packed
@@ -283,11 +283,10 @@ class _Epochs:
         loaded = LoaderState.parse(state, loader)
         if loaded.of_this_rank and loaded.restores_generators:
             loaded.now.restore_generators(loader)
-        elif loaded.of_this_rank:
-            loaded.now.restore_own_generators(loader)
         else:
-            loaded.without_worker_generators()
             loaded.now.restore_own_generators(loader)
+        if not loaded.of_this_rank:
+            loaded.without_worker_generators()
             warnings.warn(
                 f"the state of this DataLoader was saved by rank {loaded.rank}: position and order are restored, "
                 f"random numbers of the dataset are not. For an exact resume, save and load a state for each rank",
@@ -459,7 +458,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         return True
 
     def _starts_next_epoch(self) -> bool:
-        """The epoch has ended. Start the next one if this one was resumed after its last batch."""
+        """Note the end of the epoch, and start the next one if this one was resumed after its last batch."""
         loader, self._loader = self._loader, None
         resumed = not self._progress.begun
         self._progress.finished = True

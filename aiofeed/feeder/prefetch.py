@@ -8,11 +8,13 @@ from collections.abc import AsyncIterable, Callable, Iterable, Sequence, Sized
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
+from aiofeed import _load_addon as load_addon
 from aiofeed.core.errors import as_exception
 from aiofeed.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES
 from aiofeed.core.statistics import EpochStats
 from aiofeed.core.types import Transform, public
 from aiofeed.core.validation import check_callable, check_positive_int, explain_arguments
+from aiofeed.devices.copier import Copier, copier_for
 from aiofeed.devices.resolve import resolve_devices
 from aiofeed.feeder.iterator import Delivery, EpochObserver, FeedIterator, LoopProducer
 from aiofeed.runtime.buffers import PinnedBufferPool
@@ -28,7 +30,6 @@ ChangedT = TypeVar("ChangedT")
 if TYPE_CHECKING:
     from typing import TypeAlias, TypedDict, Unpack
 
-    from aiofeed.devices.copier import Copier
     from aiofeed.devices.resolve import Device
     from aiofeed.reports.explanation import Explanation
 
@@ -156,9 +157,11 @@ class Prefetch(Generic[BatchT]):
 
     def explain(self) -> Explanation:
         """Explain where the time of the current or last iteration went, as ``Feeder.explain`` does."""
-        from aiofeed.reports.remedies import explain_prefetch
-
-        return explain_prefetch(self.stats, device=self._backend is not None, transform=self._transform is not None)
+        device, transform = self._backend is not None, self._transform is not None
+        explanation: Explanation = load_addon("explain_prefetch", "explain()")(
+            self.stats, device=device, transform=transform
+        )
+        return explanation
 
     def __aiter__(self) -> FeedIterator[BatchT]:
         """Start an iteration."""
@@ -168,13 +171,11 @@ class Prefetch(Generic[BatchT]):
         """Return the copier to the device, if any, and the transform that it does not call itself."""
         if self._backend is None:
             return None, self._transform
-        from aiofeed.devices.copier import copier_for
-
         return copier_for(self._backend, self._transform), None
 
 
 def _ready(batch: Any, number: int, memory: PinnedBufferPool | None, counters: EpochStats, asked: float) -> ReadyBatch:
-    """The item of a batch, for which the iterable was asked at this time."""
+    """Return the item of a batch, for which the iterable was asked at this time."""
     began, lease = time.perf_counter(), None
     counters.decode_s += began - asked
     if memory is not None:

@@ -5,25 +5,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from concurrent.futures import Future
+from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from aiofeed.core.errors import WorkerDiedError, as_exception
+from aiofeed.core.errors import as_exception
 from aiofeed.core.types import public
 from aiofeed.core.validation import check_positive_int, explain_arguments
+from aiofeed.devices.backend import DeviceBackend, splits_batches
 from aiofeed.feeder.feeder import Feeder
+from aiofeed.processes.ipc.address import SERVER, Listener, check_free, resolve
+from aiofeed.processes.ipc.cuda_ipc import SharedDevice, shared_device
+from aiofeed.processes.serving.device_ring import DeviceRing
+from aiofeed.processes.serving.hub import Hub, Mode, ServeOptions, Slow, When
 from aiofeed.runtime import threads
 from aiofeed.runtime.event_loop import EventLoopThread
-
-if TYPE_CHECKING:
-    from aiofeed.devices.backend import DeviceBackend
-    from aiofeed.processes.ipc.cuda_ipc import SharedDevice
-    from aiofeed.processes.serving.device_ring import DeviceRing
-    from aiofeed.processes.serving.hub import Hub, Mode, ServeOptions, Slow, When
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
@@ -101,9 +100,6 @@ def serve(
     ):
         if value not in allowed:
             raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
-    from aiofeed.processes.ipc.address import SERVER, resolve
-    from aiofeed.processes.serving.hub import ServeOptions
-
     options = ServeOptions(
         mode, check_positive_int("lag", lag), slow, join, check_positive_int("min_consumers", min_consumers)
     )
@@ -119,7 +115,7 @@ class Server:
         self._options = options
         self._loop_thread: EventLoopThread | None = None
         self._hub: Hub | None = None
-        self._done: Future[None] = Future()
+        self._errors: list[Exception] = []
 
     @property
     def address(self) -> str:
@@ -156,30 +152,26 @@ class Server:
             RuntimeError: The server is running already.
         """
         self._start(epochs, go_on=False)
-        done = self._done
+        loop_thread, errors = self._loop_thread, self._errors
+        assert loop_thread is not None
         try:
-            while True:
-                try:
-                    # A signal that arrives just before the main thread blocks does not wake it, so poll.
-                    done.result(threads.POLL_INTERVAL_S)
-                    return
-                except FutureTimeout:
-                    if done.done():
-                        raise
+            while not loop_thread.finished.done():
+                # A signal that arrives just before the main thread blocks does not wake it, so poll.
+                with contextlib.suppress(FutureTimeout):
+                    loop_thread.finished.result(threads.POLL_INTERVAL_S)
         finally:
             self.close()
+        if errors:
+            raise errors[0]
 
     def _start(self, epochs: int | None, *, go_on: bool) -> None:
-        if self._loop_thread is not None and not self._loop_thread.stopping and not self._done.done():
+        if self._loop_thread is not None and not self._loop_thread.stopping:
             raise RuntimeError(f"the server at {self._address} is running already")
         number = _ENDLESS if epochs is None else check_positive_int("epochs", epochs)
         with contextlib.suppress(TypeError):  # a stream has no len()
             if not len(self._feeder):
                 raise ValueError("the feeder has no batches to serve")
         self.close()
-        from aiofeed.processes.ipc.address import SERVER, Listener, check_free
-        from aiofeed.processes.serving.hub import Hub
-
         check_free(self._address, SERVER)
         # Before the socket exists: the first use of a GPU takes seconds, and a connecting consumer would time out.
         ring = self._ring()
@@ -188,15 +180,14 @@ class Server:
         try:
             hub = Hub(self._feeder, listener, self._options, loop_thread.decode_pool, ring)
             self._hub = hub
-            done: Future[None] = Future()
-            self._done = done
+            errors: list[Exception] = []
+            self._errors = errors
             loop_thread.at_exit(listener.close)
-            loop_thread.at_exit(partial(_finish, done, None))
-            loop_thread.at_death(partial(_finish, done))
+            loop_thread.at_death(errors.append)
             loop_thread.watch(self)
             self._loop_thread = loop_thread
             loop_thread.launch()
-            loop_thread.start(partial(_serve, hub, number, go_on, done, loop_thread.stop))
+            loop_thread.start(partial(_serve, hub, number, go_on, errors, loop_thread.stop))
         except BaseException:
             loop_thread.stop()
             listener.close()
@@ -206,8 +197,6 @@ class Server:
         backend = self._feeder._config.backend
         if backend is None:
             return None
-        from aiofeed.processes.serving.device_ring import DeviceRing
-
         return DeviceRing(*_shared(backend), self._options.lag + 1)
 
     def close(self) -> None:
@@ -239,9 +228,6 @@ class Server:
 
 def _shared(backend: DeviceBackend) -> tuple[DeviceBackend, SharedDevice]:
     """Return the device of a served feeder, and its interface for sharing memory with other processes."""
-    from aiofeed.devices.backend import splits_batches
-    from aiofeed.processes.ipc.cuda_ipc import shared_device
-
     several = splits_batches(backend)
     shared = None if several else shared_device(backend)
     if shared is None:
@@ -253,22 +239,12 @@ def _shared(backend: DeviceBackend) -> tuple[DeviceBackend, SharedDevice]:
     return backend, shared
 
 
-async def _serve(hub: Hub, epochs: int, go_on: bool, done: Future[None], stop: Any) -> None:
+async def _serve(hub: Hub, epochs: int, go_on: bool, errors: list[Exception], stop: Callable[[], None]) -> None:
     try:
         await hub.run(epochs, go_on=go_on)
-        _finish(done, None)
     except Exception as error:
-        _finish(done, as_exception(error))
+        errors.append(as_exception(error))
         if go_on:
             log.exception("the server has ended with an error")
     finally:
         stop()
-
-
-def _finish(done: Future[None], error: Exception | WorkerDiedError | None) -> None:
-    if done.done():
-        return
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(error)

@@ -54,7 +54,7 @@ class SlotStorage:
         return any(owner() is not None for owner in self._owners)
 
     def new_shared(self, nbytes: int, *, device: Any = "cpu") -> torch.UntypedStorage:
-        """A storage in the slot; on other devices than the CPU, torch's own."""
+        """Return a storage in the slot; on other devices than the CPU, torch's own."""
         if self._slot is None or not nbytes or torch.device(device).type != "cpu":
             return torch.UntypedStorage(nbytes, device=device)
         # An array of its own for each storage: a storage that the dataset keeps keeps this array.

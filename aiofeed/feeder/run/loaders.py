@@ -19,7 +19,7 @@ from aiofeed.runtime import machine
 
 @dataclass
 class LoaderRecord:
-    """What the loaders that a line of the script made did in this process.
+    """Counts what the loaders that one line of the script made did in this process.
 
     Args:
         rank: The rank of the process; -1 in a worker of a loader.
@@ -48,7 +48,7 @@ multiprocessing.util.register_after_fork(LoaderRecord, lambda _: _records.clear(
 
 
 class _EpochsOfTorch(_Epochs):
-    """What aiofeed adds to a loader of torch's class. Copies of the loader get their own."""
+    """The part beyond torch's of a loader of torch's class. Copies of the loader get their own."""
 
     def __init__(self, loader: Any, options: dict[str, Any]) -> None:
         self.loader, self.record = weakref.ref(loader), _record(loader)

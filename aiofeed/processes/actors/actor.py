@@ -42,7 +42,7 @@ class ActorLocation(NamedTuple):
 
 
 def versions() -> dict[str, str]:
-    """The versions that must be the same on all nodes."""
+    """Return the versions that must be the same on all nodes."""
     return {"Python": ".".join(platform.python_version_tuple()[:2]), "aiofeed": version("aiofeed")}
 
 
@@ -97,7 +97,7 @@ class FeedActor:
         return await self._parcels.get()
 
     async def clock(self) -> float:
-        """The clock of the actor's events, in seconds."""
+        """Return the clock of the actor's events, in seconds."""
         return time.perf_counter()
 
     async def stop(self) -> None:

@@ -16,7 +16,7 @@ from aiofeed.processes.actors.cluster import ClusterConnection
 from aiofeed.processes.ipc.ring import Ring
 from aiofeed.processes.ipc.schema import encode
 from aiofeed.processes.ipc.shared_memory import Segment
-from aiofeed.processes.workers.handle import AssignedBatch
+from aiofeed.processes.workers.handle import Handle
 from aiofeed.processes.workers.protocol import BatchFinished, FromWorker, ToWorker, decode_from_worker
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ _CLOCK_CALLS = 5
 _inherited: list[Ring] = []
 
 
-class ActorHandle:
-    """One actor, a ``Handle``. Created on the running loop, which waits for the actor.
+class ActorHandle(Handle):
+    """One actor. Created on the running loop, which waits for the actor.
 
     Args:
         number, count: Number of the actor, from 0, of how many.
@@ -53,14 +53,8 @@ class ActorHandle:
         received: Callable[[ActorHandle, FromWorker], None],
         lost: Callable[[ActorHandle, Exception], None],
     ) -> None:
-        self.number = number
-        self.lane: str = f"actor {number + 1}"
-        self.name: str = f'actor {number + 1} of {count} (engine="ray", not placed on a node yet)'
-        self.ring: Ring | ObjectRing = Ring()
-        self.ready = False
-        self.assigned: dict[int, AssignedBatch] = {}
-        self.decoding = 0
         self._title = f'actor {number + 1} of {count} (engine="ray"'
+        super().__init__(number, f"actor {number + 1}", f"{self._title}, not placed on a node yet)", Ring())
         self._actor = actor
         self._connection = connection
         self._on_message = received
@@ -104,7 +98,7 @@ class ActorHandle:
     async def _serve(self, config: Any) -> None:
         try:
             location: ActorLocation = await self._call("start", config, versions())
-            self.name = f"{self._title}, node {location.ip} [{location.node}], pid {location.pid})"
+            self.name: str = f"{self._title}, node {location.ip} [{location.node}], pid {location.pid})"
             await self._compare_clocks(location)
             async with asyncio.TaskGroup() as group:
                 for _ in range(_RECEIVING):
@@ -134,7 +128,7 @@ class ActorHandle:
             payload, arrays = parcel
             message = decode_from_worker(payload)
             if isinstance(message, BatchFinished):
-                self.ring = ObjectRing(arrays)
+                self.ring: Ring = ObjectRing(arrays)
                 if ahead_s := self._clock_ahead_s:
                     events = [
                         (what, lane, a - ahead_s, b - ahead_s, *rest) for what, lane, a, b, *rest in message.events

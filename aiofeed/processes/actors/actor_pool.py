@@ -141,7 +141,7 @@ class ActorPool(WorkerPool[ActorHandle]):
             self._dispatch(batch, self._workers)
 
     def _lost(self, worker: ActorHandle, error: Exception) -> None:
-        """An actor has died, or cannot be reached: replace it, and give its batches to others."""
+        """Replace an actor that has died or cannot be reached, and give its batches to others."""
         if self._stopping or self._error is not None:
             return
         if not self._connection.alive():

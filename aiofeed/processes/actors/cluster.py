@@ -92,7 +92,7 @@ def check_cluster(engine: RayEngine) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of one of Ray's errors, which have many lines."""
+    """Return the message of one of Ray's errors, which have many lines."""
     return " ".join(str(error).split())[:500]
 
 
@@ -106,7 +106,7 @@ class ClusterConnection:
         self._pid = os.getpid()
 
     def alive(self) -> bool:
-        """Whether this process still has the connection: no fork has it, nor a process after ``ray.shutdown()``."""
+        """Return whether the connection is open here: a fork has none, nor a process after ``ray.shutdown()``."""
         import ray
 
         if os.getpid() != self._pid or not ray.is_initialized():

@@ -43,7 +43,7 @@ _RETRY_S = 0.5
 
 @dataclass(frozen=True)
 class AddressKind:
-    """What listens at an address, and the texts of errors about it.
+    """The kind of server at an address (feed or tensors), and its error messages.
 
     Args:
         suffix: File suffix of the socket of a plain name.
@@ -85,7 +85,7 @@ TENSORS = AddressKind(
 
 
 def resolve(address: str | os.PathLike[str], kind: AddressKind) -> Path:
-    """The path of the socket; that of a plain name is in this user's private folder.
+    """Return the path of the socket; that of a plain name is in this user's private folder.
 
     Raises:
         TypeError, ValueError: The address is neither a path nor a plain name, or is too long for a socket.
@@ -307,7 +307,7 @@ def _open(path: Path) -> socket.socket | None:
 
 
 def connect(path: Path, kind: AddressKind, wait_s: float) -> socket.socket:
-    """A blocking connection to this user's process that listens at a path. Blocks until there is one.
+    """Return a blocking connection to this user's process that listens at a path; wait until there is one.
 
     Raises:
         FeedError: There was none within ``wait_s``, it belongs to another user, or it cannot be reached.

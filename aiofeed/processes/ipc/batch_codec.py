@@ -17,7 +17,16 @@ from aiofeed.core.errors import CollateError
 from aiofeed.core.pytree import is_dataclass_instance, is_namedtuple, loaded_class
 from aiofeed.core.types import HostTensor
 from aiofeed.processes.ipc.framing import ProtocolError
-from aiofeed.processes.ipc.schema import ArrayNode, BytesNode, ContainerNode, Node, PickledNode, Struct, plain_dtype
+from aiofeed.processes.ipc.schema import (
+    ArrayNode,
+    BytesNode,
+    ContainerNode,
+    Node,
+    PickledNode,
+    Struct,
+    dtype_and_nbytes,
+    plain_dtype,
+)
 from aiofeed.runtime.buffers import BufferLease, HostBufferPool, array
 from aiofeed.runtime.tensors import in_memory_order, view_as_integers
 
@@ -30,6 +39,8 @@ if TYPE_CHECKING:
 _SCALARS = (type(None), bool, int, float, str)
 _SEQUENCES: dict[type, Literal["list", "tuple"]] = {list: "list", tuple: "tuple"}
 _MAPPINGS: dict[type, Literal["dict", "OrderedDict"]] = {dict: "dict", OrderedDict: "OrderedDict"}
+# The NumPy dtype of the description of a tensor on a device, by its item size; torch_dtype has the real one.
+DEVICE_DTYPES = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
 
 # --- encoding ---
@@ -102,7 +113,7 @@ def _encode_record(
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether MessagePack carries a value unchanged."""
+    """Return whether MessagePack carries a value unchanged."""
     kind: type = type(value)
     if kind is int:
         return bool(-(1 << 63) <= value < 1 << 64)
@@ -112,7 +123,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def unsupported_value(what: str, path: str, advice: str) -> CollateError:
-    """The error for a value that cannot be described; ``advice`` says what to do."""
+    """Return the error for a value that cannot be described; ``advice`` says what to do."""
     return CollateError(
         f"{what}{_at(path)} cannot be sent to another process, which takes tensors, arrays, numbers, strings, bytes "
         f"and None in lists, tuples, dicts, namedtuples and dataclasses; {advice}"
@@ -120,7 +131,7 @@ def unsupported_value(what: str, path: str, advice: str) -> CollateError:
 
 
 def _odd_tensor(value: Any) -> str | None:
-    """What a tensor is that has more than memory, shape and dtype; ``None`` for other tensors."""
+    """Describe a tensor that has more than memory, shape and dtype; ``None`` for other tensors."""
     import torch
 
     if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
@@ -203,7 +214,7 @@ def decode_batch(node: Node, make_array: Callable[[ArrayNode], Any], *, unpickle
 def decode_and_wrap(
     node: Node, make_array: Callable[[ArrayNode], Any], wrap: Callable[[Any], Any], *, unpickle: Unpickle | None = None
 ) -> tuple[Any, float]:
-    """``wrap`` of the decoded batch, and how long that took in seconds. For any thread."""
+    """Decode and wrap a batch; also returns how many seconds that took. For any thread."""
     started = time.perf_counter()
     batch = wrap(decode_batch(node, make_array, unpickle=unpickle))
     return batch, time.perf_counter() - started
@@ -238,7 +249,7 @@ def _decode_text(data: bytes) -> str:
 
 
 def array_nodes(node: Node) -> Iterator[ArrayNode]:
-    """The arrays of a description."""
+    """Return the arrays of a description."""
     if isinstance(node, ArrayNode):
         yield node
     elif isinstance(node, PickledNode):
@@ -253,17 +264,17 @@ def array_nodes(node: Node) -> Iterator[ArrayNode]:
 
 
 def leaf_in_slot(view: NDArray[Any], node: ArrayNode) -> Any:
-    """A tensor as it lies in the slot, from which a device copies; an array, which stays on the host, as a copy."""
+    """Return a tensor as it lies in the slot, for a device to copy; copy an array, which stays on the host."""
     return leaf_of(view, node, pinned=True) if node.kind == "tensor" else copied_leaf(view, node, None)
 
 
 def batch_in_ring(ring: Ring, batch: Node, *, unpickle: Unpickle | None = None) -> Any:
-    """The batch with its tensors as they lie in the ring, which must be pinned, for a device to copy."""
+    """Return the batch with its tensors as they lie in the ring, which must be pinned, for a device to copy."""
     return decode_batch(batch, lambda node: leaf_in_slot(ring.view(node), node), unpickle=unpickle)
 
 
 def copied_leaf(view: NDArray[Any], node: ArrayNode, lease: BufferLease | None) -> Any:
-    """A copy of an array or tensor, in memory of the lease; ``None``: in memory of its own."""
+    """Return a copy of an array or tensor, in memory of the lease; ``None``: in memory of its own."""
     if node.kind == "scalar":
         return view[()]
     # Pinned memory is reused once the device has copied from it; an array, which stays on the host, must not be there.
@@ -276,7 +287,7 @@ def copied_leaf(view: NDArray[Any], node: ArrayNode, lease: BufferLease | None) 
 
 
 def leaf_of(memory: NDArray[Any], node: ArrayNode, *, pinned: bool = False) -> Any:
-    """The array or tensor with the given memory, without a copy."""
+    """Return the array or tensor with the given memory, without a copy."""
     axes = permutation(node)
     if node.kind == "array":
         return memory if axes is None else memory.transpose(axes)
@@ -289,7 +300,7 @@ def leaf_of(memory: NDArray[Any], node: ArrayNode, *, pinned: bool = False) -> A
 
 
 def permutation(node: ArrayNode) -> tuple[int, ...] | None:
-    """The permutation from the memory's axes to those of the array, if any; ``ProtocolError`` if it is none."""
+    """Return the permutation from the memory's axes to those of the array, if any; ``ProtocolError`` if it is none."""
     if node.axes is None:
         return None
     if sorted(node.axes) != list(range(len(node.shape))):
@@ -298,10 +309,41 @@ def permutation(node: ArrayNode) -> tuple[int, ...] | None:
 
 
 def torch_dtype_of(node: ArrayNode) -> torch.dtype:
-    """The dtype of torch with the name in the node; ``ProtocolError`` if it does not fit the memory."""
+    """Return the dtype of torch with the name in the node; ``ProtocolError`` if it does not fit the memory."""
     import torch
 
     dtype = getattr(torch, node.torch_dtype or "", None)
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != np.dtype(node.dtype).itemsize:
         raise ProtocolError(f"torch_dtype {node.torch_dtype!r} for {node.dtype}")
     return dtype
+
+
+# --- tensors in device memory ---
+
+
+class TensorInBlock:
+    """A tensor in a block. No dataclass, which would be a node of the batch and not a leaf.
+
+    Args:
+        node: Its description.
+        nbytes: Size of the block.
+
+    Raises:
+        ProtocolError: It does not lie in the block.
+    """
+
+    __slots__ = ("_axes", "_dtype", "_nbytes", "_node")
+
+    def __init__(self, node: ArrayNode, nbytes: int) -> None:
+        self._node = node
+        self._axes = permutation(node)
+        dtype, self._nbytes = dtype_and_nbytes(node)
+        self._dtype = torch_dtype_of(node)
+        if node.offset < 0 or node.offset % dtype.itemsize or node.offset + self._nbytes > nbytes:
+            raise ProtocolError(f"{self._nbytes} bytes at {node.offset} do not lie in a block of {nbytes}")
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, in the memory of the block or in a copy of it."""
+        start = self._node.offset
+        flat = memory[start : start + self._nbytes].view(self._dtype).view(self._node.shape)
+        return flat if self._axes is None else flat.permute(self._axes)

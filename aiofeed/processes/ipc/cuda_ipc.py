@@ -13,13 +13,12 @@ import threading
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
+import torch
 
 from aiofeed.devices import cuda
 from aiofeed.processes.ipc.schema import DeviceMemoryHandle
 
 if TYPE_CHECKING:
-    import torch
-
     from aiofeed.devices.backend import DeviceBackend, Stream
 
 
@@ -39,21 +38,19 @@ class CudaHandles:
     """Exports and opens tensors' storages through CUDA IPC, for ``share`` and ``attach_tensors``."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on a CUDA device."""
+        """Return whether a tensor is on a CUDA device."""
         return tensor.device.type == "cuda"
 
     def identity(self, tensor: torch.Tensor) -> str:
-        """The UUID of the device; its index depends on CUDA_VISIBLE_DEVICES."""
+        """Return the UUID of the device; its index depends on CUDA_VISIBLE_DEVICES."""
         return _uuid(tensor.device.index)
 
     def synchronize(self, tensor: torch.Tensor) -> None:
         """Wait for the device, so that processes that open the tensor need not wait."""
-        import torch
-
         torch.cuda.synchronize(tensor.device)
 
     def export(self, tensor: torch.Tensor) -> DeviceMemoryHandle:
-        """A handle of a tensor's storage with one reference, for one process.
+        """Return a handle of a tensor's storage with one reference, for one process.
 
         Raises:
             HandleError: Expandable segments cannot be exported, nor some containers' and drivers' memory.
@@ -69,7 +66,7 @@ class CudaHandles:
         return DeviceMemoryHandle(identity, allocation, nbytes, offset, counter, counter_offset, event, event_needed)
 
     def open(self, handle: DeviceMemoryHandle, wanted: torch.device | None) -> torch.UntypedStorage:
-        """The storage of a handle; the current stream waits for the event if that is needed.
+        """Return the storage of a handle; the current stream waits for the event if that is needed.
 
         Raises:
             HandleError: It cannot be opened, or is not on the wanted device. The handle's reference is taken back.
@@ -85,8 +82,6 @@ class CudaHandles:
 
         Once per handle: a second call would make torch's unsigned count wrap around.
         """
-        import torch
-
         if not handle.counter:
             return
         untyped: Any = torch.UntypedStorage
@@ -96,9 +91,7 @@ class CudaHandles:
             pass  # this torch has no CUDA: the memory stays until the process that owns it ends
 
     def find(self, identity: str) -> torch.device | None:
-        """The device with that UUID, else the current one; ``None`` if this process can use none."""
-        import torch
-
+        """Return the device with that UUID, else the current one; ``None`` if this process can use none."""
         if not torch.cuda.is_available():
             return None
         try:
@@ -116,39 +109,32 @@ class CudaSharedDevice:
     """
 
     def __init__(self, device: torch.device) -> None:
-        import torch
 
         self._device = device
         self._handles = CudaHandles()
         self._cuda: Any = torch.cuda  # in part without types
 
     def identity(self) -> str:
-        """The UUID of the GPU."""
+        """Return the UUID of the GPU."""
         return _uuid(self._device.index)
 
     def stream(self) -> Any:
-        """One stream per device for the whole process."""
+        """Return one stream per device for the whole process."""
         with _streams_lock:
             if self._device not in _streams:
                 _streams[self._device] = cuda.new_stream(self._device)
             return _streams[self._device]
 
     def holds(self, value: object) -> bool:
-        """Whether a value is a tensor on this GPU."""
-        import torch
-
+        """Return whether a value is a tensor on this GPU."""
         return isinstance(value, torch.Tensor) and value.device == self._device
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Memory of torch's caching allocator, which CUDA can export."""
-        import torch
-
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def export(self, memory: torch.Tensor) -> DeviceMemoryHandle:
-        """A handle with one reference, for one process."""
-        import torch
-
+        """Return a handle with one reference, for one process."""
         if torch.version.hip is not None:
             # github.com/ROCm/hip/issues/3778: other processes see an event as complete as soon as it is recorded.
             raise HandleError("ROCm's events do not tell other processes when work is complete")
@@ -159,8 +145,6 @@ class CudaSharedDevice:
 
     def open(self, handle: DeviceMemoryHandle) -> torch.Tensor:
         """Map the allocation without waiting for the event of the export."""
-        import torch
-
         if handle.nbytes < 1:
             raise HandleError(f"a handle of {handle.nbytes} bytes")
         # The event `filled` of a block tells when it may be read. A stream that waits for torch's event would never
@@ -174,11 +158,11 @@ class CudaSharedDevice:
         self._handles.forget(handle)
 
     def event(self) -> Any:
-        """An interprocess event of torch, without timing."""
+        """Return an interprocess event of torch, without timing."""
         return self._cuda.Event(interprocess=True)
 
     def export_event(self, event: Any) -> bytes:
-        """CUDA's handle. torch creates an unrecorded event on the current device, so this sets the device."""
+        """Return CUDA's handle. torch creates an unrecorded event on the current device, so this sets the device."""
         try:
             with self._cuda.device(self._device):
                 return bytes(event.ipc_handle())
@@ -186,7 +170,7 @@ class CudaSharedDevice:
             raise HandleError(first_line(error)) from error
 
     def open_event(self, handle: bytes) -> Any:
-        """The event of another process, which this process can record and query."""
+        """Return the event of another process, which this process can record and query."""
         if len(handle) != _EVENT_BYTES:
             raise HandleError(f"an event's handle has {_EVENT_BYTES} bytes, this one {len(handle)}")
         try:
@@ -208,7 +192,7 @@ class CudaSharedDevice:
 
 
 def _expandable_segments() -> str | None:
-    """The environment variable that sets expandable segments, whose memory has no handles."""
+    """Return the environment variable that sets expandable segments, whose memory has no handles."""
     for name in _ALLOCATOR_SETTINGS:
         if re.search(r"expandable_segments\s*:\s*true", os.environ.get(name, ""), re.IGNORECASE):
             return name
@@ -216,21 +200,15 @@ def _expandable_segments() -> str | None:
 
 
 def _uuid(index: int) -> str:
-    import torch
-
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def _index(uuid: str) -> int | None:
-    import torch
-
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return next((index for index in range(count) if _uuid(index) == uuid), None)
 
 
 def _open_storage(handle: DeviceMemoryHandle, wanted: torch.device | None) -> torch.UntypedStorage:
-    import torch
-
     if handle.nbytes < 0 or handle.offset < 0 or handle.counter_offset < 0:
         raise HandleError(f"a handle of {handle.nbytes} bytes at {handle.offset}")
     if handle.event_needed and len(handle.event) != _EVENT_BYTES:
@@ -258,7 +236,7 @@ def _open_storage(handle: DeviceMemoryHandle, wanted: torch.device | None) -> to
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message; CUDA's errors continue with advice for debugging torch."""
+    """Return the first line of an error's message; CUDA's errors continue with advice for debugging torch."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -269,7 +247,7 @@ class SharedEvent(Protocol):
         """Mark the event to complete when everything queued on the stream so far has completed."""
 
     def query(self) -> bool:
-        """Whether it is complete. Does not block."""
+        """Return whether it is complete. Does not block."""
 
 
 class SharedDevice(Protocol):
@@ -279,19 +257,19 @@ class SharedDevice(Protocol):
     """
 
     def identity(self) -> str:
-        """The device's name, the same in every process; at most 128 characters."""
+        """Return the device's name, the same in every process; at most 128 characters."""
 
     def stream(self) -> Stream:
-        """The stream that fills blocks: one per process, and not the stream of copies from the host."""
+        """Return the stream that fills blocks: one per process, and not the stream of copies from the host."""
 
     def holds(self, value: object, /) -> bool:
-        """Whether a value is a tensor in the device's memory."""
+        """Return whether a value is a tensor in the device's memory."""
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
-        """uint8 [nbytes] of device memory for work on the current stream; ``RuntimeError`` if there is not enough."""
+        """Allocate uint8 [nbytes] for work on the current stream; ``RuntimeError`` if there is not enough memory."""
 
     def export(self, memory: torch.Tensor, /) -> DeviceMemoryHandle:
-        """A handle of memory from ``allocate``, for one process; ``HandleError`` if it cannot be exported."""
+        """Return a handle of memory from ``allocate``, for one process; ``HandleError`` if it cannot be exported."""
 
     def open(self, handle: DeviceMemoryHandle, /) -> torch.Tensor:
         """Another process's memory, uint8 [nbytes]; ``HandleError`` if it cannot be opened."""
@@ -300,10 +278,10 @@ class SharedDevice(Protocol):
         """Take back the export of a handle that no process has opened or will open."""
 
     def event(self) -> SharedEvent:
-        """A new event that can be exported."""
+        """Return a new event that can be exported."""
 
     def export_event(self, event: SharedEvent, /) -> bytes:
-        """A handle of an event, for any process; ``HandleError`` if it cannot be exported."""
+        """Return a handle of an event, for any process; ``HandleError`` if it cannot be exported."""
 
     def open_event(self, handle: bytes, /) -> SharedEvent:
         """Another process's event; ``HandleError`` if it cannot be opened."""
@@ -315,11 +293,11 @@ class SharedDevice(Protocol):
         """Queue a copy to this process's own memory on the current stream; dense strides are preserved."""
 
     def to_host(self, tensor: torch.Tensor, /) -> torch.Tensor:
-        """A copy in host memory, after the work of the current stream. Blocks."""
+        """Return a copy in host memory, after the work of the current stream. Blocks."""
 
 
 def shared_device(backend: DeviceBackend) -> SharedDevice | None:
-    """A backend's memory and events for other processes; ``None`` if its memory cannot be shared."""
+    """Return a backend's memory and events for other processes; ``None`` if its memory cannot be shared."""
     interprocess = getattr(backend, "interprocess", None)
     if interprocess is not None:
         shared: SharedDevice = interprocess()

@@ -68,7 +68,7 @@ class Framer:
 
 
 def frame(payload: bytes, descriptors: int = 0) -> bytes:
-    """The bytes of one frame."""
+    """Return the bytes of one frame."""
     return _HEADER.pack(len(payload), descriptors) + payload
 
 
@@ -100,7 +100,7 @@ class Link:
         disable_sigpipe(sock)
 
     def fileno(self) -> int:
-        """The descriptor to wait for; -1 once closed."""
+        """Return the descriptor to wait for; -1 once closed."""
         return self._sock.fileno()
 
     @property
@@ -142,7 +142,7 @@ class Link:
                 raise
 
     def receive(self) -> Iterator[tuple[bytes, list[int]]]:
-        """All messages that have arrived, each with its descriptors, which the caller closes.
+        """Return all messages that have arrived, each with its descriptors, which the caller closes.
 
         Raises:
             ProtocolError: The peer sent something that is not a valid message.

@@ -30,7 +30,7 @@ class Peer:
 
 
 def peer_of(sock: socket.socket) -> Peer:
-    """The process at the other end of a connected Unix socket; ``OSError`` if the kernel does not report it."""
+    """Return the process at the other end of a connected Unix socket; ``OSError`` if the kernel does not report it."""
     if hasattr(socket, "SO_PEERCRED"):
         pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return Peer(pid, uid)
@@ -46,7 +46,7 @@ def peer_of(sock: socket.socket) -> Peer:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process exists. True for the unknown process id 0."""
+    """Return whether a process exists. True for the unknown process id 0."""
     if not pid:
         return True
     try:
@@ -59,7 +59,7 @@ def is_alive(pid: int) -> bool:
 
 
 def is_exiting(pid: int) -> bool:
-    """Whether a process has begun to exit; False if the system does not tell.
+    """Return whether a process has begun to exit; False if the system does not tell.
 
     A process closes its devices in the middle of its exit; its pidfd becomes readable only at the end of it.
     """
@@ -72,7 +72,7 @@ def is_exiting(pid: int) -> bool:
 
 
 def describe_exit(status: int | None, memory_hint: str = "") -> str:
-    """How a process of the user's code ended, from its exit status, which is negative for a signal; for messages."""
+    """Say how a process of the user's code ended, from its exit status, which is negative for a signal."""
     if status is None:
         return "ended; its exit status is unknown, because SIGCHLD is ignored or other code has reaped it"
     if status >= 0:
@@ -116,7 +116,7 @@ class ProcessMonitor:
             pass  # too many descriptors, or an older kernel: `is_alive` is asked instead
 
     def alive(self) -> bool:
-        """Whether the process has neither ended nor begun to exit. For any thread. False once closed."""
+        """Return whether the process has neither ended nor begun to exit. For any thread. False once closed."""
         with self._lock:
             if not self._ended and self._pid:
                 if self._descriptor >= 0:

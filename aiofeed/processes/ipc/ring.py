@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,7 +29,7 @@ log: logging.Logger = logging.getLogger("aiofeed.processes")
 # training step holds the GIL. Larger ones are copied in a thread, so that the loop can process other messages.
 INLINE_BYTES = 16 << 20
 # Vector loads, and the rows of DMA engines.
-_ALIGNMENT = 64
+ALIGNMENT = 64
 # Per batch, how fast the size of an unusually large batch is forgotten.
 _DECAY = 0.95
 # In place of a descriptor that was sent to the only reader.
@@ -51,10 +52,13 @@ class Ring:
 
     Args:
         backend: The device that copies from them; ``None`` for none.
+        private: Whether what this process writes there is visible to it alone.
+        sealed: Whether segments must be sealed against shrinking; those of torch are not.
     """
 
-    def __init__(self, backend: DeviceBackend | None = None) -> None:
+    def __init__(self, backend: DeviceBackend | None = None, *, private: bool = False, sealed: bool = True) -> None:
         self._segments: dict[int, Segment] = {}
+        self._open = partial(open_segment, private=private, sealed=sealed)
         self._backend: Any = backend if hasattr(backend, "register") else None
         self.pinned: bool = self._backend is not None
 
@@ -71,7 +75,7 @@ class Ring:
         for new in segments:
             if new.number in self._segments:
                 raise ProtocolError(f"segment {new.number} is already mapped")
-            segment = self._segments[new.number] = open_segment(new.number, new.nbytes, descriptors.pop(0))
+            segment = self._segments[new.number] = self._open(new.number, new.nbytes, descriptors.pop(0))
             if self.pinned:
                 self._pin(segment)
         for number in retired:
@@ -89,14 +93,14 @@ class Ring:
         self._segments.clear()
 
     def segment(self, number: int) -> Segment:
-        """A segment; ``ProtocolError`` if it is unknown."""
+        """Return a segment; ``ProtocolError`` if it is unknown."""
         segment = self._segments.get(number)
         if segment is None:
             raise ProtocolError(f"the ring has no segment {number}")
         return segment
 
     def view(self, node: ArrayNode, memory: Bytes | None = None) -> NDArray[Any]:
-        """The array of a node, as it lies in the ring; in ``memory``, if that is another ndarray of its segment.
+        """Return the array of a node, as it lies in the ring; in ``memory``, if that is another ndarray of its segment.
 
         Raises:
             ProtocolError: It does not lie within its segment, or its dtype or shape is not valid.
@@ -137,7 +141,7 @@ class Borrowed:
             tracker.watch(owner, self)
 
     def segment_dropped(self) -> None:
-        """The tracker has reported one of the owners."""
+        """Count an owner that the tracker has reported."""
         self._left -= 1
         if not self._left:
             self._free(self._forks == forks())
@@ -201,11 +205,11 @@ class SlotPool:
         self._descriptors: dict[int, int] = {}
 
     def lease(self) -> Slot:
-        """The slot of one batch."""
+        """Return the slot of one batch."""
         return Slot(self)
 
     def take(self, nbytes: int) -> Segment:
-        """A segment of at least ``nbytes``: the smallest free one, or a new one with room for a whole batch."""
+        """Return a segment of at least ``nbytes``: the smallest free one, or a new one with room for a whole batch."""
         with self._lock:
             fitting = [segment for segment in self._free if segment.nbytes >= nbytes]
             if fitting:
@@ -215,6 +219,13 @@ class SlotPool:
             # Half a grain more: small arrays beside the rows, such as targets, fit into the same segment.
             nbytes = max(nbytes, int(self._typical_bytes)) + GRAIN // 2
             segment, descriptor = create_segment(next(self._numbers), nbytes)
+            self._descriptors[segment.number] = descriptor
+            return segment
+
+    def adopt(self, memory: Bytes, descriptor: int) -> Segment:
+        """Return a segment of memory that exists already, with its descriptor, which is closed with the pool."""
+        with self._lock:
+            segment = Segment(next(self._numbers), memory, memory.__array_interface__["data"][0])
             self._descriptors[segment.number] = descriptor
             return segment
 
@@ -289,16 +300,24 @@ class Slot:
         self.used: int = 0
 
     def take(self, nbytes: int) -> Bytes:
-        """``nbytes`` of the slot."""
+        """Return the next ``nbytes`` of the slot."""
         with self._lock:
             if not self.segments or self._next + nbytes > self.segments[-1].nbytes:
                 # As large as all before it, so that a first batch of many arrays has few segments.
-                self.segments.append(self._pool.take(max(nbytes, self.used)))
-                self._next = 0
+                self.extend(max(nbytes, self.used))
             start = self._next
-            self._next = -(-(start + nbytes) // _ALIGNMENT) * _ALIGNMENT
+            self._next = -(-(start + nbytes) // ALIGNMENT) * ALIGNMENT
             self.used += nbytes
             return self.segments[-1].memory[start : start + nbytes]
+
+    def extend(self, nbytes: int) -> None:
+        """Take the next ``nbytes`` from a segment of their own."""
+        self.segments.append(self._pool.take(nbytes))
+        self._next = 0
+
+    def adopt(self, memory: Bytes, descriptor: int) -> None:
+        """Add memory that exists already; see ``SlotPool.adopt``. Call ``extend`` before the next ``take``."""
+        self.segments.append(self._pool.adopt(memory, descriptor))
 
     def locate(self, memory: NDArray[Any]) -> tuple[int, int] | None:
         """Segment number and offset of a C-contiguous array; ``None`` if it is not in the slot."""

@@ -23,7 +23,7 @@ encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 
 
 def decoder(messages: Any) -> Callable[[bytes], Any]:
-    """A function that decodes one message of a type, or of a union of types.
+    """Return a function that decodes one message of a type, or of a union of types.
 
     It raises ``ProtocolError`` if the payload is no such message.
     """
@@ -176,7 +176,7 @@ _MAX_DIMENSIONS = 32
 
 
 def dtype_and_nbytes(node: ArrayNode) -> tuple[np.dtype[Any], int]:
-    """The dtype of an array's memory, and its size in bytes; ``ProtocolError`` if dtype or shape are not valid."""
+    """Return dtype and size in bytes of an array's memory; ``ProtocolError`` if dtype or shape are not valid."""
     dtype = plain_dtype(node.dtype)
     if len(node.shape) > _MAX_DIMENSIONS or any(not 0 <= size < 1 << 48 for size in node.shape):
         raise ProtocolError(f"an array of shape {node.shape}")
@@ -184,7 +184,7 @@ def dtype_and_nbytes(node: ArrayNode) -> tuple[np.dtype[Any], int]:
 
 
 def plain_dtype(text: str) -> np.dtype[Any]:
-    """The dtype of a string; ``ProtocolError`` if it is no dtype of plain bytes."""
+    """Return the dtype of a string; ``ProtocolError`` if it is no dtype of plain bytes."""
     try:
         dtype = np.dtype(text)
     except (TypeError, ValueError, SyntaxError) as error:

@@ -47,7 +47,7 @@ class Segment:
         return self.memory.nbytes
 
     def owner(self) -> Bytes:
-        """A new ndarray of its memory. Arrays made from it keep it alive: their chain of bases ends at the mapping."""
+        """Return a new ndarray of its memory. Arrays made from it keep it alive: their bases end at the mapping."""
         mapping: Any = self.memory.base
         return np.frombuffer(mapping, np.uint8)
 
@@ -73,15 +73,19 @@ def create_segment(number: int, nbytes: int) -> tuple[Segment, int]:
         raise
 
 
-def open_segment(number: int, nbytes: int, descriptor: int) -> Segment:
-    """Map a segment and close its descriptor; ``ProtocolError`` if it is smaller than ``nbytes`` or could shrink."""
+def open_segment(number: int, nbytes: int, descriptor: int, *, private: bool = False, sealed: bool = True) -> Segment:
+    """Map a segment and close its descriptor; see ``Ring``.
+
+    Raises:
+        ProtocolError: It is smaller than ``nbytes``, or could shrink.
+    """
     try:
         size = os.fstat(descriptor).st_size
         if nbytes < 1 or size < nbytes:
             raise ProtocolError(f"a segment has {size} bytes and was announced with {nbytes}")
-        if hasattr(os, "memfd_create") and not _is_sealed(descriptor):
+        if sealed and hasattr(os, "memfd_create") and not _is_sealed(descriptor):
             raise ProtocolError("a segment is not sealed against shrinking")
-        return _map(number, descriptor, nbytes)
+        return _map(number, descriptor, nbytes, private=private)
     finally:
         os.close(descriptor)
 
@@ -92,8 +96,9 @@ def anonymous_memory(nbytes: int) -> int:
     return _memfd(nbytes) if hasattr(os, "memfd_create") else _unlinked(nbytes)
 
 
-def _map(number: int, descriptor: int, nbytes: int) -> Segment:
-    memory: Bytes = np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+def _map(number: int, descriptor: int, nbytes: int, *, private: bool = False) -> Segment:
+    access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
+    memory: Bytes = np.frombuffer(mmap.mmap(descriptor, nbytes, access=access), np.uint8)
     return Segment(number, memory, memory.__array_interface__["data"][0])
 
 
@@ -149,7 +154,7 @@ def _unlinked(nbytes: int) -> int:
 
 
 def segment_name() -> str:
-    """The name under which this user's named segments exist for a moment."""
+    """Return the name under which this user's named segments exist for a moment."""
     return f"/aiofeed-{os.getuid()}"
 
 

@@ -29,6 +29,7 @@ from aiofeed.processes.loader_workers.fetching import (
     count_times,
     dataset_state,
     fetch,
+    fetcher_factory,
     first_stateful,
     restore_dataset,
 )
@@ -110,15 +111,8 @@ class InProcessBatches:
         if isinstance(self._dataset, IterDataPipe | MapDataPipe):
             torch.utils.data.graph_settings.apply_sharding(self._dataset, iterator._world_size, iterator._rank)
         self._times = BatchTimes()
-        self._new_fetcher = functools.partial(
-            torch_loader._DatasetKind.create_fetcher,
-            iterator._dataset_kind,
-            self._dataset,
-            iterator._auto_collation,
-            iterator._collate_fn,
-            iterator._drop_last,
-        )
-        self._fetcher = self._new_fetcher()
+        self._new_fetcher = fetcher_factory(iterator)
+        self._fetcher = self._new_fetcher(self._dataset)
         # The states of the global generators in which the first batch is made, if it was before the state of these.
         self.first_generators: tuple[Any, ...] | None = None
         self.stats: EpochStats = EpochStats()
@@ -148,7 +142,7 @@ class InProcessBatches:
             except Exception:  # noqa: BLE001 - it was raised when the batch was due
                 continue
         if position.dataset is not None and restore_dataset(self._fetcher, self._dataset, position.dataset):
-            self._fetcher = self._new_fetcher()
+            self._fetcher = self._new_fetcher(self._dataset)
 
     def next(self) -> Any:
         """Return the next batch. After a Ctrl-C in the dataset the same batch is made again, if that is possible.
@@ -195,12 +189,9 @@ class InProcessBatches:
 
     def _make(self, index: Any) -> Any:
         self._cut = self._changes
-        if self._times.left:
-            self._times.left -= 1
-            batch = fetch(self._fetcher, index)
-        else:
-            batch = self._times.fetch(self._fetcher, index)
-            count_times(self.stats, self._times.taken())
+        batch = self._times.fetch(self._fetcher, index)
+        if times := self._times.taken():
+            count_times(self.stats, times)
         if not self._pins and self._deliver is None:
             return batch
         fetched = time.perf_counter()
@@ -258,11 +249,9 @@ class WorkerBatches:
                 torch_loader._sharding_worker_init_fn, init_fn, iterator._world_size, iterator._rank
             )
         start = WorkerStart(
-            iterator._dataset_kind,
+            fetcher_factory(iterator),
             dataset,
-            iterator._auto_collation,
-            iterator._collate_fn,
-            iterator._drop_last,
+            self._iterable,
             int(iterator._base_seed),
             init_fn,
             self._num_workers,
@@ -390,7 +379,7 @@ class WorkerBatches:
             del batch
 
     def returning(self, epoch: int) -> None:
-        """The consumer gets the next batch of ``received``. Requests a further one, as torch's iterator does."""
+        """Give the consumer the next batch of ``received``, and request a further one, as torch's iterator does."""
         with self.lock:
             self._check(epoch)
             number, answer = self._ready[0]
@@ -511,7 +500,7 @@ class WorkerBatches:
             self._next += 1
 
     def waiting_for(self) -> tuple[Any, ...]:
-        """The worker that makes the next batch; see ``log_long_wait``. From any thread."""
+        """Return the worker that makes the next batch; see ``log_long_wait``. From any thread."""
         batch = self._next
         if batch not in self._asked:
             return (f"for the sampler, or a worker that begins, before batch {batch}",)

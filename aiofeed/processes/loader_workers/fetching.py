@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
 from torch.utils.data import Subset
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from torch.utils.data.dataloader import _DatasetKind
 
 from aiofeed.core.errors import StateError, add_note
 from aiofeed.core.statistics import EpochStats
@@ -28,6 +30,17 @@ GIL_FREE_S = 0.0005
 
 _FETCH_FILE = _MapDatasetFetcher.fetch.__code__.co_filename
 _SUBSET_FILE = Subset.__getitem__.__code__.co_filename
+
+
+def fetcher_factory(iterator: Any) -> Callable[[Any], Any]:
+    """Return a function that makes torch's fetcher of a dataset, with the options of torch's iterator."""
+    return partial(
+        _DatasetKind.create_fetcher,
+        iterator._dataset_kind,
+        auto_collation=iterator._auto_collation,
+        collate_fn=iterator._collate_fn,
+        drop_last=iterator._drop_last,
+    )
 
 
 def fetch(fetcher: Any, index: Any) -> Any:
@@ -62,7 +75,7 @@ class BatchTimes:
         self._measured = False  # the last one
 
     def fetch(self, fetcher: Any, index: Any) -> Any:
-        """See ``fetch``."""
+        """Fetch a batch; see ``fetch``."""
         if self.left:
             self.left -= 1
             self._measured = False
@@ -99,7 +112,7 @@ class BatchTimes:
             self._probes += 1
 
     def taken(self) -> tuple[float, ...]:
-        """Seconds of dataset, ``collate_fn``, what followed, and processor; probes, and those that met a held GIL.
+        """Return seconds of dataset, ``collate_fn``, the rest and processor; probes, and those that met a held GIL.
 
         Nothing if the last batch was not measured.
         """
@@ -121,7 +134,7 @@ def count_times(stats: EpochStats, times: Sequence[float]) -> None:
 
 
 def _failed_sample(error: Exception, fetcher: Any) -> tuple[Any, Any] | None:
-    """The dataset and the index that torch's code passed to it, from its frame; ``None`` if another part failed."""
+    """Return the dataset and the index that failed, from torch's frames; ``None`` if another part failed."""
     if not isinstance(fetcher, _MapDatasetFetcher):
         return None
     trace = error.__traceback__
@@ -144,7 +157,7 @@ def _failed_sample(error: Exception, fetcher: Any) -> tuple[Any, Any] | None:
 
 
 def _failed_index(called: FrameType, indices: Any, passed: Sequence[Any] | None = None) -> Any:
-    """The index of the sample that failed, from the frame of ``__getitem__``: torch's has it up to Python 3.11.
+    """Return the index of the sample that failed, from the frame of ``__getitem__``: torch's has it up to Python 3.11.
 
     All indices of the batch if it is none of them, because the method has changed the variable.
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import base64
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from aiofeed.core.errors import StateError
-
-if TYPE_CHECKING:
-    import torch
 
 
 def random_state() -> tuple[Any, ...]:
     """Return the state of the global generators of Python, NumPy and torch (on the CPU)."""
-    import torch
-
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
@@ -34,8 +30,6 @@ def same_random_state(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 def set_random_state(state: tuple[Any, ...]) -> None:
     """Restore a state that ``random_state`` returned."""
-    import torch
-
     random.setstate(state[0])
     np.random.set_state(state[1])
     torch.set_rng_state(state[2])
@@ -67,8 +61,6 @@ def unpack_random_state(packed: Any) -> tuple[Any, ...]:
 
 
 def _check(state: tuple[Any, ...]) -> None:
-    import torch
-
     random.Random().setstate(state[0])
     _, keys, position, _, _ = state[1]
     if not 0 <= position <= len(keys):  # NumPy does not check it, and would read other memory
@@ -84,8 +76,6 @@ def pack_generator(state: torch.Tensor) -> str:
 
 def unpack_generator(packed: str) -> torch.Tensor:
     """Return the state that ``pack_generator`` has packed."""
-    import torch
-
     return torch.from_numpy(_from_text(packed, np.uint8).copy())
 
 

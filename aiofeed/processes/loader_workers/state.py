@@ -30,7 +30,7 @@ class OrderState:
 
     @classmethod
     def of(cls, loader: Any) -> OrderState:
-        """The present states of a loader."""
+        """Return the present states of a loader."""
         stateful = first_stateful(loader.batch_sampler, loader.sampler)
         return cls(
             rng.random_state(),
@@ -40,7 +40,7 @@ class OrderState:
 
     @classmethod
     def parse(cls, packed: dict[str, Any]) -> OrderState:
-        """The states of ``packed``; ``LookupError``, ``TypeError``, ``ValueError`` or ``StateError`` if damaged."""
+        """Parse ``packed`` states; ``LookupError``, ``TypeError``, ``ValueError`` or ``StateError`` if damaged."""
         return cls(
             rng.unpack_random_state(packed["generators"]),
             [rng.unpack_generator(each) for each in packed["own_generators"]],
@@ -170,7 +170,7 @@ class Progress:
         return self.finished or self.returned > self.first.returned
 
     def add(self, batch: int, worker: int | None = None, state: bytes | None = None, *, in_order: bool = True) -> None:
-        """A batch is returned; ``state``: of its worker after it. Ctrl-C may interrupt a call, which is repeated."""
+        """Count a returned batch; ``state``: of its worker after it. A call that Ctrl-C interrupts is repeated."""
         if batch == self._last:
             return
         handed, states, batches, later = list(self._handed), list(self._states), self._batches, set(self._later)
@@ -193,12 +193,12 @@ class Progress:
         self._last = batch
 
     def failed(self, batch: int, worker: int, state: bytes | None) -> None:
-        """The error of a batch was raised. Its batch counts once a later one is returned."""
+        """Note that the error of a batch was raised. Its batch counts once a later one is returned."""
         if not self._failed or self._failed[-1][0] != batch:
             self._failed.append((batch, worker, state))
 
     def position(self) -> LoaderPosition:
-        """The position after the last batch that was returned."""
+        """Return the position after the last batch that was returned."""
         dataset = None
         # At the start of an epoch an iterable dataset may still have its state at the end of the epoch before.
         if self._dataset is not None and (self._batches or not self._iterable):
@@ -221,7 +221,7 @@ class Progress:
         return first and [first[0], None]
 
     def after(self) -> LoaderPosition:
-        """The position before the next epoch. Persistent workers go on, and read an iterable dataset from its start."""
+        """Return the position before the next epoch, in which persistent workers read a dataset from its start."""
         if self._base_seed is None:
             return LoaderPosition()
         self._states = self._first_states = self._received
@@ -247,7 +247,7 @@ class LoaderState:
 
     @staticmethod
     def pack(loader: Any, start: OrderState | None, position: LoaderPosition) -> dict[str, Any]:
-        """The present state of a loader, as plain values."""
+        """Return the present state of a loader, as plain values."""
         return {
             "version": VERSION,
             "num_workers": loader.num_workers,
@@ -259,7 +259,7 @@ class LoaderState:
 
     @classmethod
     def parse(cls, state: dict[str, Any], loader: Any) -> LoaderState:
-        """The parts of a ``state_dict``; ``StateError`` if it is damaged or of another loader or version."""
+        """Return the parts of a ``state_dict``; ``StateError`` if it is damaged or of another loader or version."""
         try:
             if type(state["version"]) is not int or state["version"] != VERSION:
                 raise StateError(f"the state has version {state['version']!r}; this aiofeed reads {VERSION}")
@@ -355,7 +355,7 @@ def _batches(loader: Any) -> int | None:
 
 
 def saved_dataset(loader: Any) -> Any:
-    """The state of a dataset with indices that is called in this process."""
+    """Return the state of a dataset with indices, which is called in this process."""
     return dataset_state(None, loader.dataset) if loader._dataset_kind == _DatasetKind.Map else None
 
 

@@ -14,6 +14,7 @@ import random
 import signal
 import socket
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,19 +23,12 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import IterDataPipe
 from torch.utils.data._utils import signal_handling, worker
-from torch.utils.data.dataloader import _DatasetKind
 from torch.utils.data.graph_settings import apply_random_seed
 
 from aiofeed.processes.ipc.ring import Slot, SlotPool
+from aiofeed.processes.loader_workers import random_state as rng
 from aiofeed.processes.loader_workers.channel import Answer, Channel, Fetch, Restore, Resume, wait
 from aiofeed.processes.loader_workers.fetching import BatchTimes, dataset_state, fetch, restore_dataset
-from aiofeed.processes.loader_workers.random_state import (
-    pack_random_state,
-    random_state,
-    same_random_state,
-    set_random_state,
-    unpack_random_state,
-)
 from aiofeed.processes.pickling import SlotStorage, dump_batch, move_batch
 
 # Interval of the checks whether the parent lives, if another process holds its end of the channel open.
@@ -43,18 +37,18 @@ _PARENT_POLL_S = 5.0
 
 @dataclass(frozen=True, eq=False)
 class WorkerStart:
-    """What a worker starts with; the arguments of torch's ``_worker_loop``.
+    """The configuration of a worker process.
 
     Attributes:
+        new_fetcher: Makes torch's fetcher of a dataset.
+        iterable: Whether the dataset is iterable.
         most_batches: Batches of all workers in flight.
         most_kept: Batches of all workers in shared memory that the user keeps; later ones are sent through the channel.
     """
 
-    dataset_kind: int
+    new_fetcher: Callable[[Any], Any]
     dataset: Any
-    auto_collation: bool
-    collate_fn: Any
-    drop_last: bool
+    iterable: bool
     base_seed: int
     init_fn: Any
     num_workers: int
@@ -133,15 +127,9 @@ class _LoaderWorker:
         try:
             if self._start.init_fn is not None:
                 self._start.init_fn(self._number)
-            self._new_fetcher()
+            self._fetcher = self._start.new_fetcher(self._dataset)
         except Exception:  # noqa: BLE001 - the parent raises it
             self._init_error = self._wrapped_error()
-
-    def _new_fetcher(self) -> None:
-        start = self._start
-        self._fetcher = _DatasetKind.create_fetcher(
-            start.dataset_kind, self._dataset, start.auto_collation, start.collate_fn, start.drop_last
-        )
 
     def _wrapped_error(self) -> ExceptionWrapper:
         error = ExceptionWrapper(where=f"in DataLoader worker process {self._number}")
@@ -168,16 +156,16 @@ class _LoaderWorker:
     def _resume(self, task: Resume) -> None:
         self._ended = False
         self._seed_pipes(task.shared_seed)
-        self._new_fetcher()
+        self._fetcher = self._start.new_fetcher(self._dataset)
         self._send(Answer("resumed", -1))
 
     def _restore(self, task: Restore) -> None:
         random_generators, dataset = task.state
         try:
             if dataset is not None and restore_dataset(self._fetcher, self._dataset, dataset):
-                self._new_fetcher()
+                self._fetcher = self._start.new_fetcher(self._dataset)
             if random_generators is not None:
-                set_random_state(unpack_random_state(random_generators))
+                rng.set_random_state(rng.unpack_random_state(random_generators))
         except Exception:  # noqa: BLE001 - the parent raises it
             self._send(Answer("error", -1, self._wrapped_error()))
             return
@@ -204,7 +192,7 @@ class _LoaderWorker:
             self._fetch_into(task, slot)
         except Exception as error:  # noqa: BLE001 - the parent raises it
             slot.give_back(reusable=False)
-            if isinstance(error, StopIteration) and self._start.dataset_kind == _DatasetKind.Iterable:
+            if isinstance(error, StopIteration) and self._start.iterable:
                 self._ended = True
                 answer = Answer("end", task.batch)
             else:
@@ -238,13 +226,13 @@ class _LoaderWorker:
         self._send(Answer("batch", task.batch, data, serial, extents, segments, retired, state, times), descriptors)
 
     def _new_state(self) -> bytes | None:
-        """The state for ``Answer``. Most datasets draw no random numbers: comparing is cheaper than sending."""
+        """Return the state for ``Answer``. Most datasets draw no random numbers: comparing is cheaper than sending."""
         dataset = dataset_state(self._fetcher, self._dataset)
-        generators = random_state()
-        if dataset is None and self._generators is not None and same_random_state(generators, self._generators):
+        generators = rng.random_state()
+        if dataset is None and self._generators is not None and rng.same_random_state(generators, self._generators):
             return None
         self._generators = generators
-        return pickle.dumps([pack_random_state(generators), dataset])
+        return pickle.dumps([rng.pack_random_state(generators), dataset])
 
     def _send(self, answer: Answer, descriptors: list[int] | tuple[()] = ()) -> None:
         self._channel.send(pickle.dumps(answer), descriptors)

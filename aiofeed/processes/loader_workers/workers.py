@@ -81,7 +81,7 @@ class _LoaderProcess:
             self.process.start()
 
     def releases(self) -> Sequence[tuple[int, bool]]:
-        """The slots that are free since the last call; see ``Fetch``."""
+        """Return the slots that are free since the last call; see ``Fetch``."""
         free_dropped_slots(self.tracker)
         free = tuple(self._free)
         self._free.clear()
@@ -152,7 +152,7 @@ class LoaderWorkers:
         self._workers[number].channel.send(pickle.dumps(message))
 
     def releases(self, number: int) -> Sequence[tuple[int, bool]]:
-        """The slots of a worker whose batches the user has dropped since the last call; see ``Fetch``."""
+        """Return the slots of a worker whose batches the user has dropped since the last call; see ``Fetch``."""
         return self._workers[number].releases()
 
     def receive(self, timeout_s: float) -> tuple[int, Answer]:
@@ -180,7 +180,7 @@ class LoaderWorkers:
                 wait([worker.channel for worker in self._workers], left)
 
     def confirm(self) -> None:
-        """The caller has stored the message."""
+        """Forget the message: the caller has stored it."""
         self._opened = None
 
     def _check_process(self) -> None:

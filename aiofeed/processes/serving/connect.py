@@ -10,21 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiofeed.core.errors import FeedError
 from aiofeed.processes.ipc.address import SERVER, connect
+from aiofeed.processes.ipc.cuda_ipc import shared_device
 from aiofeed.processes.ipc.framing import ProtocolError, request, send_message
 from aiofeed.processes.ipc.peers import ProcessMonitor, peer_of
 from aiofeed.processes.ipc.schema import encode
-from aiofeed.processes.serving.messages import (
-    MAX_HANDSHAKE_BYTES,
-    VERSION,
-    Disconnected,
-    FromConsumer,
-    Hello,
-    Probe,
-    ProbeRequest,
-    ProbeResult,
-    Welcome,
-    decode_from_server,
-)
+from aiofeed.processes.serving import messages
+from aiofeed.processes.serving.device_reader import DeviceReader
 from aiofeed.processes.serving.receiver import BatchReceiver
 from aiofeed.processes.serving.subscription import Subscription, server_died
 from aiofeed.runtime.buffers import BufferPool
@@ -32,11 +23,10 @@ from aiofeed.runtime.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
-    from aiofeed.processes.serving.device_reader import DeviceReader
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
-AnswerT = TypeVar("AnswerT", Welcome, Probe)
+AnswerT = TypeVar("AnswerT", messages.Welcome, messages.Probe)
 
 # A server answers within milliseconds, unless it is stopped.
 ANSWER_S = 5.0
@@ -70,8 +60,8 @@ def subscribe(
     sock = connect(address, SERVER, wait_s)
     process = ProcessMonitor(peer_of(sock).pid)
     try:
-        welcome = _ask(sock, address, Hello(VERSION), Welcome)
-        reader = None if host_only else _open_device_memory(sock, process, address, welcome, backend)
+        welcome = _ask(sock, address, messages.Hello(messages.VERSION), messages.Welcome)
+        reader = None if host_only else _open_device_memory(sock, process, address, welcome.device, backend)
         receiver = BatchReceiver(backend, reader, memory, wrap, executor)
         return Subscription(sock, process, address, receiver=receiver, on_epoch=on_epoch), welcome.batches
     except BaseException:
@@ -81,17 +71,14 @@ def subscribe(
 
 
 def _open_device_memory(
-    sock: socket.socket, process: ProcessMonitor, address: Path, welcome: Welcome, backend: DeviceBackend | None
+    sock: socket.socket, process: ProcessMonitor, address: Path, device: str, backend: DeviceBackend | None
 ) -> DeviceReader | None:
-    """The server's device memory if this process can read it; else ``None``, and a log line with the reason."""
-    if not welcome.device:
+    """Return the memory of the server's device if this process can read it; else ``None``, and log the reason."""
+    if not device:
         return None
     if backend is None:
         log.info("batches of the server at %s come through host memory: this process has no device", address)
         return None
-    from aiofeed.processes.ipc.cuda_ipc import shared_device
-    from aiofeed.processes.serving.device_reader import DeviceReader
-
     shared = shared_device(backend)
     pid = process.pid
     if not pid:
@@ -100,16 +87,16 @@ def _open_device_memory(
         )
     elif shared is None:
         reason = f"memory of {backend.name} cannot be shared between processes"
-    elif (identity := shared.identity()) != welcome.device:
-        reason = f"the server is on device {welcome.device}, and this process on {identity}"
+    elif (identity := shared.identity()) != device:
+        reason = f"the server is on device {device}, and this process on {identity}"
     else:
-        probe = _ask(sock, address, ProbeRequest(), Probe)
+        probe = _ask(sock, address, messages.ProbeRequest(), messages.Probe)
         reason = probe.refusal
         if probe.block is not None:
             reader = DeviceReader(backend, shared, process, died=lambda: server_died(address, pid))
             reason = reader.try_probe(probe)
             try:
-                send_message(sock, encode(ProbeResult(reason)))
+                send_message(sock, encode(messages.ProbeResult(reason)))
             except OSError as error:
                 raise FeedError(f"the server at {address} ended while this process connected: {error}") from error
             if not reason:
@@ -118,17 +105,17 @@ def _open_device_memory(
     return None
 
 
-def _ask(sock: socket.socket, address: Path, message: FromConsumer, expected: type[AnswerT]) -> AnswerT:
+def _ask(sock: socket.socket, address: Path, message: messages.FromConsumer, expected: type[AnswerT]) -> AnswerT:
     try:
         payload, _ = request(
-            sock, encode(message), timeout_s=ANSWER_S, limit_bytes=MAX_HANDSHAKE_BYTES, limit_descriptors=0
+            sock, encode(message), timeout_s=ANSWER_S, limit_bytes=messages.MAX_HANDSHAKE_BYTES, limit_descriptors=0
         )
-        answer = decode_from_server(payload)
+        answer = messages.decode_from_server(payload)
     except TimeoutError:
         raise FeedError(f"the server at {address} did not answer within {ANSWER_S:.0f} s") from None
     except (OSError, ProtocolError) as error:
         raise FeedError(f"the process that listens at {address} did not answer as a server does: {error}") from error
-    if isinstance(answer, Disconnected):
+    if isinstance(answer, messages.Disconnected):
         raise FeedError(f"the server at {address} refuses this process: {answer.reason}")
     if not isinstance(answer, expected):
         raise FeedError(f"the server at {address} sent {type(answer).__name__} in answer to {type(message).__name__}")

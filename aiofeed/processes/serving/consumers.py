@@ -14,22 +14,7 @@ from typing import Any, Protocol
 from aiofeed.processes.ipc.framing import Connection, ProtocolError
 from aiofeed.processes.ipc.peers import ProcessMonitor
 from aiofeed.processes.ipc.schema import encode
-from aiofeed.processes.serving.messages import (
-    MAX_CONSUMER_BYTES,
-    MAX_REASON_LETTERS,
-    VERSION,
-    Disconnected,
-    FromServer,
-    Hello,
-    Join,
-    Leave,
-    Probe,
-    ProbeRequest,
-    ProbeResult,
-    Read,
-    Welcome,
-    decode_from_consumer,
-)
+from aiofeed.processes.serving import messages
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
@@ -45,20 +30,20 @@ class ConsumerOwner(Protocol):
     changed: asyncio.Event
     """Set when a consumer's state has changed."""
 
-    def welcome(self) -> Welcome:
-        """The answer to a consumer's greeting."""
+    def welcome(self) -> messages.Welcome:
+        """Return the answer to a consumer's greeting."""
 
-    def probe(self, consumer: Consumer) -> Probe:
-        """A test of whether a consumer can read the server's device memory."""
+    def probe(self, consumer: Consumer) -> messages.Probe:
+        """Return a test of whether a consumer can read the server's device memory."""
 
     def left(self, consumer: Consumer) -> None:
-        """A consumer has ended its subscription."""
+        """Note that a consumer has ended its subscription."""
 
     def read(self, consumer: Consumer, serial: int) -> None:
-        """A consumer has read a batch."""
+        """Note that a consumer has read a batch."""
 
     def gone(self, consumer: Consumer, *, reading: bool) -> None:
-        """A consumer's connection has ended; ``reading``: its process may still read batches."""
+        """Forget a consumer whose connection has ended; ``reading``: its process may still read batches."""
 
 
 class Consumer:
@@ -87,9 +72,9 @@ class Consumer:
         self.known: set[int] = set()
         self.batches = 0
         self._hub = hub
-        self._probe: Probe | None = None
+        self._probe: messages.Probe | None = None
         self._connection = Connection(
-            sock, received=self._received, lost=self._lost, limit_bytes=MAX_CONSUMER_BYTES, limit_descriptors=0
+            sock, received=self._received, lost=self._lost, limit_bytes=messages.MAX_CONSUMER_BYTES, limit_descriptors=0
         )
         self._process = ProcessMonitor(pid)
         self._process.call_at_end(self.close)
@@ -105,7 +90,7 @@ class Consumer:
         """Whether its process runs; a killed one that has not ended yet does not."""
         return self._process.alive()
 
-    def send(self, message: FromServer, memory: Sequence[Any] = ()) -> None:
+    def send(self, message: messages.FromServer, memory: Sequence[Any] = ()) -> None:
         """Send a message; does nothing once the consumer is gone."""
         self._connection.send(encode(message), memory)
         if self._connection.unsent > _MAX_UNSENT:
@@ -114,7 +99,7 @@ class Consumer:
 
     def dismiss(self, reason: str) -> None:
         """Close the connection, with a reason for the consumer."""
-        self.send(Disconnected(reason))
+        self.send(messages.Disconnected(reason))
         self.close(reading=True)
 
     def close(self, *, reading: bool = False) -> None:
@@ -138,35 +123,37 @@ class Consumer:
         self.close(reading=error is not None or self.alive)
 
     def _received(self, payload: bytes, memory: list[Any]) -> None:
-        message = decode_from_consumer(payload)
+        message = messages.decode_from_consumer(payload)
         if not self.greeted:
             self._greet(message)
-        elif isinstance(message, Join):
+        elif isinstance(message, messages.Join):
             if self.ticket is not None:
                 raise ProtocolError("a second Join without a Leave")
             self.ticket = message.ticket
             self._hub.changed.set()
-        elif isinstance(message, Leave):
+        elif isinstance(message, messages.Leave):
             # A subscription that failed in the meantime has ended already.
             if self.ticket == message.ticket:
                 self.ticket = None
                 self._hub.left(self)
-        elif isinstance(message, Read):
+        elif isinstance(message, messages.Read):
             self._hub.read(self, message.serial)
-        elif isinstance(message, ProbeRequest):
+        elif isinstance(message, messages.ProbeRequest):
             self._send_probe()
-        elif isinstance(message, ProbeResult):
+        elif isinstance(message, messages.ProbeResult):
             self._receive_probe_result(message.reason)
         else:
             raise ProtocolError("a second Hello")
 
     def _greet(self, message: object) -> None:
-        if not isinstance(message, Hello):
+        if not isinstance(message, messages.Hello):
             raise ProtocolError(f"{type(message).__name__} before Hello")
-        if message.version != VERSION:
-            log.warning("process %d uses protocol version %d, this server %d", self.pid, message.version, VERSION)
+        if message.version != messages.VERSION:
+            log.warning(
+                "process %d uses protocol version %d, this server %d", self.pid, message.version, messages.VERSION
+            )
             self.dismiss(
-                f"it uses protocol version {VERSION}, and this process version {message.version}: "
+                f"it uses protocol version {messages.VERSION}, and this process version {message.version}: "
                 f"install the same version of aiofeed for both"
             )
             return
@@ -183,11 +170,11 @@ class Consumer:
     def _receive_probe_result(self, reason: str) -> None:
         if self._probe is None or self._probe.block is None or self.on_device:
             raise ProtocolError("a ProbeResult without a Probe")
-        self._probe = Probe(None)
+        self._probe = messages.Probe(None)
         self.on_device = not reason
         if reason:
             log.warning(
                 "consumer %d gets batches through host memory: it cannot open the server's device memory (%s)",
                 self.pid,
-                reason[:MAX_REASON_LETTERS],
+                reason[: messages.MAX_REASON_LETTERS],
             )

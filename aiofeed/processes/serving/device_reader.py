@@ -18,12 +18,12 @@ from aiofeed.core.errors import DeviceCopyError, FeedError
 from aiofeed.core.pytree import map_leaves
 from aiofeed.devices.backend import poll
 from aiofeed.devices.copier import Copier, PendingCopy
-from aiofeed.processes.ipc.batch_codec import decode_batch
+from aiofeed.processes.ipc.batch_codec import TensorInBlock, decode_batch
 from aiofeed.processes.ipc.cuda_ipc import HandleError
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.peers import ProcessMonitor
 from aiofeed.processes.ipc.schema import ArrayNode, Node
-from aiofeed.processes.serving.device_ring import TensorInBlock, is_complete
+from aiofeed.processes.serving.device_ring import is_complete
 from aiofeed.processes.serving.messages import MAX_REASON_LETTERS, BatchAvailable, DeviceBlockHandle, Probe
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class _OpenBlock:
         """After the last copy from it; an event of this process, which the server's end does not affect."""
 
     def is_copied(self) -> bool:
-        """Whether the last copy from it has completed."""
+        """Return whether the last copy from it has completed."""
         return self.copied is None or is_complete(self.copied)
 
 
@@ -130,7 +130,7 @@ class DeviceReader:
         return "" if content == probe.content else "its content is not what the server has written"
 
     def copier(self, transform: Callable[[Any], Any] | None) -> Copier:
-        """A copier of batches to the consumer's device that also copies from these blocks."""
+        """Return a copier of batches to the consumer's device that also copies from these blocks."""
         return BlockCopier(self, transform)
 
     def open_blocks(self, message: BatchAvailable) -> None:
@@ -150,7 +150,7 @@ class DeviceReader:
                 self._retired.append(retired)
 
     def batch(self, message: BatchAvailable) -> DeviceBatch:
-        """The batch of a message; ``ProtocolError`` if its block is not open."""
+        """Return the batch of a message; ``ProtocolError`` if its block is not open."""
         block = self._open.get(message.block)
         if block is None:
             raise ProtocolError(f"a batch in the unknown block {message.block}")
@@ -215,7 +215,7 @@ class DeviceBatch:
         self._lock = threading.Lock()
 
     def tree(self, node: Node, make_array: Callable[[ArrayNode], Any]) -> Any:
-        """The batch with a ``TensorInBlock`` for each device tensor; ``make_array`` gives the other arrays.
+        """Return the batch with a ``TensorInBlock`` for each device tensor; ``make_array`` gives the other arrays.
 
         Raises:
             ProtocolError: A tensor does not lie in the block.

@@ -19,17 +19,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from aiofeed.core.pytree import leaves, map_leaves
-from aiofeed.processes.ipc.batch_codec import permutation, torch_dtype_of, unsupported_value
+from aiofeed.processes.ipc.batch_codec import DEVICE_DTYPES, unsupported_value
 from aiofeed.processes.ipc.cuda_ipc import HandleError, first_line
-from aiofeed.processes.ipc.framing import ProtocolError
-from aiofeed.processes.ipc.schema import ArrayNode, dtype_and_nbytes
+from aiofeed.processes.ipc.schema import ArrayNode
 from aiofeed.processes.serving.messages import MAX_DEVICE_LETTERS, DeviceBlockHandle, Probe
 from aiofeed.runtime.tensors import memory_order
 
 if TYPE_CHECKING:
-    import torch
-
     from aiofeed.devices.backend import DeviceBackend, Event
     from aiofeed.processes.ipc.cuda_ipc import SharedDevice, SharedEvent
 
@@ -43,8 +42,6 @@ _GRAIN_BYTES = 2 << 20
 # for each export until the memory is freed, and with 1,000 of them in a process each further export waits for the
 # device (CUDA_IPC_MAXIMUM_EVENTS_TO_USE in torch/csrc/CudaIPCTypes.h).
 _MAX_STALE_EXPORTS = 100
-# The NumPy dtype in which a tensor is described, by its item size; torch_dtype has the real one.
-DTYPES = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
 
 @dataclass(eq=False)
@@ -77,7 +74,7 @@ class DeviceBlock:
         return self.exports - len(self.read) >= _MAX_STALE_EXPORTS
 
     def is_read(self) -> bool:
-        """Whether all readers' copies have completed."""
+        """Return whether all readers' copies have completed."""
         return all(self.read[consumer].query() for consumer in self.readers)
 
 
@@ -114,14 +111,12 @@ class DeviceRing:
             yield
 
     def probe(self, consumer: Hashable) -> Probe:
-        """A block with known content, for a consumer to try; ``HandleError`` if it cannot be allocated or exported."""
+        """Return a block with known content to try; ``HandleError`` if it cannot be allocated or exported."""
         if self._probe is not None and self._probe[0].worn:
             # Consumers that have not tried it yet may still open its events.
             self._kept_events += [self._probe[0].filled, *self._probe[0].read.values()]
             self._probe = None
         if self._probe is None:
-            import torch
-
             content = os.urandom(_PROBE_BYTES)
             block = self._allocate(_PROBE_BYTES)
             # Kept, because the device reads it later.
@@ -140,7 +135,7 @@ class DeviceRing:
     # --- writing ---
 
     def has_room(self) -> bool:
-        """Whether a block can be written: a new one, or one whose readers' copies have completed."""
+        """Return whether a block can be written: a new one, or one whose readers' copies have completed."""
         return len(self._blocks) < self._max_blocks or any(block.is_read() for block in self._free)
 
     def place(self, batch: Any, advice: str) -> tuple[Any, DeviceBlock] | None:
@@ -184,9 +179,7 @@ class DeviceRing:
         return batch, block
 
     def _check(self, tensor: torch.Tensor, advice: str) -> None:
-        import torch
-
-        if tensor.layout is not torch.strided or tensor.requires_grad or tensor.itemsize not in DTYPES:
+        if tensor.layout is not torch.strided or tensor.requires_grad or tensor.itemsize not in DEVICE_DTYPES:
             what = f"a tensor of {tensor.dtype} with layout {tensor.layout} on {self._backend.name}"
             raise unsupported_value(what + (" that requires grad" if tensor.requires_grad else ""), "", advice)
 
@@ -198,10 +191,10 @@ class DeviceRing:
         if flat.numel():
             target = block.memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(shape)
             self._shared.put(target, flat)
-        return ArrayNode("device", block.number, offset, shape, DTYPES[tensor.itemsize], axes, dtype)
+        return ArrayNode("device", block.number, offset, shape, DEVICE_DTYPES[tensor.itemsize], axes, dtype)
 
     def to_host(self, batch: Any) -> Any:
-        """The batch with its device tensors copied to host memory. Blocks; for a thread of the executor."""
+        """Return the batch with its device tensors copied to host memory. Blocks; for a thread of the executor."""
         self._backend.enter_thread()
         with self._backend.use_stream(self._stream):
             return map_leaves(lambda leaf: self._shared.to_host(leaf) if self._shared.holds(leaf) else leaf, batch)
@@ -223,12 +216,12 @@ class DeviceRing:
     def introduce(
         self, block: DeviceBlock, consumer: Hashable
     ) -> tuple[int, DeviceBlockHandle | None, tuple[int, ...]]:
-        """A consumer reads a block from now on. Returns its number, its handle if unsent, and the retired blocks."""
+        """Add a reader to a block. Returns its number, its handle if unsent, and the reader's retired blocks."""
         block.readers.add(consumer)
         return block.number, block.unsent.pop(consumer, None), tuple(self._retired.pop(consumer, ()))
 
     def gone(self, consumer: Hashable, *, reading: bool) -> None:
-        """A consumer is gone. If it may still be ``reading``, the blocks that it copies from are not written again."""
+        """Forget a consumer. If it may still be ``reading``, the blocks that it copies from are not written again."""
         self._retired.pop(consumer, None)
         for block in [*self._blocks, *([self._probe[0]] if self._probe is not None else [])]:
             if (unsent := block.unsent.pop(consumer, None)) is not None:
@@ -244,7 +237,7 @@ class DeviceRing:
     # --- blocks ---
 
     def give_back(self, block: DeviceBlock, reusable: bool = True) -> None:
-        """All readers have sent ``Read`` or are gone; if ``reusable``, write it again once their copies complete."""
+        """Free a block that nobody reads; if ``reusable``, it is written again once its readers' copies complete."""
         if not (reusable and block.reusable):
             # A consumer may read the block, or even open its event, only now.
             self._kept_events.append(block.filled)
@@ -300,7 +293,7 @@ class DeviceRing:
 
 
 def is_complete(event: Event | SharedEvent) -> bool:
-    """Whether an event is complete; False if the device has failed."""
+    """Return whether an event is complete; False if the device has failed."""
     try:
         return event.query()
     except RuntimeError:
@@ -309,31 +302,3 @@ def is_complete(event: Event | SharedEvent) -> bool:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-class TensorInBlock:
-    """A tensor in a block. No dataclass, which would be a node of the batch and not a leaf.
-
-    Args:
-        node: Its description.
-        nbytes: Size of the block.
-
-    Raises:
-        ProtocolError: It does not lie in the block.
-    """
-
-    __slots__ = ("_axes", "_dtype", "_nbytes", "_node")
-
-    def __init__(self, node: ArrayNode, nbytes: int) -> None:
-        self._node = node
-        self._axes = permutation(node)
-        dtype, self._nbytes = dtype_and_nbytes(node)
-        self._dtype = torch_dtype_of(node)
-        if node.offset < 0 or node.offset % dtype.itemsize or node.offset + self._nbytes > nbytes:
-            raise ProtocolError(f"{self._nbytes} bytes at {node.offset} do not lie in a block of {nbytes}")
-
-    def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor, in the memory of the block or in a copy of it."""
-        start = self._node.offset
-        flat = memory[start : start + self._nbytes].view(self._dtype).view(self._node.shape)
-        return flat if self._axes is None else flat.permute(self._axes)

@@ -12,7 +12,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from aiofeed.core.errors import as_exception
 from aiofeed.core.formatting import format_error
@@ -20,19 +20,11 @@ from aiofeed.processes.ipc.address import Listener
 from aiofeed.processes.ipc.error_codec import describe
 from aiofeed.processes.ipc.peers import Peer
 from aiofeed.processes.ipc.ring import SlotPool
+from aiofeed.processes.serving import messages
 from aiofeed.processes.serving.consumers import Consumer
-from aiofeed.processes.serving.messages import (
-    Disconnected,
-    EpochEnded,
-    EpochStarted,
-    Probe,
-    Welcome,
-)
+from aiofeed.processes.serving.device_ring import DeviceRing
 from aiofeed.processes.serving.published import ADVICE, BatchPublisher
 from aiofeed.runtime.thread_pool import ThreadPool
-
-if TYPE_CHECKING:
-    from aiofeed.processes.serving.device_ring import DeviceRing
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
@@ -54,7 +46,7 @@ class ServedFeeder(Protocol):
     def __iter__(self) -> Any: ...
 
     def epochs(self, n: int) -> Iterator[int]:
-        """The numbers of those of the first ``n`` epochs that are left."""
+        """Return the numbers of those of the first ``n`` epochs that are left."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +155,7 @@ class Hub:
                     batch = await anext(iterator)
                 except StopAsyncIteration:
                     for consumer in self._members:
-                        consumer.send(EpochEnded(consumer.fed_ticket))
+                        consumer.send(messages.EpochEnded(consumer.fed_ticket))
                     return
                 await self._publish(number, batch)
                 del batch
@@ -182,10 +174,10 @@ class Hub:
             consumer.fed_ticket = consumer.ticket
             position = (self._members.index(consumer) - self._turn) % len(self._members)
             batches = self._batches_left(number, len(self._members), position)
-            consumer.send(EpochStarted(consumer.fed_ticket, self._epoch, batches))
+            consumer.send(messages.EpochStarted(consumer.fed_ticket, self._epoch, batches))
 
     def _batches_left(self, number: int, members: int, position: int = 0) -> int | None:
-        """How many batches a consumer gets, from batch ``number`` on; ``None`` if the feeder has no length."""
+        """Return how many batches a consumer gets, from batch ``number`` on; ``None`` if the feeder has no length."""
         try:
             left = len(self._feeder) - number
         except TypeError:
@@ -199,14 +191,14 @@ class Hub:
         members, self._members = self._members, []
         for consumer in members:
             consumer.ticket = None
-            consumer.send(EpochEnded(consumer.fed_ticket, message))
+            consumer.send(messages.EpochEnded(consumer.fed_ticket, message))
 
     async def _close(self, reason: str) -> None:
         self._listener.stop_accepting()
         self._listener.close()
         for consumer in list(self._connections):
             if consumer.greeted:
-                consumer.send(Disconnected(reason))
+                consumer.send(messages.Disconnected(reason))
             else:
                 consumer.close()
         loop = asyncio.get_running_loop()
@@ -257,14 +249,14 @@ class Hub:
             )
 
     def _slow(self) -> dict[Consumer, int]:
-        """Consumers that have not read any batch in the ring, and how many, if another one has read all of its own."""
+        """Return who has read no batch in the ring, and their batches, if another one has read all of its own."""
         unread = {consumer: self.publisher.unread_by(consumer) for consumer in self._members}
         if 0 not in unread.values():
             return {}
         return {consumer: slots for consumer, slots in unread.items() if slots >= self._options.lag}
 
     async def _publish(self, number: int, value: Any) -> None:
-        batch = await self.publisher.place(value, self._next_readers)
+        batch = await self.publisher.write(value, self._next_readers)
         readers = self._next_readers()
         if self._options.mode == "shard" and readers:
             self._turn = self._turn % len(self._members) + 1
@@ -288,16 +280,16 @@ class Hub:
     def _connected(self, sock: socket.socket, peer: Peer) -> None:
         self._connections.append(Consumer(sock, peer.pid, self))
 
-    def welcome(self) -> Welcome:
-        """The answer to a consumer's ``Hello``."""
-        return Welcome(self._batches_left(0, self._options.min_consumers), self.publisher.device)
+    def welcome(self) -> messages.Welcome:
+        """Return the answer to a consumer's ``Hello``."""
+        return messages.Welcome(self._batches_left(0, self._options.min_consumers), self.publisher.device)
 
-    def probe(self, consumer: Consumer) -> Probe:
-        """A test of whether a consumer can read the server's device memory."""
+    def probe(self, consumer: Consumer) -> messages.Probe:
+        """Return a test of whether a consumer can read the server's device memory."""
         return self.publisher.probe(consumer)
 
     def left(self, consumer: Consumer) -> None:
-        """A consumer takes part in the epoch no more."""
+        """Take a consumer out of the epoch."""
         if consumer in self._members:
             at = self._members.index(consumer)
             del self._members[at]
@@ -306,7 +298,7 @@ class Hub:
         self.changed.set()
 
     def gone(self, consumer: Consumer, *, reading: bool) -> None:
-        """A consumer has disconnected; see ``Consumer.close``."""
+        """Forget a consumer that has disconnected; see ``Consumer.close``."""
         if consumer in self._connections:
             self._connections.remove(consumer)
         self._warned.discard(consumer)
@@ -314,7 +306,7 @@ class Hub:
         self.left(consumer)
 
     def read(self, consumer: Consumer, serial: int) -> None:
-        """A consumer has read a batch."""
+        """Note that a consumer has read a batch."""
         self.publisher.read(consumer, serial)
         self._warned.discard(consumer)
         self.changed.set()

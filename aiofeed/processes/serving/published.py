@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -23,11 +23,9 @@ from aiofeed.processes.ipc.framing import MAX_DESCRIPTORS, ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, Slot, SlotPool
 from aiofeed.processes.ipc.schema import Node
 from aiofeed.processes.serving.consumers import Consumer
+from aiofeed.processes.serving.device_ring import DeviceBlock, DeviceRing
 from aiofeed.processes.serving.messages import MAX_REASON_LETTERS, BatchAvailable, Probe
 from aiofeed.runtime.thread_pool import ThreadPool
-
-if TYPE_CHECKING:
-    from aiofeed.processes.serving.device_ring import DeviceBlock, DeviceRing
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
@@ -96,7 +94,7 @@ class BatchPublisher:
         return len(self._published)
 
     def unread_by(self, consumer: Consumer) -> int:
-        """Batches that a consumer has not read."""
+        """Return the number of batches that a consumer has not read."""
         return sum(consumer in batch.readers for batch in self._published.values())
 
     def publish(self, batch: PublishedBatch, readers: Iterable[Consumer]) -> None:
@@ -107,7 +105,7 @@ class BatchPublisher:
         self._free_if_read(batch)
 
     def read(self, consumer: Consumer, serial: int) -> None:
-        """A consumer has read a batch; ``ProtocolError`` if it is not a reader of that batch."""
+        """Note that a consumer has read a batch; ``ProtocolError`` if it is not a reader of that batch."""
         batch = self._published.get(serial)
         if batch is None or consumer not in batch.readers:
             raise ProtocolError(f"Read of batch {serial}, which the consumer does not have")
@@ -115,7 +113,7 @@ class BatchPublisher:
         self._free_if_read(batch)
 
     def gone(self, consumer: Consumer, *, reading: bool) -> None:
-        """A consumer is gone. If it may still be ``reading`` batches, their slots are not written again."""
+        """Forget a consumer. If it may still be ``reading`` batches, their slots are not written again."""
         if self._ring is not None:
             self._ring.gone(consumer, reading=reading)
         for batch in list(self._published.values()):
@@ -141,7 +139,7 @@ class BatchPublisher:
     # --- device memory ---
 
     def probe(self, consumer: Consumer) -> Probe:
-        """Device memory for a consumer to try, or why there is none."""
+        """Return device memory for a consumer to try, or why there is none."""
         if self._ring is None:
             return Probe(None, refusal="the server's batches are in host memory")
         if consumer.pid in (0, os.getpid()):
@@ -163,10 +161,10 @@ class BatchPublisher:
             reason,
         )
 
-    # --- placing a batch ---
+    # --- writing a batch ---
 
-    async def place(self, value: Any, readers: Callable[[], list[Consumer]]) -> PublishedBatch:
-        """Put a batch of the feeder where its readers can read it.
+    async def write(self, value: Any, readers: Callable[[], list[Consumer]]) -> PublishedBatch:
+        """Write a batch of the feeder to where its readers can read it.
 
         Args:
             value: The batch.
@@ -181,7 +179,7 @@ class BatchPublisher:
             while True:
                 expected = readers()
                 wants_device = batch.device is None and any(each.on_device for each in expected)
-                if wants_device and await self._place_on_device(batch, value):
+                if wants_device and await self._write_to_device(batch, value):
                     continue
                 for consumer in expected:
                     self._export(batch, consumer)
@@ -199,8 +197,8 @@ class BatchPublisher:
     def _reads_on_device(self, batch: PublishedBatch, consumer: Consumer) -> bool:
         return batch.device is not None and consumer.on_device
 
-    async def _place_on_device(self, batch: PublishedBatch, value: Any) -> bool:
-        """Whether the batch is on the device now."""
+    async def _write_to_device(self, batch: PublishedBatch, value: Any) -> bool:
+        """Return whether the batch is on the device now."""
         if self._ring is None or self._no_device_memory:
             return False
         while not self._ring.has_room():  # noqa: ASYNC110 - a device signals nothing to the loop
@@ -252,7 +250,7 @@ class BatchPublisher:
         return node, slot
 
     def message(self, batch: PublishedBatch, consumer: Consumer, number: int) -> tuple[BatchAvailable, list[Any]]:
-        """The message that gives a batch to a consumer, and its memory.
+        """Return the message that gives a batch to a consumer, and its memory.
 
         Args:
             batch: Published to the consumer.

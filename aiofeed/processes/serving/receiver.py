@@ -13,6 +13,7 @@ from aiofeed.processes.ipc.batch_codec import array_nodes, batch_in_ring, copied
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import INLINE_BYTES, Ring, RingLease
 from aiofeed.processes.ipc.schema import Node
+from aiofeed.processes.serving.device_reader import DeviceBatch, DeviceReader, UncopiedBatch
 from aiofeed.processes.serving.messages import BatchAvailable, EpochMessage
 from aiofeed.runtime.buffers import BufferLease, BufferPool, DropTracker, release_unused
 from aiofeed.runtime.queue import BatchQueue, QueueItem, ReadyBatch
@@ -20,7 +21,6 @@ from aiofeed.runtime.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
-    from aiofeed.processes.serving.device_reader import DeviceBatch, DeviceReader
 
 
 class EpochFeed:
@@ -100,7 +100,7 @@ class BatchReceiver:
             self._device_reader.backend.enter_thread()
 
     def copier(self, backend: DeviceBackend, transform: Callable[[Any], Any] | None) -> Copier:
-        """The copier of batches to the device."""
+        """Return the copier of batches to the device."""
         return Copier(backend, transform) if self._device_reader is None else self._device_reader.copier(transform)
 
     def open_memory(self, message: BatchAvailable, memory: list[Any]) -> None:
@@ -120,7 +120,7 @@ class BatchReceiver:
             raise ProtocolError("a batch in device memory, which this process has not opened")
 
     def forget(self, serial: int) -> None:
-        """``Read`` is sent for a batch."""
+        """Forget a batch for which ``Read`` is sent."""
         self._in_blocks.pop(serial, None)
 
     def save_waiting(self) -> None:
@@ -173,8 +173,6 @@ class BatchReceiver:
         self._copied(feed, message, lease, batch, seconds)
 
     def _receive_from_device(self, feed: EpochFeed, message: BatchAvailable) -> None:
-        from aiofeed.processes.serving.device_reader import UncopiedBatch
-
         batch, lease = self._in_blocks[message.serial], self._lease(feed, message)
         ring = self._ring
         tree = batch.tree(message.batch, lambda node: copied_leaf(ring.view(node), node, None))
@@ -211,7 +209,7 @@ class BatchReceiver:
 
 
 def _rows(batch: Node) -> int:
-    """Number of samples: rows of the first array that has any; 0 if there is none."""
+    """Return the number of samples: rows of the first array that has any; 0 if there is none."""
     for node in array_nodes(batch):
         if node.shape and (rows := node.shape[node.axes[0] if node.axes else 0]):
             return rows

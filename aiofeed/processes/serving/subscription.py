@@ -25,17 +25,7 @@ from aiofeed.processes.ipc.error_codec import rebuild
 from aiofeed.processes.ipc.framing import Connection, ProtocolError
 from aiofeed.processes.ipc.peers import ProcessMonitor
 from aiofeed.processes.ipc.schema import encode
-from aiofeed.processes.serving.messages import (
-    BatchAvailable,
-    Disconnected,
-    EpochMessage,
-    EpochStarted,
-    FromConsumer,
-    Join,
-    Leave,
-    Read,
-    decode_from_server,
-)
+from aiofeed.processes.serving import messages
 from aiofeed.processes.serving.receiver import BatchReceiver, EpochFeed
 from aiofeed.runtime.buffers import DropTracker
 from aiofeed.runtime.queue import EndOfEpoch, FeedFailure, Stopped, drop_batches
@@ -51,7 +41,7 @@ IDLE_S = 10.0
 
 
 def server_died(address: object, pid: int) -> WorkerDiedError:
-    """The error for a server that ended without ``Disconnected``."""
+    """Return the error for a server that ended without ``Disconnected``."""
     who = f" (pid {pid})" if pid else ""
     return WorkerDiedError(f"the server at {address}{who} has died: start it again, and attach again")
 
@@ -88,10 +78,10 @@ class Subscription:
         self._on_epoch = on_epoch
         self.host_only: bool = False
         self._connection: Connection | None = None
-        self._early: list[FromConsumer] = []
+        self._early: list[messages.FromConsumer] = []
         self._tickets = itertools.count()
         self._ticket: int | None = None
-        self._messages: deque[EpochMessage] = deque()
+        self._messages: deque[messages.EpochMessage] = deque()
         self._feed: EpochFeed | None = None
         self._error: Callable[[], FeedError] | None = None
         self.iterators: DropTracker[EpochFeed] = DropTracker()
@@ -136,7 +126,9 @@ class Subscription:
     def _warn_if_idle(self) -> None:
         """Log once if batches wait for an epoch that no iterator has begun, and other consumers wait for this one."""
         between_epochs = self._ticket is not None and (self._feed is None or self._feed.complete)
-        waiting = sum(isinstance(message, BatchAvailable) for message in self._messages) if between_epochs else 0
+        waiting = (
+            sum(isinstance(message, messages.BatchAvailable) for message in self._messages) if between_epochs else 0
+        )
         now = time.monotonic()
         if not waiting:
             self._idle_since = None
@@ -164,11 +156,11 @@ class Subscription:
         self._feed = feed
         if self._ticket is None:
             self._ticket = next(self._tickets)
-            self._send(Join(self._ticket))
+            self._send(messages.Join(self._ticket))
         self._pump()
 
     def end(self, feed: EpochFeed) -> None:
-        """A feed ends; if in the middle of its epoch, this process leaves the epoch."""
+        """End a feed; in the middle of its epoch this process leaves the epoch."""
         self.iterators.forget(feed)
         feed.queue.put(Stopped())  # ends a copy thread that waits for the queue
         if feed is not self._feed or feed.superseded:
@@ -179,26 +171,26 @@ class Subscription:
             self._leave()
 
     def mark_started(self, feed: EpochFeed) -> None:
-        """A batch of a feed was returned, or none ever will be: ``Read`` is sent as soon as a batch is read."""
+        """Note that a batch of a feed was returned, or none ever will be: ``Read`` is sent for each from now on."""
         if feed.started or feed.passed_on:
             return
         feed.started = True
         feed.messages.clear()
         for serial in feed.unconfirmed:
-            self._send(Read(serial))
+            self._send(messages.Read(serial))
         feed.unconfirmed.clear()
 
     def taken(self, feed: EpochFeed) -> None:
-        """A batch of a feed has left the host's queue, so there is room for one more."""
+        """Make room for one more batch of a feed: one has left the host's queue."""
         feed.room += 1
         if feed is self._feed:
             self._pump()
 
     def _replace(self, old: EpochFeed) -> None:
-        """A new feed follows. If the old one has not started, its messages are put back for the new one."""
+        """End a feed that a new one follows. If it has not started, its messages are put back for the new one."""
         self.iterators.forget(old)
         self._feed = None
-        has_batches = any(isinstance(message, BatchAvailable) for message in old.messages)
+        has_batches = any(isinstance(message, messages.BatchAvailable) for message in old.messages)
         if not old.started and (not old.complete or has_batches):
             old.passed_on = True
             self._messages.extendleft(reversed(old.messages))
@@ -209,25 +201,25 @@ class Subscription:
     def _leave(self) -> None:
         if self._ticket is None:
             return
-        self._send(Leave(self._ticket))
+        self._send(messages.Leave(self._ticket))
         self._ticket = None
         for message in self._messages:
-            if isinstance(message, BatchAvailable):
-                self._send(Read(message.serial))
+            if isinstance(message, messages.BatchAvailable):
+                self._send(messages.Read(message.serial))
         self._messages.clear()
 
     def _confirm(self, feed: EpochFeed, serial: int) -> None:
-        """A feed has read a batch, or never will. Idempotent."""
+        """Note that a feed has read a batch, or never will. Idempotent."""
         if serial not in feed.unread or feed.passed_on:
             return
         feed.unread.discard(serial)
         if feed.started:
-            self._send(Read(serial))
+            self._send(messages.Read(serial))
         else:
             feed.unconfirmed.append(serial)
 
-    def _send(self, message: FromConsumer) -> None:
-        if isinstance(message, Read):
+    def _send(self, message: messages.FromConsumer) -> None:
+        if isinstance(message, messages.Read):
             self.receiver.forget(message.serial)
         if self._connection is None:
             self._early.append(message)
@@ -237,8 +229,8 @@ class Subscription:
     # --- messages of the server ---
 
     def _received(self, payload: bytes, memory: list[Any]) -> None:
-        message = decode_from_server(payload)
-        if isinstance(message, BatchAvailable):
+        message = messages.decode_from_server(payload)
+        if isinstance(message, messages.BatchAvailable):
             try:
                 self.receiver.open_memory(message, memory)
             except HandleError as error:
@@ -248,20 +240,20 @@ class Subscription:
                 ) from None
         elif memory:
             raise ProtocolError(f"{type(message).__name__} with memory")
-        if isinstance(message, EpochMessage):
+        if isinstance(message, messages.EpochMessage):
             if message.ticket != self._ticket:
-                if isinstance(message, BatchAvailable):
-                    self._send(Read(message.serial))
+                if isinstance(message, messages.BatchAvailable):
+                    self._send(messages.Read(message.serial))
                 return
             self._messages.append(message)
             self._pump()
-        elif isinstance(message, Disconnected):
+        elif isinstance(message, messages.Disconnected):
             self._end(message.reason)
         else:
             raise ProtocolError("a second Welcome")
 
     def _end(self, reason: str) -> None:
-        """The server closes the connection. Batches that it has sent are still returned."""
+        """End with a reason, because the server closes the connection. Batches that it has sent are still returned."""
         try:
             self.receiver.save_waiting()
         except (FeedError, TimeoutError, RuntimeError) as error:  # RuntimeError: no device memory left, for example
@@ -303,15 +295,15 @@ class Subscription:
                     feed.queue.put(FeedFailure(self._error()))
                 return
             message = self._messages[0]
-            if isinstance(message, BatchAvailable) and not feed.room:
+            if isinstance(message, messages.BatchAvailable) and not feed.room:
                 return
             self._messages.popleft()
             if not feed.started:
                 feed.messages.append(message)
-            if isinstance(message, EpochStarted):
+            if isinstance(message, messages.EpochStarted):
                 feed.epoch = message.epoch
                 self._on_epoch(message.epoch, message.batches)
-            elif isinstance(message, BatchAvailable):
+            elif isinstance(message, messages.BatchAvailable):
                 feed.room -= 1
                 feed.unread.add(message.serial)
                 self.receiver.receive(feed, message)

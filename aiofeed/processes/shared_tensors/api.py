@@ -6,19 +6,25 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
+
 from aiofeed.core.types import public_in
+from aiofeed.devices.resolve import resolve_device
+from aiofeed.processes.ipc.address import TENSORS, check_free, resolve
 from aiofeed.processes.ipc.cuda_ipc import CudaHandles
+from aiofeed.processes.shared_tensors.client import attach
+from aiofeed.processes.shared_tensors.store import TensorServer, TensorStore
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     import numpy as np
-    import torch
     from numpy.typing import NDArray
 
-    from aiofeed.processes.shared_tensors.store import TensorServer
-
     Array: TypeAlias = torch.Tensor | NDArray[np.generic]
+
+# The thread may be copying from a device.
+_JOIN_S = 1.0
 
 
 @public_in("aiofeed.processes")
@@ -39,7 +45,7 @@ class SharedTensors:
         self._tensors = tensors
         self._closed = False
         self._server = server
-        server.watch(self)
+        server.thread.watch(self)
 
     @property
     def tensors(self) -> Any:
@@ -56,8 +62,8 @@ class SharedTensors:
         """Free the address. The memory is freed with the last process that uses it. Idempotent."""
         self._closed = True
         self._tensors = None
-        self._server.stop()
-        self._server.join()
+        self._server.thread.stop()
+        self._server.thread.join(_JOIN_S)
 
     def __enter__(self) -> SharedTensors:
         return self
@@ -92,9 +98,6 @@ def share(
         TypeError, ValueError: One of the tensors cannot be shared, or the address is not valid.
         FeedError: The address is taken, or there is not enough memory; the message has the figures.
     """
-    from aiofeed.processes.ipc.address import TENSORS, check_free, resolve
-    from aiofeed.processes.shared_tensors.store import TensorServer, TensorStore
-
     path = resolve(address, TENSORS)
     check_free(path, TENSORS)
     store = TensorStore(tensors, CudaHandles())
@@ -110,7 +113,7 @@ def share(
 def attach_tensors(
     address: str | os.PathLike[str], device: object = None, *, writable: bool = False, timeout_s: float = 10.0
 ) -> Any:
-    """The tensors that another process shares, in the same container, without a copy if possible.
+    """Return the tensors that another process shares, in the same container, without a copy if possible.
 
     Tensors in host memory are mapped. Writes are private to this process, page by page; with ``writable=True`` they
     are visible to all processes, without any synchronization.
@@ -130,14 +133,7 @@ def attach_tensors(
         raise TypeError(f"timeout_s={timeout_s!r}: expected seconds, not {type(timeout_s).__name__}")
     if not 0 <= timeout_s < float("inf"):
         raise ValueError(f"timeout_s={timeout_s!r}: expected 0 or more seconds")
-    from aiofeed.processes.ipc.address import TENSORS, resolve
-
     path = resolve(address, TENSORS)
-    import torch
-
-    from aiofeed.devices.resolve import resolve_device
-    from aiofeed.processes.shared_tensors.client import attach
-
     backend = resolve_device(device)
     wanted = None if device is None else torch.device("cpu") if backend is None else backend.device
     return attach(path, CudaHandles(), wanted, writable=writable, timeout_s=timeout_s)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -13,31 +11,23 @@ import torch
 
 from aiofeed.core.errors import FeedError
 from aiofeed.processes.ipc.address import TENSORS, connect
+from aiofeed.processes.ipc.batch_codec import TensorInBlock, decode_batch, leaf_of
 from aiofeed.processes.ipc.cuda_ipc import CudaHandles, HandleError
 from aiofeed.processes.ipc.framing import ProtocolError, close_all, request
-from aiofeed.processes.ipc.schema import encode
-from aiofeed.processes.shared_tensors.offers import (
-    VERSION,
-    Attach,
-    AttachRefused,
-    InSegment,
-    Offer,
-    OnDevice,
-    decode_reply,
-)
-from aiofeed.processes.shared_tensors.store import join_parts, map_memory, tensor_in
-from aiofeed.runtime.buffers import Bytes
+from aiofeed.processes.ipc.ring import Ring
+from aiofeed.processes.ipc.schema import ArrayNode, encode
+from aiofeed.processes.shared_tensors.offers import VERSION, Attach, AttachRefused, Offer, decode_reply
+from aiofeed.runtime.tensors import as_tensor
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
 # For the sharing process to copy tensors from a device to host memory; a gigabyte takes less than a second.
 _COPYING_S = 600.0
 _ANSWER_S = 1.0
-_MAX_DIMENSIONS = 64
 
 
 def attach(path: Path, handles: CudaHandles, wanted: torch.device | None, *, writable: bool, timeout_s: float) -> Any:
-    """The tensors that are shared at a path.
+    """Return the tensors that are shared at a path.
 
     Args:
         path: Path of the socket.
@@ -52,8 +42,8 @@ def attach(path: Path, handles: CudaHandles, wanted: torch.device | None, *, wri
 
     def tensors(*, host: bool) -> Any:
         limit_s = _COPYING_S if host else max(timeout_s, _ANSWER_S)
-        offer, segments = _request_offer(sock, path, host=host, private=not writable, limit_s=limit_s)
-        return _join(offer, segments, handles, wanted)
+        offer, ring = _request_offer(sock, path, host=host, private=not writable, limit_s=limit_s)
+        return _decode(offer, ring, handles, wanted)
 
     try:
         with connect(path, TENSORS, timeout_s) as sock:
@@ -73,10 +63,8 @@ def attach(path: Path, handles: CudaHandles, wanted: torch.device | None, *, wri
         raise FeedError(f"the process at {path} offers device memory instead of host memory") from error
 
 
-def _request_offer(
-    sock: socket.socket, path: Path, *, host: bool, private: bool, limit_s: float
-) -> tuple[Offer, list[Bytes]]:
-    """An offer, and its segments, mapped."""
+def _request_offer(sock: socket.socket, path: Path, *, host: bool, private: bool, limit_s: float) -> tuple[Offer, Ring]:
+    """Return an offer, and its segments, mapped."""
     descriptors: list[int] = []
     try:
         try:
@@ -88,80 +76,43 @@ def _request_offer(
         reply = decode_reply(payload)
         if isinstance(reply, AttachRefused):
             raise FeedError(f"the process that shares tensors at {path} refused: {reply.reason}")
-        if len(descriptors) != len(reply.segments):
-            raise ProtocolError(f"{len(reply.segments)} segments with {len(descriptors)} descriptors")
-        segments = []
-        for descriptor, nbytes in zip(descriptors, reply.segments, strict=True):
-            size = os.fstat(descriptor).st_size
-            if not 0 < nbytes <= size:
-                raise ProtocolError(f"a segment has {size} bytes and was announced with {nbytes}")
-            try:
-                segments.append(map_memory(descriptor, nbytes, private=private))
-            except OSError as error:
-                raise FeedError(f"the {nbytes} bytes shared at {path} cannot be mapped: {error.strerror}") from error
-        return reply, segments
+        ring = Ring(private=private, sealed=False)
+        try:
+            ring.map_segments(reply.segments, descriptors)
+        except OSError as error:
+            raise FeedError(f"the memory shared at {path} cannot be mapped: {error.strerror}") from error
+        return reply, ring
     finally:
         close_all(descriptors)
 
 
-def _join(offer: Offer, segments: list[Bytes], handles: CudaHandles, wanted: torch.device | None) -> Any:
-    """The tensors of an offer, in their container."""
-    if len(offer.keys) != (len(offer.places) if offer.kind == "dict" else 0):
-        raise ProtocolError(f"{len(offer.keys)} keys for a {offer.kind} of {len(offer.places)}")
-    if not offer.places or (offer.kind == "tensor" and len(offer.places) != 1):
-        raise ProtocolError(f"a {offer.kind} of {len(offer.places)}")
-    tensors: list[torch.Tensor] = []
+def _decode(offer: Offer, ring: Ring, handles: CudaHandles, wanted: torch.device | None) -> Any:
+    """Return the tensors of an offer, in their container."""
+    unopened, devices = iter(offer.handles), iter(offer.devices)
+
+    def tensor(node: ArrayNode) -> torch.Tensor:
+        device = next(devices, "")
+        if node.kind == "device":
+            if (handle := next(unopened, None)) is None:
+                raise ProtocolError("a tensor in device memory without a handle")
+            place = TensorInBlock(node, handle.nbytes)
+            storage = handles.open(handle, wanted)
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            return place.view(whole.set_(storage, 0, (handle.nbytes,), (1,)))
+        memory = ring.view(node)
+        if not memory.flags.aligned:
+            raise ProtocolError(f"a tensor at {node.offset}, which is no multiple of the size of its items")
+        found, target = as_tensor(leaf_of(memory, node)), wanted
+        if target is None and device:
+            target = handles.find(device)
+            if target is None:
+                log.warning("tensors that were shared on a device stay in host memory: this process has no such device")
+        return found if target is None else found.to(target)
+
     try:
-        for place in offer.places:
-            tensors.append(_tensor(place, segments, handles, wanted))  # noqa: PERF401 - their number is used below
+        return decode_batch(offer.tensors, tensor)
     except HandleError:
-        # The handle that failed was taken back, and opened ones are with their tensors; take back the others.
-        for place in offer.places[len(tensors) + 1 :]:
-            if isinstance(place, OnDevice):
-                handles.forget(place.handle)
+        # The handle that failed was taken back, and opened ones are with their tensors.
+        for handle in unopened:
+            handles.forget(handle)
         raise
-    return join_parts(offer.kind, offer.keys, tensors)
-
-
-def _tensor(
-    place: InSegment | OnDevice, segments: list[Bytes], handles: CudaHandles, wanted: torch.device | None
-) -> torch.Tensor:
-    dtype = _dtype(place.dtype)
-    if len(place.shape) > _MAX_DIMENSIONS or any(not 0 <= size < 1 << 48 for size in place.shape):
-        raise ProtocolError(f"a tensor of shape {place.shape}")
-    nbytes = math.prod(place.shape) * dtype.itemsize
-    if isinstance(place, OnDevice):
-        if place.start < 0 or (nbytes and place.start * dtype.itemsize + nbytes > place.handle.nbytes):
-            raise ProtocolError(f"{nbytes} bytes at element {place.start} of a storage of {place.handle.nbytes}")
-        storage = handles.open(place.handle, wanted)
-        empty = torch.empty(0, dtype=dtype, device=storage.device)
-        if nbytes == 0:
-            return empty.reshape(place.shape)
-        return empty.set_(storage, place.start, place.shape, torch.empty(place.shape, device="meta").stride())
-    tensor = _in_segment(place, dtype, nbytes, segments)
-    if wanted is None and place.device:
-        wanted = handles.find(place.device)
-        if wanted is None:
-            log.warning("tensors that were shared on a device stay in host memory: this process has no such device")
-    return tensor if wanted is None else tensor.to(wanted)
-
-
-def _in_segment(place: InSegment, dtype: torch.dtype, nbytes: int, segments: list[Bytes]) -> torch.Tensor:
-    if nbytes == 0:
-        try:
-            return torch.empty(place.shape, dtype=dtype, device="cpu")
-        except RuntimeError as error:  # torch multiplies the other dimensions, too
-            raise ProtocolError(f"a tensor of shape {place.shape}: {error}") from None
-    if not 0 <= place.segment < len(segments) or place.offset < 0 or place.offset % dtype.itemsize:
-        raise ProtocolError(f"a tensor at {place.offset} of segment {place.segment}")
-    memory = segments[place.segment]
-    if place.offset + nbytes > memory.nbytes:
-        raise ProtocolError(f"{nbytes} bytes at {place.offset} of a segment of {memory.nbytes}")
-    return tensor_in(memory, place.offset, place.shape, dtype)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or dtype.itemsize == 0:
-        raise ProtocolError(f"{name!r} is no dtype of this torch ({torch.__version__})")
-    return dtype

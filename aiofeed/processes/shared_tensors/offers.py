@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
-from aiofeed.processes.ipc.schema import DeviceMemoryHandle, Struct, decoder
+from aiofeed.processes.ipc.schema import DeviceMemoryHandle, NewSegment, Node, Struct, decoder
 
 # Of these messages. The sharing process refuses processes of another version.
-VERSION = 1
-
-Kind: TypeAlias = Literal["tensor", "list", "tuple", "dict"]
+VERSION = 2
 
 
 class Attach(Struct, frozen=True):
@@ -20,52 +18,20 @@ class Attach(Struct, frozen=True):
     host: bool = False
 
 
-class InSegment(Struct, frozen=True):
-    """A tensor in host memory, in C order.
-
-    Args:
-        dtype: torch's name.
-        segment: Position of its segment in the offer; -1 for a tensor of 0 bytes.
-        offset: Bytes from the start of the segment.
-        device: Identity of the device that it was copied from; "" for none.
-    """
-
-    shape: list[int]
-    dtype: str
-    segment: int
-    offset: int
-    device: str = ""
-
-
-class OnDevice(Struct, frozen=True):
-    """A tensor in device memory, in C order.
-
-    Args:
-        dtype: torch's name.
-        start: The first element in the storage.
-        handle: The storage.
-    """
-
-    shape: list[int]
-    dtype: str
-    start: int
-    handle: DeviceMemoryHandle
-
-
 class Offer(Struct, frozen=True):
-    """The tensors. The segments' descriptors are sent with the message, in the same order.
+    """The tensors, as ``encode_batch`` describes them; the offset of one in device memory is in its storage.
 
     Args:
-        kind: Their container.
-        keys: Keys of a dict.
-        places: Where each tensor is.
-        segments: Size of each segment in bytes.
+        tensors: Their container.
+        segments: Their host memory. The descriptors are sent with the message, in the same order.
+        handles: The storages of those in device memory, one for each, in the same order.
+        devices: For each tensor the identity of the device that it was copied from; "" for none.
     """
 
-    kind: Kind
-    keys: list[str | int]
-    places: list[InSegment | OnDevice]
-    segments: list[int]
+    tensors: Node
+    segments: list[NewSegment]
+    handles: list[DeviceMemoryHandle]
+    devices: list[str]
 
 
 class AttachRefused(Struct, frozen=True):

@@ -8,54 +8,55 @@ import signal
 import socket
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from aiofeed.core.types import BatchPlan
 from aiofeed.processes.ipc.framing import Connection, ProtocolError
 from aiofeed.processes.ipc.peers import describe_exit
 from aiofeed.processes.ipc.ring import Ring
 from aiofeed.processes.ipc.schema import encode
-from aiofeed.processes.workers.protocol import (
-    BatchFinished,
-    FromWorker,
-    ReleaseSlot,
-    ToWorker,
-    decode_from_worker,
-)
+from aiofeed.processes.workers import protocol
 
 if TYPE_CHECKING:
     from aiofeed.devices.backend import DeviceBackend
 
 
-class Handle(Protocol):
+class Handle(ABC):
     """A worker, as the trainer's loop sees it.
 
-    Attributes:
+    Args:
         number: Number of the worker, from 0.
-        name: The worker, for an error message.
         lane: The worker, in the timeline.
+        name: The worker, for an error message.
         ring: The memory of the batch that it has finished last.
+
+    Attributes:
         ready: Whether its source is open.
         assigned: The batches that it assembles, by serial.
         decoding: How many of them it may decode.
     """
 
-    number: int
-    name: str
-    lane: str
-    ring: Ring
-    ready: bool
-    assigned: dict[int, AssignedBatch]
-    decoding: int
+    def __init__(self, number: int, lane: str, name: str, ring: Ring) -> None:
+        self.number = number
+        self.lane: str = lane
+        self.name: str = name
+        self.ring: Ring = ring
+        self.ready: bool = False
+        self.assigned: dict[int, AssignedBatch] = {}
+        self.decoding: int = 0
 
-    def send(self, message: ToWorker) -> None:
+    @abstractmethod
+    def send(self, message: protocol.ToWorker) -> None:
         """Send a message; does nothing if the worker has ended."""
 
+    @abstractmethod
     def release_slot(self, serial: int, ring: Ring, reusable: bool = True) -> None:
         """Give the memory of a batch back to the worker; see ``ReleaseSlot``."""
 
+    @abstractmethod
     def kill(self) -> None:
         """End the worker at once."""
 
@@ -76,7 +77,7 @@ class AssignedBatch:
     """
 
     plan: BatchPlan
-    reply: asyncio.Future[BatchFinished]
+    reply: asyncio.Future[protocol.BatchFinished]
     was_read: Callable[[], None]
     may_decode: bool
     permitted_at: float
@@ -87,8 +88,8 @@ class AssignedBatch:
     ring: Ring | None = None
 
 
-class WorkerHandle:
-    """One worker process, a ``Handle``. Created on the running loop.
+class WorkerHandle(Handle):
+    """One worker process. Created on the running loop.
 
     Args:
         number, count: Number of the worker, from 0, of how many.
@@ -108,15 +109,9 @@ class WorkerHandle:
         config: int,
         backend: DeviceBackend | None,
         *,
-        received: Callable[[WorkerHandle, FromWorker], None],
+        received: Callable[[WorkerHandle, protocol.FromWorker], None],
         lost: Callable[[WorkerHandle, Exception | None], None],
     ) -> None:
-        self.number = number
-        self.lane: str = f"worker {number + 1}"
-        self.ring: Ring = Ring(backend)
-        self.ready = False
-        self.assigned: dict[int, AssignedBatch] = {}
-        self.decoding = 0
         self.exit_status: int | None = None
         self._ended = False
         self._on_message = received
@@ -134,19 +129,20 @@ class WorkerHandle:
                 ours.close()
                 raise
         self.pid: int = self._process.pid
-        self.name: str = f'worker process {number + 1} of {count} (engine="process", pid {self.pid})'
+        name = f'worker process {number + 1} of {count} (engine="process", pid {self.pid})'
+        super().__init__(number, f"worker {number + 1}", name, Ring(backend))
         self._connection = Connection(ours, received=self._received, lost=lambda error: lost(self, error))
 
-    def send(self, message: ToWorker) -> None:
+    def send(self, message: protocol.ToWorker) -> None:
         """Send a message; does nothing if the worker has ended."""
         self._connection.send(encode(message))
 
     def release_slot(self, serial: int, ring: Ring, reusable: bool = True) -> None:
         """Give the slot of a batch back to the worker; see ``ReleaseSlot``."""
-        self.send(ReleaseSlot(serial, reusable))
+        self.send(protocol.ReleaseSlot(serial, reusable))
 
     def ended(self) -> bool:
-        """Whether the process has ended; sets ``exit_status``."""
+        """Return whether the process has ended; sets ``exit_status``."""
         if not self._ended:
             # Popen.poll() would report status 0 if the status cannot be obtained.
             try:
@@ -171,15 +167,15 @@ class WorkerHandle:
         self.ring.close()
 
     def _received(self, payload: bytes, descriptors: list[int]) -> None:
-        message = decode_from_worker(payload)
-        if isinstance(message, BatchFinished):
+        message = protocol.decode_from_worker(payload)
+        if isinstance(message, protocol.BatchFinished):
             self.ring.map_segments(message.segments, descriptors, message.retired)
         elif descriptors:
             raise ProtocolError(f"{type(message).__name__} with descriptors")
         self._on_message(self, message)
 
     def describe_end(self) -> str:
-        """How the process ended, for an error message."""
+        """Return how the process ended, for an error message."""
         if not self._ended:
             return f"{self.name} closed its connection"
         return f"{self.name} {describe_exit(self.exit_status, ' (see Limits(memory_bytes=))')}"

@@ -28,19 +28,8 @@ from aiofeed.engine.tuning.reads import READS_MOST
 from aiofeed.processes.ipc.error_codec import rebuild
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.ring import Borrowed, free_dropped_slots
+from aiofeed.processes.workers import protocol
 from aiofeed.processes.workers.handle import AssignedBatch, Handle, WorkerHandle
-from aiofeed.processes.workers.protocol import (
-    BatchFinished,
-    FromWorker,
-    PlanBatch,
-    ReadReport,
-    ReplacementAnswer,
-    ReplacementRequest,
-    StartDecoding,
-    StopWorker,
-    WorkerEnded,
-    WorkerReady,
-)
 from aiofeed.processes.workers.spawn import WorkerConfig, write_config
 from aiofeed.runtime.buffers import DropTracker, release_unused
 
@@ -131,7 +120,7 @@ class WorkerPool(ABC, Generic[HandleT]):
         return self._count - 1
 
     def returned(self, stats: EpochStats) -> int:
-        """The training has taken a batch of an epoch; return how many more may now be in flight."""
+        """Note that the training has taken a batch of an epoch; returns how many more may now be in flight."""
         return 0
 
     def set_reads(self, number: int, reads: int) -> int:
@@ -147,13 +136,13 @@ class WorkerPool(ABC, Generic[HandleT]):
 
     def assign(self, plan: BatchPlan, *, may_decode: bool, was_read: Callable[[], None]) -> AssignedBatch:
         """Give a batch to the worker that has the fewest."""
-        reply: asyncio.Future[BatchFinished] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[protocol.BatchFinished] = asyncio.get_running_loop().create_future()
         batch = AssignedBatch(plan, reply, was_read, may_decode, time.monotonic())
         self._dispatch(batch, self._workers)
         return batch
 
     def assigned(self, plan: BatchPlan) -> AssignedBatch | None:
-        """The unfinished batch of a plan; ``None`` if no worker has it."""
+        """Return the unfinished batch of a plan; ``None`` if no worker has it."""
         batches = (batch for worker in self._workers for batch in list(worker.assigned.values()))
         return next((batch for batch in batches if batch.plan is plan), None)
 
@@ -168,39 +157,41 @@ class WorkerPool(ABC, Generic[HandleT]):
         length = 0 if plan.order is None else plan.order.length
         pieces = b"" if plan.pieces is None else plan.pieces.tobytes()
         samples = indices.tobytes(), positions.tobytes()
-        worker.send(PlanBatch(serial, plan.number, plan.epoch_seed, *samples, batch.may_decode, length, pieces))
+        worker.send(
+            protocol.PlanBatch(serial, plan.number, plan.epoch_seed, *samples, batch.may_decode, length, pieces)
+        )
 
     def start_decoding(self, batch: AssignedBatch) -> None:
         """Permit its workers to decode a batch."""
         batch.may_decode, batch.permitted_at = True, time.monotonic()
         for worker, serial in batch.copies:
             worker.decoding += 1
-            worker.send(StartDecoding(serial))
+            worker.send(protocol.StartDecoding(serial))
 
-    def received(self, worker: HandleT, message: FromWorker) -> None:
+    def received(self, worker: HandleT, message: protocol.FromWorker) -> None:
         """Process a message of a worker; ``ProtocolError`` if it is about a batch that the worker does not have."""
-        if isinstance(message, BatchFinished):
+        if isinstance(message, protocol.BatchFinished):
             batch = _assigned(worker, message.serial)
             del worker.assigned[message.serial]
             worker.decoding -= batch.may_decode
             if not batch.reply.done():
                 batch.finished_by, batch.serial, batch.ring = worker, message.serial, worker.ring
                 batch.reply.set_result(message)
-        elif isinstance(message, ReadReport):
+        elif isinstance(message, protocol.ReadReport):
             _assigned(worker, message.serial).was_read()
-        elif isinstance(message, WorkerReady):
+        elif isinstance(message, protocol.WorkerReady):
             worker.ready = True
             self._worker_ready(worker)
-        elif isinstance(message, ReplacementRequest):
+        elif isinstance(message, protocol.ReplacementRequest):
             order = _assigned(worker, message.serial).plan.order
             index = None if order is None or message.position < 0 else order.index_at(message.position)
             assert index is None or isinstance(index, int)
-            worker.send(ReplacementAnswer(message.ticket, index))
-        elif isinstance(message, WorkerEnded):
+            worker.send(protocol.ReplacementAnswer(message.ticket, index))
+        elif isinstance(message, protocol.WorkerEnded):
             self._fail(rebuild(message.error))
 
     def _worker_ready(self, worker: HandleT) -> None:
-        """A worker takes plans."""
+        """Note that a worker takes plans."""
         if self._ready is not None and not self._ready.done() and all(each.ready for each in self._workers):
             self._ready.set_result(None)
 
@@ -242,7 +233,7 @@ class ProcessPool(WorkerPool[WorkerHandle]):
             self._close_config()
 
     def _lost(self, worker: WorkerHandle, error: Exception | None) -> None:
-        """The connection of a worker has ended."""
+        """Fail, because the connection of a worker has ended."""
         if self._stopping or self._error is not None:
             return
         if error is not None:
@@ -254,7 +245,7 @@ class ProcessPool(WorkerPool[WorkerHandle]):
         self._await_exit_status(worker, int(REAP_S / _POLL_S))
 
     def _await_exit_status(self, worker: WorkerHandle, polls: int) -> None:
-        """The exit status is available a few milliseconds after the connection has ended."""
+        """Poll for the exit status, which is available some milliseconds after the connection has ended."""
         if self._stopping or self._error is not None:
             return
         if worker.ended():
@@ -279,7 +270,7 @@ class ProcessPool(WorkerPool[WorkerHandle]):
         self._stopping = True
         for worker in self._workers:
             if worker.ready:
-                worker.send(StopWorker())
+                worker.send(protocol.StopWorker())
             else:
                 worker.kill()  # its source is not open yet, so there is nothing to clean up
         if not await _wait_for_end(self._workers, GRACE_S):

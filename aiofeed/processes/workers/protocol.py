@@ -17,6 +17,13 @@ from typing import TypeAlias, Union
 from aiofeed.core.statistics import Event
 from aiofeed.processes.ipc.schema import ErrorMessage, NewSegment, Node, Struct, decoder
 
+# The fields of ``EpochStats`` that a worker counts.
+BATCH_STATS = (
+    *("bytes_read", "read_s", "decode_s", "collate_s", "retries", "samples_read", "reading_s", "reading_square_s"),
+    *("samples_read_apart", "reading_apart_s", "samples_decoded", "samples_cached", "decode_cpu_s", "collate_cpu_s"),
+    *("gil_probe_s", "gil_probes"),
+)
+
 # --- from the trainer to a worker ---
 
 
@@ -80,33 +87,12 @@ class ReadReport(Struct, frozen=True):
     serial: int
 
 
-class BatchStats(Struct, frozen=True):
-    """Statistics of one batch, added to those of its epoch."""
-
-    bytes_read: int = 0
-    read_s: float = 0.0
-    decode_s: float = 0.0
-    collate_s: float = 0.0
-    retries: int = 0
-    samples_read: int = 0
-    reading_s: float = 0.0
-    reading_square_s: float = 0.0
-    samples_read_apart: int = 0
-    reading_apart_s: float = 0.0
-    samples_decoded: int = 0
-    samples_cached: int = 0
-    decode_cpu_s: float = 0.0
-    collate_cpu_s: float = 0.0
-    gil_probe_s: float = 0.0
-    gil_probes: int = 0
-
-
 class BatchFinished(Struct, frozen=True):
     """A finished batch, or one that failed. The slot of a batch belongs to the trainer until ``ReleaseSlot``.
 
     Args:
         serial: Serial number of the batch.
-        stats: Its statistics.
+        stats: Its part of the statistics of the epoch, see ``BATCH_STATS``.
         nbytes: Encoded and decoded bytes, for the memory budget.
         failures: Errors of the samples that were skipped or replaced.
         error: The error to raise in place of the batch; the fields below are then not set.
@@ -120,7 +106,7 @@ class BatchFinished(Struct, frozen=True):
     """
 
     serial: int
-    stats: BatchStats
+    stats: list[int | float]
     nbytes: int
     failures: list[ErrorMessage]
     error: ErrorMessage | None = None

@@ -25,7 +25,7 @@ from aiofeed.processes.ipc.schema import ArrayNode, Node
 from aiofeed.processes.pickling import unpickle
 from aiofeed.processes.workers.handle import AssignedBatch, Handle, WorkerHandle
 from aiofeed.processes.workers.pool import WorkerPool
-from aiofeed.processes.workers.protocol import BatchFinished
+from aiofeed.processes.workers.protocol import BATCH_STATS, BatchFinished
 from aiofeed.runtime.buffers import SMALL_BYTES, BufferLease, BufferPool, Bytes, DropTracker, HostBufferPool
 from aiofeed.runtime.queue import ReadyBatch
 from aiofeed.runtime.thread_pool import ThreadPool
@@ -96,7 +96,7 @@ class RemoteAssembly(Assembly):
         self._engine.group.create_task(self._assemble(batch, assigned, may_decode))
 
     def waiting_for(self, batch: Batch) -> tuple[Any, ...]:
-        """The workers that have the batch."""
+        """Return the workers that have the batch."""
         assigned = self._pool.assigned(batch.plan)
         keys = ", ".join(repr(self._fetcher.key(index)) for index in batch.plan.indices[:NAMED])
         if assigned is None:
@@ -116,8 +116,8 @@ class RemoteAssembly(Assembly):
             self._pool.start_decoding(assigned)
         reply = await assigned.reply
         assert assigned.finished_by is not None
-        for name in reply.stats.__struct_fields__:
-            setattr(batch.counters, name, getattr(batch.counters, name) + getattr(reply.stats, name))
+        for name, value in zip(BATCH_STATS, reply.stats, strict=True):
+            setattr(batch.counters, name, getattr(batch.counters, name) + value)
         worker = assigned.finished_by
         events = [(what, f"{worker.lane}: {lane}", *rest) for what, lane, *rest in reply.events]
         batch.counters.events.extend(events)  # type: ignore[arg-type]
@@ -195,18 +195,18 @@ class BorrowedSlot(Borrowed):
         self._owners: dict[int, Bytes] = {}
 
     def stays(self, node: ArrayNode) -> bool:
-        """Whether an array stays in the slot, or is copied; ``ProtocolError`` if it does not lie within its segment."""
+        """Return whether an array stays in the slot, uncopied; ``ProtocolError`` if it is not in its segment."""
         if not self._zero_copy or node.kind == "scalar" or node.segment < 0:
             return False
         nbytes = self._ring.view(node).nbytes
         return nbytes >= max(SMALL_BYTES, _MIN_FRACTION * self._ring.segment(node.segment).nbytes)
 
     def copied_bytes(self, batch: Node) -> int:
-        """Bytes of the arrays that are copied."""
+        """Return the bytes of the arrays that are copied."""
         return sum(self._ring.view(node).nbytes for node in array_nodes(batch) if not self.stays(node))
 
     def leaf(self, lease: BufferLease, node: ArrayNode) -> Any:
-        """An array or tensor, in the slot or as a copy in memory of the lease. For any thread, before ``track``."""
+        """Make an array or tensor, in the slot or in memory of the lease. For any thread, before ``track``."""
         if not self.stays(node):
             return copied_leaf(self._ring.view(node), node, lease)
         owner = self._owners.get(node.segment)

@@ -35,7 +35,7 @@ starting: bool = False
 
 @dataclass(frozen=True, eq=False)
 class WorkerConfig:
-    """What a worker process works with.
+    """The configuration of a worker process.
 
     Args:
         source, decode, collate_fn: Those of the feeder.
@@ -65,11 +65,11 @@ class WorkerConfig:
     threads_given: bool = False
 
     def share(self, total: int, number: int) -> int:
-        """The share of worker ``number`` of a limit; at least 1."""
+        """Return the share of worker ``number`` of a limit; at least 1."""
         return max(1, total // self.engines + (number < total % self.engines))
 
     def most_reads(self, number: int) -> int:
-        """How many samples worker ``number`` may read at a time after tuning."""
+        """Return how many samples worker ``number`` may read at a time after tuning."""
         reads = self.share(self.read_concurrency, number)
         return reads if self.reads_given else max(reads, self.share(READS_MOST, number))
 
@@ -136,7 +136,7 @@ def _check_ray_pickles(name: str, value: Any) -> None:
 
 
 def _cloudpickle() -> Any:
-    """The package that pickles lambdas and classes of a notebook by value; ``None`` if it is not installed."""
+    """Return the package that pickles lambdas and classes of a notebook by value; ``None`` if it is not installed."""
     try:
         return import_module("cloudpickle")
     except ImportError:

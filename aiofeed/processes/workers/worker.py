@@ -20,18 +20,7 @@ from aiofeed.processes.ipc.error_codec import describe
 from aiofeed.processes.ipc.framing import MAX_MESSAGE_BYTES, ProtocolError
 from aiofeed.processes.ipc.ring import Slot
 from aiofeed.processes.ipc.schema import encode
-from aiofeed.processes.workers.protocol import (
-    BatchFinished,
-    FromWorker,
-    PlanBatch,
-    ReleaseSlot,
-    ReplacementAnswer,
-    ReplacementRequest,
-    StopWorker,
-    ToWorker,
-    WorkerEnded,
-    WorkerReady,
-)
+from aiofeed.processes.workers import protocol
 from aiofeed.processes.workers.spawn import WorkerConfig
 from aiofeed.processes.workers.worker_engine import Outbox, RemoteOrder, WorkerPlan, worker_engine
 from aiofeed.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
@@ -39,7 +28,7 @@ from aiofeed.sampling.epochs import EpochStart, Step
 
 
 def new_loop_thread(worker_config: WorkerConfig, number: int) -> EventLoopThread:
-    """The event loop and the threads of worker ``number``, not started."""
+    """Return the event loop and the threads of worker ``number``, not started."""
     return EventLoopThread(
         read_threads=min(worker_config.most_reads(number), MOST_READ_THREADS),
         decode_threads=worker_config.share(worker_config.decode_threads, number),
@@ -55,12 +44,12 @@ class Worker:
         self._number = number
         self._plans: asyncio.Queue[WorkerPlan] = asyncio.Queue()
         self._tickets = itertools.count()
-        self._requests: dict[int, asyncio.Future[ReplacementAnswer]] = {}
+        self._requests: dict[int, asyncio.Future[protocol.ReplacementAnswer]] = {}
         self._may_decode: set[int] = set()
         self._outbox = Outbox(self.send)
         self._engine: Engine | None = None
 
-    def send(self, message: FromWorker, slot: Slot | None = None) -> None:
+    def send(self, message: protocol.FromWorker, slot: Slot | None = None) -> None:
         """Send a message to the trainer, with the slot of its batch."""
         raise NotImplementedError
 
@@ -75,7 +64,7 @@ class Worker:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             add_note(error, f"in {type(source).__name__}.open()")
-            self.send(WorkerEnded(describe(error)))
+            self.send(protocol.WorkerEnded(describe(error)))
             return
         if members.aclose is not None:
             self._loop_thread.at_stop(members.aclose)
@@ -88,7 +77,7 @@ class Worker:
             executor=self._loop_thread.decode_pool,
             loop_delay_s=self._loop_thread.loop_delay_s,
         )
-        self.send(WorkerReady())
+        self.send(protocol.WorkerReady())
         await self._engine.run()
 
     async def _steps(self) -> AsyncGenerator[Step, None]:
@@ -101,10 +90,10 @@ class Worker:
             yield plan
 
     async def request_index(self, serial: int, position: int) -> int:
-        """The index at a position of the epoch's order, which the trainer has; ``FeedError`` if there is no order."""
+        """Ask the trainer for the index at a position of the epoch's order; ``FeedError`` if there is no order."""
         ticket = next(self._tickets)
         self._requests[ticket] = asyncio.get_running_loop().create_future()
-        self.send(ReplacementRequest(ticket, serial, position))
+        self.send(protocol.ReplacementRequest(ticket, serial, position))
         try:
             answer = await self._requests[ticket]
         finally:
@@ -113,26 +102,26 @@ class Worker:
             raise FeedError(f"the epoch has no order with a position {position}")
         return answer.index
 
-    def received(self, message: ToWorker) -> None:
+    def received(self, message: protocol.ToWorker) -> None:
         """Process a message of the trainer."""
-        if isinstance(message, StopWorker):
+        if isinstance(message, protocol.StopWorker):
             self._loop_thread.stop()
-        elif isinstance(message, ReplacementAnswer):
+        elif isinstance(message, protocol.ReplacementAnswer):
             if (request := self._requests.get(message.ticket)) is not None and not request.done():
                 request.set_result(message)
-        elif isinstance(message, PlanBatch):
+        elif isinstance(message, protocol.PlanBatch):
             if self._engine is None:
                 raise ProtocolError("a plan before the source is open")
             if message.may_decode:
                 self._may_decode.add(message.serial)
             self._plans.put_nowait(self._plan(message))
-        elif isinstance(message, ReleaseSlot):
+        elif isinstance(message, protocol.ReleaseSlot):
             self._outbox.release_slot(message)
         elif self._engine is not None:
             self._may_decode.add(message.serial)
             self._engine.assembly.permit()
 
-    def _plan(self, message: PlanBatch) -> WorkerPlan:
+    def _plan(self, message: protocol.PlanBatch) -> WorkerPlan:
         if len(message.indices) % 8 or len(message.indices) != len(message.positions) or not message.indices:
             raise ProtocolError("a plan whose indices and positions do not match")
         if len(message.pieces) % (5 * 8):
@@ -146,13 +135,13 @@ class Worker:
         return WorkerPlan(*plan, pieces=pieces, serial=message.serial)
 
 
-def encode_finished(message: FromWorker) -> tuple[bytes, bool]:
+def encode_finished(message: protocol.FromWorker) -> tuple[bytes, bool]:
     """Encode a message, or an error in its place if the description of its batch is too long; whether it fits."""
     payload = encode(message)
-    if len(payload) <= MAX_MESSAGE_BYTES or not isinstance(message, BatchFinished):
+    if len(payload) <= MAX_MESSAGE_BYTES or not isinstance(message, protocol.BatchFinished):
         return payload, True
     error = CollateError(
         f"the numbers and strings of a batch take {len(payload)} bytes beside its arrays; at most "
         f"{MAX_MESSAGE_BYTES} can be sent to another process: put them into arrays"
     )
-    return encode(BatchFinished(message.serial, message.stats, message.nbytes, [], describe(error))), False
+    return encode(protocol.BatchFinished(message.serial, message.stats, message.nbytes, [], describe(error))), False

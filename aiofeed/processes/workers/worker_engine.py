@@ -24,14 +24,7 @@ from aiofeed.engine.tuning.tuner import Tuner
 from aiofeed.processes.ipc.batch_codec import encode_batch
 from aiofeed.processes.ipc.error_codec import describe
 from aiofeed.processes.ipc.ring import Extent, Slot, SlotPool
-from aiofeed.processes.workers.protocol import (
-    BatchFinished,
-    BatchStats,
-    FromWorker,
-    ReadReport,
-    ReleaseSlot,
-    WorkerEnded,
-)
+from aiofeed.processes.workers import protocol
 from aiofeed.processes.workers.spawn import WorkerConfig
 from aiofeed.runtime.buffers import BufferLease
 from aiofeed.runtime.queue import BatchQueue, FeedFailure, QueueItem, ReadyBatch, release
@@ -42,7 +35,7 @@ from aiofeed.sampling.epochs import Step
 _UNBOUNDED = 1 << 30
 _ADVICE = 'make collate_fn (or the decoder) return tensors and plain values, or use engine="thread"'
 
-Send = Callable[[FromWorker, Slot | None], None]
+Send = Callable[[protocol.FromWorker, Slot | None], None]
 """Sends a message to the trainer, with the slot of its batch."""
 
 
@@ -61,7 +54,7 @@ class RemoteOrder:
     request: Callable[[int], Awaitable[int]]
 
     def index_at(self, position: int) -> Awaitable[int]:
-        """The index at a position."""
+        """Return the index at a position."""
         return self.request(position)
 
 
@@ -83,23 +76,23 @@ class Outbox(BatchQueue[QueueItem]):
     def put(self, item: QueueItem) -> None:
         """Send a finished batch, or its error, or an error of the engine itself."""
         if isinstance(item, FeedFailure):
-            self.send(WorkerEnded(describe(item.error)), None)
+            self.send(protocol.WorkerEnded(describe(item.error)), None)
             return
         assert isinstance(item, ReadyBatch)
         assert isinstance(item.plan, WorkerPlan)
         release(item)
         serial, slot, counters = item.plan.serial, item.lease, item.counters
-        stats = BatchStats(*(getattr(counters, name) for name in BatchStats.__struct_fields__))
+        stats = [getattr(counters, name) for name in protocol.BATCH_STATS]
         failures = [describe(error) for error in item.failures]
         assert slot is None or isinstance(slot, Slot)
         if item.error is not None:
             if slot is not None:
                 slot.give_back()
-            self.send(BatchFinished(serial, stats, item.reserved, failures, describe(item.error)), None)
+            self.send(protocol.BatchFinished(serial, stats, item.reserved, failures, describe(item.error)), None)
             return
         assert slot is not None
         self._in_use[serial] = slot
-        message = BatchFinished(
+        message = protocol.BatchFinished(
             serial,
             stats,
             item.reserved,
@@ -112,8 +105,8 @@ class Outbox(BatchQueue[QueueItem]):
         )
         self.send(message, slot)
 
-    def release_slot(self, message: ReleaseSlot) -> None:
-        """The trainer no longer uses a slot."""
+    def release_slot(self, message: protocol.ReleaseSlot) -> None:
+        """Free a slot that the trainer no longer uses."""
         if (slot := self._in_use.pop(message.serial, None)) is not None:
             slot.give_back(message.reusable)
 
@@ -146,7 +139,7 @@ class PermittedAssembly(ChunkAssembly):
                 self._buffer.permitted += 1
             if self._reports and batch.uncounted and not batch.unread and batch not in self._reported:
                 self._reported.add(batch)
-                self._outbox.send(ReadReport(serial), None)
+                self._outbox.send(protocol.ReadReport(serial), None)
 
     def delivered(self, batch: Batch) -> None:
         """Tune no decode threads: this needs to know when the consumer waits, which is not visible here."""
@@ -163,7 +156,7 @@ def worker_engine(
     executor: ThreadPool,
     loop_delay_s: Callable[[], float],
 ) -> Engine:
-    """The engine of worker ``number``, which puts its batches into ``outbox``; see ``PermittedAssembly``."""
+    """Return the engine of worker ``number``, which puts its batches into ``outbox``; see ``PermittedAssembly``."""
     fetcher = new_fetcher(
         worker_config.source,
         worker_config.decode,
@@ -225,7 +218,7 @@ def _dump(value: Any, slot: Slot) -> tuple[bytes, list[Extent]]:
 
 
 def _new_builder(new_builder: NewBuilder, plan: BatchPlan, lease: BufferLease) -> BatchBuilder:
-    """A builder whose finished batch is encoded in its slot."""
+    """Return a builder whose finished batch is encoded in its slot."""
     assert isinstance(lease, Slot)
     builder = new_builder(plan, lease)
     builder.encode = partial(encode_batch, slot=lease)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import aiofeed
-from aiofeed.core.errors import FeedError
 from aiofeed.core.formatting import format_bytes
 from aiofeed.core.validation import check_positive_int
 from aiofeed.reports.commands.data_set import DataSet, nothing, open_data_set, quoted
@@ -43,15 +42,9 @@ def bench(paths: Sequence[str], *, size: int, batch_size: int, as_json: bool) ->
         batch_size: Samples per batch.
         as_json: Whether to print one JSON object in place of text.
     """
-    try:
-        check_positive_int("--size", size)
-        data = open_data_set(paths)
-        report = _measure(data, size, min(check_positive_int("--batch-size", batch_size), len(data.source)))
-    except KeyboardInterrupt:
-        return 130
-    except (OSError, ValueError, TypeError, ImportError, RuntimeError, FeedError) as error:
-        print(f"aiofeed bench: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
-        return 1
+    check_positive_int("--size", size)
+    data = open_data_set(paths)
+    report = _measure(data, size, min(check_positive_int("--batch-size", batch_size), len(data.source)))
     print(json.dumps(report) if as_json else _describe(report))
     return 0
 
@@ -103,7 +96,7 @@ def _say(step: str) -> None:
 
 
 def _rate(batches: Iterable[Any]) -> float:
-    """Samples per second, after a warm-up."""
+    """Return samples per second, after a warm-up."""
     begin = end = time.perf_counter()
     warm, samples = False, 0
     for batch in batches:
@@ -124,7 +117,7 @@ def _samples(batch: Any) -> int:
 
 
 def _feed(source: Any, **options: Any) -> tuple[float, float]:
-    """Samples and encoded bytes per second of a feeder."""
+    """Return samples and encoded bytes per second of a feeder."""
     policy = aiofeed.FailurePolicy("replace", max_failures=0.5)
     with aiofeed.Feeder(source, on_error=policy, **options) as feeder:
         rate = _rate(feeder.steps(_ENDLESS))
@@ -137,7 +130,7 @@ def _unchanged(data: Any) -> Any:
 
 
 def _some_samples(source: Any, batch_size: int) -> list[bytes]:
-    """Encoded samples for decoding alone, as many as are read within a step."""
+    """Read encoded samples for decoding alone, as many as are read within a step."""
     found: list[bytes] = []
     begin = time.perf_counter()
     policy = aiofeed.FailurePolicy("skip", max_failures=0.5)

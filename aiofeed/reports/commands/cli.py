@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
+
+from aiofeed.core.errors import FeedError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand in ``arguments`` (default: those of the command line); returns the exit code."""
     parser = argparse.ArgumentParser(prog="aiofeed", description="Feeds PyTorch training.")
     parser.add_argument("--version", action="version", version=f"aiofeed {version('aiofeed')}")
-    parser.set_defaults(run=lambda options: parser.print_help())
-    commands = parser.add_subparsers(metavar="command")
+    commands = parser.add_subparsers(metavar="command", dest="command")
     for add in (_add_run, _add_doctor, _add_bench, _add_profile, _add_index, _add_replay):
         add(commands)
-    options = parser.parse_args(arguments)
+    options = vars(parser.parse_args(arguments))
     if "script" in options:
-        options.script, *options.arguments = options.script[options.script[0] == "--" :]
-    return options.run(options) or 0
+        options["script"], *options["arguments"] = options["script"][options["script"][0] == "--" :]
+    if (command := options.pop("command")) is None:
+        parser.print_help()
+        return 0
+    # The function of a module of this folder, which gets the options by their names.
+    module, function = options.pop("calls").split(".")
+    call = partial(getattr(import_module(f"aiofeed.reports.commands.{module}"), function), **options)
+    return (_printing_errors(command, call) if command in ("bench", "replay") else call()) or 0
+
+
+def _printing_errors(command: str, call: Callable[[], int]) -> int:
+    """Print an error of the data as one line; returns the exit code."""
+    try:
+        return call()
+    except KeyboardInterrupt:
+        return 130
+    except (OSError, ValueError, TypeError, ImportError, RuntimeError, FeedError) as error:
+        print(f"aiofeed {command}: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        return 1
 
 
 _RUN = """\
@@ -36,7 +56,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     command.add_argument("--explain", action="store_true", help="tell at the end what limits each loader, with advice")
     command.add_argument("-m", action="store_true", dest="module", help="SCRIPT is a module")
     _add_script(command, "a Python file, or a command such as torchrun, and its arguments")
-    command.set_defaults(run=lambda options: import_module("aiofeed.reports.commands.run").run(options))
+    command.set_defaults(calls="run.run")
 
 
 def _add_script(command: argparse.ArgumentParser, help: str) -> None:
@@ -45,15 +65,16 @@ def _add_script(command: argparse.ArgumentParser, help: str) -> None:
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    doctor = commands.add_parser("doctor", help="report accelerators, packages and limits, with advice for problems")
-    doctor.add_argument("--quick", action="store_true", help="do not measure copy rates")
-    doctor.set_defaults(run=_doctor)
+    command = commands.add_parser("doctor", help="report accelerators, packages and limits, with advice for problems")
+    command.add_argument("--quick", action="store_false", dest="measure", help="do not measure copy rates")
+    command.set_defaults(calls="cli.doctor")
 
 
-def _doctor(options: argparse.Namespace) -> None:
+def doctor(*, measure: bool) -> None:
+    """Print the report of this machine; ``measure``: with the copy rates of its devices."""
     from aiofeed.reports.machine import device_report
 
-    print(device_report(measure=not options.quick))
+    print(device_report(measure=measure))
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -61,27 +82,15 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     command.add_argument("paths", nargs="+", metavar="PATH", help="a folder of images, a manifest, or URLs of shards")
     command.add_argument("--size", type=int, default=224, help="the size of decoded images (default: %(default)s)")
     command.add_argument("--batch-size", type=int, default=64, help="samples per batch (default: %(default)s)")
-    command.add_argument("--json", action="store_true", help="print one JSON object")
-    command.set_defaults(run=_bench)
-
-
-def _bench(options: argparse.Namespace) -> int:
-    from aiofeed.reports.commands.bench import bench
-
-    return bench(options.paths, size=options.size, batch_size=options.batch_size, as_json=options.json)
+    command.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
+    command.set_defaults(calls="bench.bench")
 
 
 def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("profile", help="run a script, then explain where the time of its feeders went")
     command.add_argument("--output", metavar="PATH", help="write the timeline: .html, .png or .json for Perfetto")
     _add_script(command, "a Python script, and its arguments")
-    command.set_defaults(run=_profile)
-
-
-def _profile(options: argparse.Namespace) -> int:
-    from aiofeed.reports.commands.profile import profile
-
-    return profile(options.script, options.arguments, options.output)
+    command.set_defaults(calls="profile.profile")
 
 
 def _add_index(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -89,28 +98,15 @@ def _add_index(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     index.add_argument("urls", nargs="+", metavar="URL", help="a URL or path, with braces {000..099} or a glob")
     index.add_argument("--target", help="the field of targets, which the index then contains")
     index.add_argument("--output", help="a folder (default: beside files; for objects, the cache folder)")
-    index.set_defaults(run=_index)
-
-
-def _index(options: argparse.Namespace) -> int:
-    from aiofeed.reports.commands.prepare import write_indexes
-
-    return write_indexes(options.urls, target=options.target, output=options.output)
+    index.set_defaults(calls="prepare.write_indexes")
 
 
 def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("replay", help="print the samples of any step of a training, from a saved state")
-    command.add_argument("state", metavar="STATE", help="a feeder's state or a checkpoint with one: JSON or torch.save")
+    command.add_argument("path", metavar="STATE", help="a feeder's state or a checkpoint with one: JSON or torch.save")
     command.add_argument("--at", metavar="PLACE", help="the place of the state among several, as in feeders.train")
     command.add_argument("--step", type=int, required=True, help="the batch of a rank, from 0")
     command.add_argument("--epoch", type=int, default=0, help="the epoch from which on steps count (default: 0)")
     command.add_argument("--rank", type=int, help="the rank (default: that of the state)")
     command.add_argument("--data", nargs="+", default=(), metavar="PATH", help="the data, for keys: as for bench")
-    command.set_defaults(run=_replay)
-
-
-def _replay(options: argparse.Namespace) -> int:
-    from aiofeed.reports.commands.replay import replay
-
-    where = {"at": options.at, "step": options.step, "epoch": options.epoch, "rank": options.rank}
-    return replay(options.state, options.data, **where)
+    command.set_defaults(calls="replay.replay")

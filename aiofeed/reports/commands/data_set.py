@@ -32,7 +32,7 @@ class DataSet:
 
 
 def open_data_set(paths: Sequence[str]) -> DataSet:
-    """The data set at ``paths``: a folder of images, a manifest, or shards: paths or URLs, with braces or globs.
+    """Return the data set at ``paths``: a folder of images, a manifest, or shards: paths or URLs, with braces or globs.
 
     Raises:
         OSError, ValueError, ImportError: There is none, or it needs a package that is not installed.
@@ -62,10 +62,10 @@ def open_data_set(paths: Sequence[str]) -> DataSet:
 
 
 def quoted(value: str | list[str]) -> str:
-    """A Python literal with double quotes."""
+    """Return a Python literal with double quotes."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def nothing(data: Any) -> int:
-    """A decoder that does nothing, to read alone."""
+    """Do nothing: a decoder, to read alone."""
     return 0

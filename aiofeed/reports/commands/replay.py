@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -19,27 +18,23 @@ from aiofeed.sources.subset import fingerprint_of
 
 def replay(path: str, data: Sequence[str], *, at: str | None, step: int, epoch: int, rank: int | None) -> int:
     """Print the samples of a step as JSON, one a line; returns the exit code."""
-    try:
-        state = SavedState.from_dict(_read(path, at))
-        mixture, schedule = None, state.schedule
-        if state.order == ORDERS["mixture"]:
-            mixture = MixtureOrder.of_state(state.sampler, schedule.seed, shuffle=bool(schedule.shuffle))
-        elif state.sampler:
-            raise StateError(f"the state does not have the whole order, {state.order}: call feeder.samples({step})")
-        source = open_data_set(data).source if data else None
-        if source is not None and fingerprint_of(source, len(source)) != state.fingerprint:
-            raise StateError(f"the state is of other data than {source!r}")
-        order = FeedOrder(schedule, (schedule.rank, schedule.world_size), mixture)
-        for sample in samples_at(order, step, epoch, rank, lambda at: None if source is None else str(source.key(at))):
-            print(json.dumps(asdict(sample)))
-    except (OSError, ValueError, ImportError, RuntimeError, StateError) as error:
-        print(f"aiofeed replay: {error}", file=sys.stderr)
-        return 1
+    state = SavedState.from_dict(_read(path, at))
+    mixture, schedule = None, state.schedule
+    if state.order == ORDERS["mixture"]:
+        mixture = MixtureOrder.of_state(state.sampler, schedule.seed, shuffle=bool(schedule.shuffle))
+    elif state.sampler:
+        raise StateError(f"the state does not have the whole order, {state.order}: call feeder.samples({step})")
+    source = open_data_set(data).source if data else None
+    if source is not None and fingerprint_of(source, len(source)) != state.fingerprint:
+        raise StateError(f"the state is of other data than {source!r}")
+    order = FeedOrder(schedule, (schedule.rank, schedule.world_size), mixture)
+    for sample in samples_at(order, step, epoch, rank, lambda at: None if source is None else str(source.key(at))):
+        print(json.dumps(asdict(sample)))
     return 0
 
 
 def _read(path: str, at: str | None) -> Mapping[str, Any]:
-    """The state of a feeder in a file of JSON or of ``torch.save``, also within a checkpoint, there by its place."""
+    """Read the state of a feeder from JSON or ``torch.save``, also within a checkpoint, there by its place."""
     with open(path, "rb") as file:
         content = file.read(1)
         if content == b"{":

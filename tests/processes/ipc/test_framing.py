@@ -38,7 +38,6 @@ from aiofeed.processes.ipc.schema import (
 )
 from aiofeed.processes.workers.protocol import (
     BatchFinished,
-    BatchStats,
     PlanBatch,
     ReplacementAnswer,
     ReplacementRequest,
@@ -48,12 +47,8 @@ from aiofeed.processes.workers.protocol import (
 from aiofeed.runtime.event_loop import new_event_loop
 from tests.support.paths import environment
 
-FINISHED = BatchFinished(
-    3, BatchStats(), 6, [], batch=ArrayNode("tensor", 0, 0, [2, 3], "|u1"), segments=[NewSegment(0, 65536)]
-)
-DEEPLY_NESTED = (
-    b"\x97\xadBatchFinished\x03\x91\xaaBatchStats\x06\x90\xc0" + b"\x93\xadContainerNode\xa4list\x91" * 100_000
-)
+FINISHED = BatchFinished(3, [], 6, [], batch=ArrayNode("tensor", 0, 0, [2, 3], "|u1"), segments=[NewSegment(0, 65536)])
+DEEPLY_NESTED = b"\x97\xadBatchFinished\x03\x90\x06\x90\xc0" + b"\x93\xadContainerNode\xa4list\x91" * 100_000
 
 
 @given(st.lists(st.binary(max_size=200), max_size=6), st.data())

@@ -20,13 +20,14 @@ import torch
 import aiofeed
 from aiofeed import FeedError
 from aiofeed.errors import WorkerDiedError
+from aiofeed.processes.ipc.batch_codec import TensorInBlock
 from aiofeed.processes.ipc.cuda_ipc import CudaSharedDevice, HandleError
 from aiofeed.processes.ipc.framing import ProtocolError
 from aiofeed.processes.ipc.peers import ProcessMonitor
 from aiofeed.processes.ipc.schema import ArrayNode, ContainerNode, DeviceMemoryHandle
 from aiofeed.processes.serving import device_reader, device_ring
 from aiofeed.processes.serving.device_reader import DeviceReader, UncopiedBatch
-from aiofeed.processes.serving.device_ring import DeviceBlock, DeviceRing, TensorInBlock
+from aiofeed.processes.serving.device_ring import DeviceBlock, DeviceRing
 from aiofeed.processes.serving.messages import BatchAvailable
 from aiofeed.processes.serving.subscription import server_died
 from tests.support import ring_parts, serve_parts
