@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.stamp
 DEMO_STAMP := $(VENV)/.stamp-demo
 DOCS_STAMP := $(VENV)/.stamp-docs
-SOURCES := pyproject.toml constraints-dev.txt hatch_build.py aiofeed/decoders/native_jpeg.c aiofeed/sources/native_files.c
+SOURCES := pyproject.toml constraints-dev.txt hatch_build.py aiofeed/kernel/decoders/native_jpeg.c aiofeed/kernel/sources/native_files.c
 PEERS_VENV ?= .venv-peers
 PEERS_STAMP := $(PEERS_VENV)/.stamp
 GPU_PYTHON ?= $(BIN)/python
@@ -29,9 +29,9 @@ $(STAMP): $(SOURCES) | $(BIN)/python
 	@if $(PIP) install --force-reinstall --no-deps --no-binary pillow-simd pillow-simd > $(VENV)/pillow-simd.log 2>&1; \
 	then echo "Images are decoded by Pillow-SIMD."; \
 	else echo "Pillow-SIMD did not build (see $(VENV)/pillow-simd.log): images are decoded by Pillow."; fi
-	@if [ -e aiofeed/decoders/_native_jpeg.so ]; then echo "Chunks of JPEGs are decoded by aiofeed's own library."; \
+	@if [ -e aiofeed/kernel/decoders/_native_jpeg.so ]; then echo "Chunks of JPEGs are decoded by aiofeed's own library."; \
 	else echo "aiofeed's own JPEG library was not built: run $(BIN)/python hatch_build.py to see why."; fi
-	@if [ -e aiofeed/sources/_native_files.so ]; then echo "Small files are read by aiofeed's own library."; \
+	@if [ -e aiofeed/kernel/sources/_native_files.so ]; then echo "Small files are read by aiofeed's own library."; \
 	else echo "aiofeed's own library for files was not built: run $(BIN)/python hatch_build.py to see why."; fi
 	@touch $@ $(DEMO_STAMP)
 
@@ -89,11 +89,11 @@ bench-gpu: $(GPU_STAMP)  # the benchmarks that need a GPU; without one they say 
 # Left out: what takes an hour under it, and what shares a GPU with other processes or with the profiler.
 sanitize: TOOL ?= memcheck
 sanitize: ARGS ?= -k "not ten_thousand and not compiled and not served and not share and not trace" \
-  --deselect tests/devices/test_copier.py::TestStreams::test_no_wrong_byte
+  --deselect tests/kernel/devices/test_copier.py::TestStreams::test_no_wrong_byte
 sanitize: $(GPU_STAMP)  # the tests of CUDA under compute-sanitizer, where there is one; `make sanitize TOOL=initcheck`
 	@if command -v compute-sanitizer > /dev/null; \
 	then compute-sanitizer --tool $(TOOL) --target-processes application-only --report-api-errors no \
-	  --error-exitcode 86 $(GPU_PYTHON) -m pytest -m cuda tests/cuda tests/devices tests/engine/resident --timeout 300 $(ARGS); \
+	  --error-exitcode 86 $(GPU_PYTHON) -m pytest -m cuda tests/cuda tests/kernel/devices tests/device_groups tests/resident --timeout 300 $(ARGS); \
 	else echo "The tests were not run: there is no compute-sanitizer on the path."; fi
 
 # Other loaders bring packages that development wants nothing of, and that put Pillow over Pillow-SIMD.
@@ -107,7 +107,7 @@ bench-peers: $(PEERS_STAMP)  # aiofeed beside other loaders, which go into .venv
 
 clean:  ## remove the environment and all that was built
 	rm -rf $(VENV) $(PEERS_VENV) .cache build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	rm -f aiofeed/decoders/_native_jpeg.so aiofeed/sources/_native_files.so LICENSE.libjpeg-turbo.*
+	rm -f aiofeed/kernel/decoders/_native_jpeg.so aiofeed/kernel/sources/_native_files.so LICENSE.libjpeg-turbo.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  # this list

@@ -112,8 +112,8 @@ class Library(NamedTuple):
 
 LIBRARIES = [
     Library(
-        "aiofeed/decoders/native_jpeg.c",
-        f"aiofeed/decoders/_native_jpeg{SUFFIX}",
+        "aiofeed/kernel/decoders/native_jpeg.c",
+        f"aiofeed/kernel/decoders/_native_jpeg{SUFFIX}",
         "AIOFEED_BUILD_NATIVE_JPEG",
         "native JPEG decoding",
         Dependency(
@@ -124,8 +124,8 @@ LIBRARIES = [
         ),
     ),
     Library(
-        "aiofeed/sources/native_files.c",
-        "aiofeed/sources/_native_files.so",
+        "aiofeed/kernel/sources/native_files.c",
+        "aiofeed/kernel/sources/_native_files.so",
         "AIOFEED_BUILD_NATIVE_FILES",
         "native reading of small files",
     ),

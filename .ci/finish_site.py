@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 import yaml
 
-from aiofeed.core import errors
+from aiofeed.kernel.core import errors
 
 ROOT = Path(__file__).parents[1]
 # What a user may paste into the search box, and the page that one section of which has all these words.

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from aiofeed.core.statistics import FeedStatistics
-from aiofeed.core.types import public_in
+from aiofeed.kernel.core.statistics import FeedStatistics
+from aiofeed.kernel.core.types import public_in
 
 __all__ = ["OpenTelemetryMetrics", "PrometheusCollector"]
 

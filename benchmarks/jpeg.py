@@ -111,7 +111,7 @@ def small(settings: Settings) -> list[Figure]:
 
 def has_native() -> bool:
     """Whether the native library was built."""
-    from aiofeed.decoders.native_jpeg import native_decoder
+    from aiofeed.kernel.decoders.native_jpeg import native_decoder
 
     return native_decoder() is not None
 

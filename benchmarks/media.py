@@ -217,8 +217,8 @@ class PillowPairs:
         import torch
         from PIL import Image
 
-        from aiofeed.core.random_numbers import SplitMix64
-        from aiofeed.decoders.geometry import random_box
+        from aiofeed.kernel.core.random_numbers import SplitMix64
+        from aiofeed.kernel.decoders.geometry import random_box
 
         size = PAIR_SIZE
         with Image.open(self.images[index]) as file:

@@ -144,7 +144,7 @@ def aiofeed_feeder(
     port: int, reads: int, hedges: float | None = None, in_flight: int = IN_FLIGHT
 ) -> AbstractContextManager[Measure]:
     import aiofeed
-    from aiofeed.sources.objects import requests
+    from aiofeed.objects import requests
 
     source = aiofeed.Files([f"s3://bucket/{name(number)}" for number in range(reads)], options=options_of(port))
     limits = aiofeed.Limits(read_concurrency=in_flight)
@@ -155,7 +155,7 @@ def aiofeed_feeder(
 @contextmanager
 def counting_requests(feeder: Any, hedges: float) -> Iterator[Measure]:
     """Measures epochs of a feeder, and the requests per sample."""
-    from aiofeed.sources.objects import requests
+    from aiofeed.objects import requests
 
     share, requests.HEDGE_SHARE = requests.HEDGE_SHARE, hedges
     with feeder:
@@ -260,7 +260,7 @@ def shard_loader(port: int, shards: int, members: int, samples: int, size: int) 
 
 def shard_feeder(port: int, shards: int, shuffle: bool) -> AbstractContextManager[Measure]:
     import aiofeed
-    from aiofeed.sources.objects import requests
+    from aiofeed.objects import requests
 
     urls = [f"s3://bucket/{name(number)}" for number in range(shards)]
     source = aiofeed.TarShards(urls, "jpg", options=options_of(port))
@@ -273,7 +273,7 @@ def shard_feeder(port: int, shards: int, shuffle: bool) -> AbstractContextManage
 def ranges(port: int, times: int) -> Iterator[Measure]:
     import uvloop
 
-    from aiofeed.sources.objects.reader import ObjectReader
+    from aiofeed.objects.reader import ObjectReader
 
     reader = ObjectReader("s3://bucket", options=options_of(port))
 
@@ -307,9 +307,10 @@ def many_keys(keys: int) -> Iterator[Measure]:
     import psutil
 
     import aiofeed
-    from aiofeed.sources.objects.keys import KeyPacker
-    from aiofeed.sources.objects.listing import Listing, cache_path, listing_file, write_whole
-    from aiofeed.sources.objects.reader import ObjectReader
+    from aiofeed.common.cache_folder import cache_path, write_whole
+    from aiofeed.objects.keys import KeyPacker
+    from aiofeed.objects.listing import Listing, listing_file
+    from aiofeed.objects.reader import ObjectReader
 
     with tempfile.TemporaryDirectory() as folder:
         cache = os.environ.get("AIOFEED_CACHE", "")

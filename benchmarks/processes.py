@@ -173,7 +173,7 @@ class Stamped:
     takes_seed = False
 
     def __init__(self) -> None:
-        from aiofeed.core.types import Row
+        from aiofeed.kernel.core.types import Row
 
         self.row = Row((LARGE_BYTES // 8,), "int64")
 

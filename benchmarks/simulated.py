@@ -104,7 +104,7 @@ class Rows(Item):
     takes_seed = False
 
     def __init__(self, kind: str) -> None:
-        from aiofeed.core.types import Row
+        from aiofeed.kernel.core.types import Row
 
         super().__init__(kind)
         self.row = Row((SIDE, SIDE, 3), "uint8", (2, 0, 1))
@@ -182,7 +182,7 @@ def orders(batch: int) -> Iterator[np.ndarray[Any, Any]]:
 def feeder(kind: str, threads: int, batch: int, default: bool = False, **options: Any) -> Iterator[Any]:
     """A feeder with as many decode threads, or with default limits on a machine that seems to have as many cores."""
     import aiofeed
-    from aiofeed.runtime import machine
+    from aiofeed.kernel.runtime import machine
 
     decode = Chunks(kind) if kind in ("chunks", "slow reads") else Item(kind) if kind == "items" else Rows(kind)
     options = {"source": Slow() if kind == "slow reads" else Ready(), **options}

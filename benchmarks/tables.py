@@ -110,7 +110,7 @@ def table(path: str, in_memory: bool | None = None, parquet: bool = False) -> Ab
     import datasets
 
     import aiofeed
-    from aiofeed.sources.tables.memory import MemoryTable
+    from aiofeed.tables.memory import MemoryTable
 
     if in_memory is not None:
         MemoryTable.in_memory = in_memory  # type: ignore[method-assign, assignment]

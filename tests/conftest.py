@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import hypothesis
 import pytest
 
-from aiofeed.core.validation import LAUNCHERS
+from aiofeed.kernel.core.validation import LAUNCHERS
 from tests.support.fault_server import FaultServer, start_obstore
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def open_descriptors() -> dict[int, str]:
 @pytest.fixture(scope="session", autouse=True)
 def opened_once() -> None:
     """Create an event loop, for which libuv opens a pipe for signals and keeps it."""
-    from aiofeed.runtime.event_loop import new_event_loop
+    from aiofeed.kernel.runtime.event_loop import new_event_loop
 
     new_event_loop().close()
 
@@ -204,7 +204,7 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     if sys.platform == "linux":
         from tests.support.forked_workers import FORKING
 
-        monkeypatch.setattr("aiofeed.processes.workers.handle.subprocess", FORKING)
+        monkeypatch.setattr("aiofeed.workers.handle.subprocess", FORKING)
 
 
 @pytest.fixture(scope="session")
@@ -273,7 +273,7 @@ def start_cuda() -> None:
     import numpy as np
     import torch
 
-    from aiofeed.devices import cuda
+    from aiofeed.kernel.devices import cuda
 
     # What the driver or the container does not support opens nothing.
     with contextlib.suppress(RuntimeError):
@@ -336,7 +336,7 @@ def jpeg_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _no_failed_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Free pinned memory again after a test in which a device failed."""
-    monkeypatch.setattr("aiofeed.runtime.buffers._kept", None)
+    monkeypatch.setattr("aiofeed.kernel.runtime.buffers._kept", None)
 
 
 @pytest.fixture(autouse=True)

@@ -64,5 +64,5 @@ def test_a_sample_passes_few_files(tmp_path: Path, make_image_folder: Callable[.
     for file, functions in sorted(tracer.files.items()):
         print(file, functions)  # pytest shows it if the test fails
     # One file for each kind of thread, so that a tracer that misses a thread is noticed.
-    assert {"sources/files.py", "decoders/image.py", "feeder/iterator.py"} <= set(tracer.files)
+    assert {"kernel/sources/files.py", "kernel/decoders/image.py", "kernel/feeder/iterator.py"} <= set(tracer.files)
     assert len(tracer.files) <= MOST_FILES, f"{len(tracer.files)} files: {', '.join(sorted(tracer.files))}"

@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 import aiofeed
+from aiofeed.objects.requests import fault_of
 from aiofeed.reports.commands.prepare import write_indexes
-from aiofeed.sources.objects.requests import fault_of
 from tests.mistakes import message_of, mistakes, prepare, two
 
 pytestmark = pytest.mark.integration

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import aiofeed
-from aiofeed.core.formatting import format_bytes
+from aiofeed.kernel.core.formatting import format_bytes
 from tests.support.interrupts import Interrupt
 
 HEAVY = ("PIL", "numpy", "ray", "torch")
@@ -24,8 +24,8 @@ HEAVY = ("PIL", "numpy", "ray", "torch")
 RARE = (
     "aiofeed.cache.disk",
     "aiofeed.cache.host",
-    "aiofeed.engine.fetch.cached",
-    "aiofeed.engine.resident.pipeline",
+    "aiofeed.cache.cached_fetcher",
+    "aiofeed.resident.pipeline",
     "aiofeed.processes",
     "numpy.typing",
     "uvloop",

@@ -172,7 +172,7 @@ def api_page(task: str) -> str:
 FILES: dict[str, Callable[[], str]] = {
     "aiofeed/__init__.pyi": stub,
     "aiofeed/errors.pyi": partial(stub_of, "errors"),
-    "aiofeed/processes/__init__.pyi": partial(stub_of, "processes"),
+    "aiofeed/processes.pyi": partial(stub_of, "processes"),
     "aiofeed/reports/__init__.pyi": partial(stub_of, "reports"),
     "docs/api.md": overview,
     **{f"docs/api/{file}": partial(api_page, task) for task, (file, _) in PAGES.items()},

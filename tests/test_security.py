@@ -19,12 +19,12 @@ from PIL import Image, features
 
 import aiofeed
 from aiofeed import DecodeImage, Feeder, Files, ImageFolder
-from aiofeed.decoders.geometry import FORMATS
 from aiofeed.errors import DecodeError, ReadError
-from aiofeed.processes.ipc.batch_codec import decode_batch
-from aiofeed.processes.ipc.framing import ProtocolError
-from aiofeed.processes.ipc.schema import ContainerNode, PickledNode
-from aiofeed.sources.file_io import _open_below
+from aiofeed.ipc.batch_codec import decode_batch
+from aiofeed.ipc.framing import ProtocolError
+from aiofeed.ipc.schema import ContainerNode, PickledNode
+from aiofeed.kernel.decoders.geometry import FORMATS
+from aiofeed.kernel.sources.file_io import _open_below
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs the links of a POSIX file system")
@@ -254,7 +254,7 @@ def test_decoding_starts_no_program_and_touches_no_file(tmp_path: Path) -> None:
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "import torch\n"
         "from PIL import Image\n"
-        "from aiofeed.decoders import DecodeImage\n"
+        "from aiofeed.kernel.decoders import DecodeImage\n"
         "Image.init()\n"
         "decode, seen, on = DecodeImage(4), set(), False\n"
         f"samples = [bytes.fromhex(each) for each in json.load(open({str(tmp_path / 'samples')!r}))]\n"
@@ -279,13 +279,13 @@ def test_decoding_starts_no_program_and_touches_no_file(tmp_path: Path) -> None:
 
 ALLOWED = {
     "reports/commands/run.py": {"subprocess"},
-    "processes/workers/spawn.py": {"pickle"},
-    "processes/workers/handle.py": {"subprocess"},
-    "processes/pickling.py": {"pickle"},
-    "processes/loader_workers/batches.py": {"pickle"},
-    "processes/loader_workers/state.py": {"pickle"},
-    "processes/loader_workers/worker_loop.py": {"pickle"},
-    "processes/loader_workers/workers.py": {"pickle"},
+    "workers/spawn.py": {"pickle"},
+    "workers/handle.py": {"subprocess"},
+    "ipc/pickling.py": {"pickle"},
+    "loader/workers/batches.py": {"pickle"},
+    "loader/workers/state.py": {"pickle"},
+    "loader/workers/worker_loop.py": {"pickle"},
+    "loader/workers/workers.py": {"pickle"},
 }
 """A worker process and its parent exchange the user's own objects, by unnamed files and sockets that only they have;
 ``aiofeed run`` runs the user's own script."""

@@ -1,1 +1,1 @@
-"""Caches of decoded samples: in memory, in a file, or on a device."""
+"""Caches of samples, decoded or encoded: in memory or in a file."""

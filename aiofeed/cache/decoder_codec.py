@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.cache.layout import RECORDS, Layout, NotCacheableError, Parts, describe, unpack_record
-from aiofeed.core.types import HostTensor, Row, RowDecoder, decodes_in_place, takes_rng, takes_target
-from aiofeed.runtime.tensors import as_array, as_tensor
+from aiofeed.kernel.core.types import HostTensor, Row, RowDecoder, decodes_in_place, takes_rng, takes_target
+from aiofeed.kernel.runtime.tensors import as_array, as_tensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.fingerprint import dataset_identity, identity
 from aiofeed.cache.item_codec import deserialized, new_codec, serialized
 from aiofeed.cache.layout import RECORDS, ItemLayout, Layout, NotCacheableError, Parts, other_structure, unpack_record
 from aiofeed.cache.store import EMPTY, RECORD, SampleStore
-from aiofeed.core.errors import CacheError
-from aiofeed.core.types import Source, public, traits_of
-from aiofeed.core.validation import check_bool, check_positive_int, counted, explain_arguments
-from aiofeed.sources.file_io import check_path
-from aiofeed.sources.subset import Subset, fingerprint_of
+from aiofeed.common.fingerprint import dataset_identity, identity
+from aiofeed.kernel.core.errors import CacheError
+from aiofeed.kernel.core.types import Source, public, traits_of
+from aiofeed.kernel.core.validation import check_bool, check_positive_int, counted, explain_arguments
+from aiofeed.kernel.sources.file_io import check_path
+from aiofeed.kernel.sources.subset import Subset, fingerprint_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from aiofeed.cache.cached_fetcher import CachedFetcher
     from aiofeed.cache.disk_format import CacheFile, Description
-    from aiofeed.engine.fetch.cached import CachedFetcher
-    from aiofeed.engine.fetchers import InnerFetcher
-    from aiofeed.feeder.arguments import FeederConfig
+    from aiofeed.kernel.engine.fetchers import InnerFetcher
+    from aiofeed.kernel.feeder.arguments import FeederConfig
 
 log: logging.Logger = logging.getLogger("aiofeed.cache")
 # The decoder's identity in a file of a Dataset's items.
@@ -108,7 +108,7 @@ class DiskCache:
             return None
         if isinstance(source, Subset):  # all parts use the same samples
             return Subset(self.wrap(source.whole), source.rows)
-        from aiofeed.cache.encoded.source import CachedSource
+        from aiofeed.cache.encoded_source import CachedSource
 
         length = len(source)
         return CachedSource(source, DiskStore(length, self, fingerprint_of(source, length), ENCODED), str(self.path))
@@ -215,7 +215,7 @@ class DiskStore(SampleStore):
 
     def new_fetcher(self, inner: InnerFetcher, decode: Callable[..., Any] | None) -> CachedFetcher:
         """Return the fetcher that uses this store."""
-        from aiofeed.engine.fetch.cached import CachedFetcher
+        from aiofeed.cache.cached_fetcher import CachedFetcher
 
         return CachedFetcher(inner, new_codec(decode), self)
 

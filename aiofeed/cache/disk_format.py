@@ -38,9 +38,9 @@ import numpy as np
 
 from aiofeed.cache.layout import RECORDS, UNIT, ItemLayout, Layout, layout_from_file
 from aiofeed.cache.store import RECORD, record_slot, units_of
-from aiofeed.core.errors import CacheError
-from aiofeed.core.formatting import format_bytes
-from aiofeed.runtime import machine
+from aiofeed.kernel.core.errors import CacheError
+from aiofeed.kernel.core.formatting import format_bytes
+from aiofeed.kernel.runtime import machine
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -12,17 +12,17 @@ import numpy as np
 from aiofeed.cache.item_codec import new_codec
 from aiofeed.cache.layout import UNIT, Layout
 from aiofeed.cache.store import EMPTY, PENDING, WRITING, SampleStore, record_slot, units_of
-from aiofeed.core.formatting import format_bytes
-from aiofeed.core.types import public
-from aiofeed.core.validation import check_positive_int, explain_arguments, local_ranks
-from aiofeed.runtime import machine
+from aiofeed.kernel.core.formatting import format_bytes
+from aiofeed.kernel.core.types import public
+from aiofeed.kernel.core.validation import check_positive_int, explain_arguments, local_ranks
+from aiofeed.kernel.runtime import machine
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from aiofeed.engine.fetch.cached import CachedFetcher
-    from aiofeed.engine.fetchers import InnerFetcher
-    from aiofeed.feeder.arguments import FeederConfig
+    from aiofeed.cache.cached_fetcher import CachedFetcher
+    from aiofeed.kernel.engine.fetchers import InnerFetcher
+    from aiofeed.kernel.feeder.arguments import FeederConfig
 
 # Records lie in blocks of so many units, 16 MB. A longer record has a block of its own.
 BLOCK = 1 << 18
@@ -84,7 +84,7 @@ class HostStore(SampleStore):
 
     def new_fetcher(self, inner: InnerFetcher, decode: Callable[..., Any] | None) -> CachedFetcher:
         """Return the fetcher that uses this store."""
-        from aiofeed.engine.fetch.cached import CachedFetcher
+        from aiofeed.cache.cached_fetcher import CachedFetcher
 
         return CachedFetcher(inner, new_codec(decode), self)
 

@@ -23,8 +23,8 @@ from aiofeed.cache.layout import (
     namedtuple_class,
     unpack_record,
 )
-from aiofeed.core.pytree import is_namedtuple, map_leaves
-from aiofeed.runtime.tensors import NUMBER_DTYPES, as_array
+from aiofeed.kernel.core.pytree import is_namedtuple, map_leaves
+from aiofeed.kernel.runtime.tensors import NUMBER_DTYPES, as_array
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

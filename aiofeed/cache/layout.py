@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 import numpy as np
 
-from aiofeed.core.pytree import is_namedtuple, loaded_class
-from aiofeed.runtime.tensors import is_tensor, tensor_of
+from aiofeed.kernel.core.pytree import is_namedtuple, loaded_class
+from aiofeed.kernel.runtime.tensors import is_tensor, tensor_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -16,8 +16,8 @@ from aiofeed.cache.layout import RECORDS, UNIT, Layout, NotCacheableError, Parts
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from aiofeed.core.types import HostTensor
-    from aiofeed.devices.backend import DeviceBackend
+    from aiofeed.kernel.core.types import HostTensor
+    from aiofeed.kernel.devices.backend import DeviceBackend
 
 log: logging.Logger = logging.getLogger("aiofeed.cache")
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from math import ceil, inf, sqrt
 from typing import Any
 
-from aiofeed.core.statistics import EpochStats
+from aiofeed.kernel.core.statistics import EpochStats
+from aiofeed.kernel.runtime import machine
 from aiofeed.reports.explanation import StageTimes
-from aiofeed.runtime import machine
 
 # Fewer batches do not show where the time goes.
 LEAST_BATCHES = 3
@@ -165,7 +165,7 @@ def _faster_decoders(decode: Any) -> Iterator[tuple[str, float | None]]:
     """Yield faster ways to decode with a ``DecodeImage``, each with the factor that is known."""
     from PIL import __version__ as pillow
 
-    from aiofeed.decoders.native_jpeg import INSTALL, load_native_decoder
+    from aiofeed.kernel.decoders.native_jpeg import INSTALL, load_native_decoder
 
     if decode.backend in ("auto", "native") and decode.scaled and load_native_decoder()[1] is None:
         # Pillow-SIMD takes 1.5 times as long for 1024x768 to 224x224, see docs/images.md.

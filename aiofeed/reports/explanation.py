@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
-from aiofeed.core.types import public_in
+from aiofeed.kernel.core.types import public_in
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiofeed.core.types import Members, traits_of
-from aiofeed.engine.admission import bytes_per_sample
-from aiofeed.engine.tuning.reads import READS_MOST
+from aiofeed.kernel.core.types import Members, traits_of
+from aiofeed.kernel.engine.admission import bytes_per_sample
+from aiofeed.kernel.engine.tuning.reads import READS_MOST
+from aiofeed.kernel.runtime.event_loop import MOST_READ_THREADS
 from aiofeed.reports.bottleneck import FeedMeasurements
 from aiofeed.reports.explanation import Explanation
 from aiofeed.reports.ranks import explain_ranks
 from aiofeed.reports.remedies import explain
-from aiofeed.runtime.event_loop import MOST_READ_THREADS
 
 
 def explain_feeder(session: Any, *, ranks: bool) -> Explanation:

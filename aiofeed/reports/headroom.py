@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
-from aiofeed.core.pytree import map_leaves
-from aiofeed.core.types import public_in
+from aiofeed.kernel.core.pytree import map_leaves
+from aiofeed.kernel.core.types import public_in
 
 # Batches at the start of the epoch that are not timed, and further ones of which copies are kept. More than one, so
 # that the step does not find all data in the processor's caches.

@@ -12,8 +12,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from aiofeed.core.formatting import format_error
-from aiofeed.sources.objects.listing import BAR_EVERY_S, new_bar, shows_progress
+from aiofeed.common.progress_bar import BAR_EVERY_S, new_bar, shows_progress
+from aiofeed.kernel.core.formatting import format_error
 
 BatchT = TypeVar("BatchT")
 

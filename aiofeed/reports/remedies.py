@@ -7,8 +7,8 @@ from dataclasses import replace
 from math import ceil, inf
 from typing import Any
 
-from aiofeed.core.formatting import format_bytes
-from aiofeed.core.statistics import EpochStats
+from aiofeed.kernel.core.formatting import format_bytes
+from aiofeed.kernel.core.statistics import EpochStats
 from aiofeed.reports.bottleneck import (
     COLLATE,
     COPY,

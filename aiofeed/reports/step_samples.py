@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from aiofeed.core.types import public_in
-from aiofeed.core.validation import check_epoch, check_int_from, counted
-from aiofeed.sampling.feed_order import FeedOrder
-from aiofeed.sampling.order import sample_seed
-from aiofeed.sampling.schedule import Position
+from aiofeed.kernel.core.types import public_in
+from aiofeed.kernel.core.validation import check_epoch, check_int_from, counted
+from aiofeed.kernel.sampling.feed_order import FeedOrder
+from aiofeed.kernel.sampling.order import sample_seed
+from aiofeed.kernel.sampling.schedule import Position
 
 
 @public_in("aiofeed.reports")

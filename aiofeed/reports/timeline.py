@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from aiofeed.core.statistics import Event
+from aiofeed.kernel.core.statistics import Event
 
 # The colours of what is in the lanes, from top to bottom.
 COLOURS = {

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from aiofeed.core.types import HostTensor
-from aiofeed.devices.copier import Copier, PendingCopy
+from aiofeed.kernel.core.types import HostTensor
+from aiofeed.kernel.devices.copier import Copier, PendingCopy
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from aiofeed.devices.backend import DeviceBackend, Event, Stream
+    from aiofeed.kernel.devices.backend import DeviceBackend, Event, Stream
 
 _AHEAD = 2  # copies issued before the consumer takes the first batch
 _SLOTS = 3  # host buffers, written in rotation

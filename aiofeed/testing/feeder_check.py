@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from aiofeed.devices.backend import CpuBackend, backends_of, splits_batches
-from aiofeed.devices.resolve import resolve_devices
-from aiofeed.feeder.feeder import Feeder
+from aiofeed.kernel.devices.backend import CpuBackend, backends_of, splits_batches
+from aiofeed.kernel.devices.resolve import resolve_devices
+from aiofeed.kernel.feeder.feeder import Feeder
 from aiofeed.testing.copier_check import WrongBytesError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from aiofeed.devices.backend import DeviceBackend, Stream
+    from aiofeed.kernel.devices.backend import DeviceBackend, Stream
 
 _ROW = 96  # bytes of a sample
 _SWITCH = 7  # batches after which the consumer changes its streams

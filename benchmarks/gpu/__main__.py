@@ -67,7 +67,7 @@ def missing_cuda() -> str:
     """Why there is no CUDA device; empty if there is one."""
     import torch
 
-    from aiofeed.devices.resolve import explain_no_accelerator
+    from aiofeed.kernel.devices.resolve import explain_no_accelerator
 
     return "" if torch.cuda.is_available() else explain_no_accelerator()
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import aiofeed
-from aiofeed.runtime import buffers
+from aiofeed.kernel.runtime import buffers
 from benchmarks.figures import Figure, at_most
 from benchmarks.gpu.overlap import Blank
 from benchmarks.gpu.setup import Setup

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from aiofeed.devices.backend import CpuBackend, DeviceBackend
-from aiofeed.devices.resolve import resolve_devices
+from aiofeed.kernel.devices.backend import CpuBackend, DeviceBackend
+from aiofeed.kernel.devices.resolve import resolve_devices
 from benchmarks import report
 from benchmarks.command_line import print_progress
 from benchmarks.figures import turns

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import aiofeed
-from aiofeed.runtime import machine
+from aiofeed.kernel.runtime import machine
 from benchmarks.figures import Figure, column, per
 from benchmarks.gpu.images import endless
 from benchmarks.gpu.setup import Setup, Work, synchronize

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import aiofeed
-from aiofeed.devices.backend import DeviceBackend
+from aiofeed.kernel.devices.backend import DeviceBackend
 from benchmarks.figures import Figure, at_least, at_most, column, per
 from benchmarks.gpu.overlap import Blank, step_of
 from benchmarks.gpu.setup import Setup, drive, marker, synchronize

@@ -45,7 +45,7 @@ def test_loaders_give_batches_of_one_shape(loader: str, kind: str, short: None) 
 
 def test_the_pretended_cores_are_those_of_the_feeder_only(short: None) -> None:
     """A default feeder has as many decode threads as cores are pretended; then the machine has its own again."""
-    from aiofeed.runtime import machine
+    from aiofeed.kernel.runtime import machine
 
     before = machine.cpus()
     with simulated.feeder("chunks", 7, 4, default=True) as feeder:

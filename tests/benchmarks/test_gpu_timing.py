@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 import torch
 
-from aiofeed.devices.backend import CpuBackend
-from aiofeed.runtime.buffers import release_unused
+from aiofeed.kernel.devices.backend import CpuBackend
+from aiofeed.kernel.runtime.buffers import release_unused
 from benchmarks.gpu import memory, runner, setup, trace
 from benchmarks.gpu.results import Part
 from benchmarks.gpu.setup import Setup

@@ -27,7 +27,7 @@ import torch
 from aiofeed import DecodeImage, DiskCache, Feeder, ImageFolder, Limits
 from aiofeed.cache import disk_format as cache_file
 from aiofeed.cache.disk_format import open_file
-from aiofeed.cache.fingerprint import identity
+from aiofeed.common.fingerprint import identity
 from aiofeed.errors import CacheError
 from tests.support.fork_server import ForkServer
 from tests.support.mutations import mutated

@@ -25,12 +25,12 @@ from hypothesis import strategies as st
 from torch.utils.data import Subset
 
 from aiofeed import DiskCache, FailurePolicy, Feeder, FromDataset, Limits
+from aiofeed.cache import cached_fetcher as cached
 from aiofeed.cache import disk_format as cache_file
 from aiofeed.cache.disk_format import CacheFile
-from aiofeed.cache.fingerprint import dataset_identity
 from aiofeed.cache.item_codec import deserialized, item_layout, serialized
 from aiofeed.cache.store import DECIDING
-from aiofeed.engine.fetch import cached
+from aiofeed.common.fingerprint import dataset_identity
 from aiofeed.errors import CacheError, IteratorClosedError, ReadError
 from tests.cache.test_item_codec import ITEMS, Items, Many, Pair, flat
 from tests.support.epochs_beside import same_after

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiofeed import DecodeImage, DiskCache, FailurePolicy, Feeder, Files, HostCache, ImageFolder, Limits, Tensors
-from aiofeed.decoders.geometry import map_box
 from aiofeed.errors import CacheError, DecodeError
+from aiofeed.kernel.decoders.geometry import map_box
 from tests.support.number_decoders import CountedNumbers, array, half, scalar, tensor
 
 
@@ -341,7 +341,7 @@ def test_samples_that_do_not_fit_are_decoded_in_every_epoch(caplog: pytest.LogCa
 
 
 def test_half_of_the_free_memory_is_divided_among_the_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    from aiofeed.runtime import machine
+    from aiofeed.kernel.runtime import machine
 
     monkeypatch.setattr(machine, "free_memory", lambda: 20 * 10 * 2 * 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

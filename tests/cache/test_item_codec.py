@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from aiofeed import DiskCache, FailurePolicy, Feeder, FromDataset, HostCache, Limits
 from aiofeed.cache.item_codec import item_layout, item_parts
-from aiofeed.cache.resident import HostRows
-from aiofeed.engine.resident.pipeline import ResidentPipeline
 from aiofeed.errors import CacheError, DeviceCopyError
-from aiofeed.feeder.pipeline import StreamingPipeline
+from aiofeed.kernel.feeder.pipeline import StreamingPipeline
+from aiofeed.resident.pipeline import ResidentPipeline
+from aiofeed.resident.resident_store import HostRows
 from tests.support.epochs_beside import same_after
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import until
@@ -581,7 +581,7 @@ def test_items_that_do_not_fit_on_the_device_are_an_error_with_the_figures(laten
 
 def test_items_that_do_not_fit_into_host_memory_are_an_error_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a device the limit is free host memory; ``cache="host"`` caches the items that fit."""
-    monkeypatch.setattr("aiofeed.runtime.machine.free_memory", lambda: 700)
+    monkeypatch.setattr("aiofeed.kernel.runtime.machine.free_memory", lambda: 700)
     with Feeder(Items(22), batch_size=4, cache="device") as feeder, pytest.raises(CacheError, match="700 bytes free"):
         next(iter(feeder))
     dataset = Items(22)

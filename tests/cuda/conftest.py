@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items):
 SHARE = """
 import sys
 import torch
-from aiofeed.processes.shared_tensors.api import share
+from aiofeed.serving.shared_tensors.api import share
 with share({"x": torch.zeros(1 << 20, device="cuda")}, sys.argv[1]):
     print("shared", flush=True)
     sys.stdin.readline()
@@ -36,7 +36,7 @@ def opened_by_cuda(tmp_path_factory):
     """Open memory of another process: CUDA keeps the descriptors that this opens first."""
     import torch
 
-    from aiofeed.processes.shared_tensors.api import attach_tensors
+    from aiofeed.serving.shared_tensors.api import attach_tensors
 
     if not torch.cuda.is_available():
         return
@@ -72,7 +72,7 @@ def backend():
     """Return the backend of the current CUDA device, with no work queued by earlier tests."""
     import torch
 
-    from aiofeed.devices.resolve import resolve_device
+    from aiofeed.kernel.devices.resolve import resolve_device
 
     torch.cuda.synchronize()
     yield resolve_device("cuda")

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from aiofeed.core.types import HostTensor
-from aiofeed.devices.backend import TorchBackend
-from aiofeed.devices.copier import Copier
-from aiofeed.processes.ipc.cuda_ipc import CudaSharedDevice
-from aiofeed.runtime.buffers import release_unused
+from aiofeed.ipc.cuda_ipc import CudaSharedDevice
+from aiofeed.kernel.core.types import HostTensor
+from aiofeed.kernel.devices.backend import TorchBackend
+from aiofeed.kernel.devices.copier import Copier
+from aiofeed.kernel.runtime.buffers import release_unused
 from aiofeed.testing import check_copier
 
 

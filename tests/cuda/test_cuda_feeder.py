@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 import aiofeed
-from aiofeed.core.limits import DEVICE_BATCHES
-from aiofeed.devices import cuda
-from aiofeed.devices.copier import Copier
-from aiofeed.devices.copy_thread import QUEUED_BATCHES
+from aiofeed.kernel.core.limits import DEVICE_BATCHES
+from aiofeed.kernel.devices import cuda
+from aiofeed.kernel.devices.copier import Copier
+from aiofeed.kernel.devices.copy_thread import QUEUED_BATCHES
 
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from aiofeed.processes.shared_tensors.api import attach_tensors, share
+from aiofeed.serving.shared_tensors.api import attach_tensors, share
 from tests.support.paths import environment
 
 pytestmark = pytest.mark.cuda
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cuda
 CHILD = """
 import gc, logging, sys
 import torch
-from aiofeed.processes.shared_tensors.api import attach_tensors
+from aiofeed.serving.shared_tensors.api import attach_tensors
 logging.basicConfig(stream=sys.stdout)
 data = attach_tensors(sys.argv[1], *sys.argv[2:])
 x, part = data["x"], data["part"]
@@ -104,7 +104,7 @@ def test_another_process_has_the_same_device_memory() -> None:
 
 FEEDING = """
 import sys, torch, aiofeed
-from aiofeed.engine.resident.device_windows import _is_torchs
+from aiofeed.resident.device_windows import _is_torchs
 x = aiofeed.processes.attach_tensors(sys.argv[1])
 print(x.device.type, _is_torchs(x), _is_torchs(x.clone()))
 feeder = aiofeed.Feeder(aiofeed.Tensors(x), batch_size=len(x), shuffle=True, device="cuda")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import aiofeed
-from aiofeed.devices.resolve import resolve_device
+from aiofeed.kernel.devices.resolve import resolve_device
 from benchmarks.gpu.trace import profiled, recorded
 
 # In some torch versions the profiler warns of future changes.

@@ -41,7 +41,7 @@ def test_every_row_names_a_test_that_exists() -> None:
         assert found[2] in names_in(found[1]), row
 
 
-@pytest.mark.parametrize("module", ["feeder/test_stateful_behaviour", "feeder/test_dataloader_behaviour"])
+@pytest.mark.parametrize("module", ["kernel/feeder/test_stateful_behaviour", "loader/test_dataloader_behaviour"])
 def test_every_test_of_behaviour_is_in_the_table(module: str) -> None:
     """Every test of these modules has a row in the table."""
     assert names_in(module) - {name for row in rows() for _, name in NAME.findall(row)} == set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aiofeed.core import errors
+from aiofeed.kernel.core import errors
 from tests.docs.test_docs import anchors
 from tests.support.paths import ROOT
 

@@ -13,10 +13,10 @@ from types import ModuleType
 
 import pytest
 
-from aiofeed.decoders.native_jpeg import native_decoder
+from aiofeed.kernel.decoders.native_jpeg import native_decoder
 from tests.support.paths import ROOT
 
-LIBRARIES = ("aiofeed/decoders/_native_jpeg.so", "aiofeed/sources/_native_files.so")
+LIBRARIES = ("aiofeed/kernel/decoders/_native_jpeg.so", "aiofeed/kernel/sources/_native_files.so")
 needs_headers = pytest.mark.skipif(native_decoder() is None, reason="needs a C compiler and libjpeg-turbo's headers")
 KINDS = ("", ".libjpeg-turbo.ijg.txt", ".libjpeg-turbo.md", ".libjpeg-turbo.zlib.txt")
 LICENSES = tuple(f"a.dist-info/licenses/LICENSE{kind}" for kind in KINDS)
@@ -48,7 +48,7 @@ def compile_c(path: Path, code: str, *options: str) -> None:
 
 def build(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run ``hatch_build.py`` on a copy of the native JPEG library's source."""
-    for name in ("hatch_build.py", "aiofeed/decoders/native_jpeg.c"):
+    for name in ("hatch_build.py", "aiofeed/kernel/decoders/native_jpeg.c"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((ROOT / name).read_bytes())
     env = {"PATH": "/usr/bin:/bin", "AIOFEED_BUILD_NATIVE_FILES": "0", **variables}
@@ -81,7 +81,7 @@ class TestBuildHook:
         monkeypatch.setattr(sys, "platform", "win32")
         monkeypatch.delenv("AIOFEED_LIBJPEG_TURBO", raising=False)
         hook = load("hatch_build.py")
-        assert [library.path for library in hook.LIBRARIES] == ["aiofeed/decoders/_native_jpeg.dll"]
+        assert [library.path for library in hook.LIBRARIES] == ["aiofeed/kernel/decoders/_native_jpeg.dll"]
         built, [warning] = hook.build()
         assert built == []
         assert "on Windows the library is built for wheels only" in warning

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import aiofeed
-from aiofeed.sources.objects.reader import ObjectReader
+from aiofeed.objects.reader import ObjectReader
 from tests.support.fault_server import start_obstore
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.filterwarnings("default")]

@@ -331,7 +331,7 @@ def test_no_room_in_the_cluster_is_an_error_after_the_time_limit() -> None:
 
 def test_another_version_on_a_node_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message has the node and both versions."""
-    monkeypatch.setattr("aiofeed.processes.actors.actor_handle.versions", lambda: {"aiofeed": "9.9"})
+    monkeypatch.setattr("aiofeed.workers.ray.actor_handle.versions", lambda: {"aiofeed": "9.9"})
     with pytest.raises(
         FeedError, match=r"node [\d.]+ has aiofeed .*, and the trainer has aiofeed 9.9: install the same"
     ):
@@ -399,7 +399,7 @@ def test_a_hundred_kills_lose_no_batch(cluster: Any, tmp_path: Path) -> None:
 )
 def test_equality_with_threads(options: dict[str, Any], error: Any) -> None:
     """Every kind of batch and of failure, over two epochs."""
-    from tests.processes.workers.test_parent_engine import assert_same
+    from tests.workers.test_parent_engine import assert_same
 
     seen = []
     for engine in ("thread", RayEngine(2)):

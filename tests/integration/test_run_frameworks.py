@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import aiofeed
-from aiofeed.feeder.run import loaders
+from aiofeed.loader.run import loaders
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("default")]
 

@@ -20,14 +20,14 @@ import torch
 
 import aiofeed
 from aiofeed import Feeder, FromDataset, Limits, Table, Tensors
-from aiofeed.core.statistics import EpochStats
-from aiofeed.feeder.arguments import allows
+from aiofeed.kernel.core.statistics import EpochStats
+from aiofeed.kernel.feeder.arguments import allows
+from aiofeed.kernel.runtime import machine
 from aiofeed.reports.bottleneck import FeedMeasurements, all_allowed
 from aiofeed.reports.explanation import RankTimes
 from aiofeed.reports.feeder import measurements
 from aiofeed.reports.ranks import compare, figures_of
 from aiofeed.reports.remedies import explain
-from aiofeed.runtime import machine
 from benchmarks import explain as plants
 from benchmarks.explain import PLANTS, Items, Numbers
 from tests.support.calls import PUBLIC, calls_in

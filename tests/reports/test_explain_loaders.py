@@ -16,8 +16,8 @@ from torch.utils.data import IterableDataset
 
 import aiofeed
 from aiofeed import DataLoader
-from aiofeed.core.statistics import EpochStats
-from aiofeed.processes.loader_workers.fetching import GIL_PROBES
+from aiofeed.kernel.core.statistics import EpochStats
+from aiofeed.loader.workers.fetching import GIL_PROBES
 from aiofeed.reports import Explanation
 from aiofeed.reports.remedies import explain_loader
 from benchmarks.explain import Items, SlowSampler, collate

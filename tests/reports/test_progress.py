@@ -17,12 +17,12 @@ import torch
 from _pytest.capture import CaptureIO
 
 from aiofeed import Buckets, DiskCache, Feeder, HostCache, Stream
+from aiofeed.common.progress_bar import LoadProgress
 from aiofeed.errors import IteratorClosedError, ReadError
-from aiofeed.feeder.iterator import EpochObserver
+from aiofeed.kernel.feeder.iterator import EpochObserver
+from aiofeed.kernel.runtime.queue import ReadyBatch
+from aiofeed.objects import listing
 from aiofeed.reports import progress
-from aiofeed.runtime.queue import ReadyBatch
-from aiofeed.sources.objects import listing
-from aiofeed.sources.objects.listing import LoadProgress
 from tests.support import process_parts as parts
 from tests.support.interrupts import interrupted_next
 from tests.support.process_parts import Numbers

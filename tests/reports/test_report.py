@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import aiofeed
-from aiofeed.devices import resolve
+from aiofeed.kernel.devices import resolve
 from aiofeed.reports import machine
 from aiofeed.reports.commands.cli import main
 from aiofeed.reports.machine import AcceleratorReport, Environment, environment
@@ -258,7 +258,7 @@ class TestFacts:
     def test_the_native_library(self, monkeypatch):
         """The native library is listed with its libjpeg-turbo if it was built."""
         name = "native library with libjpeg-turbo"
-        load = "aiofeed.decoders.native_jpeg.load_native_decoder"
+        load = "aiofeed.kernel.decoders.native_jpeg.load_native_decoder"
         monkeypatch.setattr(load, lambda: ("", SimpleNamespace(version="3.1.2")))
         found = environment.inspect_environment()
         assert (found.decoders[name], found.native_problem) == ("3.1.2", "")

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 import aiofeed
-from aiofeed.core.statistics import EVENTS, Event
+from aiofeed.kernel.core.statistics import EVENTS, Event
 from aiofeed.reports.timeline import lanes_of, ticks_of, write_timeline
 from tests.support.number_decoders import scalar
 from tests.support.simulated_device import SimulatedDevice

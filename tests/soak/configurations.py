@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from aiofeed import Feeder, FromDataset, Limits
-from aiofeed.sampling.schedule import Position, Schedule
+from aiofeed.kernel.sampling.schedule import Position, Schedule
 from tests.soak.sources import FILE_WIDTH, FILES, Decode, Items, Many, Numbers, files
 from tests.support.simulated_device import SimulatedDevice
 

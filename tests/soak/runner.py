@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from aiofeed.runtime.event_loop import new_event_loop
+from aiofeed.kernel.runtime.event_loop import new_event_loop
 from tests.soak import bridges, episodes, faulty, policies, processes
 from tests.soak.checks import Checks, ProblemLog, watchdog
 from tests.soak.configurations import ViolationError
@@ -44,7 +44,7 @@ def _signals(seed: int) -> str:
 
 
 def _fuzz(seed: int) -> str:
-    from tests.decoders.test_image_fuzz import run_fuzz
+    from tests.kernel.decoders.test_image_fuzz import run_fuzz
 
     totals = run_fuzz(20_000, seed)
     decoded, refused = (sum(count[result] for count in totals.values()) for result in ("decoded", "refused"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aiofeed.runtime.queue import BatchQueue, ReadyBatch
+from aiofeed.kernel.runtime.queue import BatchQueue, ReadyBatch
 from tests.soak.runner import KINDS, Soak
 
 EPISODES = 50

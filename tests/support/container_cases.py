@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import aiofeed
-from aiofeed.runtime import machine
+from aiofeed.kernel.runtime import machine
 from tests.support.platform_cases import BATCH, Numbers, decode, values
 
 MIB = 1 << 20

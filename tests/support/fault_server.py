@@ -20,7 +20,7 @@ from xml.sax.saxutils import escape
 
 import psutil
 
-from aiofeed.runtime.event_loop import new_event_loop
+from aiofeed.kernel.runtime.event_loop import new_event_loop
 from tests.support.shard_files import tar_of
 from tests.support.waiting import until
 

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from aiofeed.processes.ipc.cuda_ipc import HandleError
-from aiofeed.processes.ipc.schema import DeviceMemoryHandle
+from aiofeed.ipc.cuda_ipc import HandleError
+from aiofeed.ipc.schema import DeviceMemoryHandle
 
 POISON = 0xDB
 _PROBE_EVENTS = 2

@@ -205,8 +205,8 @@ def a_device(folder: Path) -> None:
 
 def reports(folder: Path) -> None:
     """The report of the machine, its figures and the folder of listings."""
-    from aiofeed.runtime import machine
-    from aiofeed.sources.objects.listing import cache_folder
+    from aiofeed.common.cache_folder import cache_folder
+    from aiofeed.kernel.runtime import machine
 
     assert "torch" in str(aiofeed.device_report())
     assert machine.cpus() >= 1

@@ -210,7 +210,7 @@ def strange_at_seventeen(data: bytes) -> Any:
 
 def modules(data: bytes) -> Any:
     """Whether torch was imported where this runs, and whether it is the main process."""
-    return np.array(["torch" in sys.modules, "aiofeed.processes.workers.main" in sys.modules])
+    return np.array(["torch" in sys.modules, "aiofeed.workers.main" in sys.modules])
 
 
 def process_id(data: bytes) -> Any:

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from aiofeed.processes.shared_tensors.api import attach_tensors, share
+from aiofeed.serving.shared_tensors.api import attach_tensors, share
 
 
 def main() -> None:

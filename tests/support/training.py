@@ -293,7 +293,7 @@ def ctrl_c_at_the_exit_of_a_stuck_feeder() -> None:
     """A thread sends SIGINT as soon as the interpreter waits at exit for aiofeed's threads."""
     import threading
 
-    from aiofeed.runtime import threads
+    from aiofeed.kernel.runtime import threads
 
     references.append(iter(feeder(decode=stuck_in_c)))
     wait_for_decoder()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 
 import psutil
+import pytest
 
 
 def until(condition: Callable[[], object], limit_s: float = 30.0) -> float:
@@ -29,3 +30,14 @@ def children() -> list[psutil.Process]:
             if each.pid not in (tracker, server) and each.status() != psutil.STATUS_ZOMBIE:
                 running.append(each)
     return running
+
+
+@pytest.fixture(autouse=True)
+def no_worker_left_running() -> object:
+    """Fail a test after which a worker process still runs."""
+    before = {each.pid for each in children()}
+    yield
+    deadline = time.monotonic() + 30.0
+    while left := [each for each in children() if each.pid not in before]:
+        assert time.monotonic() < deadline, f"processes still run after the test: {left}"
+        time.sleep(0.01)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import aiofeed
-from aiofeed.devices.backend import CpuBackend
+from aiofeed.kernel.devices.backend import CpuBackend
 from aiofeed.lightning import FeederMonitor
 
 if TYPE_CHECKING:

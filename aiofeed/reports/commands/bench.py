@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import aiofeed
-from aiofeed.core.formatting import format_bytes
-from aiofeed.core.validation import check_positive_int
+from aiofeed.kernel.core.formatting import format_bytes
+from aiofeed.kernel.core.validation import check_positive_int
+from aiofeed.kernel.runtime import machine
 from aiofeed.reports.commands.data_set import DataSet, nothing, open_data_set, quoted
-from aiofeed.runtime import machine
 
 # Each step is measured for so long, after a warm-up in which threads and reads are tuned.
 WARM_UP_S = 1.0
@@ -54,7 +54,7 @@ def bench(paths: Sequence[str], *, size: int, batch_size: int, as_json: bool) ->
 
 def _measure(data: DataSet, size: int, batch_size: int) -> dict[str, Any]:
     started, cores = time.monotonic(), machine.rank_cpus()
-    from aiofeed.decoders.image import DecodeImage  # needs Pillow
+    from aiofeed.kernel.decoders.image import DecodeImage  # needs Pillow
 
     decode = DecodeImage(size)
     rates: dict[str, float] = {}

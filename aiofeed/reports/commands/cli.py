@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 
-from aiofeed.core.errors import FeedError
+from aiofeed.kernel.core.errors import FeedError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     # The function of a module of this folder, which gets the options by their names.
     module, function = options.pop("calls").split(".")
-    call = partial(getattr(import_module(f"aiofeed.reports.commands.{module}"), function), **options)
+    call = partial(getattr(import_module(f".{module}", __package__), function), **options)
     return (_printing_errors(command, call) if command in ("bench", "replay") else call()) or 0
 
 

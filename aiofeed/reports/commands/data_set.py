@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aiofeed.sources.files import Files
-from aiofeed.sources.image_folder import EXTENSIONS, ImageFolder
-from aiofeed.sources.objects.manifest import Manifest
-from aiofeed.sources.objects.urls import scheme_of
-from aiofeed.sources.shards.tar import TarShards
-from aiofeed.sources.shards.zip import ZipShards
+from aiofeed.kernel.sources.files import Files
+from aiofeed.kernel.sources.image_folder import EXTENSIONS, ImageFolder
+from aiofeed.objects.urls import scheme_of
+from aiofeed.shards.tar import TarShards
+from aiofeed.shards.zip import ZipShards
+from aiofeed.tables.manifest import Manifest
 
 _IMAGES = ";".join(["jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff"])
 _MANIFEST = re.compile(r"\.(csv|tsv|jsonl|ndjson|parquet|pq)(\.\w+)?$", re.IGNORECASE)

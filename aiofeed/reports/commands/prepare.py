@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from aiofeed.core.validation import counted
-from aiofeed.sources.objects.listing import run_blocking
-from aiofeed.sources.shards import indexing
-from aiofeed.sources.shards.index import SUFFIX
-from aiofeed.sources.shards.tar import TAR_RULES
-from aiofeed.sources.shards.tfrecord import TFRECORD_RULES
-from aiofeed.sources.shards.urls import Shard, ShardFinder
+from aiofeed.common.blocking import run_blocking
+from aiofeed.kernel.core.validation import counted
+from aiofeed.shards import indexing
+from aiofeed.shards.index import SUFFIX
+from aiofeed.shards.tar import TAR_RULES
+from aiofeed.shards.tfrecord import TFRECORD_RULES
+from aiofeed.shards.urls import Shard, ShardFinder
 
 # Shards that are read at the same time.
 _SHARDS = 4

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from aiofeed.core.errors import StateError
+from aiofeed.kernel.core.errors import StateError
+from aiofeed.kernel.sampling.feed_order import FeedOrder
+from aiofeed.kernel.sampling.state import ORDERS, SavedState, states_in
+from aiofeed.kernel.sources.subset import fingerprint_of
+from aiofeed.mixtures.mixture_order import MixtureOrder
 from aiofeed.reports.commands.data_set import open_data_set
 from aiofeed.reports.step_samples import samples_at
-from aiofeed.sampling.feed_order import FeedOrder
-from aiofeed.sampling.listers.mixture import MixtureOrder
-from aiofeed.sampling.state import ORDERS, SavedState, states_in
-from aiofeed.sources.subset import fingerprint_of
 
 
 def replay(path: str, data: Sequence[str], *, at: str | None, step: int, epoch: int, rank: int | None) -> int:

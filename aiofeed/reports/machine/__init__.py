@@ -1,7 +1,7 @@
 """Reports the machine's accelerators, packages and limits, with advice for problems. Reads only; uses no network."""
 
-from aiofeed.core.types import public
-from aiofeed.devices.resolve import explain_no_accelerator
+from aiofeed.kernel.core.types import public
+from aiofeed.kernel.devices.resolve import explain_no_accelerator
 from aiofeed.reports.machine.environment import find_accelerators, inspect_environment
 from aiofeed.reports.machine.report import AcceleratorReport, DeviceReport, Environment, advise
 

@@ -19,17 +19,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aiofeed.core.validation import local_ranks
-from aiofeed.devices.resolve import resolve_device
+from aiofeed.kernel.core.validation import local_ranks
+from aiofeed.kernel.devices.resolve import resolve_device
+from aiofeed.kernel.runtime import machine
+from aiofeed.kernel.sources.file_io import group_reader
 from aiofeed.reports.machine.report import AcceleratorReport, Environment
-from aiofeed.runtime import machine
-from aiofeed.sources.file_io import group_reader
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiofeed.devices.backend import DeviceBackend
+    from aiofeed.kernel.devices.backend import DeviceBackend
 
 # Bytes of each measured copy, and how long a kind of copy is measured.
 COPY_BYTES = 32 << 20
@@ -116,12 +116,12 @@ def _pillow() -> str | None:
 def _native_decoder() -> tuple[str, dict[str, str]]:
     """Why there is no native JPEG library, or the library with the version of its libjpeg-turbo."""
     try:
-        native: Any = importlib.import_module("aiofeed.decoders.native_jpeg")
+        from aiofeed.kernel.decoders import native_jpeg
     except ImportError:  # it needs Pillow
         return "", {}
-    problem, decoder = native.load_native_decoder()
+    problem, decoder = native_jpeg.load_native_decoder()
     if decoder is None:
-        return f"{problem}: {native.INSTALL}", {}
+        return f"{problem}: {native_jpeg.INSTALL}", {}
     return "", {"native library with libjpeg-turbo": decoder.version}
 
 
@@ -240,7 +240,7 @@ def measure_copies(report: AcceleratorReport, backend: DeviceBackend, nbytes: in
     """The report of a device with the rates of pinned and pageable copies of ``nbytes`` each."""
     import numpy as np
 
-    from aiofeed.runtime.buffers import release_unused
+    from aiofeed.kernel.runtime.buffers import release_unused
 
     pageable = _attempt(lambda: copy_rate(backend, np.ones(nbytes, np.uint8), MEASURE_S))
     pinned = pin_error = None

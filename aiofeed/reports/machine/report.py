@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from aiofeed.core.formatting import format_bytes
-from aiofeed.core.types import public_in
+from aiofeed.kernel.core.formatting import format_bytes
+from aiofeed.kernel.core.types import public_in
 
 # A feeder has up to a few hundred files and sockets open, and so has a training program.
 FEW_FILES = 1024

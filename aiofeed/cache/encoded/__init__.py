@@ -1,1 +1,0 @@
-"""The source that looks encoded samples up in a cache."""

@@ -1,1 +1,0 @@
-"""Decoders of video and audio over PyAV, whose wheels have the libraries of FFmpeg."""

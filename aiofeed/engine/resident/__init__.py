@@ -1,1 +1,0 @@
-"""Batches of data that are already in memory."""

@@ -1,1 +1,0 @@
-"""What users hold: Feeder, iterators, prefetch, scatter, serve and attach."""

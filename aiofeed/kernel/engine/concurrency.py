@@ -1,0 +1,118 @@
+"""Measures jobs and reads for the tuner, and applies the tuner's choices to the limits and the decode threads."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from aiofeed.kernel.engine.admission import Admission
+from aiofeed.kernel.engine.fetch.fetcher import Fetcher
+from aiofeed.kernel.engine.tuning.gil import GilLimit
+from aiofeed.kernel.engine.tuning.score import JobTiming
+from aiofeed.kernel.engine.tuning.tuner import Tuner
+from aiofeed.kernel.runtime import machine
+from aiofeed.kernel.runtime.thread_pool import ThreadPool
+
+log: logging.Logger = logging.getLogger("aiofeed.engine")
+
+
+class Concurrency:
+    """Controls the number of decode threads and the read concurrency of an engine.
+
+    Args:
+        admission: has the limits.
+        fetcher: limits the number of useful decode threads.
+        executor: the decode threads.
+        tuner: chooses both numbers; ``None``: they stay as in the limits.
+        on_gil_limit: called once, on the loop, if the GIL limits decoding.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        *,
+        fetcher: Fetcher,
+        executor: ThreadPool,
+        tuner: Tuner | None,
+        on_gil_limit: Callable[[GilLimit], None] | None,
+    ) -> None:
+        self._admission = admission
+        self._fetcher = fetcher
+        self._executor = executor
+        self._tuner = tuner
+        self._on_gil_limit = on_gil_limit
+        # When no finished batch waited, as far as is known.
+        self._empty_at = 0.0
+        if tuner is not None:
+            self.apply(tuner)
+
+    def resize_executor(self) -> None:
+        """Let as many threads decode as are useful, or as the user specified."""
+        max_running = self._admission.limits.decode_threads
+        if self._tuner is None or not self._tuner.decoding.given:
+            max_running = self._fetcher.max_running(max_running)
+        if self._tuner is not None:
+            self._tuner.max_running = max_running
+        if max_running != self._executor.max_running:
+            self._executor.set_max_running(max_running)
+
+    def apply(self, tuner: Tuner) -> None:
+        """Apply the tuner's choices, if they changed."""
+        limits = self._admission.limits
+        threads, reads = tuner.decoding.threads, tuner.reading.concurrency
+        if threads != limits.decode_threads or reads != limits.read_concurrency:
+            log.debug("tuned: %d decode threads, read concurrency %d", threads, reads)
+            self._admission.change(replace(limits, decode_threads=threads, read_concurrency=reads))
+            self.resize_executor()
+
+    def observe_job(self, tuner: Tuner, job: JobTiming, *, saturated: bool) -> None:
+        """Pass a decode job's timing to the tuner; not ``saturated``: a finished batch waits for the consumer."""
+        now = time.perf_counter()
+        if saturated:
+            self._empty_at = now
+        # Many jobs that run side by side end, and finish batches, at about the same time.
+        tuner.decoding.observe(job if now - self._empty_at <= job.wall_s / 4 else replace(job, threads=0))
+        self.apply(tuner)
+        if (limit := tuner.gil_report()) is not None and self._on_gil_limit is not None:
+            self._on_gil_limit(limit)
+
+    def observe_read(self, tuner: Tuner, seconds: float, samples: int, nbytes: int, concurrency: int) -> None:
+        """Pass the timing of a chunk's read to the tuner."""
+        starving = self._admission.waited_for_reads and self._executor.running < self._executor.max_running
+        now = time.perf_counter()
+        tuner.reading.observe(now, seconds, samples, nbytes, concurrency=concurrency, starving=starving)
+        self.apply(tuner)
+
+
+class JobTimer:
+    """Times one decode job, from its construction to ``job()``, in the job's thread.
+
+    Costs some ten microseconds, and half of one for each thread of the pool, whose clock is read.
+
+    Args:
+        pool: the job's threads.
+    """
+
+    __slots__ = ("_cpu", "_pool", "_pool_cpu", "_threads", "_wall")
+
+    def __init__(self, pool: ThreadPool) -> None:
+        self._pool = pool
+        self._threads = _busy_threads(pool)
+        self._pool_cpu = machine.threads_cpu_s(pool.core_waits)
+        self._wall, self._cpu = time.perf_counter(), time.thread_time()
+
+    def job(self, samples: int, nbytes: int = 0) -> JobTiming:
+        """Return the timing of a job that decoded ``samples``, and read and wrote ``nbytes``."""
+        wall, cpu = time.perf_counter() - self._wall, time.thread_time() - self._cpu
+        threads = self._threads if self._threads == _busy_threads(self._pool) else 0
+        pool_cpu = machine.threads_cpu_s(self._pool.core_waits) - self._pool_cpu
+        return JobTiming(samples, wall, cpu, threads, nbytes, max(pool_cpu, 0.0))
+
+
+def _busy_threads(pool: ThreadPool) -> int:
+    """Return the number of threads that may run jobs, if about all of them do; otherwise 0."""
+    max_running = pool.max_running
+    # If many threads want the GIL, the loop gets it too rarely to have a job for each of them: half is enough then.
+    return max_running if pool.running >= max_running - max_running // 8 * 4 else 0

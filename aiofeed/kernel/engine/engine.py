@@ -1,0 +1,407 @@
+"""The engine of one iterator: plans batches, reads and decodes their chunks, delivers them.
+
+A batch passes through these steps, all on the engine's event loop except decoding:
+
+1. ``_plan`` takes the next batch plan. It alone waits for limited resources: for room for a batch, then for reads.
+   Batches acquire resources in order and release them in order, so there is no circular wait.
+2. ``Assembly.begin`` starts the batch: ``ChunkAssembly`` reads and decodes its chunks (``chunks.py``),
+   ``SampleAssembly`` fills it with the samples that are ready first (``samples.py``), ``RemoteAssembly`` sends its plan
+   to a worker process (``workers/remote_assembly.py``).
+3. The assembly passes the batch, or one with an error, to ``finished``.
+4. ``_deliver`` puts finished batches into the queue, in order unless ``in_order=False``. A batch with an error becomes
+   a ``FeedFailure``, after which nothing is delivered.
+5. ``returned`` ends the batch's memory reservation when the consumer or the copy thread has taken it, and permits
+   the next one.
+
+The end of an epoch is an entry between batches, and becomes an ``EndOfEpoch`` after the epoch's last batch. The next
+epoch's batches are planned meanwhile. ``run`` returns when all plans are delivered, after a failure, or when its task
+is cancelled, which also ends the tasks of the assembly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import weakref
+from collections import deque
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing
+from functools import partial
+from typing import Any
+
+from aiofeed.kernel.core.errors import FeedError, SampleError
+from aiofeed.kernel.core.failure_policy import FailurePolicy
+from aiofeed.kernel.core.failures import FailureCounter
+from aiofeed.kernel.core.limits import ResolvedLimits
+from aiofeed.kernel.core.statistics import EpochStats
+from aiofeed.kernel.core.types import BatchPlan
+from aiofeed.kernel.engine.admission import Admission, MemoryBudget
+from aiofeed.kernel.engine.batch import Batch, ReorderBuffer
+from aiofeed.kernel.engine.concurrency import Concurrency
+from aiofeed.kernel.engine.fetch.fetcher import Fetcher
+from aiofeed.kernel.engine.tuning.gil import GilLimit
+from aiofeed.kernel.engine.tuning.jobs import batches_at_once
+from aiofeed.kernel.engine.tuning.tuner import Tuner
+from aiofeed.kernel.runtime.cancellation import is_cancelled, task_scope
+from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, release
+from aiofeed.kernel.runtime.thread_pool import ThreadPool
+from aiofeed.kernel.sampling.epochs import EpochEnds, EpochStart, Step
+
+log: logging.Logger = logging.getLogger("aiofeed.engine")
+
+
+class Assembly:
+    """Makes the batches of an engine: ``begin`` starts one, and ``Engine.finished`` gets it when it is finished.
+
+    Args:
+        engine: the engine, whose limits, buffer and task group are used on its loop.
+        fetcher: reads and decodes, or gives the names of samples that another process reads.
+        executor: the decode threads.
+        tuner: chooses decode threads and read concurrency; ``None``: the limits fix both.
+        on_gil_limit: called once, on the loop, if the GIL limits decoding.
+
+    Attributes:
+        batch_type: the class of its batches.
+        together: how many batches, at most, the next job makes.
+        chunk_size: samples per decode job, as last chosen.
+    """
+
+    batch_type: type[Batch] = Batch
+    together: int = 1
+    chunk_size = 0
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        fetcher: Fetcher,
+        executor: ThreadPool,
+        tuner: Tuner | None = None,
+        on_gil_limit: Callable[[GilLimit], None] | None = None,
+    ) -> None:
+        # Not a cycle: what the user has given to the feeder is freed with it, before a garbage collection.
+        self._engine: Engine = weakref.proxy(engine)
+        self._admission = engine.admission
+        self._buffer = engine.buffer
+        self._budget = engine.budget
+        self._fetcher = fetcher
+        self._executor = executor
+        self._tuner = tuner
+        self._returned: deque[ReadyBatch] = deque()
+        self._concurrency = Concurrency(
+            engine.admission, fetcher=fetcher, executor=executor, tuner=tuner, on_gil_limit=on_gil_limit
+        )
+
+    def reading_ahead(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
+        """Yield the same steps; samples of later steps may be read until the end of the block."""
+        return self._fetcher.reading_ahead(steps)
+
+    def begin_epoch(self, start: EpochStart) -> None:
+        """The batches that begin from now on belong to another epoch."""
+
+    async def begin(self, batch: Batch) -> None:
+        """Start a batch in tasks of ``engine.group``; wait until all of it may be read."""
+        raise NotImplementedError
+
+    def fill_threads(self, job_size: int, samples: int, least: int) -> None:
+        """Let as many batches be decoded at the same time as give every thread jobs, ``least`` or more.
+
+        Args:
+            job_size: samples of a job.
+            samples: samples of a batch.
+        """
+        limits = self._admission.limits
+        if not limits.prefetch_given and self._budget.known:
+            room = self._budget.limit_bytes / self._budget.bytes_per_sample
+            self._admission.decode_at_once(max(least, batches_at_once(job_size, limits.decode_threads, samples, room)))
+
+    def permit(self) -> None:
+        """Permit decoding of what may be decoded; of few batches if they turn out to be large."""
+        self._buffer.grant_permits(self._admission.limits.prefetch_batches if self._budget.exceeded else None)
+
+    def waiting_for(self, batch: Batch) -> tuple[Any, ...]:
+        """Return what a batch that has begun waits for; see ``Producer.waiting_for``. From any thread."""
+        raise NotImplementedError
+
+    async def drained(self) -> None:
+        """Wait, after the last batch has begun, for work that has no task."""
+
+    def delivered(self, batch: Batch) -> None:
+        """A batch is put into the queue."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether the end of a job, or a message, will wake the loop soon. For any thread."""
+        raise NotImplementedError
+
+    def on_returned(self, item: ReadyBatch) -> bool:
+        """Return whether the loop need not be woken for a batch that was taken, in the consumer's thread.
+
+        A woken loop takes the GIL from the step that has just begun. So while there is other work, the batch waits for
+        what wakes the loop anyway, and ``release_returned`` releases it then.
+        """
+        if not self.busy:
+            return False
+        self._returned.append(item)
+        # The loop may have done the last of the work in between; then it has to be woken.
+        return self.busy
+
+    def release_returned(self) -> None:
+        """Release the batches that were returned and for which the loop was not woken."""
+        for item in [self._returned.popleft() for _ in range(len(self._returned))]:  # `returned` calls this again
+            release(item)
+
+    def returned(self, item: ReadyBatch) -> None:
+        """A batch has left the queue: release those before it, too."""
+        self.release_returned()
+
+    def stop(self) -> None:
+        """End running jobs and drop unfinished work: the engine has ended, and the feeder may keep it."""
+        self._returned.clear()
+
+
+class Engine:
+    """Turns batch plans into finished batches, on the running loop.
+
+    Args:
+        steps: batch plans in order, between the begins and ends of epochs. Asynchronous ones are an async generator.
+        assembly: creates the assembly, which makes the batches of this engine.
+        batch_size: samples of a full batch.
+        queue: receives finished batches.
+        limits: limits on what is in flight.
+        budget: bytes in flight.
+        in_order: deliver batches in order; otherwise each epoch's batches as they finish.
+        policy: what happens to samples that fail.
+        length: of the source, for a relative ``max_failures``.
+        counts_failures: whether failures are counted and the first error ends the engine; otherwise errors are
+            delivered as those of a ``ReadyBatch``.
+
+    Attributes:
+        group: the tasks of the assembly; they end with the engine.
+    """
+
+    group: asyncio.TaskGroup
+
+    def __init__(
+        self,
+        steps: Iterable[Step] | AsyncIterable[Step],
+        assembly: Callable[[Engine], Assembly],
+        *,
+        batch_size: int,
+        queue: BatchQueue[QueueItem],
+        limits: ResolvedLimits,
+        budget: MemoryBudget,
+        in_order: bool,
+        policy: FailurePolicy | None = None,
+        length: int = 0,
+        counts_failures: bool = True,
+    ) -> None:
+        self._steps = steps
+        self._queue = queue
+        self.budget = budget
+        self.buffer: ReorderBuffer = ReorderBuffer(in_order=in_order, prefetch_batches=limits.prefetch_batches)
+        self.admission: Admission = Admission(limits, batch_size=batch_size, budget=budget, buffer=self.buffer)
+        self._policy = policy or FailurePolicy()
+        self._length = length
+        self._counts_failures = counts_failures
+        self._failure_counter = FailureCounter(self._policy, length)
+        self._counters = EpochStats()
+        # When the queue became full, until the next batch is taken.
+        self._full_since: float | None = None
+        self.assembly: Assembly = assembly(self)
+
+    async def run(self) -> None:
+        """Deliver the batch of every plan; ends early after a failure or when the task is cancelled."""
+        try:
+            if isinstance(self._steps, AsyncIterable):
+                await self._run(self._steps)
+            else:
+                with self.assembly.reading_ahead(self._steps) as steps:
+                    await self._run(steps)
+        except BaseExceptionGroup as errors:
+            # A bug in the engine or a fetcher: raise it in the consumer, which would wait forever.
+            self._deliver_failure(errors.exceptions[0])
+        except Exception as error:  # noqa: BLE001 - a sampler or source failed: raise its error in the consumer
+            self._deliver_failure(error)
+        finally:
+            self.assembly.stop()
+            self.buffer.entries.clear()  # the feeder may keep this engine; free the buffers of unfinished batches
+
+    async def _run(self, steps: Iterable[Step] | AsyncIterable[Step]) -> None:
+        async with asyncio.TaskGroup() as self.group:
+            with task_scope():
+                await self._plan(steps)
+                await self.assembly.drained()
+
+    def _deliver_failure(
+        self, error: BaseException, number: int | None = None, failures: tuple[SampleError, ...] = ()
+    ) -> None:
+        if not self.admission.closed:
+            self.admission.closed = True
+            self._queue.put(FeedFailure(error, number, failures))
+
+    def waiting_for(self) -> tuple[Any, ...]:
+        """Return what the next batch waits for; see ``Producer.waiting_for``. From any thread."""
+        batch = next((entry for entry in list(self.buffer.entries) if isinstance(entry, Batch)), None)
+        if batch is None:
+            return ("for the next batch to be planned, by the sampler, plan or iterable of a Stream",)
+        what, *pids = self.assembly.waiting_for(batch)
+        return f"for batch {batch.plan.number}: {what}", *pids
+
+    def fail(self, error: BaseException) -> None:
+        """Deliver an error, after which nothing is delivered."""
+        self._deliver_failure(error)
+        self.admission.room.set()
+
+    # --- planning
+
+    async def _plan(self, steps: Iterable[Step] | AsyncIterable[Step]) -> None:
+        if isinstance(steps, AsyncIterable):
+            async with aclosing(aiter(steps)) as given:  # type: ignore[type-var]
+                asked = time.perf_counter()
+                async for step in given:
+                    self._counters.plan_s += time.perf_counter() - asked
+                    await self._plan_step(step)
+                    if self.admission.closed:
+                        return
+                    asked = time.perf_counter()
+        else:
+            for step, followers in self._grouped(steps):
+                await self._plan_step(step, followers)
+                if self.admission.closed:
+                    return
+
+    def _grouped(self, steps: Iterable[Step]) -> Iterator[tuple[Step, list[BatchPlan]]]:
+        """Yield each step, with a plan the plans behind it whose batches are made together with its batch."""
+        group: list[BatchPlan] = []
+        for step in steps:
+            if isinstance(step, BatchPlan):
+                group.append(step)
+            if group and (len(group) >= self.assembly.together or group[-1] is not step):
+                yield group[0], group[1:]
+                group = []
+            if not isinstance(step, BatchPlan):
+                yield step, []
+
+    async def _plan_step(self, step: Step, followers: Sequence[BatchPlan] = ()) -> None:
+        if isinstance(step, EpochStart):
+            self._counters = step.counters
+            self._failure_counter = FailureCounter(self._policy, self._length)
+            self.assembly.begin_epoch(step)
+        elif isinstance(step, EpochEnds):
+            self.buffer.entries.append(step)
+            self._deliver()
+        else:
+            samples = len(step.indices) + sum(len(plan.indices) for plan in followers)
+            admission = self.admission
+            if not admission.has_room(samples):
+                admission.waited_for_reads = False
+                started, for_memory = time.perf_counter(), admission.batches_have_room
+                await admission.until(partial(admission.has_room, samples))
+                if for_memory:
+                    self._counters.memory_wait_s += time.perf_counter() - started
+            if admission.closed:
+                return
+            reserved = self.budget.reserve(samples)
+            batch = self.assembly.batch_type(step, self._counters, self._failure_counter, reserved)
+            batch.followers = [Batch(plan, self._counters, self._failure_counter, 0) for plan in followers]
+            self.buffer.entries.append(batch)
+            self.buffer.assembling += 1
+            await self.assembly.begin(batch)
+
+    def split(self, batch: Batch, size: int) -> Batch:
+        """Leave a batch and its followers ``size`` batches; returns the first of the others, which follow it."""
+        first, *first_followers = batch.followers[size - 1 :]
+        del batch.followers[size - 1 :]
+        first.followers = first_followers
+        first.reserved = self.budget.reserve(sum(len(each.plan.indices) for each in (first, *first_followers)))
+        first.unread = 0
+        first.decode_permit.set()
+        self.buffer.entries.insert(self.buffer.entries.index(batch) + 1, first)
+        self.buffer.assembling += 1
+        self.buffer.permitted += 1
+        return first
+
+    def finished(self, batch: Batch) -> None:
+        """Deliver a finished batch and its followers, or the first error, when it is next."""
+        group = (batch, *batch.followers)
+        nbytes, samples = sum(each.nbytes for each in group), sum(len(each.plan.indices) for each in group)
+        batch.reserved = self.budget.correct(batch.reserved, nbytes, samples)
+        batch.is_finished = True
+        self._deliver()
+
+    # --- delivery
+
+    def _deliver(self) -> None:
+        """Deliver the finished batches that are next, and the ends of epochs after their last batch."""
+        while not self.admission.closed and (entry := self.buffer.pop()) is not None:
+            if isinstance(entry, EpochEnds):
+                if entry.error is not None:
+                    self._deliver_failure(entry.error)
+                    return
+                self._queue.put(EndOfEpoch())
+                self.assembly.permit()
+            else:
+                self.buffer.waiting += 1
+                last = entry.followers[-1] if entry.followers else entry
+                for batch in (entry, *entry.followers):
+                    if not self._deliver_batch(batch, entry.reserved if batch is last else None):
+                        return
+        if self._full_since is None and self.buffer.waiting >= self.buffer.prefetch_batches:
+            self._full_since = time.perf_counter()
+        self.admission.room.set()
+
+    def _deliver_batch(self, batch: Batch, reserved: int | None) -> bool:
+        """Deliver a batch or its error. ``reserved``: bytes to release when it is taken; ``None``: a later one does."""
+        failures = tuple(batch.failures)
+        if failures and self._counts_failures:
+            batch.failure_counter.count(failures)
+            batch.error = batch.failure_counter.too_many(failures[-1]) or batch.error
+        if batch.error is not None and self._counts_failures:
+            self._deliver_failure(batch.error, batch.plan.number, failures)
+            # Break the cycle: the error's traceback may refer to frames that refer to the batch.
+            batch.error = None
+            batch.failures = []
+            return False
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("batch %d: delivered, %d waiting", batch.plan.number, self.buffer.waiting)
+        self.assembly.delivered(batch)
+        self._queue.put(
+            ReadyBatch(
+                batch.plan.number,
+                len(batch.plan.indices) if batch.kept is None else len(batch.kept),
+                batch.result,
+                batch.lease,
+                reserved or 0,
+                None if reserved is None else self.returned,
+                batch.counters,
+                failures,
+                batch.returned_samples,
+                on_returned=self.assembly.on_returned,
+                plan=batch.plan,
+                error=batch.error,
+            )
+        )
+        return True
+
+    def returned(self, item: ReadyBatch) -> None:
+        """Release a batch that has left the queue; called on the loop."""
+        self.assembly.returned(item)
+        self.buffer.waiting -= 1
+        self.budget.release(item.reserved)
+        if self._full_since is not None:
+            # Idle time is from the full queue, or from the request for the epoch if that was later (a pause between
+            # epochs does not count), until the batch left the queue, which the loop learns later.
+            if asked_at := item.counters.asked_at:
+                item.counters.idle_s += max(item.returned_at - max(self._full_since, asked_at), 0.0)
+            self._full_since = None
+        self.assembly.permit()
+        self.admission.room.set()
+
+
+def cancellation_error(batch: Batch) -> BaseException:
+    """``CancelledError`` if the engine ends; otherwise an error, which tells the consumer of a foreign cancellation."""
+    if is_cancelled():
+        return asyncio.CancelledError()
+    return FeedError(f"a task that assembled batch {batch.plan.number} was cancelled, and not by aiofeed")

@@ -1,0 +1,364 @@
+"""Fetcher of a ``Source``: reads bytes, on the loop or in the decode job, and decodes them into batches."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from aiofeed import _load_addon
+from aiofeed.kernel.core.errors import DecodeError, FeedError, ReadError
+from aiofeed.kernel.core.failure_policy import FailurePolicy
+from aiofeed.kernel.core.formatting import format_error
+from aiofeed.kernel.core.limits import ResolvedLimits
+from aiofeed.kernel.core.types import (
+    BatchPlan,
+    Members,
+    RowDecoder,
+    Source,
+    Uncopied,
+    takes_rng,
+    takes_target,
+    traits_of,
+)
+from aiofeed.kernel.engine.fetch.async_reader import AsyncReader, ReadResult, total_bytes
+from aiofeed.kernel.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, RowBatchBuilder, misfit_error
+from aiofeed.kernel.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, Place, seed_of
+from aiofeed.kernel.engine.fetch.user_errors import bytes_hint, sample_error, untrace
+from aiofeed.kernel.runtime import machine
+from aiofeed.kernel.runtime.buffers import BufferLease
+from aiofeed.kernel.runtime.tensors import unchanged
+from aiofeed.kernel.runtime.time_limits import retry_blocking
+from aiofeed.kernel.sampling.epochs import Step
+
+# Reads that take this long are dominated by waiting. Chunks then have an eighth of the reads in flight, so that an
+# eighth of them, and not half, pause while the results of a chunk are processed.
+SLOW_READ_S = 0.010
+SLOW_READ_CHUNKS = 8
+SLOW_READ_LEAST = 8
+# Samples that decode faster than this are small: a read takes a few microseconds, most of them under the GIL. Well
+# above what Pillow takes for 64 x 64 pixels (120 us): with a threshold near the average, threads would change between
+# both ways of reading, and interfere half of the time.
+SMALL_DECODE_S = 0.000400
+# Below this nearly all remaining work is Python's, and a second thread only waits for the GIL: for files of 2 KB one
+# thread decodes a third more than two, and the tuner stays at two.
+TINY_DECODE_S = 0.000030
+# Seconds that a thread waits for its turn to read. A chunk from the page cache takes a third of a millisecond; slow
+# storage is read by several threads.
+TURN_S = 0.005
+
+_generators = threading.local()
+
+
+class SourceFetcher(Fetcher):
+    """Fetches samples from a ``Source`` through a ``Decoder``.
+
+    Args:
+        source: Source of the bytes.
+        decoder: Decoder of a sample; ``None``: the source, a stream, gives samples.
+        in_place: Whether the decoder writes into the batch's rows (no ``collate_fn`` needs separate samples).
+        length: Length of the source when the feeder was made; ``None``: its length now.
+        policy: Retries, time limits, and whether the first failure ends a chunk.
+        lookahead_bytes: See ``Limits``.
+    """
+
+    # Whether one call reads or makes several samples.
+    gets_several = True
+
+    def __init__(
+        self,
+        source: Source[Any],
+        decoder: Callable[..., Any] | None,
+        *,
+        in_place: bool,
+        length: int | None = None,
+        policy: FailurePolicy | None = None,
+        lookahead_bytes: int = 0,
+    ) -> None:
+        super().__init__(policy or FailurePolicy())
+        self._source = source
+        self._may_keep = decoder is None  # a stream's items stay in memory with the plan of their batch
+        self._decoder: Callable[..., Any] = unchanged if decoder is None else decoder
+        self._in_place = in_place
+        self._length = len(source) if length is None else length
+        self.limit_s: float | None = self.policy.decode_timeout_s
+        members = Members.of(source)
+        self.target: Callable[[int], Any] | None = members.target
+        # Reads the samples of later steps; to the reader it is the source.
+        self._look_ahead: Any = None
+        if lookahead_bytes and getattr(source, "looks_ahead", False):
+            self._look_ahead = _load_addon("LookAhead", "looks_ahead = True")(source, lookahead_bytes)
+        self._reader = AsyncReader(self._look_ahead or source, self.policy)
+        # Reads in decode threads, if the source can do it, and without a time limit.
+        self._blocking_reader: BlockingReader | None = None
+        if members.read_now is not None and self.policy.read_timeout_s is None:
+            self._blocking_reader = BlockingReader(members.read_now, self.policy)
+            # Rows of a table, and windows of tokens, cost less than a change of threads.
+            self.reads_in_jobs: bool = traits_of(source).rows and bool(getattr(source, "answers_at_once", False))
+        self._decode_many: Callable[..., Sequence[Exception | None]] | None = None
+        if in_place:
+            self._decode_many = getattr(decoder, "decode_many_into", None)
+        self._takes_rng = takes_rng(self._decoder)
+        self._takes_seed = bool(getattr(decoder, "takes_seed", False))
+        self._read_s = 0.0
+
+    def reading_ahead(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
+        """Yield the same steps; samples of later steps are read meanwhile, if the source has shards."""
+        ahead: Fetcher | Any = super() if self._look_ahead is None else self._look_ahead
+        return ahead.reading_ahead(steps)
+
+    def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
+        """Return a builder with the decoder's rows, or one that collates samples."""
+        if not self._in_place:
+            return DefaultCollateBuilder(samples, lease, may_keep=self._may_keep, target=self.target and 1)
+        decoder: RowDecoder = self._decoder  # type: ignore[assignment]
+        return RowBatchBuilder(decoder.row, samples, lease, targets=self.target is not None)
+
+    def job_sizes(self, limits: ResolvedLimits) -> tuple[int, int]:
+        """By the time that samples take; fewer if reads are slow."""
+        least, most = super().job_sizes(limits)
+        if self._read_s > SLOW_READ_S:
+            most = min(most, max(SLOW_READ_LEAST, limits.read_concurrency // SLOW_READ_CHUNKS))
+        return least, most
+
+    def key(self, index: int) -> str:
+        """Return the source's name for a sample; "sample 3" if the source raises."""
+        try:
+            return str(self._source.key(index))
+        except BaseException:  # noqa: BLE001 - the user's method; the error that is being reported matters more
+            return f"sample {index}"
+
+    def max_running(self, threads: int) -> int:
+        """Return all threads, or one if samples are so small that Python takes longer than the decoder."""
+        return 1 if 0.0 < self._sizer.seconds < TINY_DECODE_S and self._reads_inline() else threads
+
+    async def read(self, indices: Sequence[int]) -> ReadResult:
+        """Return the encoded samples; exceptions for those that failed, ``UNREAD`` if the decode job reads them."""
+        if self._reads_inline():
+            return ReadResult([UNREAD] * len(indices), waited=False)
+        started = time.perf_counter()
+        result = await self._reader.read(indices)
+        self._sizer.observe_bytes(result.nbytes, len(indices))
+        if not result.retries:  # pauses between attempts are not the storage's time
+            self._read_s += (time.perf_counter() - started - self._read_s) * 0.2
+        return result
+
+    def _reads_inline(self) -> bool:
+        """Return whether the decode job should read.
+
+        A separate reading thread is a gain if decoding releases the GIL for long. With small samples, reader and
+        decoder pass the GIL back and forth instead, and both get less done.
+        """
+        return (
+            self._blocking_reader is not None
+            and 0.0 < self._sizer.seconds < SMALL_DECODE_S
+            and bool(getattr(self._source, "answers_at_once", False))
+        )
+
+    def decode_chunk(self, chunk: Chunk) -> None:
+        """Decode a chunk into the batch."""
+        self.decode_with(chunk, None)
+
+    def decode_with(self, chunk: Chunk, place: Place | None) -> None:
+        """Call ``place`` for each position and value of a chunk, after reading those that are ``UNREAD``.
+
+        ``None``: decode them into the batch.
+        """
+        self._read_now(chunk)
+        started, cpu_started = time.perf_counter(), time.thread_time()
+        if place is None and (errors := self._decode_all(chunk)) is not None:
+            reached = self._put_all(chunk, errors)
+        else:
+            reached = chunk.decode_each(place or self._decode_one(chunk))
+        seconds, cpu_s = time.perf_counter() - started, time.thread_time() - cpu_started
+        chunk.outcome.decode_s += seconds
+        chunk.outcome.decode_cpu_s += cpu_s
+        chunk.outcome.samples += reached
+        if reached:
+            self._sizer.observe(seconds, reached, cpu_s)
+
+    def _read_now(self, chunk: Chunk) -> None:
+        """Read the samples of a chunk that are ``UNREAD``, in this thread."""
+        positions = chunk.unread()
+        if not positions:
+            return
+        assert self._blocking_reader is not None
+        indices, first = [chunk.plan.indices[position] for position in positions], chunk.positions[0]
+        encoded = self._blocking_reader.read(indices, chunk.outcome, chunk.control.stop)
+        for position, value in zip(positions, encoded, strict=True):
+            chunk.values[position - first] = value
+
+    def _decode_all(self, chunk: Chunk) -> Sequence[Exception | None] | None:
+        """Decode a chunk into its rows in one call; returns the error of each sample, ``None`` where there is none.
+
+        Returns ``None`` if samples have to be decoded one by one: the decoder cannot do it, there is a time limit, or a
+        sample could not be read.
+        """
+        control, builder = chunk.control, chunk.builder
+        if self._decode_many is None or control.deadline is not None or control.stop.is_set():
+            return None
+        if any(isinstance(value, BaseException) for value in chunk.values):
+            return None
+        assert isinstance(builder, RowBatchBuilder)
+        plan, first, count = chunk.plan, chunk.positions[0], len(chunk.positions)
+        seeds = [seed_of(plan, position) for position in chunk.positions] if self._takes_seed else None
+        try:
+            values = [bytes(value.data) if type(value) is Uncopied else value for value in chunk.values]
+            errors = self._decode_many(values, builder.rows[first : first + count], seeds)
+            if len(errors) != count:
+                raise ValueError(f"decode_many_into returned {len(errors)} errors for {count} samples")
+        except BaseException:  # noqa: BLE001 - the user's decoder may raise anything; one by one, the error gets a name
+            return None
+        return errors
+
+    def _put_all(self, chunk: Chunk, errors: Sequence[Exception | None]) -> int:
+        """Handle the errors and targets of samples that ``_decode_all`` has decoded; returns how many there are."""
+        if self.target is None and not any(error is not None for error in errors):
+            chunk.values.clear()
+            return len(errors)
+        builder, indices, first = chunk.builder, chunk.plan.indices, chunk.positions[0]
+        for error in errors:
+            if error is not None:
+                untrace(error)
+
+        def place(position: int, value: Any) -> None:
+            if (error := errors[position - first]) is not None:
+                raise error
+            if self.target is not None:
+                builder.put(position, self.target(indices[position]))
+
+        return chunk.decode_each(place)
+
+    def _decode_one(self, chunk: Chunk) -> Place:
+        """A function that decodes one sample into the batch: tiny samples gain from tests made once per chunk."""
+        plan, builder, target, decoder = chunk.plan, chunk.builder, self.target, self._decoder
+        indices, timed = plan.indices, chunk.control.deadline is not None
+        if self._in_place:
+            assert isinstance(builder, RowBatchBuilder)
+            row_decoder: RowDecoder = decoder  # type: ignore[assignment]
+            rows = builder.rows
+
+            def decode_into_row(position: int, value: Any) -> None:
+                row = rows[position]
+                # An abandoned job must not write into the batch later.
+                out = np.empty_like(row) if timed else row
+                row_decoder.decode_into(value, out, seed_of(plan, position) if self._takes_seed else None)
+                label = None if target is None else target(indices[position])
+                if timed:
+                    with chunk.commit():
+                        row[...] = out
+                        builder.put(position, label)
+                elif target is not None:
+                    builder.put(position, label)
+
+            return decode_into_row
+        put = chunk.put
+        takes_rng = self._takes_rng
+
+        if target is not None and takes_target(decoder):
+
+            def decode_with_target(position: int, value: Any) -> None:
+                options = {"rng": generator_of(plan, position)} if takes_rng else {}
+                put(position, decoder(value, target=target(indices[position]), **options))
+
+            return decode_with_target
+
+        def decode(position: int, value: Any) -> None:
+            sample = decoder(value, rng=generator_of(plan, position)) if takes_rng else decoder(value)
+            put(position, sample if target is None else (sample, target(indices[position])))
+
+        return decode
+
+    def to_feed_error(self, error: BaseException, index: int, reading: bool) -> FeedError:
+        """A ``ReadError``, a ``DecodeError``, or a ``CollateError`` if the sample does not fit into its batch."""
+        key = self.key(index)
+        if (misfit := misfit_error(error, key)) is not None:
+            return misfit
+        if not reading:
+            return sample_error(DecodeError, error, key, index, bytes_hint(error), traced=self.stop_at_error)
+        hint = ""
+        if isinstance(error, TypeError) and "await" in format_error(error):
+            hint = f" ({type(self._source).__name__}.read is not an `async def`; a source needs one)"
+        if isinstance(error, IsADirectoryError):
+            hint = f" (it is a folder: aiofeed.ImageFolder({error.filename or key!r}) reads images of its sub-folders)"
+        if isinstance(error, IndexError):
+            with contextlib.suppress(BaseException):  # the user's __len__; this is only a hint
+                hint = f" (the source had {self._length} samples when the feeder was made, now {len(self._source)})"
+        return sample_error(ReadError, error, key, index, hint, traced=self.stop_at_error)
+
+    def overdue(self, index: int) -> FeedError:
+        """Return the ``DecodeError`` of a sample over its time limit."""
+        late = TimeoutError(f"not decoded within decode_timeout_s={self.policy.decode_timeout_s:g}")
+        return sample_error(DecodeError, late, self.key(index), index)
+
+
+def generator_of(plan: BatchPlan, position: int) -> Any:
+    """The ``torch.Generator`` of the sample at a position of a batch, until this thread calls the function again."""
+    generator = getattr(_generators, "torch", None)
+    if generator is None:
+        import torch
+
+        generator = _generators.torch = torch.Generator()
+    return generator.manual_seed(seed_of(plan, position))
+
+
+class BlockingReader:
+    """Calls a source's ``read_now`` in decode threads, and returns what it raises as values.
+
+    Threads take turns if there is a GIL. Reading a file takes it several times, for a microsecond each: threads that
+    read at the same time pass it back and forth, which costs more than the reads. Without a GIL two threads read files
+    of 2 KB 1.36 times as fast as in turns.
+    """
+
+    def __init__(self, read_now: Callable[[Sequence[int]], Sequence[Any]], policy: FailurePolicy) -> None:
+        self._read_now = read_now
+        self._policy = policy
+        self._turn = threading.Lock()
+
+    def read(self, indices: Sequence[int], outcome: ChunkOutcome, stop: threading.Event) -> list[Any]:
+        """The encoded samples, exceptions for those that failed; time, bytes and retries are added to ``outcome``."""
+        started = time.thread_time()
+        try:
+            encoded = self._read_in_turn(indices)
+            if len(encoded) != len(indices):
+                raise ValueError(f"read_now returned {len(encoded)} samples for {len(indices)} indices")
+        except Exception:  # noqa: BLE001 - the user's source may raise anything; one by one, the error gets a name
+            encoded = [self._read_one(index) for index in indices]
+        if self._policy.retries:
+            for at, data in enumerate(encoded):
+                if isinstance(data, BaseException):
+                    attempt = partial(self._attempt, indices[at])
+                    encoded[at], retries = retry_blocking(self._policy, data, attempt, stop)
+                    outcome.retries += retries
+        # The processor's time: the files are in the page cache, so that all else is waiting for the GIL or the turn.
+        outcome.read_s += time.thread_time() - started
+        outcome.nbytes += total_bytes(encoded)
+        return encoded
+
+    def _read_in_turn(self, indices: Sequence[int]) -> list[Any]:
+        if not machine.has_gil():
+            return list(self._read_now(indices))
+        acquired = self._turn.acquire(timeout=TURN_S)
+        try:
+            return list(self._read_now(indices))
+        finally:
+            if acquired:
+                self._turn.release()
+
+    def _read_one(self, index: int) -> Any:
+        try:
+            return self._attempt(index)
+        except Exception as error:  # noqa: BLE001 - the user's source may raise anything; it is raised again with a name
+            return error
+
+    def _attempt(self, index: int) -> Any:
+        [data] = self._read_now([index])
+        if isinstance(data, BaseException):
+            raise data
+        return data

@@ -1,0 +1,210 @@
+"""How many decode threads run: the fewest that decode as much as any. Pure arithmetic.
+
+Each thread count is scored only while the pool is saturated, so a slow consumer does not affect the choice.
+"""
+
+from __future__ import annotations
+
+from math import ceil, isqrt
+
+from aiofeed.kernel.engine.tuning.gil import MORE_BRING, GilLimit, gil_limit
+from aiofeed.kernel.engine.tuning.score import JobTiming, Score
+from aiofeed.kernel.runtime import machine
+
+# A smaller count is chosen if it gives this part of the best rate. The gap between this and MORE_BRING keeps
+# neighbouring counts from alternating.
+FEWER_KEEP = 0.97
+# A count that gives less than this part of the best rate is too small; one that gives more may seem slower by chance.
+CLEARLY_SLOWER = 0.8
+# Threads that are on the processor for this part of their time do not wait for each other: no other count is tried.
+AT_WORK = 0.85
+# Threads that together use less of one core than this wait for storage, not for each other.
+ONE_AT_WORK = 0.35
+# A smaller count is tried if it is at most a half: the threads in between cost little.
+WORTH_A_TRY = 2
+# So many jobs score a count: few, so that one is found within 20 batches. They take so long at least that a moment in
+# which another thread has the GIL does not decide.
+JOBS = 8
+SCORE_S = 0.01
+# Seconds of decoding until other counts are tried again; doubled each time that nothing changed.
+RETRY_S = 4.0
+RETRY_MOST_S = 64.0
+# A change of processor time per sample by this factor is another kind of work: the search starts again.
+OTHER_WORK = 1.6
+# A trial ends without a result after this many jobs in a row that ran while threads were idle.
+GIVE_UP_JOBS = 48
+# Outside a search one job in this many is timed.
+TIMED = 8
+
+
+class ThreadTuner:
+    """Chooses the number of decode threads.
+
+    It starts with all of them. If they wait for each other, it tries far fewer, as long as that costs nothing, and then
+    numbers in between; if they do not, it tries more, as long as that brings more. It repeats the search at growing
+    intervals, and at once when the work per sample changes.
+
+    Args:
+        most: the largest number of threads.
+        given: whether the user gave the number; then it stays.
+    """
+
+    def __init__(self, most: int, *, given: bool = False) -> None:
+        self.most = most
+        self.threads: int = most
+        self.given = given
+        self.gil: GilLimit | None = None
+        # Seconds of processor time that the consumer waited for, over all threads; estimated outside a search.
+        self.worked_s: float = 0.0
+        # True once the first batch is finished. Jobs before it import modules and fill caches.
+        self.warm = False
+        # The first job of each thread fills caches, or begins beside jobs of another number of threads.
+        self._first_jobs = most
+        self._untimed = self._idle_jobs = 0
+        self._retry_s, self._since_s = RETRY_S, 0.0
+        self._chosen: Score | None = None
+        self._search: _Search | None = None
+        if not given and most > 1:
+            self._search = _Search(most)
+        self._score = Score(most)
+
+    @property
+    def listening(self) -> bool:
+        """Whether the next job should be timed; call it once per job."""
+        if self.given or self.most == 1:
+            return False
+        if self._search is not None:
+            return True
+        self._untimed = (self._untimed + 1) % TIMED
+        return self._untimed == 0
+
+    @property
+    def saturated(self) -> bool:
+        """Whether a search has found that more threads decode no more."""
+        return self._chosen is not None and self._chosen.threads < self.most
+
+    def observe(self, job: JobTiming) -> None:
+        """Count a timed job; ``threads`` may change."""
+        if self.given or self.most == 1 or not job.samples:
+            return
+        beside_all = job.threads == self.threads
+        self._first_jobs -= beside_all or self.threads == self.most
+        if not self.warm:
+            return
+        if not beside_all:
+            self._idle_jobs += 1
+            on_trial = self._search is not None and (self._chosen is not None or self.threads < self.most)
+            if on_trial and self._idle_jobs > GIVE_UP_JOBS:
+                self._give_up()
+            return
+        self._idle_jobs = 0
+        self.worked_s += job.cpu_s * (1 if self._search is not None else TIMED)
+        if self._first_jobs >= 0 and self._search is not None:
+            return
+        score = self._score
+        score.add(job)
+        if self._search is None:
+            self._watch(job)
+        elif score.jobs >= max(JOBS, self.threads // 4) and score.wall_s >= SCORE_S * self.threads:
+            self._advance(self._search)
+
+    def _run(self, threads: int) -> None:
+        # The jobs that run now end beside another number of threads.
+        self._idle_jobs = -self.threads
+        self.threads = self._first_jobs = threads
+        self._score = Score(threads)
+
+    def _advance(self, search: _Search) -> None:
+        """Try the next count of a search, or choose one if the search has ended."""
+        if (next_count := search.step(self._score)) is not None:
+            self._run(next_count)
+            return
+        assert search.best is not None
+        unchanged = self._chosen is not None and self._chosen.threads == search.best.threads
+        self._retry_s = min(self._retry_s * 2, RETRY_MOST_S) if unchanged else RETRY_S
+        self._chosen, self._search, self._since_s = search.best, None, 0.0
+        fewer = search.best.threads < self.most
+        self.gil = gil_limit(search.best, search.above) if fewer and machine.has_gil() else None
+        self._run(search.best.threads)
+
+    def _give_up(self) -> None:
+        """End a search without a result: the consumer no longer keeps the pool busy."""
+        if self._chosen is None:
+            self._search = _Search(self.most)
+            self._run(self.most)
+        else:
+            self._search, self._since_s = None, 0.0
+            self._run(self._chosen.threads)
+
+    def _watch(self, job: JobTiming) -> None:
+        """Start a search if the work per sample has changed, or if it is time for another one."""
+        assert self._chosen is not None
+        score = self._score
+        self._since_s += job.wall_s * TIMED / self.threads
+        if score.jobs < JOBS // 2:
+            return
+        change = score.cpu_per_sample / max(self._chosen.cpu_per_sample, 1e-9)
+        # Of a little processor time, little is enough to change it.
+        used = max(score.cores, self._chosen.cores) > ONE_AT_WORK
+        changed = used and not 1 / OTHER_WORK < change < OTHER_WORK
+        if changed:
+            self._chosen = None
+        may_gain = self.threads < self.most or score.at_work < AT_WORK
+        if changed or (self._since_s >= self._retry_s and may_gain):
+            self._search = _Search(self.most)
+        self._run(self.threads)
+
+
+class _Search:
+    """One search for the smallest count that decodes as much as any.
+
+    Each thread more adds at most as much as those before it, so two counts show where the best one may be. It is no
+    generator: closing one is Python code that the garbage collector would run, where Ctrl-C would be lost.
+
+    Attributes:
+        best: the count chosen so far.
+        above: the next larger count that was tried, which brought no more.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._peak = 0.0
+        self._tried: list[Score] = []
+        self._first: Score | None = None
+        self.best: Score | None = None
+        self.above: Score | None = None
+
+    def step(self, tried: Score) -> int | None:
+        """Return the count to try next; ``None`` if ``best`` is found."""
+        self._first = self._first or tried
+        self._peak = max(self._peak, tried.rate)
+        counts = self._tried = sorted([*self._tried, tried], key=lambda score: score.threads)
+        at = next(at for at, score in enumerate(counts) if score.rate >= self._bar(score))
+        self.best, threads = counts[at], counts[at].threads
+        above = self.above = counts[at + 1] if at + 1 < len(counts) else None
+        if (fewer := self._fewer()) is not None:
+            return fewer
+        if at and WORTH_A_TRY**2 * self._needed(counts[at - 1]) <= threads:
+            return isqrt(counts[at - 1].threads * threads)
+        if above is None and threads < self._most:
+            return min(threads + max(1, threads // 2), self._most)
+        return None
+
+    def _needed(self, below: Score) -> int:
+        """Return the fewest threads that may do as much as the best: none adds more than each of those ``below``."""
+        return ceil(FEWER_KEEP * self._peak / below.rate * below.threads)
+
+    def _bar(self, score: Score) -> float:
+        """Return the rate from which a count is good enough: more threads than at first must bring more."""
+        return self._peak / MORE_BRING if score is self._first else FEWER_KEEP * self._peak
+
+    def _fewer(self) -> int | None:
+        """Fewer threads than those that decode as much, which may do so too; ``None`` if none are worth a try."""
+        # Chance may make a count appear a little slower.
+        slower = [score for score in self._tried if score.rate < CLEARLY_SLOWER * self._peak]
+        score = next(score for score in self._tried if score not in slower)
+        if score.cores <= ONE_AT_WORK or max(score.at_work, score.cpu_s / score.wall_s) >= AT_WORK:
+            return None
+        below = [self._needed(each) for each in slower if each.threads < score.threads]
+        least = max(1, ceil(score.cores - 0.2), *below)
+        return isqrt(least * score.threads) if WORTH_A_TRY * least <= score.threads else None

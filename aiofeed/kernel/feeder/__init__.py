@@ -1,0 +1,1 @@
+"""What users hold: ``Feeder``, its arguments, and the iterator of an epoch."""

@@ -1,0 +1,616 @@
+"""The arguments of a feeder: each checked by itself, then against each other by ``rules.py``, then a configuration.
+
+Each error says what was given and what to write instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aiofeed import _load_addon as load_addon
+from aiofeed.kernel.core.errors import CacheError
+from aiofeed.kernel.core.failure_policy import FailurePolicy, as_policy
+from aiofeed.kernel.core.formatting import format_bytes
+from aiofeed.kernel.core.limits import Limits, ResolvedLimits, resolve_limits
+from aiofeed.kernel.core.statistics import new_events
+from aiofeed.kernel.core.types import Collate, Row, Traits, Transform, decodes_in_place, keywords_of, public, traits_of
+from aiofeed.kernel.core.validation import (
+    check_bool,
+    check_callable,
+    check_collate_fn,
+    check_positive_int,
+    check_seed,
+    local_ranks,
+)
+from aiofeed.kernel.devices.backend import CpuBackend, backends_of
+from aiofeed.kernel.devices.resolve import resolve_devices
+from aiofeed.kernel.engine.fetchers import CacheStore
+from aiofeed.kernel.feeder.rules import Fact, cache_of, check, conflict, facts_of
+from aiofeed.kernel.runtime import machine
+from aiofeed.kernel.runtime.tensors import is_plain
+from aiofeed.kernel.sampling.feed_order import FeedOrder
+from aiofeed.kernel.sampling.lister import STREAM_SAMPLES, Lister, Plan
+from aiofeed.kernel.sampling.schedule import SHUFFLES, Schedule, Shuffle, is_shuffle, window_shards
+from aiofeed.kernel.sampling.state import InOrder, check_in_order
+from aiofeed.kernel.sources.dataset import FromDataset, check_parts, is_iterable_dataset, is_map_dataset
+
+if TYPE_CHECKING:
+    from aiofeed.kernel.devices.backend import DeviceBackend
+
+log: logging.Logger = logging.getLogger("aiofeed.feeder")
+
+# Batches from this size on are compared with the free memory.
+_CHECKED_BYTES = 8 << 20
+
+
+# --- names of torch's DataLoader ---
+
+
+def _threads_instead(workers: object) -> str:
+    if workers == 0:
+        return "leave it out; reading and decoding run in threads"
+    return (
+        f"aiofeed.DataLoader takes it. For a Feeder, reading and decoding run in threads, limited by "
+        f'Limits(decode_threads=...); engine="process:{workers}" uses that many worker processes; '
+        f"pass a thread-safe Dataset as FromDataset(dataset, threads={workers})"
+    )
+
+
+def _part_of(argument: str, kind: type[Any], name: str) -> Callable[[Any], str]:
+    return lambda value: f"pass {argument}={kind.__name__}({name}={value!r})"
+
+
+_NO_WORKERS = "there are no worker processes"
+DATALOADER_ARGUMENTS: Mapping[str, str | Callable[[Any], str]] = {
+    "num_workers": _threads_instead,
+    "pin_memory": "memory is pinned if device= is an accelerator; aiofeed.DataLoader takes pin_memory=",
+    "pin_memory_device": "pass device=",
+    "prefetch_factor": lambda n: "leave it out" if n is None else f"pass limits=Limits(prefetch_batches={n})",
+    "persistent_workers": "threads live as long as the feeder",
+    "worker_init_fn": (
+        f"aiofeed.DataLoader takes it. For a Feeder, {_NO_WORKERS}: FromDataset(dataset, setup=function) calls "
+        f"function(dataset) in each thread that will call the dataset; the decoder's `rng` gives each sample its own "
+        f"random numbers"
+    ),
+    "multiprocessing_context": f"{_NO_WORKERS}; aiofeed.DataLoader takes it",
+    "timeout": lambda s: "leave it out" if s == 0 else f"pass on_error=FailurePolicy(read_timeout_s={s})",
+    "generator": "aiofeed.DataLoader takes it. For a Feeder, pass seed=",
+    "dataset": "it is the first argument",
+    **dict.fromkeys(("rank", "world_size", "num_replicas"), "pass shard=(rank, world_size)"),
+    "num_threads": _part_of("limits", Limits, "decode_threads"),
+    **{each.name: _part_of("limits", Limits, each.name) for each in fields(Limits)},
+    **{each.name: _part_of("on_error", FailurePolicy, each.name) for each in fields(FailurePolicy)},
+}
+"""What to do instead of passing an argument of ``DataLoader`` or of a class that ``Feeder`` takes."""
+DATALOADER_POSITIONS: Sequence[str] = (
+    *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
+    *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
+)
+DATALOADER_HINT = "aiofeed.DataLoader takes them by position, as torch's DataLoader does"
+
+
+# --- the source, the decoder and the engine ---
+
+
+def adopt_source(source: Any) -> Any:
+    """Return the source itself, ``FromDataset`` of a torch ``Dataset``, or ``Stream`` of an ``IterableDataset``."""
+    # On the type: a Dataset may delegate unknown attributes to another one.
+    if isinstance(getattr(type(source), "traits", None), Traits):
+        return getattr(source, "combined", source)
+    if is_iterable_dataset(source):
+        return load_addon("Stream", "an IterableDataset")(source)
+    if isinstance(source, type):
+        raise TypeError(f"a source is an object, got the class {source.__name__}; pass an instance")
+    if callable(getattr(source, "read", None)) or callable(getattr(source, "read_many", None)):
+        missing = [name for name in ("__len__", "key", "read") if not hasattr(source, name)]
+        if missing:
+            raise TypeError(f"a source needs __len__, key and async read; {type(source).__name__} lacks {missing}")
+        return source
+    if isinstance(source, str | bytes | os.PathLike):
+        path = os.fspath(source)
+        raise TypeError(f"a source is an object, got the path {path!r}; did you mean aiofeed.ImageFolder({path!r})?")
+    if isinstance(source, Mapping) and _has_names(source):
+        raise TypeError(
+            f"a feeder asks a source for samples 0, 1, ..., and this {type(source).__name__} has the keys "
+            f"{list(source)[:8]}: pass one of its values, or for a dict of tensors aiofeed.Tensors(*tensors.values())"
+        )
+    if isinstance(source, tuple) and len(source) > 1 and _are_columns(source):
+        raise TypeError(
+            f"a tuple of {len(source)} tensors of {len(source[0])} rows each: pass aiofeed.Tensors(x, y, ...), or a "
+            f"list if each tensor is a sample"
+        )
+    if type(source).__module__.partition(".")[0] in ("pyarrow", "polars"):
+        raise TypeError(f"an item of a {type(source).__name__} is a column, not a row: pass aiofeed.Table(table)")
+    if hasattr(type(source), "iloc"):  # on the type: a Dataset may delegate unknown attributes to a DataFrame
+        raise TypeError(
+            f"a pandas {type(source).__name__} is indexed by its index, not by position: pass "
+            f'aiofeed.Table(frame), or aiofeed.Files(frame["path"], frame["label"])'
+        )
+    if is_map_dataset(source):
+        check_parts(source)
+        return FromDataset(source)
+    if type(source).__name__ == "DataLoader" and "torch.utils.data" in sys.modules:
+        raise TypeError(
+            "a DataLoader yields batches, not samples: pass its dataset, or use aiofeed.prefetch(loader, device=...)"
+        )
+    raise TypeError(
+        f"a source has __len__, key and async read, or is a Dataset with __len__ and __getitem__; got {source!r}. For "
+        f"an iterable or a generator function pass aiofeed.Stream(...)"
+    )
+
+
+def _check_row(decode: Any) -> None:
+    """Raise ``TypeError`` if torch has no tensors of the dtype of a decoder's rows."""
+    dtype = np.dtype(decode.row.dtype)
+    if not is_plain(dtype):
+        raise TypeError(
+            f"the rows of {decode!r} have the dtype {dtype!s}, of which torch has no tensors: use numbers or bools in "
+            f"the machine's byte order, or leave out decode_into and return something else"
+        )
+
+
+def _are_columns(values: tuple[Any, ...]) -> bool:
+    """Return whether all values are tensors or arrays with the same number of rows."""
+    rows = {value.shape[0] if getattr(value, "ndim", 0) else None for value in values}
+    return len(rows) == 1 and None not in rows
+
+
+def _has_names(mapping: Mapping[Any, Any]) -> bool:
+    """Return whether a mapping has no samples 0, 1, ...; a TensorDict, unlike a dict, has rows that are not keys."""
+    return 0 not in mapping if isinstance(mapping, dict) else isinstance(next(iter(mapping), None), str)
+
+
+def unpack_source(source: Any, decode: Any) -> tuple[Any, Any]:
+    """Return the source of ``Clips``, and their decoder; anything else as it is."""
+    if not getattr(type(source), "decodes_source", False):
+        return source, decode
+    if decode is not None:
+        raise TypeError("Clips decode videos themselves, so decode= makes no sense; transform= gets each batch")
+    if traits_of(adopt_source(source.source)).decode == "none":
+        raise TypeError(
+            f"Clips takes a source of encoded videos, such as aiofeed.Files(paths), got {source.source!r}, whose items "
+            f"are decoded already"
+        )
+    return source.source, source.decoder
+
+
+def check_decoder(decode: Any, items: object) -> Callable[..., Any] | None:
+    """Return ``decode`` if it is ``None`` or a decoder. ``items`` are those of a list or Dataset, for advice."""
+    if decode is None:
+        return None
+    if isinstance(items, list | tuple) and items and isinstance(items[0], str | os.PathLike):
+        raise TypeError(f"a {type(items).__name__} is used as a Dataset; for files pass aiofeed.Files(paths)")
+    check_callable("decode", decode, keywords_of(decode))
+    if decodes_in_place(decode):
+        _check_row(decode)
+    return decode  # type: ignore[no-any-return]
+
+
+@public
+@dataclass(frozen=True)
+class Processes:
+    """Worker processes that read and decode: ``Feeder(engine=Processes(4))``, or in short ``engine="process:4"``.
+
+    Args:
+        number: How many.
+
+    Raises:
+        TypeError, ValueError: ``number`` is not a positive int.
+    """
+
+    number: int
+
+    def __post_init__(self) -> None:
+        check_positive_int("Processes(number=...)", self.number)
+
+
+def check_engine(value: object) -> tuple[int, Any]:
+    """Return the number of worker processes or actors that ``engine=`` requests, and the options of Ray.
+
+    Raises:
+        TypeError, ValueError: The value is not "thread", "process", "process:4", ``Processes``, "ray" or ``RayEngine``.
+        ImportError: Ray is not installed.
+    """
+    expected = 'expected "thread", "process", or "process:4" for four processes; for a Ray cluster "ray" or RayEngine()'
+    if value == "thread":
+        return 0, None
+    if isinstance(value, Processes):
+        value = f"process:{value.number}"
+    kind, colon, number = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if isinstance(value, str) and (
+        kind not in ("process", "ray") or (colon and not (number.isascii() and number.isdigit() and int(number) > 0))
+    ):
+        raise ValueError(f"engine={value!r}: {expected}")
+    if kind != "process":
+        RayEngine = load_addon("processes.RayEngine", "engine=")  # noqa: N806
+        ray: Any = value if kind != "ray" else RayEngine(int(number)) if colon else RayEngine()
+        if not isinstance(ray, RayEngine):
+            raise TypeError(f"engine must be a str, got {value!r}; {expected}")
+        if find_spec("ray") is None:
+            raise ImportError(f"engine={value!r} needs Ray: pip install 'aiofeed[ray]'")
+        return ray.actors, ray
+    if not machine.passes_descriptors():
+        raise ValueError(
+            f'engine={value!r} needs Unix sockets that pass descriptors, which Windows lacks: use engine="thread"'
+        )
+    return int(number) if colon else 1, None
+
+
+def check_batch_size(value: object) -> int:
+    """Return ``value`` if it is a valid ``batch_size``."""
+    if value is None:
+        raise TypeError(
+            "batch_size must be an int, got None: pass it, as a Feeder makes batches. aiofeed.DataLoader(dataset, "
+            "batch_size=None) gives single items; aiofeed.prefetch(batches, device=...) takes batches that you made"
+        )
+    return check_positive_int("batch_size", value)
+
+
+def limits_for(limits: Limits | None, batch_size: int, source: object, engines: int, ray: Any = None) -> ResolvedLimits:
+    """Return all limits as numbers for this machine or the actors of ``ray``, and for a source.
+
+    Raises:
+        TypeError: ``limits`` is not a ``Limits``.
+        ValueError: A limit that processes share is smaller than their number.
+    """
+    if limits is not None and not isinstance(limits, Limits):
+        raise TypeError(f"limits must be aiofeed.Limits(...), got {limits!r}")
+    if limits is not None and not isinstance(source, FromDataset):  # each process has its own copy of a Dataset
+        for name in ("read_concurrency", "decode_threads"):
+            given = getattr(limits, name)
+            if given is not None and given < engines:
+                kind, what = ("ray", "actors") if ray else ("process", "processes")
+                raise ValueError(
+                    f'Limits({name}={given}) with engine="{kind}:{engines}": the {what} share the limit, and each '
+                    f'needs 1; use at least {engines}, or fewer {what}, as engine="{kind}:{given}"'
+                )
+    return resolve_limits(
+        limits or Limits(),
+        batch_size=batch_size,
+        cpus=ray.actors * ray.cpus_per_actor if ray else machine.rank_cpus(),
+        free_memory=machine.rank_memory(),
+        most_threads=source.threads if isinstance(source, FromDataset) else 0,
+        procs=engines,
+        ranks=local_ranks(),
+    )
+
+
+@dataclass(eq=False)
+class Arguments:
+    """The arguments of ``Feeder``, each valid by itself.
+
+    Attributes:
+        adopted: The source as the feeder reads it: ``FromDataset`` of a ``Dataset``, the combined source of a
+            ``Mixture``.
+        traits: What kind of source it is.
+        length: The number of samples of the source; 0 for a stream, whose end is not known before it is read.
+        samples: Samples per batch; with a plan or a batch sampler, of a typical batch.
+        plan: The plan that is the batch size, if it is one.
+        engines: Number of worker processes or actors; 0: threads of this process.
+        ray: The options of ``engine="ray"``.
+    """
+
+    source: Any
+    decode: Callable[..., Any] | None
+    batch_size: Any
+    batch_sampler: Any
+    shuffle: Shuffle
+    sampler: Any
+    weights: Any
+    seed: int
+    drop_last: bool
+    pad: bool
+    collate_fn: Collate | None
+    device: Any
+    transform: Transform | None
+    on_error: Any
+    cache: Any
+    limits: Limits | None
+    shard: Any
+    split_sequence: Any
+    exclude: Any
+    in_order: InOrder
+    engine: Any
+    static_batches: bool
+    timeline: bool
+
+    def __post_init__(self) -> None:
+        self.source, decode = unpack_source(self.source, self.decode)
+        self.adopted: Any = adopt_source(self.source)
+        self.decode = check_decoder(decode, getattr(self.adopted, "dataset", None))
+        self.shuffle = check_shuffle(self.shuffle)
+        self.seed = check_seed(self.seed)
+        check_bool("drop_last", self.drop_last)
+        check_bool("pad", self.pad)
+        self.plan: Any = self.batch_size if isinstance(self.batch_size, Plan) else None
+        self.samples: int = 1
+        if self.batch_sampler is None and self.plan is None:
+            self.samples = check_batch_size(self.batch_size)
+        check_collate_fn(self.collate_fn)
+        check_callable("transform", self.transform)
+        if self.split_sequence is not None:
+            sequence_part = load_addon("sequence_part", "split_sequence=")
+            self.transform = sequence_part(self.split_sequence, self.transform)
+        self.backend: DeviceBackend | None = resolve_devices(self.device)
+        self.on_error = as_policy(self.on_error)
+        self.replica: tuple[int, int] = (0, 1)
+        mesh = self.shard[1] if isinstance(self.shard, tuple) and len(self.shard) == 2 else self.shard
+        if hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "get_coordinate"):
+            self.shard, self.replica = load_addon("rank_in_mesh", "a mesh as shard=")("shard", self.shard)
+            log.info("shard %d of %d, from the mesh", *self.shard)
+        check_in_order("in_order", self.in_order)
+        self.engines: int
+        self.ray: Any
+        self.engines, self.ray = check_engine(self.engine)
+        check_bool("static_batches", self.static_batches)
+        check_bool("timeline", self.timeline)
+        self._choose_source()
+
+    def _choose_source(self) -> None:
+        """Use ``Tensors`` in host memory and a ``Mixture`` without weights as plain samples if an option needs that."""
+        listed = self.batch_sampler is not None or self.plan is not None
+        split = self.static_batches or hasattr(self.backend, "backends")
+        samples = listed or split or self.engines or self.collate_fn is not None
+        if samples and traits_of(self.adopted).in_memory and self.adopted.on_host:
+            self.adopted = self.adopted._as_dataset()
+        ordered = traits_of(self.source).ordered
+        if ordered and not self.source.draws:
+            ordered = self.sampler is self.weights is self.batch_sampler is self.exclude is None
+            ordered = ordered and self.shuffle in (True, False, "keyed")
+        self.traits: Traits = replace(traits_of(self.adopted), ordered=ordered)
+        self.length: int = len(self.adopted) if self.traits.indexed else 0
+
+
+# --- the order ---
+
+
+def check_shuffle(value: object) -> Shuffle:
+    """Return ``value`` if it is a valid ``shuffle``."""
+    if is_shuffle(value):
+        return value
+    hint = ": pass False; aiofeed.DataLoader takes None, too" if value is None else ""
+    kind = ValueError if isinstance(value, str) else TypeError
+    raise kind(f"shuffle must be True, False, {SHUFFLES}, got {value!r}{hint}")
+
+
+def new_order(a: Arguments) -> FeedOrder:
+    """Return the order of a feeder; sets ``a.samples`` to the size of a typical batch.
+
+    Raises:
+        TypeError, ValueError: The weights, the plan, the sampler or the shard do not fit.
+    """
+    kind = load_addon("SampleSchedule", 'in_order="samples"') if a.in_order == "samples" else Schedule
+    order: Schedule = kind(
+        length=a.length, batch_size=1, shuffle=a.shuffle, seed=a.seed, drop_last=a.drop_last, pad=a.pad
+    )
+    feed_order: FeedOrder
+    if a.traits.indexed:
+        lister = _new_lister(a, order)
+        if lister is not None and lister.by_batches:
+            a.samples = lister.typical_samples
+        else:
+            order = replace(order, batch_size=a.samples)
+        feed_order = FeedOrder(order, a.shard, lister)
+    else:
+        feed_order = a.adopted._new_order(replace(order, batch_size=a.samples), a.shard, a.plan)
+        a.samples = a.samples if a.plan is None else STREAM_SAMPLES
+    feed_order.events = new_events(a.timeline)
+    feed_order.replica = a.replica[0]
+    return feed_order
+
+
+def _new_lister(a: Arguments, order: Schedule) -> Lister | None:
+    """Return what lists the epochs of a feeder in place of its schedule, if anything does."""
+    mixture: Lister | None = None
+    if a.traits.ordered or (a.exclude is not None and traits_of(a.source).ordered):
+        mixture = a.source.order(a.seed, shuffle=bool(a.shuffle))
+    lister = mixture
+    if a.batch_sampler is not None:
+        lister = load_addon("BatchSamplerAdapter", "batch_sampler=")(a.batch_sampler, a.length)
+    elif a.sampler is not None:
+        lister = load_addon("SamplerAdapter", "sampler=")(a.sampler, a.length)
+    elif a.exclude is not None:
+        lister = load_addon("ExcludingOrder", "exclude=")(order, a.exclude, a.adopted.key, mixture)
+    elif a.weights is not None:
+        lister = load_addon("WeightedOrder", "weights=")(a.weights, a.length, a.seed)
+    elif (shards := window_shards(a.shuffle)) is not None:
+        lister = load_addon("WindowOrder", f"shuffle={a.shuffle!r}")(a.source.shard_starts, shards, a.seed)
+    return lister if a.plan is None else a.plan._new_lister(order, lister)
+
+
+# --- the configuration ---
+
+
+@dataclass(frozen=True, eq=False)
+class FeederConfig:
+    """The checked arguments of a feeder.
+
+    Args:
+        engines: Number of worker processes or actors; 0: threads of this process.
+        ray: The options of ``engine="ray"``.
+        static_outputs: One per device if ``static_batches=True``; otherwise empty.
+        tokens_resident: Whether ``Tokens`` are kept where batches are wanted.
+        facts: What holds for the arguments, see ``rules.py``.
+    """
+
+    source: Any
+    length: int
+    decode: Callable[..., Any] | None
+    batch_size: int
+    collate_fn: Any
+    backend: DeviceBackend | None
+    transform: Transform | None
+    policy: FailurePolicy
+    limits: ResolvedLimits
+    user_limits: Limits
+    in_order: InOrder
+    engines: int
+    static_outputs: tuple[Any, ...] = ()
+    cache: CacheStore | None = None
+    tokens_resident: bool = False
+    ray: Any = None
+    facts: frozenset[Fact] = frozenset()
+
+    @property
+    def engine(self) -> Any:
+        """The engine, as ``Feeder(engine=)`` takes it."""
+        return self.ray or (f"process:{self.engines}" if self.engines else "thread")
+
+
+def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
+    """Check the arguments of a feeder against each other; return its order and its configuration.
+
+    Raises:
+        TypeError, ValueError: Two arguments exclude each other, one does not fit the source, or cannot be pickled for a
+            worker.
+        CacheError: The file of a cache cannot be used.
+    """
+    facts = facts_of(a)
+    check(facts, a)
+    order = new_order(a)
+    source, cache, tokens_resident = a.adopted, a.cache, "Tokens on the device" in facts
+    if "neighbours come together" in facts and (sharing := getattr(source, "sharing_frames", None)) is not None:
+        source = sharing()
+    decoder = getattr(source, "decoder", None)
+    collate_fn: Any = a.collate_fn
+    if a.plan is not None and (packs := a.plan._new_collate()) is not None:
+        collate_fn = packs
+    elif collate_fn is None and "rows of a Table" in facts and source.data is None:
+        source, collate_fn = source.in_batches(), source.collate
+    if tokens_resident:
+        _check_room_for_tokens(a)
+        cache = None
+    elif cache is not None:
+        cache = cache_of(cache)
+        wrap = getattr(cache, "wrap", None)
+        if wrap is not None and (wrapped := wrap(source)) is not None:
+            source, cache = wrapped, None
+    config = FeederConfig(
+        source=source,
+        length=a.length,
+        decode=decoder if a.traits.decode == "none" else a.decode,
+        batch_size=a.samples,
+        collate_fn=collate_fn,
+        backend=a.backend,
+        transform=a.transform,
+        policy=a.on_error,
+        limits=limits_for(a.limits, a.samples, a.adopted, a.engines, a.ray),
+        user_limits=a.limits or Limits(),
+        in_order=a.in_order,
+        engines=a.engines,
+        ray=a.ray,
+        tokens_resident=tokens_resident,
+        facts=frozenset(facts),
+    )
+    _warn_of_large_batches(config)
+    if config.engines:
+        _check_picklable(config, "ray" if config.ray else "process")
+    if cache is not None:
+        config = replace(config, cache=cache.open_store(config))
+    if a.static_batches:
+        config = with_static_outputs(config, 1 if a.plan is None else a.plan.shapes)
+    if "a plan" not in facts and "batch_sampler=" not in facts and not isinstance(a.source, FromDataset):
+        config = _with_resident_tensors(config)
+    return order, config
+
+
+# What holds for the caches and engines that ``explain`` advises, see ``rules.py``.
+_ADVISED: dict[object, tuple[Fact, ...]] = {
+    "host": ("cache=", "cache= on the host"),
+    "disk": ("cache=", "cache= on the host"),
+    "samples": ('in_order="samples"', "in_order= other than True"),
+    False: ("in_order= other than True",),
+    "window": ("shuffle=", 'shuffle="window"', 'shuffle="replacement" or "window"', "an order by shuffle="),
+}
+
+
+def allows(config: FeederConfig, **options: Any) -> bool:
+    """Return whether ``Feeder`` would accept another option beside those of a configuration.
+
+    Args:
+        options: ``in_order``, ``engine``, ``shuffle="window"``, or ``cache``, which is "host" or, for a ``DiskCache``,
+            "disk".
+    """
+    facts = set(config.facts)
+    try:
+        if "engine" in options:
+            engines, ray = check_engine(options["engine"])
+            facts.add('engine="process"')
+            limits_for(config.user_limits, config.batch_size, config.source, engines, ray)
+            _check_picklable(config, "process")
+        else:
+            [value] = options.values()
+            facts.update(_ADVISED.get(value, ()))
+        if "cache" in options:
+            cache: Any = load_addon("DiskCache", "cache=")("") if options["cache"] == "disk" else cache_of("host")
+            facts.update(cache.facts(config.decode))
+            cache.check_decoder(config.decode)
+    except (TypeError, ValueError, ImportError):  # what the checks raise
+        return False
+    return conflict(facts) is None
+
+
+def _check_picklable(config: FeederConfig, kind: str) -> None:
+    check_picklable = load_addon("check_picklable", f'engine="{kind}"')
+    check_picklable(kind, source=config.source, decode=config.decode, collate_fn=config.collate_fn)
+
+
+def _warn_of_large_batches(config: FeederConfig) -> None:
+    """Log a warning if two batches take more than the free memory, if their size is known."""
+    row: Row | None = getattr(config.decode, "row", None) if decodes_in_place(config.decode) else None
+    if row is None or row.parts:
+        return
+    nbytes = 2 * config.batch_size * math.prod(row.shape) * np.dtype(row.dtype).itemsize
+    # Reading the free memory takes 0.4 ms.
+    if nbytes >= _CHECKED_BYTES and nbytes > (free := machine.rank_memory()):
+        log.warning(
+            "two batches of %d samples, one in use and the next one, take %s, and this machine or container has %s "
+            "left for this process: make batch_size= smaller, or raise the container's memory limit",
+            config.batch_size,
+            format_bytes(nbytes),
+            format_bytes(free),
+        )
+
+
+def _with_resident_tensors(config: FeederConfig) -> FeederConfig:
+    """Return a configuration that permutes the tensors of a ``TensorDataset`` in host memory, as for ``Tensors``.
+
+    For a device they are streamed, because they may not fit there.
+    """
+    excluded = (config.collate_fn, config.backend, config.cache, config.engines or None)
+    if not isinstance(config.source, FromDataset) or any(option is not None for option in excluded):
+        return config
+    whole: Any = config.source.dataset
+    while type(whole).__name__ == "Subset":
+        whole = whole.dataset
+    if type(whole).__name__ != "TensorDataset":
+        return config
+    tensors = load_addon("tensors_of", "a TensorDataset")(config.source.dataset)
+    return config if tensors is None else replace(config, source=tensors)
+
+
+def with_static_outputs(config: FeederConfig, shapes: int) -> FeederConfig:
+    """Return the configuration with new static outputs for so many shapes of batches, see ``StaticOutput``."""
+    new_output = load_addon("StaticOutput", "static_batches=True")
+    backend = config.backend or CpuBackend()
+    outputs = tuple([new_output(each, shapes) for each in backends_of(backend)])
+    return replace(config, backend=backend, static_outputs=outputs)
+
+
+def _check_room_for_tokens(a: Arguments) -> None:
+    """Raise ``CacheError`` if ``Tokens`` are to be kept in host memory, and do not fit there."""
+    if a.backend is None and not a.adopted.in_memory:
+        raise CacheError(
+            f'cache="device" with device=None keeps {a.source!r} in host memory, and its '
+            f"{format_bytes(sum(tokens.nbytes for tokens in a.adopted.arrays))} are more than half of the free "
+            f"{format_bytes(machine.free_memory())}: leave out cache=, and threads gather batches ahead"
+        )

@@ -1,0 +1,520 @@
+"""Runs the epochs of one feeder: where each epoch starts, and the effect of its end, of a ``break`` and of an error."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+from aiofeed import _load_addon as load_addon
+from aiofeed.kernel.core.errors import FeedError
+from aiofeed.kernel.core.failures import FailureLog
+from aiofeed.kernel.core.statistics import EpochStats, FeedStatistics
+from aiofeed.kernel.core.types import Members, traits_of
+from aiofeed.kernel.engine.memory import Memory, SmallItems
+from aiofeed.kernel.feeder.arguments import FeederConfig, allows
+from aiofeed.kernel.feeder.iterator import Delivery, EpochObserver, EpochStartLock, FeedIterator, clocks, take_end
+from aiofeed.kernel.feeder.pipeline import BatchPipeline, StreamingPipeline
+from aiofeed.kernel.runtime import machine
+from aiofeed.kernel.runtime.queue import FeedFailure, ReadyBatch
+from aiofeed.kernel.sampling.epochs import EpochStream
+from aiofeed.kernel.sampling.feed_order import FeedOrder
+from aiofeed.kernel.sampling.order import BatchLists
+from aiofeed.kernel.sampling.schedule import Position
+from aiofeed.kernel.sampling.state import Checkpoint, EpochProgress
+from aiofeed.kernel.sampling.trail import order_digest
+
+BatchT = TypeVar("BatchT")
+
+log: logging.Logger = logging.getLogger("aiofeed.feeder")
+
+# An epoch this long of which the training waited for this share is worth a hint.
+HINT_AFTER_S = 10.0
+HINT_STALL = 0.5
+
+
+class ProgressBar(Protocol):
+    """Shows the progress of an epoch, or of all epochs of ``epochs``."""
+
+    def close(self) -> None:
+        """Draw the bar no more. Idempotent; must not raise."""
+
+
+class FeederSession(Generic[BatchT]):
+    """Runs the epochs of one feeder, one iterator at a time, on a pipeline that is reused while possible.
+
+    - *Start*: ``begin`` asks the checkpoint for the position (a loaded state, a chosen epoch or the next epoch) and the
+      order for the batches from there on. ``EpochProgress`` counts the batches returned; ``state_dict`` is computed
+      from it.
+    - *End*: the pipeline keeps running for the next epoch. After a complete epoch, and inside ``epochs``, the next
+      epoch is read while this one is consumed.
+    - *Break*: the delivery watches the iterator. When the last reference to it is dropped, the threads end, and the
+      next ``begin`` creates a new pipeline. The same happens after ``close`` and after an error.
+
+    The feeder and the open iterator keep the session alive. The pipeline ends when the session is dropped.
+
+    Args:
+        checkpoint: The user's position; updated as batches are returned.
+        failures: Receives the samples that failed.
+        earlier_stats: Receives the statistics of ended epochs.
+    """
+
+    def __init__(
+        self,
+        config: FeederConfig,
+        *,
+        order: FeedOrder,
+        checkpoint: Checkpoint,
+        failures: FailureLog,
+        earlier_stats: EpochStats,
+    ) -> None:
+        self.config = config
+        self._order = order
+        self._checkpoint = checkpoint
+        self._failures = failures
+        self._earlier_stats = earlier_stats
+        self.stats: EpochStats = EpochStats()
+        self.pipeline: BatchPipeline | None = None
+        self.delivery: Delivery | None = None
+        # The latest streaming pipeline and its delivery. They may still be ending after resident data replaced them.
+        self._streaming: tuple[StreamingPipeline, Delivery] | None = None
+        self._stream: EpochStream | None = None
+        self._iterator: weakref.ref[FeedIterator[BatchT]] | None = None
+        self._epoch: EpochProgress | None = None
+        # Epochs completed one after the other, and the last epoch of a running `epochs`.
+        self._completed_in_a_row = 0
+        self._last_epoch: int | None = None
+        # The batches that running steps will take from the next iterator on.
+        self._steps_left = 0
+        self._hinted = False
+        # A progress bar explains again and again, and whether processes are possible is found by pickling.
+        self.allows: Callable[..., bool] = functools.cache(functools.partial(allows, config))
+        # Data of which batches are made without a streaming pipeline.
+        self._memory = _new_memory(config)
+        self.bar: ProgressBar | None = None
+        self._start_lock = EpochStartLock()
+        if config.cache is not None:
+            config.cache.free_with(self)
+
+    @property
+    def live(self) -> bool:
+        """Whether an iterator is open."""
+        return self._live_iterator() is not None
+
+    def statistics(self, total: bool) -> FeedStatistics:
+        """Return the statistics of the current or last epoch, or with ``total`` of all epochs."""
+        stats = EpochStats()
+        if total:
+            stats.add(self._earlier_stats)
+        stats.add(self.stats)
+        limits, pipeline = self.config.limits, self.pipeline
+        tuner = pipeline.tuner if pipeline is not None else None
+        storage = Members.of(self.config.source).storage_statistics
+        return FeedStatistics(
+            **stats.totals(),  # type: ignore[arg-type]
+            queue_depth=len(self.delivery.queue) if self.delivery is not None else 0,
+            read_concurrency=limits.read_concurrency if tuner is None else tuner.reading.concurrency,
+            decode_threads=limits.decode_threads if tuner is None else tuner.max_running,
+            chunk_size=pipeline.chunk_size if pipeline is not None else 0,
+            by_source=self._order.counts(self._checkpoint.position),
+            storage=None if storage is None or self.config.engines else storage(),
+        )
+
+    def explain(self, *, ranks: bool) -> Any:
+        """Return the ``Explanation`` of the current or last epoch; with ``ranks`` compare all ranks."""
+        return load_addon("explain_feeder", "feeder.explain()")(self, ranks=ranks)
+
+    @property
+    def first_epoch(self) -> bool:
+        """Whether no epoch before the current or last one has started the threads and filled a cache."""
+        return not self._earlier_stats.samples
+
+    def epochs(self, last: int) -> Iterator[int]:
+        """Yield the numbers of the epochs up to ``last``; meanwhile each next epoch is read ahead."""
+        epoch = self._order.normalize(self._checkpoint.next_position()).epoch
+        try:
+            while epoch <= last:
+                self._last_epoch = last
+                yield epoch
+                epoch += 1
+                if self._checkpoint.next_position().epoch != epoch:
+                    self._checkpoint.set_epoch(epoch, live=self.live)
+        finally:
+            self._last_epoch = None
+            self.close_bar()
+
+    def running_epoch(self) -> tuple[int, int, int | None]:
+        """Return the running epoch, its batches before this iterator, and the last epoch of ``epochs``."""
+        assert self._epoch is not None
+        assert self._stream is not None
+        start, schedule = self._epoch.start, self._stream.schedule
+        return start.epoch, max(schedule.batches() - schedule.batches_left(start), 0), self._last_epoch
+
+    @property
+    def rank(self) -> int:
+        """The rank of the feeder."""
+        return self._order.rank
+
+    def close_bar(self) -> None:
+        """Close the progress bar if there is one."""
+        bar, self.bar = self.bar, None
+        if bar is not None:
+            bar.close()
+
+    def in_progress(self, iterator: FeedIterator[BatchT], epoch: EpochProgress) -> bool:
+        """Return whether the rest of an epoch can be taken from its iterator, and is what comes next."""
+        return iterator is self._live_iterator() and not epoch.complete and not self._checkpoint.chosen
+
+    def begin_steps(self, batches: int) -> tuple[FeedIterator[BatchT], EpochProgress]:
+        """Begin the epoch of the next ``batches`` steps: the rest of the one before, or the next one."""
+        with self._start_lock.lock():
+            epoch = self._epoch
+            if epoch is not None and epoch.started and not (epoch.complete or self._checkpoint.chosen):
+                self.go_to(self._checkpoint.position)  # of an iterator that was closed, or is now
+            self._steps_left = batches
+            try:
+                iterator = self.begin()
+            finally:
+                self._steps_left = 0
+            assert self._epoch is not None
+            return iterator, self._epoch
+
+    def go_to(self, position: Position) -> None:
+        """Make the next ``begin`` start at a position."""
+        if state := self._order.sampler_state(position):
+            self._order.load_sampler_state(state)
+        self._checkpoint.load(position)
+
+    def begin(self) -> FeedIterator[BatchT]:
+        """Return an iterator over the next epoch; close the open iterator.
+
+        Another thread waits here until this call returns. ``stop`` does not wait: it closes the iterator returned.
+        """
+        return self._start_lock.run(self._begin_or_stop, self.stop)
+
+    def _begin_or_stop(self) -> FeedIterator[BatchT]:
+        try:
+            return self._begin()
+        except BaseException:  # Ctrl-C, for example: stop the threads, as the caller gets no iterator
+            self.stop("its epoch did not begin")
+            raise
+
+    def _begin(self) -> FeedIterator[BatchT]:
+        asked = clocks()
+        if traits_of(self.config.source).items and not self.config.engines:
+            from aiofeed.kernel.sources.dataset_slots import check_iteration
+
+            check_iteration(self.config.source)
+        completed = self._finish_complete_epoch()
+        if self._last_epoch is None:
+            self.close_bar()
+        if not completed:
+            self._close_iterator(
+                "a newer iterator of the same feeder was started: a feeder has one iterator at a time; for two, as for "
+                "training and validation, create two feeders, or an aiofeed.DataLoader without cache=, engine=, "
+                "on_error= and threads="
+            )
+        listing = time.perf_counter()
+        planned = self._order.plan_epoch(self._checkpoint.next_position())
+        order_s = time.perf_counter() - listing
+        schedule, first = planned.schedule, planned.first
+        start = first.position
+        stats, stream = None, self._stream
+        streams = None if self.pipeline is None else self.pipeline.streams
+        # Take over the epoch that was read ahead, if it is the one that begins now.
+        if completed and stream is not None and first.followed and self._may_read_ahead(streams):
+            stats = stream.take_over(schedule, start)
+        if stats is None or stream is None:
+            stats, stream = first.counters, planned
+        if first.followed and self._may_read_ahead(None):
+            # Before the stream is fed: a short epoch is planned at once, and the engine then ends.
+            self._read_ahead(stream, start)
+        # Before the stream is fed, because the engine may see the end of a short epoch at once.
+        epoch = stream.new_progress(start, self.config.in_order)
+        epoch.order_digest = order_digest(schedule, self.config.in_order, self._order.identity())
+        delivery = self._start(stream)
+        config, logged = self.config, log.isEnabledFor(logging.DEBUG)
+        delivery.queue.runs = config.in_order is True and config.transform is None and not logged
+        # In this order, a thread that reads the totals meanwhile counts no epoch twice.
+        ended, self.stats = self.stats, stats
+        self._earlier_stats.add(ended)
+        self._checkpoint.on_iter(start.epoch)
+        self._failures.begin()
+        self._epoch = epoch
+        stats.order_s = order_s
+        iterator: FeedIterator[BatchT] = FeedIterator(delivery, stats, _SessionObserver(self, delivery, epoch), asked)
+        self._iterator = weakref.ref(iterator)
+        delivery.watch(iterator)
+        return iterator
+
+    def _start(self, stream: EpochStream) -> Delivery:
+        """Feed a stream if it is new, on the running pipeline or a new one; return the delivery."""
+        old_stream, self._stream = self._stream, stream
+        if stream is not old_stream and not self._can_feed(stream, old_stream):
+            # Batches that were read ahead belong to an epoch that is not wanted any more.
+            if self.delivery is not None and self.pipeline is not None and not self.pipeline.inherited:
+                self.delivery.stop()
+            self._replace_pipeline(stream)
+        assert self.delivery is not None
+        assert self.pipeline is not None
+        self.delivery.start()
+        if stream is not old_stream:
+            self.pipeline.feed(stream)
+        return self.delivery
+
+    def _can_feed(self, stream: EpochStream, old_stream: EpochStream | None) -> bool:
+        """Return whether the running pipeline can feed a new stream, and no other kind of pipeline is faster."""
+        pipeline = self.pipeline
+        if pipeline is None or not pipeline.reusable() or old_stream is None or not old_stream.drained():
+            return False
+        return self._memory_for(stream) is None if pipeline.streams else self._may_read_ahead(False)
+
+    def _may_read_ahead(self, streams: bool | None) -> bool:
+        """Return whether the next epoch may be read ahead, see ``Memory``."""
+        return self._memory is None or self._memory.may_read_ahead(streams)
+
+    def _memory_for(self, stream: EpochStream) -> Memory | None:
+        """Return the memory if it has the samples of a stream. Its windows have room for batches of one size."""
+        memory = self._memory
+        listed = isinstance(stream.first.sampled, BatchLists)
+        return None if memory is None or listed or not memory.ready(stream) else memory
+
+    def _replace_pipeline(self, stream: EpochStream) -> None:
+        """Create the pipeline for a stream, and its delivery."""
+        config, backend, transform = self.config, self.config.backend, self.config.transform
+        memory = self._memory_for(stream)
+        if memory is not None:
+            resident = memory.new_pipeline(config, self.pipeline)
+            self.pipeline, self.delivery = resident, Delivery(resident, None, resident.consumer_transform(transform))
+        else:
+            copier = None
+            if backend is not None:
+                from aiofeed.kernel.devices.copier import copier_for
+
+                copier, transform = copier_for(backend, transform, config.static_outputs), None
+            streaming = StreamingPipeline(config, after=None if self._streaming is None else self._streaming[0])
+            self.pipeline = streaming
+            self.delivery = Delivery(streaming, copier, transform, config.limits.device_batches)
+            self._streaming = streaming, self.delivery
+        self.delivery.watch(self)
+
+    def _finish_complete_epoch(self) -> bool:
+        """Finish an epoch whose last batch was returned if its consumer, counting batches, never asked for the end.
+
+        Returns whether the epoch is complete and its pipeline runs, so that batches read ahead can be used.
+        """
+        epoch, pipeline, delivery = self._epoch, self.pipeline, self.delivery
+        if epoch is None or pipeline is None or delivery is None or not epoch.complete or not pipeline.reusable():
+            return False
+        if (iterator := self._live_iterator()) is not None:
+            ended = iterator.finish_if_ended()
+        else:
+            ended = epoch.ended or take_end(delivery.queue)
+        if ended and not epoch.ended:
+            self._epoch_ended(epoch)
+        return ended
+
+    def _epoch_ended(self, epoch: EpochProgress) -> None:
+        epoch.ended = True
+        if not epoch.started:  # it had no batch for this rank, or nothing was left of it
+            self._on_first_batch(epoch)
+        self._failures.summarise(epoch.start.epoch, self.stats)
+        self._hint_at_threads()
+        if epoch is self._epoch:  # another thread may have begun a new one
+            # Dropping the iterator after its end is not a break.
+            self._iterator = None
+            self._completed_in_a_row += 1
+            if self._memory is not None:
+                self._memory.ended(self.stats)
+            if self.delivery is not None:
+                self.delivery.watch(self)
+
+    def _on_first_batch(self, epoch: EpochProgress) -> None:
+        """Let the next ``begin`` start the epoch after this one, which returns its first batch or ends without one."""
+        self._checkpoint.on_first_batch(epoch)
+        self._order.on_first_batch()
+
+    def _hint_at_threads(self) -> None:
+        """Log once, if training mainly waits for a ``Dataset`` that one thread calls, how to use more."""
+        config, stats = self.config, self.stats
+        slow = stats.wall_s > HINT_AFTER_S and stats.stall_s - stats.order_s > HINT_STALL * stats.wall_s
+        source: Any = config.source
+        if not slow or self._hinted or not traits_of(source).items or source.threads > 1:
+            return
+        if config.engines or (cores := machine.rank_cpus()) == 1:
+            return
+        self._hinted = True
+        log.warning(
+            "the training waited %.0f of %.0f s for %s, which is called by one thread at a time. If several threads "
+            'may call it, pass FromDataset(dataset, threads=%d); otherwise engine="process:%d"',
+            stats.stall_s,
+            stats.wall_s,
+            type(source.dataset).__name__,
+            cores,
+            cores,
+        )
+
+    def _read_ahead(self, stream: EpochStream, start: Position) -> None:
+        """Allow the stream to go on with the next epochs if they are certain or likely to be iterated."""
+        if not stream.schedule.batches():
+            return  # nothing limits how many empty epochs would be planned at once
+        if self._last_epoch is not None:
+            stream.permit_until(self._last_epoch)
+        elif self._completed_in_a_row or self._steps_left > stream.schedule.batches(start.consumed):
+            stream.permit_until(start.epoch + 1)
+
+    def stop(self, reason: str) -> list[Delivery]:
+        """Close the open iterator and tell the threads to end; never blocks. Returns the deliveries to wait for."""
+        self._start_lock.stopped = reason
+        self._close_iterator(reason)
+        pipeline, delivery = self.pipeline, self.delivery
+        if pipeline is None or delivery is None or pipeline.inherited:
+            return []
+        delivery.stop(reason)
+        if self._streaming is None or self._streaming[1] is delivery or self._streaming[0].inherited:
+            return [delivery]
+        return [delivery, self._streaming[1]]
+
+    def close(self, limit_s: float) -> None:
+        """Stop the threads and wait up to ``limit_s`` for each pipeline to end."""
+        for delivery in self.stop("the feeder was closed"):
+            if not delivery.join(limit_s):
+                log.warning("a read or decode did not end within %.0f s of close() and is left behind", limit_s)
+
+    async def aclose(self, limit_s: float) -> None:
+        """Like ``close``, without blocking the caller's event loop."""
+        for delivery in self.stop("the feeder was closed"):
+            try:
+                # Not wait_for: before Python 3.12 it loses a cancellation that arrives just as the threads have ended.
+                async with asyncio.timeout(limit_s):
+                    await delivery.stopped()
+            except TimeoutError:
+                log.warning("a read or decode did not end within %.0f s of aclose() and is left behind", limit_s)
+
+    def _close_iterator(self, reason: str) -> None:
+        self.close_bar()
+        if (iterator := self._live_iterator()) is not None:
+            iterator.close(reason)
+        if self._iterator is not None and (iterator is not None or self._iterator() is None):
+            self._completed_in_a_row = 0
+        self._iterator = None
+
+    def _live_iterator(self) -> FeedIterator[BatchT] | None:
+        reference = self._iterator
+        iterator = reference() if reference is not None else None
+        return iterator if iterator is not None and iterator.live else None
+
+
+OpenEpoch: TypeAlias = tuple[FeedIterator[Any], EpochProgress]
+_END: Any = object()
+
+
+class Steps(Generic[BatchT]):
+    """The next batches of a feeder, a fixed number, over as many epochs as it takes.
+
+    Args:
+        session: Runs the epochs.
+        kept: The iterator of the steps before and its progress, in a list that the feeder owns: a session that referred
+            to its iterator would be freed by the garbage collector only.
+        batches: The number of batches.
+    """
+
+    def __init__(self, session: FeederSession[BatchT], kept: list[OpenEpoch], batches: int) -> None:
+        self._session = session
+        self._kept = kept
+        self._batches = batches
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return self._batches
+
+    def __iter__(self) -> Iterator[BatchT]:
+        """Go on with the epoch that the last steps left, or with the next one."""
+        left = self._batches
+        while left:
+            iterator, epoch = self._open_epoch(left)
+            before = epoch.returned
+            # Neither this generator nor islice refers to a batch, and no signal handler runs between them and the user.
+            yield from itertools.islice(iterator, left)
+            left -= self._returned(epoch, before)
+
+    async def __aiter__(self) -> AsyncIterator[BatchT]:
+        """Go on with the epoch that the last steps left, or with the next one."""
+        left = self._batches
+        while left:
+            iterator, epoch = self._open_epoch(left)
+            before = epoch.returned
+            for _ in range(left):
+                batch = [await anext(iterator, _END)]
+                if batch[0] is _END:
+                    break
+                yield batch.pop()
+            left -= self._returned(epoch, before)
+
+    def _open_epoch(self, batches: int) -> OpenEpoch:
+        """Return the iterator for the next batches, and the progress of its epoch."""
+        kept = self._kept
+        if not kept or not self._session.in_progress(*kept[0]):
+            kept[:] = [self._session.begin_steps(batches)]
+        return kept[0]
+
+    def _returned(self, epoch: EpochProgress, before: int) -> int:
+        returned = epoch.returned - before
+        if not returned and epoch.start.at_start:
+            raise FeedError("an epoch has no batches, so it has no steps either")
+        return returned
+
+
+class _SessionObserver(EpochObserver):
+    """Updates the session as its iterator returns batches. Keeps the session alive."""
+
+    def __init__(self, session: FeederSession[Any], delivery: Delivery, epoch: EpochProgress) -> None:
+        super().__init__(delivery)
+        self._session = session
+        self._epoch = epoch
+
+    def returning(self, item: ReadyBatch) -> None:
+        session, epoch = self._session, self._epoch
+        if item.failures:
+            session.stats.failures += session._failures.add(item.failures, epoch.start.epoch)
+        if not epoch.started:
+            session._on_first_batch(epoch)
+        if epoch.one_left:
+            # Dropping the iterator after its last batch is not a break.
+            self._delivery.watch(session)
+
+    def returned(self, item: ReadyBatch) -> None:
+        self._epoch.record(item.number, item.returned_samples, item.following, item.followers)
+
+    def failed(self, item: FeedFailure) -> None:
+        session = self._session
+        session.stats.failures += session._failures.add(item.failures, self._epoch.start.epoch)
+        session._checkpoint.on_failure(self._epoch)
+        session._completed_in_a_row = 0
+
+    def ended(self) -> None:
+        self._session._epoch_ended(self._epoch)
+
+
+def _new_memory(config: FeederConfig) -> Memory | None:
+    """Return the memory of the cache or of the source, if no option needs threads."""
+    source, cache, policy = config.source, config.cache, config.policy
+    if (new := getattr(cache, "new_memory", None)) is not None:
+        memory: Memory | None = new(config)
+        return memory
+    traits = traits_of(source)
+    threads = config.backend or config.engines or config.collate_fn is not getattr(source, "collate", None)
+    # For a device, threads gather into pinned memory, unless the tokens are kept on the device.
+    gathered = traits.rows and not threads and getattr(source, "in_memory", False)
+    if traits.in_memory or config.tokens_resident or gathered:
+        data: Memory = load_addon("DataMemory", type(source).__name__)()
+        return data
+    if threads or cache or config.in_order == "samples" or config.user_limits.prefetch_batches is not None:
+        return None
+    recovers = policy.action != "raise" or policy.retries or policy.read_timeout_s or policy.decode_timeout_s
+    return SmallItems() if traits.items and source.threads == 1 and not recovers else None

@@ -1,0 +1,371 @@
+"""Positions within epochs, the schedule of batches from a position on, and fingerprints. Pure functions.
+
+An epoch is the list of positions 0 to n - 1, padded with its own head to a multiple of the world size. Rank r of R
+takes positions r, r + R, r + 2R, ... as torch's ``DistributedSampler`` does, and splits them into batches. A
+permutation maps positions to indices. After a resume the same formula applies to the remaining positions.
+
+A ``Position`` is an epoch and the number of its samples that all ranks have returned. It does not depend on batch
+size, world size or concurrency, so an epoch can be resumed with other values of these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import TypeAlias, TypeGuard
+
+import numpy as np
+
+from aiofeed.kernel.core.errors import StateError
+from aiofeed.kernel.core.types import BatchPlan
+from aiofeed.kernel.sampling.order import (
+    BatchLists,
+    ComputedEpoch,
+    EpochList,
+    Int64,
+    Permutation,
+    drawn,
+    epoch_seed,
+    feistel,
+    sequential,
+    shuffled,
+)
+
+# The number of samples whose order is computed at once, for single batches and for batch ranges. Six numpy operations
+# on 64 numbers take ten times as long as the numbers themselves.
+PLAN_BLOCK = 1024
+RANGE_BLOCK = 1 << 14
+# Enough to distinguish datasets, few enough to take a millisecond.
+FINGERPRINT_KEYS = 1024
+
+Shuffle: TypeAlias = bool | str
+"""``shuffle=`` of ``Feeder``: True, False, or a name that ``is_shuffle`` accepts."""
+
+Returned: TypeAlias = tuple[int, int]
+"""The samples that a rank has returned with ``in_order="samples"``: the first so many, and the bits of an int for those
+that follow."""
+
+SHUFFLES = '"keyed", "replacement", "window", or "window:N" for a window of N shards, at least 1'
+
+# The shards whose samples ``shuffle="window"`` mixes.
+WINDOW_SHARDS = 16
+
+
+def window_shards(shuffle: Shuffle) -> int | None:
+    """Return the number of shards in "window" or "window:16"; ``None`` for another value."""
+    kind, colon, number = str(shuffle).partition(":")
+    if kind != "window" or (colon and not (number.isascii() and number.isdigit() and int(number) > 0)):
+        return None
+    return int(number) if colon else WINDOW_SHARDS
+
+
+def is_shuffle(value: object) -> TypeGuard[Shuffle]:
+    """Return whether ``value`` is a ``shuffle``."""
+    if isinstance(value, str):
+        return value in ("keyed", "replacement") or window_shards(value) is not None
+    return isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Position:
+    """A position within an epoch.
+
+    Args:
+        epoch: The number of the epoch.
+        consumed: The number of samples that all ranks have returned, in order and without a gap.
+        ahead: What was returned besides, counted from ``consumed`` on: with ``in_order=False`` the numbers of
+            batches, with ``in_order="samples"`` those of samples of this rank.
+    """
+
+    epoch: int = 0
+    consumed: int = 0
+    ahead: frozenset[int] = frozenset()
+
+    @property
+    def at_start(self) -> bool:
+        """Whether this is the start of an epoch."""
+        return self.consumed == 0 and not self.ahead
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Everything that the order of samples depends on, except the sampler.
+
+    In all methods ``consumed`` is the number of positions that all ranks have returned before; 0 at the start of an
+    epoch.
+
+    Args:
+        length: The number of samples of the source, or of the sampler.
+        batch_size: Samples per batch and rank.
+        seed: Seeds shuffling and each sample's random numbers.
+        shuffle: ``True`` for ``torch.randperm``, "keyed" for a permutation computed per position, "replacement" for
+            independent draws. "window" needs an order that is listed.
+        drop_last: Drop the samples that do not fill a batch on every rank.
+        pad: Give each rank the same number of samples by repeating the head of the list, or by cutting the list with
+            ``drop_last``.
+        rank: The rank of this process.
+        world_size: The number of ranks.
+    """
+
+    length: int
+    batch_size: int
+    seed: int = 0
+    shuffle: Shuffle = False
+    drop_last: bool = False
+    pad: bool = True
+    rank: int = 0
+    world_size: int = 1
+
+    def samples(self, consumed: int = 0) -> int:
+        """Return the remaining samples of this rank, without a last batch that is dropped."""
+        return self._without_dropped(self._undropped(consumed))
+
+    def _undropped(self, consumed: int) -> int:
+        """Return the remaining samples of this rank, with those of a last batch that is dropped."""
+        left = max(self.length - consumed, 0)
+        if not self.pad:
+            return max(-(-(left - self.rank) // self.world_size), 0)
+        return left // self.world_size if self.drop_last else -(-left // self.world_size)
+
+    def _without_dropped(self, samples: int) -> int:
+        return samples - samples % self.batch_size if self.drop_last else samples
+
+    def batches(self, consumed: int = 0) -> int:
+        """Return the remaining batches of this rank."""
+        return -(-self.samples(consumed) // self.batch_size)
+
+    def positions(self, consumed: int, batch: int, count: int = 1) -> Int64:
+        """Return the positions of the samples of ``count`` batches; positions from ``length`` on are padding."""
+        first, last = batch * self.batch_size, min((batch + count) * self.batch_size, self.samples(consumed))
+        return consumed + self.rank + np.arange(first, last, dtype=np.int64) * self.world_size
+
+    def check(self, position: Position) -> None:
+        """Check that a saved position is within its epoch.
+
+        Raises:
+            StateError: It is not.
+        """
+        if position.consumed >= max(self.length, 1):
+            raise StateError(f"the state is damaged: position {position.consumed}, but its epoch ends at {self.length}")
+        if max(position.ahead, default=-1) >= (end := self._numbers_ahead(position)):
+            raise StateError(
+                f"the state is damaged: handed_out has {max(position.ahead)}, but {end} are left of its epoch"
+            )
+
+    def _numbers_ahead(self, start: Position) -> int:
+        """Return the number of batches left; numbers in ``start.ahead`` are below it."""
+        return self.batches(start.consumed)
+
+    def batch_numbers(self, start: Position) -> int:
+        """Return the number of the last batch, counted from ``start``, plus one."""
+        return self.batches(start.consumed)
+
+    def batches_ahead(self, start: Position) -> Set[int]:
+        """Return the numbers of batches that were returned before ``start``."""
+        return start.ahead
+
+    def batches_left(self, start: Position) -> int:
+        """Return the batches of this rank that were not returned before ``start``."""
+        return self.batch_numbers(start) - len(self.batches_ahead(start))
+
+    def positions_from(self, start: Position, batch: int, count: int = 1) -> Int64:
+        """Like ``positions``, for batch numbers counted from ``start``."""
+        return self.positions(start.consumed, batch, count)
+
+    def consumed_after(self, consumed: int, batches: int) -> int:
+        """Return the positions returned by all ranks, after ``batches`` more on each rank."""
+        end = consumed + -(-max(self.length - consumed, 0) // self.world_size) * self.world_size
+        return min(consumed + min(batches * self.batch_size, self.samples(consumed)) * self.world_size, end)
+
+    def permutation(self, epoch: int, sampled: Int64 | ComputedEpoch | None = None) -> Permutation:
+        """Return the permutation of an epoch; ``sampled`` are the indices of a sampler or a computed order."""
+        if sampled is not None:
+            return sampled.__getitem__
+        if self.shuffle == "keyed":
+            return feistel(self.length, self.seed, epoch)
+        if self.shuffle == "replacement":
+            return drawn(self.length, self.seed, epoch)
+        return shuffled(self.length, self.seed, epoch) if self.shuffle else sequential
+
+    def plans(self, start: Position, sampled: EpochList | None = None) -> Iterator[BatchPlan]:
+        """The batches from a position to the end of its epoch, computed on demand.
+
+        The first batch computes the permutation, in the engine's thread: shuffling a list of 100 million indices takes
+        a second, which the caller of ``iter()`` should not wait.
+        """
+        batches, size, ahead = self.batch_numbers(start), self.batch_size, self.batches_ahead(start)
+        if not batches:
+            return
+        if isinstance(sampled, BatchLists):
+            yield from self._listed_plans(start, sampled)
+            return
+        permutation, seed = self.permutation(start.epoch, sampled), epoch_seed(self.seed, start.epoch)
+        order = PermutedOrder(self.length, permutation)
+        several = max(PLAN_BLOCK // size, 1)
+        for first in range(0, batches, several):
+            found = self.positions_from(start, first, several)
+            indices, positions = permutation(found % self.length).tolist(), found.tolist()
+            for number in range(first, min(first + several, batches)):
+                if number not in ahead:
+                    piece = slice((number - first) * size, (number - first + 1) * size)
+                    yield BatchPlan(number, indices[piece], positions[piece], seed, order)
+
+    def _listed_plans(self, start: Position, lists: BatchLists) -> Iterator[BatchPlan]:
+        """Yield the batches of a list, of which this schedule counts each as one sample."""
+        seed = epoch_seed(self.seed, start.epoch)
+        samples = len(lists.indices)
+        order = PermutedOrder(samples, lists.indices.__getitem__)
+        for number, position in enumerate(self.positions(start.consumed, 0, self.batches(start.consumed)).tolist()):
+            if number not in start.ahead:
+                repeats, batch = divmod(position, self.length)
+                indices, positions, pieces = lists.samples(batch), lists.positions(batch) + repeats * samples, None
+                if lists.spans is not None:
+                    # A sample of which a batch has several parts is read once.
+                    indices, first, sample = np.unique(indices, return_index=True, return_inverse=True)
+                    pieces = np.column_stack([sample, lists.spans[lists.offsets[batch] : lists.offsets[batch + 1]]])
+                    positions = positions[first]
+                yield BatchPlan(number, indices.tolist(), positions.tolist(), seed, order, pieces)
+
+    def position_after(self, start: Position, number: int, earlier: Set[int] | None = None) -> Position:
+        """Return the position after batch ``number`` of an iterator that began at ``start``.
+
+        Args:
+            start: Where the iterator began.
+            number: The number of the batch, counted from ``start``.
+            earlier: The numbers of the batches returned before it; ``None`` if batches are returned in order.
+        """
+        done = start.ahead if earlier is None else start.ahead | earlier | {number}
+        prefix = number + 1 if earlier is None else 0
+        while prefix in done:
+            prefix += 1
+        if prefix >= self.batches(start.consumed):
+            return Position(start.epoch + 1)
+        ahead = frozenset(batch - prefix for batch in done if batch > prefix)
+        return Position(start.epoch, self.consumed_after(start.consumed, prefix), ahead)
+
+    def after(self, position: Position, batches: int) -> Position:
+        """Return the position so many batches after another one in the same epoch."""
+        if not batches:
+            return position
+        ahead = self.batches_ahead(position)
+        if not ahead:
+            return self.position_after(position, batches - 1)
+        numbers = [number for number in range(self.batch_numbers(position)) if number not in ahead][:batches]
+        return self.position_after(position, numbers[-1], frozenset(numbers))
+
+    def normalize(self, position: Position) -> Position:
+        """Return the position, or the start of the next epoch if no batch of this one is left."""
+        if position.at_start or self.batches_left(position) > 0:
+            return position
+        return Position(position.epoch + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class PermutedOrder:
+    """The order of one epoch; positions from ``length`` on start again at 0. See ``EpochOrder``."""
+
+    length: int
+    permutation: Permutation
+
+    def index_at(self, position: int) -> int:
+        """The index at a position."""
+        return int(self.permutation(np.array([position % self.length], dtype=np.int64))[0])
+
+
+@dataclass(frozen=True, eq=False)
+class BatchRange:
+    """Several batches.
+
+    Args:
+        numbers: The numbers of the batches, ascending.
+        indices: The indices of all their samples, ``batch_size`` per batch; the last batch of an epoch may have fewer.
+        batch_size: Samples per batch.
+        run: Whether the indices are consecutive.
+    """
+
+    numbers: Sequence[int]
+    indices: Int64
+    batch_size: int
+    run: bool
+
+    def head(self, batches: int) -> BatchRange:
+        """Return the first batches, at most so many."""
+        indices = self.indices[: batches * self.batch_size]
+        return BatchRange(self.numbers[:batches], indices, self.batch_size, self.run)
+
+
+class BatchRanges:
+    """The same batches as from ``Schedule.plans``, several at once and from any number on."""
+
+    def __init__(self, schedule: Schedule, start: Position, sampled: Int64 | ComputedEpoch | None = None) -> None:
+        self._schedule = schedule
+        self._start = start
+        self._sampled = sampled
+        self._permutation: Permutation | None = None
+        # The indices of a block of batches, of which ranges are slices, and the numbers of those batches.
+        self._block: Int64 = np.empty(0, np.int64)
+        self._block_numbers = range(0)
+
+    def at(self, first: int, most: int) -> BatchRange | None:
+        """Up to ``most`` batches from number ``first`` on; ``None`` if none is left."""
+        schedule, skip = self._schedule, self._schedule.batches_ahead(self._start)
+        while first in skip:
+            first += 1
+        count = min(most, schedule.batch_numbers(self._start) - first)
+        if count <= 0:
+            return None
+        numbers: Sequence[int] = range(first, first + count)
+        if skip and not skip.isdisjoint(numbers):
+            numbers = [number for number in numbers if number not in skip]
+            indices = np.concatenate([self._indices(number, 1) for number in numbers])
+        else:
+            indices = self._indices(first, count)
+        # Sequential indices ascend, and with one rank there is no padding.
+        ascending = self._permutation is sequential and schedule.world_size == 1
+        run = ascending and int(indices[-1] - indices[0]) == len(indices) - 1
+        return BatchRange(numbers, indices, schedule.batch_size, run)
+
+    def _indices(self, first: int, count: int) -> Int64:
+        """The indices of ``count`` batches from ``first`` on, as a view of memory that is never written again."""
+        schedule, start = self._schedule, self._start
+        if first not in self._block_numbers or first + count > self._block_numbers.stop:
+            if self._permutation is None:
+                self._permutation = schedule.permutation(start.epoch, self._sampled)
+            several = max(count, RANGE_BLOCK // schedule.batch_size)
+            self._block = self._permutation(schedule.positions_from(start, first, several) % schedule.length)
+            self._block_numbers = range(first, first + several)
+        at = (first - self._block_numbers.start) * schedule.batch_size
+        return self._block[at : at + count * schedule.batch_size]
+
+
+def index_array(indices: Sequence[int], length: int) -> Int64:
+    """Return the indices of a sampler for a source of ``length`` samples.
+
+    Raises:
+        TypeError: One of them is not an int.
+        ValueError: One of them is outside the source.
+    """
+    try:
+        array = np.fromiter(map(operator.index, indices), dtype=np.int64, count=len(indices))
+    except TypeError as error:
+        raise TypeError(f"a sampler must give one int per sample (batch_size= makes the batches): {error}") from None
+    if array.size and (array.min() < 0 or array.max() >= length):
+        wrong = int(array[(array < 0) | (array >= length)][0])
+        raise ValueError(f"the sampler gave the index {wrong}, but the source has {length} sample{'s' * (length != 1)}")
+    return array
+
+
+def fingerprint(kind: str, length: int, key: Callable[[int], str]) -> str:
+    """Identifies a source by its type, its length and up to 1,024 evenly spaced keys.
+
+    Their common folder is left out, so that the data may be moved.
+    """
+    count = min(length, FINGERPRINT_KEYS)
+    keys = [key(number * length // count) for number in range(count)]
+    first, last = (min(keys), max(keys)) if keys else ("", "")
+    common = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    root = max(first.rfind("/", 0, common), first.rfind("\\", 0, common), 0)
+    lines = [kind, str(length), *[name[root:] for name in keys]]
+    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:32]

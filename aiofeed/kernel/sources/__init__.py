@@ -1,0 +1,1 @@
+"""Sources of samples: files, folders and datasets."""

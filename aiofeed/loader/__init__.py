@@ -1,0 +1,1 @@
+"""``aiofeed.DataLoader``, ``prefetch`` and ``aiofeed run``: loaders for programs that have no ``Feeder``."""

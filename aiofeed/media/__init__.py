@@ -1,0 +1,1 @@
+"""Video and audio by PyAV, images with masks and boxes, arrays, augmentation."""

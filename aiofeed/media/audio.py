@@ -1,0 +1,205 @@
+"""``DecodeAudio``: crops of recordings at one sample rate.
+
+A crop is cut at the samples of the whole recording at the new rate, so that it equals that part of it. Timestamps come
+from a pass over all packets, because seeks in MP3 are not exact; only the packets of the crop are decoded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from aiofeed.kernel.core.random_numbers import SplitMix64, seed_from
+from aiofeed.kernel.core.types import Row, public
+from aiofeed.kernel.core.validation import check_bool, check_positive_int, explain_arguments
+from aiofeed.media.container import Media, import_av, open_media, packets_of
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+# Decoders of MP3, AAC and Opus need some packets before their samples are those of the whole recording: Opus 80 ms, MP3
+# up to 10 packets.
+WARM_UP_S = 0.5
+# The filter of the resampler reaches 16 samples of the lower rate to each side.
+MARGIN_S = 0.01
+# The filter takes memory in proportion to the ratio of the rates: some 13 MB for this one.
+MOST_RATIO = 100
+
+
+@public
+@explain_arguments(
+    {
+        "sample_rate": "it is called rate",
+        "num_channels": "it is called channels",
+        "mono": "channels=1, the default, is the mean of all channels",
+        "duration": "it is called seconds",
+        "transform": "pass it to Feeder, which calls it with each batch",
+    }
+)
+@dataclass(frozen=True)
+class DecodeAudio:
+    """Decode the bytes of an audio file, or the sound of a video, to float32 [channels, rate * seconds].
+
+    Needs ``pip install "aiofeed[media]"``. Full scale is -1 to 1. A recording shorter than ``seconds`` is followed by
+    zeros. Also decodes the path of a local file, which is opened in place.
+
+    Args:
+        rate: Samples per second. A file with another rate is resampled.
+        seconds: Length of a sample.
+        crop: "random" draws the place of the crop from the sample's own random numbers; "first" is the beginning.
+        channels: 1 is the mean of all channels. For another number files have that many channels, or one, which is
+            repeated.
+        resample: If False, a file with another rate is an error.
+
+    Raises:
+        ImportError: PyAV is not installed.
+        TypeError: The data is neither bytes nor a path.
+        ValueError: The data is no audio file, truncated, damaged, without an audio stream, or has other channels or,
+            with ``resample=False``, another rate.
+    """
+
+    rate: int
+    seconds: float
+    crop: Literal["random", "first"] = field(default="random", kw_only=True)
+    channels: int = field(default=1, kw_only=True)
+    resample: bool = field(default=True, kw_only=True)
+
+    row: Row = field(init=False, repr=False, compare=False)
+    takes_seed: bool = field(init=False, repr=False, compare=False)
+
+    cache_advice = (
+        "A random crop is another one in each epoch: leave out cache=, use EncodedCache(...) for slow storage, or "
+        'crop="first" for the same samples each time'
+    )
+
+    def __post_init__(self) -> None:
+        import_av()
+        check_positive_int("DecodeAudio(rate=...)", self.rate)
+        check_positive_int("DecodeAudio(channels=...)", self.channels)
+        check_bool("DecodeAudio(resample=...)", self.resample)
+        if self.crop not in ("random", "first"):
+            raise ValueError(f'DecodeAudio(crop=...) must be "random" or "first", got {self.crop!r}')
+        try:
+            samples = round(self.rate * self.seconds)
+        except (TypeError, ValueError, OverflowError):
+            samples = 0
+        if samples < 1:
+            raise ValueError(f"DecodeAudio(seconds=...) must be at least one sample, 1 / rate, got {self.seconds!r}")
+        object.__setattr__(self, "row", Row((self.channels, samples), "float32"))
+        object.__setattr__(self, "takes_seed", self.crop == "random")
+
+    def __call__(self, data: Media, /, *, rng: torch.Generator | None = None) -> torch.Tensor:
+        """Decode to a float32 CPU tensor; ``rng`` chooses a random crop."""
+        import torch
+
+        seed = seed_from(rng, self) if self.takes_seed else None
+        out = np.empty(self.row.shape, np.float32)
+        self.decode_into(data, out, seed)
+        return torch.from_numpy(out)
+
+    def decode_into(self, data: Media, out: NDArray[np.float32], seed: int | None = None) -> None:
+        """Decode a crop into ``out``, float32 of ``row.shape``."""
+        with open_media(data, "audio") as (container, stream):
+            rate = stream.codec_context.sample_rate
+            if not 0 < rate <= MOST_RATIO * self.rate:
+                raise ValueError(f"the file has {rate} samples per second, not 1 to {MOST_RATIO} * {self.rate}")
+            if rate != self.rate and not self.resample:
+                raise ValueError(
+                    f"the file has {rate} samples per second, not {self.rate}: pass resample=True to DecodeAudio, or "
+                    f"convert the file"
+                )
+            packets = packets_of(container, stream)
+            if not packets:
+                raise ValueError("the audio has no samples")
+            # Decoders drop the silence that encoders of MP3 and AAC put before a recording.
+            origin = round((stream.start_time or 0) * stream.time_base * rate)
+            last = packets[-1]
+            length = _position(last, rate) - origin + round((last.duration or 0) * last.time_base * rate)
+            start = self._start(length * self.rate // rate - out.shape[1], seed)
+            # Both rates have a sample at the start of each block, so that the resampled parts of a recording fit.
+            divisor = math.gcd(rate, self.rate)
+            block, new_block = rate // divisor, self.rate // divisor
+            blocks = max(start // new_block - math.ceil(MARGIN_S * rate / block), 0)
+            stop = math.ceil((start + out.shape[1]) * rate / self.rate + MARGIN_S * rate)
+            part = origin + blocks * block, origin + stop
+            sound = self._mixed(_decode(stream.codec_context, packets, rate, *part))
+            if rate != self.rate:
+                sound = np.stack([_resample(channel, rate, self.rate) for channel in sound])
+        start -= blocks * new_block
+        sound = sound[:, start : start + out.shape[1]]
+        out[:, : sound.shape[1]] = sound
+        out[:, sound.shape[1] :] = 0.0
+
+    def _start(self, most: int, seed: int | None) -> int:
+        """Return the first sample of the crop, at most ``most``."""
+        if not self.takes_seed:
+            return 0
+        if seed is None:
+            raise ValueError(f"{self!r} is random: it needs a seed")
+        return int(SplitMix64(seed).random() * (max(most, 0) + 1))
+
+    def _mixed(self, sound: NDArray[np.float32]) -> NDArray[np.float32]:
+        if self.channels == 1:
+            mean: NDArray[np.float32] = sound.mean(axis=0, keepdims=True)
+            return mean
+        if len(sound) not in (1, self.channels):
+            raise ValueError(
+                f"the file has {len(sound)} channels, not {self.channels}: pass channels=1 to DecodeAudio for the mean"
+            )
+        return np.broadcast_to(sound, (self.channels, sound.shape[1]))
+
+
+def _position(timed: Any, rate: int) -> int:
+    """Return the first sample of a packet or a frame; 0 if it has no timestamp."""
+    return 0 if timed.pts is None else round(timed.pts * timed.time_base * rate)
+
+
+def _decode(context: Any, packets: Sequence[Any], rate: int, start: int, stop: int) -> NDArray[np.float32]:
+    """Return the samples from ``start`` to ``stop``, or to the end of the recording: [channels, samples]."""
+    av = import_av()
+    # Interleaved, because PyAV reads past the planes of 8 channels and more.
+    to_float = av.AudioResampler(format="flt")
+    parts: list[NDArray[np.float32]] = []
+    first = reached = 0
+    positions = [_position(packet, rate) for packet in packets]
+    warm_up = start - WARM_UP_S * rate
+    for at, packet in enumerate([*packets, None]):
+        if at + 1 < len(packets) and positions[at + 1] <= warm_up:
+            continue
+        try:
+            frames = context.decode(packet)
+        except av.FFmpegError:
+            if positions[at] >= start:
+                raise
+            continue  # the first packets refer to earlier ones
+        for frame in frames:
+            if frame.sample_rate != rate:
+                raise ValueError(f"the sample rate of the audio changes from {rate} to {frame.sample_rate}")
+            if not parts:
+                first = reached = _position(frame, rate)
+            for part in to_float.resample(frame):
+                parts.append(part.to_ndarray().reshape(part.samples, -1).T)
+                reached += part.samples
+        if reached >= stop:
+            break
+    if not parts:
+        raise ValueError("the audio has no samples")
+    first = min(first, stop)
+    sound = np.concatenate(parts, axis=1)[:, max(start - first, 0) : stop - first]
+    if not sound.size:
+        raise ValueError("the audio ends before the end that is stated, or its timestamps are wrong")
+    return np.pad(sound, ((0, 0), (max(first - start, 0), 0)))
+
+
+def _resample(channel: NDArray[np.float32], rate: int, new_rate: int) -> NDArray[np.float32]:
+    av = import_av()
+    frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(channel[None]), format="fltp", layout="mono")
+    frame.sample_rate = rate
+    resampler = av.AudioResampler(format="fltp", layout="mono", rate=new_rate)
+    parts = [*resampler.resample(frame), *resampler.resample(None)]
+    return np.concatenate([part.to_ndarray()[0] for part in parts])

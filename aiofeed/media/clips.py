@@ -1,0 +1,283 @@
+"""``Clips``: clips of the videos of a source.
+
+A clip needs few of a video's frames. The index of a video, its timestamps and key frames, is made once, by reading all
+packets without decoding them. A clip is then read from the key frame before it, and of the frames that it leaves out,
+only those are decoded that others refer to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+
+from aiofeed.kernel.core.random_numbers import SplitMix64, seed_from
+from aiofeed.kernel.core.types import Row, Source, public
+from aiofeed.kernel.core.validation import check_positive_int, explain_arguments
+from aiofeed.media.container import (
+    KNOWN_OPTIONS,
+    SKIPPING,
+    Media,
+    colours,
+    import_av,
+    open_media,
+    packets_of,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+# A seek discards the frames in the decoder's queue, usually 2 to 4, which then have to be decoded again.
+SEEK_FRAMES = 4
+# Frames in the indexes that a decoder keeps: 8 bytes each.
+MOST_INDEXED = 8 << 20
+# The bytes at both ends of a file by which, with its size, an index is found again. The tables of MP4 are at one end.
+IDENTITY_BYTES = 1 << 16
+
+
+@public
+@explain_arguments(
+    {
+        "fps": "stride= is in frames of the video",
+        "mean": "clips are uint8: normalise batches on the device, in transform= of Feeder",
+        "std": "clips are uint8: normalise batches on the device, in transform= of Feeder",
+        "transform": "pass it to Feeder, which calls it with each batch",
+    }
+)
+@dataclass(frozen=True)
+class Clips:
+    """Clips of the videos of a source: uint8 [frames, 3, H, W]. ``Feeder`` takes it as a source, without ``decode``.
+
+    A sample is a video. Needs ``pip install "aiofeed[media]"``. The pixels of a frame are those of FFmpeg's bilinear
+    scaler, which filters over all pixels when it shrinks; the rotation or mirroring that a phone stores is applied.
+
+    Args:
+        source: A source of encoded videos, such as ``Files``. If its ``read`` returns the path of a local file, only
+            the parts of the file that a clip needs are read.
+        frames: Frames of a clip. If the video ends before, its last frame is repeated.
+        stride: Frames of the video from one frame of a clip to the next.
+        per_video: "random": one clip, whose start is drawn from the sample's own random numbers. Or n clips of each
+            video, in the middle of n equal parts: a sample is then [n, frames, 3, H, W], and needs one open file.
+        size: An int resizes the shorter side and crops the centre, size x size; (height, width) does not preserve the
+            aspect ratio.
+
+    A video without frames or timestamps, a truncated one and a file that is no video are a ``DecodeError``, which names
+    the file.
+
+    Raises:
+        ImportError: PyAV is not installed.
+        TypeError, ValueError: An argument has the wrong type or is out of range.
+    """
+
+    decodes_source: ClassVar[bool] = True
+    source: Source[Any]
+    frames: int
+    stride: int = 1
+    per_video: Literal["random"] | int = "random"
+    size: int | tuple[int, int] = 224
+    decoder: ClipDecoder = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.source, str | os.PathLike | list | tuple):
+            raise TypeError(f"Clips takes a source of encoded videos, aiofeed.Files(paths), got {self.source!r}")
+        object.__setattr__(self, "decoder", ClipDecoder(self.frames, self.stride, self.per_video, self.size))
+
+
+class ClipDecoder:
+    """Decodes videos to clips. Keeps the indexes of videos, in each process its own."""
+
+    cache_advice = (
+        "A random clip is another one in each epoch: leave out cache=, use EncodedCache(...) for slow storage, or "
+        "per_video=n for the same clips each time"
+    )
+
+    def __init__(
+        self, frames: int, stride: int, per_video: Literal["random"] | int, size: int | tuple[int, int]
+    ) -> None:
+        import_av()
+        self._arguments = frames, stride, per_video, size
+        self.takes_seed: bool = per_video == "random"
+        if isinstance(per_video, str):
+            if not self.takes_seed:
+                raise ValueError(f'Clips(per_video=...) must be "random" or a number of clips, got {per_video!r}')
+            self._clips = 1
+        else:
+            self._clips = check_positive_int("Clips(per_video=...)", per_video)
+        count, step = check_positive_int("Clips(frames=...)", frames), check_positive_int("Clips(stride=...)", stride)
+        self._offsets = np.arange(count) * step
+        pair = size if isinstance(size, tuple | list) else (size, size)
+        if len(pair) != 2:
+            raise ValueError(f"Clips(size=...) must be an int or a pair (height, width), got {size!r}")
+        height, width = (check_positive_int("Clips(size=...)", side) for side in pair)
+        self._crops = pair is not size
+        clips = () if self.takes_seed else (self._clips,)
+        self.row: Row = Row((*clips, count, 3, height, width), "uint8")
+        self._indexes: dict[object, VideoIndex] = {}
+        self._known: set[object] = set()  # MP4 files with an index: their headers say all about their streams
+        self._room = MOST_INDEXED
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the arguments, without indexes."""
+        return ClipDecoder, self._arguments
+
+    def __repr__(self) -> str:
+        return "ClipDecoder(frames={!r}, stride={!r}, per_video={!r}, size={!r})".format(*self._arguments)
+
+    def __call__(self, data: Media, /, *, rng: torch.Generator | None = None) -> torch.Tensor:
+        """Decode to a uint8 CPU tensor; ``rng`` chooses a random clip."""
+        import torch
+
+        seed = seed_from(rng, self) if self.takes_seed else None
+        out = np.empty(self.row.shape, np.uint8)
+        self.decode_into(data, out, seed)
+        return torch.from_numpy(out)
+
+    def decode_into(self, data: Media, out: NDArray[np.uint8], seed: int | None = None) -> None:
+        """Decode the clips of a video into ``out``, uint8 of ``row.shape``."""
+        if isinstance(data, bytes | str | os.PathLike) and _identity(data) in self._known:
+            with contextlib.suppress(ValueError):  # frames have timestamps: a wrong one is no clip, but an error
+                return self._decode_file(data, out, seed, known=True)
+        self._decode_file(data, out, seed, known=False)
+
+    def _decode_file(self, data: Media, out: NDArray[np.uint8], seed: int | None, *, known: bool) -> None:
+        with open_media(data, "video", KNOWN_OPTIONS if known else None) as (container, stream):
+            index = self._index_of(data, container, stream)
+            last = len(index.timestamps) - 1
+            wanted = np.minimum(self._starts(last, seed)[:, None] + self._offsets, last).reshape(-1)
+            self._decode(container, stream, index, wanted, out.reshape(-1, *self.row.shape[-3:]))
+
+    def _starts(self, last: int, seed: int | None) -> NDArray[np.int64]:
+        """Return the first frame of each clip of a video whose last frame is ``last``."""
+        starts = max(last - int(self._offsets[-1]), 0) + 1
+        if not self.takes_seed:
+            return (2 * np.arange(self._clips) + 1) * starts // (2 * self._clips)
+        if seed is None:
+            raise ValueError(f"{self!r} is random: it needs a seed")
+        return np.array([int(SplitMix64(seed).random() * starts)])
+
+    def _index_of(self, data: Media, container: Any, stream: Any) -> VideoIndex:
+        identity = _identity(data)
+        index = self._indexes.get(identity)
+        if index is None:
+            index = _new_index(container, stream)
+            # No index is dropped for another one: in shuffled epochs the next use of all of them is equally far.
+            if len(index.timestamps) <= self._room:
+                self._room -= len(index.timestamps)
+                self._indexes[identity] = index
+                if "mp4" in container.format.name:
+                    self._known.add(identity)
+        return index
+
+    def _decode(
+        self, container: Any, stream: Any, index: VideoIndex, wanted: NDArray[np.int64], out: NDArray[np.uint8]
+    ) -> None:
+        """Write the frames of a video with the numbers ``wanted`` into ``out``."""
+        places: dict[int, list[int]] = {}
+        for place, timestamp in enumerate(index.timestamps[wanted].tolist()):
+            places.setdefault(timestamp, []).append(place)
+        for seek, timestamps in index.runs(np.unique(wanted)):
+            missing = set(timestamps)
+            # A second time from the start: formats without an index of their own may seek too far.
+            for start in (seek, int(index.timestamps[0]) - round(1 / stream.time_base)):
+                for timestamp, frame in _frames(container, stream, start, missing):
+                    first, *copies = places[timestamp]
+                    self._render(frame, out[first])
+                    out[copies] = out[first]
+                if not missing:
+                    break
+            else:
+                number = int(np.searchsorted(index.timestamps, min(missing)))
+                raise ValueError(f"frame {number} of {len(index.timestamps)} cannot be decoded: the video is damaged")
+
+    def _render(self, frame: Any, out: NDArray[np.uint8]) -> None:
+        """Write a frame into ``out``, [3, H, W]."""
+        _, height, width = out.shape
+        swaps, down, across = _orientation(frame)
+        shape = [height, width]
+        if self._crops:
+            sides = (frame.width, frame.height) if swaps else (frame.height, frame.width)
+            shape = [height * side // min(sides) for side in sides]  # both sides of `out` are equal
+        top, left = (round((shape[0] - height) / 2), round((shape[1] - width) / 2))
+        stored = shape[::-1] if swaps else shape
+        for channel, pixels in enumerate(colours(frame, stored, interpolation="BILINEAR")):
+            shown = (pixels.T if swaps else pixels)[::down, ::across]
+            out[channel] = shown[top : top + height, left : left + width]
+
+
+def _orientation(frame: Any) -> tuple[bool, int, int]:
+    """Return how a frame is shown: whether its sides are swapped, and then 1, or -1 for mirrored, down and across."""
+    angle = math.radians(frame.rotation)
+    a, b, c, d = math.cos(angle), -math.sin(angle), math.sin(angle), math.cos(angle)
+    with contextlib.suppress(KeyError, ValueError):  # PyAV refuses side data of kinds that it does not know
+        # ISO/IEC 14496-12, 6.2.2: the pixel (x, y) is shown at (a x + c y, b x + d y).
+        a, b, _, c, d = struct.unpack_from("5i", frame.side_data["DISPLAYMATRIX"])
+    swaps = abs(b) + abs(c) > abs(a) + abs(d)
+    return swaps, -1 if (b if swaps else d) < 0 else 1, -1 if (c if swaps else a) < 0 else 1
+
+
+class VideoIndex(NamedTuple):
+    """The frames of a video, in the order in which they are shown.
+
+    Args:
+        timestamps: The timestamp of each frame, ascending.
+        keys: The numbers of key frames, ascending.
+    """
+
+    timestamps: NDArray[np.int64]
+    keys: NDArray[np.int64]
+
+    def runs(self, wanted: NDArray[np.int64]) -> Iterator[tuple[int, list[int]]]:
+        """Split ascending frames into runs: the timestamp of the key frame before each, to seek to, and theirs."""
+        keys = np.maximum(np.searchsorted(self.keys, wanted, side="right") - 1, 0)
+        cuts = np.flatnonzero(self.keys[keys[1:]] - wanted[:-1] > SEEK_FRAMES) + 1
+        for run in np.split(np.arange(len(wanted)), cuts):
+            yield int(self.timestamps[self.keys[keys[run[0]]]]), self.timestamps[wanted[run]].tolist()
+
+
+def _new_index(container: Any, stream: Any) -> VideoIndex:
+    packets = packets_of(container, stream)
+    if any(packet.pts is None for packet in packets):
+        raise ValueError("the frames of the video have no timestamps: put it into a container, such as MP4")
+    shown = sorted((packet.pts, packet.is_keyframe) for packet in packets if not packet.is_discard)
+    if not shown:
+        raise ValueError("the video has no frames")
+    keys = [number for number, (_, is_key) in enumerate(shown) if is_key] or [0]
+    return VideoIndex(np.array([timestamp for timestamp, _ in shown], np.int64), np.array(keys, np.int64))
+
+
+def _frames(container: Any, stream: Any, start: int, missing: set[int]) -> Iterator[tuple[int, Any]]:
+    """Decode from a key frame on, until there is a frame for each timestamp of ``missing``, which are removed."""
+    context, previous = stream.codec_context, None
+    skips = context.codec.name in SKIPPING
+    container.seek(start, stream=stream)
+    for packet in container.demux(stream):
+        if skips:
+            context.skip_frame = "DEFAULT" if packet.pts in missing else "NONREF"
+        for frame in context.decode(packet):
+            if frame.pts is None or (previous is not None and frame.pts <= previous):
+                raise ValueError("the timestamps of the video are wrong: encode it again, or copy it to MP4")
+            previous = frame.pts
+            if previous in missing:
+                missing.remove(previous)
+                yield previous, frame
+        if not missing:
+            return
+
+
+def _identity(data: Any) -> object:
+    """Return a key of a file: its path, size and time, or the length of its bytes and a hash of both ends."""
+    if isinstance(data, str | os.PathLike):
+        status = os.stat(data)
+        return os.fspath(data), status.st_size, status.st_mtime_ns
+    view = memoryview(data)
+    ends = hashlib.blake2b(view[:IDENTITY_BYTES], digest_size=16)
+    ends.update(view[-IDENTITY_BYTES:])
+    return len(view), ends.digest()

@@ -1,0 +1,1 @@
+"""Several sources as one, from which samples are drawn by weight."""

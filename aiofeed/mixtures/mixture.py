@@ -1,0 +1,374 @@
+"""Several sources as one, and the weights by which their samples are drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, Literal, TypeAlias
+
+from aiofeed.kernel.core.statistics import StorageStatistics
+from aiofeed.kernel.core.types import Members, Source, Traits, public, traits_of
+from aiofeed.kernel.core.validation import check_bool, check_positive_int, counted, explain_arguments
+from aiofeed.kernel.sources.dataset import FromDataset, MapDataset, is_iterable_dataset, is_map_dataset
+from aiofeed.kernel.sources.parts import Parts, in_order
+from aiofeed.kernel.sources.subset import fingerprint_of, kind_of
+from aiofeed.mixtures.mixture_order import (
+    ChangingShares,
+    ConstantShares,
+    Interleaving,
+    MixtureOrder,
+    ShareBlocks,
+    Shares,
+)
+
+Weights: TypeAlias = "Mapping[str, float] | Sequence[float]"
+Until: TypeAlias = 'Literal["all", "first"] | int'
+
+
+@public
+@explain_arguments()
+class Mixture:
+    """Several sources, from which samples are drawn by weight. Pass it to ``Feeder`` like a source.
+
+    After any number of samples the count of a source differs from its share by less than one, counted from a change of
+    the mixture on by less than two. Each source is passed
+    through in an order of its own, shuffled anew each time that it starts again. The order is a function of seed and
+    epoch, so a state is exact under another world size, too.
+
+    Args:
+        sources: The sources by name: all of them sources of bytes with the same kind of samples, or all of them
+            map-style ``Dataset``.
+        weights: The weight of each source, above 0: a dict by name, or a list in the order of the sources. They need
+            not add up to 1. Default: the number of samples, so that each sample comes equally often. Or a function of
+            the number of samples that all ranks have drawn before, from the first epoch on, which returns the weights,
+            0 for sources that pause. It is called for the start of each epoch and every 1,024 samples from there, must
+            always return the same, and runs in the engine's thread.
+        until: The length of an epoch. "all": until every source has been passed through, so that each epoch has every
+            sample. "first": until one source has been passed through, except perhaps its last sample, so that no epoch
+            has a sample twice. In both, shares are counted from the start of each epoch. Or a number of samples, on all
+            ranks together: each epoch goes on where the one before has ended, and shares are counted from the first
+            epoch on.
+        random: Draw the source of each sample independently, as ``interleave_datasets`` of Hugging Face does.
+        names: Add the name of its source to each sample: to a dict as ``"source"``, to a tuple as its last item;
+            another sample becomes ``(sample, name)``, a sample of a source of bytes ``(sample, name)`` or
+            ``(sample, (target, name))``.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type, a source is empty, a weight is not above 0, or with
+            ``until="first"`` an epoch is too short for a sample of each source.
+    """
+
+    traits: Traits = Traits(ordered=True)
+
+    def __init__(
+        self,
+        sources: Mapping[str, Source[Any] | MapDataset[Any] | FromDataset],
+        weights: Weights | Callable[[int], Weights] | None = None,
+        *,
+        until: Until = "all",
+        random: bool = False,
+        names: bool = False,
+    ) -> None:
+        if not isinstance(sources, Mapping) or not sources:
+            raise TypeError(f"Mixture takes a dict of sources by name, got {sources!r}")
+        for name in sources:
+            if not isinstance(name, str) or not name:
+                raise TypeError(f"Mixture: the names of sources are non-empty strings, got {name!r}")
+        self.names: list[str] = list(sources)
+        self._random = check_bool("Mixture(random=)", random)
+        self.combined: CombinedSource | CombinedDatasets | Any = _combined(sources, check_bool("names", names))
+        self.lengths: dict[str, int] = {name: len(source) for name, source in sources.items()}
+        for name, length in self.lengths.items():
+            if not length:
+                raise ValueError(f"Mixture: the source {name!r} is empty")
+        self._function: Callable[[int], Weights] | None = None
+        self._weights: list[Fraction] = []
+        if callable(weights):
+            self._function = weights
+            self._changing_weights(0)
+        else:
+            given = list(self.lengths.values()) if weights is None else self._in_order(weights)
+            self._weights = [_checked_weight(name, each) for name, each in zip(self.names, given, strict=True)]
+        self._length = self._epoch_length(until)
+        self._restarts = until in ("all", "first")
+        # Without own weights, the samples may also be drawn in another way.
+        self.draws: bool = weights is not None or until != "all" or self._random
+
+    def __len__(self) -> int:
+        """Return the number of samples of an epoch, on all ranks together."""
+        return self._length
+
+    def __repr__(self) -> str:
+        return f"Mixture({', '.join(self.names)})"
+
+    def order(self, seed: int, *, shuffle: bool) -> MixtureOrder:
+        """Return the order of a feeder's epochs."""
+        blocks = ShareBlocks(self._length)
+        shares: Shares
+        if self._function is None:
+            shares = ConstantShares(self._weights)
+        else:
+            shares = ChangingShares(self._changing_weights, blocks)
+        interleaving = Interleaving(shares, blocks, seed if self._random else None)
+        return MixtureOrder(self.lengths, interleaving, seed, shuffle=shuffle, restarts=self._restarts)
+
+    def _in_order(self, weights: Any) -> list[Any]:
+        if isinstance(weights, Mapping):
+            if set(weights) != set(self.names):
+                raise ValueError(f"Mixture(weights=) is for {sorted(weights)}, but the sources are {self.names}")
+            return [weights[name] for name in self.names]
+        if isinstance(weights, str) or (not isinstance(weights, Sequence) and not hasattr(weights, "tolist")):
+            raise TypeError(f"Mixture(weights=) must be a dict, a list or a function, got {weights!r}")
+        if len(weights) != len(self.names):
+            raise ValueError(
+                f"Mixture(weights=) has {counted(len(weights), 'weight')} for {counted(len(self.names), 'source')}"
+            )
+        return list(weights)
+
+    def _changing_weights(self, samples: int) -> list[float]:
+        assert self._function is not None
+        weights = [float(weight) for weight in self._in_order(self._function(samples))]
+        if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
+            raise ValueError(
+                f"the function given as Mixture(weights=) returned {weights} for {counted(samples, 'sample')}: weights "
+                f"are finite numbers from 0, and one of them above 0"
+            )
+        return weights
+
+    def _epoch_length(self, until: Any) -> int:
+        if until not in ("all", "first"):
+            if isinstance(until, str):
+                raise ValueError(f'Mixture(until=) must be "all", "first" or a number of samples, got {until!r}')
+            return check_positive_int("Mixture(until=)", until)
+        if self._function is not None or self._random:
+            kind = "random=True" if self._random else "weights that change"
+            raise ValueError(f"Mixture(until={until!r}): with {kind} it is not known when that is; pass a number")
+        total = sum(self._weights)
+        ends = [length * total / each for length, each in zip(self.lengths.values(), self._weights, strict=True)]
+        if until == "all":
+            return math.ceil(max(ends))
+        length = math.floor(min(ends))
+        rare = [name for name, each in zip(self.names, self._weights, strict=True) if each * length < total]
+        if rare:
+            raise ValueError(
+                f'Mixture(until="first"): an epoch of {counted(length, "sample")} is too short for a sample of {rare}; '
+                f"pass a number of samples"
+            )
+        return length
+
+
+def _checked_weight(name: str, weight: Any) -> Fraction:
+    if not isinstance(weight, numbers.Real) or isinstance(weight, bool):
+        raise TypeError(f"Mixture: the weight of {name!r} must be a number, got {weight!r}")
+    if not math.isfinite(weight) or weight <= 0:
+        raise ValueError(f"Mixture: the weight of {name!r} must be above 0, got {weight}; leave out the others")
+    # The decimal that people see, not the nearest binary number: 0.1 is a tenth.
+    return Fraction(int(weight)) if isinstance(weight, numbers.Integral) else Fraction(str(float(weight)))
+
+
+def _combined(sources: Mapping[str, Any], names: bool) -> CombinedSource | CombinedDatasets | Any:
+    """Return the sources as one, whose indices count through them in order."""
+    tokens = [name for name, source in sources.items() if hasattr(getattr(source, "whole", source), "joined")]
+    if tokens:
+        if len(tokens) < len(sources) or names or any(hasattr(source, "whole") for source in sources.values()):
+            raise TypeError(f"Mixture: {tokens} are Tokens, which mix with Tokens only, whole and without names=True")
+        first, *others = sources.values()
+        return first.joined(others)
+    datasets = {}
+    for name, source in sources.items():
+        traits = traits_of(source)
+        if traits.in_memory:
+            raise TypeError(f"Mixture: {name!r} is Tensors, which give whole batches: pass a TensorDataset instead")
+        if not traits.indexed or is_iterable_dataset(source):
+            raise TypeError(
+                f"Mixture: {name!r} is {source!r}, which has no indices to draw: mix the iterables, for example with "
+                f"interleave_datasets of Hugging Face, and pass the result to Feeder as a Stream"
+            )
+        if traits.items or is_map_dataset(source):
+            datasets[name] = source if traits.items else FromDataset(source)
+        elif not isinstance(source, Source):
+            raise TypeError(
+                f"Mixture: {name!r} must be a source with __len__, key and read, or a Dataset with __len__ and "
+                f"__getitem__, got {source!r}"
+            )
+    if not datasets:
+        return CombinedSource(sources, names)
+    if len(datasets) < len(sources):
+        others = [name for name in sources if name not in datasets]
+        raise TypeError(
+            f"Mixture: {list(datasets)} are Datasets of samples, {others} sources of bytes; make them of one kind, for "
+            f"example with a Dataset that reads and decodes the files"
+        )
+    return CombinedDatasets(datasets, names)
+
+
+class CombinedSource:
+    """Sources of bytes as one."""
+
+    def __init__(self, sources: Mapping[str, Any], names: bool) -> None:
+        self.sources: dict[str, Any] = dict(sources)
+        self._names, self._sources = list(sources), list(sources.values())
+        self._parts = Parts(map(len, self._sources))
+        self._adds_names = names
+        traits = {traits_of(source).decode for source in self._sources}
+        if len(traits) > 1:
+            raise TypeError(f"Mixture: {self._sources} differ in whether samples are decoded by decode=")
+        self.traits: Traits = Traits(decode=traits.pop())
+        self.decoder: Any = getattr(self._sources[0], "decoder", None)
+        without = [name for name, source in sources.items() if Members.of(source).target is None]
+        if without and len(without) < len(sources):
+            raise ValueError(f"Mixture: the sources {without} have no targets, and the others have: give all of them")
+        self._has_targets = not without
+        if self._has_targets or names:
+            self.target: Callable[[int], Any] = self._target
+        if all(Members.of(source).read_now for source in self._sources):
+            self.read_now: Callable[[Sequence[int]], list[Any]] = self._read_now
+        if all(Members.of(source).version for source in self._sources):
+            self.version: Callable[[int], str] = self._version
+
+    def __len__(self) -> int:
+        """Return the number of samples of all sources."""
+        return len(self._parts)
+
+    def __repr__(self) -> str:
+        return f"Mixture({', '.join(self._names)})"
+
+    def fingerprint(self) -> str:
+        """Identifies all sources, with their names."""
+        return _digest(f"{name}={fingerprint_of(source, len(source))}" for name, source in self.sources.items())
+
+    def key(self, index: int, /) -> str:
+        """Return the name of the source, and the sample's key in it."""
+        number, local = self._parts.find(index)
+        return f"{self._names[number]}: {self._sources[number].key(local)}"
+
+    def _version(self, index: int, /) -> str:
+        number, local = self._parts.find(index)
+        source = self._sources[number]
+        return f"{kind_of(source)} {source.version(local)}"
+
+    def _target(self, index: int, /) -> Any:
+        number, local = self._parts.find(index)
+        if not self._has_targets:
+            return self._names[number]
+        target = self._sources[number].target(local)
+        return (target, self._names[number]) if self._adds_names else target
+
+    def storage_statistics(self) -> StorageStatistics | None:
+        """Return the requests of all sources together."""
+        asked = [Members.of(source).storage_statistics for source in self._sources]
+        return StorageStatistics.joined([found for ask in asked if ask is not None and (found := ask()) is not None])
+
+    async def read(self, index: int, /) -> Any:
+        """Read a sample."""
+        number, local = self._parts.find(index)
+        return await self._sources[number].read(local)
+
+    async def read_many(self, indices: Sequence[int], /) -> list[Any]:
+        """Read several samples, those of each source together."""
+
+        async def read_part(number: int, places: list[int], local: list[int]) -> tuple[list[int], Sequence[Any]]:
+            source = self._sources[number]
+            if hasattr(source, "read_many"):
+                return places, await source.read_many(local)
+            return places, await asyncio.gather(*map(source.read, local), return_exceptions=True)
+
+        async with asyncio.TaskGroup() as group:
+            reads = [group.create_task(read_part(number, *part)) for number, part in self._parts.group(indices).items()]
+        return in_order(len(indices), [read.result() for read in reads])
+
+    @property
+    def answers_at_once(self) -> bool:
+        """Whether every source does."""
+        return all(getattr(source, "answers_at_once", False) for source in self._sources)
+
+    def _read_now(self, indices: Sequence[int], /) -> list[Any]:
+        groups = self._parts.group(indices).items()
+        return in_order(
+            len(indices), [(places, self._sources[number].read_now(local)) for number, (places, local) in groups]
+        )
+
+    async def open(self) -> None:
+        """Open every source."""
+        for source in self._sources:
+            if (opener := Members.of(source).open) is not None:
+                await opener()
+
+    async def aclose(self) -> None:
+        """Close every source."""
+        for source in self._sources:
+            if (closer := Members.of(source).aclose) is not None:
+                await closer()
+
+
+class CombinedDatasets(FromDataset):
+    """Datasets as one, called by as many threads as each of them allows."""
+
+    def __init__(self, parts: Mapping[str, FromDataset], names: bool) -> None:
+        given = {name: part.fingerprint() for name, part in parts.items()}
+        self._items = CombinedDataset(parts, names)
+        super().__init__(
+            self._items,
+            threads=min(part.threads for part in parts.values()),
+            setup=CombinedDataset.set_up,
+            fingerprint=None if None in given.values() else _digest(f"{name}={own}" for name, own in given.items()),
+        )
+
+    def key(self, index: int, /) -> str:
+        """Return the name of the source, and the sample's key in it."""
+        return self._items.key(index)
+
+
+class CombinedDataset:
+    """The items of several datasets."""
+
+    def __init__(self, datasets: Mapping[str, FromDataset], names: bool) -> None:
+        self.datasets: dict[str, MapDataset[Any]] = {name: source.dataset for name, source in datasets.items()}
+        self._sources, self._names = list(datasets.values()), list(datasets)
+        self._parts = Parts(map(len, self._sources))
+        self._adds_names = names
+        if any(hasattr(source.dataset, "__getitems__") for source in self._sources):
+            self.__getitems__: Callable[[Sequence[int]], list[Any]] = self._items
+
+    def __len__(self) -> int:
+        """Return the number of samples of all datasets."""
+        return len(self._parts)
+
+    def key(self, index: int) -> str:
+        """Return the name of the dataset, and the item's key in it."""
+        number, local = self._parts.find(index)
+        return f"{self._names[number]}: {self._sources[number].key(local)}"
+
+    def set_up(self) -> None:
+        """Call the ``setup`` hooks of the parts in this thread."""
+        for source in self._sources:
+            source.set_up()
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a sample."""
+        return self._items([index])[0]
+
+    def _items(self, indices: Sequence[int]) -> list[Any]:
+        found = []
+        for number, (places, local) in self._parts.group(indices).items():
+            items = self._sources[number].items(local)
+            found.append(
+                (places, [_with_name(item, self._names[number]) for item in items] if self._adds_names else items)
+            )
+        return in_order(len(indices), found)
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _with_name(item: Any, name: str) -> Any:
+    if isinstance(item, Mapping):
+        return {**item, "source": name}
+    if isinstance(item, tuple | list):
+        return (*item, name)
+    return (item, name)

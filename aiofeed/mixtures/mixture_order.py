@@ -1,0 +1,524 @@
+"""The order of samples that are drawn from several sources by weight.
+
+Each sample of the mixture gets a window of places. The ideal mixture has drawn ``share * t`` samples of a source before
+sample t, a fraction. Sample j of a source may come as soon as the ideal has begun it, and has to come before the ideal
+has finished it. Of the samples that may come, the one with the earliest deadline comes. This keeps the count of every
+source within one of the ideal at every place: the ideal itself fills every window, so a schedule exists (a bipartite
+matching), and earliest deadline first finds it for jobs of equal length (Horn, 1974). The same holds for weights that
+change.
+
+Counts are exact integers. The order is a function of the counts at one place, so a state has those.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import math
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+
+from aiofeed.kernel.core.errors import StateError
+from aiofeed.kernel.core.random_numbers import mix64
+from aiofeed.kernel.core.validation import check_int_from
+from aiofeed.kernel.sampling.lister import Lister
+from aiofeed.kernel.sampling.order import ComputedEpoch, Int64, Permutation, drawn_from, feistel
+from aiofeed.kernel.sampling.schedule import Position
+
+# Samples that are ordered at once, and between two calls of a function that gives the weights.
+BLOCK = 1024
+# Weights that change are rounded to multiples of 1 / UNIT.
+UNIT = 1 << 32
+# Blocks of an epoch in which a deadline is looked for while weights change. Beyond them the last weights are taken to
+# stay.
+LOOK_AHEAD = 64
+# Blocks whose order or whose counts are kept: between the planner and the consumer lie fewer.
+KEPT_BLOCKS = 16
+KEPT_COUNTS = 4096
+NEVER = 1 << 62
+
+
+@dataclass(frozen=True)
+class ShareBlocks:
+    """The blocks of epochs of ``length`` samples; the last block of an epoch may be shorter."""
+
+    length: int
+
+    @property
+    def per_epoch(self) -> int:
+        """The blocks of an epoch."""
+        return -(-self.length // BLOCK)
+
+    def start(self, block: int) -> int:
+        """Return the place where a block starts."""
+        epoch, number = divmod(block, self.per_epoch)
+        return epoch * self.length + number * BLOCK
+
+    def at(self, place: int) -> int:
+        """Return the block of a place."""
+        epoch, position = divmod(place, self.length)
+        return epoch * self.per_epoch + position // BLOCK
+
+
+class ConstantShares:
+    """Shares of weights that stay the same: exact fractions, so that the ideal is whole once per ``unit`` samples."""
+
+    def __init__(self, weights: Sequence[Fraction]) -> None:
+        total = sum(weights)
+        fractions = [weight / total for weight in weights]
+        self.unit: int = math.lcm(*[fraction.denominator for fraction in fractions])
+        self.parts: list[int] = [int(fraction * self.unit) for fraction in fractions]
+
+    def place(self, source: int, amount: int, block: int) -> int:
+        """Return the first place before which ``amount`` parts have been drawn."""
+        return -(-amount // self.parts[source])
+
+    def of_block(self, block: int) -> Sequence[int]:
+        """Return the parts of each source in one sample of a block: the same for each."""
+        return self.parts
+
+    def known_before(self, place: int) -> tuple[int, list[int]]:
+        """Return the last place up to ``place`` at which the ideal counts are whole numbers; and these counts."""
+        times = place // self.unit
+        return times * self.unit, [parts * times for parts in self.parts]
+
+    def describe(self) -> str:
+        """Identifies the weights in a state."""
+        return f"{self.parts}"
+
+
+class ChangingShares:
+    """Shares that a function gives for each block.
+
+    Args:
+        weights: Gives the weights of the sources from the number of samples drawn before.
+        blocks: The blocks.
+    """
+
+    unit = UNIT
+
+    def __init__(self, weights: Callable[[int], Sequence[float]], blocks: ShareBlocks) -> None:
+        self._weights = weights
+        self._start = blocks.start
+        self._per_epoch = blocks.per_epoch
+        self._parts: list[list[int]] = []
+        # The parts drawn before each block.
+        self._before: list[list[int]] = [[0] * len(self.of_block(0))]
+
+    def of_block(self, block: int) -> Sequence[int]:
+        """The parts of each source in one sample of a block; asks for the weights of each block up to it once."""
+        while len(self._parts) <= block:
+            cumulative = np.cumsum(np.asarray(self._weights(self._start(len(self._parts))), np.float64))
+            self._parts.append(np.diff(np.rint(cumulative / cumulative[-1] * UNIT), prepend=0).astype(int).tolist())
+        return self._parts[block]
+
+    def _drawn_before(self, block: int) -> list[int]:
+        while len(self._before) <= block:
+            last = len(self._before) - 1
+            samples, parts = self._start(last + 1) - self._start(last), self.of_block(last)
+            self._before.append([drawn + samples * part for drawn, part in zip(self._before[last], parts, strict=True)])
+        return self._before[block]
+
+    def place(self, source: int, amount: int, block: int) -> int:
+        """Return the first place before which ``amount`` parts have been drawn; the block's if that is later."""
+        # The weights of an epoch that has not begun are not asked for.
+        stop = min(block + LOOK_AHEAD, (block // self._per_epoch + 1) * self._per_epoch)
+        for number in range(block, stop):
+            if self._drawn_before(number + 1)[source] >= amount:
+                missing = max(amount - self._drawn_before(number)[source], 0)
+                return self._start(number) + (missing and -(-missing // self.of_block(number)[source]))
+        parts = self.of_block(stop - 1)[source]
+        missing = amount - self._drawn_before(stop)[source]
+        return self._start(stop) + -(-missing // parts) if parts else NEVER
+
+    def known_before(self, place: int) -> tuple[int, list[int]]:
+        """Return the start of the mixture, and counts of 0: the ideal counts of other places need not be whole."""
+        return 0, [0] * len(self._before[0])
+
+    def describe(self) -> str:
+        """Identifies the weights in a state, as far as possible: functions cannot be compared."""
+        return "a function"
+
+
+Shares: TypeAlias = ConstantShares | ChangingShares
+"""The samples of each source that the ideal mixture has drawn before each place, in ``unit`` parts of a sample."""
+
+
+class Interleaving:
+    """Which source each sample of an endless mixture is from.
+
+    Args:
+        shares: The shares of the sources.
+        blocks: The blocks of an epoch.
+        random_seed: Draws sources independently, with this seed, instead of evenly.
+    """
+
+    def __init__(self, shares: Shares, blocks: ShareBlocks, random_seed: int | None = None) -> None:
+        self.shares = shares
+        self.blocks = blocks
+        self._random_seed = random_seed
+        # The planner and the consumer ask. Counts before blocks; the sources of blocks, and the samples' numbers.
+        self._lock = threading.RLock()
+        self._counts: dict[int, list[int]] = {}
+        self._blocks: dict[int, tuple[Int64, Int64]] = {}
+
+    def describe(self) -> str:
+        """How sources are drawn, and by which weights."""
+        return f"{'even' if self._random_seed is None else 'random'}, weights {self.shares.describe()}"
+
+    def counts(self, block: int, samples: int = 0) -> list[int]:
+        """Return the samples of each source before a place: that of the block, or ``samples`` further."""
+        with self._lock:
+            counts = self._counts.get(block)
+            if counts is None:
+                counts = self._count_up_to(block)
+            if not samples:
+                return counts
+            drawn = np.bincount(self.block(block)[0][:samples], minlength=len(counts))
+            return [before + more for before, more in zip(counts, drawn.tolist(), strict=True)]
+
+    def set_counts(self, block: int, counts: list[int]) -> None:
+        """Set the counts before a block, from a state."""
+        with self._lock:
+            self._counts[block] = counts
+
+    def _count_up_to(self, block: int) -> list[int]:
+        start, place, counts = self.blocks.start, 0, [0] * len(self.shares.of_block(0))
+        if self._random_seed is None:
+            place, counts = self.shares.known_before(start(block))
+        nearest = max((known for known in self._counts if known < block), default=None)
+        if nearest is not None and start(nearest) > place:
+            place, counts = start(nearest), list(self._counts[nearest])
+        while place < start(block):
+            number = self.blocks.at(place)
+            self._choose(place, start(number + 1), number, counts)
+            place = start(number + 1)
+            self._keep(number + 1, counts)
+        self._keep(block, counts)
+        return self._counts[block]
+
+    def _keep(self, block: int, counts: list[int]) -> None:
+        self._counts[block] = list(counts)
+        old, per_epoch = block - KEPT_COUNTS, self.blocks.per_epoch
+        if old % per_epoch:
+            self._counts.pop(old, None)
+        if block % per_epoch == 0:  # the padding of an epoch needs its start, also if that is long ago
+            self._counts.pop(block - 2 * per_epoch, None)
+
+    def block(self, number: int) -> tuple[Int64, Int64]:
+        """Return the source of each sample of a block, and the sample's number among all of that source."""
+        with self._lock:
+            found = self._blocks.get(number)
+            if found is None:
+                counts = list(self.counts(number))
+                first = np.array(counts)
+                sources = self._choose(self.blocks.start(number), self.blocks.start(number + 1), number, counts)
+                self._keep(number + 1, counts)
+                numbers = np.empty_like(sources)
+                for source in range(len(counts)):
+                    at = np.flatnonzero(sources == source)
+                    numbers[at] = first[source] + np.arange(len(at))
+                while len(self._blocks) >= KEPT_BLOCKS:
+                    del self._blocks[next(iter(self._blocks))]
+                found = self._blocks[number] = sources, numbers
+            return found
+
+    def _choose(self, first: int, stop: int, block: int, counts: list[int]) -> Int64:
+        """Return the sources of the places from ``first`` to ``stop`` in a block; adds them to the counts before."""
+        if self._random_seed is not None:
+            cumulative = np.cumsum(self.shares.of_block(block)) / self.shares.unit
+            sources = drawn_from(cumulative, self._random_seed)(np.arange(first, stop))
+            counts[:] = [
+                before + more
+                for before, more in zip(counts, np.bincount(sources, minlength=len(counts)).tolist(), strict=True)
+            ]
+            return sources
+        place, unit = self.shares.place, self.shares.unit
+        # (first place, source) and (deadline, source) of the next sample of each source.
+        waiting = [(place(source, count * unit + 1, block) - 1, source) for source, count in enumerate(counts)]
+        ready: list[tuple[int, int]] = []
+        heapq.heapify(waiting)
+        chosen = []
+        for at in range(first, stop):
+            while waiting and waiting[0][0] <= at:
+                source = heapq.heappop(waiting)[1]
+                heapq.heappush(ready, (place(source, (counts[source] + 1) * unit, block), source))
+            source = heapq.heappop(ready)[1]
+            chosen.append(source)
+            counts[source] += 1
+            heapq.heappush(waiting, (place(source, counts[source] * unit + 1, block) - 1, source))
+        return np.array(chosen, np.int64)
+
+
+@dataclass(frozen=True)
+class SourceCourse:
+    """Where a source is, since the mixture was changed last: its samples are numbered from the start of a pass.
+
+    Args:
+        length: The number of samples.
+        number: The pass in which the change was.
+        shift: Added to the count of the interleaving, gives the number of the next sample.
+        earlier: The samples drawn in earlier passes.
+        grown: For each time that the source became longer in this pass: the samples drawn of it, and its length before.
+    """
+
+    length: int
+    number: int = 0
+    shift: int = 0
+    earlier: int = 0
+    grown: tuple[tuple[int, ...], ...] = ()
+
+    def changed(self, name: str, length: int, drawn: int, count: int) -> SourceCourse:
+        """The course after a change of the mixture, ``drawn`` samples of the source, ``count`` in the interleaving."""
+        if length < self.length:
+            raise StateError(f"the source {name!r} had {self.length} samples and has {length}: it may only grow")
+        passes, within = divmod(drawn - self.earlier, self.length)
+        grown = () if passes else self.grown
+        if within and length > self.length:
+            grown += ((within, self.length),)
+        return SourceCourse(length, self.number + passes, within - count, drawn - within, grown)
+
+    def permutation(self, seed: int, number: int) -> Permutation:
+        """Return the order of a pass. In the pass in which the source grew, new samples are mixed into its rest."""
+        grown = self.grown if number == 0 else ()
+        lengths = [*(length for _, length in grown), self.length]
+        order = feistel(lengths[0], seed, self.number + number)
+        for (drawn, old), length in zip(grown, lengths[1:], strict=True):
+            order = _mixed_in(order, drawn, old, feistel(length - drawn, seed ^ old, self.number))
+        return order
+
+
+def _mixed_in(order: Permutation, drawn: int, old: int, rest: Permutation) -> Permutation:
+    """A permutation of ``old`` samples of which the rest after ``drawn`` is mixed with the samples from ``old`` on."""
+
+    def mixed(positions: Int64) -> Int64:
+        moved = np.where(positions < drawn, positions, drawn + rest(np.maximum(positions - drawn, 0)))
+        return np.where(moved < old, order(np.minimum(moved, old - 1)), moved)
+
+    return mixed
+
+
+class MixtureOrder(Lister):
+    """The order of a feeder over a mixture: lists epochs, like ``SamplerAdapter``.
+
+    Args:
+        lengths: The number of samples of each source, by name. Indices count through the sources in this order.
+        interleaving: Which source each sample is from.
+        seed: Seeds the permutations of the sources.
+        shuffle: Permute each source, anew each time that it starts again.
+        restarts: Begin the interleaving again in each epoch, in which a source is either passed through completely or
+            repeats no sample. Otherwise an epoch goes on where the one before has ended.
+    """
+
+    def __init__(
+        self,
+        lengths: Mapping[str, int],
+        interleaving: Interleaving,
+        seed: int,
+        *,
+        shuffle: bool,
+        restarts: bool = False,
+    ) -> None:
+        super().__init__(interleaving.blocks.length)
+        self._interleaving = interleaving
+        self._restarts = restarts
+        self._names = list(lengths)
+        self._lengths = list(lengths.values())
+        self._offsets = [0, *np.cumsum(self._lengths).tolist()]
+        self._seeds = [mix64(seed ^ int(hashlib.sha256(name.encode()).hexdigest()[:16], 16)) for name in lengths]
+        self._shuffle = shuffle
+        # In the epoch of the last change the interleaving begins. The sources, also those taken out, are in the course.
+        self.changed_at = Position()
+        self._course = self._fresh()
+        self.may_change = not restarts
+
+    @classmethod
+    def of_state(cls, text: str, seed: int, *, shuffle: bool) -> MixtureOrder:
+        """Return the order of a state, without the sources.
+
+        Raises:
+            StateError: The state has not all of it, or is damaged.
+        """
+        try:
+            state = json.loads(text)
+            known = re.fullmatch(r"(?s).*; (\w+), weights \[(.*)\], (\d+) samples(.*)\)", state["mixture"])
+            if known is None or "exclude" in state:
+                raise StateError(
+                    "the state does not have the whole order: weights= is a function, or there is exclude="
+                )
+            kind, parts, samples, restarts = known.groups()
+            shares = ConstantShares([Fraction(part) for part in parts.split(",")])
+            interleaving = Interleaving(shares, ShareBlocks(int(samples)), seed if kind == "random" else None)
+            # After the sources come those that were taken out.
+            lengths = {name: course[0] for name, course in list(state["course"][-1].items())[: len(shares.parts)]}
+            order = cls(lengths, interleaving, seed, shuffle=shuffle, restarts=bool(restarts))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise StateError(f"the state is damaged: its mixture is {text!r:.200}") from error
+        order.load_state(text)
+        return order
+
+    def _fresh(self) -> dict[str, SourceCourse]:
+        return {name: SourceCourse(length) for name, length in zip(self._names, self._lengths, strict=True)}
+
+    def __str__(self) -> str:
+        return f"Mixture({', '.join(self._names)})"
+
+    def list_epoch(self, epoch: int, *, resumed: bool) -> ComputedEpoch:
+        """Return the indices of an epoch, computed on demand."""
+        return ComputedEpoch(len(self), lambda positions: self._indices(epoch, positions))
+
+    def _indices(self, epoch: int, positions: Int64) -> Int64:
+        blocks, within = np.divmod(positions, BLOCK)
+        first = self._first_block(epoch)
+        sources, numbers = np.empty_like(positions), np.empty_like(positions)
+        edges = [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(positions)]
+        for start, stop in pairwise(edges):
+            if start < stop:
+                found = self._interleaving.block(first + int(blocks[start]))
+                sources[start:stop], numbers[start:stop] = (each[within[start:stop]] for each in found)
+        for source in np.unique(sources).tolist():
+            at = np.flatnonzero(sources == source)
+            course = self._course[self._names[source]]
+            passes, local = np.divmod(numbers[at] + self._start(epoch, source) + course.shift, self._lengths[source])
+            for one in np.unique(passes).tolist() if self._shuffle else ():
+                of_pass = passes == one
+                local[of_pass] = course.permutation(self._seeds[source], one)(local[of_pass])
+            numbers[at] = self._offsets[source] + local
+        return numbers
+
+    def _first_block(self, epoch: int) -> int:
+        return 0 if self._restarts else (epoch - self.changed_at.epoch) * self._interleaving.blocks.per_epoch
+
+    def _drawn_per_epoch(self) -> list[int]:
+        """Return the samples of each source in an epoch, if every epoch restarts."""
+        return self._interleaving.counts(self._interleaving.blocks.per_epoch)
+
+    def _start(self, epoch: int, source: int) -> int:
+        """Return where an epoch begins in the endless list of a source's passes; 0 unless every epoch restarts."""
+        if not self._restarts or not epoch:
+            return 0
+        drawn, length = self._drawn_per_epoch()[source], self._lengths[source]
+        if not self._shuffle:
+            return epoch * drawn
+        # An epoch that draws each sample, or none twice, does not begin or end in the middle of two permutations: it
+        # takes whole passes, the last one cut, or a pass serves as many epochs as it has samples for.
+        passes, epochs = -(-drawn // length), max(length // drawn, 1)
+        return epoch // epochs * passes * length + epoch % epochs * drawn
+
+    def count(self, indices: Int64) -> dict[str, int]:
+        """How many of some indices are of each source."""
+        sources = np.searchsorted(self._offsets, indices, side="right") - 1
+        return dict(zip(self._names, np.bincount(sources, minlength=len(self._names)).tolist(), strict=True))
+
+    def counts(self, position: Position) -> dict[str, int]:
+        """Return the samples drawn from each source before a position, from the first epoch on."""
+        counts = self._interleaving.counts(*self._block(position))
+        if self._restarts and position.epoch:
+            counts = [
+                position.epoch * drawn + more for drawn, more in zip(self._drawn_per_epoch(), counts, strict=True)
+            ]
+        drawn = dict(zip(self._names, counts, strict=True))
+        return {name: each.earlier + each.shift + drawn.get(name, 0) for name, each in self._course.items()}
+
+    def _block(self, position: Position) -> tuple[int, int]:
+        """Return the block of a position, and the samples in it before the position; padding does not count."""
+        blocks = self._interleaving.blocks
+        number, samples = divmod(min(position.consumed, blocks.length), BLOCK)
+        if number == blocks.per_epoch:
+            number, samples = number - 1, BLOCK
+        return self._first_block(position.epoch) + number, samples
+
+    def name_of(self, index: int) -> str:
+        """Return the name of the source of an index."""
+        return self._names[int(np.searchsorted(self._offsets, index, side="right")) - 1]
+
+    def state(self, position: Position) -> str:
+        """Return the counts at a position, at the start of its block, and after the epoch before, as JSON."""
+        interleaving = self._interleaving
+        block, _ = self._block(position)
+        epochs = min(position.epoch, 1) if self._restarts else position.epoch - self.changed_at.epoch
+        first = epochs * interleaving.blocks.per_epoch
+        state = {
+            "mixture": self._describe(),
+            "samples": self.counts(position),
+            "course": [
+                *(self.changed_at.epoch, self.changed_at.consumed, position.epoch, position.consumed),
+                {name: astuple(course) for name, course in self._course.items()},
+            ],
+            "counts": [[number, interleaving.counts(number)] for number in sorted({first, block})],
+        }
+        return json.dumps(state)
+
+    def load_state(self, text: str) -> None:
+        """Go on from the counts of a state.
+
+        Raises:
+            StateError: It is of another mixture, or damaged.
+        """
+        try:
+            state = json.loads(text)
+            mixture, own = state.get("mixture"), self._describe()
+            # A state of an older version has no course, and is of a mixture that was not changed.
+            *numbers, saved = state.get("course", (0, 0, 0, 0, {}))
+            at, consumed, epoch, position = [check_int_from(0, "course", number) for number in numbers]
+            course = {
+                name: replace(SourceCourse(*each), grown=tuple(map(tuple, each[4]))) for name, each in saved.items()
+            }
+            if mixture != own:
+                if not self.may_change or not course or "weights a function" in mixture + own:
+                    raise StateError(
+                        f"the state is of another order: {mixture} in the state, {own} here (a mixture may change with "
+                        f"until=, a number, and without a plan and a function as weights)"
+                    )
+                self._change(course, state["samples"], Position(epoch, position))
+                return
+            counts = [(block, self._checked(block, before)) for block, before in state["counts"]]
+            fresh = self._fresh()
+            # Sources that were removed keep their course.
+            if any(course.get(name, each).length != each.length for name, each in fresh.items()) or any(
+                abs(each.shift) >> 62 for each in course.values()
+            ):
+                raise ValueError("a source of another length")
+            self.changed_at, self._course = Position(at, consumed), fresh | course
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            raise StateError(f"the state is damaged: its mixture is {text!r}") from error
+        for block, before in counts:
+            self._interleaving.set_counts(block, before)
+
+    def _change(self, course: dict[str, SourceCourse], drawn: dict[str, int], position: Position) -> None:
+        """Go on from another mixture: what was drawn of each source stays drawn."""
+        if position.consumed >= len(self):
+            raise StateError(f"{position.consumed} samples of the epoch are drawn, and it has {len(self)} now")
+        here = self._interleaving.counts(*self._block(Position(self.changed_at.epoch, position.consumed)))
+        counts, mine = dict(zip(self._names, here, strict=True)), self._fresh()
+        self._course = {
+            name: each.changed(name, mine.get(name, each).length, drawn.get(name, 0), counts.get(name, 0))
+            for name, each in (mine | course).items()
+        }
+        self.changed_at = position
+
+    def _checked(self, block: object, counts: list[object]) -> list[int]:
+        """Return the counts before a block, if they can be those."""
+        found = [check_int_from(0, "counts", count) for count in counts]
+        start = self._interleaving.blocks.start(check_int_from(0, "block", block))
+        if len(found) != len(self._names) or sum(found) != start:
+            raise ValueError(f"{len(self._names)} counts before block {block} must add up to {start}, got {found}")
+        return found
+
+    def identity(self) -> str:
+        """Identifies the mixture and its changes, except a function that gives its weights."""
+        changed = [(name, each) for name, each in self._course.items() if each != SourceCourse(each.length)]
+        return f"{self._describe()} {(self.changed_at.epoch, self.changed_at.consumed, changed) if changed else ''}"
+
+    def _describe(self) -> str:
+        lengths = ", ".join(f"{name}: {length}" for name, length in zip(self._names, self._lengths, strict=True))
+        epochs = " in each epoch" if self._restarts else ""
+        return f"Mixture({lengths}; {self._interleaving.describe()}, {len(self)} samples{epochs})"

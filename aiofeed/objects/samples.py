@@ -1,0 +1,203 @@
+"""One object per sample: the part of ``Files`` and ``ImageFolder`` that reads URLs."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from aiofeed.kernel.core.statistics import StorageStatistics
+from aiofeed.kernel.core.types import Uncopied
+from aiofeed.kernel.sources.file_io import check_beneath
+from aiofeed.objects.keys import KeyPacker, PackedKeys
+from aiofeed.objects.listing import list_objects
+from aiofeed.objects.reader import ObjectReader, statistics_of
+from aiofeed.objects.urls import join_url, redacted, split_url, with_query, without_signature
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# A smaller object may be a part of a buffer of the client that is much larger.
+UNCOPIED_LEAST = 64 << 10
+
+
+class ObjectList(Sequence[str]):
+    """Objects of one or several roots; as a sequence, their URLs without credentials.
+
+    Args:
+        keys: The key of each object, relative to the root of its reader.
+        readers: The readers.
+        numbers: The number of the reader of each object; ``None``: all have the first.
+        sizes: The size of each object in a listing; ``None``: they were not listed.
+    """
+
+    def __init__(
+        self,
+        keys: PackedKeys,
+        readers: list[ObjectReader],
+        numbers: Sequence[int] | None = None,
+        sizes: Sequence[int] | NDArray[np.int64] | None = None,
+    ) -> None:
+        self.keys = keys
+        self.sizes = sizes
+        self._readers = readers
+        self._numbers = numbers
+        self._stores: list[str] | None = None
+
+    def __len__(self) -> int:
+        """The number of objects."""
+        return len(self.keys)
+
+    @overload
+    def __getitem__(self, index: int, /) -> str: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> list[str]: ...
+    def __getitem__(self, index: int | slice, /) -> str | list[str]:
+        """The URL of an object, or a list of URLs."""
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        return self._reader(index).url(self.keys[index])
+
+    def _reader(self, index: int) -> ObjectReader:
+        return self._readers[0 if self._numbers is None else self._numbers[index]]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the objects are files."""
+        return all(reader.is_local for reader in self._readers)
+
+    def by_object(self, indices: Sequence[int]) -> list[list[int]]:
+        """For each object the positions in ``indices``."""
+        groups: dict[tuple[int, str], list[int]] = {}
+        for place, index in enumerate(indices):
+            number = 0 if self._numbers is None else self._numbers[index]
+            groups.setdefault((number, self.keys[index]), []).append(place)
+        return list(groups.values())
+
+    async def read_many(self, indices: Sequence[int], max_bytes: int, *, copies: bool = True) -> list[Any]:
+        """The contents of objects, or the error of each that cannot be read.
+
+        Without ``copies``, large objects stay in the client's memory, as ``Uncopied``.
+        """
+        sizes = self.sizes
+        reads = [
+            self._reader(index).read_buffer(self.keys[index], max_bytes, None if sizes is None else int(sizes[index]))
+            for index in indices
+        ]
+        found: list[Any] = await asyncio.gather(*reads, return_exceptions=True)
+        for at, data in enumerate(found):
+            if isinstance(data, BaseException):
+                data.__traceback__ = None  # refers to frames, and so to the bytes of other objects
+            else:
+                found[at] = bytes(data) if copies or len(data) < UNCOPIED_LEAST else Uncopied(memoryview(data))
+        return found
+
+    async def read_ranges(self, index: int, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
+        """Ranges of one object."""
+        return await self._reader(index).read_ranges(self.keys[index], starts, ends)
+
+    def stable_keys(self) -> PackedKeys:
+        """The keys, without what changes when their queries are signed again."""
+        if self.keys.data.all():
+            return self.keys
+        packer = KeyPacker()
+        packer.add(map(without_signature, self.keys))
+        return packer.packed()
+
+    def store_of(self, index: int) -> str:
+        """Identifies the store of an object, which its URL may leave open."""
+        if self._stores is None:
+            self._stores = [reader.identity or repr(reader) for reader in self._readers]
+        return self._stores[0 if self._numbers is None else self._numbers[index]]
+
+    def statistics(self) -> StorageStatistics | None:
+        """The requests of all readers."""
+        return statistics_of(self._readers)
+
+
+def objects_of(paths: Iterable[object], root: str | None, store: Any, options: Mapping[str, Any] | None) -> ObjectList:
+    """The objects of a list of URLs; with ``root`` or ``store``, of keys below it.
+
+    Raises:
+        TypeError, ValueError: An entry is not a URL, or not a key.
+    """
+    keys, numbers, known = KeyPacker(), array("i"), dict[str, int]()
+    readers = [] if root is None else [ObjectReader(root, store=store, options=options)]
+    last, shown = "", "" if root is None else redacted(root)
+    for position, path in enumerate(paths):
+        if not isinstance(path, str):
+            raise TypeError(f"Files needs URLs as str; number {position} is {path!r}")
+        if root is not None:
+            check_beneath(shown, path)
+            key, number = path, 0
+        elif last and path.startswith(last):
+            key = path[len(last) :]
+        else:
+            base, key = with_query(*split_url(path))
+            if not base and store is None:
+                raise ValueError(
+                    f"{redacted(path)!r}, number {position}, is a file, and number 0 is a URL: Files reads either; "
+                    f"aiofeed.Mixture reads both"
+                )
+            if base not in known:
+                known[base] = len(readers)
+                readers.append(ObjectReader(base, store=store, options=options))
+            number = known[base]
+            last = "" if base.startswith("http") or not base else f"{base}/"
+        keys.add((key,))
+        numbers.append(number)
+    if store is not None and len(readers) > 1:
+        raise ValueError(f"store= is one bucket or host, and the URLs have several: {sorted(map(redacted, known))[:5]}")
+    return ObjectList(keys.packed(), readers, numbers if len(readers) > 1 else None)
+
+
+def images_at(
+    root: str, endings: Sequence[str], options: Mapping[str, Any] | None, refresh: bool
+) -> dict[str, tuple[str, int]]:
+    """Return the URL and the size of each object below a root whose key has one of the endings, by its key."""
+    listing = list_objects(ObjectReader(root, options=options), refresh=refresh)
+    keys = zip(listing.keys, listing.sizes.tolist(), strict=True)
+    base, ends = root.rstrip("/"), tuple(endings)
+    return {key: (join_url(base, key), size) for key, size in keys if key.lower().endswith(ends)}
+
+
+def list_classes(
+    root: str, extensions: Sequence[str], *, store: Any, options: Mapping[str, Any] | None, refresh: bool
+) -> tuple[ObjectList, dict[str, int], int]:
+    """The images in the folders below a root, sorted as ``ImageFolder`` sorts files.
+
+    Returns:
+        The images, the number of images of each class in sorted order, and the number of images in no folder.
+    """
+    reader = ObjectReader(root, store=store, options=options)
+    listing = list_objects(reader, refresh=refresh)
+    keys, sizes = listing.keys, listing.sizes
+    ranges, loose, at = {}, 0, 0
+    is_image = keys.ends_with(extensions)
+    while at < len(keys):
+        name, slash, _ = keys[at].partition("/")
+        if slash:  # "0" is the character after "/"
+            ranges[name] = at, (at := bisect_left(keys, f"{name}0", at))
+        else:
+            loose += int(is_image[at])
+            at += 1
+    nested = keys.slashes() > 1
+    found, counts = [np.zeros(0, np.int64)], {}
+    for name in sorted(ranges):
+        if name.startswith("."):
+            continue
+        start, stop = ranges[name]
+        images = np.flatnonzero(is_image[start:stop]) + start
+        if nested[images].any():
+            # Within a class by folder, then by name: the order of the bytes of keys has "a/b/c" before "a/b.jpg".
+            images = np.array(sorted(images.tolist(), key=lambda at: keys[at].rpartition("/")[::2]), np.int64)
+        counts[name] = len(images)
+        found.append(images)
+    selected = np.concatenate(found)
+    if not np.array_equal(selected, np.arange(len(keys))):
+        keys, sizes = keys.take(selected), sizes[selected]
+    return ObjectList(keys, [reader], sizes=sizes), counts, loose

@@ -1,0 +1,1 @@
+"""Batches of data that are in memory, of the host or the device."""

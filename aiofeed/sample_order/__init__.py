@@ -1,0 +1,1 @@
+"""``in_order="samples"``: batches of whichever samples are ready."""

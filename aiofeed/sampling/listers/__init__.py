@@ -1,1 +1,0 @@
-"""Orders other than the schedule's own: samplers, plans of batches, mixtures, weights. Each lists epochs."""

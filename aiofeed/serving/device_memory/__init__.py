@@ -1,0 +1,1 @@
+"""Batches in device memory that several processes map."""

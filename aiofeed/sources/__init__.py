@@ -1,1 +1,0 @@
-"""Sources of samples: files, datasets and in-memory data."""

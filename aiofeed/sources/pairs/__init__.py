@@ -1,1 +1,0 @@
-"""Pairs of an image and its mask."""

@@ -1,0 +1,1 @@
+"""Iterables as sources: their items have no index."""

@@ -1,0 +1,199 @@
+"""Tables in memory, or in a mapped file: of Hugging Face ``datasets``, Arrow, pandas and numpy."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aiofeed.common.blocking import run_blocking
+from aiofeed.kernel.runtime.machine import free_memory
+from aiofeed.shards.arrow import arrow
+from aiofeed.shards.urls import ShardFinder
+from aiofeed.tables.columns import Columns, NumberColumn
+from aiofeed.tables.table import Table, as_list, check_columns
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+# Columns up to this share (1 / MEMORY_SHARE) of free memory stay in the page cache, which all ranks share.
+MEMORY_SHARE = 2
+# Enough to tell tables apart, and read in a millisecond.
+FINGERPRINT_ROWS = 64
+
+
+class MemoryTable(Table):
+    """Rows of a table in memory, or of a mapped ``.arrow`` file."""
+
+    answers_at_once = True
+
+    def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
+        if any(value is not None for value in storage.values()):
+            raise ValueError("Table: store= and options= are for URLs of Parquet files")
+        exports = hasattr(table, "__arrow_c_stream__") or hasattr(table, "__arrow_c_array__")
+        if exports and _package(table) not in ("datasets", "pandas"):
+            table = arrow().table(table)
+        self._table, self._chosen, self._target_columns = table, columns, target
+        self._load()
+
+    def _load(self) -> None:
+        paths = self._table if isinstance(self._table, list | tuple) else [self._table]
+        are_paths = bool(paths) and all(isinstance(path, str | os.PathLike) for path in paths)
+        self.name: str = os.fspath(paths[0]) if are_paths else "Table"
+        columns, self._rows = _columns_of(_mapped_all(paths) if are_paths else self._table)
+        known, targets = [name for name, _ in columns], as_list(self._target_columns)
+        chosen = self._chosen or (known if self.data is None else [self.data])
+        check_columns(self.name, known, [*chosen, *targets])
+        found = dict(columns)
+        self._length = len(found[chosen[0]] if self._rows is None else self._rows)
+        if not self._length:
+            raise ValueError(f"{self.name}: the table has no rows")
+        self._columns = Columns({name: found[name] for name in chosen})
+        self._set_targets(Columns({name: found[name] for name in targets}), self._target_columns)
+        pieces = [len(piece) for piece in getattr(found[chosen[0]], "chunks", ()) if len(piece)]
+        if self._rows is None and len(pieces) > 1:
+            self.shard_starts: list[int] = list(accumulate(pieces, initial=0))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out views of the table; a file is mapped again."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_columns", "_targets", "_rows")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._load()
+
+    def _problems(self) -> Mapping[str, str | None]:
+        return {name: getattr(column, "problem", None) for name, column in self._columns.columns.items()}
+
+    def read_now(self, indices: Sequence[int], /) -> list[Any]:
+        """Return samples."""
+        return self._samples_of(self._columns, self._row_of(np.asarray(indices, np.int64)))
+
+    async def read_many(self, indices: Sequence[int], /) -> list[Any]:
+        """Return samples. Rows may have to be read from disk, which a thread does."""
+        return self.read_now(indices) if self._whole else await asyncio.to_thread(self.read_now, indices)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether batches are gathered of columns that are in memory, or that the operating system can keep there."""
+        return self._whole and self.sample_bytes * len(self) * MEMORY_SHARE <= free_memory()
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of the columns of numbers in one row."""
+        columns = self._columns.columns.values()
+        return sum(column.row_bytes for column in columns if isinstance(column, NumberColumn))
+
+    def gathered(self, indices: NDArray[np.int64], memory: object) -> list[NDArray[Any]]:
+        """Return rows of each column."""
+        return list(self._columns.take(self._row_of(indices)).values())
+
+    def form_batch(self, rows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a batch of rows of each column."""
+        return dict(zip(self._columns.columns, rows, strict=True))
+
+    def _row_of(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        return indices if self._rows is None else self._rows[indices]
+
+    def fingerprint(self) -> str:
+        """Return a digest of the columns, the number of rows and up to 64 evenly spaced rows."""
+        digest = hashlib.sha256(f"{self.data} {self._target_columns} {len(self)}".encode())
+        rows = self._row_of(np.linspace(0, len(self) - 1, min(len(self), FINGERPRINT_ROWS)).astype(np.int64))
+        for columns in (self._columns, self._targets):
+            for name, column in columns.columns.items():
+                digest.update(f"\n{name} {getattr(column, 'dtype', '')}".encode())
+                for value in column.values(rows):
+                    digest.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode(*_UTF8))
+        return digest.hexdigest()[:32]
+
+
+_UTF8 = "utf-8", "surrogatepass"
+
+
+def _columns_of(table: Any) -> tuple[list[tuple[str, Any]], NDArray[np.int64] | None]:
+    """Return the columns of a table by name, and the rows that are samples, or ``None``.
+
+    Raises:
+        TypeError: It is no table.
+        ValueError: A column cannot be converted.
+    """
+    kind, rows = f"{_package(table)}.{type(table).__name__}", None
+    if isinstance(table, np.ndarray) and table.dtype.names and table.ndim == 1:
+        return [(name, _converted(name, table[name])) for name in table.dtype.names], None
+    if kind == "pandas.DataFrame":
+        columns = [table.iloc[:, at] for at in range(table.shape[1])]
+        return [(str(name), _converted(name, column)) for name, column in zip(table, columns, strict=True)], None
+    if kind == "datasets.Dataset":
+        table, rows = _of_dataset(table)
+    elif kind != "pyarrow.Table":
+        raise TypeError(f"Table takes paths, a Dataset of Hugging Face, or a table: {_instead(table, kind)}")
+    return list(zip(table.column_names, table.columns, strict=True)), rows
+
+
+def _package(table: Any) -> str:
+    return type(table).__module__.partition(".")[0]
+
+
+def _instead(table: Any, kind: str) -> str:
+    if isinstance(table, Mapping):
+        return f"pass one of the values {list(table)[:8]} of the {kind}, or pyarrow.table(...) of columns"
+    if isinstance(table, np.ndarray):
+        return f"an array {list(table.shape)} of {table.dtype} has no columns, pass aiofeed.Tensors(array)"
+    return "got an empty list, which may come from a glob" if isinstance(table, list) and not table else f"got {kind}"
+
+
+def _of_dataset(dataset: Any) -> tuple[Any, NDArray[np.int64] | None]:
+    """Return the Arrow table of a ``Dataset`` of Hugging Face, and its rows after ``select`` and ``shuffle``."""
+    given = dataset.format
+    if given["type"] == "custom":
+        raise TypeError(
+            "Table reads the columns of the Dataset and not what its transform makes of them: do that in decode= or "
+            "collate_fn= and pass dataset.with_format(None), or feed the Dataset itself, Feeder(dataset)"
+        )
+    rows = None if dataset._indices is None else dataset._indices.column(0).to_numpy().astype(np.int64)
+    return dataset.data.table.select([name for name in dataset.column_names if name in given["columns"]]), rows
+
+
+def _converted(name: Any, values: Any) -> Any:
+    """Return a column of pandas or numpy: numbers as an array, in the same memory if possible, others for Arrow."""
+    kind = values.dtype
+    if isinstance(kind, np.dtype) and kind.kind in "biufc" and kind.itemsize <= (16 if kind.kind == "c" else 8):
+        return np.asarray(values, kind.newbyteorder("="))
+    try:
+        column = arrow().array(values, from_pandas=True)
+    except (arrow().ArrowException, TypeError, ValueError) as error:
+        raise ValueError(f"Table: column {str(name)!r} cannot be converted to Arrow: {error}") from error
+    return column if isinstance(column, arrow().ChunkedArray) else arrow().chunked_array([column])
+
+
+def _mapped_all(paths: Sequence[str | os.PathLike[str]]) -> Any:
+    """Map files, of which a text may be a glob, as one table."""
+    if any(isinstance(path, str) and not os.path.exists(path) for path in paths):
+        shards = run_blocking(lambda: ShardFinder(None, None).find(paths))
+        if remote := [shard.url for shard in shards if not shard.local]:
+            raise ValueError(f"{remote[0]}: Arrow files are read from disk only: download it, or write it as Parquet")
+        paths = [shard.key for shard in shards]
+    tables = [mapped(os.fspath(path)) for path in paths]
+    try:
+        return tables[0] if len(tables) == 1 else arrow().concat_tables(tables)
+    except arrow().ArrowException as error:
+        raise ValueError(f"{os.fspath(paths[0])} and other files differ in their columns: {error}") from None
+
+
+def mapped(path: str) -> Any:
+    """Map a file of Arrow's IPC format, of its kind for files or for streams."""
+    with arrow().memory_map(path) as file:
+        magic = file.read(6)
+        file.seek(0)
+        try:
+            found = (arrow().ipc.open_file if magic == b"ARROW1" else arrow().ipc.open_stream)(file).read_all()
+            found.validate()
+            return found
+        except (arrow().ArrowException, OSError, ValueError) as error:
+            raise ValueError(f"{path}: it is no Arrow file, or a truncated one: {error}") from None

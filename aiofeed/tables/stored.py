@@ -1,0 +1,145 @@
+"""Tables of Parquet files, Lance datasets and streaming datasets, from which each batch is read."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from aiofeed.kernel.core.types import Traits
+from aiofeed.shards.parquet import ParquetRows
+from aiofeed.shards.urls import Shard
+from aiofeed.streams.stream import Stream
+from aiofeed.tables.columns import Columns, ValueColumn, is_encoded, problem_of, take_rows
+from aiofeed.tables.table import Table, as_list, check_columns
+
+
+class ParquetTable(ParquetRows, Table):
+    """Rows of Parquet files, read by row groups as ``ParquetRows`` reads them."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        Table.__init__(self, *arguments, **options)
+
+    def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
+        ParquetRows.__init__(self, table, columns, data=self.data, target=target, **storage)
+        self.name: str = self._shards[0].url
+
+    def _path(self, fields: Any, name: str) -> list[str] | None:
+        return [name] if name in fields.names else None  # a dot in the name of a column parts no fields
+
+    def _value(self, column: Any, row: int) -> Any:
+        return super()._value(column, row) if isinstance(column, np.ndarray) else ValueColumn(column, "").value(row)
+
+    def __repr__(self) -> str:
+        return f"Table({len(self)} row{'s' * (len(self) != 1)} in {len(self._shards)} Parquet files)"
+
+    def _take(self, shard: Shard, table: Any, first: int, rows: Sequence[int]) -> list[Any]:
+        table = take_rows(table, [row - first for row in rows])
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            files = column if not shard.local and is_encoded(column.type) else ()
+            if any(each.is_valid and not each["bytes"].is_valid and each["path"].is_valid for each in files):
+                raise ValueError(f"{shard.url}: column {name!r} names a file, and a file at a URL may name none")
+        return self._samples_read(table)
+
+    def _problems(self) -> Mapping[str, str | None]:
+        found, schemas = {}, [shard.extra.metadata.schema.to_arrow_schema() for shard in self._shards]
+        for name in self._columns or schemas[0].names:
+            kind = schemas[0].field(name).type
+            for shard, schema in zip(self._shards, schemas, strict=True):
+                if schema.field(name).type != kind:
+                    raise ValueError(
+                        f"{shard.url}: column {name!r} has the type {schema.field(name).type}, and {kind} in "
+                        f"{self._shards[0].url}"
+                    )
+            found[name] = problem_of(kind)
+        return found
+
+
+class LanceTable(Table):
+    """Rows of a Lance dataset; a read is one ``take``."""
+
+    def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
+        if isinstance(table, str | os.PathLike):
+            try:
+                table = importlib.import_module("lance").dataset(os.fspath(table), **(storage["options"] or {}))
+            except ImportError:
+                raise ImportError(f"{table}: Lance datasets are read by pylance: pip install pylance") from None
+        self._dataset, names = table, table.schema.names
+        self.name: str = table.uri
+        self._chosen = columns or (names if self.data is None else [self.data])
+        check_columns(self.name, names, [*self._chosen, *as_list(target)])
+        self._length = int(table.count_rows())
+        if not self._length:
+            raise ValueError(f"{self.name}: the table has no rows")
+        # `target` is asked for one sample at a time.
+        read = Columns.of(table.to_table(columns=as_list(target))) if target is not None else Columns({})
+        self._set_targets(read, target)
+
+    def _problems(self) -> Mapping[str, str | None]:
+        return {name: problem_of(self._dataset.schema.field(name).type) for name in self._chosen}
+
+    async def read_many(self, indices: Sequence[int], /) -> list[Any]:
+        """Read rows."""
+        return await asyncio.to_thread(self._take, list(indices))
+
+    def _take(self, indices: list[int]) -> list[Any]:
+        return self._samples_read(self._dataset.take(indices, columns=self._chosen))
+
+    def fingerprint(self) -> str:
+        """Name, version, number of rows and columns of the dataset."""
+        return f"{os.path.basename(self.name)} {self._dataset.version} {len(self)} {self._chosen}"
+
+
+class StreamTable(Stream, Table):  # type: ignore[misc]
+    """Rows of a streaming dataset of Hugging Face, read in its order; its ``state_dict`` is a part of the feeder's."""
+
+    traits: Traits = Traits(decode="optional", rows=True, indexed=False)
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        Table.__init__(self, *arguments, **options)
+
+    def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
+        names = columns or [*as_list(self.data), *as_list(target)]
+        self._target_columns, self._schema = target, table.features and table.features.arrow_schema
+        if any(value is not None for value in storage.values()):
+            raise ValueError("Table: store= and options= are for URLs of Parquet files")
+        if (size := _shuffle_buffer(table._ex_iterable)) > 1:
+            raise ValueError(
+                f"Table: the state of a dataset has not the {size} rows of its shuffle buffer, so a resume would lose "
+                f"them: dataset.shuffle(buffer_size=1) shuffles shards only, and aiofeed.Stream(dataset, "
+                f"shuffle_buffer={size}) resumes exactly"
+            )
+        if table._distributed is not None:
+            raise ValueError("Table: each rank takes its rows of all: pass the dataset before split_dataset_by_node")
+        if self._schema is not None:
+            check_columns("Table", self._schema.names, names)
+        Stream.__init__(self, (table.select_columns(names) if names else table).with_format("arrow"))
+        self.name = "Table"
+        if target is not None:
+            self.target: Callable[[int], Any] = self._target
+
+    def __repr__(self) -> str:
+        return f"Table({', '.join(self._problems()) or 'rows'} of a stream)"
+
+    def _problems(self) -> Mapping[str, str | None]:
+        names = getattr(self._make, "column_names", None) or ()
+        return {} if self._schema is None else {name: problem_of(self._schema.field(name).type) for name in names}
+
+    def _target(self, index: Any, /) -> Any:
+        [row] = Columns.of(index.item.select(as_list(self._target_columns))).rows(np.arange(1))
+        return row[self._target_columns] if isinstance(self._target_columns, str) else row
+
+    async def read_many(self, indices: Sequence[int], /) -> list[Any]:
+        """Return the rows of ``ItemNumber``s."""
+        return [self._samples_read(row)[0] for row in await Stream.read_many(self, indices)]
+
+
+def _shuffle_buffer(examples: Any) -> int:
+    """Return the size of the largest shuffle buffer within the iterables of a dataset."""
+    inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
+    own = examples.buffer_size if type(examples).__name__ == "BufferShuffledExamplesIterable" else 0
+    return max([own, *(_shuffle_buffer(each) for each in inner if each is not None)])

@@ -1,0 +1,192 @@
+"""``Table``: rows of tables, of which a batch is gathered column by column."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from aiofeed import _load_addon
+from aiofeed.kernel.core.types import Traits, public
+from aiofeed.kernel.core.validation import counted, explain_arguments
+from aiofeed.kernel.sources.subset import GroupedSource
+from aiofeed.tables.columns import Columns, collate_rows, no_tensors, take_rows
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Suffixes of files that are mapped; all other files are read as Parquet.
+ARROW_FILES = (".arrow", ".feather", ".ipc")
+
+
+@public
+@explain_arguments(
+    {
+        "rows_per_read": 'rows are read by whole row groups; shuffle="window" makes neighbours of a file come together',
+        "split": "pass one split of the dataset, as in dataset['train']",
+    }
+)
+class Table(GroupedSource):
+    """Rows of a table; without ``decode=`` and ``collate_fn=`` a batch is a dict of tensors, one for each column.
+
+    Columns of numbers, bools, and lists or arrays of them of one length become tensors; a batch is one gather for each
+    column. With ``collate_fn=`` or ``decode=`` samples are rows instead: dicts of Python values, in which lists of
+    numbers are arrays, and images and audio of Hugging Face are the bytes of their files. Needs
+    ``pip install "aiofeed[parquet]"``.
+
+    Args:
+        table: A Hugging Face ``Dataset``, whose ``select`` and ``shuffle`` apply; a streaming one, an
+            ``IterableDataset``, which is read in its order as a ``Stream`` is; an Arrow table, or any object that
+            exports one, as those of polars and DuckDB; a pandas ``DataFrame``; a NumPy structured array; a Lance
+            dataset; the path of an ``.arrow`` file, which is mapped, or of a ``.lance`` dataset; or Parquet files, as
+            for ``ParquetRows``: paths, URLs, globs and braces. It is referenced, not copied: do not change it.
+        columns: The columns. Default: all.
+        data: The column whose value is the sample, or ``decode=`` gets, in place of a row.
+        target: The column of the target, or several for a dict; a sample is then ``(decoded, target)``. Needs ``data``.
+        store: For Parquet, an obstore store that reads the URLs.
+        options: For Parquet, arguments of ``obstore.store.from_url``; for Lance, of ``lance.dataset``.
+
+    Raises:
+        ImportError: pyarrow or Lance is not installed.
+        FileNotFoundError: A file does not exist.
+        TypeError: No table, a dataset with a transform, or several splits.
+        ValueError: A table without rows, a column that does not exist, or a damaged file.
+    """
+
+    _whole = False
+    """Whether samples are rows for ``collate_rows``."""
+    name: str = "Table"
+    """The table in keys and messages."""
+    _length: int
+    target: Callable[[int], Any]
+
+    def __new__(cls, table: Any = None, *_: Any, **__: Any) -> Self:
+        """Make a table of the class for its kind."""
+        if cls is not Table:
+            return super().__new__(cls)
+        return super().__new__(_load_addon(_kind_of(table), "Table"))  # type: ignore[no-any-return]
+
+    traits: Traits = Traits(decode="optional", rows=True)
+
+    def __init__(
+        self,
+        table: Any,
+        columns: Sequence[str] | None = None,
+        *,
+        data: str | None = None,
+        target: str | Sequence[str] | None = None,
+        store: Any = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if isinstance(columns, str) or (columns is not None and not columns):
+            raise TypeError(f"Table(columns=) must be a list of names, got {columns!r}")
+        if columns is not None and data is not None:
+            raise ValueError("Table: data= is one column and columns= are those of a dict: pass one of them")
+        if target is not None and data is None:
+            raise ValueError(
+                "Table(target=) needs data=, the column of the sample; without it, a batch has all columns"
+            )
+        self.data = data
+        paths = table if isinstance(table, list | tuple) else ()
+        self._open(paths[0] if len(paths) == 1 else table, columns, target, store=store, options=options)
+
+    def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
+        """Open the table, in a subclass; ``storage`` are ``store`` and ``options``."""
+        raise NotImplementedError
+
+    def _problems(self) -> Mapping[str, str | None]:
+        """Return for each chosen column why it has no tensors, or ``None``."""
+        raise NotImplementedError
+
+    async def read_many(self, indices: Sequence[int], /) -> list[Any]:
+        """Return samples, in a subclass."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return self._length
+
+    def __repr__(self) -> str:
+        return f"Table({counted(len(self), 'row')} of {', '.join(self._problems())})"
+
+    def key(self, index: int, /) -> str:
+        """Return the table and the row."""
+        return f"{self.name}[{index}]"
+
+    def in_batches(self) -> Self:
+        """Return the table with samples for ``collate_rows``.
+
+        Raises:
+            TypeError: A column has no tensors.
+        """
+        for column, problem in self._problems().items():
+            if problem is not None:
+                raise TypeError(f"{self.name}: {no_tensors(column, problem)}")
+        whole = object.__new__(type(self))
+        whole.__dict__.update(self.__dict__, _whole=True, collate=collate_rows)
+        return whole
+
+    def _set_targets(self, columns: Columns, names: str | Sequence[str] | None) -> None:
+        """Keep columns of targets in memory."""
+        self._targets, self._target_columns = columns, names
+        if names is not None:
+            self.target = self._target
+
+    def _target(self, index: int, /) -> Any:
+        [row] = self._row_of(np.array([index]))
+        if isinstance(self._target_columns, str):
+            return self._targets.columns[self._target_columns].value(row)
+        return {name: column.value(row) for name, column in self._targets.columns.items()}
+
+    def _row_of(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the rows of the columns in memory that are samples."""
+        return indices
+
+    def _samples_of(self, columns: Columns, rows: Any) -> list[Any]:
+        """Return samples of rows of columns in memory."""
+        if self._whole:
+            return [(columns, row) for row in rows.tolist()]
+        if self.data is None:
+            return columns.rows(rows)
+        values = columns.columns[self.data].values(rows)
+        null = ValueError(f"column {self.data!r} is null")
+        return [null if value is None else value for value in values]
+
+    def _samples_read(self, table: Any) -> list[Any]:
+        """Return samples of an Arrow table that was read for them."""
+        nulls = [column for column in table.column_names if table.column(column).null_count] if self._whole else []
+        if not nulls:
+            return self._samples_of(Columns.of(table), np.arange(len(table)))
+        valid = ~np.logical_or.reduce([table.column(column).is_null().to_numpy() for column in nulls])
+        found = iter(self._samples_of(Columns.of(take_rows(table, np.flatnonzero(valid))), np.arange(valid.sum())))
+        null = ValueError(f"{' or '.join(map(repr, nulls))} is null")
+        return [next(found) if each else null for each in valid]
+
+
+def as_list(names: Any) -> list[Any]:
+    """Return no name, a name or several as a list."""
+    return [] if names is None else [names] if isinstance(names, str) else list(names)
+
+
+def check_columns(name: str, known: Sequence[str], wanted: Sequence[str]) -> None:
+    """Raise ``ValueError`` if columns do not exist, or names are not unique."""
+    for column in wanted:
+        if column not in known:
+            raise ValueError(f"{name}: there is no column {column!r}; there are {list(known)}")
+        if list(known).count(column) > 1:
+            raise ValueError(f"{name}: {list(known).count(column)} columns have the name {column!r}")
+
+
+def _kind_of(table: Any) -> str:
+    """Return the name of the class for a kind of table."""
+    path = table[0] if isinstance(table, list | tuple) and table else table
+    if isinstance(path, str | os.PathLike):
+        suffix = PurePath(path).suffix
+        return "LanceTable" if suffix == ".lance" else "MemoryTable" if suffix in ARROW_FILES else "ParquetTable"
+    package, is_stream = type(table).__module__.partition(".")[0], type(table).__name__ == "IterableDataset"
+    if package == "datasets" and is_stream:
+        return "StreamTable"
+    return "LanceTable" if package == "lance" else "MemoryTable"

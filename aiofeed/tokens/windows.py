@@ -1,0 +1,338 @@
+"""``Tokens``: windows of tokens in memory-mapped files. Those of files at URLs are in ``at_urls.py``."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import mmap
+import operator
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from aiofeed import _load_addon
+from aiofeed.kernel.core.types import Row, Traits, public
+from aiofeed.kernel.core.validation import check_bool, check_positive_int, explain_arguments
+from aiofeed.kernel.runtime.buffers import HostBufferPool, array
+from aiofeed.kernel.runtime.machine import free_memory
+from aiofeed.kernel.sampling.schedule import fingerprint
+from aiofeed.kernel.sources.file_io import check_path
+from aiofeed.kernel.sources.subset import IndexedSource, Indices
+from aiofeed.objects.urls import is_remote, redacted, split_url
+from aiofeed.tokens.formats import CHECKED_BYTES, DTYPES, TokenLayout, check_vocab, layout_of
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+# Files up to this share (1 / MEMORY_SHARE) of free memory stay in the page cache, which all ranks share.
+MEMORY_SHARE = 2
+# Tokens of each of three parts of a file that are compared with ``vocab``.
+CHECKED_TOKENS = 1 << 16
+
+
+def _same(indices: Sequence[int]) -> list[Any]:
+    """Return the indices: the decoder gathers tokens."""
+    return [*indices]
+
+
+@public
+@explain_arguments(
+    {"block_size": "it is called block", "seq_len": "it is called block", "vocab_size": "it is called vocab"}
+)
+class Tokens(IndexedSource):
+    """Windows of ``block`` tokens in files of tokens, for language models: int64 [N, block], as embeddings take them.
+
+    With ``targets=True`` a batch is ``x, y``, and ``y`` has the token after each token of ``x``. Pass no ``decode=``.
+    Files are mapped, so that they may be larger than memory. A batch is one gather. It is made ahead in a thread; for a
+    feeder without ``device=``, if the files take less than half of the free memory, in your thread, which costs less.
+    With ``cache="device"`` the tokens are copied to the device once, and batches are gathered there.
+
+    Files at URLs are read in ranges of 4 MiB, which are the shards of ``shuffle="window"``.
+
+    Args:
+        paths: A file, or several: windows do not cross files. Raw tokens, as nanoGPT writes them; with the header of
+            llm.c, modded-nanogpt or NeMo; ``.npy``; or Megatron's ``.bin`` beside its ``.idx``, of which the tokens of
+            all documents are one stream. Or URLs, globs and braces of them included.
+        block: Tokens of a window.
+        dtype: The dtype of raw tokens; ``">u2"`` for big-endian uint16. Other files name their own.
+        stride: Tokens from the start of a window to the next. Default: ``block``, windows side by side. Tokens that do
+            not fill a last window are left out.
+        targets: Make samples ``(x, y)``. A window then needs ``block + 1`` tokens.
+        vocab: The size of the vocabulary. The tokens at the beginning, in the middle and at the end of each file must
+            be less.
+        column: The column of lists of tokens in Parquet files, or in Arrow files on disk. The tokens of all rows are
+            one stream. Row groups are read whole; they are the shards of ``shuffle="window"``.
+        store: An obstore store that reads the URLs. Default: made of the URLs.
+        options: Arguments of ``obstore.store.from_url``, such as ``{"endpoint": ..., "region": ...}``.
+
+    Raises:
+        FileNotFoundError: A file does not exist.
+        ImportError: obstore, which reads URLs, is not installed.
+        OSError: A URL cannot be read.
+        TypeError, ValueError: An argument has the wrong type or is out of range, or a file is text, truncated, damaged,
+            shorter than a window or of another dtype.
+    """
+
+    traits: Traits = Traits(decode="none", rows=True)
+    answers_at_once = True
+    looks_ahead = False
+    _column: str | None = None
+
+    def __new__(cls, paths: Any = None, *_: Any, column: Any = None, store: Any = None, **__: Any) -> Self:
+        """Make ``RemoteTokens`` for URLs and columns."""
+        listed = paths if isinstance(paths, list | tuple) else [paths]
+        if cls is Tokens and (store is not None or column is not None or any(map(is_remote, listed))):
+            return super().__new__(_load_addon("RemoteTokens", "Tokens at URLs"))  # type: ignore[no-any-return]
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        block: int,
+        dtype: str = "uint16",
+        stride: int | None = None,
+        targets: bool = False,
+        vocab: int | None = None,
+        *,
+        column: str | None = None,
+        store: Any = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.block: int = check_positive_int("Tokens(block=...)", block)
+        self.targets: bool = check_bool("Tokens(targets=...)", targets)
+        step = self.block if stride is None else check_positive_int("Tokens(stride=...)", stride)
+        name = _dtype_name(dtype)
+        checked = None if vocab is None else check_positive_int("Tokens(vocab=...)", vocab)
+        self._storage: tuple[Any, Any] = store, options
+        if column is not None:
+            self._column = column
+        self._open([(path, name, step) for path in _checked_paths(paths)], checked)
+
+    def _open(self, files: list[tuple[Any, str, int]], vocab: int | None = None) -> None:
+        """Map files, each with the dtype of raw tokens and the stride."""
+        needed = self.block + self.targets
+        self._files = files = [(_local_path(path), dtype, stride) for path, dtype, stride in files]
+        self._windows = []
+        self.arrays: list[NDArray[Any]] = []
+        """The mapped tokens of each file."""
+        self.documents: list[NDArray[np.int64] | None] = []
+        """The first token of each document of each file, and the number of tokens; ``None`` without documents."""
+        for path, dtype, stride in files:
+            tokens, layout = open_tokens(path, dtype)
+            layout.checked(str(path), needed, targets=self.targets)
+            # A view, in which windows may overlap.
+            self._windows.append(np.lib.stride_tricks.sliding_window_view(tokens, needed)[::stride])
+            self.arrays.append(tokens)
+            self.documents.append(layout.documents)
+            if vocab is not None:
+                for start in checked_places(len(tokens)):
+                    check_vocab(str(path), start, tokens[start : start + CHECKED_TOKENS], vocab)
+        self._starts = np.cumsum([0, *map(len, self._windows)])
+        self.in_memory: bool = sum(tokens.nbytes for tokens in self.arrays) * MEMORY_SHARE <= free_memory()
+        """Whether the operating system can keep the files in memory."""
+        self.form_batch: Callable[[list[Any]], Any] | None = None if self.targets else operator.itemgetter(0)
+        """Makes a batch of what ``gathered`` returns, as tensors; ``None``: it is the batch."""
+
+    def joined(self, others: Sequence[Tokens]) -> Tokens:
+        """Return these windows, followed by those of others.
+
+        Raises:
+            ValueError: ``block`` or ``targets`` differ.
+        """
+        for other in others:
+            if (other.block, other.targets) != (self.block, self.targets):
+                raise ValueError(
+                    f"{self!r} and {other!r} differ in block or targets, so they do not fit into one batch"
+                )
+        both = copy.copy(next((each for each in (self, *others) if each.read_now is None), self))
+        both._column = None
+        both._open([*self._files, *(file for other in others for file in other._files)])
+        return both
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the arguments; files are mapped again."""
+        return {name: self.__dict__[name] for name in ("block", "targets", "_files", "_storage")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open(self._files)
+
+    def __len__(self) -> int:
+        """Return the number of windows."""
+        return int(self._starts[-1])
+
+    def __repr__(self) -> str:
+        path, _, stride = self._files[0]
+        more = f" and {len(self._files) - 1} more" if len(self._files) > 1 else ""
+        return f"Tokens({str(path)!r}{more}, block={self.block}, stride={stride}, targets={self.targets})"
+
+    def __getitem__(self, indices: int | Indices) -> Any:
+        """One window as an int64 tensor, or ``(x, y)``, as from a ``Dataset``; or a part, as of other sources."""
+        if isinstance(indices, int | np.integer):
+            return self.decoder(self._read_at_once(range(len(self))[indices]))
+        return super().__getitem__(indices)
+
+    def _read_at_once(self, index: int) -> Any:
+        return index
+
+    @property
+    def shard_starts(self) -> Sequence[int] | NDArray[np.int64]:
+        """The first window of each file, and the number of windows, for ``shuffle="window"``."""
+        return self._starts
+
+    def fingerprint(self) -> str:
+        """Return the number of windows and some of their keys, as for files without a fingerprint of their own."""
+        name = "Tokens" if self._column is None else f"Tokens {self._column}"
+        return fingerprint(name, len(self), self.key)
+
+    def key(self, index: int, /) -> str:
+        """Return the file and the tokens of a window, as in ``train.bin[2048:3072]``."""
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        path, _, stride = self._files[number]
+        first = (index - int(self._starts[number])) * stride
+        return f"{path}[{first}:{first + self.block}]"
+
+    async def read(self, index: int, /) -> Any:
+        """Return the index: the decoder gathers tokens."""
+        return index
+
+    async def read_many(self, indices: Sequence[int], /) -> list[Any]:
+        """Return the indices: the decoder gathers tokens."""
+        return list(indices)
+
+    read_now: Callable[[Sequence[int]], list[Any]] | None = staticmethod(_same)
+
+    @property
+    def decoder(self) -> TokenDecoder:
+        """The decoder that a feeder uses."""
+        return TokenDecoder(self)
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of a window, with targets."""
+        return (1 + self.targets) * self.block * 8
+
+    def gathered(self, indices: NDArray[np.int64], memory: HostBufferPool) -> list[NDArray[Any]]:
+        """Return windows as ``[x]`` or ``[x, y]``."""
+        parts = list(array(memory, (1 + self.targets, len(indices), self.block), np.dtype(np.int64)))
+        self.gather(indices, *parts)
+        return parts
+
+    def gather(self, indices: Any, *parts: NDArray[Any]) -> None:
+        """Write windows, of which there is what ``read`` returned, into ``x``, and with targets ``y``: [N, block]."""
+        rows = np.asarray(indices, np.int64)
+        if len(self._windows) == 1:
+            self._write(self._windows[0][rows], parts, slice(None))
+            return
+        numbers = np.searchsorted(self._starts, rows, side="right") - 1
+        for number in np.unique(numbers):
+            chosen = np.flatnonzero(numbers == number)
+            self._write(self._windows[number][rows[chosen] - self._starts[number]], parts, chosen)
+
+    def first_tokens(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the position of each window's first token among the tokens of all files, one file after the other."""
+        numbers = np.searchsorted(self._starts, indices, side="right") - 1
+        files = np.cumsum([0, *map(len, self.arrays)])
+        strides = np.array([stride for _, _, stride in self._files])
+        first: NDArray[np.int64] = files[numbers] + (indices - self._starts[numbers]) * strides[numbers]
+        return first
+
+    def _write(self, tokens: NDArray[Any], parts: Sequence[NDArray[Any]], rows: Any) -> None:
+        for at, part in enumerate(parts):
+            part[rows] = tokens[:, at : at + self.block]
+
+
+class TokenDecoder:
+    """Gathers the windows of a chunk into the rows of its batch."""
+
+    takes_seed = False
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        self.row: Row = Row((2, tokens.block), "int64", parts=True) if tokens.targets else Row((tokens.block,), "int64")
+
+    def __repr__(self) -> str:
+        return "TokenDecoder()"
+
+    def __call__(self, index: int, /) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Return the tensor of a window, or ``(x, y)``."""
+        import torch
+
+        out = np.empty(self.row.shape, np.int64)
+        self.decode_into(index, out)
+        return tuple(torch.from_numpy(out)) if self.row.parts else torch.from_numpy(out)
+
+    def decode_into(self, index: int, out: NDArray[Any], seed: int | None = None) -> None:
+        """Write a window into its row."""
+        self.decode_many_into([index], out[None], None)
+
+    def decode_many_into(self, indices: Sequence[int], out: NDArray[Any], seeds: None) -> list[None]:
+        """Write windows into rows."""
+        self._tokens.gather(indices, *(out.swapaxes(0, 1) if self.row.parts else (out,)))
+        return [None] * len(indices)
+
+
+def _dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype; of one in the other byte order, numpy's string, which has the order."""
+    given = None
+    if dtype is not None:
+        with contextlib.suppress(TypeError):
+            given = np.dtype(dtype)
+    if given is None or given.name not in DTYPES:
+        raise ValueError(f"Tokens(dtype=...) must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    return str(given.name if given.isnative else given.str)
+
+
+def _checked_paths(given: Any) -> list[Any]:
+    if not isinstance(given, str | os.PathLike | Iterable):
+        raise TypeError(f"Tokens(paths) must be the path of a file, or several, got {given!r}")
+    paths = []
+    for path in [given] if isinstance(given, str | os.PathLike) else given:
+        if not isinstance(path, str | os.PathLike):
+            what = path if isinstance(path, int) else type(path).__name__  # not a row of a dataset
+            raise TypeError(
+                f"Tokens reads files, got {what} in a {type(given).__name__}. For a dataset of "
+                f"documents: Feeder(Table(dataset), batch_size=Pack(...)); for tokens in memory, numpy.save(path, ...)"
+            )
+        paths.append(path)
+    if not paths:
+        raise ValueError("Tokens needs at least one file; an empty list may come from a glob without a match")
+    return paths
+
+
+def _local_path(path: Any) -> Path:
+    if is_remote(path):
+        raise ValueError(f"{redacted(path)!r} is a URL in an iterator: pass a list to Tokens")
+    return Path(check_path(split_url(os.fspath(path))[1]))
+
+
+def checked_places(count: int) -> list[int]:
+    """Return where the tokens of a file begin that are compared with ``vocab``: three parts of ``CHECKED_TOKENS``."""
+    return [0, count // 2, max(count - CHECKED_TOKENS, 0)]
+
+
+def open_tokens(path: Path, dtype: str) -> tuple[NDArray[Any], TokenLayout]:
+    """Map the tokens of a file, reading its beginning only; ``dtype`` is that of a file that does not name its own.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is truncated, damaged or of another format or dtype.
+    """
+    if not path.is_file():
+        hint = f"; did you mean {path}.bin?" if Path(f"{path}.bin").is_file() else ""
+        raise FileNotFoundError(f"{path} does not exist{hint}")
+    index_path = path.with_suffix(".idx")
+    has_index = path.suffix == ".bin" and index_path.is_file()
+    index = index_path.read_bytes() if has_index else None
+    # From Python 3.13 on, a mapping needs no open file: a dataset may have more files than a process may open.
+    more: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+    with path.open("rb") as file:
+        size, head = os.fstat(file.fileno()).st_size, file.read(CHECKED_BYTES)
+        layout = layout_of(str(path), path.suffix, size, head, dtype, index, str(index_path))
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **more) if layout.count else b""
+    return np.frombuffer(memory, layout.dtype, layout.count, layout.offset if layout.count else 0), layout

@@ -1,0 +1,147 @@
+"""A worker: it reads and decodes the batches that the trainer plans, on the event loop of its process.
+
+A subclass is the transport: ``main.py`` has that of a worker process on the trainer's machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator
+from functools import partial
+
+import numpy as np
+
+from aiofeed.ipc.error_codec import describe
+from aiofeed.ipc.framing import MAX_MESSAGE_BYTES, ProtocolError
+from aiofeed.ipc.ring import Slot
+from aiofeed.ipc.schema import encode
+from aiofeed.kernel.core.errors import CollateError, FeedError, add_note
+from aiofeed.kernel.core.statistics import EpochStats, new_events
+from aiofeed.kernel.core.types import Members
+from aiofeed.kernel.engine.engine import Engine
+from aiofeed.kernel.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
+from aiofeed.kernel.sampling.epochs import EpochStart, Step
+from aiofeed.workers import protocol
+from aiofeed.workers.spawn import WorkerConfig
+from aiofeed.workers.worker_engine import Outbox, RemoteOrder, WorkerPlan, worker_engine
+
+
+def new_loop_thread(worker_config: WorkerConfig, number: int) -> EventLoopThread:
+    """Return the event loop and the threads of worker ``number``, not started."""
+    return EventLoopThread(
+        read_threads=min(worker_config.most_reads(number), MOST_READ_THREADS),
+        decode_threads=worker_config.share(worker_config.decode_threads, number),
+    )
+
+
+class Worker:
+    """A worker, on its event loop."""
+
+    def __init__(self, loop_thread: EventLoopThread, worker_config: WorkerConfig, number: int) -> None:
+        self._loop_thread = loop_thread
+        self._config = worker_config
+        self._number = number
+        self._plans: asyncio.Queue[WorkerPlan] = asyncio.Queue()
+        self._tickets = itertools.count()
+        self._requests: dict[int, asyncio.Future[protocol.ReplacementAnswer]] = {}
+        self._may_decode: set[int] = set()
+        self._outbox = Outbox(self.send)
+        self._engine: Engine | None = None
+
+    def send(self, message: protocol.FromWorker, slot: Slot | None = None) -> None:
+        """Send a message to the trainer, with the slot of its batch."""
+        raise NotImplementedError
+
+    async def run(self) -> None:
+        """Open the source and assemble batches, until cancelled."""
+        source = self._config.source
+        members = Members.of(source)
+        try:
+            if members.open is not None:
+                await members.open()
+        except BaseException as error:  # the user's coroutine may raise anything; the trainer raises it
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            add_note(error, f"in {type(source).__name__}.open()")
+            self.send(protocol.WorkerEnded(describe(error)))
+            return
+        if members.aclose is not None:
+            self._loop_thread.at_stop(members.aclose)
+        self._engine = worker_engine(
+            self._steps(),
+            self._outbox,
+            self._may_decode,
+            worker_config=self._config,
+            number=self._number,
+            executor=self._loop_thread.decode_pool,
+            loop_delay_s=self._loop_thread.loop_delay_s,
+        )
+        self.send(protocol.WorkerReady())
+        await self._engine.run()
+
+    async def _steps(self) -> AsyncGenerator[Step, None]:
+        while True:
+            if self._engine is not None and self._plans.empty():
+                # There is no batch to read, so reads are not what planning waits for.
+                self._engine.admission.waited_for_reads = False
+            plan = await self._plans.get()
+            yield EpochStart(EpochStats(events=new_events()))  # statistics of this batch alone
+            yield plan
+
+    async def request_index(self, serial: int, position: int) -> int:
+        """Ask the trainer for the index at a position of the epoch's order; ``FeedError`` if there is no order."""
+        ticket = next(self._tickets)
+        self._requests[ticket] = asyncio.get_running_loop().create_future()
+        self.send(protocol.ReplacementRequest(ticket, serial, position))
+        try:
+            answer = await self._requests[ticket]
+        finally:
+            del self._requests[ticket]
+        if answer.index is None:
+            raise FeedError(f"the epoch has no order with a position {position}")
+        return answer.index
+
+    def received(self, message: protocol.ToWorker) -> None:
+        """Process a message of the trainer."""
+        if isinstance(message, protocol.StopWorker):
+            self._loop_thread.stop()
+        elif isinstance(message, protocol.ReplacementAnswer):
+            if (request := self._requests.get(message.ticket)) is not None and not request.done():
+                request.set_result(message)
+        elif isinstance(message, protocol.PlanBatch):
+            if self._engine is None:
+                raise ProtocolError("a plan before the source is open")
+            if message.may_decode:
+                self._may_decode.add(message.serial)
+            self._plans.put_nowait(self._plan(message))
+        elif isinstance(message, protocol.ReleaseSlot):
+            self._outbox.release_slot(message)
+        elif self._engine is not None:
+            self._may_decode.add(message.serial)
+            self._engine.assembly.permit()
+
+    def _plan(self, message: protocol.PlanBatch) -> WorkerPlan:
+        if len(message.indices) % 8 or len(message.indices) != len(message.positions) or not message.indices:
+            raise ProtocolError("a plan whose indices and positions do not match")
+        if len(message.pieces) % (5 * 8):
+            raise ProtocolError("a plan with an incomplete piece of a sample")
+        indices: list[int] = np.frombuffer(message.indices, np.int64).tolist()
+        positions: list[int] = np.frombuffer(message.positions, np.int64).tolist()
+        request = partial(self.request_index, message.serial)
+        order = RemoteOrder(message.order_length, request) if message.order_length else None
+        pieces = np.frombuffer(message.pieces, np.int64).reshape(-1, 5) if message.pieces else None
+        plan = message.number, indices, positions, message.epoch_seed, order
+        return WorkerPlan(*plan, pieces=pieces, serial=message.serial)
+
+
+def encode_finished(message: protocol.FromWorker) -> tuple[bytes, bool]:
+    """Encode a message, or an error in its place if the description of its batch is too long; whether it fits."""
+    payload = encode(message)
+    if len(payload) <= MAX_MESSAGE_BYTES or not isinstance(message, protocol.BatchFinished):
+        return payload, True
+    error = CollateError(
+        f"the numbers and strings of a batch take {len(payload)} bytes beside its arrays; at most "
+        f"{MAX_MESSAGE_BYTES} can be sent to another process: put them into arrays"
+    )
+    return encode(protocol.BatchFinished(message.serial, message.stats, message.nbytes, [], describe(error))), False

@@ -1,0 +1,272 @@
+"""Tests of the engine's limits: work in flight is bounded for any consumer, and independent work overlaps."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import sys
+import threading
+import time
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from aiofeed import FailurePolicy, Feeder, Limits
+from aiofeed.kernel.core.limits import resolve_limits
+from aiofeed.kernel.core.statistics import EpochStats
+from aiofeed.kernel.engine.admission import MemoryBudget
+from aiofeed.kernel.engine.chunks import ChunkAssembly
+from aiofeed.kernel.engine.engine import Engine
+from aiofeed.kernel.runtime.event_loop import EventLoopThread
+from aiofeed.kernel.runtime.queue import BatchQueue
+from aiofeed.kernel.runtime.thread_pool import ThreadPool
+from aiofeed.sample_order.sample_assembly import SampleAssembly
+from tests.support.simulated_device import SimulatedDevice
+
+
+class Gauge:
+    """A source that counts its reads and decodes."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.reading = self.most_reading = self.read_ever = self.decoded = 0
+        self.changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return self.n
+
+    def key(self, index: int) -> str:
+        return f"sample {index}"
+
+    async def read(self, index: int) -> bytes:
+        self.reading += 1
+        self.read_ever += 1
+        self.most_reading = max(self.most_reading, self.reading)
+        await asyncio.sleep(0)
+        self.reading -= 1
+        return b"%d" % index
+
+    def decode(self, data: bytes) -> torch.Tensor:
+        with self.changed:
+            self.decoded += 1
+            self.changed.notify_all()
+        return torch.tensor(int(data))
+
+    def wait_for_decoded(self, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.decoded >= count, 10)
+
+
+def wait_until_settled(feeder: Feeder[Any], source: Gauge) -> None:
+    """Wait until an iteration of the engine's loop and a job of its decode pool change nothing."""
+    pipeline = feeder._session.pipeline
+    assert pipeline is not None
+    last = None
+    for _ in range(200):
+        done = threading.Event()
+        pipeline.loop_thread.call(done.set)
+        assert done.wait(10)
+        state = (source.read_ever, source.decoded, source.reading)
+        pipeline.loop_thread.decode_pool.submit(int).result(10)
+        if state == last:
+            return
+        last = state
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "limits"),
+    [
+        (4, Limits(prefetch_batches=1, read_concurrency=4)),
+        (4, Limits(prefetch_batches=3, read_concurrency=9)),
+        (10, Limits(prefetch_batches=2, read_concurrency=3)),
+        (1, Limits(prefetch_batches=2, read_concurrency=8)),
+    ],
+)
+def test_a_stopped_consumer_bounds_reads_and_decodes(batch_size: int, limits: Limits) -> None:
+    """While the consumer keeps a batch, at most prefetch_batches more are decoded, and reads are bounded too."""
+    source = Gauge(600)
+    feeder = Feeder(source, decode=source.decode, batch_size=batch_size, limits=limits)
+    iterator = iter(feeder)
+    for taken in (1, 2, 3):
+        next(iterator)
+        assert limits.prefetch_batches is not None
+        assert limits.read_concurrency is not None
+        source.wait_for_decoded((taken + limits.prefetch_batches) * batch_size)
+        wait_until_settled(feeder, source)
+        assert source.decoded == (taken + limits.prefetch_batches) * batch_size
+        most = limits.prefetch_batches + math.ceil(limits.read_concurrency / batch_size) + 1
+        assert source.read_ever <= (taken + most) * batch_size
+        assert feeder.statistics().queue_depth <= limits.prefetch_batches
+    assert source.most_reading <= limits.read_concurrency
+    feeder.close()
+
+
+def test_memory_bytes_bounds_what_is_in_flight() -> None:
+    """Of batches of known size as many are in flight as memory_bytes allows, but at least one."""
+    source = Gauge(100)
+
+    def decode(data: bytes) -> torch.Tensor:
+        source.decode(data)
+        return torch.zeros(1000, dtype=torch.uint8)
+
+    limits = Limits(memory_bytes=9_000, prefetch_batches=8, read_concurrency=64)
+    feeder = Feeder(source, decode=decode, batch_size=4, limits=limits)
+    iterator = iter(feeder)
+    for taken in (1, 2, 3):
+        next(iterator)
+        source.wait_for_decoded((taken + 2) * 4)
+        wait_until_settled(feeder, source)
+        assert source.decoded == (taken + 2) * 4
+    feeder.close()
+    tiny = Feeder(source, decode=decode, batch_size=4, limits=Limits(memory_bytes=1))
+    assert sum(1 for _ in tiny) == 25
+    tiny.close()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("in_order", [True, False, "samples"])
+def test_a_replacement_is_read_while_more_than_memory_bytes_is_in_use(in_order: Any) -> None:
+    """The batch in which it is could not be delivered otherwise, and those behind it would keep the memory."""
+
+    class Growing(Gauge):
+        async def read(self, index: int) -> bytes:
+            return b"%d" % index + b" " * (1_000 if index < 20 else 100_000)
+
+    def decode(data: bytes) -> torch.Tensor:
+        if (value := int(data)) >= 20 and value % 4 == 1:
+            raise ValueError("broken")
+        return torch.tensor(value)
+
+    limits = Limits(memory_bytes=50_000, decode_threads=4)
+    policy = FailurePolicy("replace", max_failures=1000)
+    with Feeder(Growing(80), decode=decode, batch_size=4, limits=limits, on_error=policy, in_order=in_order) as feeder:
+        assert [len(batch) for batch in feeder] == [4] * 20
+
+
+def test_device_batches_bounds_what_is_on_the_device() -> None:
+    """With the consumer stopped, device_batches batches are on the device or being copied."""
+    source = Gauge(200)
+    device = SimulatedDevice()
+    limits = Limits(device_batches=2, prefetch_batches=3)
+    feeder = Feeder(source, decode=source.decode, batch_size=4, device=device, limits=limits)
+    iterator = iter(feeder)
+    next(iterator)
+    source.wait_for_decoded((1 + 2 + 3) * 4)
+    wait_until_settled(feeder, source)
+    assert source.decoded == (1 + 2 + 3) * 4
+    assert feeder.statistics().queue_depth <= 2
+    feeder.close()
+
+
+def test_decoding_continues_during_a_step() -> None:
+    """The next batch is decoded while the consumer works on the current one."""
+    source = Gauge(40)
+    feeder = Feeder(source, decode=source.decode, batch_size=4)
+    for number, _ in enumerate(feeder):
+        if number < 9:
+            source.wait_for_decoded((number + 2) * 4)
+    feeder.close()
+
+
+def test_a_slow_read_does_not_stop_other_reads() -> None:
+    """While one read is stuck, other samples of the same and of later batches are read."""
+    others = asyncio.Event()
+
+    class OneIsSlow(Gauge):
+        async def read(self, index: int) -> bytes:
+            if index == 8:
+                await others.wait()
+                return b"8"
+            if self.read_ever >= 16:
+                others.set()
+            return await super().read(index)
+
+    source = OneIsSlow(40)
+    feeder = Feeder(source, decode=source.decode, batch_size=4, limits=Limits(read_concurrency=16))
+    assert [x for batch in feeder for x in batch.tolist()] == list(range(40))
+    assert others.is_set()
+    feeder.close()
+
+
+def test_epoch_statistics_add_up() -> None:
+    """``EpochStats.add`` sums totals; the time to the first batch is the first epoch's."""
+    one, other = EpochStats(samples=2, first_batch_s=0.5), EpochStats(samples=3, first_batch_s=0.1)
+    one.add(other)
+    assert (one.samples, one.first_batch_s) == (5, 0.5)
+
+
+HOLD_S = 1.0
+
+
+class Timed:
+    """A source of one sample, whose read takes 20 ms."""
+
+    def __init__(self) -> None:
+        self.reading = threading.Event()
+
+    def __len__(self) -> int:
+        return 1
+
+    def key(self, index: int) -> str:
+        return "sample"
+
+    async def read(self, index: int) -> bytes:
+        self.reading.set()
+        await asyncio.sleep(0.02)
+        return b"1"
+
+
+def hold_the_gil_after(event: threading.Event) -> None:
+    """Run Python code for a second, which no other thread interrupts for half of it."""
+    assert event.wait(60)
+    until = time.perf_counter() + HOLD_S
+    while time.perf_counter() < until:
+        pass
+
+
+def test_the_time_of_reads_does_not_count_waiting_for_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`read_s` of a short read is short, although another thread held the GIL when the read ended."""
+    interval_s = sys.getswitchinterval()
+    source = Timed()
+    holder = threading.Thread(target=hold_the_gil_after, args=(source.reading,))
+    feeder: Feeder[Any] = Feeder(source, decode=len, batch_size=1)
+    try:
+        sys.setswitchinterval(HOLD_S / 2)
+        holder.start()
+        list(feeder)
+        holder.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert feeder.statistics().read_s < HOLD_S / 3
+    monkeypatch.setattr(EventLoopThread, "loop_delay_s", lambda _: 0.0)  # the machine may be busy
+    feeder.close()
+    list(feeder)
+    assert feeder.statistics().read_s >= 0.019
+    feeder.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": None, "batch_size": 4}])
+def test_an_engine_is_freed_without_a_garbage_collection(options: dict[str, Any]) -> None:
+    """It is in no cycle with its assembly, so the user's source is freed with the feeder."""
+    parts = dict.fromkeys(("fetcher", "policy", "new_builder", "wrap", "memory"))
+    assembly: Any = SampleAssembly if options else ChunkAssembly
+    engine = Engine(
+        [],
+        partial(assembly, executor=ThreadPool("test", 1), **parts, **options),
+        batch_size=4,
+        queue=BatchQueue(),
+        limits=resolve_limits(Limits(), batch_size=4, cpus=1, free_memory=1 << 30),
+        budget=MemoryBudget(1),
+        in_order=True,
+    )
+    there = weakref.ref(engine)
+    gc.disable()
+    try:
+        del engine
+        assert there() is None
+    finally:
+        gc.enable()
