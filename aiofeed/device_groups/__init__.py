@@ -1,1 +1,1 @@
-"""Batches for several devices (``device=[...]``, ``scatter``) and batches at fixed addresses (``static_batches=True``)."""
+"""Several devices (``device=[...]``, ``scatter``), and batches at fixed addresses (``static_batches=True``)."""

@@ -16,7 +16,7 @@ from aiofeed.kernel.sources.file_io import MAX_BYTES, ReadRules, check_path, loc
 from aiofeed.kernel.sources.files import Files
 
 # The list of torchvision, so that samples have the same indices.
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+EXTENSIONS: tuple[str, ...] = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 _WAYS = {
     "transform": "decode= of Feeder gets the bytes (DecodeImage(size)), its transform= gets the batches",
