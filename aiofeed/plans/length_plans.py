@@ -86,7 +86,7 @@ class LengthPlan(Plan):
         """
         self._lengths = _checked_lengths(lengths)
 
-    def _new_lister(self, schedule: Schedule, samples: Lister | None) -> Lister:
+    def new_lister(self, schedule: Schedule, samples: Lister | None) -> Lister:
         """Return the lister of the plan for a schedule of all samples, or for an order of them."""
         self.bind(schedule.length)
         shuffle = bool(schedule.shuffle) or isinstance(samples, WeightedOrder)

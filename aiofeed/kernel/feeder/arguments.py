@@ -433,7 +433,7 @@ def _new_lister(a: Arguments, order: Schedule) -> Lister | None:
         lister = load_addon("WeightedOrder", "weights=")(a.weights, a.length, a.seed)
     elif (shards := window_shards(a.shuffle)) is not None:
         lister = load_addon("WindowOrder", f"shuffle={a.shuffle!r}")(a.source.shard_starts, shards, a.seed)
-    return lister if a.plan is None else a.plan._new_lister(order, lister)
+    return lister if a.plan is None else a.plan.new_lister(order, lister)
 
 
 # --- the configuration ---
@@ -491,7 +491,7 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
         source = sharing()
     decoder = getattr(source, "decoder", None)
     collate_fn: Any = a.collate_fn
-    if a.plan is not None and (packs := a.plan._new_collate()) is not None:
+    if a.plan is not None and (packs := a.plan.new_collate()) is not None:
         collate_fn = packs
     elif collate_fn is None and "rows of a Table" in facts and source.data is None:
         source, collate_fn = source.in_batches(), source.collate
