@@ -61,8 +61,8 @@ class LengthPlan(Plan):
     def __init__(self, lengths: Lengths | None, length: Measure | None = None, **size: object) -> None:
         self._given = lengths
         self._lengths: Int64 | None = None
-        self.streams = lengths is None
-        self.measures = isinstance(lengths, str) and lengths == "measure"
+        self.streams: bool = lengths is None
+        self.measures: bool = isinstance(lengths, str) and lengths == "measure"
         self.length: Measure | None = length
         self._window = STREAM_WINDOW if self.streams else WINDOW
         measured, plan = self.streams or self.measures, type(self).__name__
@@ -219,7 +219,7 @@ class Buckets(LengthPlan):
         ]
         if sorted(set(self.boundaries)) != self.boundaries:
             raise ValueError(f"Buckets(boundaries=) must be ascending, got {list(boundaries)}")
-        self.shapes = len(self.batch_sizes)
+        self.shapes: int = len(self.batch_sizes)
         if len(self.batch_sizes) != len(self.boundaries) + 1:
             raise ValueError(
                 f"Buckets has {len(self.boundaries)} boundaries and so {len(self.boundaries) + 1} buckets, "

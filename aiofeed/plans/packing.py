@@ -72,7 +72,7 @@ class Pack(LengthPlan):
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
 
-    packs = True
+    packs: bool = True
 
     def __init__(
         self,
