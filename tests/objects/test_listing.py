@@ -7,8 +7,10 @@ import signal
 import pytest
 
 import aiofeed
+from aiofeed.common import cache_folder as folder_module
+from aiofeed.common import progress_bar
 from aiofeed.common.cache_folder import cache_folder
-from aiofeed.objects import listing, reader
+from aiofeed.objects import reader
 from aiofeed.objects.clients import open_requests
 from aiofeed.objects.listing import list_objects
 from aiofeed.objects.reader import ObjectReader
@@ -119,7 +121,7 @@ def test_faults_lose_no_key(bucket, server):
 
 def test_progress_is_logged(bucket, monkeypatch, caplog):
     """A listing that takes long logs how many keys it has."""
-    monkeypatch.setattr(listing, "LOG_EVERY_S", 0.0)
+    monkeypatch.setattr(progress_bar, "LOG_EVERY_S", 0.0)
     list_objects(bucket)
     assert re.findall(r"listed (\d+) keys of s3://bucket/train/", caplog.text)[-1] == str(len(KEYS) - 2)
 
@@ -204,7 +206,7 @@ def test_default_folder_of_the_cache(monkeypatch):
     """Without $AIOFEED_CACHE, caches are in the cache folder of the platform."""
     monkeypatch.delenv("AIOFEED_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    monkeypatch.setattr(listing.sys, "platform", "linux")
+    monkeypatch.setattr(folder_module.sys, "platform", "linux")
     assert str(cache_folder()) == "/caches/aiofeed"
 
 
@@ -216,8 +218,8 @@ def test_without_a_home_nothing_is_cached(monkeypatch, server, caplog):
 
     monkeypatch.delenv("AIOFEED_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(listing.Path, "home", home)
-    listing._warn_without_home.cache_clear()
+    monkeypatch.setattr(folder_module.Path, "home", home)
+    folder_module._warn_without_home.cache_clear()
     server.objects.update({f"bucket/train/ant/{number}.jpg": b"" for number in range(3)})
     for _ in range(2):
         assert len(aiofeed.ImageFolder("s3://bucket/train", options=server.options)) == 3
