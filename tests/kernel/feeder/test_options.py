@@ -17,9 +17,10 @@ from aiofeed import Feeder
 from aiofeed.kernel.core.types import Traits
 from aiofeed.kernel.feeder.rules import EXCLUDED
 from tests.support.calls import PUBLIC, calls_in
+from tests.support.paths import ROOT
 from tests.support.simulated_device import SimulatedDevice
 
-PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+PAGE = ROOT / "docs" / "options.md"
 N = 24
 LENGTHS = [1 + number % 5 for number in range(N)]
 
