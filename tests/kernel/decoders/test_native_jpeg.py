@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 import aiofeed
-from aiofeed.kernel.decoders import DecodeImage, native_jpeg
+from aiofeed import DecodeImage, native_jpeg
 from aiofeed.kernel.decoders.geometry import View, stored_box
 from aiofeed.kernel.decoders.native_jpeg import LIBRARY, NativeDecoder, native_decoder
 from tests.support.paths import ROOT

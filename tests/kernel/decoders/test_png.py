@@ -16,8 +16,7 @@ import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from aiofeed import DecodeImage, Feeder, Files
-from aiofeed.kernel.decoders import plain
+from aiofeed import DecodeImage, Feeder, Files, plain
 
 pytest.importorskip("imagecodecs")
 

@@ -360,7 +360,7 @@ def test_load_truncated_images_of_pillow_is_respected(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With LOAD_TRUNCATED_IMAGES, truncated pictures equal Pillow's, and one log line says so."""
-    from aiofeed.kernel.decoders import pillow
+    from aiofeed import pillow
 
     data = noisy(kind)
     (tmp_path / "cut").write_bytes(data[: len(data) // 2])
@@ -409,7 +409,7 @@ GROWN_BY = """
 import io, resource, struct, sys, zlib
 import numpy as np
 from PIL import Image
-from aiofeed.kernel.decoders import DecodeImage
+from aiofeed import DecodeImage
 def decode(data, **options):
     decoder = DecodeImage(8, **options)
     decoder.decode_into(data, np.empty((8, 8, 3), np.uint8))
