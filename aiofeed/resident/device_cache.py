@@ -17,7 +17,8 @@ from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.kernel.core.types import DeferredTensor, HostTensor
 from aiofeed.kernel.devices.cuda import allocating
 from aiofeed.kernel.runtime import machine
-from aiofeed.kernel.runtime.tensors import as_tensor, integer_dtype, rows_as_words, words_as_rows
+from aiofeed.kernel.runtime.tensors import as_tensor
+from aiofeed.resident.device_windows import integer_dtype, rows_as_words, words_as_rows
 from aiofeed.resident.resident_store import HostRows, ResidentStore
 
 if TYPE_CHECKING:

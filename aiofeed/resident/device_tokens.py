@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.kernel.sampling.schedule import BatchRange
+from aiofeed.resident.batch_ranges import BatchRange
 from aiofeed.resident.device_windows import DeviceData, DeviceWindows
 
 if TYPE_CHECKING:

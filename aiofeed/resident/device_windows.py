@@ -17,8 +17,8 @@ from aiofeed.kernel.core.types import HostTensor
 from aiofeed.kernel.devices.backend import is_complete, is_out_of_memory, poll
 from aiofeed.kernel.devices.cuda import allocating
 from aiofeed.kernel.runtime.buffers import PinnedBufferPool, array
-from aiofeed.kernel.runtime.tensors import rows_as_words, tensor_row_bytes, view_as_integers, words_as_rows
-from aiofeed.kernel.sampling.schedule import BatchRange
+from aiofeed.kernel.runtime.tensors import INTEGER_OF_SIZE, tensor_row_bytes, view_as_integers
+from aiofeed.resident.batch_ranges import BatchRange
 from aiofeed.resident.host_windows import Rows, Window, row_bytes, user_tensor, window_batches
 
 if TYPE_CHECKING:
@@ -303,3 +303,29 @@ def free_and_total(backend: DeviceBackend) -> tuple[int, int] | None:
     """Return the free and total bytes of the device's memory; ``None`` if the backend does not know them."""
     memory: Callable[[], tuple[int, int] | None] | None = getattr(backend, "memory", None)
     return None if memory is None else memory()
+
+
+def integer_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the integer dtype of the same size; the dtype itself if there is none."""
+    name = INTEGER_OF_SIZE.get(dtype.itemsize)
+    return dtype if name is None else np.dtype(name)
+
+
+def rows_as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a contiguous tensor [N, ...] as [N, words], integers as large as row size and address allow.
+
+    A device gathers few large elements faster than many small ones. ``words_as_rows`` undoes it.
+    """
+    import torch
+
+    nbytes, start = tensor_row_bytes(tensor), tensor.data_ptr() | int(tensor.storage_offset()) * tensor.itemsize
+    flat = tensor.view(len(tensor), nbytes // tensor.itemsize)
+    if not flat.numel():  # torch does not change the element size of an empty tensor
+        return view_as_integers(flat)
+    size = next(size for size in (8, 4, 2, 1) if (nbytes | start) % size == 0)
+    return flat.view(getattr(torch, INTEGER_OF_SIZE[size]))
+
+
+def words_as_rows(words: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Rows that ``rows_as_words`` has made words of, or some of them, with the shape and dtype of a row."""
+    return words.view(dtype).view(len(words), *shape)

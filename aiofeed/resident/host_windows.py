@@ -20,7 +20,7 @@ from aiofeed.kernel.core.types import traits_of
 from aiofeed.kernel.runtime.buffers import HostBufferPool, array
 from aiofeed.kernel.runtime.tensors import is_tensor, keep_memory, tensor_row_bytes, view_as_integers
 from aiofeed.kernel.runtime.threads import is_ending, may_be_fork
-from aiofeed.kernel.sampling.schedule import BatchRange
+from aiofeed.resident.batch_ranges import BatchRange
 
 if TYPE_CHECKING:
     import torch

@@ -19,10 +19,11 @@ from aiofeed.kernel.core.errors import DeviceCopyError, IteratorClosedError, Sam
 from aiofeed.kernel.core.types import traits_of
 from aiofeed.kernel.core.validation import check_returned
 from aiofeed.kernel.devices.backend import poll, poll_pauses
+from aiofeed.kernel.engine.memory import Memory
 from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
 from aiofeed.kernel.sampling.epochs import EpochStart, EpochStream
 from aiofeed.kernel.sampling.order import BatchLists
-from aiofeed.kernel.sampling.schedule import BatchRange, BatchRanges
+from aiofeed.resident.batch_ranges import BatchRange, BatchRanges
 from aiofeed.resident.device_tokens import DeviceTokenWindows
 from aiofeed.resident.device_windows import DeviceWindows
 from aiofeed.resident.host_windows import HostWindows, Windows, default_modes
@@ -324,3 +325,28 @@ def _transformed(transform: Transform, backend: DeviceBackend, batch: Any) -> An
             return check_returned("transform=", transform(batch))
     except Exception as error:
         raise DeviceCopyError(f"transform raised {type(error).__name__} on {backend.name}: {error}") from error
+
+
+class DataMemory(Memory):
+    """Makes every epoch of a source in memory, whose batches are views of windows or gathered where they are wanted."""
+
+    def ready(self, stream: EpochStream) -> bool:
+        """Return True."""
+        return True
+
+    def new_pipeline(self, config: Any, running: Any) -> ResidentPipeline:
+        """Return a pipeline of the data, which shares those of the running one."""
+        if isinstance(running, ResidentPipeline) and not running.inherited:
+            return running.successor()
+        return ResidentPipeline(
+            ResidentData(
+                self._data(config),
+                batch_size=config.batch_size,
+                backend=config.backend,
+                memory_bytes=config.limits.memory_bytes,
+            )
+        )
+
+    def _data(self, config: Any) -> Any:
+        """Return the object that has the data."""
+        return config.source

@@ -198,10 +198,9 @@ class DecodeImage:
         seed = seed_from(rng, self) if self.takes_seed else None
         if self.mode == "keep":
             size = None if self.size is None else self._shape[::-1]
-            from aiofeed.kernel.decoders.pillow import decode_kept
-
+            decode_kept = _load_addon("decode_kept", 'mode="keep"')
             choose_view = functools.partial(self.view, seed=seed)
-            limits: Any = {"max_pixels": self.max_pixels, "formats": self.formats}
+            limits = {"max_pixels": self.max_pixels, "formats": self.formats}
             return torch.from_numpy(decode_kept(_as_bytes(data), choose_view, size=size, **limits))
         out = np.empty(self.row.shape, np.uint8)
         self.decode_into(data, out, seed)
