@@ -370,13 +370,7 @@ class Feeder(Generic[BatchT]):
         self._session = self._new_session(config)
 
     def _new_session(self, config: FeederConfig) -> FeederSession[BatchT]:
-        return FeederSession(
-            config,
-            order=self._order,
-            checkpoint=self._checkpoint,
-            failures=self._failures,
-            earlier_stats=self._earlier_stats,
-        )
+        return FeederSession(config, self._order, self._checkpoint, self._failures, self._earlier_stats)
 
     @property
     def _config(self) -> FeederConfig:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -80,20 +81,18 @@ class _Job(Future[Any]):
         return False
 
 
+@dataclass(slots=True, eq=False)
 class _AwaitedJob:
     """A job whose result a coroutine awaits: ``concurrent.futures.Future`` costs ten times as much."""
 
-    __slots__ = ("_pool", "alone", "future", "ident")
-
-    def __init__(self, pool: ThreadPool, future: asyncio.Future[Any]) -> None:
-        self._pool = pool
-        self.future: asyncio.Future[Any] = future
-        self.ident: int = 0
-        self.alone: bool = False
+    pool: ThreadPool
+    future: asyncio.Future[Any]
+    ident: int = 0
+    alone: bool = False
 
     def cancel(self) -> None:
         """Cancel the coroutine of a job that will not start."""
-        self._pool.ended(self.future, None, asyncio.CancelledError())
+        self.pool.ended(self.future, None, asyncio.CancelledError())
 
     def set_running_or_notify_cancel(self) -> bool:
         """Return whether the job is to run."""
@@ -101,11 +100,11 @@ class _AwaitedJob:
 
     def set_result(self, result: Any) -> None:
         """Return the result to the coroutine; in the job's thread, like ``set_exception``."""
-        self._pool.ended(self.future, result, None)
+        self.pool.ended(self.future, result, None)
 
     def set_exception(self, error: BaseException) -> None:
         """Raise an error in the coroutine."""
-        self._pool.ended(self.future, None, error)
+        self.pool.ended(self.future, None, error)
 
 
 class HostedRun:
@@ -469,6 +468,7 @@ class ThreadPool(ThreadPoolExecutor):
         self.stop()
 
 
+@dataclass(eq=False)
 class ReadPoolSizer:
     """Changes the number of concurrent blocking reads to what the decode threads need.
 
@@ -477,14 +477,13 @@ class ReadPoolSizer:
     doubled while reads wait for storage and decode threads wait for reads, and halved while decoding has a backlog.
     """
 
-    def __init__(self, reads: ThreadPool, decodes: ThreadPool) -> None:
-        self._reads = reads
-        self._decodes = decodes
-        self._backlog_runs = 0
+    reads: ThreadPool
+    decodes: ThreadPool
+    _backlog_runs: int = field(default=0, init=False)
 
     def resize(self) -> float:
         """Resize the read pool if needed; return the seconds until the next call."""
-        reads, decodes = self._reads, self._decodes
+        reads, decodes = self.reads, self.decodes
         starving = bool(reads.backlog) and decodes.running < decodes.max_running
         if starving and reads.waiting_share > WAITING_SHARE:
             reads.set_max_running(reads.max_running * 2)
