@@ -42,7 +42,7 @@ from aiofeed.kernel.sampling.trail import Trail
 from aiofeed.kernel.sources.subset import fingerprint_of
 
 if TYPE_CHECKING:
-    from typing import TypeAlias, TypedDict, Unpack, overload
+    from typing import Required, TypeAlias, TypedDict, Unpack, overload
 
     import torch
     import typing_extensions
@@ -110,6 +110,26 @@ if TYPE_CHECKING:
 
     # Without the default, `feeder = Feeder(...)` would need an annotation if there is no collate_fn.
     BatchT = typing_extensions.TypeVar("BatchT", default=Any)
+
+    class _OneDevice(_Options, total=False):
+        """And those of batches on one device that come as they are collated."""
+
+        device: Device
+        transform: None
+
+    class _Transformed(_Options, Generic[BatchT], total=False):
+        """And those of batches on one device that a ``transform`` replaces."""
+
+        device: Device
+        collate_fn: Callable[[list[Any]], Any] | None
+        transform: Required[Callable[[Any], BatchT]]
+
+    class _Devices(_Options, total=False):
+        """And those of batches with a part for each device."""
+
+        device: Required[Sequence[Device]]
+        collate_fn: Callable[[list[Any]], Any] | None
+        transform: Callable[[Any], Any] | None
 else:
     BatchT = TypeVar("BatchT")
 
@@ -207,20 +227,11 @@ class Feeder(Generic[BatchT]):
             *,
             decode: DecodeImage,
             collate_fn: None = None,
-            transform: None = None,
-            device: Device = None,
-            **options: Unpack[_Options],
+            **options: Unpack[_OneDevice],
         ) -> None: ...
 
         @overload
-        def __init__(
-            self: Feeder[list[torch.Tensor]],
-            source: Tensors,
-            *,
-            transform: None = None,
-            device: Device = None,
-            **options: Unpack[_Options],
-        ) -> None: ...
+        def __init__(self: Feeder[list[torch.Tensor]], source: Tensors, **options: Unpack[_OneDevice]) -> None: ...
 
         @overload
         def __init__(
@@ -229,21 +240,12 @@ class Feeder(Generic[BatchT]):
             *,
             decode: Decode[EncodedT],
             collate_fn: Callable[[list[Any]], BatchT] | None = None,
-            transform: None = None,
-            device: Device = None,
-            **options: Unpack[_Options],
+            **options: Unpack[_OneDevice],
         ) -> None: ...
 
         @overload
         def __init__(
-            self,
-            source: Encoded[EncodedT],
-            *,
-            decode: Decode[EncodedT],
-            collate_fn: Callable[[list[Any]], Any] | None = None,
-            transform: Callable[[Any], BatchT],
-            device: Device = None,
-            **options: Unpack[_Options],
+            self, source: Encoded[EncodedT], *, decode: Decode[EncodedT], **options: Unpack[_Transformed[BatchT]]
         ) -> None: ...
 
         @overload
@@ -252,10 +254,7 @@ class Feeder(Generic[BatchT]):
             source: Encoded[EncodedT],
             *,
             decode: Decode[EncodedT],
-            collate_fn: Callable[[list[Any]], Any] | None = None,
-            transform: Callable[[Any], Any] | None = None,
-            device: Sequence[Device],
-            **options: Unpack[_Options],
+            **options: Unpack[_Devices],
         ) -> None: ...
 
         # A string is a MapDataset, too: without `decode`, `Feeder("train/", decode=...)` is a type error.
@@ -266,33 +265,17 @@ class Feeder(Generic[BatchT]):
             *,
             decode: None = None,
             collate_fn: Callable[[list[Any]], BatchT] | None = None,
-            transform: None = None,
-            device: Device = None,
-            **options: Unpack[_Options],
+            **options: Unpack[_OneDevice],
         ) -> None: ...
 
         @overload
         def __init__(
-            self,
-            source: Decoded,
-            *,
-            decode: None = None,
-            collate_fn: Callable[[list[Any]], Any] | None = None,
-            transform: Callable[[Any], BatchT],
-            device: Device = None,
-            **options: Unpack[_Options],
+            self, source: Decoded, *, decode: None = None, **options: Unpack[_Transformed[BatchT]]
         ) -> None: ...
 
         @overload
         def __init__(
-            self: Feeder[tuple[Any, ...]],
-            source: Decoded,
-            *,
-            decode: None = None,
-            collate_fn: Callable[[list[Any]], Any] | None = None,
-            transform: Callable[[Any], Any] | None = None,
-            device: Sequence[Device],
-            **options: Unpack[_Options],
+            self: Feeder[tuple[Any, ...]], source: Decoded, *, decode: None = None, **options: Unpack[_Devices]
         ) -> None: ...
 
     def __init__(
