@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from aiofeed.kernel.decoders import DecodeImage, plain
+from aiofeed.kernel.decoders import plain
+from aiofeed.kernel.decoders.image import DecodeImage
 from aiofeed.kernel.decoders.plain import WORTHWHILE_PIXELS, JpegHeader, read_header, simplejpeg_decoder
 from tests.support.pictures import decode, exif, jpeg
 

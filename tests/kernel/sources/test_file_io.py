@@ -409,7 +409,7 @@ GROWN_BY = """
 import io, resource, struct, sys, zlib
 import numpy as np
 from PIL import Image
-from aiofeed.kernel.decoders import DecodeImage
+from aiofeed.kernel.decoders.image import DecodeImage
 def decode(data, **options):
     decoder = DecodeImage(8, **options)
     decoder.decode_into(data, np.empty((8, 8, 3), np.uint8))
