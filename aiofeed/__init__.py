@@ -103,6 +103,7 @@ _PLUGS: dict[str, str] = {
     "Augmentation": "aiofeed.media.augment",
     "BatchSamplerAdapter": "aiofeed.plans.sampler",
     "CachedMemory": "aiofeed.resident.cached_data",
+    "DATALOADER_ARGUMENTS": "aiofeed.loader.feeder_arguments",
     "DataMemory": "aiofeed.resident.pipeline",
     "DeviceCache": "aiofeed.resident.device_cache",
     "DeviceGroup": "aiofeed.device_groups.scatter",

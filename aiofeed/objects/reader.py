@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import importlib
+import io
 import logging
 import os
 import random
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from aiofeed.kernel.core.failure_policy import backoff_s
 from aiofeed.kernel.core.statistics import StorageStatistics
-from aiofeed.kernel.sources.file_io import MAX_BYTES, ReadRules, open_file, read_file, read_range, too_large
+from aiofeed.kernel.sources.file_io import MAX_BYTES, ReadRules, open_file, read_file, too_large
 from aiofeed.objects.clients import StoreClient, open_requests, shared_client
 from aiofeed.objects.hub import HubClient, at_commit
 from aiofeed.objects.requests import (
@@ -535,3 +536,12 @@ def _pages(root: str, prefix: str) -> Iterator[Page]:
 
 def _refuse(error: OSError) -> None:
     raise error
+
+
+def read_range(file: io.FileIO, start: int, end: int) -> bytes:
+    """Return the bytes of a range of a file; fewer if the file ends before it."""
+    file.seek(start)
+    data = file.read(end - start)
+    while len(data) < end - start and (more := file.read(end - start - len(data))):
+        data += more
+    return data

@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from aiofeed.common.blocking import run_blocking
+from aiofeed.common.grouped_source import GroupedSource
 from aiofeed.common.progress_bar import LoadProgress
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.validation import check_callable, counted
 from aiofeed.kernel.sources.files import AT_ONCE_S
 from aiofeed.kernel.sources.parts import Parts, in_order
-from aiofeed.kernel.sources.subset import GroupedSource
 from aiofeed.objects.reader import run_all, statistics_of
 from aiofeed.shards import indexing
 from aiofeed.shards.index import ShardIndex, with_labels

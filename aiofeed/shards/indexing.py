@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from aiofeed.common.cache_folder import cache_path, write_cached, write_whole
-from aiofeed.kernel.sources.file_io import open_file, read_range
+from aiofeed.kernel.sources.file_io import open_file
+from aiofeed.objects.reader import read_range
 from aiofeed.objects.requests import too_short
 from aiofeed.shards.index import SUFFIX, ShardIndex
 from aiofeed.shards.urls import Shard

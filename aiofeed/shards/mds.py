@@ -16,14 +16,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from aiofeed.common.foreign_names import check_foreign_name
 from aiofeed.kernel.core.types import public
-from aiofeed.kernel.core.validation import check_expanded, explain_arguments, parse_json
-from aiofeed.kernel.sources.file_io import check_foreign_name
+from aiofeed.kernel.core.validation import check_expanded, explain_arguments
 from aiofeed.shards.arrow import arrow
 from aiofeed.shards.base import FieldShards, RecentParts, reason_of
 from aiofeed.shards.index import ShardIndex, ranges_of
 from aiofeed.shards.indexing import DAMAGED, IndexRules, Scan
-from aiofeed.shards.urls import Shard, ShardFinder, Urls
+from aiofeed.shards.urls import Shard, ShardFinder, Urls, parse_json
 
 # The numbers of dtypes in an array of any dtype.
 _DTYPES = {

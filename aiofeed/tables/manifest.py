@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from aiofeed.common.blocking import run_blocking
+from aiofeed.common.foreign_names import check_foreign_name
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_callable, check_expanded, check_positive_int, explain_arguments
-from aiofeed.kernel.sources.file_io import MAX_BYTES, ReadRules, check_foreign_name, check_path, open_file, read_file
+from aiofeed.kernel.sources.file_io import MAX_BYTES, ReadRules, check_path, open_file, read_file
 from aiofeed.kernel.sources.files import Files, path_of
 from aiofeed.kernel.sources.parts import in_order
 from aiofeed.objects.keys import KeyPacker, PackedKeys

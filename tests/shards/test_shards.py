@@ -24,9 +24,9 @@ from hypothesis import given
 import aiofeed.shards.indexing as indexing
 from aiofeed import DecodeImage, EncodedCache, FailurePolicy, Feeder, Limits, TarShards, TFRecordShards, ZipShards
 from aiofeed.errors import ReadError, StateError
-from aiofeed.kernel.sources.file_io import read_range
 from aiofeed.objects import listing
 from aiofeed.objects import reader as reader_module
+from aiofeed.objects.reader import read_range
 from aiofeed.reports.commands.cli import main
 from aiofeed.shards.index import ShardIndex
 from aiofeed.shards.mds import scan_mds

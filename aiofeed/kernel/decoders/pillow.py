@@ -327,7 +327,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
         levels = np.rint(levels * 255 if levels.max() <= 1 else levels)
     tags: Any = image.tag_v2 if image.format == "TIFF" else {_PHOTOMETRY: 1}  # type: ignore[attr-defined]
     if levels is not None:
-        return _grey_to_rgb(255 - levels if tags.get(_PHOTOMETRY, _WHITE_IS_ZERO) == _WHITE_IS_ZERO else levels)
+        levels = 255 - levels if tags.get(_PHOTOMETRY, _WHITE_IS_ZERO) == _WHITE_IS_ZERO else levels
+        return Image.fromarray(levels.astype(np.uint8)).convert("RGB")
     if mode == "L" and tags.get(SAMPLE_FORMAT) == (2,):
         _levels(image, 127)
     # Without alpha a transparent colour has no effect. Pillow would convert it, and warn if it cannot.
@@ -345,10 +346,6 @@ def _levels(image: Image.Image, highest: int) -> NDArray[Any]:
             f"pixels of mode {image.mode} must lie in 0 to {highest} to be scaled to 8 bits, got {low} to {high}"
         )
     return levels
-
-
-def _grey_to_rgb(levels: NDArray[Any]) -> Image.Image:
-    return Image.fromarray(levels.astype(np.uint8)).convert("RGB")
 
 
 def turn_upright(picture: Image.Image, orientation: int) -> Image.Image:

@@ -89,14 +89,11 @@ class DecodeStage:
         del encoded
         return await job
 
-    def decode_together(self, batches: Sequence[Batch], made: list[ChunkOutcome]) -> asyncio.Future[None]:
-        """Start to decode whole batches whose samples the job requests, up to the first with an error.
+    def decode_together(self, batches: Sequence[Batch], made: list[ChunkOutcome]) -> None:
+        """Decode whole batches whose samples the job requests, up to the first with an error; runs in a decode thread.
 
-        The job adds their outcomes to ``made``.
+        Adds their outcomes to ``made``.
         """
-        return asyncio.wrap_future(self.executor.submit(self._decode_together, batches, made))
-
-    def _decode_together(self, batches: Sequence[Batch], made: list[ChunkOutcome]) -> None:
         for batch in batches:
             batch.undecoded = 1
             outcome = self._decode(batch, 0, [UNREAD] * len(batch.plan.indices))

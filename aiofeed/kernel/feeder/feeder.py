@@ -23,9 +23,6 @@ from aiofeed.kernel.core.validation import (
 )
 from aiofeed.kernel.devices.resolve import resolve_devices
 from aiofeed.kernel.feeder.arguments import (
-    DATALOADER_ARGUMENTS,
-    DATALOADER_HINT,
-    DATALOADER_POSITIONS,
     Arguments,
     FeederConfig,
     Processes,
@@ -134,8 +131,23 @@ else:
     BatchT = TypeVar("BatchT")
 
 
+_DATALOADER_POSITIONS = (
+    *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
+    *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
+)
+_HINT = "aiofeed.DataLoader takes them by position, as torch's DataLoader does"
+
+
+def _ways() -> Mapping[str, str | Callable[[Any], str]]:
+    """Return what to write in place of an argument that ``Feeder`` does not have, if the add-on is installed."""
+    try:
+        return _load_addon("DATALOADER_ARGUMENTS", "a hint")  # type: ignore[no-any-return]
+    except ImportError:
+        return {}
+
+
 @public
-@explain_arguments(DATALOADER_ARGUMENTS, positions=DATALOADER_POSITIONS, hint=DATALOADER_HINT)
+@explain_arguments(_ways, positions=_DATALOADER_POSITIONS, hint=_HINT)
 class Feeder(Generic[BatchT]):
     """Reads, decodes and collates batches ahead and copies them to a device while the training step runs.
 
@@ -280,15 +292,7 @@ class Feeder(Generic[BatchT]):
 
     def __init__(
         self,
-        source: Source[Any]
-        | MapDataset[Any]
-        | FromDataset
-        | Tensors
-        | Table
-        | Clips
-        | Stream
-        | IterableDataset[Any]
-        | Mixture,
+        source: Encoded[Any] | Decoded,
         *,
         decode: Decoder[Any, Any] | RandomDecoder[Any, Any] | None = None,
         batch_size: int | Plan | None = None,

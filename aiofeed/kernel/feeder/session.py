@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -18,7 +17,7 @@ from aiofeed.kernel.core.failures import FailureLog
 from aiofeed.kernel.core.statistics import EpochStats, FeedStatistics
 from aiofeed.kernel.core.types import Members, traits_of
 from aiofeed.kernel.engine.memory import Memory, SmallItems
-from aiofeed.kernel.feeder.arguments import FeederConfig, allows
+from aiofeed.kernel.feeder.arguments import FeederConfig
 from aiofeed.kernel.feeder.iterator import Delivery, EpochObserver, EpochStartLock, FeedIterator, clocks, take_end
 from aiofeed.kernel.feeder.pipeline import BatchPipeline, StreamingPipeline
 from aiofeed.kernel.runtime import machine
@@ -88,8 +87,8 @@ class FeederSession(Generic[BatchT]):
         # The batches that running steps will take from the next iterator on.
         self._steps_left = 0
         self._hinted = False
-        # A progress bar explains again and again, and whether processes are possible is found by pickling.
-        self.allows: Callable[..., bool] = functools.cache(functools.partial(allows, config))
+        # Which other options ``explain`` may advise, once it is known.
+        self.answers: dict[str, bool] = {}
         # Data of which batches are made without a streaming pipeline.
         self._memory = _new_memory(config)
         self.bar: ProgressBar | None = None

@@ -66,6 +66,15 @@ def is_shuffle(value: object) -> TypeGuard[Shuffle]:
     return isinstance(value, bool)
 
 
+def check_shuffle(name: str, value: object) -> Shuffle:
+    """Return ``value`` if it is a valid ``shuffle``."""
+    if is_shuffle(value):
+        return value
+    hint = ": pass False; aiofeed.DataLoader takes None, too" if value is None else ""
+    kind = ValueError if isinstance(value, str) else TypeError
+    raise kind(f"{name} must be True, False, {SHUFFLES}, got {value!r}{hint}")
+
+
 @dataclass(frozen=True)
 class Position:
     """A position within an epoch.

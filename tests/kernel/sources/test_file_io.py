@@ -21,9 +21,10 @@ import pytest
 from PIL import Image, ImageFile, features
 
 from aiofeed import DecodeImage, Feeder, Files, ImageFolder
+from aiofeed.common.foreign_names import check_foreign_name
 from aiofeed.errors import DecodeError, ReadError, SampleError
 from aiofeed.kernel.sources import file_io
-from aiofeed.kernel.sources.file_io import ReadRules, check_foreign_name, read_file
+from aiofeed.kernel.sources.file_io import ReadRules, read_file
 from tests.support.fork_server import ForkServer
 from tests.support.paths import ROOT
 from tests.support.rewriting import rewritten
