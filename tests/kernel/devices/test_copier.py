@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from aiofeed.device_groups.static_output import StaticOutput
 from aiofeed.kernel.core.errors import DeviceCopyError
 from aiofeed.kernel.core.pytree import leaves
 from aiofeed.kernel.core.types import HostTensor
-from aiofeed.kernel.devices.copier import Copier, PendingCopy, StaticOutput
+from aiofeed.kernel.devices.copier import Copier, PendingCopy
 from aiofeed.testing import WrongBytesError, check_copier
 from tests.support.device_cases import ACCELERATORS, CUDA, EVERY_DEVICE, SIMULATED, DeviceCase, on
 from tests.support.dropping import python_calls_while_dropping
