@@ -99,7 +99,7 @@ class NativeDecoder:
         for i, (kind, stored_width, stored_height) in enumerate(headers.tolist()):
             orientation = 1
             if kind == _WITH_METADATA:
-                from aiofeed.kernel.decoders.plain import read_header
+                from aiofeed.kernel.decoders.metadata import read_header
 
                 header = read_header(data[i])
                 kind, orientation = (kind, 1) if header is None else (_PLAIN, header.orientation)

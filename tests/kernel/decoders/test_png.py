@@ -17,7 +17,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from aiofeed import DecodeImage, Feeder, Files
-from aiofeed.kernel.decoders import plain
+from aiofeed.media.pictures import plain
 
 pytest.importorskip("imagecodecs")
 
