@@ -467,7 +467,7 @@ def _check_output(out: NDArray[np.uint8], row: Row) -> None:
 
 @functools.cache
 def _plain_decoder() -> Callable[..., bool] | None:
-    """Return what decodes plain files by simplejpeg and imagecodecs; ``None``, so that Pillow does, without the add-on."""
+    """Return what decodes plain files by simplejpeg and imagecodecs; ``None`` without that add-on: Pillow does it."""
     try:
         return _load_addon("decode_plain", "simplejpeg")  # type: ignore[no-any-return]
     except ImportError:
