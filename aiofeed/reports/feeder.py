@@ -56,7 +56,7 @@ def measurements(session: Any) -> FeedMeasurements:
         processes=config.engines,
         in_order=config.in_order if config.in_order is not True or may(in_order=False) else "fixed",
         core_wait=core_wait,
-        alone_jobs=0 if streaming is None else streaming.loop_thread.decode_pool.alone_jobs,
+        measured_alone=0 if streaming is None else streaming.loop_thread.decode_pool.measured_alone,
         alone_sample_s=0.0 if streaming is None else streaming.loop_thread.decode_pool.alone_sample_s,
         resident=pipeline is not None and streaming is None,
         threads_tuned=tuner is not None and not tuner.decoding.given,

@@ -291,11 +291,11 @@ async def _replace_one(
     plan: BatchPlan, position: int, failure_counter: FailureCounter, attempt: Attempt
 ) -> tuple[list[SampleError], FeedError | None]:
     """Fill one place; returns the errors of candidates that failed, and an error if none was found."""
-    order = plan.order
-    assert order is not None
+    replacements = plan.replacements
+    assert replacements is not None
     failed: dict[int, SampleError] = {}
-    for step in range(1, order.length):
-        candidate = order.index_at(plan.positions[position] + step)
+    for step in range(1, replacements.length):
+        candidate = replacements.index_at(plan.positions[position] + step)
         index = candidate if isinstance(candidate, int) else await candidate
         if (known := failure_counter.known.get(index)) is not None:
             failed[index] = known

@@ -161,7 +161,7 @@ class ThreadPool(ThreadPoolExecutor):
         running: Number of jobs that run or are about to; abandoned ones do not count.
         isolates: Whether some jobs may run alone. A slow one then delays the others.
         alone: Whether the job that runs is to do so alone.
-        alone_jobs: The jobs that ran alone.
+        measured_alone: The jobs that ran alone.
         alone_sample_s: Their seconds per sample, without those in which they waited for a core.
         core_waits: For each thread that runs, by its native identifier, the seconds for which it had waited for a core
             when it began.
@@ -181,7 +181,7 @@ class ThreadPool(ThreadPoolExecutor):
         self.running: int = 0
         self.isolates: bool = True
         self.alone: bool = False
-        self.alone_jobs: int = 0
+        self.measured_alone: int = 0
         self.alone_sample_s: float = 0.0
         self._alone_samples = 0
         self._isolates = False
@@ -423,7 +423,7 @@ class ThreadPool(ThreadPoolExecutor):
 
     def count_alone(self, seconds: float, samples: int) -> None:
         """Count a job that ran alone; ``seconds``: without those in which it waited for a core."""
-        self.alone_jobs += 1
+        self.measured_alone += 1
         self._alone_samples += samples
         self.alone_sample_s += (seconds - samples * self.alone_sample_s) / max(self._alone_samples, 1)
 
@@ -432,7 +432,7 @@ class ThreadPool(ThreadPoolExecutor):
         self._until_alone -= 1 / self.max_running
         if ended.alone:
             self._isolates = self.alone = False
-            self._until_alone = ALONE_FIRST if self.alone_jobs < ALONE_SOON else ALONE_LATER
+            self._until_alone = ALONE_FIRST if self.measured_alone < ALONE_SOON else ALONE_LATER
         elif self._until_alone <= 0 and self.max_running > 1 and self.isolates:
             self._isolates = self._isolates or self.waiting_share > MOSTLY_WAITS
 
