@@ -103,7 +103,7 @@ _PLUGS: dict[str, str] = {
     "Augmentation": "aiofeed.media.augment",
     "BatchSamplerAdapter": "aiofeed.plans.sampler",
     "CachedMemory": "aiofeed.resident.cached_data",
-    "DataMemory": "aiofeed.resident.data_memory",
+    "DataMemory": "aiofeed.resident.pipeline",
     "DeviceCache": "aiofeed.resident.device_cache",
     "DeviceGroup": "aiofeed.device_groups.scatter",
     "ExcludingOrder": "aiofeed.plans.computed",

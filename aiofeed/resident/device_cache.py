@@ -18,6 +18,7 @@ from aiofeed.kernel.core.types import DeferredTensor, HostTensor
 from aiofeed.kernel.devices.cuda import allocating
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.tensors import as_tensor, integer_dtype, rows_as_words, words_as_rows
+from aiofeed.resident.device_windows import free_and_total
 from aiofeed.resident.resident_store import HostRows, ResidentStore
 
 if TYPE_CHECKING:
@@ -111,9 +112,7 @@ class DeviceStore(ResidentStore):
         """Free bytes on the device, ``None`` if unknown, and the device's name for errors."""
         backend = self._backend
         assert backend is not None
-        memory: Callable[[], tuple[int, int] | None] | None = getattr(backend, "memory", None)
-        found = None if memory is None else memory()
-        if found is None:
+        if (found := free_and_total(backend)) is None:
             return None, f"on {backend.name}"
         return found[0], f"on {backend.name} ({format_bytes(found[1])})"
 
