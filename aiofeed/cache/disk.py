@@ -23,7 +23,9 @@ from aiofeed.kernel.sources.subset import Subset, fingerprint_of
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from aiofeed.cache.cached_fetcher import CachedFetcher
     from aiofeed.cache.disk_format import CacheFile, Description
+    from aiofeed.kernel.engine.fetchers import InnerFetcher
     from aiofeed.kernel.feeder.arguments import FeederConfig
 
 log: logging.Logger = logging.getLogger("aiofeed.cache")
@@ -210,6 +212,12 @@ class DiskStore(SampleStore):
     def _after_fork(self) -> None:
         # A file lock belongs to an open file, which parent and child share: the child opens the file itself.
         self._reset()
+
+    def new_fetcher(self, inner: InnerFetcher, decode: Callable[..., Any] | None) -> CachedFetcher:
+        """Return the fetcher that uses this store."""
+        from aiofeed.cache.cached_fetcher import CachedFetcher
+
+        return CachedFetcher(inner, new_codec(decode), self)
 
     @property
     def path(self) -> str:

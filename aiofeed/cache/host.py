@@ -20,6 +20,8 @@ from aiofeed.kernel.runtime import machine
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from aiofeed.cache.cached_fetcher import CachedFetcher
+    from aiofeed.kernel.engine.fetchers import InnerFetcher
     from aiofeed.kernel.feeder.arguments import FeederConfig
 
 # Records lie in blocks of so many units, 16 MB. A longer record has a block of its own.
@@ -79,6 +81,12 @@ class HostStore(SampleStore):
         self._limit = self._used_bytes = self._used = self._used_units = 0
         self._blocks: list[NDArray[np.uint8]] = []
         self._full_logged = False
+
+    def new_fetcher(self, inner: InnerFetcher, decode: Callable[..., Any] | None) -> CachedFetcher:
+        """Return the fetcher that uses this store."""
+        from aiofeed.cache.cached_fetcher import CachedFetcher
+
+        return CachedFetcher(inner, new_codec(decode), self)
 
     def _room(self) -> int:
         if not self._limit:

@@ -6,21 +6,18 @@ import logging
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.item_codec import new_codec, value_of
+from aiofeed.cache.item_codec import value_of
 from aiofeed.cache.layout import RECORDS, UNIT, Layout, NotCacheableError, Parts, pack, pack_record
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from aiofeed.cache.cached_fetcher import CachedFetcher
     from aiofeed.kernel.core.types import HostTensor
     from aiofeed.kernel.devices.backend import DeviceBackend
-    from aiofeed.kernel.engine.fetchers import InnerFetcher
 
 log: logging.Logger = logging.getLogger("aiofeed.cache")
 
@@ -91,12 +88,6 @@ class SampleStore(ABC):
     def attach(self, backend: DeviceBackend | None) -> None:
         """Set the device of the feeder's batches."""
         return None
-
-    def new_fetcher(self, inner: InnerFetcher, decode: Callable[..., Any] | None) -> CachedFetcher:
-        """Return the fetcher that uses this store."""
-        from aiofeed.cache.cached_fetcher import CachedFetcher
-
-        return CachedFetcher(inner, new_codec(decode), self)
 
     def free_with(self, owner: object) -> None:
         """Free device memory when ``owner`` is dropped, instead of by the garbage collector."""

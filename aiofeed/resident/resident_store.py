@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed import _load_addon as load_addon
-from aiofeed.cache.item_codec import item_layout, item_parts
+from aiofeed.cache.item_codec import item_layout, item_parts, new_codec
 from aiofeed.cache.layout import ItemLayout, Layout, NotCacheableError, Parts, as_bytes
 from aiofeed.cache.store import EMPTY, WRITING, SampleStore
 from aiofeed.kernel.core.errors import CacheError
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from aiofeed.cache.cached_fetcher import CachedFetcher
+    from aiofeed.kernel.engine.fetchers import InnerFetcher
 
 WAY_OUT = 'cache="host" caches as many as fit into host memory, and DiskCache(path) caches them in a file'
 
@@ -45,6 +47,12 @@ class ResidentStore(SampleStore):
 
     def __len__(self) -> int:
         return self.samples
+
+    def new_fetcher(self, inner: InnerFetcher, decode: Callable[..., Any] | None) -> CachedFetcher:
+        """Return the fetcher that uses this store."""
+        from aiofeed.cache.cached_fetcher import CachedFetcher
+
+        return CachedFetcher(inner, new_codec(decode), self)
 
     @property
     def cached_samples(self) -> int:
