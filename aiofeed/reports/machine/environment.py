@@ -54,7 +54,7 @@ def inspect_environment() -> Environment:
 
     pillow = _pillow()
     native_problem, native_decoder = _native_decoder()
-    files = _nvidia_files()
+    files = sorted(path for path in _DEV.glob("nvidia*") if not path.is_dir())
     untyped: Any = torch.cuda
     if torch.version.cuda is not None:
         built = f"CUDA {torch.version.cuda}"
@@ -167,13 +167,6 @@ def _driver() -> str | None:
         return None
     # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan ...", or "Open Kernel Module for x86_64".
     return next((word for word in words if word[0].isdigit() and word.count(".") >= 1), "")
-
-
-def _nvidia_files() -> list[Path]:
-    try:
-        return sorted(path for path in _DEV.glob("nvidia*") if not path.is_dir())
-    except OSError:
-        return []
 
 
 # --- accelerators
