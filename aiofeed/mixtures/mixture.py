@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal, TypeAlias
 
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import Members, Source, Traits, public, traits_of
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, counted, explain_arguments
+from aiofeed.kernel.sampling.trail import digest
 from aiofeed.kernel.sources.dataset import FromDataset, MapDataset, is_iterable_dataset, is_map_dataset
 from aiofeed.kernel.sources.parts import Parts, in_order
 from aiofeed.kernel.sources.subset import fingerprint_of, kind_of
@@ -244,7 +244,7 @@ class CombinedSource(_Combined):
 
     def fingerprint(self) -> str:
         """Identifies all sources, with their names."""
-        return _digest(f"{name}={fingerprint_of(source, len(source))}" for name, source in self.sources.items())
+        return digest(*[f"{name}={fingerprint_of(source, len(source))}" for name, source in self.sources.items()])
 
     def _version(self, index: int, /) -> str:
         number, local = self._parts.find(index)
@@ -315,7 +315,7 @@ class CombinedDatasets(FromDataset):
             self._items,
             threads=min(part.threads for part in parts.values()),
             setup=CombinedDataset.set_up,
-            fingerprint=None if None in given.values() else _digest(f"{name}={own}" for name, own in given.items()),
+            fingerprint=None if None in given.values() else digest(*[f"{name}={own}" for name, own in given.items()]),
         )
 
     def key(self, index: int, /) -> str:
@@ -349,10 +349,6 @@ class CombinedDataset(_Combined):
                 (places, [_with_name(item, self._names[number]) for item in items] if self._adds_names else items)
             )
         return in_order(len(indices), found)
-
-
-def _digest(lines: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _with_name(item: Any, name: str) -> Any:
