@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from aiofeed.cache.decoder_codec import SampleCodec, decoder_codec, plain_value
@@ -56,7 +57,7 @@ class ItemCodec(SampleCodec):
         return _collated(layout.template, columns)
 
 
-class ItemPart:
+class ItemPart(msgspec.Struct):
     """A number, an array or a tensor of an item. Not a dataclass, because dataclasses are nodes of an item.
 
     Args:
@@ -65,12 +66,9 @@ class ItemPart:
         layout: Layout of the cached array.
     """
 
-    __slots__ = ("index", "kind", "layout")
-
-    def __init__(self, index: int, kind: type | None, layout: Layout) -> None:
-        self.index: int = index
-        self.kind: type | None = kind
-        self.layout: Layout = layout
+    index: int
+    kind: type | None
+    layout: Layout
 
     def __repr__(self) -> str:
         return str(self.layout) if self.kind is None else self.kind.__name__

@@ -17,9 +17,8 @@ from aiofeed.kernel.runtime.tensors import as_tensors
 from aiofeed.kernel.sampling.epochs import EpochStream
 from aiofeed.kernel.sampling.order import BatchLists
 from aiofeed.resident.batch_ranges import BatchRanges
-from aiofeed.resident.device_cache import DeviceStore
+from aiofeed.resident.device_cache import DeviceStore, ResidentStore
 from aiofeed.resident.pipeline import DataMemory, ResidentPipeline
-from aiofeed.resident.resident_store import ResidentStore
 
 if TYPE_CHECKING:
     import torch

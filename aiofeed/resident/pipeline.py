@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiofeed.kernel.core.errors import DeviceCopyError, IteratorClosedError, SampleError
 from aiofeed.kernel.core.types import traits_of
@@ -24,9 +24,8 @@ from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, Qu
 from aiofeed.kernel.sampling.epochs import EpochStart, EpochStream
 from aiofeed.kernel.sampling.order import BatchLists
 from aiofeed.resident.batch_ranges import BatchRange, BatchRanges
-from aiofeed.resident.device_tokens import DeviceTokenWindows
-from aiofeed.resident.device_windows import DeviceWindows
-from aiofeed.resident.host_windows import HostWindows, Windows, default_modes
+from aiofeed.resident.device_windows import DeviceTokenWindows, DeviceWindows
+from aiofeed.resident.host_windows import HostWindows, default_modes
 from aiofeed.resident.tensors import with_own_rows
 
 if TYPE_CHECKING:
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
     from aiofeed.kernel.devices.backend import DeviceBackend
 
 log: logging.Logger = logging.getLogger("aiofeed.engine")
+
+Windows: TypeAlias = DeviceWindows | HostWindows
 
 
 class ResidentData:
@@ -259,10 +260,6 @@ class ResidentPipeline:
         self._pid = os.getpid()
         self._stopped = False
 
-    def successor(self) -> ResidentPipeline:
-        """Return a new pipeline with the same data, which is not uploaded again."""
-        return ResidentPipeline(self.data)
-
     @property
     def inherited(self) -> bool:
         """Whether it belongs to a parent process."""
@@ -328,7 +325,7 @@ def _transformed(transform: Transform, backend: DeviceBackend, batch: Any) -> An
 
 
 class DataMemory(Memory):
-    """Makes every epoch of a source in memory, whose batches are views of windows or gathered where they are wanted."""
+    """The data of a source, of which batches are gathered, or views of windows, where they are wanted."""
 
     def ready(self, stream: EpochStream) -> bool:
         """Return True."""
@@ -337,7 +334,7 @@ class DataMemory(Memory):
     def new_pipeline(self, config: Any, running: Any) -> ResidentPipeline:
         """Return a pipeline of the data, which shares those of the running one."""
         if isinstance(running, ResidentPipeline) and not running.inherited:
-            return running.successor()
+            return ResidentPipeline(running.data)
         return ResidentPipeline(
             ResidentData(
                 self._data(config),

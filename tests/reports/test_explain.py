@@ -25,8 +25,7 @@ from aiofeed.kernel.feeder.arguments import allows
 from aiofeed.kernel.runtime import machine
 from aiofeed.reports.bottleneck import FeedMeasurements, all_allowed
 from aiofeed.reports.explanation import RankTimes
-from aiofeed.reports.feeder import measurements
-from aiofeed.reports.ranks import compare, figures_of
+from aiofeed.reports.feeder import compare, figures_of, measurements
 from aiofeed.reports.remedies import explain
 from benchmarks import explain as plants
 from benchmarks.explain import PLANTS, Items, Numbers

@@ -17,11 +17,11 @@ import torch
 from _pytest.capture import CaptureIO
 
 from aiofeed import Buckets, DiskCache, Feeder, HostCache, Stream
+from aiofeed.common import progress_bar
 from aiofeed.common.progress_bar import LoadProgress
 from aiofeed.errors import IteratorClosedError, ReadError
 from aiofeed.kernel.feeder.iterator import EpochObserver
 from aiofeed.kernel.runtime.queue import ReadyBatch
-from aiofeed.objects import listing
 from aiofeed.reports import progress
 from tests.support import process_parts as parts
 from tests.support.interrupts import interrupted_next
@@ -406,9 +406,9 @@ def test_cost_per_batch(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Counts to 3 in a `LoadProgress` that shows each step."""
-    monkeypatch.setattr(listing, "BAR_AFTER_S", -1.0)
-    monkeypatch.setattr(listing, "BAR_EVERY_S", -1.0)
-    monkeypatch.setattr(listing, "LOG_EVERY_S", -1.0)
+    monkeypatch.setattr(progress_bar, "BAR_AFTER_S", -1.0)
+    monkeypatch.setattr(progress_bar, "BAR_EVERY_S", -1.0)
+    monkeypatch.setattr(progress_bar, "LOG_EVERY_S", -1.0)
 
     def count() -> None:
         with LoadProgress("opening", "shards", 3, lambda done: f"opened {done} of 3 shards") as shown:

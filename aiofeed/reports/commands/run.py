@@ -22,7 +22,7 @@ def run(
     found = None if module or os.path.exists(script) else shutil.which(script)
     interpreter = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
     command = [found] if found else [*interpreter, *(["-m"] if module else []), script]
-    folder = os.path.abspath(os.path.join(__file__, "..", "..", "..", "feeder", "run"))
+    folder = os.path.abspath(os.path.join(__file__, "..", "..", "..", "loader", "run"))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
     given = {"device": device, "threads": threads, "explain": explain}
     os.environ["AIOFEED_RUN"] = json.dumps({"process": os.getpid(), "prefix": sys.prefix, **given})
