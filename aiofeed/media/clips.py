@@ -21,15 +21,7 @@ import numpy as np
 from aiofeed.kernel.core.random_numbers import SplitMix64, seed_from
 from aiofeed.kernel.core.types import Row, Source, public
 from aiofeed.kernel.core.validation import check_positive_int, explain_arguments
-from aiofeed.media.container import (
-    KNOWN_OPTIONS,
-    SKIPPING,
-    Media,
-    colours,
-    import_av,
-    open_media,
-    packets_of,
-)
+from aiofeed.media.container import KNOWN_OPTIONS, SKIPPING, Media, colours, import_av, open_media, packets_of
 
 if TYPE_CHECKING:
     import torch

@@ -9,13 +9,15 @@ from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from aiofeed.common.cache_folder import cache_path, write_cached, write_whole
 from aiofeed.kernel.sources.file_io import open_file, read_range
 from aiofeed.objects.requests import too_short
 from aiofeed.shards.index import SUFFIX, ShardIndex
 from aiofeed.shards.urls import Shard
+
+ResultT = TypeVar("ResultT")
 
 log: logging.Logger = logging.getLogger("aiofeed.sources")
 
@@ -66,24 +68,16 @@ async def obtain(
         ValueError: The shard is damaged or of another format.
         OSError: The shard cannot be read.
     """
-    index = await find(shard, rules, target, fits)
-    if index is None:
+    path = _cache_path(shard, rules, target)
+    if path is not None and (cached := await asyncio.to_thread(_load, path, shard)) is not None:
+        return cached
+    index = await _beside(shard, rules, target, fits) if rules.streams else None
+    if index is None or (target and index.fields is None):
         async with turn:
             index = await run_scan(shard, rules.scan(shard.size, target), BLOCK_BYTES if rules.streams else 0)
         log.info("%s: indexed %d samples", shard.url, len(index))
         await save(shard, index, rules, target)
     return index
-
-
-async def find(
-    shard: Shard, rules: IndexRules, target: Sequence[str], fits: Callable[[ShardIndex], Awaitable[None]]
-) -> ShardIndex | None:
-    """Return the index of a shard that is cached or beside it, as for ``obtain``; ``None`` if there is none."""
-    path = _cache_path(shard, rules, target)
-    if path is not None and (cached := await asyncio.to_thread(_load, path, shard)) is not None:
-        return cached
-    index = await _beside(shard, rules, target, fits) if rules.streams else None
-    return None if index is not None and target and index.fields is None else index
 
 
 def _cache_path(shard: Shard, rules: IndexRules, target: Sequence[str]) -> Path | None:
@@ -174,15 +168,24 @@ async def run_scan(shard: Shard, scan: Scan, block_bytes: int) -> ShardIndex:
 
 def _scan_file(path: str, scan: Scan) -> ShardIndex:
     with open(open_file(path), "rb", buffering=0) as file:
-        try:
-            start, end = next(scan)
-            while True:
-                data = read_range(file, start, end)
-                if len(data) < min(end, os.fstat(file.fileno()).st_size) - start:
-                    raise too_short(path, start, end)
-                start, end = scan.send(data)
-        except StopIteration as done:
-            return done.value  # type: ignore[no-any-return]
+
+        def read(start: int, end: int) -> bytes:
+            data = read_range(file, start, end)
+            if len(data) < min(end, os.fstat(file.fileno()).st_size) - start:
+                raise too_short(path, start, end)
+            return data
+
+        return drive(scan, read)
+
+
+def drive(scan: Generator[tuple[int, int], bytes, ResultT], read: Callable[[int, int], bytes]) -> ResultT:
+    """Run a pass over bytes in memory or in a file; return its result."""
+    try:
+        start, end = next(scan)
+        while True:
+            start, end = scan.send(read(start, end))
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
 
 
 def idx_key(key: str) -> str:

@@ -284,8 +284,7 @@ class ParquetRows(Shards):
 
 
 def _names(shard: Shard) -> list[str]:
-    names: list[str] = shard.extra.metadata.schema.to_arrow_schema().names
-    return names
+    return list(shard.extra.metadata.schema.to_arrow_schema().names)
 
 
 def _read_row_group(file: _PartsOfFile, metadata: Any, group: int, chosen: Sequence[int]) -> Any:
@@ -329,15 +328,6 @@ class _PartsOfFile(io.RawIOBase):
         self._size = size
         self._parts = parts
         self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]

@@ -8,7 +8,6 @@ https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html; GNU tar's "
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import counted, explain_arguments
 from aiofeed.shards.base import FieldShards
 from aiofeed.shards.index import IndexBuilder, ShardIndex, ranges_of, split_name
-from aiofeed.shards.indexing import IndexRules, Scan, idx_key
+from aiofeed.shards.indexing import IndexRules, Scan, drive, idx_key
 from aiofeed.shards.urls import Shard
 
 BLOCK = 512
@@ -54,20 +53,12 @@ def members_of(data: bytes) -> dict[str, bytes]:
             found[field] = data[start + BLOCK : end]
         return False
 
-    scan = _members(len(data), add, whole=False)
-    with suppress(StopIteration):
-        start, end = next(scan)
-        while True:
-            start, end = scan.send(data[start:end])
+    drive(_members(len(data), add, whole=False), lambda start, end: data[start:end])
     return found
 
 
 def _members(
-    size: int,
-    add: Callable[[str, int, int], bool],
-    label: Callable[[bytes], None] | None = None,
-    *,
-    whole: bool = True,
+    size: int, add: Callable[[str, int, int], bool], label: Callable[[bytes], None] | None = None, *, whole: bool = True
 ) -> Generator[tuple[int, int], bytes, None]:
     """A pass over the headers of a tar file. It yields ``(start, end)`` and is sent these bytes.
 
