@@ -485,7 +485,8 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     if a.plan is not None and (packs := a.plan._new_collate()) is not None:
         collate_fn = packs
     elif collate_fn is None and "rows of a Table" in facts and source.data is None:
-        source, collate_fn = source.in_batches(), source.collate
+        source = source.in_batches()
+        collate_fn = source.collate
     if tokens_resident:
         _check_room_for_tokens(a)
         cache = None
