@@ -162,20 +162,14 @@ def _endpoint(options: Mapping[str, Any]) -> Any:
     return next((config[name] for name in names if name in config), environment)
 
 
-# Settings of an AWS profile with the options of the same meaning, and the options that exclude them. A key does not go
-# with the token of another, so all of the credentials are taken or none.
-_PROFILE = (
-    (
-        {
-            "aws_access_key_id": "access_key_id",
-            "aws_secret_access_key": "secret_access_key",
-            "aws_session_token": "token",
-        },
-        {"access_key_id", "credential_provider", "skip_signature"},
-    ),
-    ({"region": "region"}, {"region", "default_region"}),
-    ({"endpoint_url": "endpoint"}, {"endpoint", "endpoint_url", "endpoint_url_s3"}),
-)
+# Settings of an AWS profile, which are names of options, too, and the options that exclude them. A key does not go with
+# the token of another, so all of the credentials are taken or none.
+_KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+_PROFILE: dict[tuple[str, ...], set[str]] = {
+    _KEYS: {"access_key_id", "credential_provider", "skip_signature"},
+    ("region",): {"region", "default_region"},
+    ("endpoint_url",): {"endpoint", "endpoint_url", "endpoint_url_s3"},
+}
 
 
 def _aws_profile(options: Mapping[str, Any]) -> dict[str, str]:
@@ -190,13 +184,8 @@ def _aws_profile(options: Mapping[str, Any]) -> dict[str, str]:
         found.update(parser[section] if parser.has_section(section) else {})
     environment = [name for name in os.environ if name.startswith("AWS_")]
     given = {name.lower().removeprefix("aws_") for name in (*options, *options.get("config", {}), *environment)}
-    return {
-        option: found[name]
-        for settings, excluded_by in _PROFILE
-        if not given & excluded_by
-        for name, option in settings.items()
-        if name in found
-    }
+    allowed = [name for settings, excluded_by in _PROFILE.items() if not given & excluded_by for name in settings]
+    return {name: found[name] for name in allowed if name in found}
 
 
 # Environment variables, in capital letters, that obstore or its HTTP client read; the prefixes of the stores first.

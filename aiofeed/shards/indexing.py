@@ -48,36 +48,10 @@ class IndexRules:
     streams: bool = True
 
 
-async def obtain(
-    shard: Shard,
-    rules: IndexRules,
-    target: Sequence[str],
-    fits: Callable[[ShardIndex], Awaitable[None]],
-    turn: asyncio.Semaphore,
-) -> ShardIndex:
-    """Return the index of a shard.
-
-    Args:
-        shard: An open shard.
-        rules: Its format.
-        target: The field of targets.
-        fits: An async function that raises ``ValueError`` if an index is not that of the shard.
-        turn: Limits the passes over shards that are made at the same time.
-
-    Raises:
-        ValueError: The shard is damaged or of another format.
-        OSError: The shard cannot be read.
-    """
+async def load(shard: Shard, rules: IndexRules, target: Sequence[str]) -> ShardIndex | None:
+    """Return the index of an open shard in the cache folder; ``None`` if there is none."""
     path = _cache_path(shard, rules, target)
-    if path is not None and (cached := await asyncio.to_thread(_load, path, shard)) is not None:
-        return cached
-    index = await _beside(shard, rules, target, fits) if rules.streams else None
-    if index is None or (target and index.fields is None):
-        async with turn:
-            index = await run_scan(shard, rules.scan(shard.size, target), BLOCK_BYTES if rules.streams else 0)
-        log.info("%s: indexed %d samples", shard.url, len(index))
-        await save(shard, index, rules, target)
-    return index
+    return None if path is None else await asyncio.to_thread(_load, path, shard)
 
 
 def _cache_path(shard: Shard, rules: IndexRules, target: Sequence[str]) -> Path | None:
@@ -109,12 +83,13 @@ def _load(path: Path, shard: Shard) -> ShardIndex | None:
         return None
 
 
-async def _beside(
+async def beside(
     shard: Shard, rules: IndexRules, target: Sequence[str], fits: Callable[[ShardIndex], Awaitable[None]]
 ) -> ShardIndex | None:
     """Return the index in a file beside a shard, if it is that of the shard.
 
-    A copy of the shard has another etag, so that some samples are read instead to find out.
+    A copy of the shard has another etag, so that some samples are read instead to find out: ``fits`` raises
+    ``ValueError`` if they are not where the index says.
     """
     names: dict[str, Callable[[bytes, int], ShardIndex | None]] = {shard.key + SUFFIX: partial(_own, target)}
     names.update({name(shard.key): read for name, read in rules.foreign.items()})

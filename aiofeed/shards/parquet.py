@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -223,7 +224,8 @@ class ParquetRows(Shards):
 
         async def load(group: int) -> list[tuple[list[int], list[Any]]]:
             try:
-                table = await self._table(shard, group)
+                read = partial(self._read_rows, shard, group, shard.extra.leaves)
+                table = await self._tables.get((shard, group), read)
             except Exception as error:  # noqa: BLE001 - `take` makes it the error of each of its samples
                 table = error
             return await asyncio.to_thread(take, {group: table})
@@ -252,11 +254,6 @@ class ParquetRows(Shards):
         for name in shard.extra.data:
             value = None if value is None else value[name]
         return ValueError(f"{shard.url}: row {row} has no {self._data!r}") if value is None else value
-
-    async def _table(self, shard: Shard, group: int) -> Any:
-        """Return a row group, read once if several reads need it at the same time."""
-        chosen = shard.extra.leaves
-        return await self._tables.get((shard, group), lambda: self._read_rows(shard, group, chosen))
 
     async def _read_rows(self, shard: Shard, group: int, chosen: Sequence[int]) -> Any:
         """Column chunks of a row group, by their numbers."""
@@ -328,6 +325,9 @@ class _PartsOfFile(io.RawIOBase):
         self._size = size
         self._parts = parts
         self._at = 0
+
+    def readable(self) -> bool:
+        return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]

@@ -86,7 +86,8 @@ def _members(
         if len(header) < BLOCK:
             what = "the tar file is truncated" if number or size == 0 or b"\0" in header else "this is not a tar file"
             raise ValueError(f"{what}: it ends at byte {size} without an end mark")
-        if _checksum(header) != _octal(header[148:156]):
+        # The checksum counts as eight spaces in its own sum.
+        if sum(header) - sum(header[148:156]) + 8 * 32 != _octal(header[148:156]):
             raise ValueError(
                 "this is not a tar file" if not number else f"the tar file is damaged: there is no header at byte {at}"
             )
@@ -136,10 +137,6 @@ def _octal(field: bytes) -> int:
         if field[0] & 0x80:
             return int.from_bytes(field, "big") & ~(0x80 << 8 * (len(field) - 1))
         return 0 if not field.strip(b" \0") else -1
-
-
-def _checksum(header: bytes) -> int:
-    return sum(header) - sum(header[148:156]) + 8 * 32
 
 
 def _name(header: bytes) -> str:

@@ -124,9 +124,6 @@ def _contents(part: bytes, stored: int, size: int) -> bytes:
     return contents
 
 
-ZIP_RULES = IndexRules("zip 2", scan_zip, streams=False)
-
-
 @public
 @explain_arguments()
 class ZipShards(FieldShards):
@@ -140,7 +137,7 @@ class ZipShards(FieldShards):
     """
 
     _in_thread = True
-    rules = ZIP_RULES
+    rules = IndexRules("zip 2", scan_zip, streams=False)
     default_to_target = int
 
     def _unpack(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> dict[str, bytes]:
