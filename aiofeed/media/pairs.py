@@ -34,9 +34,7 @@ _NOTHING: Any = object()
 _WAYS = {
     "mask": "a sample with two files has a mask: Files([(image, mask), ...]), FolderPairs(images, masks)",
     "boxes": 'the target has them: FolderPairs(..., boxes=...), or Files(paths, targets=[{"boxes": ...}, ...])',
-    "size": "it is an argument of the DecodeImage, which comes first",
-    "crop": "it is an argument of the DecodeImage, which comes first",
-    "flip": "it is an argument of the DecodeImage, which comes first",
+    **dict.fromkeys(("size", "crop", "flip"), "it is an argument of the DecodeImage, which comes first"),
 }
 
 

@@ -78,7 +78,8 @@ def _members(
         if header == _ZEROS[: len(header)] and (ended or len(header) == BLOCK):
             at, ended = at + BLOCK, True
             continue
-        if number == 0 and (kind := _compression(header)) is not None:
+        kind = next((name for magic, name in _COMPRESSED.items() if not number and header.startswith(magic)), None)
+        if kind is not None:
             raise ValueError(
                 f"it is compressed with {kind}, which has no random access: decompress the tar file; images and other "
                 f"members that are compressed themselves do not grow"
@@ -166,10 +167,6 @@ def _pax(data: bytes, at: int) -> dict[str, bytes]:
         records[key.decode("utf-8", "replace")] = value
         position += int(digits)
     return records
-
-
-def _compression(header: bytes) -> str | None:
-    return next((name for magic, name in _COMPRESSED.items() if header.startswith(magic)), None)
 
 
 def foreign_index(data: bytes, size: int) -> ShardIndex | None:
