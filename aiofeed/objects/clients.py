@@ -110,11 +110,8 @@ class StoreClient:
         self._surroundings = _surroundings(self.root, self.options)
         stores = importlib.import_module("obstore.store")
         scheme = self.root.partition("://")[0]
-        options = {
-            "retry_config": {"max_retries": 0},
-            **(_aws_profile(self.options) if scheme == "s3" else {}),
-            **self.options,
-        }
+        profile = _aws_profile(self.options) if scheme == "s3" else {}
+        options = {"retry_config": {"max_retries": 0}, **profile, **self.options}
         client = {**TIMEOUTS, **options.pop("client_options", {})}
         # The user has written http:// here; obstore would refuse it.
         if scheme == "http" or str(_endpoint(options)).startswith("http://"):

@@ -60,10 +60,8 @@ FIRST_RETRY_S = 3.0
 LOG_EVERY_S = 10.0
 PAGE = 1000
 # Values of Content-Encoding, and the suffix of files that are such by themselves.
-GZIP = (".gz", ".tgz", ".svgz")
 ENCODINGS: dict[str, str | tuple[str, ...]] = {
-    "gzip": GZIP,
-    "x-gzip": GZIP,
+    "gzip": (".gz", ".tgz", ".svgz"),
     "br": ".br",
     "zstd": ".zst",
     "deflate": ".zz",
@@ -278,10 +276,6 @@ class ObjectReader:
         objects = [(meta["path"][cut:], _info(meta)) for meta in found["objects"]]
         return [folder[cut:] for folder in found["common_prefixes"]], objects
 
-    def statistics(self) -> StorageStatistics | None:
-        """Return the requests of this reader in this process; ``None`` for a folder."""
-        return statistics_of([self])
-
     async def _get_whole(self, key: str, size: int | None, most: int) -> tuple[Any, Any]:
         """Return the answer with a whole object, and its body; ``None`` if that has more than ``most`` bytes.
 
@@ -336,7 +330,7 @@ class ObjectReader:
         found: tuple[Any, Any] = await self._retried(key, attempt)
         # Some servers send this header for files that are compressed themselves, such as x.csv.gz.
         for encoding in found[0].attributes.get("Content-Encoding", "").lower().replace(" ", "").split(","):
-            if not path.lower().endswith(ENCODINGS.get(encoding, "")):
+            if not path.lower().endswith(ENCODINGS.get(encoding.removeprefix("x-"), "")):
                 raise OSError(f"the object has Content-Encoding {encoding}: store it without one: {self.url(key)}")
         return found
 

@@ -139,13 +139,13 @@ class Shards(GroupedSource, ABC):
             ValueError: The shard is damaged or of another format.
         """
 
-    @abstractmethod
     def _unpack(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> Any:
-        """Return the contents of a sample, of the bytes of its members.
+        """Return the contents of a sample, of the bytes of its members; for formats that read samples one by one.
 
         Raises:
             ValueError: The bytes are not those that the index names.
         """
+        raise NotImplementedError
 
     def _parse(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> Any:
         """Return the sample that a feeder gets."""
@@ -190,7 +190,7 @@ class Shards(GroupedSource, ABC):
     async def _obtain(self, shard: Shard, target: Sequence[str] = ()) -> ShardIndex:
         """Return the index of an open shard, with the targets of a field: cached, beside the shard, or made now."""
         rules = self.rules
-        if (index := await indexing.load(shard, rules, target)) is not None:
+        if (index := await asyncio.to_thread(indexing.load, shard, rules, target)) is not None:
             return index
         if rules.streams:
             index = await indexing.beside(shard, rules, target, partial(self._check_fit, shard))

@@ -48,12 +48,6 @@ class IndexRules:
     streams: bool = True
 
 
-async def load(shard: Shard, rules: IndexRules, target: Sequence[str]) -> ShardIndex | None:
-    """Return the index of an open shard in the cache folder; ``None`` if there is none."""
-    path = _cache_path(shard, rules, target)
-    return None if path is None else await asyncio.to_thread(_load, path, shard)
-
-
 def _cache_path(shard: Shard, rules: IndexRules, target: Sequence[str]) -> Path | None:
     """The file of an index in the cache folder; ``None`` for a store that has no name, or without such a folder."""
     place = os.path.abspath(shard.key) if shard.reader.is_local else shard.reader.identity
@@ -72,7 +66,10 @@ async def save(
         await asyncio.to_thread(write_cached, path, [data], f"the index of {shard.url} is not saved")
 
 
-def _load(path: Path, shard: Shard) -> ShardIndex | None:
+def load(shard: Shard, rules: IndexRules, target: Sequence[str]) -> ShardIndex | None:
+    """Return the index of an open shard in the cache folder; ``None`` if there is none."""
+    if (path := _cache_path(shard, rules, target)) is None:
+        return None
     try:
         index, described = ShardIndex.from_bytes(path.read_bytes())
         return index if (described["size"], described["version"]) == (shard.size, shard.version) else None

@@ -20,7 +20,6 @@ from aiofeed.kernel.sources.parts import in_order
 from aiofeed.objects.reader import run_all
 from aiofeed.shards.arrow import arrow, is_text
 from aiofeed.shards.base import RecentParts, Shards
-from aiofeed.shards.index import ShardIndex
 from aiofeed.shards.urls import Shard, Urls
 
 # Most footers are shorter, so that one request reads them.
@@ -131,9 +130,6 @@ class ParquetRows(Shards):
         """Return the compressed bytes of a row, on the average of its file."""
         shard, _ = self._find(index)
         return shard.size // self._samples(shard)
-
-    def _unpack(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> Any:
-        raise NotImplementedError  # rows are read by row groups
 
     async def _footer(self, shard: Shard) -> Any:
         """pyarrow's description of a file."""

@@ -200,11 +200,8 @@ def _dali_index(data: bytes) -> ShardIndex:
     return index
 
 
-TAR_RULES = IndexRules(
-    "tar",
-    scan_tar,
-    {idx_key: foreign_index, lambda key: f"{key}.idx": foreign_index},  # energon's is x.tar.idx
-)
+# The index of DALI is x.idx, that of energon x.tar.idx.
+TAR_RULES = IndexRules("tar", scan_tar, {idx_key: foreign_index, lambda key: f"{key}.idx": foreign_index})
 
 
 @public
