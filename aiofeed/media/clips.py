@@ -22,15 +22,7 @@ from aiofeed.kernel.core.random_numbers import SplitMix64, seed_from
 from aiofeed.kernel.core.types import Row, Source, public, traits_of
 from aiofeed.kernel.core.validation import check_positive_int, explain_arguments
 from aiofeed.kernel.feeder.arguments import adopt_source
-from aiofeed.media.container import (
-    KNOWN_OPTIONS,
-    SKIPPING,
-    Media,
-    colours,
-    import_av,
-    open_media,
-    packets_of,
-)
+from aiofeed.media.container import KNOWN_OPTIONS, SKIPPING, Media, colours, import_av, open_media, packets_of
 
 if TYPE_CHECKING:
     import torch
@@ -116,12 +108,9 @@ class ClipDecoder:
         import_av()
         self._arguments = frames, stride, per_video, size
         self.takes_seed: bool = per_video == "random"
-        if isinstance(per_video, str):
-            if not self.takes_seed:
-                raise ValueError(f'Clips(per_video=...) must be "random" or a number of clips, got {per_video!r}')
-            self._clips = 1
-        else:
-            self._clips = check_positive_int("Clips(per_video=...)", per_video)
+        if isinstance(per_video, str) and not self.takes_seed:
+            raise ValueError(f'Clips(per_video=...) must be "random" or a number of clips, got {per_video!r}')
+        self._clips = 1 if self.takes_seed else check_positive_int("Clips(per_video=...)", per_video)
         count, step = check_positive_int("Clips(frames=...)", frames), check_positive_int("Clips(stride=...)", stride)
         self._offsets = np.arange(count) * step
         pair = size if isinstance(size, tuple | list) else (size, size)

@@ -36,10 +36,6 @@ _CODECS = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "snappy": "snappy"}
 _MOST_BYTES = 1 << 32
 
 
-def _integer(data: bytes) -> int:
-    return int.from_bytes(data, "little", signed=True)
-
-
 def _scalar(dtype: str, data: bytes) -> Any:
     return np.frombuffer(data, dtype)[0]
 
@@ -63,7 +59,7 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
     "jpeg": bytes,
     "png": bytes,
     "str": bytes.decode,
-    "int": _integer,
+    "int": partial(int.from_bytes, byteorder="little", signed=True),
     "str_int": int,
     "str_float": float,
     "json": json.loads,

@@ -7,8 +7,8 @@ import signal
 import pytest
 
 import aiofeed
-from aiofeed.common.cache_folder import cache_folder
-from aiofeed.objects import listing, reader
+from aiofeed.common import cache_folder, progress_bar
+from aiofeed.objects import reader
 from aiofeed.objects.clients import open_requests
 from aiofeed.objects.listing import list_objects
 from aiofeed.objects.reader import ObjectReader
@@ -46,7 +46,7 @@ def test_a_folder_of_files(tmp_path):
         (tmp_path / "train" / key).write_bytes(key.encode())
     found = list_objects(ObjectReader(str(tmp_path / "train")))
     assert (list(found.keys), found.sizes.tolist()) == (KEYS, [len(key) for key in KEYS])
-    assert not cache_folder().exists()
+    assert not cache_folder.cache_folder().exists()
 
 
 def test_a_flat_bucket(server):
@@ -119,7 +119,7 @@ def test_faults_lose_no_key(bucket, server):
 
 def test_progress_is_logged(bucket, monkeypatch, caplog):
     """A listing that takes long logs how many keys it has."""
-    monkeypatch.setattr(listing, "LOG_EVERY_S", 0.0)
+    monkeypatch.setattr(progress_bar, "LOG_EVERY_S", 0.0)
     list_objects(bucket)
     assert re.findall(r"listed (\d+) keys of s3://bucket/train/", caplog.text)[-1] == str(len(KEYS) - 2)
 
@@ -204,8 +204,8 @@ def test_default_folder_of_the_cache(monkeypatch):
     """Without $AIOFEED_CACHE, caches are in the cache folder of the platform."""
     monkeypatch.delenv("AIOFEED_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    monkeypatch.setattr(listing.sys, "platform", "linux")
-    assert str(cache_folder()) == "/caches/aiofeed"
+    monkeypatch.setattr(cache_folder.sys, "platform", "linux")
+    assert str(cache_folder.cache_folder()) == "/caches/aiofeed"
 
 
 def test_without_a_home_nothing_is_cached(monkeypatch, server, caplog):
@@ -216,8 +216,8 @@ def test_without_a_home_nothing_is_cached(monkeypatch, server, caplog):
 
     monkeypatch.delenv("AIOFEED_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(listing.Path, "home", home)
-    listing._warn_without_home.cache_clear()
+    monkeypatch.setattr(cache_folder.Path, "home", home)
+    cache_folder._warn_without_home.cache_clear()
     server.objects.update({f"bucket/train/ant/{number}.jpg": b"" for number in range(3)})
     for _ in range(2):
         assert len(aiofeed.ImageFolder("s3://bucket/train", options=server.options)) == 3

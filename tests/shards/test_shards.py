@@ -23,8 +23,8 @@ from hypothesis import given
 
 import aiofeed.shards.indexing as indexing
 from aiofeed import DecodeImage, EncodedCache, FailurePolicy, Feeder, Limits, TarShards, TFRecordShards, ZipShards
+from aiofeed.common import progress_bar
 from aiofeed.errors import ReadError, StateError
-from aiofeed.objects import listing
 from aiofeed.objects import reader as reader_module
 from aiofeed.objects.reader import read_range
 from aiofeed.reports.commands.cli import main
@@ -690,7 +690,7 @@ def test_indexing_shows_progress(tmp_path, monkeypatch, caplog, capsys):
     pytest.importorskip("tqdm")
     monkeypatch.delenv("RANK", raising=False)
     for name in ("LOG_EVERY_S", "BAR_AFTER_S", "BAR_EVERY_S"):
-        monkeypatch.setattr(listing, name, -1.0)
+        monkeypatch.setattr(progress_bar, name, -1.0)
     for number in range(3):
         write_tar(tmp_path / f"{number}.tar", members_of(numbered(10 * number, 2)))
     assert len(TarShards(str(tmp_path / "{0..2}.tar"))) == 6
