@@ -118,7 +118,6 @@ _PLUGS: dict[str, str] = {
     "SampleAssembly": "aiofeed.sample_order.sample_assembly",
     "SampleSchedule": "aiofeed.sample_order.sample_schedule",
     "SamplerAdapter": "aiofeed.plans.sampler",
-    "StaticOutput": "aiofeed.device_groups.static_output",
     "StreamTable": "aiofeed.tables.stored",
     "WeightedOrder": "aiofeed.plans.computed",
     "WindowOrder": "aiofeed.plans.computed",
@@ -142,6 +141,7 @@ _PLUGS: dict[str, str] = {
     "samples_at": "aiofeed.reports.step_samples",
     "sequence_part": "aiofeed.plans.mesh",
     "tensors_of": "aiofeed.resident.tensors",
+    "with_static_outputs": "aiofeed.device_groups.static_output",
     "write_timeline": "aiofeed.reports.timeline",
 }
 _MODULES = {name: module for names in _HOMES.values() for name, module in names.items()}

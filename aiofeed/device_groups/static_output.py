@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.kernel.core.errors import DeviceCopyError
 from aiofeed.kernel.core.pytree import map_leaves
+from aiofeed.kernel.devices.backend import CpuBackend, backends_of
 from aiofeed.kernel.runtime.tensors import is_tensor
 
 if TYPE_CHECKING:
     import torch
 
     from aiofeed.kernel.devices.backend import DeviceBackend, Stream
+    from aiofeed.kernel.feeder.arguments import FeederConfig
+
+
+def with_static_outputs(config: FeederConfig, shapes: int) -> FeederConfig:
+    """Return a configuration with new static outputs for so many shapes of batches."""
+    backend = config.backend or CpuBackend()
+    outputs = tuple([StaticOutput(each, shapes) for each in backends_of(backend)])
+    return replace(config, backend=backend, static_outputs=outputs)
 
 
 class StaticOutput:

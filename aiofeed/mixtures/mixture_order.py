@@ -336,9 +336,9 @@ class MixtureOrder(Lister):
         self._seeds = [mix64(seed ^ int(hashlib.sha256(name.encode()).hexdigest()[:16], 16)) for name in lengths]
         self._shuffle = shuffle
         # In the epoch of the last change the interleaving begins. The sources, also those taken out, are in the course.
-        self.changed_at = Position()
+        self.changed_at: Position = Position()
         self._course = self._fresh()
-        self.may_change = not restarts
+        self.may_change: bool = not restarts
 
     @classmethod
     def of_state(cls, text: str, seed: int, *, shuffle: bool) -> MixtureOrder:

@@ -61,8 +61,8 @@ class LengthPlan(Plan):
     def __init__(self, lengths: Lengths | None, length: Measure | None = None, **size: object) -> None:
         self._given = lengths
         self._lengths: Int64 | None = None
-        self.streams = lengths is None
-        self.measures = isinstance(lengths, str) and lengths == "measure"
+        self.streams: bool = lengths is None
+        self.measures: bool = isinstance(lengths, str) and lengths == "measure"
         self.length: Measure | None = length
         self._window = STREAM_WINDOW if self.streams else WINDOW
         measured, plan = self.streams or self.measures, type(self).__name__
@@ -92,7 +92,7 @@ class LengthPlan(Plan):
             raise ValueError(f"lengths must be at least 1, got {array[index]} for sample {index}")
         self._lengths = array.astype(np.int64)
 
-    def _new_lister(self, schedule: Schedule, samples: Lister | None) -> Lister:
+    def new_lister(self, schedule: Schedule, samples: Lister | None) -> Lister:
         """Return the lister of the plan for a schedule of all samples, or for an order of them."""
         self.bind(schedule.length)
         shuffle = bool(schedule.shuffle) or isinstance(samples, WeightedOrder)
@@ -225,7 +225,7 @@ class Buckets(LengthPlan):
         ]
         if sorted(set(self.boundaries)) != self.boundaries:
             raise ValueError(f"Buckets(boundaries=) must be ascending, got {list(boundaries)}")
-        self.shapes = len(self.batch_sizes)
+        self.shapes: int = len(self.batch_sizes)
         if len(self.batch_sizes) != len(self.boundaries) + 1:
             raise ValueError(
                 f"Buckets has {len(self.boundaries)} boundaries and so {len(self.boundaries) + 1} buckets, "

@@ -72,7 +72,7 @@ class Pack(LengthPlan):
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
 
-    packs = True
+    packs: bool = True
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Pack(LengthPlan):
         with_separator = "" if self.separator is None else " with its separator"
         raise ValueError(f"document {index} has {longest} tokens{with_separator}, more than {most}: {way}")
 
-    def _new_collate(self) -> Any:
+    def new_collate(self) -> Any:
         """Return what puts the documents of a batch into rows."""
         return _load_addon("PackCollate", "Pack")(self.rows, self.context, self.separator, self.pad)
 

@@ -1,6 +1,7 @@
-"""Checks of device copiers and feeders, for authors of devices, sources and decoders."""
+"""Checks for authors of sources, decoders and devices."""
 
 from aiofeed.testing.copier_check import WrongBytesError, check_copier
 from aiofeed.testing.feeder_check import check_feeder
+from aiofeed.testing.source_check import WrongSampleError, check_source
 
-__all__ = ["WrongBytesError", "check_copier", "check_feeder"]
+__all__ = ["WrongBytesError", "WrongSampleError", "check_copier", "check_feeder", "check_source"]

@@ -31,8 +31,6 @@ from aiofeed.kernel.core.validation import (
     check_seed,
     local_ranks,
 )
-from aiofeed.kernel.devices.backend import CpuBackend, backends_of
-from aiofeed.kernel.devices.resolve import resolve_devices
 from aiofeed.kernel.engine.fetchers import CacheStore
 from aiofeed.kernel.feeder.rules import Fact, cache_of, check, facts_of
 from aiofeed.kernel.runtime import machine
@@ -41,7 +39,6 @@ from aiofeed.kernel.sampling.feed_order import FeedOrder
 from aiofeed.kernel.sampling.lister import STREAM_SAMPLES, Lister, Plan
 from aiofeed.kernel.sampling.schedule import Schedule, Shuffle, check_shuffle, window_shards
 from aiofeed.kernel.sampling.state import InOrder, check_in_order
-from aiofeed.kernel.sources.dataset import FromDataset, check_parts, is_iterable_dataset, is_map_dataset
 
 if TYPE_CHECKING:
     from aiofeed.kernel.devices.backend import DeviceBackend
@@ -60,6 +57,9 @@ def adopt_source(source: Any) -> Any:
     # On the type: a Dataset may delegate unknown attributes to another one.
     if isinstance(getattr(type(source), "traits", None), Traits):
         return getattr(source, "combined", source)
+    # Sources of files do without it.
+    from aiofeed.kernel.sources.dataset import FromDataset, check_parts, is_iterable_dataset, is_map_dataset
+
     if is_iterable_dataset(source):
         return load_addon("Stream", "an IterableDataset")(source)
     if isinstance(source, type):
@@ -135,6 +135,15 @@ def check_decoder(decode: Any, items: object) -> Callable[..., Any] | None:
     return decode  # type: ignore[no-any-return]
 
 
+def backend_of(device: Any) -> DeviceBackend | None:
+    """Return the backend of ``device=``; host tensors need no module of ``devices/``."""
+    if device is None:
+        return None
+    from aiofeed.kernel.devices.resolve import resolve_devices
+
+    return resolve_devices(device)
+
+
 @public
 @dataclass(frozen=True)
 class Processes:
@@ -195,7 +204,7 @@ def check_batch_size(value: object) -> int:
     return check_positive_int("batch_size", value)
 
 
-def limits_for(limits: Limits | None, batch_size: int, source: object, engines: int, ray: Any = None) -> ResolvedLimits:
+def limits_for(limits: Limits | None, batch_size: int, source: Any, engines: int, ray: Any = None) -> ResolvedLimits:
     """Return all limits as numbers for this machine or the actors of ``ray``, and for a source.
 
     Raises:
@@ -204,7 +213,7 @@ def limits_for(limits: Limits | None, batch_size: int, source: object, engines: 
     """
     if limits is not None and not isinstance(limits, Limits):
         raise TypeError(f"limits must be aiofeed.Limits(...), got {limits!r}")
-    if limits is not None and not isinstance(source, FromDataset):  # each process has its own copy of a Dataset
+    if limits is not None and not traits_of(source).items:  # each process has its own copy of a Dataset
         for name in ("read_concurrency", "decode_threads"):
             given = getattr(limits, name)
             if given is not None and given < engines:
@@ -218,7 +227,7 @@ def limits_for(limits: Limits | None, batch_size: int, source: object, engines: 
         batch_size=batch_size,
         cpus=ray.actors * ray.cpus_per_actor if ray else machine.rank_cpus(),
         free_memory=machine.rank_memory(),
-        most_threads=source.threads if isinstance(source, FromDataset) else 0,
+        most_threads=source.threads if traits_of(source).items else 0,
         procs=engines,
         ranks=local_ranks(),
     )
@@ -282,7 +291,7 @@ class Arguments:
         if self.split_sequence is not None:
             sequence_part = load_addon("sequence_part", "split_sequence=")
             self.transform = sequence_part(self.split_sequence, self.transform)
-        self.backend: DeviceBackend | None = resolve_devices(self.device)
+        self.backend: DeviceBackend | None = backend_of(self.device)
         self.on_error = as_policy(self.on_error)
         self.replica: tuple[int, int] = (0, 1)
         mesh = self.shard[1] if isinstance(self.shard, tuple) and len(self.shard) == 2 else self.shard
@@ -357,7 +366,7 @@ def _new_lister(a: Arguments, order: Schedule) -> Lister | None:
         lister = load_addon("WeightedOrder", "weights=")(a.weights, a.length, a.seed)
     elif (shards := window_shards(a.shuffle)) is not None:
         lister = load_addon("WindowOrder", f"shuffle={a.shuffle!r}")(a.source.shard_starts, shards, a.seed)
-    return lister if a.plan is None else a.plan._new_lister(order, lister)
+    return lister if a.plan is None else a.plan.new_lister(order, lister)
 
 
 # --- the configuration ---
@@ -415,7 +424,7 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
         source = sharing()
     decoder = getattr(source, "decoder", None)
     collate_fn: Any = a.collate_fn
-    if a.plan is not None and (packs := a.plan._new_collate()) is not None:
+    if a.plan is not None and (packs := a.plan.new_collate()) is not None:
         collate_fn = packs
     elif collate_fn is None and "rows of a Table" in facts and source.data is None:
         source = source.in_batches()
@@ -451,8 +460,9 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     if cache is not None:
         config = replace(config, cache=cache.open_store(config))
     if a.static_batches:
-        config = with_static_outputs(config, 1 if a.plan is None else a.plan.shapes)
-    if "a plan" not in facts and "batch_sampler=" not in facts and not isinstance(a.source, FromDataset):
+        with_outputs = load_addon("with_static_outputs", "static_batches=True")
+        config = with_outputs(config, 1 if a.plan is None else a.plan.shapes)
+    if "a plan" not in facts and "batch_sampler=" not in facts and not traits_of(a.source).items:
         config = _with_resident_tensors(config)
     return order, config
 
@@ -486,7 +496,7 @@ def _with_resident_tensors(config: FeederConfig) -> FeederConfig:
     For a device they are streamed, because they may not fit there.
     """
     excluded = (config.collate_fn, config.backend, config.cache, config.engines or None)
-    if not isinstance(config.source, FromDataset) or any(option is not None for option in excluded):
+    if not traits_of(config.source).items or any(option is not None for option in excluded):
         return config
     whole: Any = config.source.dataset
     while type(whole).__name__ == "Subset":
@@ -495,14 +505,6 @@ def _with_resident_tensors(config: FeederConfig) -> FeederConfig:
         return config
     tensors = load_addon("tensors_of", "a TensorDataset")(config.source.dataset)
     return config if tensors is None else replace(config, source=tensors)
-
-
-def with_static_outputs(config: FeederConfig, shapes: int) -> FeederConfig:
-    """Return the configuration with new static outputs for so many shapes of batches, see ``StaticOutput``."""
-    new_output = load_addon("StaticOutput", "static_batches=True")
-    backend = config.backend or CpuBackend()
-    outputs = tuple([new_output(each, shapes) for each in backends_of(backend)])
-    return replace(config, backend=backend, static_outputs=outputs)
 
 
 def _check_room_for_tokens(a: Arguments) -> None:

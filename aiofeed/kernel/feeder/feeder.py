@@ -21,13 +21,12 @@ from aiofeed.kernel.core.validation import (
     check_positive_int,
     explain_arguments,
 )
-from aiofeed.kernel.devices.resolve import resolve_devices
 from aiofeed.kernel.feeder.arguments import (
     Arguments,
     FeederConfig,
     Processes,
+    backend_of,
     new_config,
-    with_static_outputs,
 )
 from aiofeed.kernel.feeder.iterator import FeedIterator
 from aiofeed.kernel.feeder.rules import check, facts_of
@@ -379,8 +378,10 @@ class Feeder(Generic[BatchT]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         config, static = state.pop("config"), state.pop("static")
         self.__dict__.update(state)
-        config = replace(config, backend=resolve_devices(self._device))
-        self._session = self._new_session(with_static_outputs(config, static) if static else config)
+        config = replace(config, backend=backend_of(self._device))
+        if static:
+            config = _load_addon("with_static_outputs", "static_batches=True")(config, static)
+        self._session = self._new_session(config)
 
     def __len__(self) -> int:
         """Return the number of batches per epoch of this rank. Resuming in mid-epoch does not change it.

@@ -102,7 +102,7 @@ class Plan(ABC):
         streams: Whether it is for a stream, whose items it measures as they come.
         measures: Whether the lengths have to be found by reading all samples first.
         shapes: The number of sizes of its full batches; 0: any.
-        packs: Whether it puts the batches together, too, by ``_new_collate``.
+        packs: Whether it puts the batches together, too, by ``new_collate``.
     """
 
     streams: bool = False
@@ -111,13 +111,13 @@ class Plan(ABC):
     packs: bool = False
 
     @abstractmethod
-    def _new_lister(self, schedule: Schedule, samples: Lister | None) -> Lister:
+    def new_lister(self, schedule: Schedule, samples: Lister | None) -> Lister:
         """Return the lister of the batches of all samples of a schedule, or of those that another lister lists.
 
         Raises:
             TypeError, ValueError: The plan is not for so many samples.
         """
 
-    def _new_collate(self) -> Any:
+    def new_collate(self) -> Any:
         """Return what makes batches in place of ``collate_fn``, see ``builder_factory``; ``None``: the default."""
         return None
