@@ -103,7 +103,6 @@ _PLUGS: dict[str, str] = {
     "Augmentation": "aiofeed.media.augment",
     "BatchSamplerAdapter": "aiofeed.plans.sampler",
     "CachedMemory": "aiofeed.resident.cached_data",
-    "DATALOADER_ARGUMENTS": "aiofeed.loader.feeder_arguments",
     "DataMemory": "aiofeed.resident.pipeline",
     "DeviceCache": "aiofeed.resident.device_cache",
     "DeviceGroup": "aiofeed.device_groups.scatter",
@@ -142,6 +141,7 @@ _PLUGS: dict[str, str] = {
     "sequence_part": "aiofeed.plans.mesh",
     "tensors_of": "aiofeed.resident.tensors",
     "with_static_outputs": "aiofeed.device_groups.static_output",
+    "ways_for_feeder": "aiofeed.loader.feeder_arguments",
     "write_timeline": "aiofeed.reports.timeline",
 }
 _MODULES = {name: module for names in _HOMES.values() for name, module in names.items()}

@@ -25,7 +25,7 @@ def _part_of(argument: str, kind: type[Any], name: str) -> Callable[[Any], str]:
 
 
 _NO_WORKERS = "there are no worker processes"
-DATALOADER_ARGUMENTS: Mapping[str, str | Callable[[Any], str]] = {
+_WAYS: Mapping[str, str | Callable[[Any], str]] = {
     "num_workers": _threads_instead,
     "pin_memory": "memory is pinned if device= is an accelerator; aiofeed.DataLoader takes pin_memory=",
     "pin_memory_device": "pass device=",
@@ -45,3 +45,8 @@ DATALOADER_ARGUMENTS: Mapping[str, str | Callable[[Any], str]] = {
     **{each.name: _part_of("limits", Limits, each.name) for each in fields(Limits)},
     **{each.name: _part_of("on_error", FailurePolicy, each.name) for each in fields(FailurePolicy)},
 }
+
+
+def ways_for_feeder() -> Mapping[str, str | Callable[[Any], str]]:
+    """Return what to write, by the name of an argument that ``Feeder`` does not have."""
+    return _WAYS

@@ -140,7 +140,7 @@ _HINT = "aiofeed.DataLoader takes them by position, as torch's DataLoader does"
 def _ways() -> Mapping[str, str | Callable[[Any], str]]:
     """Return what to write in place of an argument that ``Feeder`` does not have, if the add-on is installed."""
     try:
-        return _load_addon("DATALOADER_ARGUMENTS", "a hint")  # type: ignore[no-any-return]
+        return _load_addon("ways_for_feeder", "a hint")()  # type: ignore[no-any-return]
     except ImportError:
         return {}
 
