@@ -120,6 +120,7 @@ class NativeDecoder:
             _PICTURE.pack_into(pictures, offset, addresses[i], len(data[i]), rows + i * row_bytes, *box, *integers)
             submitted.append(i)
         if submitted:
+            # One call, which releases the GIL once for all pictures.
             self._decode(np.frombuffer(pictures, np.uint8).ctypes.data, len(submitted))
             for number, i in enumerate(submitted):
                 if _STATUS.unpack_from(pictures, number * _PICTURE.size + _STATUS_OFFSET)[0] != _DONE:

@@ -137,6 +137,7 @@ class Copier:
         """Return the batch for work on the calling thread's current stream. Never blocks."""
         backend = self.backend
         stream = backend.current_stream()
+        # Rules 2 and 3 of this module: the stream waits for the copy, and keeps the memory until its kernels have run.
         backend.wait(stream, pending.ready)
         for leaf in leaves(pending.batch):
             if is_tensor(leaf):

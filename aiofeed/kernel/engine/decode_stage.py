@@ -279,6 +279,7 @@ async def replace_failed(
     One after the other: adjacent failed samples would otherwise attempt the same replacements at the same time.
     """
     recovery = Recovery()
+    # One after the other: adjacent samples would attempt the same replacements at the same time.
     for position, error in failed:
         further, recovery.error = await _replace_one(plan, position, failure_counter, attempt)
         recovery.failures += [error, *further]

@@ -139,6 +139,7 @@ class Assembly:
         A woken loop takes the GIL from the step that has just begun. So while there is other work, the batch waits for
         what wakes the loop anyway, and ``release_returned`` releases it then.
         """
+        # A woken loop would take the GIL from the step that has just begun.
         if not self.busy:
             return False
         self._returned.append(item)

@@ -434,6 +434,7 @@ class ThreadPool(ThreadPoolExecutor):
             self._isolates = self.alone = False
             self._until_alone = ALONE_FIRST if self.measured_alone < ALONE_SOON else ALONE_LATER
         elif self._until_alone <= 0 and self.max_running > 1 and self.isolates:
+            # Only such jobs may wait for each other, which one that runs alone then shows.
             self._isolates = self._isolates or self.waiting_share > MOSTLY_WAITS
 
     def stop(self) -> None:
@@ -485,6 +486,7 @@ class ReadPoolSizer:
         """Resize the read pool if needed; return the seconds until the next call."""
         reads, decodes = self.reads, self.decodes
         starving = bool(reads.backlog) and decodes.running < decodes.max_running
+        # Reads from the page cache hardly wait: more of them would only compete with the decoders for the GIL.
         if starving and reads.waiting_share > WAITING_SHARE:
             reads.set_max_running(reads.max_running * 2)
         elif decodes.backlog > decodes.max_threads and reads.max_running > 1:

@@ -208,6 +208,7 @@ class Schedule:
         if isinstance(sampled, BatchLists):
             yield from self._listed_plans(start, sampled)
             return
+        # Here, in the engine's thread, and not in `iter()`: a list of 100 million indices takes a second.
         permutation, seed = self.permutation(start.epoch, sampled), epoch_seed(self.seed, start.epoch)
         order = PermutedOrder(self.length, permutation)
         several = max(PLAN_BLOCK // size, 1)

@@ -345,6 +345,7 @@ class BlockingReader:
     def _read_in_turn(self, indices: Sequence[int]) -> list[Any]:
         if not machine.has_gil():
             return list(self.read_now(indices))
+        # Threads that read files at the same time pass the GIL back and forth, which costs more than the reads.
         acquired = self._turn.acquire(timeout=TURN_S)
         try:
             return list(self.read_now(indices))
