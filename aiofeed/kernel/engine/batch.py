@@ -167,7 +167,7 @@ class ReorderBuffer:
         settled = True
         for entry in islice(self.entries, self._settled, None) if room > 0 else ():
             if isinstance(entry, EpochEnds):
-                # Batches of the next epoch cannot be delivered before this one ends, and would take the room of its own.
+                # The next epoch cannot be delivered before this one ends, and would take the room of its batches.
                 if not self.in_order:
                     return
             elif not entry.decode_permit.is_set():

@@ -21,13 +21,7 @@ from aiofeed.kernel.core.validation import (
     check_positive_int,
     explain_arguments,
 )
-from aiofeed.kernel.feeder.arguments import (
-    Arguments,
-    FeederConfig,
-    Processes,
-    backend_of,
-    new_config,
-)
+from aiofeed.kernel.feeder.arguments import Arguments, FeederConfig, Processes, backend_of, new_config
 from aiofeed.kernel.feeder.iterator import FeedIterator
 from aiofeed.kernel.feeder.rules import check, facts_of
 from aiofeed.kernel.feeder.session import FeederSession, OpenEpoch, Steps
