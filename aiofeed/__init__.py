@@ -102,7 +102,6 @@ _HOMES: dict[str, dict[str, str]] = {
 _PLUGS: dict[str, str] = {
     "Augmentation": "aiofeed.media.augment",
     "BatchSamplerAdapter": "aiofeed.plans.sampler",
-    "CachedMemory": "aiofeed.resident.cached_data",
     "DataMemory": "aiofeed.resident.pipeline",
     "DeviceCache": "aiofeed.resident.device_cache",
     "DeviceGroup": "aiofeed.device_groups.scatter",

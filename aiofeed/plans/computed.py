@@ -6,7 +6,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from aiofeed.kernel.sampling.lister import Lister
 from aiofeed.kernel.sampling.order import ComputedEpoch, Int64, Permutation, drawn_from, epoch_seed, feistel
 from aiofeed.kernel.sampling.schedule import Position, Schedule
 from aiofeed.kernel.sampling.state import json_dict
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 class ComputedOrder(Lister, ABC):
@@ -125,7 +122,7 @@ class WeightedOrder(ComputedOrder):
     argument = "weights"
     differs = "other weights="
 
-    def __init__(self, weights: Sequence[float] | NDArray[Any], samples: int, seed: int) -> None:
+    def __init__(self, weights: Sequence[float] | np.ndarray[Any, Any], samples: int, seed: int) -> None:
         try:
             array = np.asarray(weights, np.float64)
         except (TypeError, ValueError) as error:

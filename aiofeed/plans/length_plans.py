@@ -11,7 +11,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -23,9 +23,6 @@ from aiofeed.kernel.sampling.order import BatchLists, Int64, epoch_seed
 from aiofeed.kernel.sampling.schedule import Position, Schedule
 from aiofeed.kernel.sampling.state import json_dict
 from aiofeed.plans.computed import ExcludingOrder, WeightedOrder
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 Lengths: TypeAlias = "Sequence[int] | Int64 | Callable[[int], int] | Literal['measure']"
 """The length of each sample, a function of its index, or "measure"."""
@@ -388,7 +385,7 @@ def check_on_oversize(plan: str, value: OnOversize) -> OnOversize:
     return value
 
 
-def starts_of(counts: NDArray[np.integer[Any]]) -> Int64:
+def starts_of(counts: np.ndarray[Any, Any]) -> Int64:
     """Return the start of each of consecutive ranges with these sizes, and the end of the last one."""
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=starts[1:])

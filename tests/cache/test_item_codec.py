@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiofeed import DiskCache, FailurePolicy, Feeder, FromDataset, HostCache, Limits
-from aiofeed.cache.item_codec import item_layout, item_parts
+from aiofeed.cache.sample_codec import item_layout, item_parts
 from aiofeed.errors import CacheError, DeviceCopyError
 from aiofeed.kernel.feeder.pipeline import StreamingPipeline
 from aiofeed.resident.device_cache import HostRows
