@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
+from bisect import bisect_right
 from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import numpy as np
 
 from aiofeed.common.blocking import run_blocking
 from aiofeed.media.frames import FrameIndex, FramePool, Span, read_index, render
-from aiofeed.objects.reader import ObjectReader, read_ranges
+from aiofeed.objects.reader import ObjectReader, read_ranges, run_all
 from aiofeed.objects.requests import ObjectInfo
 
 if TYPE_CHECKING:
@@ -81,11 +82,19 @@ class Video:
         return (await reader.read_ranges(key, [start], [end], info=self._info))[0]
 
     async def read(self, spans: Iterable[Span]) -> dict[Span, bytes]:
-        """Return the bytes of spans. Those that are close together are read by one request."""
-        (reader, key), ordered = self._arguments, list(spans)
-        starts, ends = [span.start for span in ordered], [span.end for span in ordered]
-        parts = await reader.read_ranges(key, starts, ends, info=self._info)
-        return dict(zip(ordered, parts, strict=True))
+        """Return the bytes of spans. Those side by side are one request; nothing between others is read."""
+        joined: list[tuple[int, int]] = []
+        ordered = sorted(spans, key=lambda span: span.start)
+        for span in ordered:
+            first, end = joined.pop() if joined and span.start <= joined[-1][1] else (span.start, 0)
+            joined.append((first, max(end, span.end)))
+        parts = await run_all([self._read(*each) for each in joined])
+        firsts = [first for first, _ in joined]
+        found = {}
+        for span in ordered:
+            at = bisect_right(firsts, span.start) - 1
+            found[span] = parts[at][span.start - firsts[at] : span.end - firsts[at]]
+        return found
 
 
 class Frames:

@@ -206,9 +206,9 @@ class DecodePair:
             return view
 
         with _of("mask"):
-            pixels, formats = self.image.max_pixels, (*FORMATS, *self.image.formats)
+            max_pixels, formats = self.image.max_pixels, (*FORMATS, *self.image.formats)
             picture, view = load_picture(
-                data, same_view, target=None, max_pixels=pixels, formats=formats, convert=_check_numbers
+                data, same_view, target=None, max_pixels=max_pixels, formats=formats, convert=_check_numbers
             )
             numbers = _nearest(np.asarray(picture), view, shape)
             most = np.iinfo(self.mask_dtype).max

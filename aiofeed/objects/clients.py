@@ -63,16 +63,13 @@ class StoreClient:
             ValueError: The options do not fit the store.
         """
         _runtime.enter()
-        store = self._made.get(query)
-        if store is None:
-            with self._lock:
-                store = self._made.get(query)
-                if store is None:
-                    store = self._new_store(query)
-                    if len(self._made) >= QUERIES:
-                        del self._made[next(iter(self._made))]
-                    self._made[query] = store
-        return store, self._version
+        with self._lock:
+            if query not in self._made:
+                store = self._new_store(query)
+                if len(self._made) >= QUERIES:
+                    del self._made[next(iter(self._made))]
+                self._made[query] = store
+            return self._made[query], self._version
 
     def renew(self, version: int, query: str = "") -> None:
         """Make a new store, which obtains credentials again, unless that was done since ``version``."""

@@ -24,7 +24,6 @@ from aiofeed.kernel.sources.file_io import MAX_BYTES, ReadRules, open_file, read
 from aiofeed.objects.clients import StoreClient, open_requests, shared_client
 from aiofeed.objects.hub import HubClient, at_commit
 from aiofeed.objects.requests import (
-    Fault,
     NoRangeError,
     ObjectInfo,
     RangesIgnoredError,
@@ -360,20 +359,16 @@ class ObjectReader:
             elif not fault.transient:
                 raise fault.error
             else:
-                started = started or time.monotonic()
-                most_s = RETRY_S if monitor.answered else FIRST_RETRY_S
-                if time.monotonic() - started > most_s:
+                now, most_s = time.monotonic(), RETRY_S if monitor.answered else FIRST_RETRY_S
+                started = started or now
+                if now - started > most_s:
                     raise fault.error
-                self._log(fault, most_s)
+                if now - self._logged_at > LOG_EVERY_S:
+                    self._logged_at = now
+                    log.warning("sent again for up to %.0f s: %s", most_s, fault.error)
                 failures += 1
                 await asyncio.sleep(backoff_s(failures, self._jitter))
             monitor.retries += 1
-
-    def _log(self, fault: Fault, most_s: float) -> None:
-        now = time.monotonic()
-        if now - self._logged_at > LOG_EVERY_S:
-            self._logged_at = now
-            log.warning("sent again for up to %.0f s: %s", most_s, fault.error)
 
     def _monitor(self) -> RequestMonitor:
         """Return the monitor of the running loop; that of a loop that is closed goes on with another one."""

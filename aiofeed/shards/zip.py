@@ -9,7 +9,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_expanded, explain_arguments
@@ -137,7 +137,7 @@ class ZipShards(FieldShards):
     """
 
     _in_thread = True
-    rules = IndexRules("zip 2", scan_zip, streams=False)
+    rules: ClassVar[IndexRules] = IndexRules("zip 2", scan_zip, streams=False)
     default_to_target = int
 
     def _unpack(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> dict[str, bytes]:

@@ -65,7 +65,8 @@ class TableFile:
     """
 
     def __init__(self, path: str, format: str | None, store: Any, options: Mapping[str, Any] | None) -> None:
-        self.store, self.options = store, options
+        self.store: Any = store
+        self.options: Mapping[str, Any] | None = options
         base, key = split_url(check_path(path))
         self.is_local: bool = not base and (store is None or scheme_of(path) == "file")
         stem, suffix = os.path.splitext(key.lower())
