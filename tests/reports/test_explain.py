@@ -21,11 +21,10 @@ import torch
 import aiofeed
 from aiofeed import Feeder, FromDataset, Limits, Table, Tensors
 from aiofeed.kernel.core.statistics import EpochStats
-from aiofeed.kernel.feeder.arguments import allows
 from aiofeed.kernel.runtime import machine
 from aiofeed.reports.bottleneck import FeedMeasurements, all_allowed
 from aiofeed.reports.explanation import RankTimes
-from aiofeed.reports.feeder import compare, figures_of, measurements
+from aiofeed.reports.feeder import allows, compare, figures_of, measurements
 from aiofeed.reports.remedies import explain
 from benchmarks import explain as plants
 from benchmarks.explain import PLANTS, Items, Numbers
@@ -488,16 +487,16 @@ def test_an_option_is_advised_if_the_feeder_would_accept_it(options: dict[str, A
     given = {"batch_size": 4} | options
     with Feeder(given.pop("source")(), **given) as feeder:
         next(iter(feeder))
-        allows = measurements(feeder._session).allows
+        may = measurements(feeder._session).allows
         for option in OPTIONS:
-            assert allows(**option) == is_accepted(options | option), option
+            assert may(**option) == is_accepted(options | option), option
 
 
 def test_what_a_feeder_refuses_is_not_advised() -> None:
     """Another order of batches on the ranks of a mesh that get the same ones; a window over a source in one piece."""
     config: Any = SimpleNamespace(facts={"a mesh with other dimensions"})
-    assert not allows(config, in_order=False)
-    assert allows(config, shuffle="window")
+    assert not allows(config, {}, in_order=False)
+    assert allows(config, {}, shuffle="window")
     uneven = heavy_decode(jobs=100, jobs_samples=400, jobs_s=10.0, jobs_square_s=5.0, decode_s=4.0)
     for in_order in (True, "fixed"):
         found = explain(measured(uneven, allows=lambda **_: False, in_order=in_order))
@@ -509,7 +508,7 @@ def test_what_a_feeder_refuses_is_not_advised() -> None:
         next(iter(feeder))
         session = feeder._session
         assert measurements(session).in_order is True
-        session.allows = lambda **_: False
+        session.answers[repr({"in_order": False})] = False
         assert measurements(session).in_order == "fixed"
 
 
