@@ -7,7 +7,9 @@ import signal
 import pytest
 
 import aiofeed
-from aiofeed.common import cache_folder, progress_bar
+from aiofeed.common import cache_folder as folder_module
+from aiofeed.common import progress_bar
+from aiofeed.common.cache_folder import cache_folder
 from aiofeed.objects import reader
 from aiofeed.objects.clients import open_requests
 from aiofeed.objects.listing import list_objects
@@ -204,8 +206,8 @@ def test_default_folder_of_the_cache(monkeypatch):
     """Without $AIOFEED_CACHE, caches are in the cache folder of the platform."""
     monkeypatch.delenv("AIOFEED_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    monkeypatch.setattr(cache_folder.sys, "platform", "linux")
-    assert str(cache_folder.cache_folder()) == "/caches/aiofeed"
+    monkeypatch.setattr(folder_module.sys, "platform", "linux")
+    assert str(cache_folder()) == "/caches/aiofeed"
 
 
 def test_without_a_home_nothing_is_cached(monkeypatch, server, caplog):
@@ -216,8 +218,8 @@ def test_without_a_home_nothing_is_cached(monkeypatch, server, caplog):
 
     monkeypatch.delenv("AIOFEED_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(cache_folder.Path, "home", home)
-    cache_folder._warn_without_home.cache_clear()
+    monkeypatch.setattr(folder_module.Path, "home", home)
+    folder_module._warn_without_home.cache_clear()
     server.objects.update({f"bucket/train/ant/{number}.jpg": b"" for number in range(3)})
     for _ in range(2):
         assert len(aiofeed.ImageFolder("s3://bucket/train", options=server.options)) == 3
