@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset, random_split
 import aiofeed
 from aiofeed import DiskCache, EncodedCache, Feeder, Files, FromDataset, Mixture, Table, TarShards, Tensors, Tokens
 from aiofeed.errors import DeviceCopyError, StateError
-from aiofeed.kernel.feeder.session import _data_in_memory
+from aiofeed.kernel.feeder.session import _new_memory
 from aiofeed.kernel.sources.subset import Subset
 from tests.support.fault_server import FaultServer
 from tests.support.shard_files import members_of, numbered, write_tar
@@ -126,7 +126,7 @@ def test_rows_are_gathered_as_those_of_the_whole(name: str, device: Any, tmp_pat
     assert epoch(source[PICKED], **options) == epoch(source, sampler=wrapped(PICKED), **options)
     for each in (source, source[PICKED]):
         with Feeder(each, batch_size=3) as feeder:
-            assert _data_in_memory(feeder._config) is not None
+            assert _new_memory(feeder._config) is not None
 
 
 def test_only_the_part_of_tensors_is_copied_to_a_device() -> None:
