@@ -48,7 +48,7 @@ def test_a_folder_of_files(tmp_path):
         (tmp_path / "train" / key).write_bytes(key.encode())
     found = list_objects(ObjectReader(str(tmp_path / "train")))
     assert (list(found.keys), found.sizes.tolist()) == (KEYS, [len(key) for key in KEYS])
-    assert not cache_folder.cache_folder().exists()
+    assert not cache_folder().exists()
 
 
 def test_a_flat_bucket(server):
