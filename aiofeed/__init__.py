@@ -102,8 +102,7 @@ _HOMES: dict[str, dict[str, str]] = {
 _PLUGS: dict[str, str] = {
     "Augmentation": "aiofeed.media.augment",
     "BatchSamplerAdapter": "aiofeed.plans.sampler",
-    "CachedMemory": "aiofeed.resident.cached_data",
-    "DataMemory": "aiofeed.resident.data_memory",
+    "DataMemory": "aiofeed.resident.pipeline",
     "DeviceCache": "aiofeed.resident.device_cache",
     "DeviceGroup": "aiofeed.device_groups.scatter",
     "ExcludingOrder": "aiofeed.plans.computed",
@@ -121,6 +120,8 @@ _PLUGS: dict[str, str] = {
     "WeightedOrder": "aiofeed.plans.computed",
     "WindowOrder": "aiofeed.plans.computed",
     "check_picklable": "aiofeed.workers.spawn",
+    "decode_kept": "aiofeed.media.pictures.kept",
+    "decode_plain": "aiofeed.media.pictures.plain",
     "dataset_pipeline": "aiofeed.resident.dataset_windows",
     "explain_attached": "aiofeed.reports.remedies",
     "explain_feeder": "aiofeed.reports.feeder",
@@ -134,10 +135,12 @@ _PLUGS: dict[str, str] = {
     "path_of_url": "aiofeed.objects.urls",
     "rank_in_mesh": "aiofeed.plans.mesh",
     "redacted": "aiofeed.objects.urls",
+    "required_simplejpeg_decoder": "aiofeed.media.pictures.plain",
     "samples_at": "aiofeed.reports.step_samples",
     "sequence_part": "aiofeed.plans.mesh",
     "tensors_of": "aiofeed.resident.tensors",
     "with_static_outputs": "aiofeed.device_groups.static_output",
+    "ways_for_feeder": "aiofeed.loader.feeder_arguments",
     "write_timeline": "aiofeed.reports.timeline",
 }
 _MODULES = {name: module for names in _HOMES.values() for name, module in names.items()}

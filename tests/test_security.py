@@ -254,7 +254,7 @@ def test_decoding_starts_no_program_and_touches_no_file(tmp_path: Path) -> None:
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "import torch\n"
         "from PIL import Image\n"
-        "from aiofeed import DecodeImage\n"
+        "from aiofeed.kernel.decoders.image import DecodeImage\n"
         "Image.init()\n"
         "decode, seen, on = DecodeImage(4), set(), False\n"
         f"samples = [bytes.fromhex(each) for each in json.load(open({str(tmp_path / 'samples')!r}))]\n"

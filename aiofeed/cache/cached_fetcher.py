@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from aiofeed.cache.decoder_codec import SampleCodec
-from aiofeed.cache.item_codec import build_item
 from aiofeed.cache.layout import RECORDS, ItemLayout, Layout, NotCacheableError, Parts, pack_record
+from aiofeed.cache.sample_codec import SampleCodec, build_item
 from aiofeed.cache.store import SampleStore
 from aiofeed.kernel.core.errors import CacheError, FeedError, SampleError
 from aiofeed.kernel.core.limits import ResolvedLimits

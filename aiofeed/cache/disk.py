@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.item_codec import deserialized, new_codec, serialized
 from aiofeed.cache.layout import RECORDS, ItemLayout, Layout, NotCacheableError, Parts, other_structure, unpack_record
+from aiofeed.cache.sample_codec import deserialized, new_codec, serialized
 from aiofeed.cache.store import EMPTY, RECORD, SampleStore
 from aiofeed.common.fingerprint import dataset_identity, identity
 from aiofeed.kernel.core.errors import CacheError

@@ -208,13 +208,7 @@ class CacheFile:
         self._records_end = min(described.get("max_bytes") or 1 << 43, 1 << 43)
 
     def create(
-        self,
-        samples: int,
-        source: str,
-        decoder: str,
-        layout: Layout,
-        max_bytes: int | None,
-        claimed: int | None = None,
+        self, samples: int, source: str, decoder: str, layout: Layout, max_bytes: int | None, claimed: int | None = None
     ) -> Description:
         """Write the header and allocate all disk space, inside ``locked``. Returns the description.
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.item_codec import new_codec
 from aiofeed.cache.layout import UNIT, Layout
+from aiofeed.cache.sample_codec import new_codec
 from aiofeed.cache.store import EMPTY, PENDING, WRITING, SampleStore, record_slot, units_of
 from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.kernel.core.types import public

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.item_codec import value_of
 from aiofeed.cache.layout import RECORDS, UNIT, Layout, NotCacheableError, Parts, pack, pack_record
+from aiofeed.cache.sample_codec import value_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

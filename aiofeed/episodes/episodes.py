@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from aiofeed.common.blocking import run_blocking
+from aiofeed.common.grouped_source import GroupedSource
 from aiofeed.episodes.lerobot import describe
 from aiofeed.episodes.moments import Moments
 from aiofeed.episodes.videos import Frames, read_frames
@@ -18,7 +19,7 @@ from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import Collate, Traits, public
 from aiofeed.kernel.core.validation import check_int_from, check_positive_int, explain_arguments
 from aiofeed.kernel.runtime.machine import free_memory
-from aiofeed.kernel.sources.subset import GroupedSource, Indices
+from aiofeed.kernel.sources.subset import Indices
 from aiofeed.media.container import import_av
 from aiofeed.media.frames import FramePool
 from aiofeed.objects.reader import ObjectReader, statistics_of

@@ -145,8 +145,7 @@ class DecodeAudio:
 
     def _mixed(self, sound: NDArray[np.float32]) -> NDArray[np.float32]:
         if self.channels == 1:
-            mean: NDArray[np.float32] = sound.mean(axis=0, keepdims=True)
-            return mean
+            return sound.mean(axis=0, keepdims=True)  # type: ignore[no-any-return]
         if len(sound) not in (1, self.channels):
             raise ValueError(
                 f"the file has {len(sound)} channels, not {self.channels}: pass channels=1 to DecodeAudio for the mean"

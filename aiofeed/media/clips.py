@@ -14,22 +14,15 @@ import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from aiofeed.kernel.core.random_numbers import SplitMix64, seed_from
-from aiofeed.kernel.core.types import Row, Source, public
+from aiofeed.kernel.core.types import Row, Source, public, traits_of
 from aiofeed.kernel.core.validation import check_positive_int, explain_arguments
-from aiofeed.media.container import (
-    KNOWN_OPTIONS,
-    SKIPPING,
-    Media,
-    colours,
-    import_av,
-    open_media,
-    packets_of,
-)
+from aiofeed.kernel.feeder.arguments import adopt_source
+from aiofeed.media.container import KNOWN_OPTIONS, SKIPPING, Media, colours, import_av, open_media, packets_of
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +70,6 @@ class Clips:
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
 
-    decodes_source: ClassVar[bool] = True
     source: Source[Any]
     frames: int
     stride: int = 1
@@ -89,6 +81,17 @@ class Clips:
         if isinstance(self.source, str | os.PathLike | list | tuple):
             raise TypeError(f"Clips takes a source of encoded videos, aiofeed.Files(paths), got {self.source!r}")
         object.__setattr__(self, "decoder", ClipDecoder(self.frames, self.stride, self.per_video, self.size))
+
+    def _unpacked(self, decode: object) -> tuple[Any, ClipDecoder]:
+        """Return the source of the videos and their decoder, for a ``Feeder``."""
+        if decode is not None:
+            raise TypeError("Clips decode videos themselves, so decode= makes no sense; transform= gets each batch")
+        if traits_of(adopt_source(self.source)).decode == "none":
+            raise TypeError(
+                f"Clips takes a source of encoded videos, such as aiofeed.Files(paths), got {self.source!r}, whose "
+                f"items are decoded already"
+            )
+        return self.source, self.decoder
 
 
 class ClipDecoder:
@@ -105,12 +108,9 @@ class ClipDecoder:
         import_av()
         self._arguments = frames, stride, per_video, size
         self.takes_seed: bool = per_video == "random"
-        if isinstance(per_video, str):
-            if not self.takes_seed:
-                raise ValueError(f'Clips(per_video=...) must be "random" or a number of clips, got {per_video!r}')
-            self._clips = 1
-        else:
-            self._clips = check_positive_int("Clips(per_video=...)", per_video)
+        if isinstance(per_video, str) and not self.takes_seed:
+            raise ValueError(f'Clips(per_video=...) must be "random" or a number of clips, got {per_video!r}')
+        self._clips = 1 if self.takes_seed else check_positive_int("Clips(per_video=...)", per_video)
         count, step = check_positive_int("Clips(frames=...)", frames), check_positive_int("Clips(stride=...)", stride)
         self._offsets = np.arange(count) * step
         pair = size if isinstance(size, tuple | list) else (size, size)

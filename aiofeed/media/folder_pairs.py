@@ -63,11 +63,8 @@ class FolderPairs(Files):
             raise TypeError(f"FolderPairs(boxes=) must be a dict of boxes by the path of the image, got {boxes!r}")
         check_bool("follow_symlinks", follow_symlinks)
         root = os.fspath(images)
-        sizes: dict[str, int] = {}
-        found, beside = (
-            _by_name(os.fspath(folder), endings, follow_symlinks, options, refresh, sizes)
-            for folder, endings in ((images, EXTENSIONS), (masks, MASK_EXTENSIONS))
-        )
+        found, sizes = _by_name(root, EXTENSIONS, follow_symlinks, options, refresh)
+        beside, more = _by_name(os.fspath(masks), MASK_EXTENSIONS, follow_symlinks, options, refresh)
         for names, problem in (
             (found.keys() - beside.keys(), "images without a mask"),
             (beside.keys() - found.keys(), "masks without an image"),
@@ -86,33 +83,25 @@ class FolderPairs(Files):
                 raise ValueError(f"FolderPairs(boxes=) has no boxes of {_listed('images', missing)}; pass [] for none")
             each = [boxes[paths[name]] for name in self.names]
             targets = [target if isinstance(target, Mapping) else {"boxes": target} for target in each]
-        super().__init__(
-            [(found[name], beside[name]) for name in self.names],
-            targets,
-            follow_symlinks=follow_symlinks,
-            max_bytes=max_bytes,
-            options=options,
-        )
+        pairs = [(found[name], beside[name]) for name in self.names]
+        super().__init__(pairs, targets, follow_symlinks=follow_symlinks, max_bytes=max_bytes, options=options)
         if self._objects is not None:
+            sizes |= more
             self._objects.sizes = [sizes[path] for name in self.names for path in (found[name], beside[name])]
 
 
 def _by_name(
-    root: str,
-    endings: Sequence[str],
-    follow_symlinks: bool,
-    options: Mapping[str, Any] | None,
-    refresh: bool,
-    sizes: dict[str, int],
-) -> dict[str, str]:
+    root: str, endings: Sequence[str], follow_symlinks: bool, options: Mapping[str, Any] | None, refresh: bool
+) -> tuple[dict[str, str], dict[str, int]]:
     """Return the path of each image of a folder by its path below the folder, with ``/`` and without the extension.
 
-    Add the sizes of images at a URL to ``sizes``, by their URLs.
+    Also return the sizes of images at a URL, by their URLs.
     """
+    sizes: dict[str, int] = {}
     if (folder := local_path(root)) is None:
         images: dict[str, tuple[str, int]] = _load_addon("images_at", "a URL")(root, endings, options, refresh)
         found = {key: url for key, (url, _) in images.items()}
-        sizes.update(images.values())
+        sizes = dict(images.values())
     else:
         root = check_path(folder)
         if not os.path.isdir(root):
@@ -130,7 +119,7 @@ def _by_name(
                 f"only, so that their pairs are ambiguous: pass Files([(image, mask), ...])"
             )
         by_name[name] = found[path]
-    return by_name
+    return by_name, sizes
 
 
 def _listed(what: str, names: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -122,8 +122,7 @@ class FrameIndex:
 
     def _group(self, key: int) -> list[int]:
         """Return the first frame of the group of a key frame, and that of the next one."""
-        bounds: list[int] = np.searchsorted(self.keys, [key, key + 1]).tolist()
-        return bounds
+        return np.searchsorted(self.keys, [key, key + 1]).tolist()  # type: ignore[no-any-return]
 
     def earlier(self, span: Span, back: int) -> Span:
         """Return the span from ``back`` key frames before its own on."""
@@ -161,7 +160,7 @@ class FrameIndex:
                 for frame in context.decode(None):  # those that wait for frames before them in the order of display
                     found[frame.pts] = frame
         except av.FFmpegError as error:
-            _local.decoders.clear()
+            _local.decoders.cache_clear()
             raise ValueError(f"the video is damaged: {error.strerror}") from error
         context.flush_buffers()
         if not wanted <= found.keys():
@@ -172,20 +171,17 @@ class FrameIndex:
 
 def _decoder(kind: tuple[Any, ...]) -> Any:
     """Return the open decoder of this thread for a kind of stream. Each decodes in the thread itself."""
-    try:
-        decoders: OrderedDict[Any, Any] = _local.decoders
-    except AttributeError:
-        decoders = _local.decoders = OrderedDict()
-    context = decoders.get(kind)
-    if context is None:
-        context = import_av().CodecContext.create(kind[0], "r")
-        context.thread_count = 1
-        for name, value in kind[1:]:
-            if value is not None:
-                setattr(context, name, value)
-        decoders[kind] = context
-        if len(decoders) > DECODERS:
-            decoders.popitem(last=False)
+    if not hasattr(_local, "decoders"):
+        _local.decoders = lru_cache(DECODERS)(_new_decoder)
+    return _local.decoders(kind)
+
+
+def _new_decoder(kind: tuple[Any, ...]) -> Any:
+    context = import_av().CodecContext.create(kind[0], "r")
+    context.thread_count = 1
+    for name, value in kind[1:]:
+        if value is not None:
+            setattr(context, name, value)
     return context
 
 

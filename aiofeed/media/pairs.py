@@ -34,9 +34,7 @@ _NOTHING: Any = object()
 _WAYS = {
     "mask": "a sample with two files has a mask: Files([(image, mask), ...]), FolderPairs(images, masks)",
     "boxes": 'the target has them: FolderPairs(..., boxes=...), or Files(paths, targets=[{"boxes": ...}, ...])',
-    "size": "it is an argument of the DecodeImage, which comes first",
-    "crop": "it is an argument of the DecodeImage, which comes first",
-    "flip": "it is an argument of the DecodeImage, which comes first",
+    **dict.fromkeys(("size", "crop", "flip"), "it is an argument of the DecodeImage, which comes first"),
 }
 
 
@@ -208,13 +206,9 @@ class DecodePair:
             return view
 
         with _of("mask"):
+            max_pixels, formats = self.image.max_pixels, (*FORMATS, *self.image.formats)
             picture, view = load_picture(
-                data,
-                same_view,
-                target=None,
-                max_pixels=self.image.max_pixels,
-                formats=(*FORMATS, *self.image.formats),
-                convert=_check_numbers,
+                data, same_view, target=None, max_pixels=max_pixels, formats=formats, convert=_check_numbers
             )
             numbers = _nearest(np.asarray(picture), view, shape)
             most = np.iinfo(self.mask_dtype).max

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal, TypeAlias
 
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import Members, Source, Traits, public, traits_of
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, counted, explain_arguments
+from aiofeed.kernel.sampling.trail import digest
 from aiofeed.kernel.sources.dataset import FromDataset, MapDataset, is_iterable_dataset, is_map_dataset
 from aiofeed.kernel.sources.parts import Parts, in_order
 from aiofeed.kernel.sources.subset import fingerprint_of, kind_of
-from aiofeed.mixtures.mixture_order import (
-    ChangingShares,
-    ConstantShares,
-    Interleaving,
-    MixtureOrder,
-    ShareBlocks,
-    Shares,
-)
+from aiofeed.mixtures.mixture_order import ChangingShares, ConstantShares, Interleaving, MixtureOrder, ShareBlocks
 
 Weights: TypeAlias = "Mapping[str, float] | Sequence[float]"
 Until: TypeAlias = 'Literal["all", "first"] | int'
@@ -108,7 +101,7 @@ class Mixture:
     def order(self, seed: int, *, shuffle: bool) -> MixtureOrder:
         """Return the order of a feeder's epochs."""
         blocks = ShareBlocks(self._length)
-        shares: Shares
+        shares: ConstantShares | ChangingShares
         if self._function is None:
             shares = ConstantShares(self._weights)
         else:
@@ -206,14 +199,30 @@ def _combined(sources: Mapping[str, Any], names: bool) -> CombinedSource | Combi
     return CombinedDatasets(datasets, names)
 
 
-class CombinedSource:
-    """Sources of bytes as one."""
+class _Combined:
+    """Sources whose samples are numbered one source after the other."""
 
     def __init__(self, sources: Mapping[str, Any], names: bool) -> None:
-        self.sources: dict[str, Any] = dict(sources)
         self._names, self._sources = list(sources), list(sources.values())
         self._parts = Parts(map(len, self._sources))
         self._adds_names = names
+
+    def __len__(self) -> int:
+        """Return the number of samples of all sources."""
+        return len(self._parts)
+
+    def key(self, index: int, /) -> str:
+        """Return the name of the source, and the sample's key in it."""
+        number, local = self._parts.find(index)
+        return f"{self._names[number]}: {self._sources[number].key(local)}"
+
+
+class CombinedSource(_Combined):
+    """Sources of bytes as one."""
+
+    def __init__(self, sources: Mapping[str, Any], names: bool) -> None:
+        super().__init__(sources, names)
+        self.sources: dict[str, Any] = dict(sources)
         traits = {traits_of(source).decode for source in self._sources}
         if len(traits) > 1:
             raise TypeError(f"Mixture: {self._sources} differ in whether samples are decoded by decode=")
@@ -230,21 +239,12 @@ class CombinedSource:
         if all(Members.of(source).version for source in self._sources):
             self.version: Callable[[int], str] = self._version
 
-    def __len__(self) -> int:
-        """Return the number of samples of all sources."""
-        return len(self._parts)
-
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self._names)})"
 
     def fingerprint(self) -> str:
         """Identifies all sources, with their names."""
-        return _digest(f"{name}={fingerprint_of(source, len(source))}" for name, source in self.sources.items())
-
-    def key(self, index: int, /) -> str:
-        """Return the name of the source, and the sample's key in it."""
-        number, local = self._parts.find(index)
-        return f"{self._names[number]}: {self._sources[number].key(local)}"
+        return digest(*[f"{name}={fingerprint_of(source, len(source))}" for name, source in self.sources.items()])
 
     def _version(self, index: int, /) -> str:
         number, local = self._parts.find(index)
@@ -315,7 +315,7 @@ class CombinedDatasets(FromDataset):
             self._items,
             threads=min(part.threads for part in parts.values()),
             setup=CombinedDataset.set_up,
-            fingerprint=None if None in given.values() else _digest(f"{name}={own}" for name, own in given.items()),
+            fingerprint=None if None in given.values() else digest(*[f"{name}={own}" for name, own in given.items()]),
         )
 
     def key(self, index: int, /) -> str:
@@ -323,25 +323,14 @@ class CombinedDatasets(FromDataset):
         return self._items.key(index)
 
 
-class CombinedDataset:
+class CombinedDataset(_Combined):
     """The items of several datasets."""
 
     def __init__(self, datasets: Mapping[str, FromDataset], names: bool) -> None:
         self.datasets: dict[str, MapDataset[Any]] = {name: source.dataset for name, source in datasets.items()}
-        self._sources, self._names = list(datasets.values()), list(datasets)
-        self._parts = Parts(map(len, self._sources))
-        self._adds_names = names
+        super().__init__(datasets, names)
         if any(hasattr(source.dataset, "__getitems__") for source in self._sources):
             self.__getitems__: Callable[[Sequence[int]], list[Any]] = self._items
-
-    def __len__(self) -> int:
-        """Return the number of samples of all datasets."""
-        return len(self._parts)
-
-    def key(self, index: int) -> str:
-        """Return the name of the dataset, and the item's key in it."""
-        number, local = self._parts.find(index)
-        return f"{self._names[number]}: {self._sources[number].key(local)}"
 
     def set_up(self) -> None:
         """Call the ``setup`` hooks of the parts in this thread."""
@@ -360,10 +349,6 @@ class CombinedDataset:
                 (places, [_with_name(item, self._names[number]) for item in items] if self._adds_names else items)
             )
         return in_order(len(indices), found)
-
-
-def _digest(lines: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _with_name(item: Any, name: str) -> Any:

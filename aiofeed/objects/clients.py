@@ -42,7 +42,7 @@ class StoreClient:
     def __init__(self, root: str, options: Mapping[str, Any], store: Any = None) -> None:
         self.root = root
         self.options: dict[str, Any] = dict(options)
-        self._given = store
+        self.given = store
         # Whether the server has sent a whole object in place of a part.
         self.ignores_ranges = False
         self._made: dict[str, Any] = {}
@@ -51,12 +51,9 @@ class StoreClient:
         self._version = 0
         self._lock = threading.Lock()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Leave out the store that was made here: another process makes its own."""
-        return {name: self.__dict__[name] for name in ("root", "options", "_given")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["root"], state["options"], state["_given"])  # type: ignore[misc]
+        return type(self), (self.root, self.options, self.given)
 
     def store(self, query: str = "") -> tuple[Any, int]:
         """Return the store for the URLs with a query, and its version for ``renew``.
@@ -66,16 +63,13 @@ class StoreClient:
             ValueError: The options do not fit the store.
         """
         _runtime.enter()
-        store = self._made.get(query)
-        if store is None:
-            with self._lock:
-                store = self._made.get(query)
-                if store is None:
-                    store = self._new_store(query)
-                    if len(self._made) >= QUERIES:
-                        del self._made[next(iter(self._made))]
-                    self._made[query] = store
-        return store, self._version
+        with self._lock:
+            if query not in self._made:
+                store = self._new_store(query)
+                if len(self._made) >= QUERIES:
+                    del self._made[next(iter(self._made))]
+                self._made[query] = store
+            return self._made[query], self._version
 
     def renew(self, version: int, query: str = "") -> None:
         """Make a new store, which obtains credentials again, unless that was done since ``version``."""
@@ -87,42 +81,34 @@ class StoreClient:
     @property
     def is_outdated(self) -> bool:
         """Whether the environment, or the AWS configuration files, have changed since the store was made."""
-        return self._given is None and self._surroundings != _surroundings(self.root, self.options)
-
-    @property
-    def is_given(self) -> bool:
-        """Whether the store was given."""
-        return self._given is not None
+        return self.given is None and self._surroundings != _surroundings(self.root, self.options)
 
     def endpoint(self) -> str | None:
         """Return the server of this store, without credentials; ``None`` for a given store in memory or in a folder."""
-        config = self.options if self._given is None else getattr(self._given, "config", None)
+        config = self.options if self.given is None else getattr(self.given, "config", None)
         if config is None:
             return None
         account = config.get("account_name", os.environ.get("AZURE_STORAGE_ACCOUNT_NAME"))
-        return redacted(f"{_endpoint(config)} {account} {getattr(self._given, 'prefix', None)}")
+        return redacted(f"{_endpoint(config)} {account} {getattr(self.given, 'prefix', None)}")
 
     def redact(self, text: str, query: str = "") -> str:
         """Return a text without credentials, also without those in a query."""
-        arguments = getattr(self._given, "__getnewargs_ex__", None)
+        arguments = getattr(self.given, "__getnewargs_ex__", None)
         of_store = {} if arguments is None else arguments()[1]
         return redacted(text, secrets_of(f"{self.root}?{query}", {"store": of_store, **self.options}))
 
     def _new_store(self, query: str) -> Any:
-        if self._given is not None:
-            arguments = getattr(self._given, "__getnewargs_ex__", None)
+        if self.given is not None:
+            arguments = getattr(self.given, "__getnewargs_ex__", None)
             if not self._version or arguments is None:  # a MemoryStore cannot be made again
-                return self._given
+                return self.given
             args, kwargs = arguments()
-            return type(self._given)(*args, **kwargs)
+            return type(self.given)(*args, **kwargs)
         self._surroundings = _surroundings(self.root, self.options)
         stores = importlib.import_module("obstore.store")
         scheme = self.root.partition("://")[0]
-        options = {
-            "retry_config": {"max_retries": 0},
-            **(_aws_profile(self.options) if scheme == "s3" else {}),
-            **self.options,
-        }
+        profile = _aws_profile(self.options) if scheme == "s3" else {}
+        options = {"retry_config": {"max_retries": 0}, **profile, **self.options}
         client = {**TIMEOUTS, **options.pop("client_options", {})}
         # The user has written http:// here; obstore would refuse it.
         if scheme == "http" or str(_endpoint(options)).startswith("http://"):
@@ -146,7 +132,7 @@ def shared_client(kind: type[StoreClient], root: str, options: Mapping[str, Any]
     """
     if store is not None:
         return kind(root, options, store)
-    if root and not _is_installed():
+    if root and importlib.util.find_spec("obstore") is None:
         raise ImportError(_INSTALL)
     key = root, repr((sorted(options.items()), _surroundings(root, options)))
     with _clients_lock:
@@ -160,13 +146,6 @@ _clients: WeakValueDictionary[tuple[str, str], StoreClient] = WeakValueDictionar
 _clients_lock = threading.Lock()
 
 
-def _is_installed() -> bool:
-    try:
-        return importlib.util.find_spec("obstore") is not None
-    except ValueError:  # it is in sys.modules, but not a package
-        return False
-
-
 def _endpoint(options: Mapping[str, Any]) -> Any:
     names = (
         *("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url", "aws_endpoint_url_s3"),
@@ -177,20 +156,14 @@ def _endpoint(options: Mapping[str, Any]) -> Any:
     return next((config[name] for name in names if name in config), environment)
 
 
-# Settings of an AWS profile with the options of the same meaning, and the options that exclude them. A key does not go
-# with the token of another, so all of the credentials are taken or none.
-_PROFILE = (
-    (
-        {
-            "aws_access_key_id": "access_key_id",
-            "aws_secret_access_key": "secret_access_key",
-            "aws_session_token": "token",
-        },
-        {"access_key_id", "credential_provider", "skip_signature"},
-    ),
-    ({"region": "region"}, {"region", "default_region"}),
-    ({"endpoint_url": "endpoint"}, {"endpoint", "endpoint_url", "endpoint_url_s3"}),
-)
+# Settings of an AWS profile, which are names of options, too, and the options that exclude them. A key does not go with
+# the token of another, so all of the credentials are taken or none.
+_KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+_PROFILE: dict[tuple[str, ...], set[str]] = {
+    _KEYS: {"access_key_id", "credential_provider", "skip_signature"},
+    ("region",): {"region", "default_region"},
+    ("endpoint_url",): {"endpoint", "endpoint_url", "endpoint_url_s3"},
+}
 
 
 def _aws_profile(options: Mapping[str, Any]) -> dict[str, str]:
@@ -205,13 +178,8 @@ def _aws_profile(options: Mapping[str, Any]) -> dict[str, str]:
         found.update(parser[section] if parser.has_section(section) else {})
     environment = [name for name in os.environ if name.startswith("AWS_")]
     given = {name.lower().removeprefix("aws_") for name in (*options, *options.get("config", {}), *environment)}
-    return {
-        option: found[name]
-        for settings, excluded_by in _PROFILE
-        if not given & excluded_by
-        for name, option in settings.items()
-        if name in found
-    }
+    allowed = [name for settings, excluded_by in _PROFILE.items() if not given & excluded_by for name in settings]
+    return {name: found[name] for name in allowed if name in found}
 
 
 # Environment variables, in capital letters, that obstore or its HTTP client read; the prefixes of the stores first.

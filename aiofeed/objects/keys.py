@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -41,11 +41,7 @@ class PackedSequence(Sequence[ValueT]):
         """Return the number of values."""
         return len(self._at) - 1
 
-    @overload
-    def __getitem__(self, index: int, /) -> ValueT: ...
-    @overload
-    def __getitem__(self, index: slice, /) -> list[ValueT]: ...
-    def __getitem__(self, index: int | slice, /) -> ValueT | list[ValueT]:
+    def __getitem__(self, index: Any, /) -> Any:
         """Return a value, or a list of values."""
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
@@ -54,9 +50,6 @@ class PackedSequence(Sequence[ValueT]):
         if not 0 <= index < len(self._at) - 1:  # without a call of __len__
             raise IndexError(f"there are {len(self)} values")
         return self._value(self._bytes[self._at[index] : self._at[index + 1]])
-
-    def __iter__(self) -> Iterator[ValueT]:
-        return (self[at] for at in range(len(self)))
 
     @abstractmethod
     def _value(self, data: memoryview) -> ValueT:

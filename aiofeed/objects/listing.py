@@ -142,14 +142,8 @@ def _joined(parts: list[_Part]) -> Listing:
 def listing_file(listing: Listing, url: str) -> list[bytes | memoryview]:
     """Return the parts of the file of a listing."""
     keys = listing.keys
-    header = {
-        "version": _VERSION,
-        "url": url,
-        "etag": listing.etag,
-        "listed_at": listing.listed_at,
-        "objects": len(keys),
-        "key_bytes": len(keys.data),
-    }
+    header: dict[str, Any] = {"version": _VERSION, "url": url, "etag": listing.etag, "listed_at": listing.listed_at}
+    header |= {"objects": len(keys), "key_bytes": len(keys.data)}
     line = json.dumps(header).encode()
     arrays: list[Any] = [keys.offsets, listing.sizes, keys.data]
     padded = line + b" " * (-(len(line) + 1) % _ALIGN) + b"\n"

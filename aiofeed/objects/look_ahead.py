@@ -12,6 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -113,10 +114,9 @@ class _UpcomingSamples:
         for index, shard in zip(plan.indices, shards, strict=True):
             sample = self.samples.get(index)
             if sample is None:
-                sample = self.samples[index] = _Sample(index)
+                sample = self.samples[index] = _Sample(index, shard)
                 nbytes += self._source.nbytes(index)
                 self._groups.setdefault(shard, []).append(sample)
-                sample.shard = shard
             sample.uses += 1
         return nbytes
 
@@ -160,14 +160,12 @@ class _UpcomingSamples:
 _UNREAD: Any = object()
 
 
+@dataclass(eq=False, slots=True)
 class _Sample:
     """A sample that is noted: how many plans need it, the task that reads it, and its value."""
 
-    __slots__ = ("index", "read", "shard", "uses", "value")
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.shard = 0
-        self.uses = 0
-        self.read: asyncio.Task[None] | None = None
-        self.value: Any = _UNREAD
+    index: int
+    shard: int = 0
+    uses: int = 0
+    read: asyncio.Task[None] | None = None
+    value: Any = _UNREAD

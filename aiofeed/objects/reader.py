@@ -6,23 +6,24 @@ import asyncio
 import contextlib
 import functools
 import importlib
+import io
 import logging
 import os
 import random
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from aiofeed.kernel.core.failure_policy import backoff_s
 from aiofeed.kernel.core.statistics import StorageStatistics
-from aiofeed.kernel.sources.file_io import MAX_BYTES, ReadRules, open_file, read_file, read_range, too_large
+from aiofeed.kernel.sources.file_io import MAX_BYTES, ReadRules, open_file, read_file, too_large
 from aiofeed.objects.clients import StoreClient, open_requests, shared_client
 from aiofeed.objects.hub import HubClient, at_commit
 from aiofeed.objects.requests import (
-    Fault,
     NoRangeError,
     ObjectInfo,
     RangesIgnoredError,
@@ -59,10 +60,8 @@ FIRST_RETRY_S = 3.0
 LOG_EVERY_S = 10.0
 PAGE = 1000
 # Values of Content-Encoding, and the suffix of files that are such by themselves.
-GZIP = (".gz", ".tgz", ".svgz")
 ENCODINGS: dict[str, str | tuple[str, ...]] = {
-    "gzip": GZIP,
-    "x-gzip": GZIP,
+    "gzip": (".gz", ".tgz", ".svgz"),
     "br": ".br",
     "zstd": ".zst",
     "deflate": ".zz",
@@ -100,7 +99,8 @@ class ObjectReader:
         kind = StoreClient
         if base.startswith("hf:"):
             kind, base = HubClient, at_commit(base)
-        self._local = LocalObjects(prefix) if not base and store is None else None
+        # The folder, if the root is one.
+        self._folder = prefix if not base and store is None else None
         self._base, _, self._query = base.partition("?")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._client = shared_client(kind, self._base, options or {}, store)
@@ -108,7 +108,7 @@ class ObjectReader:
 
     def _reset(self) -> None:
         self._hub = self._client if isinstance(self._client, HubClient) else None
-        self.has_folders: bool = self._local is None and self._hub is None
+        self.has_folders: bool = self._folder is None and self._hub is None
         """Whether the folders of a listing may be listed at the same time."""
         self._monitors: dict[asyncio.AbstractEventLoop, RequestMonitor] = {}
         self._lock = threading.Lock()
@@ -117,7 +117,7 @@ class ObjectReader:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process."""
-        return {name: self.__dict__[name] for name in ("_local", "_base", "_query", "_prefix", "_client")}
+        return {name: self.__dict__[name] for name in ("_folder", "_base", "_query", "_prefix", "_client")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -129,18 +129,18 @@ class ObjectReader:
     @property
     def is_local(self) -> bool:
         """Whether the root is a folder."""
-        return self._local is not None
+        return self._folder is not None
 
     @property
     def identity(self) -> str | None:
         """What distinguishes the listing of this root from others; ``None`` if it should not be cached."""
-        endpoint = None if self._local is not None else self._client.endpoint()
+        endpoint = None if self._folder is not None else self._client.endpoint()
         return None if endpoint is None else f"{self.url('')} {endpoint}"
 
     def url(self, key: str) -> str:
         """Return the URL of an object, or the path of a file, without credentials."""
-        if self._local is not None:
-            return self._local.url(key)
+        if self._folder is not None:
+            return os.path.join(self._folder, key)
         query = f"{QUERY}{self._query}" if self._query and QUERY not in key else ""
         return join_url(self._base, f"{self._prefix}{key}{query}")
 
@@ -152,8 +152,8 @@ class ObjectReader:
             PermissionError: The credentials are not accepted.
             OSError: The object cannot be read.
         """
-        if self._local is not None:
-            return await self._local.head(key)
+        if self._folder is not None:
+            return _file_info(await asyncio.to_thread(os.stat, self.url(key)))
         if self._hub is not None:
             return (await self._hub.locate(self._prefix + key)).info
         return _info((await self._get(key, {"head": True}, 0))[0].meta)
@@ -174,8 +174,8 @@ class ObjectReader:
 
     async def read_buffer(self, key: str, max_bytes: int, size: int | None = None) -> Any:
         """Like ``read``; the bytes may be in the client's memory."""
-        if self._local is not None:
-            return await self._local.read(key, max_bytes)
+        if self._folder is not None:
+            return await asyncio.to_thread(read_file, self.url(key), ReadRules(max_bytes))
         for most in (min(WHOLE_BYTES, max_bytes), max_bytes):
             answer, body = await self._get_whole(key, size, most)
             start, end = 0, answer.meta["size"]
@@ -211,8 +211,9 @@ class ObjectReader:
             OSError: As in ``head``; or the object ends before a range does, or it was replaced since ``head`` or
                 between two parts.
         """
-        if self._local is not None:
-            return await self._local.read_ranges(key, starts, ends, etag=None if info is None else info.etag)
+        if self._folder is not None:
+            ranges, etag = list(zip(starts, ends, strict=True)), None if info is None else info.etag
+            return await asyncio.to_thread(read_ranges, self.url(key), ranges, etag)
         # A file of a commit does not change, and its etag is another one at the Hub than where it is stored.
         joined, expected = join_ranges(starts, ends), [] if info is None or self._hub is not None else [info]
         if len(joined) == 1 and joined[0].end - joined[0].start <= PART_BYTES:
@@ -239,11 +240,12 @@ class ObjectReader:
             ValueError: The root is a web server, which cannot be listed.
             OSError: As in ``head``.
         """
-        if self._local is not None:
-            async for found in self._local.list(prefix):
+        if self._folder is not None:
+            pages = _pages(self._folder, prefix)
+            while found := await asyncio.to_thread(next, pages, None):
                 yield found
             return
-        if self._base.startswith("http") and not self._client.is_given:
+        if self._base.startswith("http") and self._client.given is None:
             raise ValueError(f"{self.url(prefix)!r}: a web server cannot be listed; pass URLs to aiofeed.Files")
         cut, last, stream = len(self._prefix), None, None
         if self._hub is not None:
@@ -254,16 +256,11 @@ class ObjectReader:
             nonlocal stream
             if stream is None:
                 stream = _obstore().list(store, self._prefix + prefix, offset=last, chunk_size=PAGE)
-            open_requests.add(next_page)
             try:
-                return await stream.__anext__()
-            except StopAsyncIteration:
-                return None
+                return await anext(stream, None)
             except BaseException:
                 stream = None  # the next attempt begins after the last key
                 raise
-            finally:
-                open_requests.discard(next_page)
 
         while (page := await self._retried(prefix, next_page)) is not None:
             last = page[-1]["path"]
@@ -275,20 +272,9 @@ class ObjectReader:
         if self._hub is not None:
             return [], [(key[cut:], info) for key, info in await self._hub.list(prefix, recursive=False)]
 
-        async def attempt(store: Any) -> Any:
-            open_requests.add(attempt)
-            try:
-                return await _obstore().list_with_delimiter_async(store, prefix or None)
-            finally:
-                open_requests.discard(attempt)
-
-        found = await self._retried(folder, attempt)
+        found = await self._retried(folder, lambda store: _obstore().list_with_delimiter_async(store, prefix or None))
         objects = [(meta["path"][cut:], _info(meta)) for meta in found["objects"]]
         return [folder[cut:] for folder in found["common_prefixes"]], objects
-
-    def statistics(self) -> StorageStatistics | None:
-        """Return the requests of this reader in this process; ``None`` for a folder."""
-        return statistics_of([self])
 
     async def _get_whole(self, key: str, size: int | None, most: int) -> tuple[Any, Any]:
         """Return the answer with a whole object, and its body; ``None`` if that has more than ``most`` bytes.
@@ -344,7 +330,7 @@ class ObjectReader:
         found: tuple[Any, Any] = await self._retried(key, attempt)
         # Some servers send this header for files that are compressed themselves, such as x.csv.gz.
         for encoding in found[0].attributes.get("Content-Encoding", "").lower().replace(" ", "").split(","):
-            if not path.lower().endswith(ENCODINGS.get(encoding, "")):
+            if not path.lower().endswith(ENCODINGS.get(encoding.removeprefix("x-"), "")):
                 raise OSError(f"the object has Content-Encoding {encoding}: store it without one: {self.url(key)}")
         return found
 
@@ -356,10 +342,13 @@ class ObjectReader:
             if self._hub is not None:
                 query = (await self._hub.locate(self._prefix + key)).url
             store, version = self._client.store(query)
+            open_requests.add(request := object())
             try:
                 return await attempt(store)
             except Exception as error:  # noqa: BLE001 - obstore's errors; raised below without credentials
                 fault = fault_of(error, partial(self._client.redact, query=query), self.url(key))
+            finally:
+                open_requests.discard(request)
             # Outside of the block above, so that the error has no context, which may contain credentials.
             monitor = self._monitor()
             monitor.failed()
@@ -370,20 +359,16 @@ class ObjectReader:
             elif not fault.transient:
                 raise fault.error
             else:
-                started = started or time.monotonic()
-                most_s = RETRY_S if monitor.answered else FIRST_RETRY_S
-                if time.monotonic() - started > most_s:
+                now, most_s = time.monotonic(), RETRY_S if monitor.answered else FIRST_RETRY_S
+                started = started or now
+                if now - started > most_s:
                     raise fault.error
-                self._log(fault, most_s)
+                if now - self._logged_at > LOG_EVERY_S:
+                    self._logged_at = now
+                    log.warning("sent again for up to %.0f s: %s", most_s, fault.error)
                 failures += 1
                 await asyncio.sleep(backoff_s(failures, self._jitter))
             monitor.retries += 1
-
-    def _log(self, fault: Fault, most_s: float) -> None:
-        now = time.monotonic()
-        if now - self._logged_at > LOG_EVERY_S:
-            self._logged_at = now
-            log.warning("sent again for up to %.0f s: %s", most_s, fault.error)
 
     def _monitor(self) -> RequestMonitor:
         """Return the monitor of the running loop; that of a loop that is closed goes on with another one."""
@@ -427,7 +412,8 @@ def statistics_of(readers: Iterable[ObjectReader]) -> StorageStatistics | None:
     )
 
 
-class JoinedRange(NamedTuple):
+@dataclass(slots=True)
+class JoinedRange:
     """A range that is read at once, and the positions of the requested ranges in it."""
 
     start: int
@@ -438,23 +424,17 @@ class JoinedRange(NamedTuple):
 def join_ranges(starts: Sequence[int], ends: Sequence[int]) -> list[JoinedRange]:
     """Join ranges with at most ``GAP_BYTES`` between them; empty ones are left out."""
     joined: list[JoinedRange] = []
-    members: list[int] = []
-    first = last = 0
     for at in sorted(range(len(starts)), key=starts.__getitem__):
         start, end = starts[at], ends[at]
         if not 0 <= start <= end:
             raise ValueError(f"a range starts at byte {start} and ends before byte {end}")
         if start == end:
             continue
-        if members and start - last <= GAP_BYTES:
-            members.append(at)
-            last = max(last, end)
-            continue
-        if members:
-            joined.append(JoinedRange(first, last, members))
-        first, last, members = start, end, [at]
-    if members:
-        joined.append(JoinedRange(first, last, members))
+        if joined and start - joined[-1].end <= GAP_BYTES:
+            joined[-1].members.append(at)
+            joined[-1].end = max(joined[-1].end, end)
+        else:
+            joined.append(JoinedRange(start, end, [at]))
     return joined
 
 
@@ -465,37 +445,6 @@ def _info(meta: Mapping[str, Any]) -> ObjectInfo:
 @functools.cache
 def _obstore() -> Any:
     return importlib.import_module("obstore")
-
-
-class LocalObjects:
-    """The files below a folder, with the methods of ``ObjectReader``; their keys are relative paths with slashes."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-
-    def url(self, key: str) -> str:
-        """Return the path of a file."""
-        return os.path.join(self._folder, key)
-
-    async def head(self, key: str) -> ObjectInfo:
-        """Size, etag and time of change of a file."""
-        return _file_info(await asyncio.to_thread(os.stat, self.url(key)))
-
-    async def read(self, key: str, max_bytes: int) -> bytes:
-        """Return a whole file."""
-        return await asyncio.to_thread(read_file, self.url(key), ReadRules(max_bytes))
-
-    async def read_ranges(
-        self, key: str, starts: Sequence[int], ends: Sequence[int], *, etag: str | None = None
-    ) -> list[bytes]:
-        """Parts of a file."""
-        return await asyncio.to_thread(read_ranges, self.url(key), list(zip(starts, ends, strict=True)), etag)
-
-    async def list(self, prefix: str) -> AsyncIterator[Page]:
-        """The files of a folder and of those in it."""
-        pages = _pages(self._folder, prefix)
-        while page := await asyncio.to_thread(next, pages, None):
-            yield page
 
 
 def _file_info(status: os.stat_result) -> ObjectInfo:
@@ -535,3 +484,12 @@ def _pages(root: str, prefix: str) -> Iterator[Page]:
 
 def _refuse(error: OSError) -> None:
     raise error
+
+
+def read_range(file: io.FileIO, start: int, end: int) -> bytes:
+    """Return the bytes of a range of a file; fewer if the file ends before it."""
+    file.seek(start)
+    data = file.read(end - start)
+    while len(data) < end - start and (more := file.read(end - start - len(data))):
+        data += more
+    return data

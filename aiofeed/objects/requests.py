@@ -8,11 +8,9 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
-
-from aiofeed.objects.clients import open_requests
 
 # The second requests ("hedges") per request, and how many may be sent in a row after a quiet time.
 HEDGE_SHARE = 0.05
@@ -115,7 +113,6 @@ class RequestMonitor:
         loop = asyncio.get_running_loop()
         request = _Request(self, begin, loop.create_future(), most if nbytes is None else None)
         window.open[request] = None
-        open_requests.add(request)
         if self._timer is None and window.late_s < float("inf"):
             self._timer = loop.call_later(window.late_s / 4, self._check, loop)
         try:
@@ -123,7 +120,6 @@ class RequestMonitor:
             answer, body = await request.result
         finally:
             window.open.pop(request, None)
-            open_requests.discard(request)
             request.cancel()
         window.add(request.started)
         self.nbytes += 0 if body is None else len(body)
@@ -161,28 +157,20 @@ class RequestMonitor:
         self._timer = loop.call_later(delay_s / 4, self._check, loop) if delay_s < float("inf") else None
 
 
+@dataclass(eq=False, slots=True)
 class _Request:
     """A request that may be sent several times; the first answer counts."""
 
-    __slots__ = ("_begin", "_futures", "_limit", "_monitor", "_most", "body_s", "result", "sent", "started")
-
-    def __init__(
-        self,
-        monitor: RequestMonitor,
-        begin: Callable[[], asyncio.Future[Any]],
-        result: asyncio.Future[Any],
-        most: int | None,
-    ) -> None:
-        self._monitor = monitor
-        self._begin = begin
-        self._most = most
-        self._futures: list[asyncio.Future[Any]] = []
-        self._limit: asyncio.TimerHandle | None = None
-        # Seconds that the body may need at the least rate; None if nothing was answered.
-        self.body_s: float | None = None
-        self.sent = 0
-        self.result = result
-        self.started = time.perf_counter()
+    _monitor: RequestMonitor
+    _begin: Callable[[], asyncio.Future[Any]]
+    result: asyncio.Future[Any]
+    _most: int | None
+    _futures: list[asyncio.Future[Any]] = field(default_factory=list)
+    _limit: asyncio.TimerHandle | None = None
+    # Seconds that the body may need at the least rate; None if nothing was answered.
+    body_s: float | None = None
+    sent: int = 0
+    started: float = field(default_factory=time.perf_counter)
 
     def send(self) -> None:
         self.sent += 1

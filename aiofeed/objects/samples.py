@@ -6,7 +6,9 @@ import asyncio
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 UNCOPIED_LEAST = 64 << 10
 
 
+@dataclass(eq=False, repr=False)
 class ObjectList(Sequence[str]):
     """Objects of one or several roots; as a sequence, their URLs without credentials.
 
@@ -35,46 +38,34 @@ class ObjectList(Sequence[str]):
         sizes: The size of each object in a listing; ``None``: they were not listed.
     """
 
-    def __init__(
-        self,
-        keys: PackedKeys,
-        readers: list[ObjectReader],
-        numbers: Sequence[int] | None = None,
-        sizes: Sequence[int] | NDArray[np.int64] | None = None,
-    ) -> None:
-        self.keys = keys
-        self.sizes = sizes
-        self._readers = readers
-        self._numbers = numbers
-        self._stores: list[str] | None = None
+    keys: PackedKeys
+    readers: list[ObjectReader]
+    numbers: Sequence[int] | None = None
+    sizes: Sequence[int] | NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         """The number of objects."""
         return len(self.keys)
 
-    @overload
-    def __getitem__(self, index: int, /) -> str: ...
-    @overload
-    def __getitem__(self, index: slice, /) -> list[str]: ...
-    def __getitem__(self, index: int | slice, /) -> str | list[str]:
+    def __getitem__(self, index: Any, /) -> Any:
         """The URL of an object, or a list of URLs."""
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
         return self._reader(index).url(self.keys[index])
 
     def _reader(self, index: int) -> ObjectReader:
-        return self._readers[0 if self._numbers is None else self._numbers[index]]
+        return self.readers[0 if self.numbers is None else self.numbers[index]]
 
     @property
     def is_local(self) -> bool:
         """Whether the objects are files."""
-        return all(reader.is_local for reader in self._readers)
+        return all(reader.is_local for reader in self.readers)
 
     def by_object(self, indices: Sequence[int]) -> list[list[int]]:
         """For each object the positions in ``indices``."""
         groups: dict[tuple[int, str], list[int]] = {}
         for place, index in enumerate(indices):
-            number = 0 if self._numbers is None else self._numbers[index]
+            number = 0 if self.numbers is None else self.numbers[index]
             groups.setdefault((number, self.keys[index]), []).append(place)
         return list(groups.values())
 
@@ -110,13 +101,15 @@ class ObjectList(Sequence[str]):
 
     def store_of(self, index: int) -> str:
         """Identifies the store of an object, which its URL may leave open."""
-        if self._stores is None:
-            self._stores = [reader.identity or repr(reader) for reader in self._readers]
-        return self._stores[0 if self._numbers is None else self._numbers[index]]
+        return self._stores[0 if self.numbers is None else self.numbers[index]]
+
+    @cached_property
+    def _stores(self) -> list[str]:
+        return [reader.identity or repr(reader) for reader in self.readers]
 
     def statistics(self) -> StorageStatistics | None:
         """The requests of all readers."""
-        return statistics_of(self._readers)
+        return statistics_of(self.readers)
 
 
 def objects_of(paths: Iterable[object], root: str | None, store: Any, options: Mapping[str, Any] | None) -> ObjectList:

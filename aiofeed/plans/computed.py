@@ -6,7 +6,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from aiofeed.kernel.sampling.lister import Lister
 from aiofeed.kernel.sampling.order import ComputedEpoch, Int64, Permutation, drawn_from, epoch_seed, feistel
 from aiofeed.kernel.sampling.schedule import Position, Schedule
 from aiofeed.kernel.sampling.state import json_dict
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 class ComputedOrder(Lister, ABC):
@@ -125,8 +122,18 @@ class WeightedOrder(ComputedOrder):
     argument = "weights"
     differs = "other weights="
 
-    def __init__(self, weights: Sequence[float] | NDArray[Any], samples: int, seed: int) -> None:
-        array = _checked_weights(weights, samples)
+    def __init__(self, weights: Sequence[float] | np.ndarray[Any, Any], samples: int, seed: int) -> None:
+        try:
+            array = np.asarray(weights, np.float64)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"weights must be one number per sample: {error}") from None
+        if array.shape != (samples,):
+            raise ValueError(f"weights must be one number per sample, {samples} in all, got the shape {array.shape}")
+        wrong = np.flatnonzero(~np.isfinite(array) | (array < 0))
+        if wrong.size:
+            raise ValueError(f"weights must be finite and at least 0, got weights[{wrong[0]}]={array[wrong[0]]}")
+        if samples and not array.any():
+            raise ValueError("all weights are 0, so no sample can be drawn")
         super().__init__(samples, hashlib.sha256(array.tobytes()).hexdigest()[:32])
         cumulative = np.cumsum(array)
         self._cumulative = cumulative / cumulative[-1:]
@@ -220,18 +227,3 @@ class ExcludingOrder(ComputedOrder):
         """Return the position that a position among all samples has here."""
         gaps = self._gaps(epoch)
         return at - int(np.searchsorted(gaps + np.arange(len(gaps)), at))
-
-
-def _checked_weights(weights: Any, samples: int) -> NDArray[np.float64]:
-    try:
-        array = np.asarray(weights, np.float64)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"weights must be one number per sample: {error}") from None
-    if array.shape != (samples,):
-        raise ValueError(f"weights must be one number per sample, {samples} in all, got the shape {array.shape}")
-    wrong = np.flatnonzero(~np.isfinite(array) | (array < 0))
-    if wrong.size:
-        raise ValueError(f"weights must be finite and at least 0, got weights[{wrong[0]}]={array[wrong[0]]}")
-    if samples and not array.any():
-        raise ValueError("all weights are 0, so no sample can be drawn")
-    return array

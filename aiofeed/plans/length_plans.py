@@ -11,7 +11,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -23,9 +23,6 @@ from aiofeed.kernel.sampling.order import BatchLists, Int64, epoch_seed
 from aiofeed.kernel.sampling.schedule import Position, Schedule
 from aiofeed.kernel.sampling.state import json_dict
 from aiofeed.plans.computed import ExcludingOrder, WeightedOrder
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 Lengths: TypeAlias = "Sequence[int] | Int64 | Callable[[int], int] | Literal['measure']"
 """The length of each sample, a function of its index, or "measure"."""
@@ -84,7 +81,13 @@ class LengthPlan(Plan):
         Raises:
             TypeError, ValueError: They are no ints from 1.
         """
-        self._lengths = _checked_lengths(lengths)
+        array = np.asarray(lengths)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise TypeError(f"lengths must be a list of ints, got {array.dtype} with shape {array.shape}")
+        if array.size and array.min() < 1:
+            index = int(array.argmin())
+            raise ValueError(f"lengths must be at least 1, got {array[index]} for sample {index}")
+        self._lengths = array.astype(np.int64)
 
     def new_lister(self, schedule: Schedule, samples: Lister | None) -> Lister:
         """Return the lister of the plan for a schedule of all samples, or for an order of them."""
@@ -323,8 +326,12 @@ class TokenBudget(LengthPlan):
             last = lengths[order[offsets[-2] :]]
             if len(last) != self.max_samples and (len(last) + 1) * last.max() <= self.max_tokens:
                 offsets = offsets[:-1]
-        lists = BatchLists(order[: offsets[-1]], offsets)
-        return _permuted(lists, rng.permutation(len(lists))) if shuffle else lists
+        if not shuffle:
+            return BatchLists(order[: offsets[-1]], offsets)
+        batches = rng.permutation(len(offsets) - 1)
+        sizes, firsts = np.diff(offsets)[batches], offsets[:-1][batches]
+        offsets = starts_of(sizes)
+        return BatchLists(order[np.repeat(firsts - offsets[:-1], sizes) + np.arange(offsets[-1])], offsets)
 
     def _sorted_in_windows(self, order: Int64, lengths: Int64) -> Int64:
         key = lengths[order]
@@ -378,29 +385,11 @@ def check_on_oversize(plan: str, value: OnOversize) -> OnOversize:
     return value
 
 
-def starts_of(counts: NDArray[np.integer[Any]]) -> Int64:
+def starts_of(counts: np.ndarray[Any, Any]) -> Int64:
     """Return the start of each of consecutive ranges with these sizes, and the end of the last one."""
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
     return starts
-
-
-def _checked_lengths(lengths: Sequence[int] | Int64) -> Int64:
-    array = np.asarray(lengths)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise TypeError(f"lengths must be a list of ints, got {array.dtype} with shape {array.shape}")
-    if array.size and array.min() < 1:
-        index = int(array.argmin())
-        raise ValueError(f"lengths must be at least 1, got {array[index]} for sample {index}")
-    return array.astype(np.int64)
-
-
-def _permuted(lists: BatchLists, order: Int64) -> BatchLists:
-    """Return the same batches in another order."""
-    sizes = np.diff(lists.offsets)[order]
-    offsets = starts_of(sizes)
-    starts = np.repeat(lists.offsets[:-1][order] - offsets[:-1], sizes)
-    return BatchLists(lists.indices[starts + np.arange(len(starts))], offsets)
 
 
 class PlanLister(Lister):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -16,10 +16,7 @@ from aiofeed.kernel.sampling.order import BatchLists, Int64
 from aiofeed.plans.balanced import Cost, assign, integer_costs, warn_of_large
 from aiofeed.plans.length_plans import LengthPlan, Lengths, Measure, OnOversize, check_on_oversize, starts_of
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-Int32: TypeAlias = "NDArray[np.int32]"
+Int32: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
 Fill: TypeAlias = "float | Mapping[str, float]"
 """A token, or one for each column of samples that are dicts."""

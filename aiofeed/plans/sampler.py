@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ from aiofeed.kernel.core.errors import StateError
 from aiofeed.kernel.core.formatting import format_error
 from aiofeed.kernel.core.validation import check_epoch
 from aiofeed.kernel.sampling.lister import Lister
-from aiofeed.kernel.sampling.order import BatchLists, EpochList
-from aiofeed.kernel.sampling.schedule import Position, index_array
+from aiofeed.kernel.sampling.order import BatchLists, EpochList, Int64
+from aiofeed.kernel.sampling.schedule import Position
 from aiofeed.kernel.sampling.state import json_dict
 
 # A sampler that gives more indices than this many per sample, more than this many in all, and more than its length, is
@@ -229,3 +230,20 @@ def batch_lists(batches: Iterable[Sequence[int]], length: int) -> BatchLists:
             raise ValueError(f"the batch sampler gave an empty batch, number {number}")
         offsets.append(len(flat))
     return BatchLists(index_array(flat, length), np.array(offsets, np.int64))
+
+
+def index_array(indices: Sequence[int], length: int) -> Int64:
+    """Return the indices of a sampler for a source of ``length`` samples.
+
+    Raises:
+        TypeError: One of them is not an int.
+        ValueError: One of them is outside the source.
+    """
+    try:
+        array = np.fromiter(map(operator.index, indices), dtype=np.int64, count=len(indices))
+    except TypeError as error:
+        raise TypeError(f"a sampler must give one int per sample (batch_size= makes the batches): {error}") from None
+    if array.size and (array.min() < 0 or array.max() >= length):
+        wrong = int(array[(array < 0) | (array >= length)][0])
+        raise ValueError(f"the sampler gave the index {wrong}, but the source has {length} sample{'s' * (length != 1)}")
+    return array

@@ -84,7 +84,7 @@ class FeedMeasurements:
         dataset_threads: ``threads=`` of a ``FromDataset``; ``None`` for other sources.
         processes: Worker processes; 0 for threads.
         in_order: As of ``Feeder``; "fixed": ``True``, and no other is possible.
-        alone_jobs: Decode jobs that ran alone.
+        measured_alone: Decode jobs that ran alone.
         alone_sample_s: Their seconds per sample, without those in which they waited for a core.
         core_wait: The share of their time in which decode threads wait for a core.
         resident: Whether the data are in memory, so that the training thread makes the batches.
@@ -124,7 +124,7 @@ class FeedMeasurements:
     processes: int = 0
     in_order: bool | str = True
     core_wait: float = 0.0
-    alone_jobs: int = 0
+    measured_alone: int = 0
     alone_sample_s: float = 0.0
     resident: bool = False
     threads_tuned: bool = False
@@ -223,8 +223,6 @@ class Bottleneck:
             self.wall_s, stall_s = max(stats.wall_s, 1e-9), stats.stall_s
             self.rate = stats.samples / self.wall_s
         self.waiting: float = stall_s / self.wall_s
-        self.stage: str
-        self.resource: str
         self.stage, self.resource = self._limit(stall_s)
         self.busy: bool = self.rate >= BUSY * self.possible.get(self.stage, 0.0)
 
@@ -232,7 +230,7 @@ class Bottleneck:
     def together(self) -> float:
         """How many times as much the decode jobs do side by side as one alone, both with cores; inf if unknown."""
         stats, measured = self.stats, self.measured
-        if not measured.alone_jobs or not stats.jobs_s:
+        if not measured.measured_alone or not stats.jobs_s:
             return inf
         jobs_s = max((1.0 - self.core_wait) * stats.jobs_s, 1e-9)
         return self.lanes() * measured.alone_sample_s * stats.jobs_samples / jobs_s
@@ -242,7 +240,7 @@ class Bottleneck:
         """Whether the decode jobs do little more side by side than one alone, whichever of them have run alone."""
         stats = self.stats
         variance = stats.jobs * stats.jobs_square_s / max(stats.jobs_s, 1e-9) ** 2 - 1
-        error = sqrt(max(variance, 0.0) / max(self.measured.alone_jobs, 1))
+        error = sqrt(max(variance, 0.0) / max(self.measured.measured_alone, 1))
         return self.waits and (1 + error) * self.together < APART * self.lanes()
 
     @property

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from aiofeed.kernel.core.pytree import map_leaves
 from aiofeed.kernel.core.types import public_in
@@ -16,26 +15,6 @@ WARM_UP = 2
 KEPT = 3
 
 BatchT = TypeVar("BatchT")
-
-
-class EpochIterator(Protocol):
-    """An iterator over the batches of an epoch, for ``for`` and ``async for``."""
-
-    def __next__(self) -> Any:
-        """Return the next batch."""
-
-    def __iter__(self) -> Iterator[Any]:
-        """Return the iterator itself."""
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        """Return the iterator itself."""
-
-    @property
-    def batches(self) -> int:
-        """Batches returned."""
-
-    def leave_out(self, seconds: float) -> None:
-        """Leave these seconds out of the statistics."""
 
 
 @public_in("aiofeed.reports")
@@ -49,7 +28,7 @@ class Headroom(Generic[BatchT]):
 
     def __init__(
         self,
-        begin: Callable[[], EpochIterator],
+        begin: Callable[[], Any],
         batches: int,
         *,
         static: bool,
@@ -63,7 +42,7 @@ class Headroom(Generic[BatchT]):
         self._position = position
         self._go_to = go_to
         self._kept: list[Any] = []
-        self._began = 0.0
+        self._before: Any = None
         self.loaded_s: float = 0.0
         self.floor_s: float = 0.0
 
@@ -86,57 +65,55 @@ class Headroom(Generic[BatchT]):
     def __iter__(self) -> Iterator[BatchT]:
         """Start an epoch."""
         epoch = self._start()
-        yield from islice(epoch, WARM_UP)
-        for _ in range(KEPT):
-            position = self._position()
-            for batch in epoch:
-                self._keep(batch, position)
-                yield batch
-                del batch
+        for batch in epoch:
+            self._returning(batch)
+            yield batch
+            del batch
+            if self._returned():
                 break
-        self._began = _now()
-        yield from islice(epoch, self._batches)
         yield from self._repeats(epoch)
         yield from epoch
 
     async def __aiter__(self) -> AsyncIterator[BatchT]:
         """Start an epoch."""
         epoch = self._start()
-        number, position = 0, self._position()
         async for batch in epoch:
-            if WARM_UP <= number < WARM_UP + KEPT:
-                self._keep(batch, position)
-            number += 1
+            self._returning(batch)
             yield batch
             del batch
-            if number < WARM_UP + KEPT:
-                position = self._position()
-            elif number == WARM_UP + KEPT:
-                self._began = _now()
-            elif number == self._needed:
+            if self._returned():
                 break
         for batch in self._repeats(epoch):
             yield batch
             del batch
-        if number == self._needed:
-            async for batch in epoch:
-                yield batch
-                del batch
+        async for batch in epoch:
+            yield batch
+            del batch
 
-    def _start(self) -> EpochIterator:
-        self._kept, self._began = [], 0.0
+    def _start(self) -> Any:
+        self._kept, self._number, self._began = [], 0, 0.0
         self.loaded_s = self.floor_s = 0.0
         return self._begin()
 
-    def _keep(self, batch: Any, position: Any) -> None:
+    def _returning(self, batch: Any) -> None:
         """Keep a copy, because the step may change the batch. Static batches are valid until the next one."""
-        try:
-            self._kept = [*self._kept, batch if self._static else copied(batch)]
-        except BaseException:  # no memory, or Ctrl-C: the user does not get this batch, so the state is before it
-            self._go_to(position)
-            raise
+        if WARM_UP <= self._number < WARM_UP + KEPT:
+            try:
+                self._kept = [*self._kept, batch if self._static else copied(batch)]
+            except BaseException:  # no memory, or Ctrl-C: the user does not get this batch, so the state is before it
+                self._go_to(self._before)
+                raise
 
-    def _repeats(self, epoch: EpochIterator) -> Iterator[Any]:
+    def _returned(self) -> bool:
+        """Count a batch after its step; return whether it is the last one that is timed."""
+        self._number += 1
+        if WARM_UP <= self._number < WARM_UP + KEPT:
+            self._before = self._position()
+        elif self._number == WARM_UP + KEPT:
+            self._began = _now()
+        return self._number == self._needed
+
+    def _repeats(self, epoch: Any) -> Iterator[Any]:
         """End the timing with loading, return batches again, and print the result; not if too few were timed."""
         if epoch.batches < self._needed:
             self._kept = []

@@ -192,27 +192,24 @@ def _limit_advice(found: Bottleneck) -> Iterator[Advice]:
                 "nothing needs to be done: the cache is being filled. Explain the next epoch",
                 _gain(found, **{READ: inf, "pool": inf}),
             )
-            return
         case "memory_bytes":
             yield from _memory_advice(found)
-            return
         case "uneven samples":
             yield from _uneven_sample_advice(found)
-            return
         case "prefetch_batches":
             yield _prefetch_advice(found)
-            return
         case "the iterable":
             yield Advice("the iterable of the Stream has one thread: let decode= do its work for each item")
-            return
-    if found.measured.resident:
-        return  # the data are in memory, and nothing is faster
+        # Nothing is faster than data in memory. A larger batch_size is advised for any stage of single samples.
+        case resource if not found.measured.resident and resource != "batch_size":
+            yield from _stage_advice(found)
+
+
+def _stage_advice(found: Bottleneck) -> Iterator[Advice]:
     if found.stage == READ and found.resource.startswith("storage"):
         yield from _read_advice(found)
     elif found.stage in (READ, DECODE, COLLATE):
         yield from _decode_job_advice(found)
-    elif found.resource == "batch_size":
-        return
     elif found.stage == COPY:
         yield Advice(
             "copy fewer bytes: keep uint8 and convert with transform=, which runs on the device; `python -m aiofeed "

@@ -15,8 +15,8 @@ from aiofeed.kernel.engine.fetch.user_errors import suggest_policy
 from aiofeed.kernel.runtime.buffers import HostBufferPool
 from aiofeed.kernel.runtime.tensors import as_tensors
 from aiofeed.kernel.runtime.time_limits import JobControl
-from aiofeed.kernel.sampling.schedule import BatchRange
 from aiofeed.kernel.sources.dataset_slots import DatasetSlot
+from aiofeed.resident.batch_ranges import BatchRange
 from aiofeed.resident.host_windows import HostWindows, default_modes
 from aiofeed.resident.pipeline import ResidentData, ResidentPipeline
 

@@ -1,7 +1,12 @@
-"""Decoded samples cached on a device, and the tensors of batches that are completed there."""
+"""``cache="device"``: stores for all samples and targets, where batches are used.
+
+On a device, tensors of batches are completed with the samples that are cached there. The contents of a full store are
+resident data: tensors from which rows are gathered, and batches formed of these rows.
+"""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -10,38 +15,179 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.cache.item_codec import new_codec
-from aiofeed.cache.layout import ItemLayout, Layout, Parts
-from aiofeed.kernel.core.errors import DeviceCopyError
+from aiofeed.cache.layout import ItemLayout, Layout, NotCacheableError, Parts, as_bytes
+from aiofeed.cache.sample_codec import ItemCodec, item_layout, item_parts, new_codec
+from aiofeed.cache.store import EMPTY, WRITING, SampleStore
+from aiofeed.kernel.core.errors import CacheError, DeviceCopyError
 from aiofeed.kernel.core.formatting import format_bytes
-from aiofeed.kernel.core.types import DeferredTensor, HostTensor
+from aiofeed.kernel.core.pytree import leaves, map_leaves
+from aiofeed.kernel.core.types import DeferredTensor, HostTensor, Members, decodes_in_place
+from aiofeed.kernel.core.validation import local_ranks
 from aiofeed.kernel.devices.cuda import allocating
+from aiofeed.kernel.engine.fetch.collate import DefaultCollateBuilder
 from aiofeed.kernel.runtime import machine
-from aiofeed.kernel.runtime.tensors import as_tensor, integer_dtype, rows_as_words, words_as_rows
-from aiofeed.resident.resident_store import HostRows, ResidentStore
+from aiofeed.kernel.runtime.buffers import HostBufferPool
+from aiofeed.kernel.runtime.tensors import as_tensor, as_tensors
+from aiofeed.kernel.sampling.epochs import EpochStream
+from aiofeed.kernel.sampling.order import BatchLists
+from aiofeed.resident.batch_ranges import BatchRanges
+from aiofeed.resident.device_windows import free_and_total, integer_dtype, rows_as_words, words_as_rows
+from aiofeed.resident.pipeline import DataMemory, ResidentPipeline
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from aiofeed.cache.cached_fetcher import CachedFetcher
     from aiofeed.kernel.devices.backend import DeviceBackend
+    from aiofeed.kernel.engine.fetchers import InnerFetcher
     from aiofeed.kernel.feeder.arguments import FeederConfig
 
 
-class DeviceCache:
-    """``cache="device"``: caches decoded samples where batches are used, on the device or in host memory."""
+WAY_OUT = 'cache="host" caches as many as fit into host memory, and DiskCache(path) caches them in a file'
 
-    def facts(self, decode: Callable[..., Any] | None) -> set[str]:
-        """Return what holds for this cache and a decoder, by the names of the table of a feeder's rules."""
-        random = decode is not None and new_codec(decode).random
-        return {'cache="device"', "a random decoder"} if random else {'cache="device"'}
 
-    def open_store(self, config: FeederConfig) -> ResidentStore:
-        """Return an empty store for the samples of a feeder."""
-        new_codec(config.decode)
-        if config.backend is None:
-            return HostRows(config.length, config.batch_size, machine.rank_memory)
-        return DeviceStore(config.length, config.batch_size)
+class ResidentStore(SampleStore):
+    """Samples and targets of one process. Row ``i`` is sample ``i``, so that whole epochs can be permuted."""
+
+    needs_layout = True
+
+    def __init__(self, samples: int, batch_size: int) -> None:
+        self._batch_size = batch_size
+        super().__init__(samples)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self.targets: list[Any] = []
+        self._target_layout: ItemLayout | None = None
+
+    def _after_fork(self) -> None:
+        # A child cannot use its parent's device memory, and would copy rows in host memory page by page.
+        self._reset()
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def new_fetcher(self, inner: InnerFetcher, decode: Callable[..., Any] | None) -> CachedFetcher:
+        """Return the fetcher that uses this store."""
+        from aiofeed.cache.cached_fetcher import CachedFetcher
+
+        return CachedFetcher(inner, new_codec(decode), self)
+
+    @property
+    def cached_samples(self) -> int:
+        """How many samples are cached."""
+        return int(np.count_nonzero(self.slots >= 0))
+
+    def new_memory(self, config: Any) -> CachedMemory:
+        """Return the samples as data of which batches are made once all are cached."""
+        return CachedMemory(self)
+
+    def has_all(self, indices: NDArray[np.int64] | None = None) -> bool:
+        """Whether these samples are cached; without ``indices`` whether all are."""
+        return self.layout is not None and bool(
+            (self.slots if indices is None else self.slots[indices]).min(initial=0) >= 0
+        )
+
+    def put_target(self, index: int, target: Any) -> None:
+        """Cache a sample's target; called before ``put``.
+
+        Raises:
+            CacheError: The target cannot be cached, differs from the others, or such targets do not all fit.
+        """
+        try:
+            if self._target_layout is None:
+                with self._lock:
+                    if self._target_layout is None:
+                        layout = item_layout(target)
+                        self._check_target_memory(layout)
+                        self.targets = [None] * self.samples
+                        self._target_layout = layout
+            item_parts(target, self._target_layout)
+        except NotCacheableError as error:
+            raise CacheError(f'cache="device" caches targets, too, and not this one: {error}; {WAY_OUT}') from None
+        self.targets[index] = target
+
+    def _check_target_memory(self, target: ItemLayout) -> None:
+        """Raise ``CacheError`` unless targets of this layout all fit beside the samples."""
+
+    def data(self) -> list[torch.Tensor]:
+        """A tensor for each part of the layout, [samples, ...], on the device if there is one; not a copy."""
+        raise NotImplementedError
+
+    def _check_memory(
+        self, layout: Layout, free: int | None, where: str, *, what: str = "samples", cached: int = 0
+    ) -> None:
+        """Raise ``CacheError`` unless all samples, or targets, and two batches fit into the free memory, if known.
+
+        ``cached``: bytes of each sample that are allocated already; a batch has them, too.
+        """
+        if free is not None and self.samples * layout.nbytes + self._two_batches(layout.nbytes + cached) > free:
+            raise self._no_memory(layout, free, where, what=what, cached=cached)
+
+    def _two_batches(self, sample_bytes: int) -> int:
+        return 2 * min(self._batch_size, self.samples) * sample_bytes
+
+    def _no_memory(
+        self, layout: Layout, free: int | None, where: str, *, what: str = "samples", cached: int = 0
+    ) -> CacheError:
+        found = "" if free is None else f", which has {format_bytes(free)} free"
+        return CacheError(
+            f'cache="device" does not fit {where}{found}: {self.samples:,} {what} of {format_bytes(layout.nbytes)} '
+            f"each ({layout}) take {format_bytes(self.samples * layout.nbytes)}, and two batches "
+            f"{format_bytes(self._two_batches(layout.nbytes + cached))} beside them; {WAY_OUT}"
+        )
+
+
+class HostRows(ResidentStore):
+    """Samples in host memory. ``free_memory`` returns the bytes of free memory, of one rank."""
+
+    def __init__(self, samples: int, batch_size: int, free_memory: Callable[[], int]) -> None:
+        self._free_memory = free_memory
+        super().__init__(samples, batch_size)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._columns: list[NDArray[np.uint8]] = []
+
+    def _allocate(self, layout: Layout) -> Layout:
+        ranks = local_ranks()
+        shared = f" for each of {ranks} ranks" if ranks > 1 else ""
+        free, where = self._free_memory(), f"into host memory{shared}"
+        self._check_memory(layout, free, where)
+        try:
+            self._columns = [np.empty((self.samples, part.nbytes), np.uint8) for part in layout.parts]
+        except MemoryError as error:
+            raise self._no_memory(layout, free, where) from error
+        self._arena = self._columns[0]
+        return layout
+
+    def put(self, index: int, parts: Parts, layout: Layout) -> None:
+        """Cache a copy of a sample, unless it is cached already."""
+        with self._lock:
+            if self.slots[index] != EMPTY:
+                return
+            self.slots[index] = WRITING
+        for column, part in zip(self._columns, parts, strict=True):
+            column[index] = as_bytes(part)
+        self.slots[index] = index
+
+    def parts(self, index: int) -> Parts:
+        """The arrays of a row; read-only views."""
+        assert self.layout is not None
+        found = [part.view(column[index]) for part, column in zip(self.layout.parts, self._columns, strict=True)]
+        for array in found:
+            array.flags.writeable = False
+        return found
+
+    def data(self) -> list[torch.Tensor]:
+        """A tensor for each part of the layout; views."""
+        assert self.layout is not None
+        columns = zip(self.layout.parts, self._columns, strict=True)
+        return [
+            as_tensor(HostTensor(rows.view(part.dtype).reshape(len(self), *part.shape), torch_dtype=part.torch_dtype))
+            for part, rows in columns
+        ]
 
 
 class DeviceStore(ResidentStore):
@@ -111,9 +257,7 @@ class DeviceStore(ResidentStore):
         """Free bytes on the device, ``None`` if unknown, and the device's name for errors."""
         backend = self._backend
         assert backend is not None
-        memory: Callable[[], tuple[int, int] | None] | None = getattr(backend, "memory", None)
-        found = None if memory is None else memory()
-        if found is None:
+        if (found := free_and_total(backend)) is None:
             return None, f"on {backend.name}"
         return found[0], f"on {backend.name} ({format_bytes(found[1])})"
 
@@ -152,6 +296,22 @@ class DeviceStore(ResidentStore):
             words_as_rows(rows, part.shape, torch_dtype(part))
             for part, rows in zip(self.layout.parts, self.memory, strict=True)
         ]
+
+
+class DeviceCache:
+    """``cache="device"``: caches decoded samples where batches are used, on the device or in host memory."""
+
+    def facts(self, decode: Callable[..., Any] | None) -> set[str]:
+        """Return what holds for this cache and a decoder, by the names of the table of a feeder's rules."""
+        random = decode is not None and new_codec(decode).random
+        return {'cache="device"', "a random decoder"} if random else {'cache="device"'}
+
+    def open_store(self, config: FeederConfig) -> ResidentStore:
+        """Return an empty store for the samples of a feeder."""
+        new_codec(config.decode)
+        if config.backend is None:
+            return HostRows(config.length, config.batch_size, machine.rank_memory)
+        return DeviceStore(config.length, config.batch_size)
 
 
 class BatchSamples:
@@ -233,3 +393,102 @@ class CachedRows(DeferredTensor):
 def torch_dtype(layout: Layout) -> torch.dtype:
     """The torch dtype of a layout's elements."""
     return as_tensor(HostTensor(np.empty(0, layout.dtype), torch_dtype=layout.torch_dtype)).dtype
+
+
+# --- a full cache as resident data
+
+
+class CachedData:
+    """Cached samples and their targets, or cached items of a ``Dataset``, in the memory of the cache.
+
+    Args:
+        store: The cache. Samples that are not cached are never requested.
+        axes: Permutation of a sample's dimensions from memory order to the user's order; ``None`` for none.
+        targets: Whether a sample is ``(decoded, target)``.
+    """
+
+    alias = False
+    rows = None
+
+    def __init__(self, store: ResidentStore, axes: tuple[int, ...] | None, *, targets: bool) -> None:
+        self.samples: int = store.cached_samples
+        self._name = f"{len(store):,} samples, each a {store.layout}"
+        self._axes = None if axes is None else (0, *[axis + 1 for axis in axes])
+        self.tensors: tuple[torch.Tensor, ...] = tuple(store.data())
+        # The first `on_device` tensors are on the device.
+        self.on_device: int = len(self.tensors) if isinstance(store, DeviceStore) else 0
+        self._items = store.layout if isinstance(store.layout, ItemLayout) else None
+        self._structure: Any = None
+        if targets:
+            collated = _collated(store)
+            self.tensors += tuple(leaves(as_tensors(collated)))
+            positions = iter(range(1, len(self.tensors)))
+            # The pytree of the targets, with positions in `tensors` as leaves.
+            self._structure = map_leaves(lambda leaf: next(positions), collated)
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def form_batch(self, rows: list[torch.Tensor]) -> Any:
+        """Return the batch that the source would give, made of the rows of each tensor."""
+        if self._items is not None:
+            return ItemCodec().batch(rows, self._items)
+        first = rows[0] if self._axes is None else _permuted(rows[0], self._axes)
+        if self._structure is None:
+            return first
+        if self._structure == 1:
+            return [first, rows[1]]
+        return [first, map_leaves(lambda position: rows[position], self._structure)]
+
+
+class CachedMemory(DataMemory):
+    """The samples of a cache. An epoch is streamed while some of its samples are not cached, and none is read ahead."""
+
+    def __init__(self, store: ResidentStore) -> None:
+        self._store = store
+
+    def ready(self, stream: EpochStream) -> bool:
+        """Return whether the cache has all samples of the first epoch of a stream."""
+        if self._store.has_all():
+            return True
+        first = stream.first
+        assert not isinstance(first.sampled, BatchLists)
+        wanted = BatchRanges(stream.schedule, first.position, first.sampled).at(0, sys.maxsize)
+        return wanted is not None and self._store.has_all(wanted.indices)
+
+    def may_read_ahead(self, streams: bool | None) -> bool:
+        """Return whether the next epoch comes from the cache, too; it is faster then."""
+        return self._store.has_all() and not streams
+
+    def new_pipeline(self, config: Any, running: Any) -> ResidentPipeline:
+        """Return a pipeline of the cache, which shares the data of the running one if no samples came later."""
+        stale = isinstance(running, ResidentPipeline) and running.data.source.samples != self._store.cached_samples
+        return super().new_pipeline(config, None if stale else running)
+
+    def _data(self, config: Any) -> CachedData:
+        axes = config.decode.row.axes if decodes_in_place(config.decode) else None
+        return CachedData(self._store, axes, targets=Members.of(config.source).target is not None)
+
+
+def _permuted(rows: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+    import torch
+
+    if torch.is_inference_mode_enabled():  # an inference tensor could not be trained on later
+        with torch.inference_mode(False):
+            return rows.permute(axes)
+    return rows.permute(axes)
+
+
+def _collated(store: ResidentStore) -> Any:
+    """Collate all targets into one batch; a cached sample's target stands in for each sample that is not cached."""
+    import torch
+
+    at = np.flatnonzero(store.slots >= 0)
+    builder = DefaultCollateBuilder(len(store), HostBufferPool(0))
+    targets = store.targets
+    stand_in = targets[int(at[0])]
+    cached = set(at.tolist())
+    for index in range(len(store)):
+        builder.put(index, targets[index] if index in cached else stand_in)
+    with torch.device("cpu"):  # the user may have set another default device in this thread
+        return builder.finish([])

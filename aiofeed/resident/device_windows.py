@@ -1,4 +1,7 @@
-"""Windows of data on a device: permuted on the side stream while the consumer uses the window before."""
+"""Windows of data on a device: permuted on the side stream while the consumer uses the window before.
+
+Of files of tokens, all are copied to the device once, and a gather makes several batches.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ from aiofeed.kernel.core.types import HostTensor
 from aiofeed.kernel.devices.backend import is_complete, is_out_of_memory, poll
 from aiofeed.kernel.devices.cuda import allocating
 from aiofeed.kernel.runtime.buffers import PinnedBufferPool, array
-from aiofeed.kernel.runtime.tensors import rows_as_words, tensor_row_bytes, view_as_integers, words_as_rows
-from aiofeed.kernel.sampling.schedule import BatchRange
-from aiofeed.resident.host_windows import Rows, Window, row_bytes, user_tensor, window_batches
+from aiofeed.kernel.runtime.tensors import INTEGER_OF_SIZE, tensor_row_bytes, view_as_integers
+from aiofeed.resident.batch_ranges import BatchRange
+from aiofeed.resident.host_windows import Window, row_bytes, user_tensor, window_batches
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +35,8 @@ log: logging.Logger = logging.getLogger("aiofeed.engine")
 
 # A device permutes that much in a fraction of a millisecond, which is longer than the host takes to queue it.
 DEVICE_WINDOW_BYTES = 64 << 20
+# Host memory that the upload of tokens takes: files may be larger than host memory.
+UPLOAD_BYTES = 64 << 20
 # Windows whose last work may still be queued; beside them, the window in use and the next one.
 QUEUED_WINDOWS = 2
 DEVICE_WINDOWS = 2 + QUEUED_WINDOWS
@@ -273,7 +278,50 @@ class DeviceWindows:
         )
 
 
-def _gather(data: list[DeviceData], source: Rows, wanted: tuple[torch.Tensor | None, int, int]) -> list[torch.Tensor]:
+class DeviceTokenWindows(DeviceWindows):
+    """Uploads the tokens of files to a device, and gathers windows of them there. Arguments as for ``ResidentData``."""
+
+    def __init__(self, backend: DeviceBackend, source: Any, batch_size: int, memory_bytes: int) -> None:
+        arrays = source.arrays
+        self._dtype = np.result_type(*{tokens.dtype for tokens in arrays}).newbyteorder("=")
+        self._count = sum(map(len, arrays))
+        super().__init__(backend, source, batch_size, memory_bytes)
+        # While it is made, a window takes as much memory again: the position of each token.
+        self.max_batches: int = max(self.max_batches // 2, 1)
+
+    def _rows(self, batch_range: BatchRange) -> NDArray[np.int64]:
+        first: NDArray[np.int64] = self._source.first_tokens(batch_range.indices)
+        return first
+
+    def _copy_data(self) -> list[DeviceData]:
+        import torch
+
+        backend, step, at = self._backend, max(UPLOAD_BYTES // self._dtype.itemsize, 1), 0
+        flat: torch.Tensor | None = None
+        for tokens in self._source.arrays:
+            for first in range(0, len(tokens), step):
+                # As signed integers, which all devices can gather. The copy to the device reads this memory.
+                piece = tokens[first : first + step].astype(self._dtype).view(f"i{self._dtype.itemsize}")
+                host = torch.from_numpy(piece)
+                copy = backend.copy(host)
+                flat = copy.new_empty(self._count) if flat is None else flat
+                flat[at : at + len(host)].copy_(copy)
+                backend.record(backend.side_stream()).synchronize()
+                at += len(host)
+        assert flat is not None
+        return [DeviceData(flat, (), getattr(torch, self._dtype.name))]
+
+    def _data_bytes(self, *, only_to_copy: bool) -> int:
+        return self._count * self._dtype.itemsize
+
+    def _alternative(self) -> str:
+        return "Without cache= batches are gathered from the files and copied"
+
+    def _gather(self) -> Callable[..., list[torch.Tensor]]:
+        return _gather_tokens
+
+
+def _gather(data: list[DeviceData], source: Any, wanted: tuple[torch.Tensor | None, int, int]) -> list[torch.Tensor]:
     """Return the rows of a window: those at the indices, or without indices ``count`` rows from ``start``.
 
     The copier calls it on the side stream.
@@ -294,6 +342,26 @@ def _gather(data: list[DeviceData], source: Rows, wanted: tuple[torch.Tensor | N
     return found
 
 
+def _gather_tokens(data: list[DeviceData], source: Any, wanted: tuple[torch.Tensor, int, int]) -> list[torch.Tensor]:
+    """Return the tokens of windows, and with targets those that follow, as int64; ``wanted`` as for rows.
+
+    The copier calls it on the side stream.
+    """
+    import torch
+
+    [(flat, _, dtype)], (first, _, count) = data, wanted
+    with torch.inference_mode(False), torch.no_grad():
+        needed = source.block + source.targets
+        positions = first.unsqueeze(1) + torch.arange(needed, device=first.device)
+        tokens = flat.index_select(0, positions.view(-1)).view(count, needed)
+        parts = [tokens[:, at : at + source.block] for at in range(1 + source.targets)]
+        parts = [part.to(torch.int64, copy=True, memory_format=torch.contiguous_format) for part in parts]
+        if not dtype.is_signed:
+            for part in parts:
+                part.bitwise_and_((1 << 8 * dtype.itemsize) - 1)
+        return parts
+
+
 def _is_torchs(tensor: torch.Tensor) -> bool:
     """Return whether torch's allocator owns a tensor's memory; not that of another process or another library."""
     return tensor.untyped_storage().resizable()
@@ -303,3 +371,29 @@ def free_and_total(backend: DeviceBackend) -> tuple[int, int] | None:
     """Return the free and total bytes of the device's memory; ``None`` if the backend does not know them."""
     memory: Callable[[], tuple[int, int] | None] | None = getattr(backend, "memory", None)
     return None if memory is None else memory()
+
+
+def integer_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the integer dtype of the same size; the dtype itself if there is none."""
+    name = INTEGER_OF_SIZE.get(dtype.itemsize)
+    return dtype if name is None else np.dtype(name)
+
+
+def rows_as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a contiguous tensor [N, ...] as [N, words], integers as large as row size and address allow.
+
+    A device gathers few large elements faster than many small ones. ``words_as_rows`` undoes it.
+    """
+    import torch
+
+    nbytes, start = tensor_row_bytes(tensor), tensor.data_ptr() | int(tensor.storage_offset()) * tensor.itemsize
+    flat = tensor.view(len(tensor), nbytes // tensor.itemsize)
+    if not flat.numel():  # torch does not change the element size of an empty tensor
+        return view_as_integers(flat)
+    size = next(size for size in (8, 4, 2, 1) if (nbytes | start) % size == 0)
+    return flat.view(getattr(torch, INTEGER_OF_SIZE[size]))
+
+
+def words_as_rows(words: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Rows that ``rows_as_words`` has made words of, or some of them, with the shape and dtype of a row."""
+    return words.view(dtype).view(len(words), *shape)

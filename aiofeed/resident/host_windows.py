@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from aiofeed.kernel.core.types import traits_of
 from aiofeed.kernel.runtime.buffers import HostBufferPool, array
 from aiofeed.kernel.runtime.tensors import is_tensor, keep_memory, tensor_row_bytes, view_as_integers
 from aiofeed.kernel.runtime.threads import is_ending, may_be_fork
-from aiofeed.kernel.sampling.schedule import BatchRange
+from aiofeed.resident.batch_ranges import BatchRange
 
 if TYPE_CHECKING:
     import torch
@@ -36,48 +36,9 @@ WINDOWS = 2
 PARALLEL_BYTES = 128 << 10
 
 
-class Rows(Protocol):
-    """Data from which windows are made."""
-
-    @property
-    def tensors(self) -> Sequence[Any]:
-        """Tensors or arrays, each [N, ...]. Sample ``i`` is row ``i`` of each."""
-
-    @property
-    def alias(self) -> bool:
-        """Whether a batch of consecutive rows may be a view of the data."""
-
-    @property
-    def rows(self) -> NDArray[np.int64] | None:
-        """The row of each sample; ``None``: sample ``i`` is row ``i``. Data on a device have no such list."""
-
-
 Window: TypeAlias = "Callable[[int, int], list[torch.Tensor]] | list[Any]"
 """On a device: returns rows ``first`` to ``last - 1`` of each tensor, for work on the calling thread's current stream.
 On the host: the rows of each batch."""
-
-
-class Windows(Protocol):
-    """Makes windows of resident data."""
-
-    ahead: int
-    """Number of windows to make before the consumer needs them."""
-    max_batches: int
-    """Maximum number of batches of the next window."""
-    statistic: str
-    """The field of ``EpochStats`` that counts the time of making windows."""
-
-    def device_ready(self) -> bool:
-        """Return whether a window can be made now, without waiting for work queued on the device."""
-
-    def make(self, batch_range: BatchRange) -> tuple[BatchRange, Window]:
-        """Make a window of a batch range, or of its head if memory is short; return the range made and the window."""
-
-    def wait_for_caller(self) -> None:
-        """Make later windows wait for the work that the calling thread has queued on the device."""
-
-    def close(self, timeout_s: float) -> None:
-        """Wait for windows that are being made of memory that another process may free; no more are made."""
 
 
 def window_batches(batch_bytes: int, *bounds: int) -> int:
@@ -112,8 +73,10 @@ def _host_batches(
 class HostWindows:
     """Makes windows of data in host memory, in the consumer's thread. Arguments as for ``ResidentData``."""
 
-    # The consumer would wait as long for another thread, and gain nothing while all cores are busy.
+    # Windows to make before the consumer needs them. It would wait as long for another thread, and gain nothing while
+    # all cores are busy.
     ahead = 0
+    # The field of ``EpochStats`` that counts the time of making windows.
     statistic = "collate_s"
 
     def __init__(self, source: Any, batch_size: int, memory_bytes: int) -> None:
@@ -157,7 +120,7 @@ class _HostData:
         dtypes: The torch dtype of each tensor whose dtype numpy lacks; ``None`` if there is no such tensor.
     """
 
-    def __init__(self, source: Rows) -> None:
+    def __init__(self, source: Any) -> None:
         self._data, dtypes = zip(*map(_host_rows, source.tensors), strict=True)
         self.dtypes: Sequence[torch.dtype | None] | None = dtypes if any(dtypes) else None
         self._torch_rows = list(map(_torch_rows, self._data))

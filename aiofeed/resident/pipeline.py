@@ -13,19 +13,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiofeed.kernel.core.errors import DeviceCopyError, IteratorClosedError, SampleError
 from aiofeed.kernel.core.types import traits_of
 from aiofeed.kernel.core.validation import check_returned
 from aiofeed.kernel.devices.backend import poll, poll_pauses
+from aiofeed.kernel.engine.memory import Memory
 from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
 from aiofeed.kernel.sampling.epochs import EpochStart, EpochStream
 from aiofeed.kernel.sampling.order import BatchLists
-from aiofeed.kernel.sampling.schedule import BatchRange, BatchRanges
-from aiofeed.resident.device_tokens import DeviceTokenWindows
-from aiofeed.resident.device_windows import DeviceWindows
-from aiofeed.resident.host_windows import HostWindows, Windows, default_modes
+from aiofeed.resident.batch_ranges import BatchRange, BatchRanges
+from aiofeed.resident.device_windows import DeviceTokenWindows, DeviceWindows
+from aiofeed.resident.host_windows import HostWindows, default_modes
 from aiofeed.resident.tensors import with_own_rows
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from aiofeed.kernel.devices.backend import DeviceBackend
 
 log: logging.Logger = logging.getLogger("aiofeed.engine")
+
+Windows: TypeAlias = DeviceWindows | HostWindows
 
 
 class ResidentData:
@@ -258,10 +260,6 @@ class ResidentPipeline:
         self._pid = os.getpid()
         self._stopped = False
 
-    def successor(self) -> ResidentPipeline:
-        """Return a new pipeline with the same data, which is not uploaded again."""
-        return ResidentPipeline(self.data)
-
     @property
     def inherited(self) -> bool:
         """Whether it belongs to a parent process."""
@@ -324,3 +322,28 @@ def _transformed(transform: Transform, backend: DeviceBackend, batch: Any) -> An
             return check_returned("transform=", transform(batch))
     except Exception as error:
         raise DeviceCopyError(f"transform raised {type(error).__name__} on {backend.name}: {error}") from error
+
+
+class DataMemory(Memory):
+    """The data of a source, of which batches are gathered, or views of windows, where they are wanted."""
+
+    def ready(self, stream: EpochStream) -> bool:
+        """Return True."""
+        return True
+
+    def new_pipeline(self, config: Any, running: Any) -> ResidentPipeline:
+        """Return a pipeline of the data, which shares those of the running one."""
+        if isinstance(running, ResidentPipeline) and not running.inherited:
+            return ResidentPipeline(running.data)
+        return ResidentPipeline(
+            ResidentData(
+                self._data(config),
+                batch_size=config.batch_size,
+                backend=config.backend,
+                memory_bytes=config.limits.memory_bytes,
+            )
+        )
+
+    def _data(self, config: Any) -> Any:
+        """Return the object that has the data."""
+        return config.source

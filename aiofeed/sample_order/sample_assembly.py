@@ -190,7 +190,7 @@ class SampleAssembly(ChunkAssembly):
             indices = [plan.indices[at] for plan, at, _ in samples]
             positions = [plan.positions[at] for plan, at, _ in samples]
             chunk = Batch(
-                BatchPlan(planned.plan.number, indices, positions, plan.epoch_seed, plan.order),
+                BatchPlan(planned.plan.number, indices, positions, plan.epoch_seed, plan.replacements),
                 planned.counters,
                 planned.failure_counter,
                 reserved=0,

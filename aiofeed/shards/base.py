@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import time
 import zlib
@@ -15,16 +16,18 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from aiofeed.common.blocking import run_blocking
+from aiofeed.common.grouped_source import GroupedSource
 from aiofeed.common.progress_bar import LoadProgress
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.validation import check_callable, counted
 from aiofeed.kernel.sources.files import AT_ONCE_S
 from aiofeed.kernel.sources.parts import Parts, in_order
-from aiofeed.kernel.sources.subset import GroupedSource
 from aiofeed.objects.reader import run_all, statistics_of
 from aiofeed.shards import indexing
 from aiofeed.shards.index import ShardIndex, with_labels
 from aiofeed.shards.urls import Shard, ShardFinder, Urls
+
+log: logging.Logger = logging.getLogger("aiofeed.sources")
 
 # Shards that are opened at the same time, and shards that are read from end to end at the same time.
 OPEN = 64
@@ -136,13 +139,13 @@ class Shards(GroupedSource, ABC):
             ValueError: The shard is damaged or of another format.
         """
 
-    @abstractmethod
     def _unpack(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> Any:
-        """Return the contents of a sample, of the bytes of its members.
+        """Return the contents of a sample, of the bytes of its members; for formats that read samples one by one.
 
         Raises:
             ValueError: The bytes are not those that the index names.
         """
+        raise NotImplementedError
 
     def _parse(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> Any:
         """Return the sample that a feeder gets."""
@@ -185,7 +188,19 @@ class Shards(GroupedSource, ABC):
         return shards
 
     async def _obtain(self, shard: Shard, target: Sequence[str] = ()) -> ShardIndex:
-        return await indexing.obtain(shard, self.rules, target, partial(self._check_fit, shard), self._scanning)
+        """Return the index of an open shard, with the targets of a field: cached, beside the shard, or made now."""
+        rules = self.rules
+        if (index := await asyncio.to_thread(indexing.load, shard, rules, target)) is not None:
+            return index
+        if rules.streams:
+            index = await indexing.beside(shard, rules, target, partial(self._check_fit, shard))
+        if index is None or (target and index.fields is None):
+            block_bytes = indexing.BLOCK_BYTES if rules.streams else 0
+            async with self._scanning:
+                index = await indexing.run_scan(shard, rules.scan(shard.size, target), block_bytes)
+            log.info("%s: indexed %d samples", shard.url, len(index))
+            await indexing.save(shard, index, rules, target)
+        return index
 
     async def _check_fit(self, shard: Shard, index: ShardIndex) -> None:
         """Raise ``ValueError`` unless the first, a middle and the last sample are where an index says."""

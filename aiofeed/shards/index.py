@@ -136,14 +136,12 @@ class ShardIndex:
             # A copy: a view of one array would keep the contents of the whole file in memory.
             parts[name] = np.frombuffer(rest, dtype, count, at).copy()
             at += parts[name].nbytes
-        packed: dict[str, Any] = {
-            name: PackedBytes.of(parts[f"{name}.data"], parts[f"{name}.ends"])
-            for name in ("keys", "labels")
-            if f"{name}.ends" in parts
-        }
         names, unlabelled = tuple(header.pop("names")), frozenset(header.pop("unlabelled"))
         arrays: dict[str, Any] = {name: parts[name] for name in _ARRAYS if name in parts}
-        index = ShardIndex(names=names, unlabelled=unlabelled, **arrays, **packed)
+        for name in ("keys", "labels"):
+            if f"{name}.ends" in parts:
+                arrays[name] = PackedBytes.of(parts[f"{name}.data"], parts[f"{name}.ends"])
+        index = ShardIndex(names=names, unlabelled=unlabelled, **arrays)
         if at != len(rest) or not index.is_consistent():
             raise ValueError("the arrays of the index file do not fit together")
         return index, header

@@ -9,13 +9,16 @@ from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from aiofeed.common.cache_folder import cache_path, write_cached, write_whole
-from aiofeed.kernel.sources.file_io import open_file, read_range
+from aiofeed.kernel.sources.file_io import open_file
+from aiofeed.objects.reader import read_range
 from aiofeed.objects.requests import too_short
 from aiofeed.shards.index import SUFFIX, ShardIndex
 from aiofeed.shards.urls import Shard
+
+ResultT = TypeVar("ResultT")
 
 log: logging.Logger = logging.getLogger("aiofeed.sources")
 
@@ -46,46 +49,6 @@ class IndexRules:
     streams: bool = True
 
 
-async def obtain(
-    shard: Shard,
-    rules: IndexRules,
-    target: Sequence[str],
-    fits: Callable[[ShardIndex], Awaitable[None]],
-    turn: asyncio.Semaphore,
-) -> ShardIndex:
-    """Return the index of a shard.
-
-    Args:
-        shard: An open shard.
-        rules: Its format.
-        target: The field of targets.
-        fits: An async function that raises ``ValueError`` if an index is not that of the shard.
-        turn: Limits the passes over shards that are made at the same time.
-
-    Raises:
-        ValueError: The shard is damaged or of another format.
-        OSError: The shard cannot be read.
-    """
-    index = await find(shard, rules, target, fits)
-    if index is None:
-        async with turn:
-            index = await run_scan(shard, rules.scan(shard.size, target), BLOCK_BYTES if rules.streams else 0)
-        log.info("%s: indexed %d samples", shard.url, len(index))
-        await save(shard, index, rules, target)
-    return index
-
-
-async def find(
-    shard: Shard, rules: IndexRules, target: Sequence[str], fits: Callable[[ShardIndex], Awaitable[None]]
-) -> ShardIndex | None:
-    """Return the index of a shard that is cached or beside it, as for ``obtain``; ``None`` if there is none."""
-    path = _cache_path(shard, rules, target)
-    if path is not None and (cached := await asyncio.to_thread(_load, path, shard)) is not None:
-        return cached
-    index = await _beside(shard, rules, target, fits) if rules.streams else None
-    return None if index is not None and target and index.fields is None else index
-
-
 def _cache_path(shard: Shard, rules: IndexRules, target: Sequence[str]) -> Path | None:
     """The file of an index in the cache folder; ``None`` for a store that has no name, or without such a folder."""
     place = os.path.abspath(shard.key) if shard.reader.is_local else shard.reader.identity
@@ -104,7 +67,10 @@ async def save(
         await asyncio.to_thread(write_cached, path, [data], f"the index of {shard.url} is not saved")
 
 
-def _load(path: Path, shard: Shard) -> ShardIndex | None:
+def load(shard: Shard, rules: IndexRules, target: Sequence[str]) -> ShardIndex | None:
+    """Return the index of an open shard in the cache folder; ``None`` if there is none."""
+    if (path := _cache_path(shard, rules, target)) is None:
+        return None
     try:
         index, described = ShardIndex.from_bytes(path.read_bytes())
         return index if (described["size"], described["version"]) == (shard.size, shard.version) else None
@@ -115,12 +81,13 @@ def _load(path: Path, shard: Shard) -> ShardIndex | None:
         return None
 
 
-async def _beside(
+async def beside(
     shard: Shard, rules: IndexRules, target: Sequence[str], fits: Callable[[ShardIndex], Awaitable[None]]
 ) -> ShardIndex | None:
     """Return the index in a file beside a shard, if it is that of the shard.
 
-    A copy of the shard has another etag, so that some samples are read instead to find out.
+    A copy of the shard has another etag, so that some samples are read instead to find out: ``fits`` raises
+    ``ValueError`` if they are not where the index says.
     """
     names: dict[str, Callable[[bytes, int], ShardIndex | None]] = {shard.key + SUFFIX: partial(_own, target)}
     names.update({name(shard.key): read for name, read in rules.foreign.items()})
@@ -174,15 +141,24 @@ async def run_scan(shard: Shard, scan: Scan, block_bytes: int) -> ShardIndex:
 
 def _scan_file(path: str, scan: Scan) -> ShardIndex:
     with open(open_file(path), "rb", buffering=0) as file:
-        try:
-            start, end = next(scan)
-            while True:
-                data = read_range(file, start, end)
-                if len(data) < min(end, os.fstat(file.fileno()).st_size) - start:
-                    raise too_short(path, start, end)
-                start, end = scan.send(data)
-        except StopIteration as done:
-            return done.value  # type: ignore[no-any-return]
+
+        def read(start: int, end: int) -> bytes:
+            data = read_range(file, start, end)
+            if len(data) < min(end, os.fstat(file.fileno()).st_size) - start:
+                raise too_short(path, start, end)
+            return data
+
+        return drive(scan, read)
+
+
+def drive(scan: Generator[tuple[int, int], bytes, ResultT], read: Callable[[int, int], bytes]) -> ResultT:
+    """Run a pass over bytes in memory or in a file; return its result."""
+    try:
+        start, end = next(scan)
+        while True:
+            start, end = scan.send(read(start, end))
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
 
 
 def idx_key(key: str) -> str:

@@ -16,14 +16,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from aiofeed.common.foreign_names import check_foreign_name
 from aiofeed.kernel.core.types import public
-from aiofeed.kernel.core.validation import check_expanded, explain_arguments, parse_json
-from aiofeed.kernel.sources.file_io import check_foreign_name
+from aiofeed.kernel.core.validation import check_expanded, explain_arguments
 from aiofeed.shards.arrow import arrow
 from aiofeed.shards.base import FieldShards, RecentParts, reason_of
 from aiofeed.shards.index import ShardIndex, ranges_of
 from aiofeed.shards.indexing import DAMAGED, IndexRules, Scan
-from aiofeed.shards.urls import Shard, ShardFinder, Urls
+from aiofeed.shards.urls import Shard, ShardFinder, Urls, parse_json
 
 # The numbers of dtypes in an array of any dtype.
 _DTYPES = {
@@ -34,10 +34,6 @@ _DTYPES = {
 _CODECS = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "snappy": "snappy"}
 # The offsets in a shard are uint32.
 _MOST_BYTES = 1 << 32
-
-
-def _integer(data: bytes) -> int:
-    return int.from_bytes(data, "little", signed=True)
 
 
 def _scalar(dtype: str, data: bytes) -> Any:
@@ -63,7 +59,7 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
     "jpeg": bytes,
     "png": bytes,
     "str": bytes.decode,
-    "int": _integer,
+    "int": partial(int.from_bytes, byteorder="little", signed=True),
     "str_int": int,
     "str_float": float,
     "json": json.loads,

@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -19,7 +20,6 @@ from aiofeed.kernel.sources.parts import in_order
 from aiofeed.objects.reader import run_all
 from aiofeed.shards.arrow import arrow, is_text
 from aiofeed.shards.base import RecentParts, Shards
-from aiofeed.shards.index import ShardIndex
 from aiofeed.shards.urls import Shard, Urls
 
 # Most footers are shorter, so that one request reads them.
@@ -131,9 +131,6 @@ class ParquetRows(Shards):
         shard, _ = self._find(index)
         return shard.size // self._samples(shard)
 
-    def _unpack(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> Any:
-        raise NotImplementedError  # rows are read by row groups
-
     async def _footer(self, shard: Shard) -> Any:
         """pyarrow's description of a file."""
         tail = await self._tail(shard, _TAIL_BYTES)
@@ -223,7 +220,8 @@ class ParquetRows(Shards):
 
         async def load(group: int) -> list[tuple[list[int], list[Any]]]:
             try:
-                table = await self._table(shard, group)
+                read = partial(self._read_rows, shard, group, shard.extra.leaves)
+                table = await self._tables.get((shard, group), read)
             except Exception as error:  # noqa: BLE001 - `take` makes it the error of each of its samples
                 table = error
             return await asyncio.to_thread(take, {group: table})
@@ -253,11 +251,6 @@ class ParquetRows(Shards):
             value = None if value is None else value[name]
         return ValueError(f"{shard.url}: row {row} has no {self._data!r}") if value is None else value
 
-    async def _table(self, shard: Shard, group: int) -> Any:
-        """Return a row group, read once if several reads need it at the same time."""
-        chosen = shard.extra.leaves
-        return await self._tables.get((shard, group), lambda: self._read_rows(shard, group, chosen))
-
     async def _read_rows(self, shard: Shard, group: int, chosen: Sequence[int]) -> Any:
         """Column chunks of a row group, by their numbers."""
         metadata = shard.extra.metadata
@@ -284,8 +277,7 @@ class ParquetRows(Shards):
 
 
 def _names(shard: Shard) -> list[str]:
-    names: list[str] = shard.extra.metadata.schema.to_arrow_schema().names
-    return names
+    return list(shard.extra.metadata.schema.to_arrow_schema().names)
 
 
 def _read_row_group(file: _PartsOfFile, metadata: Any, group: int, chosen: Sequence[int]) -> Any:
@@ -332,12 +324,6 @@ class _PartsOfFile(io.RawIOBase):
 
     def readable(self) -> bool:
         return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]

@@ -8,7 +8,6 @@ https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html; GNU tar's "
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import counted, explain_arguments
 from aiofeed.shards.base import FieldShards
 from aiofeed.shards.index import IndexBuilder, ShardIndex, ranges_of, split_name
-from aiofeed.shards.indexing import IndexRules, Scan, idx_key
+from aiofeed.shards.indexing import IndexRules, Scan, drive, idx_key
 from aiofeed.shards.urls import Shard
 
 BLOCK = 512
@@ -54,20 +53,12 @@ def members_of(data: bytes) -> dict[str, bytes]:
             found[field] = data[start + BLOCK : end]
         return False
 
-    scan = _members(len(data), add, whole=False)
-    with suppress(StopIteration):
-        start, end = next(scan)
-        while True:
-            start, end = scan.send(data[start:end])
+    drive(_members(len(data), add, whole=False), lambda start, end: data[start:end])
     return found
 
 
 def _members(
-    size: int,
-    add: Callable[[str, int, int], bool],
-    label: Callable[[bytes], None] | None = None,
-    *,
-    whole: bool = True,
+    size: int, add: Callable[[str, int, int], bool], label: Callable[[bytes], None] | None = None, *, whole: bool = True
 ) -> Generator[tuple[int, int], bytes, None]:
     """A pass over the headers of a tar file. It yields ``(start, end)`` and is sent these bytes.
 
@@ -87,7 +78,8 @@ def _members(
         if header == _ZEROS[: len(header)] and (ended or len(header) == BLOCK):
             at, ended = at + BLOCK, True
             continue
-        if number == 0 and (kind := _compression(header)) is not None:
+        kind = next((name for magic, name in _COMPRESSED.items() if not number and header.startswith(magic)), None)
+        if kind is not None:
             raise ValueError(
                 f"it is compressed with {kind}, which has no random access: decompress the tar file; images and other "
                 f"members that are compressed themselves do not grow"
@@ -95,7 +87,8 @@ def _members(
         if len(header) < BLOCK:
             what = "the tar file is truncated" if number or size == 0 or b"\0" in header else "this is not a tar file"
             raise ValueError(f"{what}: it ends at byte {size} without an end mark")
-        if _checksum(header) != _octal(header[148:156]):
+        # The checksum counts as eight spaces in its own sum.
+        if sum(header) - sum(header[148:156]) + 8 * 32 != _octal(header[148:156]):
             raise ValueError(
                 "this is not a tar file" if not number else f"the tar file is damaged: there is no header at byte {at}"
             )
@@ -147,10 +140,6 @@ def _octal(field: bytes) -> int:
         return 0 if not field.strip(b" \0") else -1
 
 
-def _checksum(header: bytes) -> int:
-    return sum(header) - sum(header[148:156]) + 8 * 32
-
-
 def _name(header: bytes) -> str:
     name = header[:100].split(b"\0", 1)[0]
     prefix = header[345:500].split(b"\0", 1)[0] if header[257:263] == b"ustar\0" else b""
@@ -178,10 +167,6 @@ def _pax(data: bytes, at: int) -> dict[str, bytes]:
         records[key.decode("utf-8", "replace")] = value
         position += int(digits)
     return records
-
-
-def _compression(header: bytes) -> str | None:
-    return next((name for magic, name in _COMPRESSED.items() if header.startswith(magic)), None)
 
 
 def foreign_index(data: bytes, size: int) -> ShardIndex | None:
@@ -215,11 +200,8 @@ def _dali_index(data: bytes) -> ShardIndex:
     return index
 
 
-TAR_RULES = IndexRules(
-    "tar",
-    scan_tar,
-    {idx_key: foreign_index, lambda key: f"{key}.idx": foreign_index},  # energon's is x.tar.idx
-)
+# The index of DALI is x.idx, that of energon x.tar.idx.
+TAR_RULES = IndexRules("tar", scan_tar, {idx_key: foreign_index, lambda key: f"{key}.idx": foreign_index})
 
 
 @public

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import glob
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
-from aiofeed.kernel.core.validation import parse_json
-from aiofeed.kernel.sources.file_io import check_foreign_name, check_path
+from aiofeed.common.foreign_names import check_foreign_name
+from aiofeed.kernel.core.validation import check_expanded
+from aiofeed.kernel.sources.file_io import check_path
 from aiofeed.objects.reader import ObjectReader, read_ranges
 from aiofeed.objects.requests import ObjectInfo
 from aiofeed.objects.urls import is_remote, redacted, split_url
@@ -230,3 +232,16 @@ def _local_matches(path: str) -> list[str]:
 def _matches(key: str, pattern: str) -> bool:
     parts, wanted = key.split("/"), pattern.split("/")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def parse_json(name: str, data: bytes | str) -> Any:
+    """Return the value in a JSON file.
+
+    Raises:
+        ValueError: It is no JSON, or too large.
+    """
+    check_expanded(name, len(data), 0)
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: it is no JSON: {error}") from None

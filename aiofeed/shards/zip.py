@@ -9,6 +9,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any, ClassVar
 
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_expanded, explain_arguments
@@ -123,9 +124,6 @@ def _contents(part: bytes, stored: int, size: int) -> bytes:
     return contents
 
 
-ZIP_RULES = IndexRules("zip 2", scan_zip, streams=False)
-
-
 @public
 @explain_arguments()
 class ZipShards(FieldShards):
@@ -139,18 +137,15 @@ class ZipShards(FieldShards):
     """
 
     _in_thread = True
-    rules = ZIP_RULES
+    rules: ClassVar[IndexRules] = IndexRules("zip 2", scan_zip, streams=False)
     default_to_target = int
 
     def _unpack(self, index: ShardIndex, sample: int, parts: Sequence[bytes]) -> dict[str, bytes]:
-        assert index.fields is not None
-        assert index.sizes is not None
-        assert index.crcs is not None
-        assert index.inflated is not None
+        columns: Any = index  # with all of them, as scan_zip makes them
         found = {}
         for member, part in zip(index.members(sample), parts, strict=True):
-            data = _contents(part, int(index.sizes[member]), int(index.inflated[member]))
-            if zlib.crc32(data) != int(index.crcs[member]):
+            data = _contents(part, int(columns.sizes[member]), int(columns.inflated[member]))
+            if zlib.crc32(data) != int(columns.crcs[member]):
                 raise ValueError("a member has another CRC-32 than its directory says")
-            found[index.names[int(index.fields[member])]] = data
+            found[index.names[int(columns.fields[member])]] = data
         return found

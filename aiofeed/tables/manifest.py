@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from aiofeed.common.blocking import run_blocking
+from aiofeed.common.foreign_names import check_foreign_name
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_callable, check_expanded, check_positive_int, explain_arguments
-from aiofeed.kernel.sources.file_io import MAX_BYTES, ReadRules, check_foreign_name, check_path, open_file, read_file
+from aiofeed.kernel.sources.file_io import MAX_BYTES, ReadRules, check_path, open_file, read_file
 from aiofeed.kernel.sources.files import Files, path_of
 from aiofeed.kernel.sources.parts import in_order
 from aiofeed.objects.keys import KeyPacker, PackedKeys
@@ -64,6 +65,8 @@ class TableFile:
     """
 
     def __init__(self, path: str, format: str | None, store: Any, options: Mapping[str, Any] | None) -> None:
+        self.store: Any = store
+        self.options: Mapping[str, Any] | None = options
         base, key = split_url(check_path(path))
         self.is_local: bool = not base and (store is None or scheme_of(path) == "file")
         stem, suffix = os.path.splitext(key.lower())
@@ -285,7 +288,7 @@ class Manifest(Files):
         if not len(table):
             raise ValueError(f"{file.name} lists no samples")
         columns = {name: _values(file, table.column(name), name, name == key) for name in table.column_names}
-        paths = _located(file, table.column(key), columns[key], root, store, options)
+        paths = _located(file, table.column(key), columns[key], root)
         del table
         arrow().default_memory_pool().release_unused()  # else some 150 bytes per row
         self._bounds = _bounds(file, [columns[name] for name in ranges], length is not None, max_bytes)
@@ -300,10 +303,11 @@ class Manifest(Files):
 
     def key(self, index: int, /) -> str:
         """Return the path of the file, or its URL without credentials; with the range, if there is one."""
+        path: str = self.paths[index]
         if self._bounds is None:
-            return self.paths[index]
+            return path
         starts, ends = self._bounds
-        return f"{self.paths[index]}[{starts[index]}:{ends[index]}]"
+        return f"{path}[{starts[index]}:{ends[index]}]"
 
     async def read_many(self, indices: Sequence[int], /) -> list[bytes | OSError]:
         """The contents of samples, or the error of each that cannot be read. Close parts of an object are one read."""
@@ -458,16 +462,9 @@ def _bounds(file: TableFile, columns: Sequence[Any], is_length: bool, max_bytes:
     return starts, ends
 
 
-def _located(
-    file: TableFile,
-    column: Any,
-    keys: PackedKeys,
-    root: str | os.PathLike[str] | None,
-    store: Any,
-    options: Mapping[str, Any] | None,
-) -> ObjectList:
+def _located(file: TableFile, column: Any, keys: PackedKeys, root: str | os.PathLike[str] | None) -> ObjectList:
     """Return the objects of a column of entries."""
-    compute = arrow("pyarrow.compute")
+    compute, store = arrow("pyarrow.compute"), file.store
 
     def rows(pattern: str) -> Any:
         return np.flatnonzero(compute.match_substring_regex(column, pattern).to_numpy())
@@ -480,20 +477,18 @@ def _located(
             check_foreign_name(f"{file.name}, row {row}", keys[row], base)
     try:
         if root is None and len(urls):
-            found = _of_urls(file, column, keys, urls, store, options)
+            found = _of_urls(file, column, keys, urls)
         else:
             folder = os.fspath(root) if root is not None else "" if file.is_local and store is not None else file.folder
-            found = ObjectList(keys, [ObjectReader(folder, store=store, options=options)])
+            found = ObjectList(keys, [ObjectReader(folder, store=store, options=file.options)])
     except ValueError as error:
         raise ValueError(f"{file.name}: {error}") from None
-    if file.is_local and found.is_local and options is not None:
+    if file.is_local and found.is_local and file.options is not None:
         raise ValueError("options= are for the store of URLs, and these are files: leave it out")
     return found
 
 
-def _of_urls(
-    file: TableFile, column: Any, keys: PackedKeys, urls: Any, store: Any, options: Mapping[str, Any] | None
-) -> ObjectList:
+def _of_urls(file: TableFile, column: Any, keys: PackedKeys, urls: Any) -> ObjectList:
     """Return the objects of a column of URLs."""
     if len(urls) != len(keys):
         other = int(np.setdiff1d(np.arange(len(keys)), urls)[0])
@@ -508,8 +503,8 @@ def _of_urls(
         return ObjectList(packer.packed(), [ObjectReader("")])
     compute, base = arrow("pyarrow.compute"), split_url(keys[0])[0]
     # The keys of one bucket are plain text and need no loop, which takes a second for a million of them.
-    in_bucket = store is None and not base.startswith("http")
+    in_bucket = file.store is None and not base.startswith("http")
     if in_bucket and compute.all(compute.starts_with(column, f"{base}/")).as_py():
         rest = compute.utf8_slice_codeunits(column, len(base) + 1)
-        return ObjectList(_packed(rest), [ObjectReader(base, options=options)])
-    return objects_of(keys, None, store, options)
+        return ObjectList(_packed(rest), [ObjectReader(base, options=file.options)])
+    return objects_of(keys, None, file.store, file.options)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from aiofeed import _load_addon
+from aiofeed.common.grouped_source import GroupedSource
 from aiofeed.kernel.core.types import Traits, public
 from aiofeed.kernel.core.validation import counted, explain_arguments
-from aiofeed.kernel.sources.subset import GroupedSource
 from aiofeed.tables.columns import Columns, collate_rows, no_tensors, take_rows
 
 if TYPE_CHECKING:

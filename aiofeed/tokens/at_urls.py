@@ -17,8 +17,9 @@ from aiofeed.objects.reader import GAP_BYTES, run_all
 from aiofeed.shards.base import RecentParts, Shards
 from aiofeed.shards.parquet import ParquetRows, leaves
 from aiofeed.shards.urls import Shard, ShardFinder
-from aiofeed.tokens.formats import CHECKED_BYTES, TokenLayout, check_vocab, layout_of
-from aiofeed.tokens.lists import MappedLists, dtype_of, tokens_of
+from aiofeed.tables.columns import is_list
+from aiofeed.tables.memory import mapped
+from aiofeed.tokens.formats import CHECKED_BYTES, DTYPES, TokenLayout, check_vocab, layout_of
 from aiofeed.tokens.windows import CHECKED_TOKENS, Tokens, checked_places
 
 if TYPE_CHECKING:
@@ -136,8 +137,7 @@ class RemoteTokens(Tokens, ParquetRows):
         return replace(given, layout=TokenLayout(dtype, 0, int(starts[-1])), metadata=lists, starts=starts)
 
     def _samples(self, shard: Shard) -> int:
-        windows: int = shard.extra.windows
-        return windows
+        return int(shard.extra.windows)
 
     def _selection(self) -> Any:
         return self._needed, str(self._dtype), self._column, [stride for _, _, stride in self._files]
@@ -217,8 +217,7 @@ class RemoteTokens(Tokens, ParquetRows):
 
         if isinstance(lists, MappedLists):
             return lists.batches[number]
-        found: NDArray[Any] = await self._tables.get((shard, number), read)
-        return found
+        return await self._tables.get((shard, number), read)  # type: ignore[no-any-return]
 
     def gather(self, indices: Any, *parts: NDArray[Any]) -> None:
         """Write windows, of which there are the bytes, into ``x``, and with targets ``y``: [N, block]."""
@@ -235,3 +234,43 @@ def _ranges(file: TokenObject) -> NDArray[np.int64]:
         return np.arange(0, file.windows, max(RANGE_BYTES // window_bytes, 1))
     firsts = np.unique(-(-file.starts // file.stride))
     return firsts[firsts < file.windows]
+
+
+class MappedLists:
+    """The tokens of each record batch of a local Arrow file, in its mapped memory."""
+
+    def __init__(self, path: str, column: str) -> None:
+        self._arguments = path, column
+        table = mapped(path)
+        self.dtype: str = dtype_of(table.schema, column)
+        self.batches: list[NDArray[Any]] = [tokens_of(chunk) for chunk in table.column(column).chunks]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Map the file again."""
+        return type(self), self._arguments
+
+
+def dtype_of(schema: Any, column: str) -> str:
+    """Return the dtype of the tokens in a column.
+
+    Raises:
+        ValueError: There is no such column, or it has other values.
+    """
+    if column not in schema.names:
+        raise ValueError(f"there is no column {column!r}; there are {schema.names}")
+    kind = schema.field(column).type
+    if not is_list(kind) or str(kind.value_type) not in DTYPES:
+        raise ValueError(f"column {column!r} has the type {kind}: tokens are lists of {', '.join(DTYPES)}")
+    return str(kind.value_type)
+
+
+def tokens_of(lists: Any) -> NDArray[Any]:
+    """Return the tokens of an Arrow array of lists, of which null ones and empty ones have none.
+
+    Raises:
+        ValueError: A token is null.
+    """
+    tokens = lists.flatten()
+    if tokens.null_count:
+        raise ValueError("the column has null tokens")
+    return tokens.to_numpy()  # type: ignore[no-any-return]

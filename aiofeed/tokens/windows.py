@@ -239,8 +239,7 @@ class Tokens(IndexedSource):
         numbers = np.searchsorted(self._starts, indices, side="right") - 1
         files = np.cumsum([0, *map(len, self.arrays)])
         strides = np.array([stride for _, _, stride in self._files])
-        first: NDArray[np.int64] = files[numbers] + (indices - self._starts[numbers]) * strides[numbers]
-        return first
+        return files[numbers] + (indices - self._starts[numbers]) * strides[numbers]  # type: ignore[no-any-return]
 
     def _write(self, tokens: NDArray[Any], parts: Sequence[NDArray[Any]], rows: Any) -> None:
         for at, part in enumerate(parts):

@@ -154,7 +154,7 @@ class WorkerPool(ABC, Generic[HandleT]):
         worker.decoding += batch.may_decode
         batch.copies.append((worker, serial))
         indices, positions = np.asarray(plan.indices, np.int64), np.asarray(plan.positions, np.int64)
-        length = 0 if plan.order is None else plan.order.length
+        length = 0 if plan.replacements is None else plan.replacements.length
         pieces = b"" if plan.pieces is None else plan.pieces.tobytes()
         samples = indices.tobytes(), positions.tobytes()
         worker.send(
@@ -183,7 +183,7 @@ class WorkerPool(ABC, Generic[HandleT]):
             worker.ready = True
             self._worker_ready(worker)
         elif isinstance(message, protocol.ReplacementRequest):
-            order = _assigned(worker, message.serial).plan.order
+            order = _assigned(worker, message.serial).plan.replacements
             index = None if order is None or message.position < 0 else order.index_at(message.position)
             assert index is None or isinstance(index, int)
             worker.send(protocol.ReplacementAnswer(message.ticket, index))

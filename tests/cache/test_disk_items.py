@@ -28,7 +28,7 @@ from aiofeed import DiskCache, FailurePolicy, Feeder, FromDataset, Limits
 from aiofeed.cache import cached_fetcher as cached
 from aiofeed.cache import disk_format as cache_file
 from aiofeed.cache.disk_format import CacheFile
-from aiofeed.cache.item_codec import deserialized, item_layout, serialized
+from aiofeed.cache.sample_codec import deserialized, item_layout, serialized
 from aiofeed.cache.store import DECIDING
 from aiofeed.common.fingerprint import dataset_identity
 from aiofeed.errors import CacheError, IteratorClosedError, ReadError

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiofeed import DiskCache, FailurePolicy, Feeder, FromDataset, HostCache, Limits
-from aiofeed.cache.item_codec import item_layout, item_parts
+from aiofeed.cache.sample_codec import item_layout, item_parts
 from aiofeed.errors import CacheError, DeviceCopyError
 from aiofeed.kernel.feeder.pipeline import StreamingPipeline
+from aiofeed.resident.device_cache import HostRows
 from aiofeed.resident.pipeline import ResidentPipeline
-from aiofeed.resident.resident_store import HostRows
 from tests.support.epochs_beside import same_after
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import until

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from aiofeed.objects import reader as reader_module
 from aiofeed.objects.clients import _aws_profile
-from aiofeed.objects.reader import ObjectReader
+from aiofeed.objects.reader import ObjectReader, statistics_of
 from tests.support.fault_server import Fault, FaultServer
 from tests.support.waiting import until
 
@@ -60,7 +60,7 @@ async def test_transient_faults_are_retried(reader, server, fault, caplog):
     """A request that fails for a moment is sent again until it succeeds; this is counted and logged once."""
     server.schedule = first(fault, fault, fault)
     assert await reader.read("a") == DATA
-    assert (reader.statistics().retries, reader.statistics().requests, server.count) == (3, 4, 4)
+    assert (statistics_of([reader]).retries, statistics_of([reader]).requests, server.count) == (3, 4, 4)
     server.schedule = lambda request: fault if request.number == 4 else None
     assert await reader.read_ranges("a", [0, 9], [4, 20]) == [DATA[:4], DATA[9:20]]
     assert server.count == 6
@@ -193,7 +193,7 @@ async def test_a_certificate_that_is_not_accepted(tmp_path, caplog):
         reader = ObjectReader(server.endpoint)
         with pytest.raises(OSError, match=r"\(InvalidCertificate: UnknownIssuer\): https://127.0.0.1"):
             await reader.read("a")
-    assert reader.statistics().requests == 1
+    assert statistics_of([reader]).requests == 1
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ async def test_a_redirect_that_cannot_be_followed(server, location, reason):
     assert await reader.read("b") == DATA
     with pytest.raises(OSError, match=rf"\({reason}\): http.*/a$"):
         await reader.read("a")
-    assert reader.statistics().requests == 2
+    assert statistics_of([reader]).requests == 2
 
 
 async def test_odd_keys_behind_a_redirect(server):
@@ -225,7 +225,7 @@ async def test_odd_keys_behind_a_redirect(server):
     assert [(await reader.read(key)).decode() for key in keys] == keys
     with pytest.raises(OSError, match=r"302.*\[z\]$"):
         await reader.read("x[z]")
-    assert reader.statistics().retries == 0
+    assert statistics_of([reader]).retries == 0
 
 
 async def test_a_server_that_comes_back(reader, server):
@@ -233,7 +233,7 @@ async def test_a_server_that_comes_back(reader, server):
     assert await reader.read("a") == DATA
     await asyncio.to_thread(server.stop)
     reads = [asyncio.create_task(reader.read("a")) for _ in range(5)]
-    await asyncio.to_thread(until, lambda: reader.statistics().retries)
+    await asyncio.to_thread(until, lambda: statistics_of([reader]).retries)
     await asyncio.to_thread(server.start)
     assert await asyncio.gather(*reads) == [DATA] * 5
 
@@ -321,7 +321,7 @@ async def test_expired_credentials_are_obtained_again(server, tmp_path, monkeypa
     write("SECOND")
     valid[0] = "SECOND"
     assert await asyncio.gather(*[reader.read("a") for _ in range(20)]) == [DATA] * 20
-    assert 1 <= reader.statistics().retries <= 20
+    assert 1 <= statistics_of([reader]).retries <= 20
     before = server.count
     valid[0] = "THIRD"  # and the file has no new ones
     with pytest.raises(PermissionError, match="credentials have expired"):
@@ -353,7 +353,7 @@ async def test_the_environment_is_changed(server, tmp_path, monkeypatch, wrong):
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "RIGHT")
     new = ObjectReader("s3://bucket")
     assert await new.read("a") == DATA
-    assert new.statistics().requests == 1
+    assert statistics_of([new]).requests == 1
     assert await old.read("a") == DATA
     assert ObjectReader("s3://bucket")._client is new._client
 
@@ -488,7 +488,7 @@ def test_a_pickled_reader(reader):
     assert asyncio.run(reader.read("a")) == DATA
     copied = pickle.loads(pickle.dumps(reader))
     assert asyncio.run(copied.read("a")) == DATA
-    assert copied.statistics().requests == 1
+    assert statistics_of([copied]).requests == 1
 
 
 def test_several_loops(reader):
@@ -508,7 +508,7 @@ def test_several_loops(reader):
     for thread in threads:
         thread.join()
     assert found == [DATA] * 90
-    assert reader.statistics().requests == 90
+    assert statistics_of([reader]).requests == 90
     assert len(reader._monitors) <= 3
 
 

@@ -125,7 +125,7 @@ def test_urls_with_queries_of_their_own(object_server, expected, monkeypatch):
         assert epoch(feeder) == expected
         assert sorted(epoch(feeder)) == list(range(SAMPLES))
     assert all(request.query == {"w": ["5&"], "id": [request.key[7:]]} for request in object_server.requests)
-    [reader] = files._objects._readers
+    [reader] = files._objects.readers
     assert len(reader._client._made) == 8
     until(lambda: object_server.connections <= 16)
 
@@ -198,7 +198,7 @@ def test_breaks(files, object_server):
             for _ in feeder:
                 break
         assert sorted(epoch(feeder)) == list(range(SAMPLES))
-    assert len(files._objects._readers[0]._monitors) <= 2
+    assert len(files._objects.readers[0]._monitors) <= 2
 
 
 def test_a_break_cancels_requests(files, object_server):

@@ -7,7 +7,7 @@ import pytest
 from aiofeed.objects import reader as reader_module
 from aiofeed.objects import requests as requests_module
 from aiofeed.objects.clients import open_requests
-from aiofeed.objects.reader import ObjectReader
+from aiofeed.objects.reader import ObjectReader, statistics_of
 from tests.support.fault_server import Fault
 from tests.support.waiting import until
 
@@ -37,7 +37,7 @@ async def test_a_late_request_is_sent_a_second_time(reader, server):
         assert await reader.read("a") == DATA
         others += 1
     assert await late == DATA
-    found = reader.statistics()
+    found = statistics_of([reader])
     assert found.hedges >= 1
     assert (found.requests, found.retries) == (81 + others + found.hedges, 0)
 
@@ -51,7 +51,7 @@ async def test_second_requests_are_few(reader, server):
             await reader.read("a")
 
     await asyncio.gather(*[read(40) for _ in range(16)])
-    found = reader.statistics()
+    found = statistics_of([reader])
     assert 0 < found.hedges <= 0.05 * found.requests
 
 
@@ -60,7 +60,7 @@ async def test_a_body_that_trickles(reader, server, monkeypatch):
     monkeypatch.setattr(requests_module, "BODY_S", 0.05)
     server.schedule = lambda request: Fault(trickle_s=0.01) if request.number < 2 else None
     assert await reader.read("a") == DATA
-    assert (reader.statistics().retries, server.count) == (2, 3)
+    assert (statistics_of([reader]).retries, server.count) == (2, 3)
     monkeypatch.setattr(reader_module, "RETRY_S", 0.1)
     server.schedule = lambda request: Fault(trickle_s=0.01)
     with pytest.raises(OSError, match=r"a part of 4096 bytes did not arrive within 0 s: s3://bucket/a"):
@@ -82,7 +82,7 @@ async def test_slow_bodies_use_up_no_second_requests(reader, server, monkeypatch
         assert await reader.read("a") == DATA
         others += 1
     assert await asyncio.gather(*late) == [DATA] * 10
-    found = reader.statistics()
+    found = statistics_of([reader])
     assert (found.hedges, found.requests) == (0, 90 + others + found.retries)
     assert found.retries >= 10
 
@@ -93,8 +93,8 @@ async def test_no_second_requests_in_an_outage(reader, server):
         await reader.read("a")
     server.schedule = lambda request: Fault(delay_s=0.2)
     await asyncio.gather(*[reader.read("a") for _ in range(16)])
-    assert reader.statistics().hedges == 0
+    assert statistics_of([reader]).hedges == 0
     server.schedule = lambda request: Fault(status=503) if request.number % 2 else Fault(delay_s=0.1)
     await reader.read("a")
     await reader.read("a")
-    assert reader.statistics().hedges == 0
+    assert statistics_of([reader]).hedges == 0

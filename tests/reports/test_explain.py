@@ -21,12 +21,10 @@ import torch
 import aiofeed
 from aiofeed import Feeder, FromDataset, Limits, Table, Tensors
 from aiofeed.kernel.core.statistics import EpochStats
-from aiofeed.kernel.feeder.arguments import allows
 from aiofeed.kernel.runtime import machine
 from aiofeed.reports.bottleneck import FeedMeasurements, all_allowed
 from aiofeed.reports.explanation import RankTimes
-from aiofeed.reports.feeder import measurements
-from aiofeed.reports.ranks import compare, figures_of
+from aiofeed.reports.feeder import allows, compare, figures_of, measurements
 from aiofeed.reports.remedies import explain
 from benchmarks import explain as plants
 from benchmarks.explain import PLANTS, Items, Numbers
@@ -301,7 +299,7 @@ def test_waiting_threads_give_a_bound() -> None:
 
 
 @pytest.mark.parametrize(
-    ("alone_s", "alone_jobs", "square_s", "resource"),
+    ("alone_s", "measured_alone", "square_s", "resource"),
     [
         (0.0125, 4, 1.0, "a lock"),
         (0.025, 4, 1.0, "blocking calls"),
@@ -312,11 +310,11 @@ def test_waiting_threads_give_a_bound() -> None:
     ],
 )
 def test_calls_that_take_half_as_long_alone_wait_for_a_lock(
-    alone_s: float, alone_jobs: int, square_s: float, resource: str
+    alone_s: float, measured_alone: int, square_s: float, resource: str
 ) -> None:
     """Two threads that each take twice as long as one alone do no more than one: no more threads are advised."""
     stats = heavy_decode(decode_cpu_s=1.0, jobs=100, jobs_samples=400, jobs_s=10.0, jobs_square_s=square_s)
-    found = explain(measured(stats, alone_sample_s=alone_s, alone_jobs=alone_jobs))
+    found = explain(measured(stats, alone_sample_s=alone_s, measured_alone=measured_alone))
     assert (found.stage, found.resource) == ("decode", resource)
     assert ("decode_threads" in advice(found)) == (resource != "a lock")
     assert ("2 threads do 1.0 times as much as one alone" in advice(found)) == (resource == "a lock")
@@ -335,7 +333,7 @@ def test_calls_that_take_half_as_long_alone_wait_for_a_lock(
 def test_a_wait_for_a_core_is_no_wait_for_a_lock(core_wait: float, cpu_s: float, alone_s: float, resource: str) -> None:
     """Beside other processes a job that runs alone is faster, because it shares the cores with one thread less."""
     stats = heavy_decode(decode_cpu_s=cpu_s, jobs=100, jobs_samples=400, jobs_s=10.0, jobs_square_s=1.0)
-    found = explain(measured(stats, alone_sample_s=alone_s, alone_jobs=4, core_wait=core_wait))
+    found = explain(measured(stats, alone_sample_s=alone_s, measured_alone=4, core_wait=core_wait))
     assert (found.stage, found.resource) == ("decode", resource)
 
 
@@ -347,7 +345,7 @@ def test_the_time_of_a_job_alone_is_without_its_waits_for_a_core(monkeypatch: py
         for _ in feeder:
             pass
         found = measurements(feeder._session)
-    assert found.alone_jobs >= 1
+    assert found.measured_alone >= 1
     assert found.alone_sample_s < 0.002
 
 
@@ -370,7 +368,7 @@ def test_some_jobs_run_alone_to_find_out_whether_they_wait_for_each_other() -> N
         for _ in feeder:
             pass
         found = measurements(feeder._session)
-        assert found.alone_jobs >= 1
+        assert found.measured_alone >= 1
         assert found.alone_sample_s >= 0.002
     assert most == [1]
 
@@ -489,16 +487,16 @@ def test_an_option_is_advised_if_the_feeder_would_accept_it(options: dict[str, A
     given = {"batch_size": 4} | options
     with Feeder(given.pop("source")(), **given) as feeder:
         next(iter(feeder))
-        allows = measurements(feeder._session).allows
+        may = measurements(feeder._session).allows
         for option in OPTIONS:
-            assert allows(**option) == is_accepted(options | option), option
+            assert may(**option) == is_accepted(options | option), option
 
 
 def test_what_a_feeder_refuses_is_not_advised() -> None:
     """Another order of batches on the ranks of a mesh that get the same ones; a window over a source in one piece."""
     config: Any = SimpleNamespace(facts={"a mesh with other dimensions"})
-    assert not allows(config, in_order=False)
-    assert allows(config, shuffle="window")
+    assert not allows(config, {}, in_order=False)
+    assert allows(config, {}, shuffle="window")
     uneven = heavy_decode(jobs=100, jobs_samples=400, jobs_s=10.0, jobs_square_s=5.0, decode_s=4.0)
     for in_order in (True, "fixed"):
         found = explain(measured(uneven, allows=lambda **_: False, in_order=in_order))
@@ -510,7 +508,7 @@ def test_what_a_feeder_refuses_is_not_advised() -> None:
         next(iter(feeder))
         session = feeder._session
         assert measurements(session).in_order is True
-        session.allows = lambda **_: False
+        session.answers[repr({"in_order": False})] = False
         assert measurements(session).in_order == "fixed"
 
 

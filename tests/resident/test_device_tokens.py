@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 import aiofeed
 from aiofeed import DiskCache, Feeder, HostCache, Limits, Mixture, Tokens
 from aiofeed.errors import CacheError, DeviceCopyError
-from aiofeed.resident import device_tokens
+from aiofeed.resident import device_windows
 from aiofeed.tokens import formats, windows
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.token_files import write_header, write_raw
@@ -86,7 +86,7 @@ def test_files_of_several_dtypes(
     upload_bytes: int, device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files of other dtypes, strides and formats, copied in pieces, give the values of their tokens."""
-    monkeypatch.setattr(device_tokens, "UPLOAD_BYTES", upload_bytes)
+    monkeypatch.setattr(device_windows, "UPLOAD_BYTES", upload_bytes)
     wide = np.array([0, 1, 2**31, 2**32 - 1] * 15)
     np.save(tmp_path / "c.npy", NUMBERS[:80].astype(">u2"))
     a = Tokens(write_header(tmp_path / "a.bin", NUMBERS[:77]), BLOCK, stride=3)

@@ -13,9 +13,10 @@ import torch
 
 from aiofeed import Feeder, Limits, Tensors
 from aiofeed.kernel.runtime import threads
-from aiofeed.kernel.sampling import schedule
-from aiofeed.kernel.sampling.schedule import BatchRange, BatchRanges, Position, Schedule
+from aiofeed.kernel.sampling.schedule import Position, Schedule
+from aiofeed.resident import batch_ranges as batch_ranges_module
 from aiofeed.resident import host_windows
+from aiofeed.resident.batch_ranges import BatchRange, BatchRanges
 
 
 @pytest.fixture
@@ -200,7 +201,7 @@ def test_batch_ranges_equal_the_plans(batch_size: int, skip: frozenset[int], mon
     start = Position(ahead=skip)
     wanted = [(plan.number, plan.indices) for plan in schedule_of_rank.plans(start)]
     for computed in (1, 7, 16, 1000):
-        monkeypatch.setattr(schedule, "RANGE_BLOCK", computed)
+        monkeypatch.setattr(batch_ranges_module, "RANGE_BLOCK", computed)
         for most in (1, 2, 5, 100):
             batch_ranges = BatchRanges(schedule_of_rank, start)
             found: list[tuple[int, list[int]]] = []

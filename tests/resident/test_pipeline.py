@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 from aiofeed import Feeder, FromDataset, Limits, Tensors
 from aiofeed.errors import DeviceCopyError, IteratorClosedError, StateError
-from aiofeed.kernel.sampling.schedule import BatchRange
+from aiofeed.resident.batch_ranges import BatchRange
 from aiofeed.resident.device_windows import QUEUED_WINDOWS, DeviceWindows
 from aiofeed.resident.host_windows import WINDOW_BYTES, HostWindows
 from tests.support.device_cases import ACCELERATORS, EVERY_DEVICE, LATENCIES, DeviceCase, on

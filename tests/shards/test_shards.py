@@ -25,8 +25,8 @@ import aiofeed.shards.indexing as indexing
 from aiofeed import DecodeImage, EncodedCache, FailurePolicy, Feeder, Limits, TarShards, TFRecordShards, ZipShards
 from aiofeed.common import progress_bar
 from aiofeed.errors import ReadError, StateError
-from aiofeed.kernel.sources.file_io import read_range
 from aiofeed.objects import reader as reader_module
+from aiofeed.objects.reader import read_range
 from aiofeed.reports.commands.cli import main
 from aiofeed.shards.index import ShardIndex
 from aiofeed.shards.mds import scan_mds

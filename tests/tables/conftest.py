@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fault_server import FaultServer
+
 
 @pytest.fixture(autouse=True, scope="session")
 def started_lance(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -16,3 +18,9 @@ def started_lance(tmp_path_factory: pytest.TempPathFactory) -> None:
 
         folder: Path = tmp_path_factory.mktemp("lance")
         lance(folder).take([0])
+
+
+@pytest.fixture
+def server(object_server: FaultServer) -> FaultServer:
+    """A server without objects."""
+    return object_server

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from aiofeed.kernel.core.types import public
-from aiofeed.kernel.core.validation import check_int, explain_arguments
+from aiofeed.kernel.core.validation import check_int_from, explain_arguments
 
 Action: TypeAlias = Literal["raise", "skip", "replace"]
 
@@ -62,9 +62,7 @@ class FailurePolicy:
     def __post_init__(self) -> None:
         if self.action not in get_args(Action):
             raise ValueError(f"on_error must be 'raise', 'skip', 'replace' or a FailurePolicy, got {self.action!r}")
-        object.__setattr__(self, "retries", check_int("retries", self.retries))
-        if self.retries < 0:
-            raise ValueError(f"retries must be at least 0, got {self.retries}")
+        object.__setattr__(self, "retries", check_int_from(0, "retries", self.retries))
         for name in ("read_timeout_s", "decode_timeout_s"):
             _check_seconds(name, getattr(self, name))
         _check_max_failures(self.max_failures)

@@ -7,7 +7,7 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiofeed.kernel.core.errors import OF_CODE, SampleError, TooManyFailures
 from aiofeed.kernel.core.failure_policy import FailurePolicy
@@ -41,6 +41,7 @@ class Failure:
     epoch: int
 
 
+@dataclass(eq=False)
 class FailureCounter:
     """Counts the failed samples of one epoch, each once. Used on the engine's loop only.
 
@@ -48,11 +49,10 @@ class FailureCounter:
         known: The first error of each failed sample, by index; these samples replace no other sample.
     """
 
-    def __init__(self, policy: FailurePolicy, length: int) -> None:
-        self._policy = policy
-        self._length = length
-        self._counted: set[int] = set()
-        self.known: dict[int, SampleError] = {}
+    policy: FailurePolicy
+    length: int
+    known: dict[int, SampleError] = field(default_factory=dict)
+    _counted: set[int] = field(default_factory=set)
 
     def remember(self, error: SampleError) -> SampleError:
         """Record that a sample fails; return its first error."""
@@ -61,7 +61,7 @@ class FailureCounter:
     @property
     def allowed(self) -> int:
         """The maximum number of failures."""
-        return self._policy.allowed(self._length)
+        return self.policy.allowed(self.length)
 
     def count(self, failures: Iterable[SampleError]) -> None:
         """Count the failures of a batch, when all batches before it have been counted."""
@@ -69,11 +69,11 @@ class FailureCounter:
 
     def too_many(self, last: SampleError) -> TooManyFailures | None:
         """Return the error to raise if too many samples failed, else ``None``; ``last`` is quoted."""
-        if self._policy.action == "raise" or len(self._counted) <= self.allowed:
+        if self.policy.action == "raise" or len(self._counted) <= self.allowed:
             return None
-        limit = self._policy.max_failures
-        number = "" if isinstance(limit, int) else f": {self.allowed} of {self._length}"
-        failed, action = len(self._counted), self._policy.action
+        limit = self.policy.max_failures
+        number = "" if isinstance(limit, int) else f": {self.allowed} of {self.length}"
+        failed, action = len(self._counted), self.policy.action
         way = f"on_error=FailurePolicy({action!r}, max_failures=...) with a number of samples or a fraction"
         error = TooManyFailures(
             f"{failed} sample{'s' * (failed != 1)} failed in this epoch, more than max_failures={limit} allows{number};"

@@ -33,6 +33,7 @@ class SplitMix64:
     __slots__ = ("_state",)
 
     def __init__(self, seed: int) -> None:
+        # Finalized, because seeds that differ by the increment would give the same stream, shifted.
         self._state = finalize64(seed & MASK64)
 
     def random(self) -> float:

@@ -286,7 +286,7 @@ class BatchPlan:
         indices: The index of each sample in the source.
         positions: The position of each sample in the global order of the epoch.
         epoch_seed: Derived from (seed, epoch); with a position it seeds that sample's random numbers.
-        order: The order of the epoch, in which replacements for failed samples are found.
+        replacements: What takes the places of samples that fail: those after them in the order of the epoch.
         pieces: The parts of samples that the batch has, int64 [pieces, 5], by ascending place: (position of the sample
             in ``indices``, place in the batch, start, stop, length of the sample). ``None``: all of each sample.
     """
@@ -295,5 +295,5 @@ class BatchPlan:
     indices: Sequence[int]
     positions: Sequence[int]
     epoch_seed: int
-    order: EpochOrder | None = None
+    replacements: EpochOrder | None = None
     pieces: NDArray[Any] | None = None

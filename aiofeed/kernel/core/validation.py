@@ -5,13 +5,12 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import json
 import operator
 import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from aiofeed.kernel.core.formatting import format_bytes
 
@@ -31,6 +30,7 @@ LAUNCHERS = (
 )
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
+Ways: TypeAlias = Mapping[str, str | Callable[[Any], str]]
 
 
 def counted(number: int, noun: str) -> str:
@@ -179,19 +179,6 @@ def check_expanded(name: str, nbytes: int, stored_bytes: int) -> int:
     return nbytes
 
 
-def parse_json(name: str, data: bytes | str) -> Any:
-    """Return the value in a JSON file.
-
-    Raises:
-        ValueError: It is no JSON, or too large.
-    """
-    check_expanded(name, len(data), 0)
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name}: it is no JSON: {error}") from None
-
-
 def check_collate_fn(value: Any) -> Any:
     """Return the value of ``collate_fn=``, which is ``None`` or a function, and not a function that makes one."""
     if getattr(value, "makes_collate_fn", False):
@@ -200,7 +187,7 @@ def check_collate_fn(value: Any) -> Any:
 
 
 def explain_arguments(
-    ways: Mapping[str, str | Callable[[Any], str]] = MappingProxyType({}),
+    ways: Ways | Callable[[], Ways] = MappingProxyType({}),
     *,
     positions: Sequence[str] = (),
     hint: str = "",
@@ -209,7 +196,8 @@ def explain_arguments(
 
     Args:
         ways: What to do instead of passing an argument, by its name; as a function, it gets the value that was passed.
-            For other arguments, the ``TypeError`` names the most similar one of these and of those that exist.
+            For other arguments, the ``TypeError`` names the most similar one of these and of those that exist. Or a
+            function that returns them.
         positions: Names of the positional arguments of a similar class, for arguments that ``target`` takes by name.
         hint: What to do about more positional arguments.
     """
@@ -223,8 +211,8 @@ def explain_arguments(
         @functools.wraps(function)
         def checked(*args: Any, **arguments: Any) -> Any:
             if len(args) > positional and not positions:
-                others = ", ".join(f"{name}=" for name in [*parameters][positional:]) or "none"
-                raise TypeError(f"{target.__name__} takes its further arguments by name: {others}{hint}")
+                rest = ", ".join(f"{name}=" for name in [*parameters][positional:]) or "none"
+                raise TypeError(f"{target.__name__} takes its further arguments by name: {rest}{hint}")
             if len(args) > positional:
                 # A function in the place of the batch size is a decoder.
                 names = [*["decode"][: callable(args[positional])], *positions[positional - 1 :]]
@@ -234,9 +222,10 @@ def explain_arguments(
                 raise TypeError(f"{name} takes its arguments after the first by name: {name}({wanted}); {hint}")
             if unknown := next((name for name in arguments if name not in known), None):
                 value, message = arguments[unknown], f"{target.__name__} has no argument {unknown!r}"
-                near = next(iter(difflib.get_close_matches(unknown, [*known, *ways], n=1)), "")
-                if near in ways:
-                    way, given = ways[near], f"{near}={reprlib.repr(value)}"
+                others = ways() if callable(ways) else ways
+                near = next(iter(difflib.get_close_matches(unknown, [*known, *others], n=1)), "")
+                if near in others:
+                    way, given = others[near], f"{near}={reprlib.repr(value)}"
                     message += f" ({given}): " if near == unknown else f"; did you mean {given}? "
                     message += way if isinstance(way, str) else way(value)
                 elif near:

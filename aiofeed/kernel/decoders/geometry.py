@@ -131,6 +131,7 @@ def draft_size(width: int, height: int, factor: int) -> tuple[int, int]:
     ``draft`` uses the largest of 8, 4, 2, 1 that is at most ``min(width // w, height // h)``. Rounding the request
     down keeps both quotients in [factor, 2 * factor); rounding it up would not (9 // ceil(9 / 8) is 4).
     """
+    # Rounded down: rounded up, Pillow may choose another factor, as for 9 // ceil(9 / 8) = 4.
     return width // factor, height // factor
 
 

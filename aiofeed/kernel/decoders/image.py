@@ -27,7 +27,7 @@ from aiofeed.kernel.core.validation import check_bool, check_bytes, check_positi
 from aiofeed.kernel.decoders.geometry import FORMATS, Box, View, center_box, map_box, random_box
 from aiofeed.kernel.decoders.native_jpeg import NativeDecoder, native_decoder, required_native_decoder
 
-# The modules `plain` and `pillow` are imported where they are needed: the native library decodes most files.
+# The module `pillow` is imported where it is needed: the native library decodes most files.
 
 if TYPE_CHECKING:
     import torch
@@ -169,9 +169,7 @@ class DecodeImage:
         if self.backend == "native" and not self.scaled:
             raise ValueError('backend="native" is not exact, so it needs scaled=True; scaled=False is for exact pixels')
         if self.backend == "turbo":
-            from aiofeed.kernel.decoders import plain
-
-            plain.required_simplejpeg_decoder()
+            _load_addon("required_simplejpeg_decoder", 'backend="turbo"')()
         elif self.backend == "native":
             required_native_decoder()
         assign(self, "takes_seed", self.crop == "random" or self.flip or self.augment is not None)
@@ -198,10 +196,9 @@ class DecodeImage:
         seed = seed_from(rng, self) if self.takes_seed else None
         if self.mode == "keep":
             size = None if self.size is None else self._shape[::-1]
-            from aiofeed.kernel.decoders.pillow import decode_kept
-
+            decode_kept = _load_addon("decode_kept", 'mode="keep"')
             choose_view = functools.partial(self.view, seed=seed)
-            limits: Any = {"max_pixels": self.max_pixels, "formats": self.formats}
+            limits = {"max_pixels": self.max_pixels, "formats": self.formats}
             return torch.from_numpy(decode_kept(_as_bytes(data), choose_view, size=size, **limits))
         out = np.empty(self.row.shape, np.uint8)
         self.decode_into(data, out, seed)
@@ -292,13 +289,10 @@ class DecodeImage:
 
     def _native(self) -> NativeDecoder | None:
         """Return the native library, or ``None`` if it is not installed or the settings rule it out."""
-        if not self.scaled or self.backend in ("pillow", "turbo") or not self._allows_jpeg():
+        if not self.scaled or self.backend in ("pillow", "turbo") or not {"JPEG", "MPO"} & set(self.formats):
             return None
         # Looked up at each call: a decoder may be pickled on one machine and decode on another.
         return required_native_decoder() if self.backend == "native" else native_decoder()
-
-    def _allows_jpeg(self) -> bool:
-        return "JPEG" in self.formats or "MPO" in self.formats
 
     def _decode(self, data: bytes, out: NDArray[np.uint8], choose_view: Callable[[int, int], View]) -> None:
         """Fill ``out``, uint8 [H, W, 3], with ``choose_view(width, height)`` of the upright picture."""
@@ -310,19 +304,9 @@ class DecodeImage:
 
     def _decode_alone(self, data: bytes, out: NDArray[np.uint8], choose_view: Callable[[int, int], View]) -> None:
         """Decode like ``_decode``, with simplejpeg, imagecodecs or Pillow."""
-        from aiofeed.kernel.decoders import plain
-
-        if self.backend in ("auto", "turbo") and self._allows_jpeg():
-            any_size = self.backend == "turbo"
-            simplejpeg = plain.required_simplejpeg_decoder() if any_size else plain.simplejpeg_decoder()
-            if simplejpeg is not None and plain.decode_jpeg_into(
-                out, data, choose_view, simplejpeg, scaled=self.scaled, max_pixels=self.max_pixels, any_size=any_size
-            ):
-                return
-        is_png = data.startswith(plain.PNG_SIGNATURE) and self.backend != "pillow" and "PNG" in self.formats
-        if is_png and plain.decode_png_into(out, data, choose_view, max_pixels=self.max_pixels):
-            return
-        self._decode_with_pillow(data, choose_view, out)
+        decode_plain = None if self.backend == "pillow" else _plain_decoder()
+        if decode_plain is None or not decode_plain(self, data, out, choose_view):
+            self._decode_with_pillow(data, choose_view, out)
 
     def _decode_with_pillow(self, data: bytes, choose_view: Callable[[int, int], View], out: NDArray[np.uint8]) -> None:
         """Write the view of an upright picture, loaded by Pillow, into ``out``."""
@@ -479,6 +463,15 @@ def _check_output(out: NDArray[np.uint8], row: Row) -> None:
             f"out must be writable C-contiguous uint8 {list(row.shape)}, "
             f"got {out.dtype} {list(out.shape)} with strides {out.strides}, writable={out.flags.writeable}"
         )
+
+
+@functools.cache
+def _plain_decoder() -> Callable[..., bool] | None:
+    """Return what decodes plain files by simplejpeg and imagecodecs; ``None`` without that add-on: Pillow does it."""
+    try:
+        return _load_addon("decode_plain", "simplejpeg")  # type: ignore[no-any-return]
+    except ImportError:
+        return None
 
 
 _as_bytes = functools.partial(check_bytes, "DecodeImage", file="image")

@@ -11,7 +11,7 @@ import functools
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import ExifTags, Image, TiffImagePlugin
 
@@ -30,6 +30,15 @@ _BIG = {b"II+\0": "<", b"MM\0+": ">"}
 _VALUE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8}
 _NUMBER_FORMATS = {3: "H", 4: "L", 5: "LL", 6: "b", 8: "h", 9: "l", 10: "ll", 11: "f", 12: "d", 13: "L", 16: "Q"}
 _UNSIGNED_TYPES = {3, 4, 13, 16}
+
+_SOF = (0xFFC0, 0xFFC1)  # baseline and extended sequential frames
+_SOS = 0xFFDA
+_APP1 = 0xFFE1
+# Tables, restart intervals, application data, comments. A file with other segments before its first scan is not plain.
+_SKIPPED = frozenset({0xFFDB, 0xFFC4, 0xFFDD, *range(0xFFE0, 0xFFF0), 0xFFFE})
+_XMP = b"http://ns.adobe.com/xap/1.0/\0"
+_jpeg_segment = struct.Struct(">HH").unpack_from
+_jpeg_frame = struct.Struct(">BHHB").unpack_from
 
 # Pillow allocates some 400 bytes for each strip.
 MAX_STRIPS = 1 << 20
@@ -250,3 +259,45 @@ def _gif_frame_offset(data: bytes) -> int:
             at += data[at] + 1
         at += 1
     return at
+
+
+class JpegHeader(NamedTuple):
+    """Width and height as stored, and EXIF orientation, 1 to 8."""
+
+    width: int
+    height: int
+    orientation: int
+
+
+def read_header(data: bytes) -> JpegHeader | None:
+    """Return the header of a plain JPEG, or ``None`` for data that Pillow has to decode. Source: ITU T.81, annex B."""
+    if len(data) > JPEG_METADATA_BYTES or not data.startswith(b"\xff\xd8\xff"):
+        return None
+    at, width = 2, 0
+    info: dict[str, bytes] = {}
+    try:
+        while True:
+            marker, length = _jpeg_segment(data, at)
+            if marker in _SKIPPED:
+                if marker == _APP1:
+                    payload = data[at + 4 : at + 2 + length]
+                    is_exif = payload.startswith(b"Exif\0\0")
+                    if is_exif or payload.startswith(_XMP):
+                        name = "exif" if is_exif else "xmp"
+                        if name in info:  # Pillow joins the two
+                            return None
+                        info[name] = payload if is_exif else payload[len(_XMP) :]
+            elif marker in _SOF and not width:
+                precision, height, width, components = _jpeg_frame(data, at + 4)
+                if precision != 8 or components not in (1, 3) or not width or not height:
+                    return None
+            elif marker == _SOS and width:
+                break
+            else:
+                return None
+            if length < 2:
+                return None
+            at += 2 + length
+    except struct.error:  # the data ends before the first scan
+        return None
+    return JpegHeader(width, height, orientation_in_info(info) if info else 1)

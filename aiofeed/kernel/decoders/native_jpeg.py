@@ -99,7 +99,7 @@ class NativeDecoder:
         for i, (kind, stored_width, stored_height) in enumerate(headers.tolist()):
             orientation = 1
             if kind == _WITH_METADATA:
-                from aiofeed.kernel.decoders.plain import read_header
+                from aiofeed.kernel.decoders.metadata import read_header
 
                 header = read_header(data[i])
                 kind, orientation = (kind, 1) if header is None else (_PLAIN, header.orientation)
@@ -120,6 +120,7 @@ class NativeDecoder:
             _PICTURE.pack_into(pictures, offset, addresses[i], len(data[i]), rows + i * row_bytes, *box, *integers)
             submitted.append(i)
         if submitted:
+            # One call, which releases the GIL once for all pictures.
             self._decode(np.frombuffer(pictures, np.uint8).ctypes.data, len(submitted))
             for number, i in enumerate(submitted):
                 if _STATUS.unpack_from(pictures, number * _PICTURE.size + _STATUS_OFFSET)[0] != _DONE:

@@ -47,12 +47,9 @@ _UPRIGHT = {
 }
 
 # TIFF 6.0, sections 8 and 19.
-_BITS_PER_SAMPLE, _COMPRESSION, _PHOTOMETRY, _SAMPLES_PER_PIXEL, _PLANES, _SAMPLE_FORMAT = 258, 259, 262, 277, 284, 339
+BITS_PER_SAMPLE, _COMPRESSION, _PHOTOMETRY, _PLANES, SAMPLE_FORMAT = 258, 259, 262, 284, 339
 _WHITE_IS_ZERO, _YCBCR = 0, 6
 _JPEGS = (6, 7)
-_KINDS = {1: "u", 2: "i", 3: "f"}
-# Formats whose samples have 8 bits. Pillow scales the deeper ones of AVIF and JPEG 2000.
-_EIGHT_BITS = ("JPEG", "WEBP", "GIF", "BMP")
 
 
 # --- silencing Pillow
@@ -288,7 +285,7 @@ def _mend_tiff(image: Any, *, as_stored: bool) -> None:
     """
     tags, mode, what = image.tag_v2, image.mode, ""
     codec, raw = (image.tile[0].codec_name, image.tile[0].args[0]) if image.tile else ("", "")
-    bits, has_alpha = max(tags.get(_BITS_PER_SAMPLE, (1,))), raw.startswith("RGBa") or mode in ("LA", "PA")
+    bits, has_alpha = max(tags.get(BITS_PER_SAMPLE, (1,))), raw.startswith("RGBa") or mode in ("LA", "PA")
     if tags.get(_PLANES) == 2 and (mode == "LAB" or (as_stored and has_alpha) or (codec == "raw" and bits > 8)):
         what = f"{mode} with {bits} bits in separate planes"
     elif tags.get(_PHOTOMETRY) == _YCBCR and tags.get(_COMPRESSION, 1) not in _JPEGS and (as_stored or codec == "raw"):
@@ -330,8 +327,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
         levels = np.rint(levels * 255 if levels.max() <= 1 else levels)
     tags: Any = image.tag_v2 if image.format == "TIFF" else {_PHOTOMETRY: 1}  # type: ignore[attr-defined]
     if levels is not None:
-        return _grey_to_rgb(255 - levels if tags.get(_PHOTOMETRY, _WHITE_IS_ZERO) == _WHITE_IS_ZERO else levels)
-    if mode == "L" and tags.get(_SAMPLE_FORMAT) == (2,):
+        levels = 255 - levels if tags.get(_PHOTOMETRY, _WHITE_IS_ZERO) == _WHITE_IS_ZERO else levels
+        return Image.fromarray(levels.astype(np.uint8)).convert("RGB")
+    if mode == "L" and tags.get(SAMPLE_FORMAT) == (2,):
         _levels(image, 127)
     # Without alpha a transparent colour has no effect. Pillow would convert it, and warn if it cannot.
     image.info.pop("transparency", None)
@@ -350,10 +348,6 @@ def _levels(image: Image.Image, highest: int) -> NDArray[Any]:
     return levels
 
 
-def _grey_to_rgb(levels: NDArray[Any]) -> Image.Image:
-    return Image.fromarray(levels.astype(np.uint8)).convert("RGB")
-
-
 def turn_upright(picture: Image.Image, orientation: int) -> Image.Image:
     """Turn the stored picture upright. Call it before a resize: turning afterwards changes the lowest bits."""
     return picture if orientation == 1 else picture.transpose(_UPRIGHT[orientation])
@@ -368,86 +362,6 @@ def render(picture: Image.Image, view: View, out: NDArray[np.uint8]) -> None:
     # Pillow stores RGB in four bytes per pixel and packs it into bytes objects only. For 224 x 224, tobytes takes
     # 22 us, np.asarray(resized) 24 us, a numpy copy from the four bytes 100 us.
     out.data.cast("B")[:] = resized.tobytes("raw", "RGB")
-
-
-# --- pictures as they are, for ``DecodeImage(mode="keep")``
-
-
-def decode_kept(
-    data: bytes,
-    choose_view: Callable[[int, int], View],
-    *,
-    size: tuple[int, int] | None,
-    max_pixels: int,
-    formats: Collection[str],
-) -> NDArray[Any]:
-    """Decode ``data`` to an array [C, H, W] with all channels, in the dtype and with the values of the file.
-
-    Pillow reads some files with other values: it drops the low byte of 16-bit colour, and scales grey of 2 or 4 bits to
-    8. This undoes what can be undone, and refuses the rest.
-
-    Args:
-        size: (width, height) to which the view is resized; ``None``: the picture is not resized.
-    """
-    dtype = np.dtype(np.uint8)
-
-    def exact(image: Image.Image) -> Image.Image:
-        nonlocal dtype
-        dtype, picture = _exact(image, data)
-        return picture
-
-    picture, view = load_picture(data, choose_view, target=None, max_pixels=max_pixels, formats=formats, convert=exact)
-    if size is not None:
-        if picture.mode.startswith("I;16"):  # Pillow rounds after each of the two axes
-            picture = Image.fromarray(np.asarray(picture).astype(np.float32))
-        picture = picture.resize(size, Image.Resampling.BILINEAR, box=view.box)
-    if view.flip:
-        picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    pixels = np.asarray(picture)
-    if pixels.dtype.kind == "f" and dtype.kind != "f":
-        pixels = np.rint(pixels)
-    # Always a copy, because the memory of Pillow is read-only.
-    return (pixels[np.newaxis] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)).astype(dtype, order="C")
-
-
-def _exact(image: Image.Image, data: bytes) -> tuple[np.dtype[Any], Image.Image]:
-    """Return the dtype of the samples of a loaded file, and a picture with their values.
-
-    Raises:
-        ValueError: Pillow does not give their values.
-    """
-    read, bands, name = np.asarray(image), len(image.getbands()), image.format
-    kind: str = read.dtype.kind
-    bits, samples = 8 * read.dtype.itemsize, bands
-    if name == "PNG":
-        bits = data[24]
-    elif name == "TIFF":
-        tags: Any = image.tag_v2  # type: ignore[attr-defined]
-        bits, samples = max(tags.get(_BITS_PER_SAMPLE, (1,))), tags.get(_SAMPLES_PER_PIXEL, 1)
-        kind = _KINDS.get(tags.get(_SAMPLE_FORMAT, (1,))[0], "u")
-    elif name == "PPM":
-        header = re.sub(rb"#[^\n\r]*", b"", data[:1024]).split()
-        highest = int(header[3]) if header[0] in (b"P2", b"P3", b"P5", b"P6") else None
-        if highest not in (None, 65535 if image.mode == "I" else 255):
-            raise ValueError(f'mode="keep": Pillow scales the samples of a PPM of at most {highest} to 8 or 16 bits')
-        kind, bits = ("u", 16) if image.mode == "I" else (kind, bits)
-    elif name not in _EIGHT_BITS:
-        raise ValueError(f'mode="keep" reads {", ".join(_EIGHT_BITS)}, PNG, TIFF and PPM, not {name}')
-    if bits > 8 * read.dtype.itemsize or samples != bands:
-        raise ValueError(
-            f'mode="keep": this {name} has {samples} channels of {bits} bits, and Pillow reads {bands} of '
-            f"{8 * read.dtype.itemsize} bits; pass a decoder of your own as decode="
-        )
-    if image.mode == "1":
-        return np.dtype(np.bool_), image
-    if image.mode == "L" and bits in (2, 4):
-        return read.dtype, Image.fromarray(read // (255 // ((1 << bits) - 1)))
-    dtype = np.dtype(f"{kind}{1 if bits <= 8 else 2 if bits <= 16 else 4}")
-    if dtype == np.int8:
-        image = Image.fromarray(read.view(np.int8).astype(np.int32))
-    elif dtype == np.uint32 and read.min() < 0:
-        raise ValueError(f'mode="keep": this {name} has numbers above {2**31 - 1}, which Pillow does not read')
-    return dtype, image
 
 
 # The modules that the imports above load; _load_plugins() silences the others.

@@ -61,6 +61,7 @@ class PendingCopy:
     ready: Event
 
 
+@dataclass(eq=False, repr=False)
 class Copier:
     """Queues the copies of one device and hands batches to the consumer's stream. Has no thread and no queue.
 
@@ -69,16 +70,12 @@ class Copier:
         output: Called by ``deliver`` with the batch and the consumer's stream; ``deliver`` returns its result.
     """
 
-    def __init__(
-        self,
-        backend: DeviceBackend,
-        transform: Transform | None = None,
-        output: Callable[[Any, Stream], Any] | None = None,
-    ) -> None:
-        self.backend = backend
-        self.transform = transform
-        self._output = output
-        self._side: Stream = backend.side_stream()
+    backend: DeviceBackend
+    transform: Transform | None = None
+    output: Callable[[Any, Stream], Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._side: Stream = self.backend.side_stream()
         self._consumer_stream: Stream = None
         self._sources: _Sources = deque()
         _copiers.watch(self, self._sources)
@@ -140,12 +137,13 @@ class Copier:
         """Return the batch for work on the calling thread's current stream. Never blocks."""
         backend = self.backend
         stream = backend.current_stream()
+        # Rules 2 and 3 of this module: the stream waits for the copy, and keeps the memory until its kernels have run.
         backend.wait(stream, pending.ready)
         for leaf in leaves(pending.batch):
             if is_tensor(leaf):
                 backend.record_stream(leaf, stream)
         self._consumer_stream = stream
-        return pending.batch if self._output is None else self._output(pending.batch, stream)
+        return pending.batch if self.output is None else self.output(pending.batch, stream)
 
     def last_use_event(self) -> Event:
         """Return an event after all work queued so far on the stream of the last ``deliver``, which uses its batch.

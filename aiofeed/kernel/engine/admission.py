@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from aiofeed.kernel.engine.batch import ReorderBuffer
 _DECAY = 0.95
 
 
+@dataclass(eq=False)
 class Admission:
     """The limits, and what is in use of them. Used on the engine's loop only.
 
@@ -28,19 +30,18 @@ class Admission:
         buffer: batches in flight.
     """
 
-    def __init__(self, limits: ResolvedLimits, *, batch_size: int, budget: MemoryBudget, buffer: ReorderBuffer) -> None:
-        self._batch_size = batch_size
-        self._budget = budget
-        self._buffer = buffer
-        self.limits: ResolvedLimits = limits
-        # Samples that are being read.
-        self.reading: int = 0
-        # Whether the planner's last wait was for `read_concurrency`, not for batches or bytes.
-        self.waited_for_reads = False
-        # Nothing more will be delivered: nobody has to wait.
-        self.closed = False
-        # Set whenever there may be more room.
-        self.room: asyncio.Event = asyncio.Event()
+    limits: ResolvedLimits
+    batch_size: int
+    budget: MemoryBudget
+    buffer: ReorderBuffer
+    # Samples that are being read.
+    reading: int = 0
+    # Whether the planner's last wait was for `read_concurrency`, not for batches or bytes.
+    waited_for_reads: bool = False
+    # Nothing more will be delivered: nobody has to wait.
+    closed: bool = False
+    # Set whenever there may be more room.
+    room: asyncio.Event = field(default_factory=asyncio.Event)
 
     def change(self, limits: ResolvedLimits) -> None:
         """Replace the limits."""
@@ -49,8 +50,8 @@ class Admission:
 
     def decode_at_once(self, batches: int) -> None:
         """Let so many batches be decoded, or be finished and wait, at the same time."""
-        if batches != self._buffer.prefetch_batches:
-            self._buffer.prefetch_batches = batches
+        if batches != self.buffer.prefetch_batches:
+            self.buffer.prefetch_batches = batches
             self.room.set()
 
     def has_room(self, samples: int) -> bool:
@@ -59,13 +60,13 @@ class Admission:
             return True
         if not self.batches_have_room:
             return False
-        return self._budget.admits(samples) or not (self._buffer.first_alone or self._budget.known)
+        return self.budget.admits(samples) or not (self.buffer.first_alone or self.budget.known)
 
     @property
     def batches_have_room(self) -> bool:
         """Whether one more batch may be in flight, if its bytes may."""
-        most = self._buffer.prefetch_batches + math.ceil(self.limits.read_concurrency / self._batch_size) + 1
-        return self._buffer.assembling + self._buffer.waiting < most
+        most = self.buffer.prefetch_batches + math.ceil(self.limits.read_concurrency / self.batch_size) + 1
+        return self.buffer.assembling + self.buffer.waiting < most
 
     def may_read(self, samples: int) -> bool:
         """Return whether ``samples`` more may be read now; always if nothing is being read.
@@ -76,7 +77,7 @@ class Admission:
 
     def may_read_on(self, samples: int) -> bool:
         """Whether the batch that has begun last may read ``samples`` more; not while others exceed the memory limit."""
-        exceeded = self._budget.exceeded and self._buffer.assembling + self._buffer.waiting > 1
+        exceeded = self.budget.exceeded and self.buffer.assembling + self.buffer.waiting > 1
         return self.closed or (not exceeded and self.may_read(samples))
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -97,6 +98,7 @@ class Admission:
             self.room.set()
 
 
+@dataclass(eq=False)
 class MemoryBudget:
     """Reserves memory for batches, by an estimate of bytes per sample. Used on the engine's loop only.
 
@@ -105,32 +107,26 @@ class MemoryBudget:
 
     Args:
         limit_bytes: most that may be reserved; one batch may always proceed.
-        bytes_per_sample: initial estimate; 0 if unknown, which makes the first batch run alone.
+        bytes_per_sample: the estimate; 0 if unknown, which makes the first batch run alone.
     """
 
-    def __init__(self, limit_bytes: int, bytes_per_sample: float = 0.0) -> None:
-        self.limit_bytes = limit_bytes
-        self.reserved_bytes: int = 0
-        self._per_sample = bytes_per_sample
-        self._batches = 0
+    limit_bytes: int
+    bytes_per_sample: float = 0.0
+    reserved_bytes: int = 0
+    _batches: int = 0
 
     @property
     def known(self) -> bool:
         """Whether there is an estimate."""
-        return self._per_sample > 0.0
+        return self.bytes_per_sample > 0.0
 
     @property
     def exceeded(self) -> bool:
         """Whether batches have turned out to be larger than estimated, and take more than the limit."""
         return self.reserved_bytes > self.limit_bytes
 
-    @property
-    def bytes_per_sample(self) -> float:
-        """The estimate; 0 if unknown."""
-        return self._per_sample
-
     def _estimate(self, samples: int) -> int:
-        return int(self._per_sample * samples)
+        return int(self.bytes_per_sample * samples)
 
     def admits(self, samples: int) -> bool:
         """Return whether a batch of ``samples`` fits."""
@@ -156,7 +152,7 @@ class MemoryBudget:
         """Replace a reservation by the bytes that a batch takes; updates the estimate, returns the reserved bytes."""
         self.reserved_bytes += actual - reserved
         # Numbers and strings count as no bytes; an estimate of 0 would let each batch run alone.
-        self._per_sample = max(actual / max(samples, 1), self._per_sample * _DECAY, 1.0)
+        self.bytes_per_sample = max(actual / max(samples, 1), self.bytes_per_sample * _DECAY, 1.0)
         return actual
 
     def release(self, reserved: int) -> None:

@@ -115,20 +115,21 @@ class Batch:
         return self.encoded_bytes + (self.builder.nbytes if self.builder is not None else 0)
 
 
+@dataclass(frozen=True, eq=False)
 class BatchKeys(Sequence[str]):
     """The keys of a batch's samples, computed only if an error message needs them."""
 
-    def __init__(self, plan: BatchPlan, fetcher: Fetcher) -> None:
-        self._plan = plan
-        self._fetcher = fetcher
+    plan: BatchPlan
+    fetcher: Fetcher
 
     def __len__(self) -> int:
-        return len(self._plan.indices)
+        return len(self.plan.indices)
 
     def __getitem__(self, position: Any) -> Any:
-        return self._fetcher.key(self._plan.indices[position])
+        return self.fetcher.key(self.plan.indices[position])
 
 
+@dataclass(eq=False)
 class ReorderBuffer:
     """Batches in the engine in their order, with the ends of epochs between them.
 
@@ -143,17 +144,18 @@ class ReorderBuffer:
             be slow and must not hold up the others.
     """
 
-    def __init__(self, *, in_order: bool, prefetch_batches: int) -> None:
-        self.in_order = in_order
-        self.first_alone: bool = in_order
-        self.prefetch_batches = prefetch_batches
-        self.entries: deque[Batch | EpochEnds] = deque()
-        # Number of batches in `entries`, of those with a decode permit, and of those in the queue to the consumer.
-        self.assembling: int = 0
-        self.permitted: int = 0
-        self.waiting: int = 0
-        # So many of the first entries need no permit.
-        self._settled = 0
+    in_order: bool
+    prefetch_batches: int
+    entries: deque[Batch | EpochEnds] = field(default_factory=deque)
+    # Number of batches in `entries`, of those with a decode permit, and of those in the queue to the consumer.
+    assembling: int = 0
+    permitted: int = 0
+    waiting: int = 0
+    # So many of the first entries need no permit.
+    _settled: int = 0
+
+    def __post_init__(self) -> None:
+        self.first_alone: bool = self.in_order
 
     def grant_permits(self, most: int | None = None) -> None:
         """Permit decoding for as many batches as may be finished and wait: ``most`` or ``prefetch_batches``.
@@ -165,6 +167,7 @@ class ReorderBuffer:
         settled = True
         for entry in islice(self.entries, self._settled, None) if room > 0 else ():
             if isinstance(entry, EpochEnds):
+                # The next epoch cannot be delivered before this one ends, and would take the room of its batches.
                 if not self.in_order:
                     return
             elif not entry.decode_permit.is_set():

@@ -214,7 +214,8 @@ class ChunkAssembly(Assembly):
                 await first.decode_permit.wait()
             while rest is not None and not self._admission.closed:
                 made: list[ChunkOutcome] = []
-                job = self._decode_stage.decode_together([rest, *rest.followers], made)
+                batches = [rest, *rest.followers]
+                job = asyncio.wrap_future(self._executor.submit(self._decode_stage.decode_together, batches, made))
                 while rest is not None and (made or not job.done()):
                     await asyncio.wait([job], timeout=MADE_S)
                     rest = await self._deliver_made(rest, made)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from aiofeed.kernel.engine.admission import Admission
 from aiofeed.kernel.engine.fetch.fetcher import Fetcher
@@ -18,6 +18,7 @@ from aiofeed.kernel.runtime.thread_pool import ThreadPool
 log: logging.Logger = logging.getLogger("aiofeed.engine")
 
 
+@dataclass(eq=False)
 class Concurrency:
     """Controls the number of decode threads and the read concurrency of an engine.
 
@@ -29,42 +30,35 @@ class Concurrency:
         on_gil_limit: called once, on the loop, if the GIL limits decoding.
     """
 
-    def __init__(
-        self,
-        admission: Admission,
-        *,
-        fetcher: Fetcher,
-        executor: ThreadPool,
-        tuner: Tuner | None,
-        on_gil_limit: Callable[[GilLimit], None] | None,
-    ) -> None:
-        self._admission = admission
-        self._fetcher = fetcher
-        self._executor = executor
-        self._tuner = tuner
-        self._on_gil_limit = on_gil_limit
-        # When no finished batch waited, as far as is known.
-        self._empty_at = 0.0
-        if tuner is not None:
-            self.apply(tuner)
+    admission: Admission
+    fetcher: Fetcher
+    executor: ThreadPool
+    tuner: Tuner | None
+    on_gil_limit: Callable[[GilLimit], None] | None
+    # When no finished batch waited, as far as is known.
+    _empty_at: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.tuner is not None:
+            self.apply(self.tuner)
 
     def resize_executor(self) -> None:
         """Let as many threads decode as are useful, or as the user specified."""
-        max_running = self._admission.limits.decode_threads
-        if self._tuner is None or not self._tuner.decoding.given:
-            max_running = self._fetcher.max_running(max_running)
-        if self._tuner is not None:
-            self._tuner.max_running = max_running
-        if max_running != self._executor.max_running:
-            self._executor.set_max_running(max_running)
+        max_running = self.admission.limits.decode_threads
+        if self.tuner is None or not self.tuner.decoding.given:
+            max_running = self.fetcher.max_running(max_running)
+        if self.tuner is not None:
+            self.tuner.max_running = max_running
+        if max_running != self.executor.max_running:
+            self.executor.set_max_running(max_running)
 
     def apply(self, tuner: Tuner) -> None:
         """Apply the tuner's choices, if they changed."""
-        limits = self._admission.limits
+        limits = self.admission.limits
         threads, reads = tuner.decoding.threads, tuner.reading.concurrency
         if threads != limits.decode_threads or reads != limits.read_concurrency:
             log.debug("tuned: %d decode threads, read concurrency %d", threads, reads)
-            self._admission.change(replace(limits, decode_threads=threads, read_concurrency=reads))
+            self.admission.change(replace(limits, decode_threads=threads, read_concurrency=reads))
             self.resize_executor()
 
     def observe_job(self, tuner: Tuner, job: JobTiming, *, saturated: bool) -> None:
@@ -75,12 +69,12 @@ class Concurrency:
         # Many jobs that run side by side end, and finish batches, at about the same time.
         tuner.decoding.observe(job if now - self._empty_at <= job.wall_s / 4 else replace(job, threads=0))
         self.apply(tuner)
-        if (limit := tuner.gil_report()) is not None and self._on_gil_limit is not None:
-            self._on_gil_limit(limit)
+        if (limit := tuner.gil_report()) is not None and self.on_gil_limit is not None:
+            self.on_gil_limit(limit)
 
     def observe_read(self, tuner: Tuner, seconds: float, samples: int, nbytes: int, concurrency: int) -> None:
         """Pass the timing of a chunk's read to the tuner."""
-        starving = self._admission.waited_for_reads and self._executor.running < self._executor.max_running
+        starving = self.admission.waited_for_reads and self.executor.running < self.executor.max_running
         now = time.perf_counter()
         tuner.reading.observe(now, seconds, samples, nbytes, concurrency=concurrency, starving=starving)
         self.apply(tuner)

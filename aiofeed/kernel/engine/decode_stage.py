@@ -50,6 +50,7 @@ Attempt = Callable[[BatchPlan, int], Awaitable[FeedError | None]]
 """Reads and decodes the sample at a position of a plan; returns its error."""
 
 
+@dataclass(eq=False, kw_only=True)
 class DecodeStage:
     """Decodes chunks of batches in the decode threads.
 
@@ -66,51 +67,37 @@ class DecodeStage:
         tuner: uses the timing of jobs; ``None``: jobs are not timed.
     """
 
-    def __init__(
-        self,
-        *,
-        fetcher: Fetcher,
-        new_builder: BuilderFactory,
-        wrap: Callable[[Any], Any],
-        memory: BufferPool,
-        executor: ThreadPool,
-        policy: FailurePolicy,
-        stop: threading.Event,
-        read_slot: Callable[[], AbstractAsyncContextManager[None]],
-        tuner: ThreadTuner | None = None,
-    ) -> None:
-        self._fetcher = fetcher
-        self._new_builder = new_builder
-        self._wrap = wrap
-        self._memory = memory
-        self._executor = executor
-        self._policy = policy
-        self._stop = stop
-        self._read_slot = read_slot
-        self._tuner = tuner
+    fetcher: Fetcher
+    new_builder: BuilderFactory
+    wrap: Callable[[Any], Any]
+    memory: BufferPool
+    executor: ThreadPool
+    policy: FailurePolicy
+    stop: threading.Event
+    read_slot: Callable[[], AbstractAsyncContextManager[None]]
+    tuner: ThreadTuner | None = None
+
+    def __post_init__(self) -> None:
         # Only where waits for a core, and not for the GIL, can be told apart.
         self._probe_at = 0.0 if sys.platform == "linux" and machine.has_gil() else math.inf
 
     async def decode(self, batch: Batch, start: int, encoded: list[Any]) -> ChunkOutcome:
         """Decode the samples at ``start``, ``start + 1``, ...; the job of a batch's last chunk finishes the batch."""
-        if (limit_s := self._fetcher.limit_s) is not None:
+        if (limit_s := self.fetcher.limit_s) is not None:
             return await self._decode_with_limit(limit_s, batch, start, encoded)
-        job = self._executor.run(self._decode, batch, start, encoded)
+        job = self.executor.run(self._decode, batch, start, encoded)
         del encoded
         return await job
 
-    def decode_together(self, batches: Sequence[Batch], made: list[ChunkOutcome]) -> asyncio.Future[None]:
-        """Start to decode whole batches whose samples the job requests, up to the first with an error.
+    def decode_together(self, batches: Sequence[Batch], made: list[ChunkOutcome]) -> None:
+        """Decode whole batches whose samples the job requests, up to the first with an error; runs in a decode thread.
 
-        The job adds their outcomes to ``made``.
+        Adds their outcomes to ``made``.
         """
-        return asyncio.wrap_future(self._executor.submit(self._decode_together, batches, made))
-
-    def _decode_together(self, batches: Sequence[Batch], made: list[ChunkOutcome]) -> None:
         for batch in batches:
             batch.undecoded = 1
             outcome = self._decode(batch, 0, [UNREAD] * len(batch.plan.indices))
-            ended = bool(batch.errors) or self._stop.is_set()
+            ended = bool(batch.errors) or self.stop.is_set()
             made.append(outcome)
             if ended:
                 return
@@ -121,18 +108,18 @@ class DecodeStage:
             deadline = JobDeadline(limit_s)
             work = partial(self._decode, batch, start, encoded, deadline)
             try:
-                outcome, overdue = await run_with_sample_timeout(self._executor, work, deadline)
+                outcome, overdue = await run_with_sample_timeout(self.executor, work, deadline)
             except JobStuckError as error:
                 raise FeedError(
-                    f"{error} (batch {batch.plan.number}, near {BatchKeys(batch.plan, self._fetcher)[start]!r})"
+                    f"{error} (batch {batch.plan.number}, near {BatchKeys(batch.plan, self.fetcher)[start]!r})"
                 ) from None
             if overdue is None:
                 assert outcome is not None
                 return outcome
             partial_outcome: ChunkOutcome = deadline.outcome
-            partial_outcome.errors.append((overdue, self._fetcher.overdue(batch.plan.indices[overdue])))
+            partial_outcome.errors.append((overdue, self.fetcher.overdue(batch.plan.indices[overdue])))
             encoded, start = encoded[overdue + 1 - start :], overdue + 1
-            if not encoded or self._policy.action == "raise":
+            if not encoded or self.policy.action == "raise":
                 self._record(batch, partial_outcome)
                 return partial_outcome
             batch.count(partial_outcome)
@@ -143,27 +130,27 @@ class DecodeStage:
         self, batch: Batch, start: int, encoded: list[Any], deadline: JobDeadline | None = None
     ) -> ChunkOutcome:
         """Decode a chunk, and finish the batch if it is the last one; runs in a decode thread."""
-        timer = JobTimer(self._executor) if self._tuner is not None and self._tuner.listening else None
-        samples, began, alone = len(encoded), time.perf_counter(), self._executor.alone
+        timer = JobTimer(self.executor) if self.tuner is not None and self.tuner.listening else None
+        samples, began, alone = len(encoded), time.perf_counter(), self.executor.alone
         core_wait_s = machine.core_wait_s(threading.get_native_id()) if alone else 0.0
         batch.under_way[start] = "decoding", began, start + samples, encoded
         # The first chunk that runs takes the buffer; chunks that wait for a thread need none.
         with batch.lock:
             if batch.builder is None:
-                batch.lease = self._memory.lease()
-                batch.builder = self._new_builder(batch.plan, batch.lease)
+                batch.lease = self.memory.lease()
+                batch.builder = self.new_builder(batch.plan, batch.lease)
             builder = batch.builder
-        outcome = self._fetcher.decode(batch.plan, start, encoded, builder, JobControl(self._stop, deadline))
+        outcome = self.fetcher.decode(batch.plan, start, encoded, builder, JobControl(self.stop, deadline))
         batch.under_way.pop(start, None)
         if deadline is not None and not deadline.finish():
             raise AbandonedError
         if alone:
             core_wait_s = machine.core_wait_s(threading.get_native_id()) - core_wait_s
             waited = min(core_wait_s / (time.perf_counter() - began), 1.0)
-            self._executor.count_alone((1.0 - waited) * outcome.decode_s, outcome.samples)
+            self.executor.count_alone((1.0 - waited) * outcome.decode_s, outcome.samples)
         thread, ended = threading.current_thread().name, time.perf_counter()
         batch.counters.events.append(("decode", thread, began, ended, batch.plan.number, samples, outcome.nbytes))
-        if self._record(batch, outcome) and not batch.errors and not self._stop.is_set():
+        if self._record(batch, outcome) and not batch.errors and not self.stop.is_set():
             self.finish(batch, outcome)
         if (now := time.perf_counter()) >= self._probe_at:
             self._probe_at = now + GIL_PROBE_INTERVAL_S
@@ -187,7 +174,7 @@ class DecodeStage:
         started, cpu_started = time.perf_counter(), time.thread_time()
         assert batch.builder is not None
         try:
-            batch.result = self._wrap(batch.builder.finish(BatchKeys(batch.plan, self._fetcher), batch.kept))
+            batch.result = self.wrap(batch.builder.finish(BatchKeys(batch.plan, self.fetcher), batch.kept))
         except CollateError as error:
             batch.error = error
         ended, plan = time.perf_counter(), batch.plan
@@ -201,7 +188,7 @@ class DecodeStage:
         errors = sorted(batch.errors, key=lambda entry: entry[0])
         first = errors[0][1]
         failed = [(position, error) for position, error in errors if isinstance(error, SampleError)]
-        if self._policy.action == "raise":
+        if self.policy.action == "raise":
             # The first error in the batch's order, so that the same files give the same error in every run.
             batch.error = suggest_policy(first)
             batch.failures = [first] if isinstance(first, SampleError) else []
@@ -212,37 +199,37 @@ class DecodeStage:
             return
         failed = [(position, batch.failure_counter.remember(error)) for position, error in failed]
         batch.errors.clear()
-        if self._policy.action == "skip":
+        if self.policy.action == "skip":
             recovery = skip_failed(batch.plan, failed)
         else:
             recovery = await replace_failed(batch.plan, failed, batch.failure_counter, partial(self._attempt, batch))
         batch.kept, batch.failures, batch.error = recovery.kept, recovery.failures, recovery.error
         if batch.error is None:
             outcome = ChunkOutcome()
-            await self._executor.run(self.finish, batch, outcome)
+            await self.executor.run(self.finish, batch, outcome)
             batch.count(outcome)
 
     async def _attempt(self, batch: Batch, plan: BatchPlan, position: int) -> FeedError | None:
         """Read and decode the sample at ``position`` of ``plan`` into its place in ``batch``; returns its error."""
-        async with self._read_slot():
-            read = await self._fetcher.read(plan.indices[position : position + 1])
+        async with self.read_slot():
+            read = await self.fetcher.read(plan.indices[position : position + 1])
         batch.count_read(read)
         assert batch.builder is not None
-        limit_s = self._fetcher.limit_s
+        limit_s = self.fetcher.limit_s
         deadline = None if limit_s is None else JobDeadline(limit_s)
         work = partial(self._decode_replacement, plan, position, read.samples, batch.builder, deadline)
         if deadline is None:
-            outcome = await self._executor.run(work)
+            outcome = await self.executor.run(work)
         else:
-            result, _ = await run_with_sample_timeout(self._executor, work, deadline)
-            outcome = result or ChunkOutcome([(position, self._fetcher.overdue(plan.indices[position]))])
+            result, _ = await run_with_sample_timeout(self.executor, work, deadline)
+            outcome = result or ChunkOutcome([(position, self.fetcher.overdue(plan.indices[position]))])
         batch.count(outcome)
         return outcome.errors[0][1] if outcome.errors else None
 
     def _decode_replacement(
         self, plan: BatchPlan, position: int, encoded: list[Any], builder: BatchBuilder, deadline: JobDeadline | None
     ) -> ChunkOutcome:
-        outcome = self._fetcher.decode(plan, position, encoded, builder, JobControl(self._stop, deadline))
+        outcome = self.fetcher.decode(plan, position, encoded, builder, JobControl(self.stop, deadline))
         if deadline is not None and not deadline.finish():
             raise AbandonedError
         return outcome
@@ -292,6 +279,7 @@ async def replace_failed(
     One after the other: adjacent failed samples would otherwise attempt the same replacements at the same time.
     """
     recovery = Recovery()
+    # One after the other: adjacent samples would attempt the same replacements at the same time.
     for position, error in failed:
         further, recovery.error = await _replace_one(plan, position, failure_counter, attempt)
         recovery.failures += [error, *further]
@@ -304,11 +292,11 @@ async def _replace_one(
     plan: BatchPlan, position: int, failure_counter: FailureCounter, attempt: Attempt
 ) -> tuple[list[SampleError], FeedError | None]:
     """Fill one place; returns the errors of candidates that failed, and an error if none was found."""
-    order = plan.order
-    assert order is not None
+    replacements = plan.replacements
+    assert replacements is not None
     failed: dict[int, SampleError] = {}
-    for step in range(1, order.length):
-        candidate = order.index_at(plan.positions[position] + step)
+    for step in range(1, replacements.length):
+        candidate = replacements.index_at(plan.positions[position] + step)
         index = candidate if isinstance(candidate, int) else await candidate
         if (known := failure_counter.known.get(index)) is not None:
             failed[index] = known

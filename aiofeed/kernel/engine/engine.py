@@ -89,9 +89,7 @@ class Assembly:
         self._executor = executor
         self._tuner = tuner
         self._returned: deque[ReadyBatch] = deque()
-        self._concurrency = Concurrency(
-            engine.admission, fetcher=fetcher, executor=executor, tuner=tuner, on_gil_limit=on_gil_limit
-        )
+        self._concurrency = Concurrency(engine.admission, fetcher, executor, tuner, on_gil_limit)
 
     def reading_ahead(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
         """Yield the same steps; samples of later steps may be read until the end of the block."""
@@ -141,6 +139,7 @@ class Assembly:
         A woken loop takes the GIL from the step that has just begun. So while there is other work, the batch waits for
         what wakes the loop anyway, and ``release_returned`` releases it then.
         """
+        # A woken loop would take the GIL from the step that has just begun.
         if not self.busy:
             return False
         self._returned.append(item)

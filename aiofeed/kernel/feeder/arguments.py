@@ -9,8 +9,8 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +32,12 @@ from aiofeed.kernel.core.validation import (
     local_ranks,
 )
 from aiofeed.kernel.engine.fetchers import CacheStore
-from aiofeed.kernel.feeder.rules import Fact, cache_of, check, conflict, facts_of
+from aiofeed.kernel.feeder.rules import Fact, cache_of, check, facts_of
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.tensors import is_plain
 from aiofeed.kernel.sampling.feed_order import FeedOrder
 from aiofeed.kernel.sampling.lister import STREAM_SAMPLES, Lister, Plan
-from aiofeed.kernel.sampling.schedule import SHUFFLES, Schedule, Shuffle, is_shuffle, window_shards
+from aiofeed.kernel.sampling.schedule import Schedule, Shuffle, check_shuffle, window_shards
 from aiofeed.kernel.sampling.state import InOrder, check_in_order
 
 if TYPE_CHECKING:
@@ -47,52 +47,6 @@ log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
 # Batches from this size on are compared with the free memory.
 _CHECKED_BYTES = 8 << 20
-
-
-# --- names of torch's DataLoader ---
-
-
-def _threads_instead(workers: object) -> str:
-    if workers == 0:
-        return "leave it out; reading and decoding run in threads"
-    return (
-        f"aiofeed.DataLoader takes it. For a Feeder, reading and decoding run in threads, limited by "
-        f'Limits(decode_threads=...); engine="process:{workers}" uses that many worker processes; '
-        f"pass a thread-safe Dataset as FromDataset(dataset, threads={workers})"
-    )
-
-
-def _part_of(argument: str, kind: type[Any], name: str) -> Callable[[Any], str]:
-    return lambda value: f"pass {argument}={kind.__name__}({name}={value!r})"
-
-
-_NO_WORKERS = "there are no worker processes"
-DATALOADER_ARGUMENTS: Mapping[str, str | Callable[[Any], str]] = {
-    "num_workers": _threads_instead,
-    "pin_memory": "memory is pinned if device= is an accelerator; aiofeed.DataLoader takes pin_memory=",
-    "pin_memory_device": "pass device=",
-    "prefetch_factor": lambda n: "leave it out" if n is None else f"pass limits=Limits(prefetch_batches={n})",
-    "persistent_workers": "threads live as long as the feeder",
-    "worker_init_fn": (
-        f"aiofeed.DataLoader takes it. For a Feeder, {_NO_WORKERS}: FromDataset(dataset, setup=function) calls "
-        f"function(dataset) in each thread that will call the dataset; the decoder's `rng` gives each sample its own "
-        f"random numbers"
-    ),
-    "multiprocessing_context": f"{_NO_WORKERS}; aiofeed.DataLoader takes it",
-    "timeout": lambda s: "leave it out" if s == 0 else f"pass on_error=FailurePolicy(read_timeout_s={s})",
-    "generator": "aiofeed.DataLoader takes it. For a Feeder, pass seed=",
-    "dataset": "it is the first argument",
-    **dict.fromkeys(("rank", "world_size", "num_replicas"), "pass shard=(rank, world_size)"),
-    "num_threads": _part_of("limits", Limits, "decode_threads"),
-    **{each.name: _part_of("limits", Limits, each.name) for each in fields(Limits)},
-    **{each.name: _part_of("on_error", FailurePolicy, each.name) for each in fields(FailurePolicy)},
-}
-"""What to do instead of passing an argument of ``DataLoader`` or of a class that ``Feeder`` takes."""
-DATALOADER_POSITIONS: Sequence[str] = (
-    *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
-    *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
-)
-DATALOADER_HINT = "aiofeed.DataLoader takes them by position, as torch's DataLoader does"
 
 
 # --- the source, the decoder and the engine ---
@@ -167,20 +121,6 @@ def _are_columns(values: tuple[Any, ...]) -> bool:
 def _has_names(mapping: Mapping[Any, Any]) -> bool:
     """Return whether a mapping has no samples 0, 1, ...; a TensorDict, unlike a dict, has rows that are not keys."""
     return 0 not in mapping if isinstance(mapping, dict) else isinstance(next(iter(mapping), None), str)
-
-
-def unpack_source(source: Any, decode: Any) -> tuple[Any, Any]:
-    """Return the source of ``Clips``, and their decoder; anything else as it is."""
-    if not getattr(type(source), "decodes_source", False):
-        return source, decode
-    if decode is not None:
-        raise TypeError("Clips decode videos themselves, so decode= makes no sense; transform= gets each batch")
-    if traits_of(adopt_source(source.source)).decode == "none":
-        raise TypeError(
-            f"Clips takes a source of encoded videos, such as aiofeed.Files(paths), got {source.source!r}, whose items "
-            f"are decoded already"
-        )
-    return source.source, source.decoder
 
 
 def check_decoder(decode: Any, items: object) -> Callable[..., Any] | None:
@@ -333,10 +273,12 @@ class Arguments:
     timeline: bool
 
     def __post_init__(self) -> None:
-        self.source, decode = unpack_source(self.source, self.decode)
+        source, decode = self.source, self.decode
+        if (unpacked := getattr(type(source), "_unpacked", None)) is not None:  # of Clips, which have a decoder
+            self.source, decode = unpacked(source, decode)
         self.adopted: Any = adopt_source(self.source)
         self.decode = check_decoder(decode, getattr(self.adopted, "dataset", None))
-        self.shuffle = check_shuffle(self.shuffle)
+        self.shuffle = check_shuffle("shuffle", self.shuffle)
         self.seed = check_seed(self.seed)
         check_bool("drop_last", self.drop_last)
         check_bool("pad", self.pad)
@@ -380,15 +322,6 @@ class Arguments:
 
 
 # --- the order ---
-
-
-def check_shuffle(value: object) -> Shuffle:
-    """Return ``value`` if it is a valid ``shuffle``."""
-    if is_shuffle(value):
-        return value
-    hint = ": pass False; aiofeed.DataLoader takes None, too" if value is None else ""
-    kind = ValueError if isinstance(value, str) else TypeError
-    raise kind(f"shuffle must be True, False, {SHUFFLES}, got {value!r}{hint}")
 
 
 def new_order(a: Arguments) -> FeedOrder:
@@ -523,7 +456,7 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     )
     _warn_of_large_batches(config)
     if config.engines:
-        _check_picklable(config, "ray" if config.ray else "process")
+        check_for_workers(config, "ray" if config.ray else "process")
     if cache is not None:
         config = replace(config, cache=cache.open_store(config))
     if a.static_batches:
@@ -534,43 +467,8 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     return order, config
 
 
-# What holds for the caches and engines that ``explain`` advises, see ``rules.py``.
-_ADVISED: dict[object, tuple[Fact, ...]] = {
-    "host": ("cache=", "cache= on the host"),
-    "disk": ("cache=", "cache= on the host"),
-    "samples": ('in_order="samples"', "in_order= other than True"),
-    False: ("in_order= other than True",),
-    "window": ("shuffle=", 'shuffle="window"', 'shuffle="replacement" or "window"', "an order by shuffle="),
-}
-
-
-def allows(config: FeederConfig, **options: Any) -> bool:
-    """Return whether ``Feeder`` would accept another option beside those of a configuration.
-
-    Args:
-        options: ``in_order``, ``engine``, ``shuffle="window"``, or ``cache``, which is "host" or, for a ``DiskCache``,
-            "disk".
-    """
-    facts = set(config.facts)
-    try:
-        if "engine" in options:
-            engines, ray = check_engine(options["engine"])
-            facts.add('engine="process"')
-            limits_for(config.user_limits, config.batch_size, config.source, engines, ray)
-            _check_picklable(config, "process")
-        else:
-            [value] = options.values()
-            facts.update(_ADVISED.get(value, ()))
-        if "cache" in options:
-            cache: Any = load_addon("DiskCache", "cache=")("") if options["cache"] == "disk" else cache_of("host")
-            facts.update(cache.facts(config.decode))
-            cache.check_decoder(config.decode)
-    except (TypeError, ValueError, ImportError):  # what the checks raise
-        return False
-    return conflict(facts) is None
-
-
-def _check_picklable(config: FeederConfig, kind: str) -> None:
+def check_for_workers(config: FeederConfig, kind: str) -> None:
+    """Raise ``TypeError`` if what workers get cannot be pickled."""
     check_picklable = load_addon("check_picklable", f'engine="{kind}"')
     check_picklable(kind, source=config.source, decode=config.decode, collate_fn=config.collate_fn)
 

@@ -21,16 +21,7 @@ from aiofeed.kernel.core.validation import (
     check_positive_int,
     explain_arguments,
 )
-from aiofeed.kernel.feeder.arguments import (
-    DATALOADER_ARGUMENTS,
-    DATALOADER_HINT,
-    DATALOADER_POSITIONS,
-    Arguments,
-    FeederConfig,
-    Processes,
-    backend_of,
-    new_config,
-)
+from aiofeed.kernel.feeder.arguments import Arguments, FeederConfig, Processes, backend_of, new_config
 from aiofeed.kernel.feeder.iterator import FeedIterator
 from aiofeed.kernel.feeder.rules import check, facts_of
 from aiofeed.kernel.feeder.session import FeederSession, OpenEpoch, Steps
@@ -41,7 +32,7 @@ from aiofeed.kernel.sampling.trail import Trail
 from aiofeed.kernel.sources.subset import fingerprint_of
 
 if TYPE_CHECKING:
-    from typing import TypeAlias, TypedDict, Unpack, overload
+    from typing import Required, TypeAlias, TypedDict, Unpack, overload
 
     import torch
     import typing_extensions
@@ -109,12 +100,47 @@ if TYPE_CHECKING:
 
     # Without the default, `feeder = Feeder(...)` would need an annotation if there is no collate_fn.
     BatchT = typing_extensions.TypeVar("BatchT", default=Any)
+
+    class _OneDevice(_Options, total=False):
+        """And those of batches on one device that come as they are collated."""
+
+        device: Device
+        transform: None
+
+    class _Transformed(_Options, Generic[BatchT], total=False):
+        """And those of batches on one device that a ``transform`` replaces."""
+
+        device: Device
+        collate_fn: Callable[[list[Any]], Any] | None
+        transform: Required[Callable[[Any], BatchT]]
+
+    class _Devices(_Options, total=False):
+        """And those of batches with a part for each device."""
+
+        device: Required[Sequence[Device]]
+        collate_fn: Callable[[list[Any]], Any] | None
+        transform: Callable[[Any], Any] | None
 else:
     BatchT = TypeVar("BatchT")
 
 
+_DATALOADER_POSITIONS = (
+    *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
+    *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
+)
+_HINT = "aiofeed.DataLoader takes them by position, as torch's DataLoader does"
+
+
+def _ways() -> Mapping[str, str | Callable[[Any], str]]:
+    """Return what to write in place of an argument that ``Feeder`` does not have, if the add-on is installed."""
+    try:
+        return _load_addon("ways_for_feeder", "a hint")()  # type: ignore[no-any-return]
+    except ImportError:
+        return {}
+
+
 @public
-@explain_arguments(DATALOADER_ARGUMENTS, positions=DATALOADER_POSITIONS, hint=DATALOADER_HINT)
+@explain_arguments(_ways, positions=_DATALOADER_POSITIONS, hint=_HINT)
 class Feeder(Generic[BatchT]):
     """Reads, decodes and collates batches ahead and copies them to a device while the training step runs.
 
@@ -206,20 +232,11 @@ class Feeder(Generic[BatchT]):
             *,
             decode: DecodeImage,
             collate_fn: None = None,
-            transform: None = None,
-            device: Device = None,
-            **options: Unpack[_Options],
+            **options: Unpack[_OneDevice],
         ) -> None: ...
 
         @overload
-        def __init__(
-            self: Feeder[list[torch.Tensor]],
-            source: Tensors,
-            *,
-            transform: None = None,
-            device: Device = None,
-            **options: Unpack[_Options],
-        ) -> None: ...
+        def __init__(self: Feeder[list[torch.Tensor]], source: Tensors, **options: Unpack[_OneDevice]) -> None: ...
 
         @overload
         def __init__(
@@ -228,21 +245,12 @@ class Feeder(Generic[BatchT]):
             *,
             decode: Decode[EncodedT],
             collate_fn: Callable[[list[Any]], BatchT] | None = None,
-            transform: None = None,
-            device: Device = None,
-            **options: Unpack[_Options],
+            **options: Unpack[_OneDevice],
         ) -> None: ...
 
         @overload
         def __init__(
-            self,
-            source: Encoded[EncodedT],
-            *,
-            decode: Decode[EncodedT],
-            collate_fn: Callable[[list[Any]], Any] | None = None,
-            transform: Callable[[Any], BatchT],
-            device: Device = None,
-            **options: Unpack[_Options],
+            self, source: Encoded[EncodedT], *, decode: Decode[EncodedT], **options: Unpack[_Transformed[BatchT]]
         ) -> None: ...
 
         @overload
@@ -251,10 +259,7 @@ class Feeder(Generic[BatchT]):
             source: Encoded[EncodedT],
             *,
             decode: Decode[EncodedT],
-            collate_fn: Callable[[list[Any]], Any] | None = None,
-            transform: Callable[[Any], Any] | None = None,
-            device: Sequence[Device],
-            **options: Unpack[_Options],
+            **options: Unpack[_Devices],
         ) -> None: ...
 
         # A string is a MapDataset, too: without `decode`, `Feeder("train/", decode=...)` is a type error.
@@ -265,46 +270,22 @@ class Feeder(Generic[BatchT]):
             *,
             decode: None = None,
             collate_fn: Callable[[list[Any]], BatchT] | None = None,
-            transform: None = None,
-            device: Device = None,
-            **options: Unpack[_Options],
+            **options: Unpack[_OneDevice],
         ) -> None: ...
 
         @overload
         def __init__(
-            self,
-            source: Decoded,
-            *,
-            decode: None = None,
-            collate_fn: Callable[[list[Any]], Any] | None = None,
-            transform: Callable[[Any], BatchT],
-            device: Device = None,
-            **options: Unpack[_Options],
+            self, source: Decoded, *, decode: None = None, **options: Unpack[_Transformed[BatchT]]
         ) -> None: ...
 
         @overload
         def __init__(
-            self: Feeder[tuple[Any, ...]],
-            source: Decoded,
-            *,
-            decode: None = None,
-            collate_fn: Callable[[list[Any]], Any] | None = None,
-            transform: Callable[[Any], Any] | None = None,
-            device: Sequence[Device],
-            **options: Unpack[_Options],
+            self: Feeder[tuple[Any, ...]], source: Decoded, *, decode: None = None, **options: Unpack[_Devices]
         ) -> None: ...
 
     def __init__(
         self,
-        source: Source[Any]
-        | MapDataset[Any]
-        | FromDataset
-        | Tensors
-        | Table
-        | Clips
-        | Stream
-        | IterableDataset[Any]
-        | Mixture,
+        source: Encoded[Any] | Decoded,
         *,
         decode: Decoder[Any, Any] | RandomDecoder[Any, Any] | None = None,
         batch_size: int | Plan | None = None,
@@ -369,13 +350,7 @@ class Feeder(Generic[BatchT]):
         self._session = self._new_session(config)
 
     def _new_session(self, config: FeederConfig) -> FeederSession[BatchT]:
-        return FeederSession(
-            config,
-            order=self._order,
-            checkpoint=self._checkpoint,
-            failures=self._failures,
-            earlier_stats=self._earlier_stats,
-        )
+        return FeederSession(config, self._order, self._checkpoint, self._failures, self._earlier_stats)
 
     @property
     def _config(self) -> FeederConfig:

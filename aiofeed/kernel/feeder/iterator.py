@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from queue import Empty
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -74,12 +75,12 @@ class Producer(Protocol):
         """Wait for the threads to end without blocking the caller's event loop."""
 
 
+@dataclass(eq=False)
 class LoopProducer:
     """A producer whose batches come from an event loop thread."""
 
-    def __init__(self, loop_thread: EventLoopThread, queue: BatchQueue[QueueItem]) -> None:
-        self.loop_thread = loop_thread
-        self.queue = queue
+    loop_thread: EventLoopThread
+    queue: BatchQueue[QueueItem]
 
     def start(self) -> None:
         """Start the thread if it does not run yet."""
@@ -111,6 +112,7 @@ class LoopProducer:
             await asyncio.wait([asyncio.wrap_future(self.loop_thread.finished)])
 
 
+@dataclass(eq=False)
 class Delivery:
     """Hands a producer's batches to the consumer: from host memory, or through a copy thread and a device.
 
@@ -124,38 +126,32 @@ class Delivery:
         closed: Why its open iterator was closed, and each iterator that may follow.
     """
 
-    closed: str | None = None
+    producer: Producer
+    copier: Copier | None = None
+    transform: Transform | None = None
+    device_batches: int = DEVICE_BATCHES
+    closed: str | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        producer: Producer,
-        copier: Copier | None = None,
-        transform: Transform | None = None,
-        device_batches: int = DEVICE_BATCHES,
-    ) -> None:
+    def __post_init__(self) -> None:
+        producer = self.producer
         self.queue: BatchQueue[QueueItem] = producer.queue
-        self._producer = producer
-        self._copier = copier
-        self._transform = transform
         self._copy_thread: CopyThread | None = None
-        if copier is not None:
+        if self.copier is not None:
             from aiofeed.kernel.devices.copy_thread import CopyThread
 
-            self.queue = BatchQueue()
-            self._copy_thread = CopyThread(
-                copier, producer.queue, self.queue, room=device_batches, issued=producer.take
-            )
+            self.queue, room = BatchQueue(), self.device_batches
+            self._copy_thread = CopyThread(self.copier, producer.queue, self.queue, room=room, issued=producer.take)
 
     def start(self) -> None:
         """Start the threads that do not run yet. Call it in the consumer's thread before each iteration.
 
         Later copies wait for the work that the calling thread has queued on the device, e.g. constants of a transform.
         """
-        if self._copier is not None:
-            self._copier.wait_for_caller()
+        if self.copier is not None:
+            self.copier.wait_for_caller()
         if self._copy_thread is not None:
             self._copy_thread.start()
-        self._producer.start()
+        self.producer.start()
 
     def take(self, item: ReadyBatch) -> Any:
         """Return the batch of an item as the user gets it. The caller's current stream waits for its copy."""
@@ -163,14 +159,14 @@ class Delivery:
             return self._copy_thread.take(item)
         if item.transformed:
             return item.batch
-        batch = self._producer.take(item)
-        if self._transform is None:
+        batch = self.producer.take(item)
+        if self.transform is None:
             return batch
         if item.transform_begun:
             raise FeedError(_INTERRUPTED.format(item.number))
         item.transform_begun = True
         try:
-            item.batch = self._transform(batch)
+            item.batch = self.transform(batch)
             # Nothing is called before this line: after Ctrl-C the next call returns the batch.
             item.transformed = item.batch is not None
             return check_returned("transform=", item.batch, item.number)
@@ -180,13 +176,13 @@ class Delivery:
 
     def waiting_for(self) -> tuple[Any, ...]:
         """See ``Producer.waiting_for``."""
-        if self._copy_thread is not None and self._producer.queue.items:
+        if self._copy_thread is not None and self.producer.queue.items:
             return ("for the copy of a batch to the device",)
-        return self._producer.waiting_for()
+        return self.producer.waiting_for()
 
     def watch(self, owner: object) -> None:
         """Stop when ``owner`` is dropped. Replaces the previously watched owner."""
-        self._producer.watch(owner)
+        self.producer.watch(owner)
         if self._copy_thread is not None:
             self._copy_thread.watch(owner)
 
@@ -200,12 +196,12 @@ class Delivery:
             self.queue.wake()  # again if this call is repeated, because Ctrl-C may have interrupted the first
         if self._copy_thread is not None:
             self._copy_thread.stop()
-        self._producer.stop()
+        self.producer.stop()
 
     def join(self, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` for the threads to end and unlock their memory; return whether they have ended."""
         deadline = time.monotonic() + timeout_s
-        ended = self._producer.join(timeout_s)
+        ended = self.producer.join(timeout_s)
         if self._copy_thread is not None:
             ended = self._copy_thread.join(max(0.0, deadline - time.monotonic())) and ended
         release_unused()
@@ -213,7 +209,7 @@ class Delivery:
 
     async def stopped(self) -> None:
         """Wait for the threads to end without blocking the caller's event loop."""
-        await self._producer.stopped()
+        await self.producer.stopped()
         if self._copy_thread is not None:
             await self._copy_thread.stopped()
         release_unused()

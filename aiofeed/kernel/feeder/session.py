@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from aiofeed import _load_addon as load_addon
@@ -17,7 +17,7 @@ from aiofeed.kernel.core.failures import FailureLog
 from aiofeed.kernel.core.statistics import EpochStats, FeedStatistics
 from aiofeed.kernel.core.types import Members, traits_of
 from aiofeed.kernel.engine.memory import Memory, SmallItems
-from aiofeed.kernel.feeder.arguments import FeederConfig, allows
+from aiofeed.kernel.feeder.arguments import FeederConfig
 from aiofeed.kernel.feeder.iterator import Delivery, EpochObserver, EpochStartLock, FeedIterator, clocks, take_end
 from aiofeed.kernel.feeder.pipeline import BatchPipeline, StreamingPipeline
 from aiofeed.kernel.runtime import machine
@@ -45,6 +45,7 @@ class ProgressBar(Protocol):
         """Draw the bar no more. Idempotent; must not raise."""
 
 
+@dataclass(eq=False, repr=False)
 class FeederSession(Generic[BatchT]):
     """Runs the epochs of one feeder, one iterator at a time, on a pipeline that is reused while possible.
 
@@ -64,20 +65,14 @@ class FeederSession(Generic[BatchT]):
         earlier_stats: Receives the statistics of ended epochs.
     """
 
-    def __init__(
-        self,
-        config: FeederConfig,
-        *,
-        order: FeedOrder,
-        checkpoint: Checkpoint,
-        failures: FailureLog,
-        earlier_stats: EpochStats,
-    ) -> None:
-        self.config = config
-        self._order = order
-        self._checkpoint = checkpoint
-        self._failures = failures
-        self._earlier_stats = earlier_stats
+    config: FeederConfig
+    order: FeedOrder
+    checkpoint: Checkpoint
+    failures: FailureLog
+    earlier_stats: EpochStats
+
+    def __post_init__(self) -> None:
+        config = self.config
         self.stats: EpochStats = EpochStats()
         self.pipeline: BatchPipeline | None = None
         self.delivery: Delivery | None = None
@@ -92,8 +87,8 @@ class FeederSession(Generic[BatchT]):
         # The batches that running steps will take from the next iterator on.
         self._steps_left = 0
         self._hinted = False
-        # A progress bar explains again and again, and whether processes are possible is found by pickling.
-        self.allows: Callable[..., bool] = functools.cache(functools.partial(allows, config))
+        # Which other options ``explain`` may advise, once it is known.
+        self.answers: dict[str, bool] = {}
         # Data of which batches are made without a streaming pipeline.
         self._memory = _new_memory(config)
         self.bar: ProgressBar | None = None
@@ -110,7 +105,7 @@ class FeederSession(Generic[BatchT]):
         """Return the statistics of the current or last epoch, or with ``total`` of all epochs."""
         stats = EpochStats()
         if total:
-            stats.add(self._earlier_stats)
+            stats.add(self.earlier_stats)
         stats.add(self.stats)
         limits, pipeline = self.config.limits, self.pipeline
         tuner = pipeline.tuner if pipeline is not None else None
@@ -121,7 +116,7 @@ class FeederSession(Generic[BatchT]):
             read_concurrency=limits.read_concurrency if tuner is None else tuner.reading.concurrency,
             decode_threads=limits.decode_threads if tuner is None else tuner.max_running,
             chunk_size=pipeline.chunk_size if pipeline is not None else 0,
-            by_source=self._order.counts(self._checkpoint.position),
+            by_source=self.order.counts(self.checkpoint.position),
             storage=None if storage is None or self.config.engines else storage(),
         )
 
@@ -132,18 +127,18 @@ class FeederSession(Generic[BatchT]):
     @property
     def first_epoch(self) -> bool:
         """Whether no epoch before the current or last one has started the threads and filled a cache."""
-        return not self._earlier_stats.samples
+        return not self.earlier_stats.samples
 
     def epochs(self, last: int) -> Iterator[int]:
         """Yield the numbers of the epochs up to ``last``; meanwhile each next epoch is read ahead."""
-        epoch = self._order.normalize(self._checkpoint.next_position()).epoch
+        epoch = self.order.normalize(self.checkpoint.next_position()).epoch
         try:
             while epoch <= last:
                 self._last_epoch = last
                 yield epoch
                 epoch += 1
-                if self._checkpoint.next_position().epoch != epoch:
-                    self._checkpoint.set_epoch(epoch, live=self.live)
+                if self.checkpoint.next_position().epoch != epoch:
+                    self.checkpoint.set_epoch(epoch, live=self.live)
         finally:
             self._last_epoch = None
             self.close_bar()
@@ -158,7 +153,7 @@ class FeederSession(Generic[BatchT]):
     @property
     def rank(self) -> int:
         """The rank of the feeder."""
-        return self._order.rank
+        return self.order.rank
 
     def close_bar(self) -> None:
         """Close the progress bar if there is one."""
@@ -168,14 +163,14 @@ class FeederSession(Generic[BatchT]):
 
     def in_progress(self, iterator: FeedIterator[BatchT], epoch: EpochProgress) -> bool:
         """Return whether the rest of an epoch can be taken from its iterator, and is what comes next."""
-        return iterator is self._live_iterator() and not epoch.complete and not self._checkpoint.chosen
+        return iterator is self._live_iterator() and not epoch.complete and not self.checkpoint.chosen
 
     def begin_steps(self, batches: int) -> tuple[FeedIterator[BatchT], EpochProgress]:
         """Begin the epoch of the next ``batches`` steps: the rest of the one before, or the next one."""
         with self._start_lock.lock():
             epoch = self._epoch
-            if epoch is not None and epoch.started and not (epoch.complete or self._checkpoint.chosen):
-                self.go_to(self._checkpoint.position)  # of an iterator that was closed, or is now
+            if epoch is not None and epoch.started and not (epoch.complete or self.checkpoint.chosen):
+                self.go_to(self.checkpoint.position)  # of an iterator that was closed, or is now
             self._steps_left = batches
             try:
                 iterator = self.begin()
@@ -186,9 +181,9 @@ class FeederSession(Generic[BatchT]):
 
     def go_to(self, position: Position) -> None:
         """Make the next ``begin`` start at a position."""
-        if state := self._order.sampler_state(position):
-            self._order.load_sampler_state(state)
-        self._checkpoint.load(position)
+        if state := self.order.sampler_state(position):
+            self.order.load_sampler_state(state)
+        self.checkpoint.load(position)
 
     def begin(self) -> FeedIterator[BatchT]:
         """Return an iterator over the next epoch; close the open iterator.
@@ -220,7 +215,7 @@ class FeederSession(Generic[BatchT]):
                 "on_error= and threads="
             )
         listing = time.perf_counter()
-        planned = self._order.plan_epoch(self._checkpoint.next_position())
+        planned = self.order.plan_epoch(self.checkpoint.next_position())
         order_s = time.perf_counter() - listing
         schedule, first = planned.schedule, planned.first
         start = first.position
@@ -236,15 +231,15 @@ class FeederSession(Generic[BatchT]):
             self._read_ahead(stream, start)
         # Before the stream is fed, because the engine may see the end of a short epoch at once.
         epoch = stream.new_progress(start, self.config.in_order)
-        epoch.order_digest = order_digest(schedule, self.config.in_order, self._order.identity())
+        epoch.order_digest = order_digest(schedule, self.config.in_order, self.order.identity())
         delivery = self._start(stream)
         config, logged = self.config, log.isEnabledFor(logging.DEBUG)
         delivery.queue.runs = config.in_order is True and config.transform is None and not logged
         # In this order, a thread that reads the totals meanwhile counts no epoch twice.
         ended, self.stats = self.stats, stats
-        self._earlier_stats.add(ended)
-        self._checkpoint.on_iter(start.epoch)
-        self._failures.begin()
+        self.earlier_stats.add(ended)
+        self.checkpoint.on_iter(start.epoch)
+        self.failures.begin()
         self._epoch = epoch
         stats.order_s = order_s
         iterator: FeedIterator[BatchT] = FeedIterator(delivery, stats, _SessionObserver(self, delivery, epoch), asked)
@@ -323,7 +318,7 @@ class FeederSession(Generic[BatchT]):
         epoch.ended = True
         if not epoch.started:  # it had no batch for this rank, or nothing was left of it
             self._on_first_batch(epoch)
-        self._failures.summarise(epoch.start.epoch, self.stats)
+        self.failures.summarise(epoch.start.epoch, self.stats)
         self._hint_at_threads()
         if epoch is self._epoch:  # another thread may have begun a new one
             # Dropping the iterator after its end is not a break.
@@ -336,8 +331,8 @@ class FeederSession(Generic[BatchT]):
 
     def _on_first_batch(self, epoch: EpochProgress) -> None:
         """Let the next ``begin`` start the epoch after this one, which returns its first batch or ends without one."""
-        self._checkpoint.on_first_batch(epoch)
-        self._order.on_first_batch()
+        self.checkpoint.on_first_batch(epoch)
+        self.order.on_first_batch()
 
     def _hint_at_threads(self) -> None:
         """Log once, if training mainly waits for a ``Dataset`` that one thread calls, how to use more."""
@@ -414,6 +409,7 @@ OpenEpoch: TypeAlias = tuple[FeedIterator[Any], EpochProgress]
 _END: Any = object()
 
 
+@dataclass(eq=False, repr=False)
 class Steps(Generic[BatchT]):
     """The next batches of a feeder, a fixed number, over as many epochs as it takes.
 
@@ -424,18 +420,17 @@ class Steps(Generic[BatchT]):
         batches: The number of batches.
     """
 
-    def __init__(self, session: FeederSession[BatchT], kept: list[OpenEpoch], batches: int) -> None:
-        self._session = session
-        self._kept = kept
-        self._batches = batches
+    session: FeederSession[BatchT]
+    kept: list[OpenEpoch]
+    batches: int
 
     def __len__(self) -> int:
         """Return the number of batches."""
-        return self._batches
+        return self.batches
 
     def __iter__(self) -> Iterator[BatchT]:
         """Go on with the epoch that the last steps left, or with the next one."""
-        left = self._batches
+        left = self.batches
         while left:
             iterator, epoch = self._open_epoch(left)
             before = epoch.returned
@@ -445,7 +440,7 @@ class Steps(Generic[BatchT]):
 
     async def __aiter__(self) -> AsyncIterator[BatchT]:
         """Go on with the epoch that the last steps left, or with the next one."""
-        left = self._batches
+        left = self.batches
         while left:
             iterator, epoch = self._open_epoch(left)
             before = epoch.returned
@@ -458,9 +453,9 @@ class Steps(Generic[BatchT]):
 
     def _open_epoch(self, batches: int) -> OpenEpoch:
         """Return the iterator for the next batches, and the progress of its epoch."""
-        kept = self._kept
-        if not kept or not self._session.in_progress(*kept[0]):
-            kept[:] = [self._session.begin_steps(batches)]
+        kept = self.kept
+        if not kept or not self.session.in_progress(*kept[0]):
+            kept[:] = [self.session.begin_steps(batches)]
         return kept[0]
 
     def _returned(self, epoch: EpochProgress, before: int) -> int:
@@ -481,7 +476,7 @@ class _SessionObserver(EpochObserver):
     def returning(self, item: ReadyBatch) -> None:
         session, epoch = self._session, self._epoch
         if item.failures:
-            session.stats.failures += session._failures.add(item.failures, epoch.start.epoch)
+            session.stats.failures += session.failures.add(item.failures, epoch.start.epoch)
         if not epoch.started:
             session._on_first_batch(epoch)
         if epoch.one_left:
@@ -493,8 +488,8 @@ class _SessionObserver(EpochObserver):
 
     def failed(self, item: FeedFailure) -> None:
         session = self._session
-        session.stats.failures += session._failures.add(item.failures, self._epoch.start.epoch)
-        session._checkpoint.on_failure(self._epoch)
+        session.stats.failures += session.failures.add(item.failures, self._epoch.start.epoch)
+        session.checkpoint.on_failure(self._epoch)
         session._completed_in_a_row = 0
 
     def ended(self) -> None:

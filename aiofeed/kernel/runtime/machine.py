@@ -202,7 +202,8 @@ def _read_field(path: Path, name: str) -> int | None:
 
 
 def _read_first(folder: Path, *names: str) -> int | None:
-    return next((number for name in names if (number := _read_int(folder / name)) is not None), None)
+    texts = (_read(folder / name) or "" for name in names)
+    return next((int(text) for text in texts if text.isdigit()), None)
 
 
 def _read(path: Path) -> str | None:
@@ -210,7 +211,3 @@ def _read(path: Path) -> str | None:
         return path.read_text(errors="replace").strip()
     except OSError:
         return None
-
-
-def _read_int(path: Path) -> int | None:
-    return int(text) if (text := _read(path) or "").isdigit() else None

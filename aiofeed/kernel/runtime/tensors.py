@@ -32,38 +32,12 @@ NUMBER_DTYPES: dict[type, np.dtype[Any]] = {
 _TORCH_CHARS = "?bhilqBHILQefdFD"
 
 
-def integer_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the integer dtype of the same size; the dtype itself if there is none."""
-    name = INTEGER_OF_SIZE.get(dtype.itemsize)
-    return dtype if name is None else np.dtype(name)
-
-
 def view_as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor reinterpreted as integers of the same size; the tensor itself if there is no such dtype."""
     import torch
 
     name = INTEGER_OF_SIZE.get(tensor.dtype.itemsize)
     return tensor if name is None else tensor.view(getattr(torch, name))
-
-
-def rows_as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a contiguous tensor [N, ...] as [N, words], integers as large as row size and address allow.
-
-    A device gathers few large elements faster than many small ones. ``words_as_rows`` undoes it.
-    """
-    import torch
-
-    nbytes, start = tensor_row_bytes(tensor), tensor.data_ptr() | int(tensor.storage_offset()) * tensor.itemsize
-    flat = tensor.view(len(tensor), nbytes // tensor.itemsize)
-    if not flat.numel():  # torch does not change the element size of an empty tensor
-        return view_as_integers(flat)
-    size = next(size for size in (8, 4, 2, 1) if (nbytes | start) % size == 0)
-    return flat.view(getattr(torch, INTEGER_OF_SIZE[size]))
-
-
-def words_as_rows(words: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Rows that ``rows_as_words`` has made words of, or some of them, with the shape and dtype of a row."""
-    return words.view(dtype).view(len(words), *shape)
 
 
 def memory_order(strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -80,20 +81,18 @@ class _Job(Future[Any]):
         return False
 
 
+@dataclass(slots=True, eq=False)
 class _AwaitedJob:
     """A job whose result a coroutine awaits: ``concurrent.futures.Future`` costs ten times as much."""
 
-    __slots__ = ("_pool", "alone", "future", "ident")
-
-    def __init__(self, pool: ThreadPool, future: asyncio.Future[Any]) -> None:
-        self._pool = pool
-        self.future: asyncio.Future[Any] = future
-        self.ident: int = 0
-        self.alone: bool = False
+    pool: ThreadPool
+    future: asyncio.Future[Any]
+    ident: int = 0
+    alone: bool = False
 
     def cancel(self) -> None:
         """Cancel the coroutine of a job that will not start."""
-        self._pool.ended(self.future, None, asyncio.CancelledError())
+        self.pool.ended(self.future, None, asyncio.CancelledError())
 
     def set_running_or_notify_cancel(self) -> bool:
         """Return whether the job is to run."""
@@ -101,11 +100,11 @@ class _AwaitedJob:
 
     def set_result(self, result: Any) -> None:
         """Return the result to the coroutine; in the job's thread, like ``set_exception``."""
-        self._pool.ended(self.future, result, None)
+        self.pool.ended(self.future, result, None)
 
     def set_exception(self, error: BaseException) -> None:
         """Raise an error in the coroutine."""
-        self._pool.ended(self.future, None, error)
+        self.pool.ended(self.future, None, error)
 
 
 class HostedRun:
@@ -162,7 +161,7 @@ class ThreadPool(ThreadPoolExecutor):
         running: Number of jobs that run or are about to; abandoned ones do not count.
         isolates: Whether some jobs may run alone. A slow one then delays the others.
         alone: Whether the job that runs is to do so alone.
-        alone_jobs: The jobs that ran alone.
+        measured_alone: The jobs that ran alone.
         alone_sample_s: Their seconds per sample, without those in which they waited for a core.
         core_waits: For each thread that runs, by its native identifier, the seconds for which it had waited for a core
             when it began.
@@ -182,7 +181,7 @@ class ThreadPool(ThreadPoolExecutor):
         self.running: int = 0
         self.isolates: bool = True
         self.alone: bool = False
-        self.alone_jobs: int = 0
+        self.measured_alone: int = 0
         self.alone_sample_s: float = 0.0
         self._alone_samples = 0
         self._isolates = False
@@ -424,7 +423,7 @@ class ThreadPool(ThreadPoolExecutor):
 
     def count_alone(self, seconds: float, samples: int) -> None:
         """Count a job that ran alone; ``seconds``: without those in which it waited for a core."""
-        self.alone_jobs += 1
+        self.measured_alone += 1
         self._alone_samples += samples
         self.alone_sample_s += (seconds - samples * self.alone_sample_s) / max(self._alone_samples, 1)
 
@@ -433,8 +432,9 @@ class ThreadPool(ThreadPoolExecutor):
         self._until_alone -= 1 / self.max_running
         if ended.alone:
             self._isolates = self.alone = False
-            self._until_alone = ALONE_FIRST if self.alone_jobs < ALONE_SOON else ALONE_LATER
+            self._until_alone = ALONE_FIRST if self.measured_alone < ALONE_SOON else ALONE_LATER
         elif self._until_alone <= 0 and self.max_running > 1 and self.isolates:
+            # Only such jobs may wait for each other, which one that runs alone then shows.
             self._isolates = self._isolates or self.waiting_share > MOSTLY_WAITS
 
     def stop(self) -> None:
@@ -469,6 +469,7 @@ class ThreadPool(ThreadPoolExecutor):
         self.stop()
 
 
+@dataclass(eq=False)
 class ReadPoolSizer:
     """Changes the number of concurrent blocking reads to what the decode threads need.
 
@@ -477,15 +478,15 @@ class ReadPoolSizer:
     doubled while reads wait for storage and decode threads wait for reads, and halved while decoding has a backlog.
     """
 
-    def __init__(self, reads: ThreadPool, decodes: ThreadPool) -> None:
-        self._reads = reads
-        self._decodes = decodes
-        self._backlog_runs = 0
+    reads: ThreadPool
+    decodes: ThreadPool
+    _backlog_runs: int = field(default=0, init=False)
 
     def resize(self) -> float:
         """Resize the read pool if needed; return the seconds until the next call."""
-        reads, decodes = self._reads, self._decodes
+        reads, decodes = self.reads, self.decodes
         starving = bool(reads.backlog) and decodes.running < decodes.max_running
+        # Reads from the page cache hardly wait: more of them would only compete with the decoders for the GIL.
         if starving and reads.waiting_share > WAITING_SHARE:
             reads.set_max_running(reads.max_running * 2)
         elif decodes.backlog > decodes.max_threads and reads.max_running > 1:

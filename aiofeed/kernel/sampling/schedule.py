@@ -11,8 +11,7 @@ size, world size or concurrency, so an epoch can be resumed with other values of
 from __future__ import annotations
 
 import hashlib
-import operator
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import TypeAlias, TypeGuard
 
@@ -33,10 +32,9 @@ from aiofeed.kernel.sampling.order import (
     shuffled,
 )
 
-# The number of samples whose order is computed at once, for single batches and for batch ranges. Six numpy operations
-# on 64 numbers take ten times as long as the numbers themselves.
+# The number of samples whose order is computed at once. Six numpy operations on 64 numbers take ten times as long as
+# the numbers themselves.
 PLAN_BLOCK = 1024
-RANGE_BLOCK = 1 << 14
 # Enough to distinguish datasets, few enough to take a millisecond.
 FINGERPRINT_KEYS = 1024
 
@@ -66,6 +64,15 @@ def is_shuffle(value: object) -> TypeGuard[Shuffle]:
     if isinstance(value, str):
         return value in ("keyed", "replacement") or window_shards(value) is not None
     return isinstance(value, bool)
+
+
+def check_shuffle(name: str, value: object) -> Shuffle:
+    """Return ``value`` if it is a valid ``shuffle``."""
+    if is_shuffle(value):
+        return value
+    hint = ": pass False; aiofeed.DataLoader takes None, too" if value is None else ""
+    kind = ValueError if isinstance(value, str) else TypeError
+    raise kind(f"{name} must be True, False, {SHUFFLES}, got {value!r}{hint}")
 
 
 @dataclass(frozen=True)
@@ -201,6 +208,7 @@ class Schedule:
         if isinstance(sampled, BatchLists):
             yield from self._listed_plans(start, sampled)
             return
+        # Here, in the engine's thread, and not in `iter()`: a list of 100 million indices takes a second.
         permutation, seed = self.permutation(start.epoch, sampled), epoch_seed(self.seed, start.epoch)
         order = PermutedOrder(self.length, permutation)
         several = max(PLAN_BLOCK // size, 1)
@@ -272,89 +280,6 @@ class PermutedOrder:
     def index_at(self, position: int) -> int:
         """The index at a position."""
         return int(self.permutation(np.array([position % self.length], dtype=np.int64))[0])
-
-
-@dataclass(frozen=True, eq=False)
-class BatchRange:
-    """Several batches.
-
-    Args:
-        numbers: The numbers of the batches, ascending.
-        indices: The indices of all their samples, ``batch_size`` per batch; the last batch of an epoch may have fewer.
-        batch_size: Samples per batch.
-        run: Whether the indices are consecutive.
-    """
-
-    numbers: Sequence[int]
-    indices: Int64
-    batch_size: int
-    run: bool
-
-    def head(self, batches: int) -> BatchRange:
-        """Return the first batches, at most so many."""
-        indices = self.indices[: batches * self.batch_size]
-        return BatchRange(self.numbers[:batches], indices, self.batch_size, self.run)
-
-
-class BatchRanges:
-    """The same batches as from ``Schedule.plans``, several at once and from any number on."""
-
-    def __init__(self, schedule: Schedule, start: Position, sampled: Int64 | ComputedEpoch | None = None) -> None:
-        self._schedule = schedule
-        self._start = start
-        self._sampled = sampled
-        self._permutation: Permutation | None = None
-        # The indices of a block of batches, of which ranges are slices, and the numbers of those batches.
-        self._block: Int64 = np.empty(0, np.int64)
-        self._block_numbers = range(0)
-
-    def at(self, first: int, most: int) -> BatchRange | None:
-        """Up to ``most`` batches from number ``first`` on; ``None`` if none is left."""
-        schedule, skip = self._schedule, self._schedule.batches_ahead(self._start)
-        while first in skip:
-            first += 1
-        count = min(most, schedule.batch_numbers(self._start) - first)
-        if count <= 0:
-            return None
-        numbers: Sequence[int] = range(first, first + count)
-        if skip and not skip.isdisjoint(numbers):
-            numbers = [number for number in numbers if number not in skip]
-            indices = np.concatenate([self._indices(number, 1) for number in numbers])
-        else:
-            indices = self._indices(first, count)
-        # Sequential indices ascend, and with one rank there is no padding.
-        ascending = self._permutation is sequential and schedule.world_size == 1
-        run = ascending and int(indices[-1] - indices[0]) == len(indices) - 1
-        return BatchRange(numbers, indices, schedule.batch_size, run)
-
-    def _indices(self, first: int, count: int) -> Int64:
-        """The indices of ``count`` batches from ``first`` on, as a view of memory that is never written again."""
-        schedule, start = self._schedule, self._start
-        if first not in self._block_numbers or first + count > self._block_numbers.stop:
-            if self._permutation is None:
-                self._permutation = schedule.permutation(start.epoch, self._sampled)
-            several = max(count, RANGE_BLOCK // schedule.batch_size)
-            self._block = self._permutation(schedule.positions_from(start, first, several) % schedule.length)
-            self._block_numbers = range(first, first + several)
-        at = (first - self._block_numbers.start) * schedule.batch_size
-        return self._block[at : at + count * schedule.batch_size]
-
-
-def index_array(indices: Sequence[int], length: int) -> Int64:
-    """Return the indices of a sampler for a source of ``length`` samples.
-
-    Raises:
-        TypeError: One of them is not an int.
-        ValueError: One of them is outside the source.
-    """
-    try:
-        array = np.fromiter(map(operator.index, indices), dtype=np.int64, count=len(indices))
-    except TypeError as error:
-        raise TypeError(f"a sampler must give one int per sample (batch_size= makes the batches): {error}") from None
-    if array.size and (array.min() < 0 or array.max() >= length):
-        wrong = int(array[(array < 0) | (array >= length)][0])
-        raise ValueError(f"the sampler gave the index {wrong}, but the source has {length} sample{'s' * (length != 1)}")
-    return array
 
 
 def fingerprint(kind: str, length: int, key: Callable[[int], str]) -> str:

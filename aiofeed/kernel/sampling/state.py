@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from aiofeed.kernel.core.errors import StateError
 from aiofeed.kernel.core.validation import check_bool, check_epoch, check_int_from, check_positive_int, check_seed
-from aiofeed.kernel.sampling.schedule import SHUFFLES, Position, Returned, Schedule, Shuffle, is_shuffle
+from aiofeed.kernel.sampling.schedule import Position, Returned, Schedule, check_shuffle
 from aiofeed.kernel.sampling.trail import Trail, digest
 
 T = TypeVar("T")
@@ -130,7 +130,7 @@ class SavedState:
                     length=field_of("length", natural),
                     batch_size=field_of("batch_size", check_positive_int),
                     seed=field_of("seed", lambda _, value: check_seed(value)),
-                    shuffle=field_of("shuffle", _shuffle),
+                    shuffle=field_of("shuffle", check_shuffle),
                     drop_last=field_of("drop_last", check_bool),
                     pad=field_of("pad", check_bool),
                     rank=rank,
@@ -238,12 +238,6 @@ def check_in_order(name: str, value: Any) -> InOrder:
     if isinstance(value, bool) or (isinstance(value, str) and value == "samples"):
         return value  # type: ignore[return-value]
     raise TypeError(f'{name} must be True, False or "samples", got {value!r}')
-
-
-def _shuffle(name: str, value: Any) -> Shuffle:
-    if is_shuffle(value):
-        return value
-    raise ValueError(f"{name} must be True, False, {SHUFFLES}, got {value!r}")
 
 
 def _text(name: str, value: object) -> str:

@@ -127,6 +127,7 @@ class DatasetSlot:
         self.thread: int = 0
 
     def __enter__(self) -> DatasetSlot:
+        # All bases at once and in order of arrival, so two calls never hold a base that the other waits for.
         _calls.append(self)
         if _calls[0] is self:  # the usual case: no lock, which a signal handler could leave locked
             return self

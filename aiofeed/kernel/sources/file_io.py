@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import io
 import logging
 import os
 import re
@@ -14,7 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote
 
 import numpy as np
 
@@ -128,15 +126,6 @@ def open_file(path: str) -> int:
     return descriptor
 
 
-def read_range(file: io.FileIO, start: int, end: int) -> bytes:
-    """Return the bytes of a range of a file; fewer if the file ends before it."""
-    file.seek(start)
-    data = file.read(end - start)
-    while len(data) < end - start and (more := file.read(end - start - len(data))):
-        data += more
-    return data
-
-
 def read_group(reader: GroupReader, paths: Sequence[str], rules: ReadRules) -> Sequence[bytes | None] | None:
     """The contents of small files in one call; ``None`` for each file, or for all, that ``read_file`` must read."""
     if rules.follow_symlinks:
@@ -220,29 +209,6 @@ def check_path(path: str) -> str:
     elif match[1]:
         way = f"a URL has two slashes: {match[1]}://{path[match.end() :]}"
     raise FileNotFoundError(errno.ENOENT, way, path)
-
-
-def check_foreign_name(by: str, name: object, base: str) -> str:
-    """Return the name of a file in an index, list or description ``by``, which may be of somebody else.
-
-    Every reader of such names calls this. The name is a relative path that stays in its folder ``base``. In URLs
-    names are unquoted later.
-
-    Raises:
-        ValueError: The name is no text, or may lead to a file elsewhere; it names ``by``.
-    """
-    try:
-        if not isinstance(name, str) or not name or "://" in name:
-            raise ValueError
-        name.encode("utf-8", "surrogateescape")
-        for each in (name, unquote(name)) if "://" in base else (name,):
-            if "\0" in each:
-                raise ValueError
-            check_beneath("", each)
-    except ValueError:
-        text = repr(shown(name) if isinstance(name, str) else name)[:200]
-        raise ValueError(f"{by}: it names the file {text}; only relative paths in its folder are allowed") from None
-    return name
 
 
 def refuse_links(root: str, path: str, known: dict[str, bool]) -> None:

@@ -74,19 +74,6 @@ class IndexedSource(Sized):
         return Subset(self, rows)  # type: ignore[return-value]
 
 
-class GroupedSource(IndexedSource):
-    """A source that reads several samples together, by ``read_many``."""
-
-    read_many: Any
-
-    async def read(self, index: int, /) -> Any:
-        """Read one sample."""
-        [sample] = await self.read_many([index])
-        if isinstance(sample, Exception):
-            raise sample
-        return sample
-
-
 class Subset(IndexedSource):
     """The samples of a source at some indices.
 

@@ -16,9 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand in ``arguments`` (default: those of the command line); returns the exit code."""
     parser = argparse.ArgumentParser(prog="aiofeed", description="Feeds PyTorch training.")
     parser.add_argument("--version", action="version", version=f"aiofeed {version('aiofeed')}")
-    commands = parser.add_subparsers(metavar="command", dest="command")
-    for add in (_add_run, _add_doctor, _add_bench, _add_profile, _add_index, _add_replay):
-        add(commands)
+    _add_commands(parser.add_subparsers(metavar="command", dest="command"))
     options = vars(parser.parse_args(arguments))
     if "script" in options:
         options["script"], *options["arguments"] = options["script"][options["script"][0] == "--" :]
@@ -49,7 +47,7 @@ _RUN_THREADS = """N threads in place of workers call a dataset with indices, whi
 stay the same, but not random numbers that it draws. Not for loaders with a worker_init_fn"""
 
 
-def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("run", help="run an unchanged script with aiofeed's DataLoader", description=_RUN)
     command.add_argument("--device", help="copy batches to it, for scripts that do not need them on the host, or auto")
     command.add_argument("--threads", type=int, metavar="N", help=_RUN_THREADS)
@@ -58,26 +56,10 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     _add_script(command, "a Python file, or a command such as torchrun, and its arguments")
     command.set_defaults(calls="run.run")
 
-
-def _add_script(command: argparse.ArgumentParser, help: str) -> None:
-    # One argument: with one for the script and one for the rest, argparse drops a "--" between them.
-    command.add_argument("script", nargs=argparse.PARSER, metavar="SCRIPT", help=help)
-
-
-def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("doctor", help="report accelerators, packages and limits, with advice for problems")
     command.add_argument("--quick", action="store_false", dest="measure", help="do not measure copy rates")
     command.set_defaults(calls="cli.doctor")
 
-
-def doctor(*, measure: bool) -> None:
-    """Print the report of this machine; ``measure``: with the copy rates of its devices."""
-    from aiofeed.reports.machine import device_report
-
-    print(device_report(measure=measure))
-
-
-def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("bench", help="measure a data set with several settings and with torch's DataLoader")
     command.add_argument("paths", nargs="+", metavar="PATH", help="a folder of images, a manifest, or URLs of shards")
     command.add_argument("--size", type=int, default=224, help="the size of decoded images (default: %(default)s)")
@@ -85,23 +67,17 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     command.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
     command.set_defaults(calls="bench.bench")
 
-
-def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("profile", help="run a script, then explain where the time of its feeders went")
     command.add_argument("--output", metavar="PATH", help="write the timeline: .html, .png or .json for Perfetto")
     _add_script(command, "a Python script, and its arguments")
     command.set_defaults(calls="profile.profile")
 
+    command = commands.add_parser("index", help="write the indexes of tar and TFRecord shards")
+    command.add_argument("urls", nargs="+", metavar="URL", help="a URL or path, with braces {000..099} or a glob")
+    command.add_argument("--target", help="the field of targets, which the index then contains")
+    command.add_argument("--output", help="a folder (default: beside files; for objects, the cache folder)")
+    command.set_defaults(calls="prepare.write_indexes")
 
-def _add_index(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    index = commands.add_parser("index", help="write the indexes of tar and TFRecord shards")
-    index.add_argument("urls", nargs="+", metavar="URL", help="a URL or path, with braces {000..099} or a glob")
-    index.add_argument("--target", help="the field of targets, which the index then contains")
-    index.add_argument("--output", help="a folder (default: beside files; for objects, the cache folder)")
-    index.set_defaults(calls="prepare.write_indexes")
-
-
-def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("replay", help="print the samples of any step of a training, from a saved state")
     command.add_argument("path", metavar="STATE", help="a feeder's state or a checkpoint with one: JSON or torch.save")
     command.add_argument("--at", metavar="PLACE", help="the place of the state among several, as in feeders.train")
@@ -110,3 +86,15 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.add_argument("--rank", type=int, help="the rank (default: that of the state)")
     command.add_argument("--data", nargs="+", default=(), metavar="PATH", help="the data, for keys: as for bench")
     command.set_defaults(calls="replay.replay")
+
+
+def _add_script(command: argparse.ArgumentParser, help: str) -> None:
+    # One argument: with one for the script and one for the rest, argparse drops a "--" between them.
+    command.add_argument("script", nargs=argparse.PARSER, metavar="SCRIPT", help=help)
+
+
+def doctor(*, measure: bool) -> None:
+    """Print the report of this machine; ``measure``: with the copy rates of its devices."""
+    from aiofeed.reports.machine import device_report
+
+    print(device_report(measure=measure))

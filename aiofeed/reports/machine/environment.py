@@ -42,16 +42,8 @@ _DECODERS = {
     "cv2": ("opencv-python-headless", "opencv-python", "opencv-contrib-python-headless", "opencv-contrib-python"),
     "torchvision": ("torchvision",),
 }
-# Image formats, the features of Pillow that read them, and the headers that Pillow-SIMD is built with.
-_FORMATS = {
-    "WebP": ("webp", "webp/decode.h"),
-    "compressed TIFF": ("libtiff", "tiffio.h"),
-    "JPEG 2000": ("jpg_2000", "openjpeg-*/openjpeg.h"),
-}
-_INCLUDES = [
-    *map(Path, ("/usr/include", "/usr/local/include", "/opt/homebrew/include")),
-    *Path("/usr/include").glob("*-linux-gnu*"),
-]
+# Image formats, and the features of Pillow that read them.
+_FORMATS = {"WebP": "webp", "compressed TIFF": "libtiff", "JPEG 2000": "jpg_2000"}
 _DEV = Path("/dev")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -62,8 +54,7 @@ def inspect_environment() -> Environment:
 
     pillow = _pillow()
     native_problem, native_decoder = _native_decoder()
-    missing_formats, formats_without_headers = _formats()
-    files = _nvidia_files()
+    files = sorted(path for path in _DEV.glob("nvidia*") if not path.is_dir())
     untyped: Any = torch.cuda
     if torch.version.cuda is not None:
         built = f"CUDA {torch.version.cuda}"
@@ -79,8 +70,7 @@ def inspect_environment() -> Environment:
         pillow_simd=pillow is not None and ".post" in pillow,
         pillow_simd_hidden=pillow is not None and ".post" not in pillow and _installed("pillow-simd") is not None,
         x86=platform.machine().lower() in ("x86_64", "amd64"),
-        missing_formats=missing_formats,
-        formats_without_headers=formats_without_headers,
+        missing_formats=_missing_formats(),
         native_problem=native_problem,
         decoders=native_decoder
         | {name: _version(packages) for name, packages in _DECODERS.items() if _importable(name)},
@@ -125,19 +115,13 @@ def _native_decoder() -> tuple[str, dict[str, str]]:
     return "", {"native library with libjpeg-turbo": decoder.version}
 
 
-def _formats() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Image formats that the installed Pillow cannot read, and those that one built here could not read."""
+def _missing_formats() -> tuple[str, ...]:
+    """Return the image formats that the installed Pillow cannot read."""
     try:
         features: Any = importlib.import_module("PIL.features")
     except ImportError:
-        return (), ()
-    missing = [name for name, (feature, _) in _FORMATS.items() if not features.check(feature)]
-    no_headers = [
-        name
-        for name, (_, header) in _FORMATS.items()
-        if name not in missing and not any(any(folder.glob(header)) for folder in _INCLUDES)
-    ]
-    return tuple(missing), tuple(no_headers)
+        return ()
+    return tuple(name for name, feature in _FORMATS.items() if not features.check(feature))
 
 
 def _importable(name: str) -> bool:
@@ -183,13 +167,6 @@ def _driver() -> str | None:
         return None
     # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan ...", or "Open Kernel Module for x86_64".
     return next((word for word in words if word[0].isdigit() and word.count(".") >= 1), "")
-
-
-def _nvidia_files() -> list[Path]:
-    try:
-        return sorted(path for path in _DEV.glob("nvidia*") if not path.is_dir())
-    except OSError:
-        return []
 
 
 # --- accelerators

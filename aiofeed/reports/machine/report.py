@@ -63,7 +63,6 @@ class Environment:
         pillow_simd_hidden: whether Pillow was installed over Pillow-SIMD.
         x86: whether Pillow-SIMD supports the processor.
         missing_formats: image formats that the active Pillow cannot read.
-        formats_without_headers: formats that it reads, and that a Pillow-SIMD built on this machine would not.
         native_problem: why the native JPEG library cannot be used, and what to do; "" if it can.
         decoders: other packages that decode images, with their versions.
         small_files: whether the native library that reads small files is available.
@@ -94,7 +93,6 @@ class Environment:
     pillow_simd_hidden: bool
     x86: bool
     missing_formats: tuple[str, ...]
-    formats_without_headers: tuple[str, ...]
     native_problem: str
     decoders: Mapping[str, str]
     small_files: bool
@@ -265,11 +263,10 @@ def _package_advice(found: Environment) -> Iterator[str]:
     elif found.pillow_simd_hidden:
         yield f"Pillow {found.pillow} was installed over Pillow-SIMD and decodes slower: {install_simd}"
     elif not found.pillow_simd and found.x86:
-        headers = ""
-        if found.formats_without_headers:
-            lost = " and ".join(found.formats_without_headers)
-            headers = f"first install the headers that reading {lost} needs ({HEADERS}), then "
-        yield f"images are decoded by Pillow {found.pillow}; Pillow-SIMD is faster: {headers}{install_simd}"
+        yield (
+            f"images are decoded by Pillow {found.pillow}; Pillow-SIMD is faster: first install the headers of the "
+            f"formats that you read besides JPEG and PNG ({HEADERS}), then {install_simd}"
+        )
     if found.missing_formats:
         yield (
             f"this Pillow reads no {' and no '.join(found.missing_formats)}, and such files are errors: install the "

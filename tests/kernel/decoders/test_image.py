@@ -19,8 +19,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps, features
 
-from aiofeed import DecodeImage
 from aiofeed.kernel.core.types import Row, RowDecoder
+from aiofeed.kernel.decoders.image import DecodeImage
 from aiofeed.kernel.decoders.metadata import orientation_in_exif, orientation_of
 from aiofeed.kernel.decoders.pillow import JpegFile, open_image, to_rgb
 from tests.support.paths import environment
@@ -720,13 +720,18 @@ def test_decoding_does_not_import_torch():
     )
 
 
+def test_the_package_imports_lazily():
+    """Importing ``aiofeed.kernel.decoders`` imports neither PIL nor numpy nor torch."""
+    run_python("import sys, aiofeed.kernel.decoders; assert not {'PIL', 'numpy', 'torch'} & set(sys.modules)")
+
+
 def test_the_first_images_of_a_process_decode_in_several_threads_at_once():
     """Pillow's plugins load once if several threads open the first images, and each thread gets its picture."""
     kinds = ["TIFF", "PNG", "JPEG", "PPM", "GIF", *(["WEBP"] if features.check("webp") else [])]
     files = [encode(Image.new("RGB", (8, 8), (250, 0, 0)), kind) for kind in kinds] * 3
     run_python(
         "import threading, numpy as np\n"
-        "from aiofeed import DecodeImage\n"
+        "from aiofeed.kernel.decoders.image import DecodeImage\n"
         f"files = {files!r}\n"
         "start, good = threading.Barrier(len(files)), []\n"
         "def work(data):\n"

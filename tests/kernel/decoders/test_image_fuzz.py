@@ -32,9 +32,9 @@ from aiofeed.errors import DecodeError
 from aiofeed.kernel.core.types import BatchPlan
 from aiofeed.kernel.decoders.geometry import FORMATS
 from aiofeed.kernel.decoders.native_jpeg import native_decoder
-from aiofeed.kernel.decoders.plain import simplejpeg_decoder
 from aiofeed.kernel.engine.fetch.source import SourceFetcher
 from aiofeed.kernel.runtime.time_limits import JobControl
+from aiofeed.media.pictures.plain import simplejpeg_decoder
 from tests.support.paths import ROOT
 
 resource: Any = pytest.importorskip("resource", reason="needs POSIX, to measure peak memory")

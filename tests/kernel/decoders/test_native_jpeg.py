@@ -16,8 +16,9 @@ import pytest
 from PIL import Image
 
 import aiofeed
-from aiofeed import DecodeImage, native_jpeg
+from aiofeed.kernel.decoders import native_jpeg
 from aiofeed.kernel.decoders.geometry import View, stored_box
+from aiofeed.kernel.decoders.image import DecodeImage
 from aiofeed.kernel.decoders.native_jpeg import LIBRARY, NativeDecoder, native_decoder
 from tests.support.paths import ROOT
 from tests.support.pictures import decode, exif, jpeg, psnr

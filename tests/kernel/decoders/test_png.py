@@ -16,7 +16,8 @@ import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from aiofeed import DecodeImage, Feeder, Files, plain
+from aiofeed import DecodeImage, Feeder, Files
+from aiofeed.media.pictures import plain
 
 pytest.importorskip("imagecodecs")
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from aiofeed import DecodeImage, plain
-from aiofeed.kernel.decoders.plain import WORTHWHILE_PIXELS, JpegHeader, read_header, simplejpeg_decoder
+from aiofeed.kernel.decoders.image import DecodeImage
+from aiofeed.kernel.decoders.metadata import JpegHeader, read_header
+from aiofeed.media.pictures import plain
+from aiofeed.media.pictures.plain import WORTHWHILE_PIXELS, simplejpeg_decoder
 from tests.support.pictures import decode, exif, jpeg
 
 needs_simplejpeg = pytest.mark.skipif(simplejpeg_decoder() is None, reason="simplejpeg is not installed (extra turbo)")
@@ -41,8 +43,8 @@ def calls(monkeypatch):
         results.append(pixels.shape)
         return pixels
 
-    monkeypatch.setattr("aiofeed.kernel.decoders.plain.simplejpeg_decoder", lambda: spy)
-    monkeypatch.setattr("aiofeed.kernel.decoders.plain.required_simplejpeg_decoder", lambda: spy)
+    monkeypatch.setattr("aiofeed.media.pictures.plain.simplejpeg_decoder", lambda: spy)
+    monkeypatch.setattr("aiofeed.media.pictures.plain.required_simplejpeg_decoder", lambda: spy)
     return results
 
 

@@ -21,9 +21,10 @@ import pytest
 from PIL import Image, ImageFile, features
 
 from aiofeed import DecodeImage, Feeder, Files, ImageFolder
+from aiofeed.common.foreign_names import check_foreign_name
 from aiofeed.errors import DecodeError, ReadError, SampleError
 from aiofeed.kernel.sources import file_io
-from aiofeed.kernel.sources.file_io import ReadRules, check_foreign_name, read_file
+from aiofeed.kernel.sources.file_io import ReadRules, read_file
 from tests.support.fork_server import ForkServer
 from tests.support.paths import ROOT
 from tests.support.rewriting import rewritten
@@ -360,7 +361,7 @@ def test_load_truncated_images_of_pillow_is_respected(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With LOAD_TRUNCATED_IMAGES, truncated pictures equal Pillow's, and one log line says so."""
-    from aiofeed import pillow
+    from aiofeed.kernel.decoders import pillow
 
     data = noisy(kind)
     (tmp_path / "cut").write_bytes(data[: len(data) // 2])
@@ -409,7 +410,7 @@ GROWN_BY = """
 import io, resource, struct, sys, zlib
 import numpy as np
 from PIL import Image
-from aiofeed import DecodeImage
+from aiofeed.kernel.decoders.image import DecodeImage
 def decode(data, **options):
     decoder = DecodeImage(8, **options)
     decoder.decode_into(data, np.empty((8, 8, 3), np.uint8))

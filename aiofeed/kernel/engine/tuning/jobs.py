@@ -50,6 +50,7 @@ class JobSizer:
         If the samples are CPU-bound, only ``cpu_s`` counts. The rest is waiting for the GIL or for a core: counted as
         work, it would make jobs smaller, which makes threads wait for each other even more.
         """
+        # Waiting for the GIL or a core, counted as work, would make jobs smaller, and threads then wait even more.
         if cpu_s > seconds * CPU_BOUND:
             seconds = cpu_s
         elif cpu_s > seconds * GIL_BOUND / self._threads:

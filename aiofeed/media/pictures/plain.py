@@ -24,17 +24,19 @@ import struct
 import zlib
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
-from aiofeed.kernel.decoders.geometry import JPEG_METADATA_BYTES, View, jpeg_factor, scaled_box
-from aiofeed.kernel.decoders.metadata import orientation_in_info
+from aiofeed.kernel.decoders.geometry import View, jpeg_factor, scaled_box
+from aiofeed.kernel.decoders.metadata import read_header
 from aiofeed.kernel.decoders.pillow import check_pixels, render, turn_upright
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from aiofeed.kernel.decoders.image import DecodeImage
 
 _log = logging.getLogger("aiofeed.decoders")
 
@@ -42,15 +44,6 @@ _log = logging.getLogger("aiofeed.decoders")
 # with simplejpeg 1.9.0 and Pillow-SIMD 12.1.1: 64x64 2.0, 224x224 1.3, 341x256 1.1, 500x400 and 1024x768 0.96.
 WORTHWHILE_PIXELS = 1 << 17
 INSTALL = "pip install 'aiofeed[turbo]'"
-
-_SOF = (0xFFC0, 0xFFC1)  # baseline and extended sequential frames
-_SOS = 0xFFDA
-_APP1 = 0xFFE1
-# Tables, restart intervals, application data, comments. A file with other segments before its first scan is not plain.
-_SKIPPED = frozenset({0xFFDB, 0xFFC4, 0xFFDD, *range(0xFFE0, 0xFFF0), 0xFFFE})
-_XMP = b"http://ns.adobe.com/xap/1.0/\0"
-_jpeg_segment = struct.Struct(">HH").unpack_from
-_jpeg_frame = struct.Struct(">BHHB").unpack_from
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 # Chunks without an effect on pixels, by the length that Pillow expects, and those of any length.
@@ -86,15 +79,27 @@ def png_decoder() -> Callable[..., Any] | None:
     return _import_decoder("imagecodecs", "png_decode", "PNGs")
 
 
+def decode_plain(
+    decoder: DecodeImage, data: bytes, out: NDArray[np.uint8], choose_view: Callable[[int, int], View]
+) -> bool:
+    """Fill ``out`` as the decoder does, by the libraries that its ``backend`` allows.
+
+    Returns:
+        False if Pillow has to decode the file; ``out`` is unchanged then.
+    """
+    max_pixels = decoder.max_pixels
+    if decoder.backend != "native" and ("JPEG" in decoder.formats or "MPO" in decoder.formats):
+        any_size = decoder.backend == "turbo"
+        simplejpeg = required_simplejpeg_decoder() if any_size else simplejpeg_decoder()
+        if simplejpeg is not None and decode_jpeg_into(
+            out, data, choose_view, simplejpeg, scaled=decoder.scaled, max_pixels=max_pixels, any_size=any_size
+        ):
+            return True
+    is_png = data.startswith(PNG_SIGNATURE) and "PNG" in decoder.formats
+    return is_png and decode_png_into(out, data, choose_view, max_pixels=max_pixels)
+
+
 # --- JPEG
-
-
-class JpegHeader(NamedTuple):
-    """Width and height as stored, and EXIF orientation, 1 to 8."""
-
-    width: int
-    height: int
-    orientation: int
 
 
 def required_simplejpeg_decoder() -> Callable[..., Any]:
@@ -107,40 +112,6 @@ def required_simplejpeg_decoder() -> Callable[..., Any]:
     if decoder is None:
         raise ImportError(f'backend="turbo" needs simplejpeg: {INSTALL}; backend="auto" works without it')
     return decoder
-
-
-def read_header(data: bytes) -> JpegHeader | None:
-    """Return the header of a plain JPEG, or ``None`` for data that Pillow has to decode. Source: ITU T.81, annex B."""
-    if len(data) > JPEG_METADATA_BYTES or not data.startswith(b"\xff\xd8\xff"):
-        return None
-    at, width = 2, 0
-    info: dict[str, bytes] = {}
-    try:
-        while True:
-            marker, length = _jpeg_segment(data, at)
-            if marker in _SKIPPED:
-                if marker == _APP1:
-                    payload = data[at + 4 : at + 2 + length]
-                    is_exif = payload.startswith(b"Exif\0\0")
-                    if is_exif or payload.startswith(_XMP):
-                        name = "exif" if is_exif else "xmp"
-                        if name in info:  # Pillow joins the two
-                            return None
-                        info[name] = payload if is_exif else payload[len(_XMP) :]
-            elif marker in _SOF and not width:
-                precision, height, width, components = _jpeg_frame(data, at + 4)
-                if precision != 8 or components not in (1, 3) or not width or not height:
-                    return None
-            elif marker == _SOS and width:
-                break
-            else:
-                return None
-            if length < 2:
-                return None
-            at += 2 + length
-    except struct.error:  # the data ends before the first scan
-        return None
-    return JpegHeader(width, height, orientation_in_info(info) if info else 1)
 
 
 def decode_jpeg_into(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aiofeed.kernel.runtime.tensors import rows_as_words, words_as_rows
+from aiofeed.resident.device_windows import rows_as_words, words_as_rows
 
 DTYPES = [
     dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
