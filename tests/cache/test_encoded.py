@@ -36,10 +36,10 @@ from aiofeed import (
     serve,
 )
 from aiofeed.errors import CacheError
-from aiofeed.testing import SimulatedDevice
 from tests.support.encoded import HEAD_BYTES, HEADS, RECORD_BYTES, Blocks, as_it_is, block, head, heads, stored
 from tests.support.paths import ROOT
 from tests.support.shard_files import members_of, sample_bytes, write_tar
+from tests.support.simulated_device import SimulatedDevice
 
 if TYPE_CHECKING:
     from tests.support.fault_server import FaultServer
