@@ -23,9 +23,8 @@ from aiofeed.kernel.runtime.event_loop import EventLoopThread
 from aiofeed.kernel.runtime.queue import ReadyBatch
 from aiofeed.kernel.runtime.tensors import as_tensors, unchanged
 from aiofeed.kernel.runtime.threads import JOIN_S
-from aiofeed.serving.connect import subscribe
-from aiofeed.serving.receiver import EpochFeed
-from aiofeed.serving.subscription import Subscription
+from aiofeed.serving.connect import connect_to_server
+from aiofeed.serving.subscription import EpochFeed, Subscription
 
 if TYPE_CHECKING:
     import torch
@@ -97,19 +96,19 @@ class AttachedFeed:
         self._server: dict[str, Any] = {"epoch": -1, "batches": 0}
 
     def _connect(self, wait_s: float) -> tuple[EventLoopThread, Subscription]:
-        backend, server = self._backend, dict[str, Any](epoch=-1, batches=0)
+        backend = self._backend
         memory = HostBufferPool(PREFETCH_BATCHES + 2) if backend is None else PinnedBufferPool(backend.pin, keep=16)
         loop_thread = EventLoopThread(read_threads=1, decode_threads=1)
         host_only = self._subscription is not None and self._subscription.host_only
-        subscription, server["batches"] = subscribe(
-            self._address,
-            wait_s,
+        link = connect_to_server(self._address, wait_s, backend, host_only=host_only)
+        server: dict[str, Any] = {"epoch": -1, "batches": link.batches}
+        subscription = Subscription(
+            link,
             backend,
-            memory=memory,
+            memory,
             wrap=as_tensors if backend is None else unchanged,
             executor=loop_thread.decode_pool,
             on_epoch=lambda epoch, batches: server.update(epoch=epoch, batches=batches),
-            host_only=host_only,
         )
         subscription.host_only = host_only
         self._server = server
@@ -158,7 +157,7 @@ class AttachedFeed:
         epoch = _ServedEpoch(loop_thread, subscription)
         backend, transform, copier = self._backend, self._transform, None
         if backend is not None:
-            copier, transform = subscription.receiver.copier(backend, transform), None
+            copier, transform = subscription.copier(backend, transform), None
         delivery = Delivery(epoch, copier, transform)
         self._earlier_stats.add(self._stats)
         self._stats = epoch.feed.counters

@@ -26,10 +26,10 @@ from aiofeed.ipc.framing import ProtocolError
 from aiofeed.ipc.peers import ProcessMonitor
 from aiofeed.ipc.schema import ArrayNode, ContainerNode, DeviceMemoryHandle
 from aiofeed.serving import device_reader, device_ring
+from aiofeed.serving.connect import server_died
 from aiofeed.serving.device_memory.device_reader import DeviceReader, UncopiedBatch
 from aiofeed.serving.device_memory.device_ring import DeviceBlock, DeviceRing
 from aiofeed.serving.messages import BatchAvailable
-from aiofeed.serving.subscription import server_died
 from tests.support import ring_parts, serve_parts
 from tests.support.late_device import LateDevice
 from tests.support.ring_parts import expected, feeder, wrong_parts
@@ -346,7 +346,7 @@ def test_waiting_batches_are_copied_when_the_server_closes(address: str, device:
             iterator = iter(feed)
             seen = [next(iterator)]
             assert feed._subscription is not None
-            until(lambda: len(feed._subscription.receiver._in_blocks) >= 4)  # type: ignore[union-attr]
+            until(lambda: len(feed._subscription._in_blocks) >= 4)  # type: ignore[union-attr]
             os.kill(server.pid, signal.SIGUSR1)
             assert server.receive() == "closed"
             server.process.join()  # its device memory is gone

@@ -33,12 +33,11 @@ Parcel: TypeAlias = tuple[bytes, dict[int, Bytes]]
 
 
 class ActorLocation(NamedTuple):
-    """Where an actor runs, and its clock."""
+    """Where an actor runs."""
 
     ip: str
     node: str
     pid: int
-    clock_s: float
 
 
 def versions() -> dict[str, str]:
@@ -61,7 +60,7 @@ class FeedActor:
 
         loop = asyncio.get_running_loop()
         ip, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()[:8]
-        location = ActorLocation(ip, node, os.getpid(), time.perf_counter())
+        location = ActorLocation(ip, node, os.getpid())
 
         def put(message: FromWorker, arrays: dict[int, Bytes]) -> None:
             payload, fits = encode_finished(message)
