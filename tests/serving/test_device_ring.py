@@ -25,8 +25,8 @@ from aiofeed.ipc.cuda_ipc import CudaSharedDevice, HandleError
 from aiofeed.ipc.framing import ProtocolError
 from aiofeed.ipc.peers import ProcessMonitor
 from aiofeed.ipc.schema import ArrayNode, ContainerNode, DeviceMemoryHandle
-from aiofeed.serving import device_reader, device_ring
 from aiofeed.serving.connect import server_died
+from aiofeed.serving.device_memory import device_reader, device_ring
 from aiofeed.serving.device_memory.device_reader import DeviceReader, UncopiedBatch
 from aiofeed.serving.device_memory.device_ring import DeviceBlock, DeviceRing
 from aiofeed.serving.messages import BatchAvailable
