@@ -231,7 +231,7 @@ class _Epochs:
     def explain(self, loader: DataLoader[Any]) -> Explanation:
         """Explain an epoch; see ``DataLoader.explain``."""
         if self.feeder is not None:
-            return self.feeder.explain()
+            return self.feeder.feeder.explain()
         stats = self.stats
         if loader.num_workers and self.ahead:
             ahead = self.bridge.stats
@@ -560,7 +560,7 @@ class _FeederEpochs:
         order: dict[str, Any] = {"batch_sampler": self._listed}
         if self._of_one_size:
             order = {"batch_size": loader.batch_size, "sampler": self._listed}
-        self._feeder: Feeder[Any] = Feeder(
+        self.feeder: Feeder[Any] = Feeder(
             FromDataset(loader.dataset, threads=1 if threads is None else threads),  # type: ignore[arg-type]
             **order,
             collate_fn=None if loader.collate_fn is default_collate else loader.collate_fn,
@@ -585,10 +585,6 @@ class _FeederEpochs:
         self._position = position
         return self.next_part()
 
-    def explain(self) -> Explanation:
-        """Explain the feeder's epoch."""
-        return self._feeder.explain()
-
     def next_part(self) -> tuple[FeedIterator[Any] | None, list[int]]:
         """Start an epoch of the feeder over the next batches of the sampler, which may be endless.
 
@@ -600,6 +596,6 @@ class _FeederEpochs:
         self._listed[:] = itertools.chain.from_iterable(part.values()) if self._of_one_size else part.values()
         if not part:
             return None, []
-        iterator = iter(self._feeder)
+        iterator = iter(self.feeder)
         iterator.add_order(listing)
         return iterator, list(part)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from aiofeed.kernel.core.statistics import EpochStats, FeedStatistics, new_event
 from aiofeed.kernel.core.types import Transform, public
 from aiofeed.kernel.core.validation import check_callable, explain_arguments
 from aiofeed.kernel.devices.resolve import resolve_device
-from aiofeed.kernel.feeder.iterator import Delivery, EpochObserver, EpochStartLock, FeedIterator, LoopProducer
+from aiofeed.kernel.feeder.iterator import Delivery, EpochObserver, EpochStartLock, FeedIterator
 from aiofeed.kernel.runtime.buffers import HostBufferPool, PinnedBufferPool, release_unused
 from aiofeed.kernel.runtime.event_loop import EventLoopThread
 from aiofeed.kernel.runtime.queue import ReadyBatch
@@ -83,11 +82,9 @@ class AttachedFeed:
         self._address = address
         self._backend = backend
         self._transform = transform
-        self._pid = os.getpid()
         self._loop_thread: EventLoopThread | None = None
         self._subscription: Subscription | None = None
-        self._iterator: weakref.ref[FeedIterator[Any]] | None = None
-        self._epoch: _ServedEpoch | None = None
+        self._epoch: EpochFeed | None = None
         self._delivery: Delivery | None = None
         self._beginnings = EpochStartLock()
         self._earlier_stats, self._stats = EpochStats(), EpochStats()
@@ -112,7 +109,6 @@ class AttachedFeed:
         )
         subscription.host_only = host_only
         self._server = server
-        self._pid = os.getpid()
         self._subscription, self._loop_thread = subscription, loop_thread
         loop_thread.at_exit(subscription.close_unused)
         loop_thread.at_exit(memory.close)
@@ -151,19 +147,19 @@ class AttachedFeed:
         loop_thread, subscription = self._loop_thread, self._subscription
         if loop_thread is None or subscription is None or loop_thread.inherited or loop_thread.stopping:
             # Closed, or forked: a child process has none of the threads.
-            self._iterator = self._epoch = self._delivery = None
+            self._epoch = self._delivery = None
             loop_thread, subscription = self._connect(0.0)
         self._close_iterator("a newer iterator of the same consumer was started", superseded=True)
-        epoch = _ServedEpoch(loop_thread, subscription)
+        epoch = EpochFeed(loop_thread, subscription, room=PREFETCH_BATCHES)
         backend, transform, copier = self._backend, self._transform, None
         if backend is not None:
             copier, transform = subscription.copier(backend, transform), None
         delivery = Delivery(epoch, copier, transform)
         self._earlier_stats.add(self._stats)
-        self._stats = epoch.feed.counters
+        self._stats = epoch.counters
         self._stats.events = self._events
         iterator: FeedIterator[Any] = FeedIterator(delivery, self._stats, _ServedObserver(self, delivery, epoch))
-        self._iterator, self._epoch, self._delivery = weakref.ref(iterator), epoch, delivery
+        self._epoch, self._delivery = epoch, delivery
         try:
             delivery.watch(iterator)
             delivery.start()
@@ -178,9 +174,9 @@ class AttachedFeed:
 
     def _close_iterator(self, reason: str, *, superseded: bool = False) -> None:
         if (epoch := self._epoch) is not None and (delivery := self._delivery) is not None:
-            epoch.feed.superseded = superseded
+            epoch.superseded = superseded
             delivery.stop(reason)
-        self._iterator = self._epoch = self._delivery = None
+        self._epoch = self._delivery = None
 
     def statistics(self, total: bool = False) -> FeedStatistics:
         """Return this consumer's counts, waits and copies; the server's process has the feeder's statistics."""
@@ -280,50 +276,15 @@ class AttachedFeed:
         return f"Attached({str(self._address)!r})"
 
 
-class _ServedEpoch(LoopProducer):
-    """A producer of one epoch of the server's feeder, for one iterator. Its threads are those of the subscription."""
-
-    def __init__(self, loop_thread: EventLoopThread, subscription: Subscription) -> None:
-        self.feed = EpochFeed(room=PREFETCH_BATCHES)
-        super().__init__(loop_thread, self.feed.queue)
-        self.subscription = subscription
-
-    def start(self) -> None:
-        """Subscribe to the epoch."""
-        self.loop_thread.call(self.subscription.begin, self.feed)
-
-    def waiting_for(self) -> tuple[Any, ...]:
-        """See ``Producer.waiting_for``."""
-        address, pid = self.subscription.server
-        began = f"its epoch {self.feed.epoch}" if self.feed.epoch >= 0 else "an epoch to begin, as soon as all join it"
-        return f"for the server at {address} (pid {pid}), and {began}", pid
-
-    def watch(self, owner: object) -> None:
-        """End the subscription to the epoch when ``owner`` is dropped."""
-        self.subscription.iterators.watch(owner, self.feed)
-
-    def stop(self) -> None:
-        """End the subscription to the epoch. Never blocks."""
-        self.loop_thread.call(self.subscription.end, self.feed)
-
-    def join(self, timeout_s: float) -> bool:
-        """Return True: the epoch has no threads of its own."""
-        return True
-
-    async def stopped(self) -> None:
-        """Return at once: the epoch has no threads of its own."""
-
-
 class _ServedObserver(EpochObserver):
     """Keeps the ``AttachedFeed`` alive while it is iterated."""
 
-    def __init__(self, attached: AttachedFeed, delivery: Delivery, epoch: _ServedEpoch) -> None:
+    def __init__(self, attached: AttachedFeed, delivery: Delivery, epoch: EpochFeed) -> None:
         super().__init__(delivery)
         self._attached = attached
         self._epoch = epoch
 
     def returning(self, item: ReadyBatch) -> None:
         """Tell the subscription of the first batch: an epoch without one is given to the next iterator."""
-        epoch = self._epoch
-        if not epoch.feed.started:
-            epoch.loop_thread.call(epoch.subscription.mark_started, epoch.feed)
+        if not self._epoch.started:
+            self._epoch.mark_started()

@@ -28,16 +28,10 @@ from aiofeed.ipc.schema import Node, encode
 from aiofeed.kernel.core.errors import FeedError
 from aiofeed.kernel.core.statistics import EpochStats
 from aiofeed.kernel.devices.copier import Copier
+from aiofeed.kernel.feeder.iterator import LoopProducer
 from aiofeed.kernel.runtime.buffers import BufferLease, BufferPool, DropTracker, release_unused
-from aiofeed.kernel.runtime.queue import (
-    BatchQueue,
-    EndOfEpoch,
-    FeedFailure,
-    QueueItem,
-    ReadyBatch,
-    Stopped,
-    drop_batches,
-)
+from aiofeed.kernel.runtime.event_loop import EventLoopThread
+from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, ReadyBatch, Stopped, drop_batches
 from aiofeed.kernel.runtime.thread_pool import ThreadPool
 from aiofeed.serving import messages
 from aiofeed.serving.connect import ServerLink, server_died
@@ -57,14 +51,13 @@ LAST_MESSAGES_S = 0.2
 IDLE_S = 10.0
 
 
-class EpochFeed:
-    """One epoch on its way to one iterator.
+class EpochFeed(LoopProducer):
+    """One epoch on its way to one iterator: a producer whose threads are those of the subscription.
 
     Args:
         room: Batches that may wait in memory of this process.
 
     Attributes:
-        queue: What the iterator takes, or a copy thread before it.
         counters: Statistics of the epoch.
         epoch: Its number at the server; -1 before it has started.
         superseded: Whether a newer iterator follows.
@@ -76,8 +69,9 @@ class EpochFeed:
         unconfirmed: Serial numbers of batches read before it started, for which ``Read`` has not been sent.
     """
 
-    def __init__(self, room: int) -> None:
-        self.queue: BatchQueue[QueueItem] = BatchQueue()
+    def __init__(self, loop_thread: EventLoopThread, subscription: Subscription, room: int) -> None:
+        super().__init__(loop_thread, BatchQueue())
+        self._subscription = subscription
         self.counters: EpochStats = EpochStats()
         self.epoch = -1
         self.room = room
@@ -85,6 +79,35 @@ class EpochFeed:
         self.unread: set[int] = set()
         self.messages: list[messages.EpochMessage] = []
         self.unconfirmed: list[int] = []
+
+    def start(self) -> None:
+        """Subscribe to the epoch."""
+        self.loop_thread.call(self._subscription.begin, self)
+
+    def mark_started(self) -> None:
+        """See ``Subscription.mark_started``. From any thread."""
+        self.loop_thread.call(self._subscription.mark_started, self)
+
+    def waiting_for(self) -> tuple[Any, ...]:
+        """See ``Producer.waiting_for``."""
+        address, pid = self._subscription.server
+        began = f"its epoch {self.epoch}" if self.epoch >= 0 else "an epoch to begin, as soon as all join it"
+        return f"for the server at {address} (pid {pid}), and {began}", pid
+
+    def watch(self, owner: object) -> None:
+        """End the subscription to the epoch when ``owner`` is dropped."""
+        self._subscription.iterators.watch(owner, self)
+
+    def stop(self) -> None:
+        """End the subscription to the epoch. Never blocks."""
+        self.loop_thread.call(self._subscription.end, self)
+
+    def join(self, timeout_s: float) -> bool:
+        """Return True: the epoch has no threads of its own."""
+        return True
+
+    async def stopped(self) -> None:
+        """Return at once: the epoch has no threads of its own."""
 
 
 class Subscription:
@@ -191,11 +214,9 @@ class Subscription:
 
     def _warn_if_idle(self) -> None:
         """Log once if batches wait for an epoch that no iterator has begun, and other consumers wait for this one."""
-        between_epochs = self._ticket is not None and (self._feed is None or self._feed.complete)
-        waiting = (
-            sum(isinstance(message, messages.BatchAvailable) for message in self._messages) if between_epochs else 0
-        )
-        now = time.monotonic()
+        now, waiting = time.monotonic(), 0
+        if self._ticket is not None and (self._feed is None or self._feed.complete):
+            waiting = sum(isinstance(message, messages.BatchAvailable) for message in self._messages)
         if not waiting:
             self._idle_since = None
         elif self._idle_since is None:

@@ -79,7 +79,7 @@ def check_copier(
         memory, copied = slots.popleft()
         while copied is not None and not copied.query():
             pass
-        batch, sums = consumer.fill(memory, rng, pageable=len(expected) % PHASE < _PHASE // 2)
+        batch, sums = consumer.fill(memory, rng, pageable=len(expected) % PHASE < PHASE // 2)
         expected.append(sums)
         pending.append(tested.issue(batch))
         del batch

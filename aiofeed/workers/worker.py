@@ -37,19 +37,18 @@ _UNBOUNDED = 1 << 30
 _ADVICE = 'make collate_fn (or the decoder) return tensors and plain values, or use engine="thread"'
 
 
-def new_loop_thread(worker_config: WorkerConfig, number: int) -> EventLoopThread:
-    """Return the event loop and the threads of worker ``number``, not started."""
-    return EventLoopThread(
-        read_threads=min(worker_config.most_reads(number), MOST_READ_THREADS),
-        decode_threads=worker_config.share(worker_config.decode_threads, number),
-    )
-
-
 class Worker:
-    """A worker, on its event loop."""
+    """A worker, on its event loop.
 
-    def __init__(self, loop_thread: EventLoopThread, worker_config: WorkerConfig, number: int) -> None:
-        self._loop_thread = loop_thread
+    Attributes:
+        loop_thread: The event loop and the threads, not started.
+    """
+
+    def __init__(self, worker_config: WorkerConfig, number: int) -> None:
+        self.loop_thread: EventLoopThread = EventLoopThread(
+            read_threads=min(worker_config.most_reads(number), MOST_READ_THREADS),
+            decode_threads=worker_config.share(worker_config.decode_threads, number),
+        )
         self._config = worker_config
         self._number = number
         self._plans: asyncio.Queue[WorkerPlan] = asyncio.Queue()
@@ -77,7 +76,7 @@ class Worker:
             self.send(protocol.WorkerEnded(describe(error)))
             return
         if members.aclose is not None:
-            self._loop_thread.at_stop(members.aclose)
+            self.loop_thread.at_stop(members.aclose)
         self._engine = self._new_engine()
         self.send(protocol.WorkerReady())
         await self._engine.run()
@@ -93,7 +92,7 @@ class Worker:
 
     def _new_engine(self) -> Engine:
         """Return the engine, which puts its batches into the outbox; see ``PermittedAssembly``."""
-        config, executor = self._config, self._loop_thread.decode_pool
+        config, executor = self._config, self.loop_thread.decode_pool
         fetcher = new_fetcher(
             config.source,
             config.decode,
@@ -131,7 +130,7 @@ class Worker:
             executor=executor,
             policy=config.policy,
             tuner=tuner,
-            loop_delay_s=self._loop_thread.loop_delay_s,
+            loop_delay_s=self.loop_thread.loop_delay_s,
         )
         return Engine(
             self._steps(),
@@ -162,7 +161,7 @@ class Worker:
     def received(self, message: protocol.ToWorker) -> None:
         """Process a message of the trainer."""
         if isinstance(message, protocol.StopWorker):
-            self._loop_thread.stop()
+            self.loop_thread.stop()
         elif isinstance(message, protocol.ReplacementAnswer):
             if (request := self._requests.get(message.ticket)) is not None and not request.done():
                 request.set_result(message)

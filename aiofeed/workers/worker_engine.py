@@ -11,6 +11,8 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
+from msgspec import structs
+
 from aiofeed.ipc.batch_codec import encode_batch
 from aiofeed.ipc.error_codec import describe
 from aiofeed.ipc.ring import Extent, Slot
@@ -58,27 +60,24 @@ class Outbox(BatchQueue[QueueItem]):
         assert isinstance(item, ReadyBatch)
         assert isinstance(item.plan, WorkerPlan)
         release(item)
-        serial, slot, counters = item.plan.serial, item.lease, item.counters
-        stats = [getattr(counters, name) for name in protocol.BATCH_STATS]
+        stats = [getattr(item.counters, name) for name in protocol.BATCH_STATS]
         failures = [describe(error) for error in item.failures]
-        assert slot is None or isinstance(slot, Slot)
+        message = protocol.BatchFinished(item.plan.serial, stats, item.reserved, failures)
+        slot = item.lease
         if item.error is not None:
             if slot is not None:
                 slot.give_back()
-            self.send(protocol.BatchFinished(serial, stats, item.reserved, failures, describe(item.error)), None)
+            self.send(structs.replace(message, error=describe(item.error)), None)
             return
-        assert slot is not None
-        self._in_use[serial] = slot
-        message = protocol.BatchFinished(
-            serial,
-            stats,
-            item.reserved,
-            failures,
+        assert isinstance(slot, Slot)
+        self._in_use[item.plan.serial] = slot
+        message = structs.replace(
+            message,
             batch=item.batch,
             chunk_size=self.chunk_size,
             samples=item.samples,
             reads=self.reads,
-            events=list(counters.events),
+            events=list(item.counters.events),
         )
         self.send(message, slot)
 
