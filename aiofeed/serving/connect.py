@@ -40,8 +40,8 @@ class ServerLink(NamedTuple):
     sock: socket.socket
     process: ProcessMonitor
     address: Path
-    batches: int | None
-    device_reader: DeviceReader | None
+    batches: int | None = None
+    device_reader: DeviceReader | None = None
 
     def close(self) -> None:
         """Close the socket, and no longer monitor the process."""
@@ -68,28 +68,25 @@ def connect_to_server(address: Path, wait_s: float, backend: DeviceBackend | Non
         FeedError: There is no server, it refuses this process, or it does not answer.
     """
     sock = connect(address, SERVER, wait_s)
-    process = ProcessMonitor(peer_of(sock).pid)
+    link = ServerLink(sock, ProcessMonitor(peer_of(sock).pid), address)
     try:
-        welcome = _ask(sock, address, messages.Hello(messages.VERSION), messages.Welcome)
-        reader = None if host_only else _open_device_memory(sock, process, address, welcome.device, backend)
-        return ServerLink(sock, process, address, welcome.batches, reader)
+        welcome = _ask(link, messages.Hello(messages.VERSION), messages.Welcome)
+        reader = None if host_only else _open_device_memory(link, welcome.device, backend)
+        return link._replace(batches=welcome.batches, device_reader=reader)
     except BaseException:
-        sock.close()
-        process.close()
+        link.close()
         raise
 
 
-def _open_device_memory(
-    sock: socket.socket, process: ProcessMonitor, address: Path, device: str, backend: DeviceBackend | None
-) -> DeviceReader | None:
+def _open_device_memory(link: ServerLink, device: str, backend: DeviceBackend | None) -> DeviceReader | None:
     """Return the memory of the server's device if this process can read it; else ``None``, and log the reason."""
+    address = link.address
     if not device:
         return None
     if backend is None:
         log.info("batches of the server at %s come through host memory: this process has no device", address)
         return None
-    shared = shared_device(backend)
-    pid = process.pid
+    shared, pid = shared_device(backend), link.process.pid
     if not pid:
         reason = (
             "the server's process cannot be seen from here: it is on another host or in a container, or this one is"
@@ -99,13 +96,13 @@ def _open_device_memory(
     elif (identity := shared.identity()) != device:
         reason = f"the server is on device {device}, and this process on {identity}"
     else:
-        probe = _ask(sock, address, messages.ProbeRequest(), messages.Probe)
+        probe = _ask(link, messages.ProbeRequest(), messages.Probe)
         reason = probe.refusal
         if probe.block is not None:
-            reader = DeviceReader(backend, shared, process, died=lambda: server_died(address, pid))
+            reader = DeviceReader(backend, shared, link.process, died=lambda: server_died(address, pid))
             reason = reader.try_probe(probe)
             try:
-                send_message(sock, encode(messages.ProbeResult(reason)))
+                send_message(link.sock, encode(messages.ProbeResult(reason)))
             except OSError as error:
                 raise FeedError(f"the server at {address} ended while this process connected: {error}") from error
             if not reason:
@@ -114,10 +111,11 @@ def _open_device_memory(
     return None
 
 
-def _ask(sock: socket.socket, address: Path, message: messages.FromConsumer, expected: type[AnswerT]) -> AnswerT:
+def _ask(link: ServerLink, message: messages.FromConsumer, expected: type[AnswerT]) -> AnswerT:
+    address, limit_bytes = link.address, messages.MAX_HANDSHAKE_BYTES
     try:
         payload, _ = request(
-            sock, encode(message), timeout_s=ANSWER_S, limit_bytes=messages.MAX_HANDSHAKE_BYTES, limit_descriptors=0
+            link.sock, encode(message), timeout_s=ANSWER_S, limit_bytes=limit_bytes, limit_descriptors=0
         )
         answer = messages.decode_from_server(payload)
     except TimeoutError:
