@@ -20,7 +20,6 @@ from aiofeed.kernel.feeder.iterator import Delivery, EpochObserver, EpochStartLo
 from aiofeed.kernel.runtime.buffers import HostBufferPool, PinnedBufferPool, release_unused
 from aiofeed.kernel.runtime.event_loop import EventLoopThread
 from aiofeed.kernel.runtime.queue import ReadyBatch
-from aiofeed.kernel.runtime.tensors import as_tensors, unchanged
 from aiofeed.kernel.runtime.threads import JOIN_S
 from aiofeed.serving.connect import connect_to_server
 from aiofeed.serving.subscription import EpochFeed, Subscription
@@ -89,8 +88,6 @@ class AttachedFeed:
         self._beginnings = EpochStartLock()
         self._earlier_stats, self._stats = EpochStats(), EpochStats()
         self._events = new_events()
-        # The server's last status. The subscription refers to it, so that it need not refer to this object.
-        self._server: dict[str, Any] = {"epoch": -1, "batches": 0}
 
     def _connect(self, wait_s: float) -> tuple[EventLoopThread, Subscription]:
         backend = self._backend
@@ -98,17 +95,8 @@ class AttachedFeed:
         loop_thread = EventLoopThread(read_threads=1, decode_threads=1)
         host_only = self._subscription is not None and self._subscription.host_only
         link = connect_to_server(self._address, wait_s, backend, host_only=host_only)
-        server: dict[str, Any] = {"epoch": -1, "batches": link.batches}
-        subscription = Subscription(
-            link,
-            backend,
-            memory,
-            wrap=as_tensors if backend is None else unchanged,
-            executor=loop_thread.decode_pool,
-            on_epoch=lambda epoch, batches: server.update(epoch=epoch, batches=batches),
-        )
+        subscription = Subscription(link, backend, memory, loop_thread.decode_pool)
         subscription.host_only = host_only
-        self._server = server
         self._subscription, self._loop_thread = subscription, loop_thread
         loop_thread.at_exit(subscription.close_unused)
         loop_thread.at_exit(memory.close)
@@ -128,7 +116,7 @@ class AttachedFeed:
         Raises:
             TypeError: The server's feeder has no length, because its source is a ``Stream`` without one.
         """
-        batches: int | None = self._server["batches"]
+        batches = 0 if self._subscription is None else self._subscription.batches
         if batches is None:
             raise TypeError("the attached feeder has no len(): the server feeds a Stream, whose end is not known")
         return batches
@@ -136,8 +124,7 @@ class AttachedFeed:
     @property
     def epoch(self) -> int:
         """The server's number of the current or last epoch; -1 before the first."""
-        epoch: int = self._server["epoch"]
-        return epoch
+        return -1 if self._subscription is None else self._subscription.epoch
 
     def __iter__(self) -> FeedIterator[Any]:
         """Take part in the next epoch; close the open iterator."""

@@ -32,6 +32,7 @@ from aiofeed.kernel.feeder.iterator import LoopProducer
 from aiofeed.kernel.runtime.buffers import BufferLease, BufferPool, DropTracker, release_unused
 from aiofeed.kernel.runtime.event_loop import EventLoopThread
 from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, ReadyBatch, Stopped, drop_batches
+from aiofeed.kernel.runtime.tensors import as_tensors, unchanged
 from aiofeed.kernel.runtime.thread_pool import ThreadPool
 from aiofeed.serving import messages
 from aiofeed.serving.connect import ServerLink, server_died
@@ -117,31 +118,25 @@ class Subscription:
         link: Closed with the subscription.
         backend: The device that copies from the ring; ``None``: batches are copied to memory of this process.
         memory: Memory for copies on the host.
-        wrap: Turns a batch of ``HostTensor`` into the batch that is delivered.
         executor: Copies large batches.
-        on_epoch: Called with (epoch, batches) when a feed starts an epoch.
 
     Attributes:
+        epoch, batches: The server's number of the epoch that a feed has started last, -1 before the first, and the
+            number of its batches, if that is known.
         iterators: The feeds' iterators; a feed ends when its iterator is dropped.
         host_only: Whether this server's device memory could not be opened; a new connection is to do without it.
     """
 
     def __init__(
-        self,
-        link: ServerLink,
-        backend: DeviceBackend | None,
-        memory: BufferPool,
-        *,
-        wrap: Callable[[Any], Any],
-        executor: ThreadPool,
-        on_epoch: Callable[[int, int | None], object],
+        self, link: ServerLink, backend: DeviceBackend | None, memory: BufferPool, executor: ThreadPool
     ) -> None:
         self._link = link
         self._device_reader = link.device_reader
         self._memory = memory
-        self._wrap = wrap
+        self._wrap = as_tensors if backend is None else unchanged
         self._executor = executor
-        self._on_epoch = on_epoch
+        self.epoch = -1
+        self.batches: int | None = link.batches
         self.host_only: bool = False
         self._connection: Connection | None = None
         self._early: list[messages.FromConsumer] = []
@@ -391,8 +386,8 @@ class Subscription:
             if not feed.started:
                 feed.messages.append(message)
             if isinstance(message, messages.EpochStarted):
-                feed.epoch = message.epoch
-                self._on_epoch(message.epoch, message.batches)
+                feed.epoch = self.epoch = message.epoch
+                self.batches = message.batches
             elif isinstance(message, messages.BatchAvailable):
                 feed.room -= 1
                 feed.unread.add(message.serial)
