@@ -18,7 +18,6 @@ from aiofeed.ipc.address import Listener
 from aiofeed.ipc.error_codec import describe
 from aiofeed.ipc.framing import ProtocolError
 from aiofeed.ipc.peers import Peer
-from aiofeed.ipc.ring import SlotPool
 from aiofeed.kernel.core.errors import as_exception
 from aiofeed.kernel.core.formatting import format_error
 from aiofeed.kernel.feeder.feeder import Feeder
@@ -26,7 +25,7 @@ from aiofeed.kernel.runtime.thread_pool import ThreadPool
 from aiofeed.serving import messages
 from aiofeed.serving.consumers import Consumer
 from aiofeed.serving.device_memory.device_ring import DeviceRing
-from aiofeed.serving.published import ADVICE, BatchPublisher
+from aiofeed.serving.published import BatchPublisher
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
@@ -78,8 +77,7 @@ class Hub:
         self._listener = listener
         self._options = options
         self._executor = executor
-        slots = SlotPool(options.lag + 1, ADVICE, single_reader=False)
-        self.publisher: BatchPublisher = BatchPublisher(slots, ring, executor)
+        self.publisher: BatchPublisher = BatchPublisher(options.lag + 1, ring, executor)
         self.changed: asyncio.Event = asyncio.Event()
         self._connections: list[Consumer] = []
         # Those that take part in the current epoch, in the order of their turns; and those named in the log.

@@ -211,7 +211,7 @@ class Subscription:
         """Log once if batches wait for an epoch that no iterator has begun, and other consumers wait for this one."""
         now, waiting = time.monotonic(), 0
         if self._ticket is not None and (self._feed is None or self._feed.complete):
-            waiting = sum(isinstance(message, messages.BatchAvailable) for message in self._messages)
+            waiting = sum(isinstance(message, BatchAvailable) for message in self._messages)
         if not waiting:
             self._idle_since = None
         elif self._idle_since is None:
@@ -272,7 +272,7 @@ class Subscription:
         """End a feed that a new one follows. If it has not started, its messages are put back for the new one."""
         self.iterators.forget(old)
         self._feed = None
-        has_batches = any(isinstance(message, messages.BatchAvailable) for message in old.messages)
+        has_batches = any(isinstance(message, BatchAvailable) for message in old.messages)
         if not old.started and (not old.complete or has_batches):
             old.passed_on = True
             self._messages.extendleft(reversed(old.messages))
@@ -286,7 +286,7 @@ class Subscription:
         self._send(messages.Leave(self._ticket))
         self._ticket = None
         for message in self._messages:
-            if isinstance(message, messages.BatchAvailable):
+            if isinstance(message, BatchAvailable):
                 self._send(messages.Read(message.serial))
         self._messages.clear()
 
@@ -312,7 +312,7 @@ class Subscription:
 
     def _received(self, payload: bytes, memory: list[Any]) -> None:
         message = messages.decode_from_server(payload)
-        if isinstance(message, messages.BatchAvailable):
+        if isinstance(message, BatchAvailable):
             try:
                 self._open_memory(message, memory)
             except HandleError as error:
@@ -324,7 +324,7 @@ class Subscription:
             raise ProtocolError(f"{type(message).__name__} with memory")
         if isinstance(message, messages.EpochMessage):
             if message.ticket != self._ticket:
-                if isinstance(message, messages.BatchAvailable):
+                if isinstance(message, BatchAvailable):
                     self._send(messages.Read(message.serial))
                 return
             self._messages.append(message)
@@ -380,7 +380,7 @@ class Subscription:
                     feed.queue.put(FeedFailure(self._error()))
                 return
             message = self._messages[0]
-            if isinstance(message, messages.BatchAvailable) and not feed.room:
+            if isinstance(message, BatchAvailable) and not feed.room:
                 return
             self._messages.popleft()
             if not feed.started:
@@ -388,7 +388,7 @@ class Subscription:
             if isinstance(message, messages.EpochStarted):
                 feed.epoch = self.epoch = message.epoch
                 self.batches = message.batches
-            elif isinstance(message, messages.BatchAvailable):
+            elif isinstance(message, BatchAvailable):
                 feed.room -= 1
                 feed.unread.add(message.serial)
                 self._receive(feed, message)
