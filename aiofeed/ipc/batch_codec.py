@@ -204,11 +204,12 @@ def decode_batch(node: Node, make_array: Callable[[ArrayNode], Any], *, unpickle
         return tuple(items)
     if len(node.keys) != len(items):
         raise ProtocolError(f"{len(node.keys)} keys for {len(items)} values")
-    if node.kind == "dict":
-        return dict(zip(node.keys, items, strict=True))
-    if node.kind == "OrderedDict":
-        return OrderedDict(zip(node.keys, items, strict=True))
-    return _decode_namedtuple(node, items) if node.kind == "namedtuple" else _decode_dataclass(node, items)
+    if node.kind == "namedtuple":
+        return _decode_namedtuple(node, items)
+    if node.kind == "dataclass":
+        return _decode_dataclass(node, items)
+    pairs = zip(node.keys, items, strict=True)
+    return dict(pairs) if node.kind == "dict" else OrderedDict(pairs)
 
 
 def decode_and_wrap(
@@ -263,14 +264,15 @@ def array_nodes(node: Node) -> Iterator[ArrayNode]:
 # --- the leaf of an array ---
 
 
-def leaf_in_slot(view: NDArray[Any], node: ArrayNode) -> Any:
-    """Return a tensor as it lies in the slot, for a device to copy; copy an array, which stays on the host."""
-    return leaf_of(view, node, pinned=True) if node.kind == "tensor" else copied_leaf(view, node, None)
-
-
 def batch_in_ring(ring: Ring, batch: Node, *, unpickle: Unpickle | None = None) -> Any:
     """Return the batch with its tensors as they lie in the ring, which must be pinned, for a device to copy."""
-    return decode_batch(batch, lambda node: leaf_in_slot(ring.view(node), node), unpickle=unpickle)
+
+    def leaf(node: ArrayNode) -> Any:
+        view = ring.view(node)
+        # An array stays on the host: it is copied.
+        return leaf_of(view, node, pinned=True) if node.kind == "tensor" else copied_leaf(view, node, None)
+
+    return decode_batch(batch, leaf, unpickle=unpickle)
 
 
 def copied_leaf(view: NDArray[Any], node: ArrayNode, lease: BufferLease | None) -> Any:

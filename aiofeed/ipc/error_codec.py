@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import traceback
 from typing import Any
 
@@ -29,7 +30,7 @@ def describe(error: BaseException, depth: int = 0) -> ErrorMessage:
         key=None if sample is None else _to_bytes(sample.key),
         index=None if sample is None else sample.index,
         stage=None if sample is None else sample.stage,
-        notes=_notes(error),
+        notes=[_to_bytes(note) for note in errors.notes_of(error)[:_MAX_NOTES]],
         traceback=_to_bytes("".join(traceback.format_tb(error.__traceback__))),
         cause=describe(cause, depth + 1) if cause is not None and depth < _MAX_CAUSES else None,
     )
@@ -68,14 +69,10 @@ def _instance(message: ErrorMessage) -> Exception:
         kind = getattr(builtins, name, None)
         # Raised in an iterator, these two would end the consumer's loop silently.
         if isinstance(kind, type) and issubclass(kind, Exception) and kind not in (StopIteration, StopAsyncIteration):
-            try:
+            # The constructors of some want other arguments: UnicodeDecodeError, ExceptionGroup.
+            with contextlib.suppress(TypeError, ValueError):
                 error: Exception = kind(*(message.arguments if message.arguments is not None else [text]))
                 return error
-            except (
-                TypeError,
-                ValueError,
-            ):  # its constructor wants other arguments (UnicodeDecodeError, ExceptionGroup)
-                pass
     return FeedError(f"{message.kind}: {text}" if text else message.kind)
 
 
@@ -103,10 +100,6 @@ def _text_of(error: object) -> str:
         return str(error)
     except BaseException:  # noqa: BLE001 - a user's __str__ may raise anything, SystemExit included
         return ""
-
-
-def _notes(error: BaseException) -> list[bytes]:
-    return [_to_bytes(note) for note in errors.notes_of(error)[:_MAX_NOTES]]
 
 
 def _to_bytes(text: str) -> bytes:

@@ -128,7 +128,7 @@ def _unlinked(nbytes: int) -> int:
     # multiprocessing.shared_memory uses this module, and keeps the name.
     import _posixshmem  # type: ignore[import-not-found]
 
-    name = segment_name()
+    name = f"/aiofeed-{os.getuid()}"
     path = os.path.join(tempfile.gettempdir(), f"aiofeed-{os.getuid()}.lock")
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -151,11 +151,6 @@ def _unlinked(nbytes: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def segment_name() -> str:
-    """Return the name under which this user's named segments exist for a moment."""
-    return f"/aiofeed-{os.getuid()}"
 
 
 def _allocate(descriptor: int, nbytes: int) -> None:

@@ -149,9 +149,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "engine": engine,
             "threads": threads,
             "limits": limits,
-            "snapshot_every_n_steps": snapshot_every_n_steps,
         }
-        for name, value in options.items():
+        for name, value in {**options, "snapshot_every_n_steps": snapshot_every_n_steps}.items():
             # Lightning and Ignite make a loader again from its public attributes. A subclass may have its own.
             if not hasattr(type(self), name):
                 self.__dict__.setdefault(name, value)
@@ -205,7 +204,6 @@ class _Epochs:
         device: Any,
         transform: Transform | None,
         limits: Limits | None,
-        snapshot_every_n_steps: object,
         **feeder: Any,
     ) -> None:
         limits = limits or Limits()
@@ -231,7 +229,7 @@ class _Epochs:
     def explain(self, loader: DataLoader[Any]) -> Explanation:
         """Explain an epoch; see ``DataLoader.explain``."""
         if self.feeder is not None:
-            return self.feeder.explain()
+            return self.feeder.feeder.explain()
         stats = self.stats
         if loader.num_workers and self.ahead:
             ahead = self.bridge.stats
@@ -333,18 +331,6 @@ class _Epochs:
 
         return deliver
 
-    def new_feed(self, batches: WorkerBatches, *, pins: bool) -> FeedIterator[Any]:
-        """Receive batches ahead, in a thread that copies them to the device."""
-
-        source = weakref.proxy(batches)
-
-        def new_pull(_: object, *arguments: Any, **options: Any) -> IterableProducer:
-            batches.pull = pull = IterableProducer(batches.received(pins=pins), *arguments, **options)
-            pull.described = lambda: source.waiting_for()
-            return pull
-
-        return self.bridge.start(new_pull, partial(_PulledObserver, batches, batches.epoch))
-
 
 class _PulledObserver(EpochObserver):
     """Calls ``returning`` for each batch, in the consumer's thread."""
@@ -429,8 +415,16 @@ class LoaderIterator(_BaseDataLoaderIter):
         stats.stall_s = time.perf_counter() - asked
         self._progress = epochs.progress
 
-    def _start_feed(self, workers: WorkerBatches) -> None:
-        self._feed = self._epochs.new_feed(workers, pins=self._pin_memory and not self._epochs.copies)
+    def _start_feed(self, batches: WorkerBatches) -> None:
+        """Receive batches ahead, in a thread that copies them to the device."""
+        source, pins = weakref.proxy(batches), self._pin_memory and not self._epochs.copies
+
+        def new_pull(_: object, *arguments: Any, **options: Any) -> IterableProducer:
+            batches.pull = pull = IterableProducer(batches.received(pins=pins), *arguments, **options)
+            pull.described = lambda: source.waiting_for()
+            return pull
+
+        self._feed = self._epochs.bridge.start(new_pull, partial(_PulledObserver, batches, batches.epoch))
 
     def _next_batch(self) -> Any:
         if self._feed is None:
@@ -560,7 +554,7 @@ class _FeederEpochs:
         order: dict[str, Any] = {"batch_sampler": self._listed}
         if self._of_one_size:
             order = {"batch_size": loader.batch_size, "sampler": self._listed}
-        self._feeder: Feeder[Any] = Feeder(
+        self.feeder: Feeder[Any] = Feeder(
             FromDataset(loader.dataset, threads=1 if threads is None else threads),  # type: ignore[arg-type]
             **order,
             collate_fn=None if loader.collate_fn is default_collate else loader.collate_fn,
@@ -585,10 +579,6 @@ class _FeederEpochs:
         self._position = position
         return self.next_part()
 
-    def explain(self) -> Explanation:
-        """Explain the feeder's epoch."""
-        return self._feeder.explain()
-
     def next_part(self) -> tuple[FeedIterator[Any] | None, list[int]]:
         """Start an epoch of the feeder over the next batches of the sampler, which may be endless.
 
@@ -600,6 +590,6 @@ class _FeederEpochs:
         self._listed[:] = itertools.chain.from_iterable(part.values()) if self._of_one_size else part.values()
         if not part:
             return None, []
-        iterator = iter(self._feeder)
+        iterator = iter(self.feeder)
         iterator.add_order(listing)
         return iterator, list(part)

@@ -212,10 +212,8 @@ class IterableProducer(BoundedThread):
     ) -> None:
         super().__init__("aiofeed-pull", room)
         self._batches: Iterable[Any] | None = batches
-        name = type(batches).__name__
-        self.described: Callable[[], tuple[Any, ...]] = lambda: (
-            f"for the next batch of {name}, in a thread of its own",
-        )
+        awaited = f"for the next batch of {type(batches).__name__}, in a thread of its own"
+        self.described: Callable[[], tuple[Any, ...]] = lambda: (awaited,)
         self.queue = queue
         self._memory = memory
         self.counters: EpochStats = EpochStats()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +16,13 @@ from aiofeed.kernel.core.statistics import EpochStats, FeedStatistics, new_event
 from aiofeed.kernel.core.types import Transform, public
 from aiofeed.kernel.core.validation import check_callable, explain_arguments
 from aiofeed.kernel.devices.resolve import resolve_device
-from aiofeed.kernel.feeder.iterator import Delivery, EpochObserver, EpochStartLock, FeedIterator, LoopProducer
+from aiofeed.kernel.feeder.iterator import Delivery, EpochObserver, EpochStartLock, FeedIterator
 from aiofeed.kernel.runtime.buffers import HostBufferPool, PinnedBufferPool, release_unused
 from aiofeed.kernel.runtime.event_loop import EventLoopThread
 from aiofeed.kernel.runtime.queue import ReadyBatch
-from aiofeed.kernel.runtime.tensors import as_tensors, unchanged
 from aiofeed.kernel.runtime.threads import JOIN_S
-from aiofeed.serving.connect import subscribe
-from aiofeed.serving.receiver import EpochFeed
-from aiofeed.serving.subscription import Subscription
+from aiofeed.serving.connect import connect_to_server
+from aiofeed.serving.subscription import EpochFeed, Subscription
 
 if TYPE_CHECKING:
     import torch
@@ -84,36 +81,22 @@ class AttachedFeed:
         self._address = address
         self._backend = backend
         self._transform = transform
-        self._pid = os.getpid()
         self._loop_thread: EventLoopThread | None = None
         self._subscription: Subscription | None = None
-        self._iterator: weakref.ref[FeedIterator[Any]] | None = None
-        self._epoch: _ServedEpoch | None = None
+        self._epoch: EpochFeed | None = None
         self._delivery: Delivery | None = None
         self._beginnings = EpochStartLock()
         self._earlier_stats, self._stats = EpochStats(), EpochStats()
         self._events = new_events()
-        # The server's last status. The subscription refers to it, so that it need not refer to this object.
-        self._server: dict[str, Any] = {"epoch": -1, "batches": 0}
 
     def _connect(self, wait_s: float) -> tuple[EventLoopThread, Subscription]:
-        backend, server = self._backend, dict[str, Any](epoch=-1, batches=0)
+        backend = self._backend
         memory = HostBufferPool(PREFETCH_BATCHES + 2) if backend is None else PinnedBufferPool(backend.pin, keep=16)
         loop_thread = EventLoopThread(read_threads=1, decode_threads=1)
         host_only = self._subscription is not None and self._subscription.host_only
-        subscription, server["batches"] = subscribe(
-            self._address,
-            wait_s,
-            backend,
-            memory=memory,
-            wrap=as_tensors if backend is None else unchanged,
-            executor=loop_thread.decode_pool,
-            on_epoch=lambda epoch, batches: server.update(epoch=epoch, batches=batches),
-            host_only=host_only,
-        )
+        link = connect_to_server(self._address, wait_s, backend, host_only=host_only)
+        subscription = Subscription(link, backend, memory, loop_thread.decode_pool)
         subscription.host_only = host_only
-        self._server = server
-        self._pid = os.getpid()
         self._subscription, self._loop_thread = subscription, loop_thread
         loop_thread.at_exit(subscription.close_unused)
         loop_thread.at_exit(memory.close)
@@ -133,7 +116,7 @@ class AttachedFeed:
         Raises:
             TypeError: The server's feeder has no length, because its source is a ``Stream`` without one.
         """
-        batches: int | None = self._server["batches"]
+        batches = 0 if self._subscription is None else self._subscription.batches
         if batches is None:
             raise TypeError("the attached feeder has no len(): the server feeds a Stream, whose end is not known")
         return batches
@@ -141,8 +124,7 @@ class AttachedFeed:
     @property
     def epoch(self) -> int:
         """The server's number of the current or last epoch; -1 before the first."""
-        epoch: int = self._server["epoch"]
-        return epoch
+        return -1 if self._subscription is None else self._subscription.epoch
 
     def __iter__(self) -> FeedIterator[Any]:
         """Take part in the next epoch; close the open iterator."""
@@ -152,19 +134,19 @@ class AttachedFeed:
         loop_thread, subscription = self._loop_thread, self._subscription
         if loop_thread is None or subscription is None or loop_thread.inherited or loop_thread.stopping:
             # Closed, or forked: a child process has none of the threads.
-            self._iterator = self._epoch = self._delivery = None
+            self._epoch = self._delivery = None
             loop_thread, subscription = self._connect(0.0)
         self._close_iterator("a newer iterator of the same consumer was started", superseded=True)
-        epoch = _ServedEpoch(loop_thread, subscription)
+        epoch = EpochFeed(loop_thread, subscription, room=PREFETCH_BATCHES)
         backend, transform, copier = self._backend, self._transform, None
         if backend is not None:
-            copier, transform = subscription.receiver.copier(backend, transform), None
+            copier, transform = subscription.copier(backend, transform), None
         delivery = Delivery(epoch, copier, transform)
         self._earlier_stats.add(self._stats)
-        self._stats = epoch.feed.counters
+        self._stats = epoch.counters
         self._stats.events = self._events
         iterator: FeedIterator[Any] = FeedIterator(delivery, self._stats, _ServedObserver(self, delivery, epoch))
-        self._iterator, self._epoch, self._delivery = weakref.ref(iterator), epoch, delivery
+        self._epoch, self._delivery = epoch, delivery
         try:
             delivery.watch(iterator)
             delivery.start()
@@ -179,9 +161,9 @@ class AttachedFeed:
 
     def _close_iterator(self, reason: str, *, superseded: bool = False) -> None:
         if (epoch := self._epoch) is not None and (delivery := self._delivery) is not None:
-            epoch.feed.superseded = superseded
+            epoch.superseded = superseded
             delivery.stop(reason)
-        self._iterator = self._epoch = self._delivery = None
+        self._epoch = self._delivery = None
 
     def statistics(self, total: bool = False) -> FeedStatistics:
         """Return this consumer's counts, waits and copies; the server's process has the feeder's statistics."""
@@ -281,50 +263,15 @@ class AttachedFeed:
         return f"Attached({str(self._address)!r})"
 
 
-class _ServedEpoch(LoopProducer):
-    """A producer of one epoch of the server's feeder, for one iterator. Its threads are those of the subscription."""
-
-    def __init__(self, loop_thread: EventLoopThread, subscription: Subscription) -> None:
-        self.feed = EpochFeed(room=PREFETCH_BATCHES)
-        super().__init__(loop_thread, self.feed.queue)
-        self.subscription = subscription
-
-    def start(self) -> None:
-        """Subscribe to the epoch."""
-        self.loop_thread.call(self.subscription.begin, self.feed)
-
-    def waiting_for(self) -> tuple[Any, ...]:
-        """See ``Producer.waiting_for``."""
-        address, pid = self.subscription.server
-        began = f"its epoch {self.feed.epoch}" if self.feed.epoch >= 0 else "an epoch to begin, as soon as all join it"
-        return f"for the server at {address} (pid {pid}), and {began}", pid
-
-    def watch(self, owner: object) -> None:
-        """End the subscription to the epoch when ``owner`` is dropped."""
-        self.subscription.iterators.watch(owner, self.feed)
-
-    def stop(self) -> None:
-        """End the subscription to the epoch. Never blocks."""
-        self.loop_thread.call(self.subscription.end, self.feed)
-
-    def join(self, timeout_s: float) -> bool:
-        """Return True: the epoch has no threads of its own."""
-        return True
-
-    async def stopped(self) -> None:
-        """Return at once: the epoch has no threads of its own."""
-
-
 class _ServedObserver(EpochObserver):
     """Keeps the ``AttachedFeed`` alive while it is iterated."""
 
-    def __init__(self, attached: AttachedFeed, delivery: Delivery, epoch: _ServedEpoch) -> None:
+    def __init__(self, attached: AttachedFeed, delivery: Delivery, epoch: EpochFeed) -> None:
         super().__init__(delivery)
         self._attached = attached
         self._epoch = epoch
 
     def returning(self, item: ReadyBatch) -> None:
         """Tell the subscription of the first batch: an epoch without one is given to the next iterator."""
-        epoch = self._epoch
-        if not epoch.feed.started:
-            epoch.loop_thread.call(epoch.subscription.mark_started, epoch.feed)
+        if not self._epoch.started:
+            self._epoch.mark_started()

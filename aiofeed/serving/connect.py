@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from aiofeed.ipc.address import SERVER, connect
 from aiofeed.ipc.cuda_ipc import shared_device
 from aiofeed.ipc.framing import ProtocolError, request, send_message
 from aiofeed.ipc.peers import ProcessMonitor, peer_of
 from aiofeed.ipc.schema import encode
-from aiofeed.kernel.core.errors import FeedError
-from aiofeed.kernel.runtime.buffers import BufferPool
-from aiofeed.kernel.runtime.thread_pool import ThreadPool
+from aiofeed.kernel.core.errors import FeedError, WorkerDiedError
 from aiofeed.serving import messages
 from aiofeed.serving.device_memory.device_reader import DeviceReader
-from aiofeed.serving.receiver import BatchReceiver
-from aiofeed.serving.subscription import Subscription, server_died
 
 if TYPE_CHECKING:
     from aiofeed.kernel.devices.backend import DeviceBackend
@@ -32,55 +27,66 @@ AnswerT = TypeVar("AnswerT", messages.Welcome, messages.Probe)
 ANSWER_S = 5.0
 
 
-def subscribe(
-    address: Path,
-    wait_s: float,
-    backend: DeviceBackend | None,
-    *,
-    memory: BufferPool,
-    wrap: Callable[[Any], Any],
-    executor: ThreadPool,
-    on_epoch: Callable[[int, int | None], object],
-    host_only: bool = False,
-) -> tuple[Subscription, int | None]:
-    """Connect to the server at an address; blocks. Returns the subscription and the number of batches of an epoch.
+class ServerLink(NamedTuple):
+    """A connection to a server, with the handshake complete.
 
     Args:
+        process: That of the server.
+        address: The server's address.
+        batches: The number of batches of an epoch, if it is known.
+        device_reader: The server's device memory; ``None`` if only host memory is shared.
+    """
+
+    sock: socket.socket
+    process: ProcessMonitor
+    address: Path
+    batches: int | None = None
+    device_reader: DeviceReader | None = None
+
+    def close(self) -> None:
+        """Close the socket, and no longer monitor the process."""
+        self.sock.close()
+        self.process.close()
+
+
+def server_died(address: object, pid: int) -> WorkerDiedError:
+    """Return the error for a server that ended without ``Disconnected``."""
+    who = f" (pid {pid})" if pid else ""
+    return WorkerDiedError(f"the server at {address}{who} has died: start it again, and attach again")
+
+
+def connect_to_server(address: Path, wait_s: float, backend: DeviceBackend | None, *, host_only: bool) -> ServerLink:
+    """Connect to the server at an address; blocks.
+
+    Args:
+        address: The path of its socket.
         wait_s: How long to wait for a server that is not there yet.
         backend: The device that batches go to; ``None``: they stay on the host.
-        memory: Memory for batches that are copied out of the ring on the host.
-        wrap: Turns a batch of ``HostTensor`` into the batch that is delivered.
-        executor: Copies large batches.
-        on_epoch: Called with (epoch, batches) when an epoch starts.
         host_only: Do without the server's device memory, which could not be opened earlier.
 
     Raises:
         FeedError: There is no server, it refuses this process, or it does not answer.
     """
     sock = connect(address, SERVER, wait_s)
-    process = ProcessMonitor(peer_of(sock).pid)
+    link = ServerLink(sock, ProcessMonitor(peer_of(sock).pid), address)
     try:
-        welcome = _ask(sock, address, messages.Hello(messages.VERSION), messages.Welcome)
-        reader = None if host_only else _open_device_memory(sock, process, address, welcome.device, backend)
-        receiver = BatchReceiver(backend, reader, memory, wrap, executor)
-        return Subscription(sock, process, address, receiver=receiver, on_epoch=on_epoch), welcome.batches
+        welcome = _ask(link, messages.Hello(messages.VERSION), messages.Welcome)
+        reader = None if host_only else _open_device_memory(link, welcome.device, backend)
+        return link._replace(batches=welcome.batches, device_reader=reader)
     except BaseException:
-        sock.close()
-        process.close()
+        link.close()
         raise
 
 
-def _open_device_memory(
-    sock: socket.socket, process: ProcessMonitor, address: Path, device: str, backend: DeviceBackend | None
-) -> DeviceReader | None:
+def _open_device_memory(link: ServerLink, device: str, backend: DeviceBackend | None) -> DeviceReader | None:
     """Return the memory of the server's device if this process can read it; else ``None``, and log the reason."""
+    address = link.address
     if not device:
         return None
     if backend is None:
         log.info("batches of the server at %s come through host memory: this process has no device", address)
         return None
-    shared = shared_device(backend)
-    pid = process.pid
+    shared, pid = shared_device(backend), link.process.pid
     if not pid:
         reason = (
             "the server's process cannot be seen from here: it is on another host or in a container, or this one is"
@@ -90,13 +96,13 @@ def _open_device_memory(
     elif (identity := shared.identity()) != device:
         reason = f"the server is on device {device}, and this process on {identity}"
     else:
-        probe = _ask(sock, address, messages.ProbeRequest(), messages.Probe)
+        probe = _ask(link, messages.ProbeRequest(), messages.Probe)
         reason = probe.refusal
         if probe.block is not None:
-            reader = DeviceReader(backend, shared, process, died=lambda: server_died(address, pid))
+            reader = DeviceReader(backend, shared, link.process, died=lambda: server_died(address, pid))
             reason = reader.try_probe(probe)
             try:
-                send_message(sock, encode(messages.ProbeResult(reason)))
+                send_message(link.sock, encode(messages.ProbeResult(reason)))
             except OSError as error:
                 raise FeedError(f"the server at {address} ended while this process connected: {error}") from error
             if not reason:
@@ -105,10 +111,11 @@ def _open_device_memory(
     return None
 
 
-def _ask(sock: socket.socket, address: Path, message: messages.FromConsumer, expected: type[AnswerT]) -> AnswerT:
+def _ask(link: ServerLink, message: messages.FromConsumer, expected: type[AnswerT]) -> AnswerT:
+    address, limit_bytes = link.address, messages.MAX_HANDSHAKE_BYTES
     try:
         payload, _ = request(
-            sock, encode(message), timeout_s=ANSWER_S, limit_bytes=messages.MAX_HANDSHAKE_BYTES, limit_descriptors=0
+            link.sock, encode(message), timeout_s=ANSWER_S, limit_bytes=limit_bytes, limit_descriptors=0
         )
         answer = messages.decode_from_server(payload)
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""One consumer of a server: its connection, its handshake and its messages. On the server's loop.
+"""One consumer of a server: its connection, and what the server knows of it. On the server's loop.
 
 An invalid message closes the connection, with a log line; other consumers are not affected.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from aiofeed.ipc.framing import Connection, ProtocolError
+from aiofeed.ipc.framing import Connection
 from aiofeed.ipc.peers import ProcessMonitor
 from aiofeed.ipc.schema import encode
 from aiofeed.serving import messages
@@ -24,35 +24,14 @@ HANDSHAKE_S = 5.0
 _MAX_UNSENT = 4096
 
 
-class ConsumerOwner(Protocol):
-    """The server of a consumer."""
-
-    changed: asyncio.Event
-    """Set when a consumer's state has changed."""
-
-    def welcome(self) -> messages.Welcome:
-        """Return the answer to a consumer's greeting."""
-
-    def probe(self, consumer: Consumer) -> messages.Probe:
-        """Return a test of whether a consumer can read the server's device memory."""
-
-    def left(self, consumer: Consumer) -> None:
-        """Note that a consumer has ended its subscription."""
-
-    def read(self, consumer: Consumer, serial: int) -> None:
-        """Note that a consumer has read a batch."""
-
-    def gone(self, consumer: Consumer, *, reading: bool) -> None:
-        """Forget a consumer whose connection has ended; ``reading``: its process may still read batches."""
-
-
 class Consumer:
     """One connection. Created on the running loop.
 
     Args:
         sock: Its connected socket, closed with the consumer.
         pid: Its process; 0 if that cannot be seen from here.
-        hub: The server.
+        received: Called with each message; may raise ``ProtocolError``.
+        gone: Called when the connection has ended, with whether the process may still read batches.
 
     Attributes:
         greeted: Whether the handshake is complete.
@@ -60,10 +39,18 @@ class Consumer:
         fed_ticket: The ticket in the messages of the epoch that it takes part in; -1 before its first epoch.
         known: Numbers of the segments that it has mapped.
         batches: How many were sent to it.
+        probe: The device memory that it was given to try.
         on_device: Whether it reads batches in the server's device memory.
     """
 
-    def __init__(self, sock: socket.socket, pid: int, hub: ConsumerOwner) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        pid: int,
+        *,
+        received: Callable[[Consumer, messages.FromConsumer], None],
+        gone: Callable[[Consumer, bool], None],
+    ) -> None:
         self.pid = pid
         self.greeted: bool = False
         self.on_device: bool = False
@@ -71,10 +58,14 @@ class Consumer:
         self.fed_ticket = -1
         self.known: set[int] = set()
         self.batches = 0
-        self._hub = hub
-        self._probe: messages.Probe | None = None
+        self.probe: messages.Probe | None = None
+        self._gone = gone
         self._connection = Connection(
-            sock, received=self._received, lost=self._lost, limit_bytes=messages.MAX_CONSUMER_BYTES, limit_descriptors=0
+            sock,
+            received=lambda payload, _: received(self, messages.decode_from_consumer(payload)),
+            lost=self._lost,
+            limit_bytes=messages.MAX_CONSUMER_BYTES,
+            limit_descriptors=0,
         )
         self._process = ProcessMonitor(pid)
         self._process.call_at_end(self.close)
@@ -112,7 +103,13 @@ class Consumer:
         self._process.close()
         self._connection.close()
         self.ticket = None
-        self._hub.gone(self, reading=reading)
+        self._gone(self, reading)
+
+    def greet(self, welcome: messages.Welcome) -> None:
+        """Complete the handshake."""
+        self._handshake_timer.cancel()
+        self.greeted = True
+        self.send(welcome)
 
     def _handshake_timed_out(self) -> None:
         log.warning("closing the connection of process %d: it sent nothing for %.0f s", self.pid, HANDSHAKE_S)
@@ -121,60 +118,3 @@ class Consumer:
     def _lost(self, error: Exception | None) -> None:
         # If its process runs, it may still return batches that it has received.
         self.close(reading=error is not None or self.alive)
-
-    def _received(self, payload: bytes, memory: list[Any]) -> None:
-        message = messages.decode_from_consumer(payload)
-        if not self.greeted:
-            self._greet(message)
-        elif isinstance(message, messages.Join):
-            if self.ticket is not None:
-                raise ProtocolError("a second Join without a Leave")
-            self.ticket = message.ticket
-            self._hub.changed.set()
-        elif isinstance(message, messages.Leave):
-            # A subscription that failed in the meantime has ended already.
-            if self.ticket == message.ticket:
-                self.ticket = None
-                self._hub.left(self)
-        elif isinstance(message, messages.Read):
-            self._hub.read(self, message.serial)
-        elif isinstance(message, messages.ProbeRequest):
-            self._send_probe()
-        elif isinstance(message, messages.ProbeResult):
-            self._receive_probe_result(message.reason)
-        else:
-            raise ProtocolError("a second Hello")
-
-    def _greet(self, message: object) -> None:
-        if not isinstance(message, messages.Hello):
-            raise ProtocolError(f"{type(message).__name__} before Hello")
-        if message.version != messages.VERSION:
-            log.warning(
-                "process %d uses protocol version %d, this server %d", self.pid, message.version, messages.VERSION
-            )
-            self.dismiss(
-                f"it uses protocol version {messages.VERSION}, and this process version {message.version}: "
-                f"install the same version of aiofeed for both"
-            )
-            return
-        self._handshake_timer.cancel()
-        self.greeted = True
-        self.send(self._hub.welcome())
-
-    def _send_probe(self) -> None:
-        if self._probe is not None or self.fed_ticket >= 0 or self.ticket is not None:
-            raise ProtocolError("a second ProbeRequest, or one after Join")
-        self._probe = probe = self._hub.probe(self)
-        self.send(probe)
-
-    def _receive_probe_result(self, reason: str) -> None:
-        if self._probe is None or self._probe.block is None or self.on_device:
-            raise ProtocolError("a ProbeResult without a Probe")
-        self._probe = messages.Probe(None)
-        self.on_device = not reason
-        if reason:
-            log.warning(
-                "consumer %d gets batches through host memory: it cannot open the server's device memory (%s)",
-                self.pid,
-                reason[: messages.MAX_REASON_LETTERS],
-            )

@@ -10,21 +10,22 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from aiofeed.ipc.address import Listener
 from aiofeed.ipc.error_codec import describe
+from aiofeed.ipc.framing import ProtocolError
 from aiofeed.ipc.peers import Peer
-from aiofeed.ipc.ring import SlotPool
 from aiofeed.kernel.core.errors import as_exception
 from aiofeed.kernel.core.formatting import format_error
+from aiofeed.kernel.feeder.feeder import Feeder
 from aiofeed.kernel.runtime.thread_pool import ThreadPool
 from aiofeed.serving import messages
 from aiofeed.serving.consumers import Consumer
 from aiofeed.serving.device_memory.device_ring import DeviceRing
-from aiofeed.serving.published import ADVICE, BatchPublisher
+from aiofeed.serving.published import BatchPublisher
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
@@ -36,17 +37,6 @@ When = Literal["epoch", "batch"]
 CLOSE_S = 2.0
 # A consumer that reads nothing for this long while others wait is named in the log.
 STALLED_S = 10.0
-
-
-class ServedFeeder(Protocol):
-    """The part of a feeder that a server uses."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Any: ...
-
-    def epochs(self, n: int) -> Iterator[int]:
-        """Return the numbers of those of the first ``n`` epochs that are left."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +67,7 @@ class Hub:
 
     def __init__(
         self,
-        feeder: ServedFeeder,
+        feeder: Feeder[Any],
         listener: Listener,
         options: ServeOptions,
         executor: ThreadPool,
@@ -87,8 +77,7 @@ class Hub:
         self._listener = listener
         self._options = options
         self._executor = executor
-        slots = SlotPool(options.lag + 1, ADVICE, single_reader=False)
-        self.publisher: BatchPublisher = BatchPublisher(slots, ring, executor)
+        self.publisher: BatchPublisher = BatchPublisher(options.lag + 1, ring, executor)
         self.changed: asyncio.Event = asyncio.Event()
         self._connections: list[Consumer] = []
         # Those that take part in the current epoch, in the order of their turns; and those named in the log.
@@ -275,20 +264,66 @@ class Hub:
             return list(self._members)
         return [self._members[self._turn % len(self._members)]]
 
-    # --- called by consumers, on the loop ---
+    # --- messages of consumers ---
 
     def _connected(self, sock: socket.socket, peer: Peer) -> None:
-        self._connections.append(Consumer(sock, peer.pid, self))
+        self._connections.append(Consumer(sock, peer.pid, received=self._received, gone=self._gone))
 
-    def welcome(self) -> messages.Welcome:
-        """Return the answer to a consumer's ``Hello``."""
-        return messages.Welcome(self._batches_left(0, self._options.min_consumers), self.publisher.device)
+    def _received(self, consumer: Consumer, message: messages.FromConsumer) -> None:
+        """Process a message; ``ProtocolError`` if it is out of turn."""
+        if not consumer.greeted:
+            self._greet(consumer, message)
+        elif isinstance(message, messages.Join):
+            if consumer.ticket is not None:
+                raise ProtocolError("a second Join without a Leave")
+            consumer.ticket = message.ticket
+            self.changed.set()
+        elif isinstance(message, messages.Leave):
+            # A subscription that failed in the meantime has ended already.
+            if consumer.ticket == message.ticket:
+                consumer.ticket = None
+                self._leave(consumer)
+        elif isinstance(message, messages.Read):
+            self.publisher.read(consumer, message.serial)
+            self._warned.discard(consumer)
+            self.changed.set()
+        elif isinstance(message, messages.ProbeRequest):
+            if consumer.probe is not None or consumer.fed_ticket >= 0 or consumer.ticket is not None:
+                raise ProtocolError("a second ProbeRequest, or one after Join")
+            consumer.probe = self.publisher.probe(consumer)
+            consumer.send(consumer.probe)
+        elif isinstance(message, messages.ProbeResult):
+            self._receive_probe_result(consumer, message.reason)
+        else:
+            raise ProtocolError("a second Hello")
 
-    def probe(self, consumer: Consumer) -> messages.Probe:
-        """Return a test of whether a consumer can read the server's device memory."""
-        return self.publisher.probe(consumer)
+    def _greet(self, consumer: Consumer, message: messages.FromConsumer) -> None:
+        ours = messages.VERSION
+        if not isinstance(message, messages.Hello):
+            raise ProtocolError(f"{type(message).__name__} before Hello")
+        if message.version == ours:
+            batches = self._batches_left(0, self._options.min_consumers)
+            consumer.greet(messages.Welcome(batches, self.publisher.device))
+            return
+        log.warning("process %d uses protocol version %d, this server %d", consumer.pid, message.version, ours)
+        consumer.dismiss(
+            f"it uses protocol version {ours}, and this process version {message.version}: "
+            f"install the same version of aiofeed for both"
+        )
 
-    def left(self, consumer: Consumer) -> None:
+    def _receive_probe_result(self, consumer: Consumer, reason: str) -> None:
+        if consumer.probe is None or consumer.probe.block is None or consumer.on_device:
+            raise ProtocolError("a ProbeResult without a Probe")
+        consumer.probe = messages.Probe(None)
+        consumer.on_device = not reason
+        if reason:
+            log.warning(
+                "consumer %d gets batches through host memory: it cannot open the server's device memory (%s)",
+                consumer.pid,
+                reason[: messages.MAX_REASON_LETTERS],
+            )
+
+    def _leave(self, consumer: Consumer) -> None:
         """Take a consumer out of the epoch."""
         if consumer in self._members:
             at = self._members.index(consumer)
@@ -297,16 +332,10 @@ class Hub:
             self._turn -= at < self._turn
         self.changed.set()
 
-    def gone(self, consumer: Consumer, *, reading: bool) -> None:
+    def _gone(self, consumer: Consumer, reading: bool) -> None:
         """Forget a consumer that has disconnected; see ``Consumer.close``."""
         if consumer in self._connections:
             self._connections.remove(consumer)
         self._warned.discard(consumer)
         self.publisher.gone(consumer, reading=reading)
-        self.left(consumer)
-
-    def read(self, consumer: Consumer, serial: int) -> None:
-        """Note that a consumer has read a batch."""
-        self.publisher.read(consumer, serial)
-        self._warned.discard(consumer)
-        self.changed.set()
+        self._leave(consumer)

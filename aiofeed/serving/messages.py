@@ -1,6 +1,6 @@
 """Messages between a server and its consumers, in the order in which they are sent.
 
-Consumer (``connect.py``, ``subscription.py``)        Server (``consumers.py``, ``hub.py``)
+Consumer (``connect.py``, ``subscription.py``)        Server (``hub.py``)
 
     Hello            ->
                      <-    Welcome

@@ -29,7 +29,7 @@ from aiofeed.serving.messages import MAX_REASON_LETTERS, BatchAvailable, Probe
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
-ADVICE = "in the server's script, make collate_fn (or the decoder) return those"
+_ADVICE = "in the server's script, make collate_fn (or the decoder) return those"
 # Interval of the checks for a block of device memory whose readers have queued their copies.
 _POLL_S = 5e-4
 
@@ -59,7 +59,7 @@ class BatchPublisher:
     """Puts batches into slots, describes them to consumers, and frees them.
 
     Args:
-        slots: Memory that consumers can read.
+        keep: Free segments of shared memory that are kept for later batches.
         ring: Blocks on the device of the feeder's batches; ``None`` for a feeder of host batches.
         executor: Copies large batches.
 
@@ -67,8 +67,8 @@ class BatchPublisher:
         device: Name of the device of the batches; "" for host memory.
     """
 
-    def __init__(self, slots: SlotPool, ring: DeviceRing | None, executor: ThreadPool) -> None:
-        self._slots = slots
+    def __init__(self, keep: int, ring: DeviceRing | None, executor: ThreadPool) -> None:
+        self._slots = SlotPool(keep, _ADVICE, single_reader=False)
         self._ring = ring
         self.device: str = "" if ring is None else ring.identity
         self._executor = executor
@@ -204,7 +204,7 @@ class BatchPublisher:
         while not self._ring.has_room():  # noqa: ASYNC110 - a device signals nothing to the loop
             await asyncio.sleep(_POLL_S)
         try:
-            placed = self._ring.place(value, ADVICE)
+            placed = self._ring.place(value, _ADVICE)
         except HandleError as error:
             self._give_up_device(str(error))
             return False

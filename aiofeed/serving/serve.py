@@ -174,7 +174,8 @@ class Server:
         self.close()
         check_free(self._address, SERVER)
         # Before the socket exists: the first use of a GPU takes seconds, and a connecting consumer would time out.
-        ring = self._ring()
+        backend = self._feeder._config.backend
+        ring = None if backend is None else DeviceRing(*_shared(backend), self._options.lag + 1)
         listener = Listener(self._address, SERVER)
         loop_thread = EventLoopThread(read_threads=1, decode_threads=1)
         try:
@@ -192,12 +193,6 @@ class Server:
             loop_thread.stop()
             listener.close()
             raise
-
-    def _ring(self) -> DeviceRing | None:
-        backend = self._feeder._config.backend
-        if backend is None:
-            return None
-        return DeviceRing(*_shared(backend), self._options.lag + 1)
 
     def close(self) -> None:
         """Disconnect the consumers, remove the socket and wait up to 5 s for the threads. Idempotent.

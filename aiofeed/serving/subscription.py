@@ -12,23 +12,35 @@ import asyncio
 import itertools
 import logging
 import math
-import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from aiofeed.ipc.batch_codec import array_nodes, batch_in_ring, copied_leaf, decode_and_wrap
 from aiofeed.ipc.cuda_ipc import HandleError
 from aiofeed.ipc.error_codec import rebuild
 from aiofeed.ipc.framing import Connection, ProtocolError
-from aiofeed.ipc.peers import ProcessMonitor
-from aiofeed.ipc.schema import encode
-from aiofeed.kernel.core.errors import FeedError, WorkerDiedError
-from aiofeed.kernel.runtime.buffers import DropTracker
-from aiofeed.kernel.runtime.queue import EndOfEpoch, FeedFailure, Stopped, drop_batches
+from aiofeed.ipc.ring import INLINE_BYTES, Ring, RingLease
+from aiofeed.ipc.schema import Node, encode
+from aiofeed.kernel.core.errors import FeedError
+from aiofeed.kernel.core.statistics import EpochStats
+from aiofeed.kernel.devices.copier import Copier
+from aiofeed.kernel.feeder.iterator import LoopProducer
+from aiofeed.kernel.runtime.buffers import BufferLease, BufferPool, DropTracker, release_unused
+from aiofeed.kernel.runtime.event_loop import EventLoopThread
+from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, ReadyBatch, Stopped, drop_batches
+from aiofeed.kernel.runtime.tensors import as_tensors, unchanged
+from aiofeed.kernel.runtime.thread_pool import ThreadPool
 from aiofeed.serving import messages
-from aiofeed.serving.receiver import BatchReceiver, EpochFeed
+from aiofeed.serving.connect import ServerLink, server_died
+from aiofeed.serving.device_memory.device_reader import BlockCopier, DeviceBatch, UncopiedBatch
+from aiofeed.serving.messages import BatchAvailable
+
+if TYPE_CHECKING:
+    from aiofeed.kernel.devices.backend import DeviceBackend
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
@@ -40,42 +52,91 @@ LAST_MESSAGES_S = 0.2
 IDLE_S = 10.0
 
 
-def server_died(address: object, pid: int) -> WorkerDiedError:
-    """Return the error for a server that ended without ``Disconnected``."""
-    who = f" (pid {pid})" if pid else ""
-    return WorkerDiedError(f"the server at {address}{who} has died: start it again, and attach again")
+class EpochFeed(LoopProducer):
+    """One epoch on its way to one iterator: a producer whose threads are those of the subscription.
+
+    Args:
+        room: Batches that may wait in memory of this process.
+
+    Attributes:
+        counters: Statistics of the epoch.
+        epoch: Its number at the server; -1 before it has started.
+        superseded: Whether a newer iterator follows.
+        started: Whether a batch was returned.
+        complete: Whether the end of the epoch is in the queue.
+        passed_on: Whether the next feed has got its batches, because this one had not started.
+        unread: Serial numbers of its batches that have not been read yet.
+        messages: Those that it got before it started.
+        unconfirmed: Serial numbers of batches read before it started, for which ``Read`` has not been sent.
+    """
+
+    def __init__(self, loop_thread: EventLoopThread, subscription: Subscription, room: int) -> None:
+        super().__init__(loop_thread, BatchQueue())
+        self._subscription = subscription
+        self.counters: EpochStats = EpochStats()
+        self.epoch = -1
+        self.room = room
+        self.superseded = self.started = self.complete = self.passed_on = False
+        self.unread: set[int] = set()
+        self.messages: list[messages.EpochMessage] = []
+        self.unconfirmed: list[int] = []
+
+    def start(self) -> None:
+        """Subscribe to the epoch."""
+        self.loop_thread.call(self._subscription.begin, self)
+
+    def mark_started(self) -> None:
+        """See ``Subscription.mark_started``. From any thread."""
+        self.loop_thread.call(self._subscription.mark_started, self)
+
+    def waiting_for(self) -> tuple[Any, ...]:
+        """See ``Producer.waiting_for``."""
+        address, pid = self._subscription.server
+        began = f"its epoch {self.epoch}" if self.epoch >= 0 else "an epoch to begin, as soon as all join it"
+        return f"for the server at {address} (pid {pid}), and {began}", pid
+
+    def watch(self, owner: object) -> None:
+        """End the subscription to the epoch when ``owner`` is dropped."""
+        self._subscription.iterators.watch(owner, self)
+
+    def stop(self) -> None:
+        """End the subscription to the epoch. Never blocks."""
+        self.loop_thread.call(self._subscription.end, self)
+
+    def join(self, timeout_s: float) -> bool:
+        """Return True: the epoch has no threads of its own."""
+        return True
+
+    async def stopped(self) -> None:
+        """Return at once: the epoch has no threads of its own."""
 
 
 class Subscription:
     """A connection to a server.
 
     Args:
-        sock: Connected, with the handshake complete; closed with the subscription, like the process and the receiver.
-        process: That of the server.
-        address: The server's address, for messages.
-        receiver: Takes batches out of their slots.
-        on_epoch: Called with (epoch, batches) when a feed starts an epoch.
+        link: Closed with the subscription.
+        backend: The device that copies from the ring; ``None``: batches are copied to memory of this process.
+        memory: Memory for copies on the host.
+        executor: Copies large batches.
 
     Attributes:
+        epoch, batches: The server's number of the epoch that a feed has started last, -1 before the first, and the
+            number of its batches, if that is known.
         iterators: The feeds' iterators; a feed ends when its iterator is dropped.
         host_only: Whether this server's device memory could not be opened; a new connection is to do without it.
     """
 
     def __init__(
-        self,
-        sock: socket.socket,
-        process: ProcessMonitor,
-        address: Path,
-        *,
-        receiver: BatchReceiver,
-        on_epoch: Callable[[int, int | None], object],
+        self, link: ServerLink, backend: DeviceBackend | None, memory: BufferPool, executor: ThreadPool
     ) -> None:
-        self._sock, self._process = sock, process
-        self._address = address
-        self.receiver = receiver
-        receiver.on_read, receiver.on_taken = self._confirm, self.taken
-        receiver.on_error, receiver.on_idle = self._fail, self._pump
-        self._on_epoch = on_epoch
+        self._link = link
+        self._device_reader = link.device_reader
+        self._memory = memory
+        self._wrap = as_tensors if backend is None else unchanged
+        self._executor = executor
+        self.epoch = -1
+        self.batches: int | None = link.batches
         self.host_only: bool = False
         self._connection: Connection | None = None
         self._early: list[messages.FromConsumer] = []
@@ -86,50 +147,71 @@ class Subscription:
         self._error: Callable[[], FeedError] | None = None
         self.iterators: DropTracker[EpochFeed] = DropTracker()
         self._idle_since: float | None = None
+        self._ring = Ring(backend)
+        self._has_device = backend is not None
+        # Whether a thread copies a batch; the next one waits for it.
+        self._busy = False
+        self._in_blocks: dict[int, DeviceBatch] = {}
+        self._leases: DropTracker[tuple[EpochFeed, int]] = DropTracker()
 
     @property
     def server(self) -> tuple[Path, int]:
         """The server's address and process."""
-        return self._address, self._process.pid
+        return self._link.address, self._link.process.pid
+
+    def copier(self, backend: DeviceBackend, transform: Callable[[Any], Any] | None) -> Copier:
+        """Return the copier of batches to the device."""
+        if self._device_reader is None:
+            return Copier(backend, transform)
+        return BlockCopier(self._device_reader, transform)
 
     async def run(self) -> None:
         """Process the server's messages until cancelled."""
-        self._connection = Connection(self._sock, received=self._received, lost=self._lost)
+        self._connection = Connection(self._link.sock, received=self._received, lost=self._lost)
         loop = asyncio.get_running_loop()
         for message in self._early:
             self._send(message)
         # Messages that it sent before it died may still be on their way.
-        self._process.call_at_end(lambda: loop.call_later(LAST_MESSAGES_S, self._lost, None))
+        self._link.process.call_at_end(lambda: loop.call_later(LAST_MESSAGES_S, self._lost, None))
         try:
-            self.receiver.enter_thread()
+            if self._device_reader is not None:
+                # This thread opens and closes device memory.
+                self._device_reader.backend.enter_thread()
             while True:
                 await asyncio.sleep(HEARTBEAT_S)
                 for feed in self.iterators.collected():
                     self.end(feed)
-                self.receiver.collect()
+                # Those that were dropped before a device copied them.
+                for feed, serial in self._leases.collected():
+                    self._confirm(feed, serial)
+                if self._device_reader is not None:
+                    self._device_reader.collect()
                 self._warn_if_idle()
         finally:
             self._connection.close()
             if self._feed is not None:
                 self._feed.queue.put(Stopped())
             self._messages.clear()
-            self.receiver.close()
-            self._process.close()
+            self._close()
 
     def close_unused(self) -> None:
         """Close a subscription that has never run; from any thread."""
         if self._connection is None:
-            self._sock.close()
-            self._process.close()
-            self.receiver.close()
+            self._close()
+
+    def _close(self) -> None:
+        self._ring = Ring()
+        self._in_blocks.clear()
+        if self._device_reader is not None:
+            self._device_reader.close()
+        release_unused()
+        self._link.close()
 
     def _warn_if_idle(self) -> None:
         """Log once if batches wait for an epoch that no iterator has begun, and other consumers wait for this one."""
-        between_epochs = self._ticket is not None and (self._feed is None or self._feed.complete)
-        waiting = (
-            sum(isinstance(message, messages.BatchAvailable) for message in self._messages) if between_epochs else 0
-        )
-        now = time.monotonic()
+        now, waiting = time.monotonic(), 0
+        if self._ticket is not None and (self._feed is None or self._feed.complete):
+            waiting = sum(isinstance(message, BatchAvailable) for message in self._messages)
         if not waiting:
             self._idle_since = None
         elif self._idle_since is None:
@@ -139,7 +221,7 @@ class Subscription:
             log.warning(
                 "this process has ended an epoch of the server at %s and has not begun another for %.0f s: %d batches "
                 "wait for it, and so do other consumers. Iterate the result of attach(), or close() it",
-                self._address,
+                self._link.address,
                 IDLE_S,
                 waiting,
             )
@@ -190,7 +272,7 @@ class Subscription:
         """End a feed that a new one follows. If it has not started, its messages are put back for the new one."""
         self.iterators.forget(old)
         self._feed = None
-        has_batches = any(isinstance(message, messages.BatchAvailable) for message in old.messages)
+        has_batches = any(isinstance(message, BatchAvailable) for message in old.messages)
         if not old.started and (not old.complete or has_batches):
             old.passed_on = True
             self._messages.extendleft(reversed(old.messages))
@@ -204,7 +286,7 @@ class Subscription:
         self._send(messages.Leave(self._ticket))
         self._ticket = None
         for message in self._messages:
-            if isinstance(message, messages.BatchAvailable):
+            if isinstance(message, BatchAvailable):
                 self._send(messages.Read(message.serial))
         self._messages.clear()
 
@@ -220,7 +302,7 @@ class Subscription:
 
     def _send(self, message: messages.FromConsumer) -> None:
         if isinstance(message, messages.Read):
-            self.receiver.forget(message.serial)
+            self._in_blocks.pop(message.serial, None)
         if self._connection is None:
             self._early.append(message)
         else:
@@ -230,9 +312,9 @@ class Subscription:
 
     def _received(self, payload: bytes, memory: list[Any]) -> None:
         message = messages.decode_from_server(payload)
-        if isinstance(message, messages.BatchAvailable):
+        if isinstance(message, BatchAvailable):
             try:
-                self.receiver.open_memory(message, memory)
+                self._open_memory(message, memory)
             except HandleError as error:
                 self.host_only = True
                 raise ProtocolError(
@@ -242,7 +324,7 @@ class Subscription:
             raise ProtocolError(f"{type(message).__name__} with memory")
         if isinstance(message, messages.EpochMessage):
             if message.ticket != self._ticket:
-                if isinstance(message, messages.BatchAvailable):
+                if isinstance(message, BatchAvailable):
                     self._send(messages.Read(message.serial))
                 return
             self._messages.append(message)
@@ -255,25 +337,28 @@ class Subscription:
     def _end(self, reason: str) -> None:
         """End with a reason, because the server closes the connection. Batches that it has sent are still returned."""
         try:
-            self.receiver.save_waiting()
+            if self._device_reader is not None:
+                self._device_reader.save(list(self._in_blocks.values()))
         except (FeedError, TimeoutError, RuntimeError) as error:  # RuntimeError: no device memory left, for example
             # An iterator whose batch was lost gets an error when it copies that.
-            log.warning("the last batches of the server at %s may be lost: %s", self._address, error)
-        self._disconnect(lambda: FeedError(f"the server at {self._address} has closed the connection: {reason}"))
+            log.warning("the last batches of the server at %s may be lost: %s", self._link.address, error)
+        self._disconnect(lambda: FeedError(f"the server at {self._link.address} has closed the connection: {reason}"))
 
     def _lost(self, error: Exception | None) -> None:
         if error is None:
-            self._disconnect(lambda: server_died(self._address, self._process.pid))
+            self._disconnect(lambda: server_died(*self.server))
         elif isinstance(error, ConnectionError):
-            self._disconnect(lambda: FeedError(f"lost the connection to the server at {self._address}: {error}"))
+            self._disconnect(lambda: FeedError(f"lost the connection to the server at {self._link.address}: {error}"))
         else:
             # This process has closed the connection, so the server may reuse the slots of the waiting batches.
             self._messages.clear()
-            self._disconnect(lambda: FeedError(f"refused a message of the server at {self._address}: {error}"))
+            self._disconnect(lambda: FeedError(f"refused a message of the server at {self._link.address}: {error}"))
 
     def _fail(self, error: BaseException) -> None:
         self._messages.clear()
-        self._disconnect(lambda: FeedError(f"a batch of the server at {self._address} cannot be received: {error}"))
+        self._disconnect(
+            lambda: FeedError(f"a batch of the server at {self._link.address} cannot be received: {error}")
+        )
 
     def _disconnect(self, make_error: Callable[[], FeedError]) -> None:
         """Close the connection. The feed gets the first error given here, after the messages that wait."""
@@ -288,25 +373,25 @@ class Subscription:
     def _pump(self) -> None:
         """Give the feed the messages that it has room for."""
         feed = self._feed
-        while feed is not None and not feed.complete and not self.receiver.busy:
+        while feed is not None and not feed.complete and not self._busy:
             if not self._messages:
                 if self._error is not None:
                     self._feed = None
                     feed.queue.put(FeedFailure(self._error()))
                 return
             message = self._messages[0]
-            if isinstance(message, messages.BatchAvailable) and not feed.room:
+            if isinstance(message, BatchAvailable) and not feed.room:
                 return
             self._messages.popleft()
             if not feed.started:
                 feed.messages.append(message)
             if isinstance(message, messages.EpochStarted):
-                feed.epoch = message.epoch
-                self._on_epoch(message.epoch, message.batches)
-            elif isinstance(message, messages.BatchAvailable):
+                feed.epoch = self.epoch = message.epoch
+                self.batches = message.batches
+            elif isinstance(message, BatchAvailable):
                 feed.room -= 1
                 feed.unread.add(message.serial)
-                self.receiver.receive(feed, message)
+                self._receive(feed, message)
             elif message.error is None:
                 feed.complete = True
                 feed.queue.put(EndOfEpoch())
@@ -315,3 +400,89 @@ class Subscription:
                 self._feed, self._ticket = None, None
                 self.mark_started(feed)
                 return
+
+    # --- batches out of their slots ---
+
+    def _open_memory(self, message: BatchAvailable, memory: list[Any]) -> None:
+        """Map or open the memory that a message introduces, and forget the memory that it retires.
+
+        Raises:
+            ProtocolError: The memory is not as announced.
+            HandleError: Device memory cannot be opened.
+        """
+        self._ring.map_segments(message.segments, memory, message.retired)
+        if self._device_reader is not None:
+            self._device_reader.open_blocks(message)
+            if message.block >= 0:
+                # `_end` may have to copy it before a feed takes it.
+                self._in_blocks[message.serial] = self._device_reader.batch(message)
+        elif message.block >= 0:
+            raise ProtocolError("a batch in device memory, which this process has not opened")
+
+    def _receive(self, feed: EpochFeed, message: BatchAvailable) -> None:
+        """Put a batch into the feed's queue: copied, or in its slot if a device copies it from there."""
+        try:
+            if message.block >= 0:
+                self._receive_from_device(feed, message)
+                return
+            ring = self._ring
+            if ring.pinned:
+                self._put(feed, message, batch_in_ring(ring, message.batch), self._lease(feed, message))
+                return
+            lease = self._memory.lease()
+            copy = partial(
+                decode_and_wrap, message.batch, lambda node: copied_leaf(ring.view(node), node, lease), self._wrap
+            )
+            if message.nbytes > INLINE_BYTES:
+                self._busy = True
+                job = asyncio.get_running_loop().run_in_executor(self._executor, copy)
+                job.add_done_callback(partial(self._copied_in_thread, feed, message, lease))
+                return
+            batch, seconds = copy()
+        except (ProtocolError, MemoryError) as error:
+            self._fail(error)
+            return
+        self._copied(feed, message, lease, batch, seconds)
+
+    def _receive_from_device(self, feed: EpochFeed, message: BatchAvailable) -> None:
+        batch, lease = self._in_blocks[message.serial], self._lease(feed, message)
+        ring = self._ring
+        tree = batch.tree(message.batch, lambda node: copied_leaf(ring.view(node), node, None))
+        self._put(feed, message, UncopiedBatch(batch, tree, lease), lease)
+
+    def _lease(self, feed: EpochFeed, message: BatchAvailable) -> RingLease:
+        lease = RingLease(asyncio.get_running_loop(), partial(self._confirm, feed, message.serial))
+        # A batch that no device copies is dropped together with its lease.
+        self._leases.watch(lease, (feed, message.serial))
+        return lease
+
+    def _copied_in_thread(
+        self, feed: EpochFeed, message: BatchAvailable, lease: BufferLease, job: asyncio.Future[tuple[Any, float]]
+    ) -> None:
+        self._busy = False
+        if job.cancelled():
+            return
+        if (error := job.exception()) is not None:
+            self._fail(error)
+            return
+        self._copied(feed, message, lease, *job.result())
+        self._pump()
+
+    def _copied(self, feed: EpochFeed, message: BatchAvailable, lease: BufferLease, batch: Any, seconds: float) -> None:
+        feed.counters.copy_s += seconds
+        feed.counters.jobs_s += seconds
+        self._put(feed, message, batch, lease if self._has_device else None)
+        self._confirm(feed, message.serial)
+
+    def _put(self, feed: EpochFeed, message: BatchAvailable, batch: Any, lease: BufferLease | None) -> None:
+        item = ReadyBatch(message.number, _rows(message.batch), batch, lease, counters=feed.counters)
+        item.release = lambda _: self.taken(feed)
+        feed.queue.put(item)
+
+
+def _rows(batch: Node) -> int:
+    """Return the number of samples: rows of the first array that has any; 0 if there is none."""
+    for node in array_nodes(batch):
+        if node.shape and (rows := node.shape[node.axes[0] if node.axes else 0]):
+            return rows
+    return 0

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _AHEAD = 2  # copies issued before the consumer takes the first batch
 _SLOTS = 3  # host buffers, written in rotation
 _SWITCH = 7  # batches after which the consumer changes its stream
-_PHASE = 64  # batches with a slow side stream, then with a slow consumer: each mistake shows in one of the two
+PHASE = 64  # batches with a slow side stream, then with a slow consumer: each mistake shows in one of the two
 _EXTRA = 64  # integers of the third tensor, which is in pageable memory in the first half of a phase
 
 
@@ -79,7 +79,7 @@ def check_copier(
         memory, copied = slots.popleft()
         while copied is not None and not copied.query():
             pass
-        batch, sums = consumer.fill(memory, rng, pageable=len(expected) % _PHASE < _PHASE // 2)
+        batch, sums = consumer.fill(memory, rng, pageable=len(expected) % PHASE < PHASE // 2)
         expected.append(sums)
         pending.append(tested.issue(batch))
         del batch
@@ -88,14 +88,55 @@ def check_copier(
             consumer.take(tested, pending.popleft())
     while pending:
         consumer.take(tested, pending.popleft())
-    received = consumer.sums()
+    received = consumer.received().tolist()
     tested.release()
     if wrong := [number for number in range(batches) if received[number] != expected[number]]:
         raise WrongBytesError(wrong, batches)
 
 
-class _CopyConsumer:
-    """Works like training code: takes a batch, launches work on it, drops it."""
+class StreamConsumer:
+    """Works like training code on one device: launches work on each batch that it gets, and does not keep the batch.
+
+    Args:
+        slow: Queues a slow kernel on the current stream.
+        weights: A weight for each position, so that bytes in the wrong place change the checksum.
+        sums: Zeros for the checksums of the batches, which are computed on the device.
+    """
+
+    def __init__(
+        self,
+        backend: DeviceBackend,
+        streams: Sequence[Stream],
+        slow: Callable[[], object],
+        weights: torch.Tensor,
+        sums: torch.Tensor,
+    ) -> None:
+        self.backend = backend
+        self.streams = streams
+        self.slow = slow
+        self._host = weights, sums  # the device may still copy from them
+        self.weights, self.sums = backend.copy(weights), backend.copy(sums)
+        backend.record(backend.current_stream()).synchronize()
+
+    def stream(self, number: int) -> Stream:
+        """Return the stream for a batch; they take turns."""
+        return self.streams[number // _SWITCH % len(self.streams)]
+
+    def delay(self, number: int) -> None:
+        """Be slow in every other phase."""
+        if number // PHASE % 2:
+            self.slow()
+
+    def received(self) -> NDArray[np.int64]:
+        """Wait for all streams; returns the checksums of all batches."""
+        for stream in self.streams:
+            self.backend.record(stream).synchronize()
+        sums: NDArray[np.int64] = self.sums.cpu().numpy()
+        return sums
+
+
+class _CopyConsumer(StreamConsumer):
+    """Takes batches from a copier."""
 
     def __init__(
         self,
@@ -105,22 +146,16 @@ class _CopyConsumer:
         batches: int,
         shape: tuple[int, int, int, int],
     ) -> None:
-        self.backend = backend
-        self.streams = streams
-        self.slow = slow
         self.shape = shape
         self.pixels = shape[0] * shape[1] * shape[2] * shape[3]
         self.numbers_at = -(-self.pixels // 8) * 8
         self.slot_bytes = self.numbers_at + 8 * (shape[0] + _EXTRA)
         self.taken = 0
         self.transformed = 0
-        # A weight for each position, in memory order, so that bytes in the wrong place change the checksum.
+        # In memory order.
         self.host_weights = torch.arange(1, self.pixels + 1).view(shape)
-        self.host_view = self.host_weights.permute(0, 3, 1, 2)
-        self.weights = backend.copy(self.host_view)
-        self.host_sums = torch.zeros(batches, 3, dtype=torch.int64)
-        self.device_sums = backend.copy(self.host_sums)
-        backend.record(backend.current_stream()).synchronize()
+        sums = torch.zeros(batches, 3, dtype=torch.int64)
+        super().__init__(backend, streams, slow, self.host_weights.permute(0, 3, 1, 2), sums)
 
     def fill(self, memory: NDArray[np.uint8], rng: np.random.Generator, *, pageable: bool) -> tuple[Any, list[int]]:
         """Write random contents into a slot; returns the batch and its checksums."""
@@ -145,7 +180,7 @@ class _CopyConsumer:
         """The transform of the copier under test; slow in every other phase."""
         named, rest, key = batch
         number, self.transformed = self.transformed, self.transformed + 1
-        if number // _PHASE % 2 == 0:
+        if number // PHASE % 2 == 0:
             self.slow()
         # Integers below 2**24 are exact in float32.
         return {"images": named["images"].to(torch.float32) * 2 + 1}, rest, key
@@ -153,23 +188,15 @@ class _CopyConsumer:
     def take(self, copier: Copier, pending: PendingCopy) -> None:
         """Take a batch on the current stream of the rotation, and launch its checksums."""
         number, self.taken = self.taken, self.taken + 1
-        with self.backend.use_stream(self.streams[number // _SWITCH % len(self.streams)]):
-            if number // _PHASE % 2:
-                self.slow()
+        with self.backend.use_stream(self.stream(number)):
+            self.delay(number)
             named, (labels, extra), key = copier.deliver(pending)
             del pending
             assert key == "a key"
-            row = self.device_sums[number]
+            row = self.sums[number]
             row[0].copy_((named["images"].to(torch.int64) * self.weights).sum())
             row[1].copy_(labels.sum())
             row[2].copy_(extra.sum())
-
-    def sums(self) -> list[list[int]]:
-        """Wait for all streams; returns the checksums of all batches."""
-        for stream in self.streams:
-            self.backend.record(stream).synchronize()
-        sums: list[list[int]] = self.device_sums.cpu().tolist()
-        return sums
 
 
 def _pinned_memory(backend: DeviceBackend, nbytes: int) -> NDArray[np.uint8]:

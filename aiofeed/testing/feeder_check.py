@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from aiofeed.kernel.devices.backend import CpuBackend, backends_of, splits_batches
 from aiofeed.kernel.devices.resolve import resolve_devices
 from aiofeed.kernel.feeder.feeder import Feeder
-from aiofeed.testing.copier_check import WrongBytesError
+from aiofeed.testing.copier_check import PHASE, StreamConsumer, WrongBytesError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from aiofeed.kernel.devices.backend import DeviceBackend, Stream
 
 _ROW = 96  # bytes of a sample
-_SWITCH = 7  # batches after which the consumer changes its streams
-_PHASE = 64  # batches with slow copies, then with a slow consumer: each mistake shows in one of the two
 
 
 class Checked:
@@ -83,7 +82,13 @@ def check_feeder(
     backends: list[DeviceBackend]
     backends = list(backends_of(resolved or CpuBackend()))
     consumers = [
-        _FeedConsumer(backend, streams(backend) if streams else [backend.current_stream()], slow, batches)
+        _FeedConsumer(
+            backend,
+            streams(backend) if streams else [backend.current_stream()],
+            partial(slow, backend),
+            torch.arange(1, _ROW + 1),
+            torch.zeros(batches, 2, dtype=torch.int64),
+        )
         for backend in backends
     ]
     source = Checked(batches // 2 * batch_size)
@@ -93,7 +98,7 @@ def check_feeder(
         """Run on the side stream; slow in every other phase."""
         rows, labels = batch
         number, device_number = divmod(next(calls), len(backends))
-        if number // _PHASE % 2 == 0:
+        if number // PHASE % 2 == 0:
             slow(backends[device_number])
         return {"rows": rows.to(torch.float32) * 2 + 1, "labels": labels}
 
@@ -133,41 +138,16 @@ def _train(feeder: Feeder[Any], consumers: Sequence[_FeedConsumer], *, several: 
     return number
 
 
-class _FeedConsumer:
-    """The training on one device: launches work on its part of a batch, and does not keep it."""
-
-    def __init__(
-        self,
-        backend: DeviceBackend,
-        streams: Sequence[Stream],
-        slow: Callable[[DeviceBackend], object],
-        batches: int,
-    ) -> None:
-        self.backend = backend
-        self.streams = streams
-        self.slow = slow
-        self._host = [torch.arange(1, _ROW + 1), torch.zeros(batches, 2, dtype=torch.int64)]
-        self.weights, self.sums = [backend.copy(tensor) for tensor in self._host]
-        backend.record(backend.current_stream()).synchronize()
-
-    def stream(self, number: int) -> Stream:
-        return self.streams[number // _SWITCH % len(self.streams)]
+class _FeedConsumer(StreamConsumer):
+    """Uses its device's part of a batch."""
 
     def use(self, number: int, part: Any) -> None:
-        if number // _PHASE % 2:
-            self.slow(self.backend)
+        self.delay(number)
         row = self.sums[number]
         # Weighted by the row's label too, so that swapped rows change the checksum.
         weights = self.weights * (part["labels"] % 8 + 1).unsqueeze(1)
         row[0].copy_((part["rows"].to(torch.int64) * weights).sum())
         row[1].copy_(part["labels"].sum())
-
-    def received(self) -> NDArray[np.int64]:
-        """Wait for all streams; returns the checksums of all batches."""
-        for stream in self.streams:
-            self.backend.record(stream).synchronize()
-        sums: NDArray[np.int64] = self.sums.cpu().numpy()
-        return sums
 
 
 def _compare(source: Checked, consumers: Sequence[_FeedConsumer], batches: int) -> None:

@@ -22,10 +22,10 @@ from aiofeed.ipc.ring import Slot
 from aiofeed.ipc.schema import encode
 from aiofeed.kernel.core.errors import FeedError
 from aiofeed.kernel.core.formatting import format_error
-from aiofeed.kernel.runtime.event_loop import EventLoopThread, reserve_standard_descriptors
+from aiofeed.kernel.runtime.event_loop import reserve_standard_descriptors
 from aiofeed.workers.protocol import FromWorker, WorkerEnded, decode_to_worker
 from aiofeed.workers.spawn import WorkerConfig, read_config
-from aiofeed.workers.worker import Worker, encode_finished, new_loop_thread
+from aiofeed.workers.worker import Worker, encode_finished
 
 # Interval of the checks for a trainer whose end the connection does not show.
 HEARTBEAT_S = 0.25
@@ -45,11 +45,10 @@ def main(connection: int, config: int, parent: int, number: int) -> None:
     status = 1
     try:
         worker_config = read_config(config)
-        loop_thread = new_loop_thread(worker_config, number)
-        worker = _Worker(loop_thread, worker_config, parent, number)
-        loop_thread.launch(import_torch=False)
-        loop_thread.start(partial(worker.serve, sock))
-        loop_thread.finished.result()
+        worker = _Worker(worker_config, parent, number)
+        worker.loop_thread.launch(import_torch=False)
+        worker.loop_thread.start(partial(worker.serve, sock))
+        worker.loop_thread.finished.result()
         status = 0
     except BaseException as error:  # noqa: BLE001 - the user's modules and objects may raise anything when they are loaded
         way = '; define it above `if __name__ == "__main__":`' if "__mp_main__" in str(error) else ""
@@ -80,8 +79,8 @@ def _exit_with(parent: int) -> None:
 class _Worker(Worker):
     """A worker process, on its event loop."""
 
-    def __init__(self, loop_thread: EventLoopThread, worker_config: WorkerConfig, parent: int, number: int) -> None:
-        super().__init__(loop_thread, worker_config, number)
+    def __init__(self, worker_config: WorkerConfig, parent: int, number: int) -> None:
+        super().__init__(worker_config, number)
         self._parent = parent
         self._connection: Connection | None = None
         # Segments that the trainer has mapped.

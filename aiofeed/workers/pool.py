@@ -242,17 +242,12 @@ class ProcessPool(WorkerPool[WorkerHandle]):
             failure.__cause__ = error
             self._fail(failure)
             return
-        self._await_exit_status(worker, int(REAP_S / _POLL_S))
+        self._reaping = asyncio.ensure_future(self._await_exit_status(worker))
 
-    def _await_exit_status(self, worker: WorkerHandle, polls: int) -> None:
-        """Poll for the exit status, which is available some milliseconds after the connection has ended."""
-        if self._stopping or self._error is not None:
-            return
-        if worker.ended():
-            self._fail_dead(worker)
-        elif polls:
-            asyncio.get_running_loop().call_later(_POLL_S, self._await_exit_status, worker, polls - 1)
-        else:
+    async def _await_exit_status(self, worker: WorkerHandle) -> None:
+        """Fail with the exit status, which is available some milliseconds after the connection has ended."""
+        await _wait_for_end([worker], REAP_S)
+        if not self._stopping and self._error is None:
             self._fail_dead(worker)
             worker.kill()
 

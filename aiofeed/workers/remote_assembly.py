@@ -142,7 +142,10 @@ class RemoteAssembly(Assembly):
     ) -> BorrowedSlot | None:
         """Decode a batch from its slot; returns the slot if it is to be tracked once the batch is delivered."""
         self.chunk_size: int = reply.chunk_size
-        self._follow_reads(worker, reply.reads)
+        if self._tuner is not None and not self._tuner.reading.given:
+            # Plan for as many concurrent reads as the workers do.
+            self._tuner.reading.concurrency = self._pool.set_reads(worker.number, reply.reads)
+            self._concurrency.apply(self._tuner)
         ring = assigned.ring
         assert ring is not None
         # Not a method of `assigned`, which refers to the batch: the slot would keep itself.
@@ -168,12 +171,6 @@ class RemoteAssembly(Assembly):
             return None
         batch.counters.copy_s += seconds
         return borrowed
-
-    def _follow_reads(self, worker: Handle, reads: int) -> None:
-        """Plan for as many concurrent reads as the workers do."""
-        if self._tuner is not None and not self._tuner.reading.given:
-            self._tuner.reading.concurrency = self._pool.set_reads(worker.number, reads)
-            self._concurrency.apply(self._tuner)
 
 
 class BorrowedSlot(Borrowed):

@@ -12,16 +12,15 @@ import mmap
 import os
 import pickle
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aiofeed.ipc.shared_memory import anonymous_memory
 from aiofeed.kernel.core.failure_policy import FailurePolicy
 from aiofeed.kernel.engine.tuning.reads import READS_MOST
-from aiofeed.kernel.runtime.event_loop import reserve_standard_descriptors
 
 if TYPE_CHECKING:
     from aiofeed.kernel.engine.fetchers import CacheStore
@@ -178,7 +177,7 @@ def check_not_starting() -> None:
 
 
 def write_config(worker_config: WorkerConfig) -> int:
-    """Pickle a configuration into a file without a name; returns its descriptor, which workers inherit."""
+    """Pickle a configuration into shared memory; returns its descriptor, which workers inherit."""
     buffer = io.BytesIO()
     try:
         imports_script = _dump(worker_config, buffer, "the feeder")
@@ -191,17 +190,10 @@ def write_config(worker_config: WorkerConfig) -> int:
 
         names = ("sys_argv", "init_main_from_name", "init_main_from_path")
         preparation = {name: value for name, value in spawn.get_preparation_data("aiofeed").items() if name in names}
-    head = pickle.dumps(preparation)
-    data = len(head).to_bytes(8, "little") + head + buffer.getbuffer()
-    reserve_standard_descriptors()
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("aiofeed-start", os.MFD_CLOEXEC)
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
+    data = pickle.dumps((preparation, buffer.getvalue()))
+    descriptor = anonymous_memory(len(data))
+    with mmap.mmap(descriptor, len(data)) as memory:
+        memory[:] = data
     return descriptor
 
 
@@ -218,13 +210,12 @@ def read_config(descriptor: int) -> WorkerConfig:
         size = os.fstat(descriptor).st_size
         starting = True
         with mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as data:
-            end = 8 + int.from_bytes(data[:8], "little")
-            preparation = pickle.loads(data[8:end])
-            if preparation:
-                from multiprocessing import spawn
+            preparation, worker_config = pickle.loads(data)
+        if preparation:
+            from multiprocessing import spawn
 
-                spawn.prepare(preparation)
-            return unpickle_config(data[end:])
+            spawn.prepare(preparation)
+        return unpickle_config(worker_config)
     finally:
         starting = False
         os.close(descriptor)

@@ -7,39 +7,48 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
+import sys
+from collections.abc import AsyncGenerator, Awaitable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from aiofeed.ipc.error_codec import describe
 from aiofeed.ipc.framing import MAX_MESSAGE_BYTES, ProtocolError
-from aiofeed.ipc.ring import Slot
+from aiofeed.ipc.ring import Slot, SlotPool
 from aiofeed.ipc.schema import encode
 from aiofeed.kernel.core.errors import CollateError, FeedError, add_note
+from aiofeed.kernel.core.limits import ResolvedLimits
 from aiofeed.kernel.core.statistics import EpochStats, new_events
 from aiofeed.kernel.core.types import Members
+from aiofeed.kernel.engine.admission import MemoryBudget
 from aiofeed.kernel.engine.engine import Engine
+from aiofeed.kernel.engine.fetchers import builder_factory, new_fetcher
+from aiofeed.kernel.engine.tuning.tuner import Tuner
 from aiofeed.kernel.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
+from aiofeed.kernel.runtime.tensors import unchanged
 from aiofeed.kernel.sampling.epochs import EpochStart, Step
 from aiofeed.workers import protocol
 from aiofeed.workers.spawn import WorkerConfig
-from aiofeed.workers.worker_engine import Outbox, RemoteOrder, WorkerPlan, worker_engine
+from aiofeed.workers.worker_engine import Outbox, PermittedAssembly, WorkerPlan, dump, encoding_builder
 
-
-def new_loop_thread(worker_config: WorkerConfig, number: int) -> EventLoopThread:
-    """Return the event loop and the threads of worker ``number``, not started."""
-    return EventLoopThread(
-        read_threads=min(worker_config.most_reads(number), MOST_READ_THREADS),
-        decode_threads=worker_config.share(worker_config.decode_threads, number),
-    )
+_UNBOUNDED = 1 << 30
+_ADVICE = 'make collate_fn (or the decoder) return tensors and plain values, or use engine="thread"'
 
 
 class Worker:
-    """A worker, on its event loop."""
+    """A worker, on its event loop.
 
-    def __init__(self, loop_thread: EventLoopThread, worker_config: WorkerConfig, number: int) -> None:
-        self._loop_thread = loop_thread
+    Attributes:
+        loop_thread: The event loop and the threads, not started.
+    """
+
+    def __init__(self, worker_config: WorkerConfig, number: int) -> None:
+        self.loop_thread: EventLoopThread = EventLoopThread(
+            read_threads=min(worker_config.most_reads(number), MOST_READ_THREADS),
+            decode_threads=worker_config.share(worker_config.decode_threads, number),
+        )
         self._config = worker_config
         self._number = number
         self._plans: asyncio.Queue[WorkerPlan] = asyncio.Queue()
@@ -67,16 +76,8 @@ class Worker:
             self.send(protocol.WorkerEnded(describe(error)))
             return
         if members.aclose is not None:
-            self._loop_thread.at_stop(members.aclose)
-        self._engine = worker_engine(
-            self._steps(),
-            self._outbox,
-            self._may_decode,
-            worker_config=self._config,
-            number=self._number,
-            executor=self._loop_thread.decode_pool,
-            loop_delay_s=self._loop_thread.loop_delay_s,
-        )
+            self.loop_thread.at_stop(members.aclose)
+        self._engine = self._new_engine()
         self.send(protocol.WorkerReady())
         await self._engine.run()
 
@@ -88,6 +89,61 @@ class Worker:
             plan = await self._plans.get()
             yield EpochStart(EpochStats(events=new_events()))  # statistics of this batch alone
             yield plan
+
+    def _new_engine(self) -> Engine:
+        """Return the engine, which puts its batches into the outbox; see ``PermittedAssembly``."""
+        config, executor = self._config, self.loop_thread.decode_pool
+        fetcher = new_fetcher(
+            config.source,
+            config.decode,
+            config.collate_fn,
+            length=config.length,
+            policy=config.policy,
+            cache=config.cache,
+            own_process=True,
+        )
+        executor.host = fetcher.thread
+        limits = ResolvedLimits(
+            read_concurrency=config.share(config.read_concurrency, self._number),
+            decode_threads=config.share(config.decode_threads, self._number),
+            # The trainer bounds batches and bytes; here only reads and threads are bounded.
+            prefetch_batches=_UNBOUNDED,
+            memory_bytes=_UNBOUNDED,
+            device_batches=_UNBOUNDED,
+        )
+        tuner = Tuner(
+            decode_threads=limits.decode_threads,
+            threads_given=config.threads_given,
+            read_concurrency=limits.read_concurrency,
+            reads_given=config.reads_given,
+            reads_most=config.most_reads(self._number),
+        )
+        assembly = partial(
+            PermittedAssembly,
+            may_decode=self._may_decode,
+            outbox=self._outbox,
+            reports=not config.in_order,
+            fetcher=fetcher,
+            new_builder=partial(encoding_builder, builder_factory(fetcher, config.collate_fn, staged=False)),
+            wrap=unchanged,
+            memory=SlotPool(config.keep, _ADVICE, single_reader=True, dump=dump),
+            executor=executor,
+            policy=config.policy,
+            tuner=tuner,
+            loop_delay_s=self.loop_thread.loop_delay_s,
+        )
+        return Engine(
+            self._steps(),
+            assembly,
+            batch_size=1,
+            queue=self._outbox,
+            limits=limits,
+            budget=MemoryBudget(sys.maxsize),
+            in_order=False,
+            policy=config.policy,
+            length=config.length,
+            counts_failures=False,
+        )
 
     async def request_index(self, serial: int, position: int) -> int:
         """Ask the trainer for the index at a position of the epoch's order; ``FeedError`` if there is no order."""
@@ -105,7 +161,7 @@ class Worker:
     def received(self, message: protocol.ToWorker) -> None:
         """Process a message of the trainer."""
         if isinstance(message, protocol.StopWorker):
-            self._loop_thread.stop()
+            self.loop_thread.stop()
         elif isinstance(message, protocol.ReplacementAnswer):
             if (request := self._requests.get(message.ticket)) is not None and not request.done():
                 request.set_result(message)
@@ -128,11 +184,23 @@ class Worker:
             raise ProtocolError("a plan with an incomplete piece of a sample")
         indices: list[int] = np.frombuffer(message.indices, np.int64).tolist()
         positions: list[int] = np.frombuffer(message.positions, np.int64).tolist()
-        request = partial(self.request_index, message.serial)
-        order = RemoteOrder(message.order_length, request) if message.order_length else None
+        order = RemoteOrder(self, message.serial, message.order_length) if message.order_length else None
         pieces = np.frombuffer(message.pieces, np.int64).reshape(-1, 5) if message.pieces else None
         plan = message.number, indices, positions, message.epoch_seed, order
         return WorkerPlan(*plan, pieces=pieces, serial=message.serial)
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteOrder:
+    """The order of a batch's epoch, which is in the trainer's process."""
+
+    worker: Worker
+    serial: int
+    length: int
+
+    def index_at(self, position: int) -> Awaitable[int]:
+        """Return the index at a position; see ``Worker.request_index``."""
+        return self.worker.request_index(self.serial, position)
 
 
 def encode_finished(message: protocol.FromWorker) -> tuple[bytes, bool]:

@@ -45,7 +45,7 @@ with aiofeed.attach(address, device=None if device == "cpu" else device, wait_s=
                 bad += wrong(kept.pop(0))
         bad += sum(map(wrong, kept))
         print("epoch", seen == list(range(0, 96, 4)), bad, flush=True)
-    reader = feed._subscription.receiver._device_reader
+    reader = feed._subscription._device_reader
     print("on device" if reader is not None and reader._open else "on host", flush=True)
 """
 )

@@ -67,7 +67,7 @@ def test_named_memory_whose_lock_is_held_is_an_error(
 @linux
 def test_a_segment_left_by_a_crash_is_removed(named: None) -> None:
     """It is found by its name; other files stay."""
-    stale = Path("/dev/shm") / segments.segment_name().lstrip("/")
+    stale = Path("/dev/shm") / f"aiofeed-{os.getuid()}"
     foreign = Path("/dev/shm") / f"{stale.name}-of-somebody-else"
     stale.write_bytes(b"left behind")
     foreign.write_bytes(b"not ours")

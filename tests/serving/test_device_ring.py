@@ -25,11 +25,11 @@ from aiofeed.ipc.cuda_ipc import CudaSharedDevice, HandleError
 from aiofeed.ipc.framing import ProtocolError
 from aiofeed.ipc.peers import ProcessMonitor
 from aiofeed.ipc.schema import ArrayNode, ContainerNode, DeviceMemoryHandle
+from aiofeed.serving.connect import server_died
 from aiofeed.serving.device_memory import device_reader, device_ring
-from aiofeed.serving.device_memory.device_reader import DeviceReader, UncopiedBatch
+from aiofeed.serving.device_memory.device_reader import BlockCopier, DeviceReader, UncopiedBatch
 from aiofeed.serving.device_memory.device_ring import DeviceBlock, DeviceRing
 from aiofeed.serving.messages import BatchAvailable
-from aiofeed.serving.subscription import server_died
 from tests.support import ring_parts, serve_parts
 from tests.support.late_device import LateDevice
 from tests.support.ring_parts import expected, feeder, wrong_parts
@@ -346,7 +346,7 @@ def test_waiting_batches_are_copied_when_the_server_closes(address: str, device:
             iterator = iter(feed)
             seen = [next(iterator)]
             assert feed._subscription is not None
-            until(lambda: len(feed._subscription.receiver._in_blocks) >= 4)  # type: ignore[union-attr]
+            until(lambda: len(feed._subscription._in_blocks) >= 4)  # type: ignore[union-attr]
             os.kill(server.pid, signal.SIGUSR1)
             assert server.receive() == "closed"
             server.process.join()  # its device memory is gone
@@ -497,7 +497,7 @@ def test_a_copy_that_fails_because_the_server_has_died_raises_that(device: LateD
 
         reader.shared.clone = refuse  # type: ignore[method-assign]
         with pytest.raises(WorkerDiedError, match="has died"):
-            reader.copier(None).issue(batch)
+            BlockCopier(reader, None).issue(batch)
 
 
 def test_memory_stays_open_if_the_device_has_failed(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,7 +550,7 @@ def test_a_batch_is_handed_out_only_once_its_copy_is_complete(device: LateDevice
     with reader_of(os.getpid(), LateDevice(late_s=0.5)) as reader:
         ring = DeviceRing(device, device, 2)  # its memory ends with it
         batch = received(reader, published(ring, device), lease)
-        pending = reader.copier(None).issue(batch)
+        pending = BlockCopier(reader, None).issue(batch)
         assert pending.copied.query()
         assert pending.batch["x"].tolist() == [0, 1, 2, 3]
         assert lease.given_back == 1

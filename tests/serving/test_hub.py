@@ -128,7 +128,7 @@ def test_batches_in_the_ring_outlive_the_worker_that_made_them(address: str) -> 
 def test_large_batches_are_copied_in_a_thread(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Above INLINE_BYTES, by the server and by the consumer."""
     monkeypatch.setattr("aiofeed.serving.published.INLINE_BYTES", 0)
-    monkeypatch.setattr("aiofeed.serving.receiver.INLINE_BYTES", 0)
+    monkeypatch.setattr("aiofeed.serving.subscription.INLINE_BYTES", 0)
     with numbers() as feeder, aiofeed.serve(feeder, address), aiofeed.attach(address) as feed:
         assert [[batch.tolist() for batch in feed] for _ in range(2)] == expected(2)
 

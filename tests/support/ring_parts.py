@@ -99,7 +99,7 @@ def epochs(
                 for batch in kept:
                     bad += wrong_parts(batch)
                 pipe.send((seen, bad))
-            blocks = feed._subscription.receiver._device_reader  # type: ignore[union-attr]
+            blocks = feed._subscription._device_reader  # type: ignore[union-attr]
             pipe.send((blocks is not None and bool(blocks._open), lines.lines))
     except Exception as error:
         pipe.send((type(error).__name__, str(error)))
@@ -169,7 +169,7 @@ def leaves(address: str, pipe: Connection, count: int) -> None:
                 bad += wrong_parts(batch)
                 if turn % 3 == 1 and at == turn % 7:
                     break
-        blocks = feed._subscription.receiver._device_reader  # type: ignore[union-attr]
+        blocks = feed._subscription._device_reader  # type: ignore[union-attr]
         pipe.send((blocks is not None and bool(blocks._open), bad))
 
 
@@ -183,4 +183,4 @@ def cannot_open_later(address: str, pipe: Connection) -> None:
         except Exception as error:
             feed.close()
             good = sum(not wrong_parts(batch) for batch in feed)
-            pipe.send((type(error).__name__, str(error), good, feed._subscription.receiver._device_reader is not None))  # type: ignore[union-attr]
+            pipe.send((type(error).__name__, str(error), good, feed._subscription._device_reader is not None))  # type: ignore[union-attr]

@@ -62,7 +62,7 @@ def test_a_worker_that_decodes_images_does_not_load_torch(jpeg_folder: Path) -> 
 
 def test_ctrl_c_while_a_worker_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker ignores Ctrl-C before it imports anything of aiofeed, so that it prints no traceback."""
-    module = tmp_path / "aiofeed" / "processes" / "workers" / "main.py"
+    module = tmp_path / "aiofeed" / "workers" / "main.py"
     module.parent.mkdir(parents=True)
     module.write_text("import signal\nprint(signal.getsignal(signal.SIGINT).name)\ndef main(*_): pass\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])

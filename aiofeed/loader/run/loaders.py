@@ -58,7 +58,7 @@ class _EpochsOfTorch(_Epochs):
         if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None or loader.worker_init_fn:
             threads = None
         feeder = {"on_error": "raise", "cache": None, "engine": None, "threads": threads}
-        super().__init__(loader, device=device, transform=None, limits=None, snapshot_every_n_steps=1, **feeder)
+        super().__init__(loader, device=device, transform=None, limits=None, **feeder)
 
     def __reduce__(self) -> Any:
         return type(None), ()

@@ -129,10 +129,6 @@ class DeviceReader:
             return (str(error) or type(error).__name__).splitlines()[0][:MAX_REASON_LETTERS]
         return "" if content == probe.content else "its content is not what the server has written"
 
-    def copier(self, transform: Callable[[Any], Any] | None) -> Copier:
-        """Return a copier of batches to the consumer's device that also copies from these blocks."""
-        return BlockCopier(self, transform)
-
     def open_blocks(self, message: BatchAvailable) -> None:
         """Open the block that a message introduces, and retire those that it retires.
 

@@ -16,8 +16,6 @@ from aiofeed.serving.shared_tensors.client import attach
 from aiofeed.serving.shared_tensors.store import TensorServer, TensorStore
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import numpy as np
     from numpy.typing import NDArray
 
@@ -68,9 +66,7 @@ class SharedTensors:
     def __enter__(self) -> SharedTensors:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

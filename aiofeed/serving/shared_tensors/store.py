@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,10 @@ class TensorStore:
     def __init__(self, tensors: Any, handles: CudaHandles) -> None:
         self._join, parts = split_parts(tensors)
         self._handles = handles
-        self._on_device = [isinstance(part, torch.Tensor) and handles.holds(part) for part in parts]
+        # Which of them are on a device.
+        self._on_device = [
+            at for at, part in enumerate(parts) if isinstance(part, torch.Tensor) and handles.holds(part)
+        ]
         self._pool = SlotPool(0, single_reader=False)
         self._slot = self._pool.lease()
         try:
@@ -79,23 +82,18 @@ class TensorStore:
         if request.version != VERSION:
             reason = f"it uses protocol version {VERSION}, this process version {request.version}"
             return encode(AttachRefused(reason)), []
-        devices = [""] * len(self.tensors)
-        if (handles := None if request.host else self._export()) is not None:
-            device_tensors: Iterator[Any] = map(_describe_on_device, self._device_tensors())
-        else:
-            handles, device_tensors = [], iter(self._host_copies)
-            devices = [
-                self._handles.identity(tensor) if on_device else ""
-                for tensor, on_device in zip(self.tensors, self._on_device, strict=True)
-            ]
-        items = [
-            next(device_tensors) if on_device else tensor
-            for tensor, on_device in zip(self.tensors, self._on_device, strict=True)
-        ]
+        items: list[Any] = list(self.tensors)
+        devices = [""] * len(items)
+        handles = None if request.host else self._export()
+        for at, tensor in zip(self._on_device, self._device_tensors(), strict=True):
+            if handles is not None:
+                items[at] = _describe_on_device(tensor)
+            else:
+                items[at], devices[at] = self._host_copies[at], self._handles.identity(tensor)
         # All of them lie in the slot already.
         described = encode_batch(self._join(items), self._slot)
         segments, descriptors, _ = self._slot.introduce(set())
-        return encode(Offer(described, segments, handles, devices)), descriptors
+        return encode(Offer(described, segments, handles or [], devices)), descriptors
 
     def close(self) -> None:
         """Close the descriptors. Memory stays mapped as long as a tensor refers to it. Idempotent."""
@@ -104,15 +102,16 @@ class TensorStore:
         self.tensors, self._on_device = [], []
 
     def _device_tensors(self) -> list[torch.Tensor]:
-        return [each for each, on_device in zip(self.tensors, self._on_device, strict=True) if on_device]
+        return [self.tensors[at] for at in self._on_device]
 
     # --- memory ---
 
     def _place(self, parts: list[Any]) -> list[torch.Tensor]:
         """Return the tensors in memory that can be shared."""
         found: list[torch.Tensor | None] = []
-        for part, on_device in zip(parts, self._on_device, strict=True):
-            if on_device:
+        on_device = set(self._on_device)
+        for at, part in enumerate(parts):
+            if at in on_device:
                 # Other processes see the bits of the memory: no lazy conjugation or negation.
                 found.append(part.resolve_conj().resolve_neg().contiguous())
             else:
@@ -144,8 +143,7 @@ class TensorStore:
 
     def _copy(self, parts: Sequence[Any]) -> list[torch.Tensor]:
         """Return copies of tensors and arrays in a new segment."""
-        forms = [_without_memory(part) for part in parts]
-        end = sum(-(-form.nbytes // ALIGNMENT) * ALIGNMENT for form in forms)
+        end = sum(-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts)
         free = machine.free_memory()
         if end > free:
             raise FeedError(
@@ -156,11 +154,13 @@ class TensorStore:
         if end:
             self._slot.extend(end)
         copies = []
-        for part, form in zip(parts, forms, strict=True):
-            copy = torch.empty(form.shape, dtype=form.dtype)
-            if form.nbytes:
-                copy = torch.from_numpy(self._slot.take(form.nbytes)).view(form.dtype).reshape(form.shape)
-            if isinstance(part, torch.Tensor):
+        for part in parts:
+            is_tensor = isinstance(part, torch.Tensor)
+            dtype = part.dtype if is_tensor else _torch_dtype(part)
+            copy = torch.empty(part.shape, dtype=dtype)
+            if part.nbytes:
+                copy = torch.from_numpy(self._slot.take(part.nbytes)).view(dtype).reshape(part.shape)
+            if is_tensor:
                 copy.copy_(part)
             else:
                 np.copyto(copy.numpy(), part)
@@ -168,9 +168,9 @@ class TensorStore:
         return copies
 
     @cached_property
-    def _host_copies(self) -> list[torch.Tensor]:
-        """The tensors on devices, copied to host memory once."""
-        return self._copy(self._device_tensors())
+    def _host_copies(self) -> dict[int, torch.Tensor]:
+        """The tensors on devices, by number, copied to host memory once."""
+        return dict(zip(self._on_device, self._copy(self._device_tensors()), strict=True))
 
     # --- device memory ---
 
@@ -247,12 +247,9 @@ class TensorServer:
             return encode(AttachRefused(f"{type(error).__name__}: {error}")), []
 
 
-def _without_memory(part: Any) -> torch.Tensor:
-    """Return a tensor of the same shape and dtype on the meta device."""
-    if isinstance(part, torch.Tensor):
-        return torch.empty(part.shape, dtype=part.dtype, device="meta")
-    dtype = torch.from_numpy(np.empty(0, part.dtype.newbyteorder("="))).dtype
-    return torch.empty(part.shape, dtype=dtype, device="meta")
+def _torch_dtype(array: np.ndarray[Any, Any]) -> torch.dtype:
+    """Return torch's dtype for the items of an array; ``TypeError`` if torch has none."""
+    return torch.from_numpy(np.empty(0, array.dtype.newbyteorder("="))).dtype
 
 
 def _describe_on_device(tensor: torch.Tensor) -> ArrayNode:
@@ -297,7 +294,7 @@ def _checked(item: Any, where: str) -> Any:
             raise TypeError(f"{where} is a masked array; share its data and its mask")
         array = np.asarray(item)
         try:
-            torch.from_numpy(np.empty(0, array.dtype.newbyteorder("=")))
+            _torch_dtype(array)
         except TypeError:
             raise TypeError(f"{where} is an array of {array.dtype}, a dtype that torch lacks") from None
         return array

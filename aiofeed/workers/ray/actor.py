@@ -20,10 +20,9 @@ from aiofeed.ipc.schema import dtype_and_nbytes
 from aiofeed.kernel.core.errors import FeedError
 from aiofeed.kernel.core.formatting import format_error
 from aiofeed.kernel.runtime.buffers import Bytes, DropTracker
-from aiofeed.kernel.runtime.event_loop import EventLoopThread
 from aiofeed.workers.protocol import BatchFinished, FromWorker, ReleaseSlot, WorkerEnded, decode_to_worker
 from aiofeed.workers.spawn import WorkerConfig, unpickle_config
-from aiofeed.workers.worker import Worker, encode_finished, new_loop_thread
+from aiofeed.workers.worker import Worker, encode_finished
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,12 +32,11 @@ Parcel: TypeAlias = tuple[bytes, dict[int, Bytes]]
 
 
 class ActorLocation(NamedTuple):
-    """Where an actor runs, and its clock."""
+    """Where an actor runs."""
 
     ip: str
     node: str
     pid: int
-    clock_s: float
 
 
 def versions() -> dict[str, str]:
@@ -52,7 +50,6 @@ class FeedActor:
     def __init__(self, number: int) -> None:
         self._number = number
         self._parcels: asyncio.Queue[Parcel] = asyncio.Queue()
-        self._loop_thread: EventLoopThread | None = None
         self._worker: _ActorWorker | None = None
 
     async def start(self, config: bytes, expected: dict[str, str]) -> ActorLocation:
@@ -61,7 +58,7 @@ class FeedActor:
 
         loop = asyncio.get_running_loop()
         ip, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()[:8]
-        location = ActorLocation(ip, node, os.getpid(), time.perf_counter())
+        location = ActorLocation(ip, node, os.getpid())
 
         def put(message: FromWorker, arrays: dict[int, Bytes]) -> None:
             payload, fits = encode_finished(message)
@@ -70,11 +67,10 @@ class FeedActor:
         try:
             check_versions(expected, location)
             worker_config = unpickle_config(config)
-            self._loop_thread = new_loop_thread(worker_config, self._number)
-            self._loop_thread.at_death(lambda error: put(WorkerEnded(describe(error)), {}))
-            self._worker = _ActorWorker(self._loop_thread, worker_config, self._number, put)
-            self._loop_thread.launch(import_torch=False)
-            self._loop_thread.start(self._worker.run)
+            self._worker = worker = _ActorWorker(worker_config, self._number, put)
+            worker.loop_thread.at_death(lambda error: put(WorkerEnded(describe(error)), {}))
+            worker.loop_thread.launch(import_torch=False)
+            worker.loop_thread.start(worker.run)
         except BaseException as error:  # noqa: BLE001 - the user's modules and objects may raise anything when they are loaded
             failure = error
             if not isinstance(error, FeedError):
@@ -89,8 +85,8 @@ class FeedActor:
 
     async def send(self, payload: bytes) -> None:
         """Process a message of the trainer."""
-        if self._loop_thread is not None and self._worker is not None:
-            self._loop_thread.call(self._worker.received, decode_to_worker(payload))
+        if self._worker is not None:
+            self._worker.loop_thread.call(self._worker.received, decode_to_worker(payload))
 
     async def receive(self) -> Parcel:
         """Wait for the next message to the trainer."""
@@ -102,9 +98,9 @@ class FeedActor:
 
     async def stop(self) -> None:
         """Close the source and end the threads."""
-        if self._loop_thread is not None:
-            self._loop_thread.stop()
-            await asyncio.wrap_future(self._loop_thread.finished)
+        if self._worker is not None:
+            self._worker.loop_thread.stop()
+            await asyncio.wrap_future(self._worker.loop_thread.finished)
 
 
 def check_versions(expected: dict[str, str], location: ActorLocation) -> None:
@@ -122,13 +118,9 @@ class _ActorWorker(Worker):
     """A worker whose batches Ray copies out of their slots."""
 
     def __init__(
-        self,
-        loop_thread: EventLoopThread,
-        worker_config: WorkerConfig,
-        number: int,
-        put: Callable[[FromWorker, dict[int, Bytes]], None],
+        self, worker_config: WorkerConfig, number: int, put: Callable[[FromWorker, dict[int, Bytes]], None]
     ) -> None:
-        super().__init__(loop_thread, worker_config, number)
+        super().__init__(worker_config, number)
         self._put = put
         # Slots that Ray has not copied yet.
         self._sent: DropTracker[Borrowed] = DropTracker()

@@ -153,30 +153,10 @@ class ActorPool(WorkerPool[ActorHandle]):
         self._last_death = f"{worker.name} died: {one_line(error)}"
         batches = [batch for batch in worker.assigned.values() if not batch.reply.done()]
         log.warning("%s; %d batches are given to other actors", self._last_death, len(batches))
-        if "ModuleNotFoundError" in self._last_death:
-            self._fail(
-                FeedError(
-                    f"{self._last_death}; every node needs aiofeed, and the same version: install it there, or pass "
-                    f'RayEngine(options={{"runtime_env": {{"pip": ["aiofeed"]}}}})'
-                )
-            )
-            return
         for batch in batches:
             batch.losses += 1
-            if batch.losses > self._engine.retries:
-                number = batch.plan.number
-                self._fail(
-                    WorkerDiedError(
-                        f"batch {number} was given to {batch.losses} actors, and all died; the last: {self._last_death}"
-                    )
-                )
-                return
-        if self._deaths > self._engine.retries + self._count:
-            self._fail(
-                WorkerDiedError(
-                    f"{self._deaths} actors died, and none of them finished a batch; the last: {self._last_death}"
-                )
-            )
+        if (failure := self._failure_after_death(batches)) is not None:
+            self._fail(failure)
             return
         self._add(worker.number)
         for batch in batches:
@@ -184,6 +164,21 @@ class ActorPool(WorkerPool[ActorHandle]):
             batch.permitted_at = time.monotonic()
             if not batch.copies:
                 self._dispatch(batch, self._workers)
+
+    def _failure_after_death(self, batches: Sequence[AssignedBatch]) -> FeedError | None:
+        """Return the error if the actor that had these batches may not be replaced."""
+        last, retries = self._last_death, self._engine.retries
+        if "ModuleNotFoundError" in last:
+            return FeedError(
+                f"{last}; every node needs aiofeed, and the same version: install it there, or pass "
+                f'RayEngine(options={{"runtime_env": {{"pip": ["aiofeed"]}}}})'
+            )
+        if lost := next((each for each in batches if each.losses > retries), None):
+            number, losses = lost.plan.number, lost.losses
+            return WorkerDiedError(f"batch {number} was given to {losses} actors, and all died; the last: {last}")
+        if self._deaths > retries + self._count:
+            return WorkerDiedError(f"{self._deaths} actors died, and none of them finished a batch; the last: {last}")
+        return None
 
     def _check(self) -> None:
         """Look for late batches, and for actors that do not start."""
