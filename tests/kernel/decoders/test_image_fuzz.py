@@ -497,7 +497,7 @@ def test_valid_files_are_all_decoded() -> None:
 
 def test_the_fuzz_test_finds_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong pixels and errors of an unexpected type are reported with seed and number."""
-    from aiofeed import pillow
+    from aiofeed.kernel.decoders import pillow
 
     monkeypatch.setattr(pillow, "orientation_of", lambda _: 3)
     with pytest.raises(AssertionError, match=r"seed 5, input \d+ .*not the picture"):
