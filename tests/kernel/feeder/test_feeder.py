@@ -664,7 +664,9 @@ def test_epochs_without_a_batch_are_logged_once(
     feeder = feeder_of(n, **options)
     assert [len(list(feeder)) for _ in range(3)] == [0, 0, 0]
     where = f" on rank {options['shard'][0]}" if "fewer" in reason else ""
-    assert [record.getMessage() for record in caplog.records] == [f"an epoch has no batches{where}: {reason}"]
+    # len() of a feeder logs a hint in a process that has imported Accelerate.
+    logged = [text for record in caplog.records if "Accelerate" not in (text := record.getMessage())]
+    assert logged == [f"an epoch has no batches{where}: {reason}"]
     assert feeder.epoch == 2
 
 

@@ -672,15 +672,15 @@ def test_memory_is_not_freed_after_the_device_has_failed(
 @pytest.mark.parametrize("device", [False, True])
 def test_an_error_in_a_callback_of_the_loop_is_raised(device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """An allocation that fails in a callback of aiofeed ends the feed with an error; the consumer does not wait."""
-    taken, calls = Engine.taken, Counter[str]()
+    returned, calls = Engine.returned, Counter[str]()
 
     def fail_once(engine: Engine, item: Any) -> None:
-        calls["taken"] += 1
-        if calls["taken"] == 2:
+        calls["returned"] += 1
+        if calls["returned"] == 2:
             raise MemoryError("no memory for a callback")
-        taken(engine, item)
+        returned(engine, item)
 
-    monkeypatch.setattr(Engine, "taken", fail_once)
+    monkeypatch.setattr(Engine, "returned", fail_once)
     feeder = Feeder(Numbers(200), decode=number, batch_size=4, device=SimulatedDevice() if device else None)
     with feeder, pytest.raises(WorkerDiedError, match="MemoryError: no memory for a callback"):
         list(feeder)
