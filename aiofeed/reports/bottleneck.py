@@ -223,6 +223,8 @@ class Bottleneck:
             self.wall_s, stall_s = max(stats.wall_s, 1e-9), stats.stall_s
             self.rate = stats.samples / self.wall_s
         self.waiting: float = stall_s / self.wall_s
+        self.stage: str
+        self.resource: str
         self.stage, self.resource = self._limit(stall_s)
         self.busy: bool = self.rate >= BUSY * self.possible.get(self.stage, 0.0)
 

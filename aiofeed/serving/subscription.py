@@ -74,7 +74,7 @@ class EpochFeed(LoopProducer):
         super().__init__(loop_thread, BatchQueue())
         self._subscription = subscription
         self.counters: EpochStats = EpochStats()
-        self.epoch = -1
+        self.epoch: int = -1
         self.room = room
         self.superseded = self.started = self.complete = self.passed_on = False
         self.unread: set[int] = set()
@@ -135,7 +135,7 @@ class Subscription:
         self._memory = memory
         self._wrap = as_tensors if backend is None else unchanged
         self._executor = executor
-        self.epoch = -1
+        self.epoch: int = -1
         self.batches: int | None = link.batches
         self.host_only: bool = False
         self._connection: Connection | None = None

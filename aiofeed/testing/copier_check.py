@@ -115,7 +115,8 @@ class StreamConsumer:
         self.streams = streams
         self.slow = slow
         self._host = weights, sums  # the device may still copy from them
-        self.weights, self.sums = backend.copy(weights), backend.copy(sums)
+        self.weights: torch.Tensor = backend.copy(weights)
+        self.sums: torch.Tensor = backend.copy(sums)
         backend.record(backend.current_stream()).synchronize()
 
     def stream(self, number: int) -> Stream:
