@@ -91,15 +91,15 @@ class CachedFetcher(Fetcher):
         store.open(codec.layout)
 
     def key(self, index: int) -> str:
-        """The inner fetcher's name for a sample."""
+        """Return the inner fetcher's name for a sample."""
         return self._inner.key(index)
 
     def overdue(self, index: int) -> FeedError:
-        """The inner fetcher's error of a sample over its time limit."""
+        """Return the inner fetcher's error of a sample over its time limit."""
         return self._inner.overdue(index)
 
     def to_feed_error(self, error: BaseException, index: int, reading: bool) -> FeedError:
-        """The inner fetcher's error, or a ``CacheError``."""
+        """Return the inner fetcher's error, or a ``CacheError``."""
         if isinstance(error, CacheError):
             without_our_frames(error)
             return error
@@ -112,17 +112,17 @@ class CachedFetcher(Fetcher):
         return self._inner.to_feed_error(error, index, reading)
 
     def job_sizes(self, limits: ResolvedLimits) -> tuple[int, int]:
-        """The inner fetcher's size of jobs, or one for cached samples."""
+        """Return the inner fetcher's size of jobs, or one for cached samples."""
         return super().job_sizes(limits) if self._warm else self._inner.job_sizes(limits)
 
     def max_running(self, threads: int) -> int:
-        """The inner fetcher's number of threads; one for small cached samples."""
+        """Return the inner fetcher's number of threads; one for small cached samples."""
         if self._warm:
             return 1 if self._sample_bytes < SMALL_BYTES else threads
         return self._inner.max_running(threads)
 
     def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
-        """The inner fetcher's builder, or one that the device completes."""
+        """Return the inner fetcher's builder, or one that the device completes."""
         layout, targets = self._store.layout, self.target is not None
         if layout is not None and self._store.on_device:
             return DeviceBatchBuilder(samples, lease, self._codec, self._store, layout, targets=targets)
@@ -197,7 +197,7 @@ class CachedFetcher(Fetcher):
         return found
 
     async def read(self, indices: Sequence[int]) -> ReadResult:
-        """The inner fetcher's values; ``CACHED`` for cached samples."""
+        """Return the inner fetcher's values; ``CACHED`` for cached samples."""
         wanted, store = np.asarray(indices, np.int64), self._store
         if len(unverified := store.unverified(wanted)):
             await asyncio.get_running_loop().run_in_executor(None, store.find, unverified)
@@ -338,7 +338,7 @@ class CachedFetcher(Fetcher):
         return missing
 
     def _place(self, chunk: Chunk) -> Place:
-        """A function that puts one sample into the batch, and decodes and caches it unless it is cached."""
+        """Return a function that puts one sample into the batch, and decodes and caches it unless it is cached."""
         if isinstance(chunk.builder, RowBatchBuilder):
             return partial(self._place_row, chunk, chunk.builder)
         return partial(self._place_sample, chunk)
@@ -393,7 +393,7 @@ class CachedFetcher(Fetcher):
         return target
 
     def _encode(self, value: Any, out: Parts | None = None) -> Encoded:
-        """The arrays of a sample, or its record if it has another layout than rows."""
+        """Return the arrays of a sample, or its record if it has another layout than rows."""
         decoded, layout = self._codec.decode(value), self._store.layout
         if layout is not RECORDS:
             try:
@@ -436,7 +436,7 @@ class DeviceBatchBuilder(RowBatchBuilder):
         self._codec, self._store, self._layout = codec, store, layout
 
     def arrays(self, position: int) -> list[NDArray[Any]]:
-        """The memory of a sample."""
+        """Return the memory of a sample."""
         return [column[position, ...] for column in self._columns]
 
     @property
@@ -472,7 +472,7 @@ def _indices(plan: BatchPlan, positions: Sequence[int]) -> NDArray[np.int64]:
 
 
 def _before_error(chunk: Chunk, positions: list[int]) -> list[int]:
-    """The positions left to decode. The first error of a batch is raised, so samples behind an error are not."""
+    """Return the positions left to decode. The first error of a batch is raised, so samples behind an error are not."""
     if not chunk.outcome.errors or not chunk.fetcher.stop_at_error:
         return positions
     first = min(position for position, _ in chunk.outcome.errors)

@@ -234,7 +234,7 @@ class ItemCodec(SampleCodec):
     advice = "let the Dataset return the same structure, shapes and dtypes at every index"
 
     def encode(self, decoded: Any, layout: Layout | None, out: Parts | None = None) -> tuple[Parts, Layout]:
-        """The arrays of an item; views of the item's own memory."""
+        """Return the arrays of an item; views of the item's own memory."""
         if layout is None:
             layout = item_layout(decoded)
             if not layout.nbytes:
@@ -243,11 +243,11 @@ class ItemCodec(SampleCodec):
         return item_parts(decoded, layout), layout
 
     def sample(self, parts: Parts, layout: Layout, rng: Callable[[], Any]) -> Any:
-        """The item as the ``Dataset`` returned it."""
+        """Return the item as the ``Dataset`` returned it."""
         return value_of(parts, layout)
 
     def batch(self, columns: list[Any], layout: Layout) -> Any:
-        """The batch as ``default_collate`` builds it."""
+        """Return the batch as ``default_collate`` builds it."""
         assert isinstance(layout, ItemLayout)
         return _collated(layout.template, columns)
 
@@ -269,7 +269,7 @@ class ItemPart(msgspec.Struct):
         return str(self.layout) if self.kind is None else self.kind.__name__
 
     def array_of(self, value: Any) -> NDArray[Any] | None:
-        """The array to cache of another item's part; ``None`` if its type, shape or dtype differs.
+        """Return the array to cache of another item's part; ``None`` if its type, shape or dtype differs.
 
         Raises:
             OverflowError: The number is too large for a tensor.
@@ -288,14 +288,14 @@ class ItemPart(msgspec.Struct):
         return array if alike else None
 
     def value_of(self, array: NDArray[Any]) -> Any:
-        """The part that ``array_of`` was given, in memory of its own."""
+        """Return the part that ``array_of`` was given, in memory of its own."""
         if self.kind is not None:
             return array.item() if self.kind in NUMBER_DTYPES else array[()]
         return plain_value(array, self.layout)
 
 
 def item_layout(item: Any) -> ItemLayout:
-    """The layout of items like this one.
+    """Return the layout of items like this one.
 
     Raises:
         NotCacheableError: The item has parts that cannot be cached.
@@ -308,7 +308,7 @@ def item_layout(item: Any) -> ItemLayout:
 
 
 def item_parts(item: Any, layout: ItemLayout) -> list[NDArray[Any]]:
-    """The arrays of an item; views of the item's memory where possible.
+    """Return the arrays of an item; views of the item's memory where possible.
 
     Raises:
         NotCacheableError: The item has another layout.
@@ -319,14 +319,14 @@ def item_parts(item: Any, layout: ItemLayout) -> list[NDArray[Any]]:
 
 
 def value_of(parts: Parts, layout: Layout) -> Any:
-    """The cached value, in memory of its own."""
+    """Return the cached value, in memory of its own."""
     if layout is RECORDS:
         return unpack_record(parts[0])
     return build_item(parts, layout) if isinstance(layout, ItemLayout) else plain_value(parts[0], layout)
 
 
 def build_item(parts: Parts, layout: ItemLayout) -> Any:
-    """An item as the ``Dataset`` returned it, in memory of its own."""
+    """Return an item as the ``Dataset`` returned it, in memory of its own."""
     return map_leaves(lambda part: part.value_of(parts[part.index]), layout.template)
 
 
@@ -425,7 +425,7 @@ def _collated(node: Any, columns: list[Any]) -> Any:
 
 
 def serialized(layout: ItemLayout) -> ItemLayout:
-    """The layout with its form as JSON and the classes of its namedtuples, to be written to a file.
+    """Return the layout with its form as JSON and the classes of its namedtuples, to be written to a file.
 
     Raises:
         NotCacheableError: The item has keys that a file cannot name.
@@ -436,7 +436,7 @@ def serialized(layout: ItemLayout) -> ItemLayout:
 
 
 def deserialized(layout: ItemLayout) -> ItemLayout | None:
-    """The layout with parts and template, given the form from a file; ``None`` if the form is not enough.
+    """Return the layout with parts and template, given the form from a file; ``None`` if the form is not enough.
 
     It is not if it is invalid, or names a namedtuple whose class is not loaded: a file must not cause imports.
     """

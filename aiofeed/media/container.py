@@ -88,7 +88,7 @@ def _as_file(data: Any) -> Any:
 
 
 def demuxed(container: Any, stream: Any) -> Iterator[Any]:
-    """The packets of a stream that have bytes, in the order in which they are decoded.
+    """Yield the packets of a stream that have bytes, in the order in which they are decoded.
 
     The header of MP3, Ogg, MPEG-TS and fragmented MP4 lists none: such a file is as long as what is left of it.
 

@@ -171,7 +171,7 @@ class Interleaving:
         self._blocks: dict[int, tuple[Int64, Int64]] = {}
 
     def describe(self) -> str:
-        """How sources are drawn, and by which weights."""
+        """Return how sources are drawn, and by which weights."""
         return f"{'even' if self._random_seed is None else 'random'}, weights {self.shares.describe()}"
 
     def counts(self, block: int, samples: int = 0) -> list[int]:
@@ -414,7 +414,7 @@ class MixtureOrder(Lister):
         return epoch // epochs * passes * length + epoch % epochs * drawn
 
     def count(self, indices: Int64) -> dict[str, int]:
-        """How many of some indices are of each source."""
+        """Return how many of some indices are of each source."""
         sources = np.searchsorted(self._offsets, indices, side="right") - 1
         return dict(zip(self._names, np.bincount(sources, minlength=len(self._names)).tolist(), strict=True))
 

@@ -70,7 +70,7 @@ class ObjectList(Sequence[str]):
         return list(groups.values())
 
     async def read_many(self, indices: Sequence[int], max_bytes: int, *, copies: bool = True) -> list[Any]:
-        """The contents of objects, or the error of each that cannot be read.
+        """Return the contents of objects, or the error of each that cannot be read.
 
         Without ``copies``, large objects stay in the client's memory, as ``Uncopied``.
         """
@@ -92,7 +92,7 @@ class ObjectList(Sequence[str]):
         return await self._reader(index).read_ranges(self.keys[index], starts, ends)
 
     def stable_keys(self) -> PackedKeys:
-        """The keys, without what changes when their queries are signed again."""
+        """Return the keys, without what changes when their queries are signed again."""
         if self.keys.data.all():
             return self.keys
         packer = KeyPacker()
@@ -108,12 +108,12 @@ class ObjectList(Sequence[str]):
         return [reader.identity or repr(reader) for reader in self.readers]
 
     def statistics(self) -> StorageStatistics | None:
-        """The requests of all readers."""
+        """Return the requests of all readers."""
         return statistics_of(self.readers)
 
 
 def objects_of(paths: Iterable[object], root: str | None, store: Any, options: Mapping[str, Any] | None) -> ObjectList:
-    """The objects of a list of URLs; with ``root`` or ``store``, of keys below it.
+    """Return the objects of a list of URLs; with ``root`` or ``store``, of keys below it.
 
     Raises:
         TypeError, ValueError: An entry is not a URL, or not a key.
@@ -161,7 +161,7 @@ def images_at(
 def list_classes(
     root: str, extensions: Sequence[str], *, store: Any, options: Mapping[str, Any] | None, refresh: bool
 ) -> tuple[ObjectList, dict[str, int], int]:
-    """The images in the folders below a root, sorted as ``ImageFolder`` sorts files.
+    """Return the images in the folders below a root, sorted as ``ImageFolder`` sorts files.
 
     Returns:
         The images, the number of images of each class in sorted order, and the number of images in no folder.

@@ -146,7 +146,7 @@ def _as_tensor(part: Any) -> Any:
 
 
 def _lengths(parts: list[Any]) -> list[int] | None:
-    """The sizes of dimension 0 of a column of tensors; ``None`` if it has other parts."""
+    """Return the sizes of dimension 0 of a column of tensors; ``None`` if it has other parts."""
     import torch
 
     if not all(isinstance(part, torch.Tensor) and part.ndim for part in parts):
@@ -164,7 +164,7 @@ class PackCollate:
     pad: Fill
 
     def new_builder(self, plan: BatchPlan, lease: BufferLease) -> BatchBuilder:
-        """The builder of a planned batch, in memory of the lease."""
+        """Return the builder of a planned batch, in memory of the lease."""
         return PackBatchBuilder(self, plan, lease)
 
 
@@ -264,7 +264,7 @@ class _DocumentError(MisfitError):
 
 
 def _columns_of(sample: Any) -> dict[Any, NDArray[Any]]:
-    """The columns of a document."""
+    """Return the columns of a document."""
     columns = {}
     for name, part in (sample if isinstance(sample, Mapping) else {"tokens": sample}).items():
         if name in PACK_NAMES:
@@ -283,7 +283,7 @@ def _columns_of(sample: Any) -> dict[Any, NDArray[Any]]:
 
 
 def _value(argument: str, value: float, dtype: np.dtype[Any]) -> Any:
-    """The value as an element of a column."""
+    """Return the value as an element of a column."""
     element = np.array(value).astype(dtype)
     if dtype.kind in "biu" and element != value:
         raise _DocumentError(f"has {dtype}, which cannot hold Pack({argument}={value!r})")

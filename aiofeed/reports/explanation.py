@@ -113,7 +113,7 @@ class Explanation:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """The same report for a notebook."""
+        """Return the same report for a notebook."""
         parts = [f"<p><b>{escape(self.verdict)}</b></p>"]
         for head, *rows in self._tables():
             body = "".join(f"<tr>{_cells('td', row)}</tr>" for row in rows)
@@ -123,7 +123,7 @@ class Explanation:
         return "".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain numbers, strings, lists and dicts, for example for a log."""
+        """Return the fields as plain numbers, strings, lists and dicts, for example for a log."""
         fields = asdict(self)
         return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
@@ -167,7 +167,7 @@ def _cells(tag: str, row: Sequence[str]) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration: ``"12 us"``, ``"3.4 ms"``, ``"1.2 s"``."""
+    """Return a duration: ``"12 us"``, ``"3.4 ms"``, ``"1.2 s"``."""
     if seconds < 0.001:
         return f"{seconds * 1e6:.0f} us"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1.0 else f"{seconds:.1f} s"

@@ -84,7 +84,7 @@ class ResidentStore(SampleStore):
         return CachedMemory(self)
 
     def has_all(self, indices: NDArray[np.int64] | None = None) -> bool:
-        """Whether these samples are cached; without ``indices`` whether all are."""
+        """Return whether these samples are cached; without ``indices`` whether all are."""
         return self.layout is not None and bool(
             (self.slots if indices is None else self.slots[indices]).min(initial=0) >= 0
         )
@@ -112,7 +112,7 @@ class ResidentStore(SampleStore):
         """Raise ``CacheError`` unless targets of this layout all fit beside the samples."""
 
     def data(self) -> list[torch.Tensor]:
-        """A tensor for each part of the layout, [samples, ...], on the device if there is one; not a copy."""
+        """Return a tensor for each part of the layout, [samples, ...], on the device if there is one; not a copy."""
         raise NotImplementedError
 
     def _check_memory(
@@ -173,7 +173,7 @@ class HostRows(ResidentStore):
         self.slots[index] = index
 
     def parts(self, index: int) -> Parts:
-        """The arrays of a row; read-only views."""
+        """Return the arrays of a row; read-only views."""
         assert self.layout is not None
         found = [part.view(column[index]) for part, column in zip(self.layout.parts, self._columns, strict=True)]
         for array in found:
@@ -181,7 +181,7 @@ class HostRows(ResidentStore):
         return found
 
     def data(self) -> list[torch.Tensor]:
-        """A tensor for each part of the layout; views."""
+        """Return a tensor for each part of the layout; views."""
         assert self.layout is not None
         columns = zip(self.layout.parts, self._columns, strict=True)
         return [
@@ -276,7 +276,7 @@ class DeviceStore(ResidentStore):
     def complete(
         self, columns: list[HostTensor], indices: NDArray[np.int64], cached: NDArray[np.bool_], *, pinned: bool
     ) -> list[Any]:
-        """The columns as tensors that exchange samples with this store on the device."""
+        """Return the columns as tensors that exchange samples with this store on the device."""
         samples = BatchSamples(indices, cached, self, pinned=pinned)
         return [CachedRows(rows, samples, column) for column, rows in enumerate(columns)]
 
@@ -290,7 +290,7 @@ class DeviceStore(ResidentStore):
             self.slots[indices] = indices
 
     def data(self) -> list[torch.Tensor]:
-        """A tensor for each part of the layout, on the device; use them on the side stream."""
+        """Return a tensor for each part of the layout, on the device; use them on the side stream."""
         assert self.layout is not None
         return [
             words_as_rows(rows, part.shape, torch_dtype(part))
@@ -355,7 +355,7 @@ class CachedRows(DeferredTensor):
         self._column = column
 
     def arrive(self, copy: Callable[[HostTensor], Any]) -> Any:
-        """The column on the device, in memory of its own. Runs on the side stream."""
+        """Return the column on the device, in memory of its own. Runs on the side stream."""
         import torch
 
         samples, column = self._samples, self._column
@@ -391,7 +391,7 @@ class CachedRows(DeferredTensor):
 
 
 def torch_dtype(layout: Layout) -> torch.dtype:
-    """The torch dtype of a layout's elements."""
+    """Return the torch dtype of a layout's elements."""
     return as_tensor(HostTensor(np.empty(0, layout.dtype), torch_dtype=layout.torch_dtype)).dtype
 
 

@@ -37,7 +37,7 @@ _END_BYTES = 1 << 20
 
 
 def scan_tar(size: int, target: Sequence[str] = ()) -> Scan:
-    """A pass over the headers of a tar file, which also reads the members with the fields of targets."""
+    """Return a pass over the headers of a tar file, which also reads the members with the fields of targets."""
     builder = IndexBuilder(target)
     yield from _members(size, builder.add, builder.label)
     return builder.finish()
@@ -60,7 +60,7 @@ def members_of(data: bytes) -> dict[str, bytes]:
 def _members(
     size: int, add: Callable[[str, int, int], bool], label: Callable[[bytes], None] | None = None, *, whole: bool = True
 ) -> Generator[tuple[int, int], bytes, None]:
-    """A pass over the headers of a tar file. It yields ``(start, end)`` and is sent these bytes.
+    """Yield a pass over the headers of a tar file. It yields ``(start, end)`` and is sent these bytes.
 
     Tar files joined by ``cat`` are read to the end of the last one, as by ``tar --ignore-zeros``.
 

@@ -28,7 +28,7 @@ _CRC = struct.Struct("<L")
 
 
 def scan_tfrecord(size: int, target: Sequence[str] = ()) -> Scan:
-    """A pass over the lengths of records."""
+    """Return a pass over the lengths of records."""
     starts, at = array("Q"), 0
     while at < size:
         head = yield at, at + _HEAD.size

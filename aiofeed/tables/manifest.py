@@ -381,7 +381,7 @@ class Targets(Sequence[Any]):
 
 
 def _parts(column: Any) -> Iterator[Any]:
-    """The bytes of a column."""
+    """Yield the bytes of a column."""
     if isinstance(column, PackedKeys):
         offsets = column.offsets
         yield column.data[offsets[0] : offsets[-1]]

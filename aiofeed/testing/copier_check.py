@@ -178,7 +178,7 @@ class _CopyConsumer(StreamConsumer):
         return batch, sums
 
     def transform(self, batch: Any) -> Any:
-        """The transform of the copier under test; slow in every other phase."""
+        """Return the transform of the copier under test; slow in every other phase."""
         named, rest, key = batch
         number, self.transformed = self.transformed, self.transformed + 1
         if number // PHASE % 2 == 0:

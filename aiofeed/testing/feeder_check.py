@@ -34,19 +34,19 @@ class Checked:
         return self._length
 
     def key(self, index: int) -> str:
-        """The sample's number."""
+        """Return the sample's number."""
         return str(index)
 
     def row(self, index: int) -> NDArray[np.uint8]:
-        """The bytes of a sample."""
+        """Return the bytes of a sample."""
         return ((np.arange(_ROW) * 31 + index * 7919 + (index >> 5) * 104729) % 251).astype(np.uint8)
 
     async def read(self, index: int) -> bytes:
-        """The bytes of a sample, encoded."""
+        """Return the bytes of a sample, encoded."""
         return self.row(index).tobytes()
 
     def target(self, index: int) -> int:
-        """The sample's number."""
+        """Return the sample's number."""
         return index
 
 

@@ -19,7 +19,7 @@ def finalize64(value: int) -> int:
 
 
 def mix64(value: int) -> int:
-    """One step of SplitMix64 from the state ``value``."""
+    """Return one step of SplitMix64 from the state ``value``."""
     return finalize64((value + INCREMENT) & MASK64)
 
 

@@ -61,7 +61,7 @@ def _uses_first_of_equal_tags() -> bool:
 def _entries(
     data: bytes, offset: int, order: str, big: bool = False, *, like_pillow: bool = False
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """The tags of the directory at ``offset`` whose values lie within ``data``.
+    """Yield the tags of the directory at ``offset`` whose values lie within ``data``.
 
     Yields the tag, its field type, the number of values, the bytes of all values and the offset of the first.
 

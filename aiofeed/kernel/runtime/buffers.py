@@ -95,7 +95,7 @@ class DropTracker(Generic[T]):
             del self._watched[key]
 
     def collected(self) -> Iterator[T]:
-        """The values of the objects that were collected since the last call. For any thread."""
+        """Yield the values of the objects that were collected since the last call. For any thread."""
         while self._dropped:
             try:
                 reference = self._dropped.popleft()

@@ -197,7 +197,7 @@ class Schedule:
         return shuffled(self.length, self.seed, epoch) if self.shuffle else sequential
 
     def plans(self, start: Position, sampled: EpochList | None = None) -> Iterator[BatchPlan]:
-        """The batches from a position to the end of its epoch, computed on demand.
+        """Yield the batches from a position to the end of its epoch, computed on demand.
 
         The first batch computes the permutation, in the engine's thread: shuffling a list of 100 million indices takes
         a second, which the caller of ``iter()`` should not wait.
@@ -278,7 +278,7 @@ class PermutedOrder:
     permutation: Permutation
 
     def index_at(self, position: int) -> int:
-        """The index at a position."""
+        """Return the index at a position."""
         return int(self.permutation(np.array([position % self.length], dtype=np.int64))[0])
 
 

@@ -214,7 +214,7 @@ def describe_accelerator(backend: DeviceBackend) -> AcceleratorReport:
 
 
 def measure_copies(report: AcceleratorReport, backend: DeviceBackend, nbytes: int) -> AcceleratorReport:
-    """The report of a device with the rates of pinned and pageable copies of ``nbytes`` each."""
+    """Return the report of a device with the rates of pinned and pageable copies of ``nbytes`` each."""
     import numpy as np
 
     from aiofeed.kernel.runtime.buffers import release_unused

@@ -193,7 +193,7 @@ def _format_limits(limits: tuple[int, int], format_limit: Callable[[int], str]) 
 
 
 def advise(accelerators: Sequence[AcceleratorReport], absent: str | None, environment: Environment) -> tuple[str, ...]:
-    """One line for each problem; ``absent`` tells why torch sees no accelerators."""
+    """Return one line for each problem; ``absent`` tells why torch sees no accelerators."""
     lines: list[str] = []
     if not accelerators and absent is not None:
         lines += _missing_accelerator_advice(absent, environment)

@@ -116,7 +116,7 @@ class AsyncReader:
                 samples[at] = sample
 
     async def _read_one(self, index: int, result: ReadResult, failed: BaseException | None = None) -> Any:
-        """One sample, or the error of the last attempt; ``failed`` is the error of an attempt made before."""
+        """Return one sample, or the error of the last attempt; ``failed`` is the error of an attempt made before."""
         attempt = 0
         while True:
             if failed is not None:

@@ -114,7 +114,7 @@ class Chunk:
             self.outcome.errors.append((position, named))
 
     def commit(self) -> AbstractContextManager[None]:
-        """A ``with`` block that may change the batch.
+        """Return a ``with`` block that may change the batch.
 
         Raises:
             AbandonedError: The job ran over its time limit.
