@@ -46,7 +46,7 @@ class SampleCodec(ABC):
     random = False
     """Whether random augmentation turns the cached arrays into the sample."""
     advice = "let the decoder return one array or tensor, of the same shape and dtype for every sample"
-    """What to change if a sample cannot be cached; part of the error message."""
+    """The way out in the error message about a sample that cannot be cached."""
 
     def decode(self, value: Any) -> Any:
         """Return what ``encode`` takes, given encoded bytes or an item."""

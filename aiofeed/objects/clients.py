@@ -167,7 +167,7 @@ _PROFILE: dict[tuple[str, ...], set[str]] = {
 
 
 def _aws_profile(options: Mapping[str, Any]) -> dict[str, str]:
-    """What the AWS configuration files say, and neither the options nor the environment, which obstore reads itself."""
+    """Return the settings of the AWS configuration files; obstore reads options and the environment itself."""
     home = Path(os.path.expanduser("~/.aws"))  # stays as it is for a user without a home
     parser = configparser.ConfigParser(interpolation=None)
     parser.read(os.environ.get("AWS_CONFIG_FILE") or home / "config", encoding="utf-8")

@@ -133,7 +133,7 @@ class ObjectReader:
 
     @property
     def identity(self) -> str | None:
-        """What distinguishes the listing of this root from others; ``None`` if it should not be cached."""
+        """Return the identity of the listing of this root; ``None`` if it should not be cached."""
         endpoint = None if self._folder is not None else self._client.endpoint()
         return None if endpoint is None else f"{self.url('')} {endpoint}"
 

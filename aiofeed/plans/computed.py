@@ -27,7 +27,7 @@ class ComputedOrder(Lister, ABC):
     """
 
     differs: ClassVar[str]
-    """What differs if the digest of a state does."""
+    """The end of an error message: the part of the order that differs if the digest of a state does."""
 
     def __init__(self, length: int, digest: str) -> None:
         super().__init__(length)

@@ -80,7 +80,7 @@ class ShardIndex:
 
     @cached_property
     def suffixes(self) -> list[bytes]:
-        """What follows the key in the headers of a tar file, for each of ``names``."""
+        """Return the part of a name in a tar file behind the key, for each of ``names``."""
         return [b".%b\0" % name.encode("utf-8", "surrogateescape") for name in self.names]
 
     def members(self, sample: int) -> range:

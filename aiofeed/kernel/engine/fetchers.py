@@ -39,7 +39,7 @@ class CacheStore(Protocol):
 
 
 class Cache(Protocol):
-    """What ``cache=`` takes. Any object with one of the first two methods is a cache.
+    """The value of ``cache=``. Any object with one of the first two methods is a cache.
 
     Optional members:
 

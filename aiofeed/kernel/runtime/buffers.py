@@ -154,7 +154,7 @@ class HostBufferPool:
         return self
 
     def give_back(self) -> None:
-        """Does nothing: blocks come back once nothing refers to them."""
+        """Do nothing: a block is free once nothing refers to it."""
 
     def take(self, nbytes: int) -> Bytes:
         """``nbytes`` of uninitialised memory; it is recycled once nothing refers to it.

@@ -1,4 +1,4 @@
-"""What decides which samples come, and in which batches: the base classes of listers and of plans."""
+"""Which samples come, and in which batches: the base classes of listers and of plans."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ ORDERS = {
     "snapshot": "a Stream",
     "epoch": "sampler= or batch_sampler=",
 }
-"""What decides the order, by a key of the sampler's state."""
+"""Names of orders, by a key of the sampler's state."""
 
 
 @dataclass(frozen=True)
@@ -411,7 +411,7 @@ class Checkpoint:
 
     @property
     def trail(self) -> Trail:
-        """What was seen up to ``position``."""
+        """Return the trail up to ``position``."""
         return (self.before if self.progress is None else self.progress.trail()).at(self.position)
 
     @property

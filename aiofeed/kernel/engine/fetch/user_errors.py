@@ -37,7 +37,7 @@ def sample_error(
 
 
 def bytes_hint(error: BaseException) -> str:
-    """What to write instead of a function that was given the bytes of a file for its path, or for an open file."""
+    """Return advice for a function that was given the bytes of a file for its path, or for an open file."""
     named = isinstance(getattr(error, "filename", None), bytes)  # the error of the system, such as "file name too long"
     return _BYTES if named or _OPENED.search(format_error(error)) else ""
 
