@@ -608,7 +608,7 @@ def test_a_cache_of_the_user() -> None:
 
 
 def test_an_encoded_cache_is_shown_and_replaced_as_it_is_made(tmp_path: Path) -> None:
-    """``EncodedCache`` shows only the arguments that it takes; one that has no room for a sample says what one takes."""
+    """``EncodedCache`` shows only the arguments that it takes; without room for a sample, the error says so."""
     cache = EncodedCache(tmp_path / "x", 9000)
     assert repr(cache) == f"EncodedCache(path={str(tmp_path / 'x')!r}, max_bytes=9000)"
     assert replace(cache, max_bytes=7) == EncodedCache(tmp_path / "x", 7)
