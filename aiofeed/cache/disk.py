@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -115,8 +115,7 @@ class DiskCache:
 
     def open_store(self, config: FeederConfig) -> DiskStore:
         """Return an empty store for the decoded samples of a feeder."""
-        source: Any = config.source
-        decode = config.decode
+        source, decode = config.source, config.decode
         self.check_decoder(decode)
         if traits_of(source).items:
             named = source.fingerprint()
@@ -146,6 +145,7 @@ class DiskCache:
 
 @public
 @explain_arguments()
+@dataclass(frozen=True)
 class EncodedCache(DiskCache):
     """Cache encoded samples, as a source reads them: ``EncodedCache(path, n)`` is ``DiskCache(path, n, encoded=True)``.
 
@@ -154,8 +154,8 @@ class EncodedCache(DiskCache):
         max_bytes: Largest size of a new file.
     """
 
-    def __init__(self, path: str | os.PathLike[str], max_bytes: int) -> None:
-        super().__init__(path, max_bytes, encoded=True)
+    max_bytes: int = field()
+    encoded: bool = field(default=True, init=False, repr=False)
 
 
 def _unusable(path: str, error: OSError) -> CacheError:

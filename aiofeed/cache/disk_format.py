@@ -248,7 +248,7 @@ class CacheFile:
             self.remove_if_empty()
             raise CacheError(
                 f"DiskCache(max_bytes={max_bytes}) has no room for a single sample: one takes {format_bytes(least)} "
-                f"({least} bytes), all of them {format_bytes(self._end)}"
+                f"({least} bytes)" + (f", all of them {format_bytes(self._end)}" if row else "")
             )
         text = json.dumps(described).ljust(length).encode()
         self._set_offsets(described, length)

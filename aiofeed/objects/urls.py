@@ -25,7 +25,7 @@ _QUERY_VALUE = re.compile(r"(?<=[?&])([\w.~%-]+)=[^&#\s\"'<>,)]+")
 # Names of options and of environment variables whose values are secret.
 _SECRET = re.compile(r"secret|password|token|key|sas|signature|credential|authorization|bearer|headers", re.IGNORECASE)
 # The first letters of the environment variables that stores read.
-ENVIRONMENT = ("AWS_", "AZURE_", "GOOGLE_", "GCP_", "HF_")
+ENVIRONMENT: tuple[str, ...] = ("AWS_", "AZURE_", "GOOGLE_", "GCP_", "HF_")
 # A query with a signature, and its parameters that change when it is signed again: of S3, GCS, CloudFront and Azure.
 _SIGNED = re.compile(r"(^|&)(sig|signature|x-\w+-signature)=", re.IGNORECASE)
 _SIGNING = re.compile(

@@ -11,6 +11,7 @@ import pickle
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -601,6 +602,17 @@ def test_a_cache_of_the_user() -> None:
         assert heads(feeder) == HEADS[:40]
     assert store.calls[0] == "open 40"
     assert {"attach", "free", "fetcher"} <= {*store.calls}
-    for bad in (3, "x.cache", object()):
+    for bad in (3, "x.cache", object(), DiskCache, EncodedCache):
         with pytest.raises(TypeError, match="cache must be"):
             Feeder(source, decode=head, batch_size=6, cache=bad)  # type: ignore[call-overload]
+
+
+def test_an_encoded_cache_is_shown_and_replaced_as_it_is_made(tmp_path: Path) -> None:
+    """``EncodedCache`` shows only the arguments that it takes; without room for a sample, the error says so."""
+    cache = EncodedCache(tmp_path / "x", 9000)
+    assert repr(cache) == f"EncodedCache(path={str(tmp_path / 'x')!r}, max_bytes=9000)"
+    assert replace(cache, max_bytes=7) == EncodedCache(tmp_path / "x", 7)
+    assert pickle.loads(pickle.dumps(cache)) == cache
+    assert cache.encoded
+    with pytest.raises(CacheError, match=r"one takes [^,]*$"):
+        Feeder(Blocks(), decode=head, batch_size=6, cache=EncodedCache(tmp_path / "x", 7))

@@ -223,7 +223,7 @@ def cache_of(cache: Any) -> Cache:
     if isinstance(cache, str) and (name := {"host": "HostCache", "device": "DeviceCache"}.get(cache)) is not None:
         found: Cache = load_addon(name, f"cache={cache!r}")()
         return found
-    if not hasattr(cache, "open_store") and not hasattr(cache, "wrap"):
+    if isinstance(cache, type) or not (hasattr(cache, "open_store") or hasattr(cache, "wrap")):
         is_path = isinstance(cache, str) and (os.sep in cache or "." in cache)
         raise TypeError(
             f'cache must be "host", "device", aiofeed.HostCache(...), aiofeed.DiskCache(path) or '
