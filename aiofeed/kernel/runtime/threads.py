@@ -265,8 +265,9 @@ def _stop_all() -> None:
     global _ending
     _ending = True
     ours = [threads for threads in _registered() if threads.pid == os.getpid()]
-    for threads in ours:
-        threads.stop()
+    for threads in ours * 2:  # a second Ctrl-C may interrupt a call, which is then repeated
+        with contextlib.suppress(KeyboardInterrupt):
+            threads.stop()
     _join_all(ours, EXIT_S / 2)
     if sys.version_info < (3, 14):
         _interrupt_decode_threads()

@@ -183,7 +183,7 @@ def test_no_permission_is_a_read_error(tmp_path: Path) -> None:
         "import torch\n"
         f"folder = os.open({str(tmp_path)!r}, os.O_RDONLY)\n"
         "os.fchdir(folder)\n"
-        "list(Feeder([0, 1], batch_size=1))\n"  # imports everything while it may
+        "list(Feeder(Files(['bad.jpg']), decode=len, batch_size=1))\n"  # imports everything while it may
         "os.setresgid(65534, 65534, 65534)\n"
         "os.setresuid(65534, 65534, 65534)\n"
         "try:\n"
