@@ -35,7 +35,7 @@ from aiofeed.kernel.engine.fetch.collate import (
     compact,
 )
 from aiofeed.kernel.engine.fetch.dataset import DatasetFetcher
-from aiofeed.kernel.engine.fetch.fetcher import UNREAD, Chunk, Fetcher, Place, seed_of
+from aiofeed.kernel.engine.fetch.fetcher import UNREAD, Chunk, Fetcher, Place, RunJob, seed_of
 from aiofeed.kernel.engine.fetch.source import SourceFetcher, generator_of
 from aiofeed.kernel.engine.fetch.user_errors import without_our_frames
 from aiofeed.kernel.runtime.buffers import BufferLease, HostBufferPool, array
@@ -129,7 +129,7 @@ class CachedFetcher(Fetcher):
         return self._inner.new_builder(samples, lease)
 
     @contextlib.contextmanager
-    def reading_ahead(self, steps: Iterable[Step]) -> Iterator[Iterable[Step]]:
+    def reading_ahead(self, steps: Iterable[Step], run: RunJob) -> Iterator[Iterable[Step]]:
         """Yield the same steps; write pending samples at their end."""
         yield steps
         self._store.choose_layout(last=True)
@@ -196,7 +196,7 @@ class CachedFetcher(Fetcher):
                 raise error
         return found
 
-    async def read(self, indices: Sequence[int]) -> ReadResult:
+    async def read(self, indices: Sequence[int], plan: BatchPlan | None = None, start: int = 0) -> ReadResult:
         """Return the inner fetcher's values; ``CACHED`` for cached samples."""
         wanted, store = np.asarray(indices, np.int64), self._store
         if len(unverified := store.unverified(wanted)):

@@ -2,23 +2,30 @@
 
 The order is known, also a shuffled one. So the plans of the next batches are taken from it early, up to a number of
 bytes ahead, and their samples are noted by shard. When the first sample of a shard is needed soon, all samples of the
-shard that are noted are read by one ``read_many``, which joins their ranges. The engine gets the plans later, and
-its reads wait for those.
+shard that are noted are read together: by one ``read_many``, which joins their ranges, or by one ``gather_ahead``, which
+writes them into the arrays of their batches. The engine gets the plans later, and its reads wait for those.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+import logging
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.kernel.core.types import BatchPlan, Source
-from aiofeed.kernel.sampling.epochs import Step
+from aiofeed.kernel.core.types import BatchPlan, Gathered, Source
+from aiofeed.kernel.engine.fetch.fetcher import RunJob
+from aiofeed.kernel.runtime.buffers import HostBufferPool
+from aiofeed.kernel.sampling.epochs import EpochStart, Step
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+log: logging.Logger = logging.getLogger("aiofeed.sources")
 
 # The share of the look-ahead in which samples are needed soon.
 SOON = 8
@@ -26,27 +33,41 @@ SOON = 8
 GROWTH = 8
 # Shards that are read at the same time.
 GROUPS = 128
+# Free blocks of memory that are kept for samples that are gathered: fresh pages cost more than what is written to them.
+SPARE = 16
+# A shard that is read whole so often in an epoch is worth a line in the log.
+OFTEN = 4
 
 
 class LookAhead:
-    """Reads samples of a source ahead of the engine. To the engine's reader it is the source. Used on one loop.
+    """Reads samples of a source ahead of the engine. Used on one loop.
 
     Args:
         source: Has ``shard_starts``, ``nbytes`` and ``read_many``.
         limit_bytes: The most encoded bytes of samples that are read before the engine has the plans of their batches.
+
+    Attributes:
+        gathers: Whether the source gathers batches, see ``Gathered``.
     """
 
     def __init__(self, source: Source[Any], limit_bytes: int) -> None:
         self._source: Any = source
         self._limit_bytes = limit_bytes
-        self.read: Callable[[int], Coroutine[Any, Any, Any]] = source.read
-        self._upcoming = _UpcomingSamples(source)
+        self.gathers: bool = getattr(source, "new_gathered", None) is not None
+        # Whether a shard is read whole, however few of its samples are wanted.
+        self._whole = bool(getattr(source, "reads_whole_shards", False))
+        self._starts: NDArray[np.int64] = np.asarray(source.shard_starts)
+        self._upcoming = _UpcomingSamples(self, asyncio.to_thread)
+        self._told = False
 
     @contextmanager
-    def reading_ahead(self, steps: Iterable[Step]) -> Iterator[Iterator[Step]]:
-        """Yield an iterator over the same steps, which reads the samples of later steps until the end of the block."""
+    def reading_ahead(self, steps: Iterable[Step], run: RunJob) -> Iterator[Iterator[Step]]:
+        """Yield an iterator over the same steps, which reads the samples of later steps until the end of the block.
+
+        ``run`` calls a function in a decode thread.
+        """
         # Not those of the last call: the next epoch's block may begin before this one ends.
-        self._upcoming = upcoming = _UpcomingSamples(self._source)
+        self._upcoming = upcoming = _UpcomingSamples(self, run)
         try:
             yield self._follow(iter(steps), upcoming)
         finally:
@@ -59,15 +80,19 @@ class LookAhead:
         soon_bytes = later_bytes = given_bytes = 0
         step: Step | None
         while True:
-            # The look-ahead grows with the bytes read, so that the first batch does not wait for all of it.
-            limit = min(self._limit_bytes, GROWTH * given_bytes)
+            # The look-ahead grows with the bytes read, so that the first batch does not wait for all of it. Of a shard
+            # that is read whole, it has to wait for all in any case.
+            limit = self._limit_bytes if self._whole else min(self._limit_bytes, GROWTH * given_bytes)
             while (not later or soon_bytes + later_bytes < limit) and (step := next(steps, None)) is not None:
+                upcoming.epoch += isinstance(step, EpochStart)
                 later.append((step, upcoming.note(step) if isinstance(step, BatchPlan) else 0))
                 later_bytes += later[-1][1]
             while later and (not soon or soon_bytes < limit // SOON):
                 step, nbytes = later.popleft()
                 if isinstance(step, BatchPlan):
-                    upcoming.read_soon(step.indices)
+                    upcoming.read_soon(step)
+                elif isinstance(step, EpochStart):
+                    upcoming.times.clear()
                 soon.append((step, nbytes))
                 soon_bytes += nbytes
                 later_bytes -= nbytes
@@ -78,26 +103,79 @@ class LookAhead:
             given_bytes += nbytes
             yield step
 
-    async def read_many(self, indices: Sequence[int]) -> list[Any]:
-        """Samples that were read ahead, and others, such as replacements for failed samples, which are read now."""
-        upcoming = self._upcoming
-        samples = [upcoming.taken(index) for index in indices]
-        if unfinished := {sample.read for sample in samples if sample.read is not None and not sample.read.done()}:
+    async def read(self, plan: BatchPlan, start: int, indices: Sequence[int]) -> Sequence[Any]:
+        """Return the samples ``indices`` of a plan, of which they begin at position ``start``."""
+        noted = self._upcoming.noted.get(plan)
+        if noted is None:
+            return await self._source.read_many(indices)  # type: ignore[no-any-return]
+        stop = start + len(indices)
+        whole = len(indices) == len(noted.indices)
+        shards = noted.numbers if whole else set(noted.shards[start:stop].tolist())
+        if unfinished := [noted.reads[shard] for shard in shards if not noted.reads[shard].done()]:
             await asyncio.wait(unfinished)  # which does not cancel them if this coroutine is cancelled
-        unread = [index for index, sample in zip(indices, samples, strict=True) if sample.value is _UNREAD]
-        found = iter(await self._source.read_many(unread) if unread else ())
-        return [next(found) if sample.value is _UNREAD else sample.value for sample in samples]
+        noted.left -= len(indices)
+        if not noted.left:
+            self._upcoming.noted.pop(plan, None)
+        samples = noted.samples
+        if isinstance(samples, Gathered):
+            gathered = whole and not noted.failed
+            return samples if gathered else await self._source.read_many(indices)  # type: ignore[no-any-return]
+        found, samples[start:stop] = samples[start:stop], [None] * len(indices)
+        unread = [index for index, sample in zip(indices, found, strict=True) if sample is _UNREAD]
+        read = iter(await self._source.read_many(unread) if unread else ())
+        return [next(read) if sample is _UNREAD else sample for sample in found]
+
+    def tell(self) -> None:
+        """Log once that shards are read again and again."""
+        if not self._told:
+            self._told = True
+            log.warning(
+                "%r: the order needs so many row groups at a time that each is decoded several times in an epoch; "
+                'shuffle="window" decodes each once, and a larger Limits(lookahead_bytes=...) than %d MiB fewer times',
+                self._source,
+                self._limit_bytes >> 20,
+            )
+
+
+class _Noted:
+    """The samples of a plan that is noted, and what reads the shard of each.
+
+    Attributes:
+        epoch: Its number.
+        shards: The shard of each sample.
+        numbers: The shards.
+        reads: By shard, the task that reads it.
+        samples: The samples that were read, at their positions.
+        left: So many samples are yet to be given to the engine.
+        failed: Whether not all samples could be gathered.
+    """
+
+    def __init__(self, indices: NDArray[np.int64], shards: NDArray[np.int64], samples: Any, epoch: int) -> None:
+        self.epoch = epoch
+        self.indices = indices
+        self.shards = shards
+        self.samples = samples
+        self.numbers: list[int] = []
+        self.reads: dict[int, asyncio.Task[None]] = {}
+        self.left: int = len(indices)
+        self.failed: bool = False
 
 
 class _UpcomingSamples:
     """The samples of the plans that one run of an engine has taken from the order early."""
 
-    def __init__(self, source: Any) -> None:
-        self._source = source
-        self._starts = np.asarray(source.shard_starts)
-        self.samples: dict[int, _Sample] = {}
-        # For each shard the samples that will be read together.
-        self._groups: dict[int, list[_Sample]] = {}
+    def __init__(self, ahead: LookAhead, run: RunJob) -> None:
+        self._ahead = ahead
+        self._run = run
+        self._source = ahead._source
+        self._memory = HostBufferPool(SPARE)
+        self.noted: dict[BatchPlan, _Noted] = {}
+        # For each epoch and shard the samples that will be read together: those at some positions of plans.
+        self._groups: dict[tuple[int, int], list[tuple[_Noted, NDArray[np.int64]]]] = {}
+        self.epoch = 0
+        """How many epochs have begun."""
+        self.times: Counter[int] = Counter()
+        """How often a shard was read in the epoch."""
         self._turn = asyncio.Semaphore(GROUPS)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -105,67 +183,60 @@ class _UpcomingSamples:
         """Cancel all reads."""
         for task in self._tasks:
             task.cancel()
-        self.samples.clear()
+        self.noted.clear()
         self._groups.clear()
 
     def note(self, plan: BatchPlan) -> int:
         """Note the samples of a plan, and return their bytes."""
-        nbytes, shards = 0, np.searchsorted(self._starts, plan.indices, side="right").tolist()
-        for index, shard in zip(plan.indices, shards, strict=True):
-            sample = self.samples.get(index)
-            if sample is None:
-                sample = self.samples[index] = _Sample(index, shard)
-                nbytes += self._source.nbytes(index)
-                self._groups.setdefault(shard, []).append(sample)
-            sample.uses += 1
-        return nbytes
+        indices, source = np.asarray(plan.indices, np.int64), self._source
+        shards = np.searchsorted(self._ahead._starts, indices, side="right")
+        gathers = self._ahead.gathers
+        samples = source.new_gathered(len(indices), self._memory) if gathers else [_UNREAD] * len(indices)
+        noted = self.noted[plan] = _Noted(indices, shards, samples, self.epoch)
+        order = np.argsort(shards, kind="stable")
+        found = shards[order]
+        firsts = np.flatnonzero(np.diff(found, prepend=-1))
+        noted.numbers = found[firsts].tolist()
+        for number, places in zip(noted.numbers, np.split(order, firsts[1:]), strict=True):
+            self._groups.setdefault((self.epoch, number), []).append((noted, places))
+        return int(source.sample_bytes * len(indices)) if gathers else sum(map(source.nbytes, indices.tolist()))
 
-    def read_soon(self, indices: Sequence[int]) -> None:
+    def read_soon(self, plan: BatchPlan) -> None:
         """Read the shards of samples that are not being read."""
-        for index in indices:
-            sample = self.samples.get(index)
-            if sample is not None and sample.read is None:
-                group = self._groups.pop(sample.shard)
+        noted = self.noted[plan]
+        for number in noted.numbers:
+            if number not in noted.reads:
+                group = self._groups.pop((noted.epoch, number))
                 task = asyncio.get_running_loop().create_task(self._read_group(group))
-                for each in group:
-                    each.read = task
+                for each, _ in group:
+                    each.reads[number] = task
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+                self.times[number] += 1
+                if self._ahead._whole and self.times[number] == OFTEN:
+                    self._ahead.tell()
 
-    async def _read_group(self, group: Sequence[_Sample]) -> None:
+    async def _read_group(self, group: Sequence[tuple[_Noted, NDArray[np.int64]]]) -> None:
         """Read samples of one shard. If the source raises, the engine reads them when their batch begins."""
         async with self._turn:
-            indices = [sample.index for sample in group]
+            indices = np.concatenate([noted.indices[places] for noted, places in group])
             try:
-                values = list(await self._source.read_many(indices))
+                if self._ahead.gathers:
+                    targets = [(noted.samples, places) for noted, places in group]
+                    await self._source.gather_ahead(indices, targets, self._run)
+                    return
+                values = list(await self._source.read_many(indices.tolist()))
             except asyncio.CancelledError:
                 raise
             except BaseException:  # noqa: BLE001 - the user's source; SystemExit in a task would end the loop
+                for noted, _ in group:
+                    noted.failed = True
                 return
-        if len(values) == len(group):
-            for sample, value in zip(group, values, strict=True):
-                sample.value = value
-
-    def taken(self, index: int) -> _Sample:
-        """Return a sample to one plan. If its shard was not started, the sample has no value."""
-        sample = self.samples.get(index)
-        if sample is None or sample.read is None:
-            return _Sample(index)
-        sample.uses -= 1
-        if not sample.uses:
-            del self.samples[index]
-        return sample
+        if len(values) == len(indices):
+            left = iter(values)
+            for noted, places in group:
+                for place in places.tolist():
+                    noted.samples[place] = next(left)
 
 
 _UNREAD: Any = object()
-
-
-@dataclass(eq=False, slots=True)
-class _Sample:
-    """A sample that is noted: how many plans need it, the task that reads it, and its value."""
-
-    index: int
-    shard: int = 0
-    uses: int = 0
-    read: asyncio.Task[None] | None = None
-    value: Any = _UNREAD

@@ -6,6 +6,8 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +15,7 @@ import numpy as np
 from aiofeed.kernel.core.errors import StateError
 from aiofeed.kernel.core.random_numbers import mix64
 from aiofeed.kernel.sampling.lister import Lister
-from aiofeed.kernel.sampling.order import ComputedEpoch, Int64, Permutation, drawn_from, epoch_seed, feistel
+from aiofeed.kernel.sampling.order import ComputedEpoch, Int64, Permutation, drawn_from, epoch_seed, feistel, shuffled
 from aiofeed.kernel.sampling.schedule import Position, Schedule
 from aiofeed.kernel.sampling.state import json_dict
 
@@ -69,16 +71,20 @@ class WindowOrder(ComputedOrder):
         starts: The index of the first sample of each shard, and the number of samples.
         width: The number of shards whose samples are mixed.
         seed: Seeds the order, together with the epoch.
+        dealt: Whether the shards of a group take turns: position p has a sample of shard p modulo ``width``, as far as
+            they are of one size. Then each of R ranks, if ``width`` is a multiple of R, has samples of one in R shards.
     """
 
     argument = "shuffle"
     differs = 'other shards, whose samples shuffle="window" mixes'
 
-    def __init__(self, starts: Sequence[int], width: int, seed: int) -> None:
+    def __init__(self, starts: Sequence[int], width: int, seed: int, *, dealt: bool = False) -> None:
         self._starts = np.asarray(starts, np.int64)
-        super().__init__(int(starts[-1]), hashlib.sha256(f"{width} {list(starts)}".encode()).hexdigest()[:32])
+        identity = f"{width} {list(starts)}{' dealt' * dealt}"
+        super().__init__(int(starts[-1]), hashlib.sha256(identity.encode()).hexdigest()[:32])
         self._width = width
         self._seed = seed
+        self._dealt = dealt
 
     def __str__(self) -> str:
         return f"{self._width} shard{'s' * (self._width != 1)}"
@@ -91,13 +97,29 @@ class WindowOrder(ComputedOrder):
         groups = np.append(ends[self._width - 1 : -1 : self._width], ends[-1])
         seed = epoch_seed(self._seed, epoch)
 
+        @lru_cache(maxsize=2)
+        def dealt(group: int) -> Int64:
+            """Return the samples of a group in order, a list: for each row of a table to compute it takes longer."""
+            start, end = int(groups[group - 1]) if group else 0, int(groups[group])
+            samples = np.arange(start, end)
+            turn = samples % self._width
+            turns = np.argsort(turn, kind="stable")
+            for first, last in pairwise(np.searchsorted(turn[turns], range(self._width + 1)).tolist()):
+                number = mix64(seed ^ mix64(start + first))
+                samples[turns[first:last]] = start + first + shuffled(last - first, number >> 1, 0)(slice(None))
+            return samples
+
         def indices(positions: Int64) -> Int64:
             found = np.empty_like(positions)
             numbers = np.searchsorted(groups, positions, side="right")
             for group in np.unique(numbers).tolist():
                 start = int(groups[group - 1]) if group else 0
                 at = np.flatnonzero(numbers == group)
-                mixed = start + feistel(int(groups[group]) - start, mix64(seed ^ group), 0)(positions[at] - start)
+                mixed = (
+                    dealt(group)[positions[at] - start]
+                    if self._dealt
+                    else start + feistel(int(groups[group]) - start, mix64(seed ^ group), 0)(positions[at] - start)
+                )
                 shard = np.searchsorted(ends, mixed, side="right")
                 found[at] = first[shard] + mixed - np.where(shard > 0, ends[shard - 1], 0)
             return found

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from aiofeed.objects.reader import run_all
 from aiofeed.shards.arrow import arrow, is_text
 from aiofeed.shards.base import RecentParts, Shards
 from aiofeed.shards.urls import Shard, Urls
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 # Most footers are shorter, so that one request reads them.
 _TAIL_BYTES = 64 << 10
@@ -77,6 +80,7 @@ class ParquetRows(Shards):
     """
 
     _blocking = False
+    reads_whole_shards = True
     target: Callable[[int], Any]
 
     def __init__(
@@ -105,6 +109,8 @@ class ParquetRows(Shards):
         self._tables = RecentParts()
         arrow("pyarrow.parquet")
         super().__init__(urls, store=store, options=options)
+        starts = [first + shard.extra.first[:-1] for first, shard in zip(self._parts.starts, self._shards, strict=False)]
+        self._group_starts: NDArray[np.int64] = np.unique(np.concatenate([*starts, [len(self)]]))
         if self._columns is None and self._data is None:
             self._check_alike()
         if target is not None:
@@ -130,6 +136,16 @@ class ParquetRows(Shards):
         """Return the compressed bytes of a row, on the average of its file."""
         shard, _ = self._find(index)
         return shard.size // self._samples(shard)
+
+    @property
+    def shard_starts(self) -> Any:
+        """The index of the first row of each row group, and the number of rows."""
+        return self._group_starts
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether rows are read before their batches begin, those of a row group together: always."""
+        return True
 
     async def _footer(self, shard: Shard) -> Any:
         """pyarrow's description of a file."""
@@ -253,34 +269,54 @@ class ParquetRows(Shards):
 
     async def _read_rows(self, shard: Shard, group: int, chosen: Sequence[int]) -> Any:
         """Column chunks of a row group, by their numbers."""
-        metadata = shard.extra.metadata
-        described = metadata.row_group(group)
+        ranges = self._chunks_of(shard, group, chosen)
+        return await asyncio.to_thread(self._decode_rows, shard, group, chosen, ranges, await shard.read(ranges))
+
+    def _chunks_of(self, shard: Shard, group: int, chosen: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the ranges of column chunks."""
+        described = shard.extra.metadata.row_group(group)
         chunks = [described.column(number) for number in chosen]
         ranges, nbytes = [], 0
         for chunk in chunks:
-            # A column of equal values needs few bytes in a file, and those of its type in memory.
-            nbytes += max(chunk.total_uncompressed_size, chunk.num_values * _WIDTHS.get(chunk.physical_type, 1))
+            nbytes += memory_of(chunk)
             start = chunk.data_page_offset
             if chunk.dictionary_page_offset is not None:  # 0 if there is none
                 start = min(start, chunk.dictionary_page_offset or start)
             ranges.append((start, start + chunk.total_compressed_size))
         check_expanded(f"{shard.url}: row group {group}", nbytes, sum(end - start for start, end in ranges))
-        parts = await shard.read(ranges)
-        file = _PartsOfFile(shard.size, {start: part for (start, _), part in zip(ranges, parts, strict=True)})
+        return ranges
+
+    def _decode_rows(
+        self, shard: Shard, group: int, chosen: Sequence[int], ranges: Sequence[tuple[int, int]], parts: Sequence[bytes] | None
+    ) -> Any:
+        """Return the table of column chunks, of which there are the bytes; ``None``: of a file."""
+        metadata = shard.extra.metadata
+        if parts is None:
+            shard.read_now([])  # raises if the file has changed; pyarrow reads it without the GIL
         try:
-            table = await asyncio.to_thread(_read_row_group, file, metadata, group, chosen)
+            if parts is None:
+                file = arrow().OSFile(shard.key)
+            else:
+                file = _PartsOfFile(shard.size, {start: part for (start, _), part in zip(ranges, parts, strict=True)})
+            table = _read_row_group(file, metadata, group, chosen)
         except Exception as error:  # noqa: BLE001 - pyarrow's errors
             raise ValueError(f"{shard.url}: row group {group}: {error}") from None
-        if table.num_rows != described.num_rows:
-            raise ValueError(f"{shard.url}: row group {group} has {table.num_rows} rows of {described.num_rows}")
+        if table.num_rows != (rows := metadata.row_group(group).num_rows):
+            raise ValueError(f"{shard.url}: row group {group} has {table.num_rows} rows of {rows}")
         return table
+
+
+def memory_of(chunk: Any) -> int:
+    """Return the bytes of a column chunk in memory, as far as its description says."""
+    # A column of equal values needs few bytes in a file, and those of its type in memory.
+    return max(chunk.total_uncompressed_size, chunk.num_values * _WIDTHS.get(chunk.physical_type, 1))
 
 
 def _names(shard: Shard) -> list[str]:
     return list(shard.extra.metadata.schema.to_arrow_schema().names)
 
 
-def _read_row_group(file: _PartsOfFile, metadata: Any, group: int, chosen: Sequence[int]) -> Any:
+def _read_row_group(file: Any, metadata: Any, group: int, chosen: Sequence[int]) -> Any:
     # Its reader takes numbers. The names of `read_row_group` are ambiguous: "a" is a part of "a.b", too.
     opened = arrow("pyarrow.parquet").ParquetFile(file, metadata=metadata, pre_buffer=False)
     return opened.reader.read_row_group(group, column_indices=list(chosen), use_threads=False)

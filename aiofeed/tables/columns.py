@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from aiofeed.kernel.core.types import Gathered, HostTensor
+from aiofeed.kernel.runtime.buffers import BufferLease, HostBufferPool, array
 from aiofeed.shards.arrow import arrow
 
 if TYPE_CHECKING:
@@ -69,6 +72,13 @@ class NumberColumn:
         places = self._starts[numbers] + (rows - self._firsts[numbers]) * self._width
         taken: NDArray[Any] = self._data[places]
         return taken.reshape(len(rows), *self.shape)
+
+    def take_into(self, out: NDArray[Any], rows: NDArray[np.int64]) -> None:
+        """Write rows into ``out``."""
+        if self._starts is None and self._data.flags.c_contiguous:
+            np.take(self._data, rows, axis=0, out=out, mode="clip")  # "raise" would make a copy first
+        else:
+            out[...] = self.take(rows)
 
     def value(self, row: int) -> Any:
         """Return a row as a Python number or an array, in a fifth of the time of ``values``."""
@@ -190,10 +200,103 @@ class Columns:
             found[name] = column.take(rows)
         return found
 
+    def blocks(self, rows: NDArray[np.int64], memory: BufferLease) -> Blocks:
+        """Return rows of all columns, those of one dtype and shape together, which one call copies later.
+
+        Raises:
+            NoTensorsError: A column has none.
+        """
+        alike: dict[Any, list[str]] = {}
+        for name, column in self.columns.items():
+            if isinstance(column, ValueColumn):
+                raise NoTensorsError(no_tensors(name, column.problem))
+            alike.setdefault((column.dtype, column.shape), []).append(name)
+        blocks = []
+        for (dtype, shape), names in alike.items():
+            block = array(memory, (len(names), len(rows), *shape), dtype)
+            for part, name in zip(block, names, strict=True):
+                self.columns[name].take_into(part, rows)
+            blocks.append((names, block))
+        return blocks
+
     def rows(self, rows: NDArray[np.int64]) -> list[dict[str, Any]]:
         """Return rows as dicts."""
         columns = [column.values(rows) for column in self.columns.values()]
         return [dict(zip(self.columns, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+Blocks: TypeAlias = "list[tuple[list[str], NDArray[Any]]]"
+"""Rows of columns of one dtype and shape: their names, and an array [columns, rows, ...]."""
+
+
+class GatheredRows(Gathered):
+    """The rows of a batch, which are written into arrays of its columns, those of one dtype and shape in one array.
+
+    They are written in the order in which they come: to put them into their places at the end, by one gather of all
+    columns, takes a fifth of the time that it takes to scatter some rows of each row group.
+
+    Args:
+        count: The number of rows.
+        memory: Where the arrays are, until the batch is made.
+    """
+
+    def __init__(self, count: int, memory: BufferLease) -> None:
+        self._count = count
+        self.memory = memory
+        self._lock = threading.Lock()
+        self._blocks: Blocks = []
+        self._places = np.empty(count, np.int64)  # of the rows that have come
+        self._written = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, at: Any) -> Any:
+        return list(self)[at]
+
+    def __iter__(self) -> Iterator[Any]:
+        batch, _ = self.batch(HostBufferPool(0))
+        columns = Columns({name: tensor.memory for name, tensor in batch.items()})
+        return iter([(columns, row) for row in range(self._count)])
+
+    def put(self, places: NDArray[np.int64], blocks: Blocks) -> None:
+        """Write rows of all columns that have the given places; from any thread.
+
+        Raises:
+            NoTensorsError: They differ in shape or dtype from rows that came before.
+        """
+        with self._lock:
+            self._blocks = self._blocks or _like(blocks, self._count, self.memory)
+            at = slice(self._written, self._written + len(places))
+            self._written = at.stop
+        self._places[at] = places
+        for (names, out), (found, block) in zip(self._blocks, blocks, strict=True):
+            if (names, out.dtype, out.shape[2:]) != (found, block.dtype, block.shape[2:]):
+                raise NoTensorsError(no_tensors(found[0], "has arrays of different shapes"))
+            out[:, at] = block
+
+    def count(self, nbytes: float, seconds: float) -> None:
+        """Add what was read for some of the rows, and the time that it took; from any thread."""
+        with self._lock:
+            self.nbytes += int(nbytes)
+            self.seconds += seconds
+
+    def batch(self, lease: BufferLease) -> tuple[dict[str, HostTensor], int]:
+        """Return the tensors of the columns, and their bytes."""
+        rows = np.empty_like(self._places)
+        rows[self._places] = np.arange(self._count)
+        placed = _like(self._blocks, self._count, lease)
+        for (_, block), (_, out) in zip(self._blocks, placed, strict=True):
+            np.take(block, rows, axis=1, out=out, mode="clip")
+        self._blocks = []
+        columns = {name: column for names, block in placed for name, column in zip(names, block, strict=True)}
+        batch = {name: HostTensor(columns[name], pinned=lease.pinned) for name in self.names}
+        return batch, sum(block.nbytes for _, block in placed)
+
+
+def _like(blocks: Blocks, count: int, memory: BufferLease) -> Blocks:
+    """Return empty blocks for ``count`` rows."""
+    return [(names, array(memory, (len(names), count, *block.shape[2:]), block.dtype)) for names, block in blocks]
 
 
 def collate_rows(samples: Sequence[tuple[Columns, int]]) -> dict[str, torch.Tensor]:

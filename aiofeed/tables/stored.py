@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from aiofeed.kernel.core.types import Traits
-from aiofeed.shards.parquet import ParquetRows
+from aiofeed.shards.parquet import ParquetRows, memory_of
 from aiofeed.shards.urls import Shard
 from aiofeed.streams.stream import Stream
-from aiofeed.tables.columns import Columns, ValueColumn, is_encoded, problem_of, take_rows
+from aiofeed.tables.columns import Columns, GatheredRows, ValueColumn, is_encoded, problem_of, take_rows
 from aiofeed.tables.table import Table, as_list, check_columns
 
 
@@ -36,6 +38,42 @@ class ParquetTable(ParquetRows, Table):
 
     def __repr__(self) -> str:
         return f"Table({len(self)} row{'s' * (len(self) != 1)} in {len(self._shards)} Parquet files)"
+
+    @property
+    def new_gathered(self) -> type[GatheredRows] | None:
+        """Makes the rows of a batch; ``None`` if samples are rows for ``decode=`` or ``collate_fn=``."""
+        return GatheredRows if self._whole else None
+
+    @cached_property
+    def sample_bytes(self) -> float:
+        """Bytes of a row in a batch, on the average, as far as the files say."""
+        chosen = [(shard.extra.metadata.row_group(0), shard.extra.leaves) for shard in self._shards[:1]]
+        nbytes = sum(memory_of(rows.column(leaf)) for rows, leaves in chosen for leaf in leaves)
+        return max(nbytes / chosen[0][0].num_rows, 1.0)
+
+    async def gather_ahead(self, indices: Any, targets: Sequence[tuple[GatheredRows, Any]], run: Any) -> None:
+        """Write rows of one row group into their batches."""
+        shard, row = self._find(int(indices[0]))
+        group = int(np.searchsorted(shard.extra.first, row, side="right")) - 1
+        rows = indices - (indices[0] - row) - shard.extra.first[group]
+        ranges = self._chunks_of(shard, group, shard.extra.leaves)
+        parts = None if shard.local else await shard.read(ranges)  # a file is read in the thread
+        await run(self._spread, shard, group, ranges, parts, rows, targets)
+
+    def _spread(self, shard: Shard, group: int, ranges: Any, parts: Any, rows: Any, targets: Any) -> None:
+        started = time.perf_counter()
+        table = self._decode_rows(shard, group, shard.extra.leaves, ranges, parts)
+        nulls = [column for column in table.column_names if table.column(column).null_count]
+        if nulls:
+            raise ValueError(f"{nulls} have null values")  # of which samples, `read_many` finds out
+        taken = Columns.of(table).blocks(rows, targets[0][0].memory)
+        nbytes, seconds, at = sum(end - start for start, end in ranges), time.perf_counter() - started, 0
+        for gathered, places in targets:
+            share = len(places) / len(rows)
+            gathered.names = table.column_names
+            gathered.put(places, [(names, block[:, at : at + len(places)]) for names, block in taken])
+            gathered.count(share * nbytes, share * seconds)
+            at += len(places)
 
     def _take(self, shard: Shard, table: Any, first: int, rows: Sequence[int]) -> list[Any]:
         table = take_rows(table, [row - first for row in rows])

@@ -118,6 +118,27 @@ class Uncopied(NamedTuple):
     data: memoryview
 
 
+class Gathered(Sequence[Any], ABC):
+    """All samples of a batch that a source gathers, part by part, in arrays: a sequence of samples.
+
+    A source with ``looks_ahead`` whose attribute ``new_gathered(count, memory)`` is not ``None`` makes them, and writes
+    samples of one shard into those of several batches, by ``async gather_ahead(indices, targets, run)``: ``targets``
+    has, for each batch, its ``Gathered`` and the places of the next samples of ``indices`` in it, in ascending order;
+    ``run`` calls a function in a decode thread. If it raises, the batches are read by ``read_many``.
+
+    Attributes:
+        nbytes: Encoded bytes that were read.
+        seconds: What decoding them took.
+    """
+
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def batch(self, lease: Any) -> tuple[Any, int]:
+        """Return the batch, of ``HostTensor`` in memory of a lease, and its bytes, if it is no decoder that makes it."""
+        raise NotImplementedError
+
+
 class Members(NamedTuple):
     """The optional methods of a source, which ``Source`` describes; ``None`` for each that it lacks."""
 

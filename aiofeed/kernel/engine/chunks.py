@@ -142,7 +142,6 @@ class ChunkAssembly(Assembly):
         """Choose the size of jobs for a batch of ``samples``, and how many batches are decoded at the same time."""
         limits, buffer = self._admission.limits, self._buffer
         least, most = self._fetcher.job_sizes(limits)
-        most = min(most, limits.read_concurrency)
         if self._begun:
             self.fill_threads(most, samples, limits.prefetch_batches)
         batches = min(buffer.prefetch_batches, buffer.assembling + buffer.waiting)
@@ -162,7 +161,7 @@ class ChunkAssembly(Assembly):
         few_in_flight = 2 * self._reading <= concurrency
         loop_delay_s = self._loop_delay_s()
         try:
-            read = await self._fetcher.read(batch.plan.indices[start:stop])
+            read = await self._fetcher.read(batch.plan.indices[start:stop], batch.plan, start)
             if self._tuner is not None and not read.retries:
                 seconds = time.perf_counter() - started
                 self._concurrency.observe_read(self._tuner, seconds, stop - start, read.nbytes, concurrency)

@@ -114,4 +114,4 @@ def builder_factory(fetcher: Fetcher, collate_fn: Any, *, staged: bool) -> NewBu
     new_builder: NewBuilder | None = getattr(collate_fn, "new_builder", None)
     if new_builder is not None:
         return new_builder
-    return lambda plan, lease: CollateBatchBuilder(len(plan.indices), collate_fn, lease if staged else None)
+    return lambda plan, lease: CollateBatchBuilder(len(plan.indices), collate_fn, lease, staged=staged)

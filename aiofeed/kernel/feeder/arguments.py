@@ -365,7 +365,8 @@ def _new_lister(a: Arguments, order: Schedule) -> Lister | None:
     elif a.weights is not None:
         lister = load_addon("WeightedOrder", "weights=")(a.weights, a.length, a.seed)
     elif (shards := window_shards(a.shuffle)) is not None:
-        lister = load_addon("WindowOrder", f"shuffle={a.shuffle!r}")(a.source.shard_starts, shards, a.seed)
+        dealt = bool(getattr(a.source, "reads_whole_shards", False))
+        lister = load_addon("WindowOrder", f"shuffle={a.shuffle!r}")(a.source.shard_starts, shards, a.seed, dealt=dealt)
     return lister if a.plan is None else a.plan.new_lister(order, lister)
 
 

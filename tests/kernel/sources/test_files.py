@@ -22,6 +22,7 @@ from aiofeed.kernel.core.types import BatchPlan
 from aiofeed.kernel.engine.fetch.collate import CollateBatchBuilder
 from aiofeed.kernel.engine.fetch.fetcher import UNREAD
 from aiofeed.kernel.engine.fetch.source import SourceFetcher
+from aiofeed.kernel.runtime.buffers import HostBufferPool
 from aiofeed.kernel.runtime.time_limits import JobControl
 
 
@@ -402,6 +403,6 @@ def test_read_many_replaces_read_and_read_now_replaces_both(tmp_path: Path, inli
         source._seconds_per_file = fetcher._sizer.seconds = 1e-6
     encoded = asyncio.run(fetcher.read(range(10))).samples
     assert (encoded[0] is UNREAD) == inline
-    builder = CollateBatchBuilder(10, list, None)
+    builder = CollateBatchBuilder(10, list, HostBufferPool(0), staged=False)
     fetcher.decode(BatchPlan(0, range(10), range(10), 0), 0, encoded, builder, JobControl(threading.Event()))
     assert builder.finish(()) == [b"LETTER %d" % number for number in range(10)]

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from aiofeed.kernel.core.failure_policy import FailurePolicy, backoff_s
-from aiofeed.kernel.core.types import Members, Source
+from aiofeed.kernel.core.types import Gathered, Members, Source
 from aiofeed.kernel.runtime.cancellation import clear_cancellation, is_cancelled
+
+
+ReadMany: TypeAlias = Callable[[Sequence[int]], Awaitable[Sequence[Any]]]
 
 
 @dataclass(eq=False)
 class ReadResult:
     """The results of the reads of a chunk: encoded samples, and an exception for each that failed."""
 
-    samples: list[Any] = field(default_factory=list)
+    samples: Any = field(default_factory=list)
     nbytes: int = 0
     retries: int = 0
     # False if the decode job reads the samples itself.
@@ -38,23 +41,26 @@ class AsyncReader:
         # Reads over their time limit that ignore cancellation; referred to here so that they are not garbage collected.
         self._abandoned: set[asyncio.Future[Any]] = set()
 
-    async def read(self, indices: Sequence[int]) -> ReadResult:
-        """Return the encoded samples; an exception for each that failed.
+    async def read(self, indices: Sequence[int], read_many: ReadMany | None = None) -> ReadResult:
+        """Return the encoded samples; an exception for each that failed. ``read_many``: in place of the source's.
 
         Raises:
             CancelledError: The task was cancelled, even if the source caught the cancellation.
         """
         result = ReadResult()
-        result.samples = await self._read(indices, result)
+        result.samples = await self._read(indices, result, read_many or self._read_many)
         if (task := asyncio.current_task()) is not None and task.cancelling():
             await clear_cancellation()
         result.nbytes = total_bytes(result.samples)
         return result
 
-    async def _read(self, indices: Sequence[int], result: ReadResult) -> list[Any]:
-        if self._read_many is not None:
+    async def _read(self, indices: Sequence[int], result: ReadResult, read_many: ReadMany | None) -> Any:
+        if read_many is not None:
             try:
-                samples = list(await self._limited(self._read_many(indices)))
+                found = await self._limited(read_many(indices))
+                if isinstance(found, Gathered):
+                    return found
+                samples = list(found)
             except (
                 BaseException
             ) as error:  # the user's coroutine; reading one by one below finds the sample that failed
@@ -178,6 +184,8 @@ _SIZED = (bytes, bytearray, memoryview, tuple, list, dict)
 
 def total_bytes(samples: Sequence[Any]) -> int:
     """Bytes of encoded samples together; objects of unknown size count as none."""
+    if isinstance(samples, Gathered):
+        return samples.nbytes
     kinds = set(map(type, samples))
     if kinds == {bytes}:
         return sum(map(len, samples))  # the usual case, in a sixth of the time for tiny samples

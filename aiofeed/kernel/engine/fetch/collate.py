@@ -18,7 +18,7 @@ import numpy as np
 from aiofeed.kernel.core.errors import CollateError
 from aiofeed.kernel.core.formatting import format_error, kind_of
 from aiofeed.kernel.core.pytree import is_namedtuple, like_list, like_mapping, map_leaves, total_nbytes
-from aiofeed.kernel.core.types import Collate, HostTensor, Row
+from aiofeed.kernel.core.types import Collate, Gathered, HostTensor, Row
 from aiofeed.kernel.runtime.buffers import BufferLease, array
 from aiofeed.kernel.runtime.tensors import NUMBER_DTYPES, as_array, as_tensor, is_plain, is_tensor, stage
 
@@ -51,6 +51,10 @@ class BatchBuilder(ABC):
     @abstractmethod
     def put(self, position: int, sample: Any) -> None:
         """Store one sample; of a sample whose row is filled already, its target."""
+
+    def put_gathered(self, first: int, samples: Any) -> bool:
+        """Store samples that may be ``Gathered``; returns whether it did that."""
+        return False
 
     def rows_of(self, layout: Any, *, targets: bool) -> tuple[NDArray[Any], Callable[[int, Any], None]] | None:
         """The rows that arrays of a ``Layout`` are copied to, and what stores their targets; ``None`` without rows."""
@@ -488,14 +492,30 @@ ChunkBuilder: TypeAlias = SampleList | RowBatchBuilder
 
 
 class CollateBatchBuilder(SampleList):
-    """Builder of a batch by the user's ``collate_fn``, whose tensors are copied into memory of the lease, if given."""
+    """Builder of a batch by the user's ``collate_fn``.
 
-    def __init__(self, samples: int, collate_fn: Collate, lease: BufferLease | None) -> None:
+    ``staged``: whether its tensors are copied into memory of the lease.
+    """
+
+    def __init__(self, samples: int, collate_fn: Collate, lease: BufferLease, *, staged: bool) -> None:
         super().__init__(samples)
         self._collate_fn = collate_fn
         self._lease = lease
+        self._staged = staged
+        self.nbytes: int = 0
+        self._gathered: Gathered | None = None
+
+    def put_gathered(self, first: int, samples: Any) -> bool:
+        """Store all samples of the batch."""
+        if isinstance(samples, Gathered) and len(samples) == len(self.samples):
+            self._gathered = samples
+            return True
+        return False
 
     def _build(self, keys: Sequence[str], positions: Positions) -> Any:
+        if self._gathered is not None:
+            batch, self.nbytes = self._gathered.batch(self._lease)
+            return batch
         samples = pick(self.samples, positions)
         self.samples: list[Any] = []
         try:
@@ -504,8 +524,7 @@ class CollateBatchBuilder(SampleList):
             raise CollateError(f"collate_fn raised {format_error(error)} ({_span(keys, positions)})") from error
         if batch is None:
             raise CollateError(f"collate_fn returned None ({_span(keys, positions)}): return the batch")
-        batch, nbytes = (batch, total_nbytes(batch)) if self._lease is None else stage(batch, self._lease)
-        self.nbytes: int = nbytes
+        batch, self.nbytes = stage(batch, self._lease) if self._staged else (batch, total_nbytes(batch))
         return batch
 
 

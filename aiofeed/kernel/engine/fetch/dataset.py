@@ -67,7 +67,7 @@ class DatasetFetcher(Fetcher):
         """Return the dataset's name and the index."""
         return self._source.key(index)
 
-    async def read(self, indices: Sequence[int]) -> ReadResult:
+    async def read(self, indices: Sequence[int], plan: BatchPlan | None = None, start: int = 0) -> ReadResult:
         """``UNREAD`` for each index: the decode job requests the items."""
         return ReadResult([UNREAD] * len(indices), waited=False)
 

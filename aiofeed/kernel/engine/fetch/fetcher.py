@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -27,6 +27,9 @@ _NO_DEADLINE = contextlib.nullcontext()
 
 UNREAD: Any = object()
 """Placeholder for a value that the decode job reads itself."""
+
+RunJob: TypeAlias = Callable[..., Awaitable[Any]]
+"""Calls a function with arguments in a decode thread, and returns its result."""
 
 Place: TypeAlias = Callable[[int, Any], None]
 """Decodes the value of one sample and puts the sample at its position in the batch."""
@@ -165,8 +168,11 @@ class Fetcher(ABC):
         """
         return None
 
-    def reading_ahead(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
-        """Yield the same steps; a subclass may read samples of later steps until the end of the block."""
+    def reading_ahead(self, steps: Iterable[Step], run: RunJob) -> AbstractContextManager[Iterable[Step]]:
+        """Yield the same steps; a subclass may read samples of later steps until the end of the block.
+
+        ``run`` calls a function in a decode thread.
+        """
         return contextlib.nullcontext(steps)
 
     def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
@@ -175,15 +181,19 @@ class Fetcher(ABC):
 
     def job_sizes(self, limits: ResolvedLimits) -> tuple[int, int]:
         """Return how many samples the next decode jobs should have at least and at most; see ``JobSizer``."""
-        return self._sizer.job_sizes(limits.decode_threads)
+        least, most = self._sizer.job_sizes(limits.decode_threads)
+        return least, min(most, limits.read_concurrency)
 
     def max_running(self, threads: int) -> int:
         """Return how many of ``threads`` decode threads are worth using now."""
         return threads
 
     @abstractmethod
-    async def read(self, indices: Sequence[int]) -> ReadResult:
-        """Return encoded samples; an exception for each that failed, ``UNREAD`` for what the decode job reads."""
+    async def read(self, indices: Sequence[int], plan: BatchPlan | None = None, start: int = 0) -> ReadResult:
+        """Return encoded samples; an exception for each that failed, ``UNREAD`` for what the decode job reads.
+
+        ``plan``: the batch that has ``indices`` from its position ``start`` on; ``None``: none has.
+        """
 
     def decode(
         self, plan: BatchPlan, start: int, encoded: list[Any], builder: BatchBuilder, control: JobControl

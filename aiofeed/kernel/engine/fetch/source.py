@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ from aiofeed.kernel.core.formatting import format_error
 from aiofeed.kernel.core.limits import ResolvedLimits
 from aiofeed.kernel.core.types import (
     BatchPlan,
+    Gathered,
     Members,
     RowDecoder,
     Source,
@@ -30,7 +32,7 @@ from aiofeed.kernel.core.types import (
 )
 from aiofeed.kernel.engine.fetch.async_reader import AsyncReader, ReadResult, total_bytes
 from aiofeed.kernel.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, RowBatchBuilder, misfit_error
-from aiofeed.kernel.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, Place, seed_of
+from aiofeed.kernel.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, Place, RunJob, seed_of
 from aiofeed.kernel.engine.fetch.user_errors import bytes_hint, sample_error, untrace
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.buffers import BufferLease
@@ -95,7 +97,8 @@ class SourceFetcher(Fetcher):
         self._look_ahead: Any = None
         if lookahead_bytes and getattr(source, "looks_ahead", False):
             self._look_ahead = _load_addon("LookAhead", "looks_ahead = True")(source, lookahead_bytes)
-        self._reader = AsyncReader(self._look_ahead or source, self.policy)
+        self._gathers: bool = self._look_ahead is not None and self._look_ahead.gathers
+        self._reader = AsyncReader(source, self.policy)
         # Reads in decode threads, if the source can do it, and without a time limit.
         self._blocking_reader: BlockingReader | None = None
         if members.read_now is not None and self.policy.read_timeout_s is None:
@@ -109,10 +112,10 @@ class SourceFetcher(Fetcher):
         self._takes_seed = bool(getattr(decoder, "takes_seed", False))
         self._read_s = 0.0
 
-    def reading_ahead(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
+    def reading_ahead(self, steps: Iterable[Step], run: RunJob) -> AbstractContextManager[Iterable[Step]]:
         """Yield the same steps; samples of later steps are read meanwhile, if the source has shards."""
         ahead: Fetcher | Any = super() if self._look_ahead is None else self._look_ahead
-        return ahead.reading_ahead(steps)
+        return ahead.reading_ahead(steps, run)
 
     def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
         """Return a builder with the decoder's rows, or one that collates samples."""
@@ -122,7 +125,9 @@ class SourceFetcher(Fetcher):
         return RowBatchBuilder(decoder.row, samples, lease, targets=self.target is not None)
 
     def job_sizes(self, limits: ResolvedLimits) -> tuple[int, int]:
-        """By the time that samples take; fewer if reads are slow."""
+        """By the time that samples take; fewer if reads are slow. A batch that is gathered is not cut."""
+        if self._gathers:
+            return sys.maxsize, sys.maxsize
         least, most = super().job_sizes(limits)
         if self._read_s > SLOW_READ_S:
             most = min(most, max(SLOW_READ_LEAST, limits.read_concurrency // SLOW_READ_CHUNKS))
@@ -139,12 +144,15 @@ class SourceFetcher(Fetcher):
         """Return all threads, or one if samples are so small that Python takes longer than the decoder."""
         return 1 if 0.0 < self._sizer.seconds < TINY_DECODE_S and self._reads_inline() else threads
 
-    async def read(self, indices: Sequence[int]) -> ReadResult:
+    async def read(self, indices: Sequence[int], plan: BatchPlan | None = None, start: int = 0) -> ReadResult:
         """Return the encoded samples; exceptions for those that failed, ``UNREAD`` if the decode job reads them."""
         if self._reads_inline():
             return ReadResult([UNREAD] * len(indices), waited=False)
         started = time.perf_counter()
-        result = await self._reader.read(indices)
+        read_many = None
+        if self._look_ahead is not None and plan is not None:
+            read_many = partial(self._look_ahead.read, plan, start)
+        result = await self._reader.read(indices, read_many)
         self._sizer.observe_bytes(result.nbytes, len(indices))
         if not result.retries:  # pauses between attempts are not the storage's time
             self._read_s += (time.perf_counter() - started - self._read_s) * 0.2
@@ -171,11 +179,17 @@ class SourceFetcher(Fetcher):
 
         ``None``: decode them into the batch.
         """
-        self._read_now(chunk)
+        if isinstance(chunk.values, Gathered):
+            chunk.outcome.decode_s += chunk.values.seconds
+        else:
+            self._read_now(chunk)
         started, cpu_started = time.perf_counter(), time.thread_time()
         if place is None and (errors := self._decode_all(chunk)) is not None:
             reached = self._put_all(chunk, errors)
+        elif place is None and chunk.builder.put_gathered(chunk.positions[0], chunk.values):
+            reached = len(chunk.values)
         else:
+            chunk.values = list(chunk.values)
             reached = chunk.decode_each(place or self._decode_one(chunk))
         seconds, cpu_s = time.perf_counter() - started, time.thread_time() - cpu_started
         chunk.outcome.decode_s += seconds
@@ -204,13 +218,15 @@ class SourceFetcher(Fetcher):
         control, builder = chunk.control, chunk.builder
         if self._decode_many is None or control.deadline is not None or control.stop.is_set():
             return None
-        if any(isinstance(value, BaseException) for value in chunk.values):
-            return None
+        values: Any = chunk.values
+        if not isinstance(values, Gathered):
+            if any(isinstance(value, BaseException) for value in values):
+                return None
+            values = [bytes(value.data) if type(value) is Uncopied else value for value in values]
         assert isinstance(builder, RowBatchBuilder)
         plan, first, count = chunk.plan, chunk.positions[0], len(chunk.positions)
         seeds = [seed_of(plan, position) for position in chunk.positions] if self._takes_seed else None
         try:
-            values = [bytes(value.data) if type(value) is Uncopied else value for value in chunk.values]
             errors = self._decode_many(values, builder.rows[first : first + count], seeds)
             if len(errors) != count:
                 raise ValueError(f"decode_many_into returned {len(errors)} errors for {count} samples")
@@ -221,7 +237,7 @@ class SourceFetcher(Fetcher):
     def _put_all(self, chunk: Chunk, errors: Sequence[Exception | None]) -> int:
         """Handle the errors and targets of samples that ``_decode_all`` has decoded; returns how many there are."""
         if self.target is None and not any(error is not None for error in errors):
-            chunk.values.clear()
+            chunk.values = []
             return len(errors)
         builder, indices, first = chunk.builder, chunk.plan.indices, chunk.positions[0]
         for error in errors:

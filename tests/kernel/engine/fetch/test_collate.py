@@ -216,7 +216,7 @@ def test_rows_filled_in_place_become_the_batch() -> None:
 
 def test_collate_fn_gets_the_samples_in_order() -> None:
     """A user's ``collate_fn`` gets a list of samples and makes the batch."""
-    builder = CollateBatchBuilder(3, tuple, None)
+    builder = CollateBatchBuilder(3, tuple, HostBufferPool(0), staged=False)
     for position in (2, 0, 1):
         builder.put(position, f"sample {position}")
     assert builder.finish(["a", "b", "c"]) == ("sample 0", "sample 1", "sample 2")
@@ -228,7 +228,7 @@ def test_a_failing_collate_fn_is_named() -> None:
     def broken(samples: list[Any]) -> Any:
         raise ZeroDivisionError("oops")
 
-    builder = CollateBatchBuilder(1, broken, None)
+    builder = CollateBatchBuilder(1, broken, HostBufferPool(0), staged=False)
     builder.put(0, 1)
     with pytest.raises(CollateError, match=r"collate_fn raised ZeroDivisionError: oops.*'only\.jpg'") as caught:
         builder.finish(["only.jpg"])
@@ -260,7 +260,7 @@ def test_staging_moves_a_tensor_and_changes_nothing(tensor: torch.Tensor) -> Non
 
 def test_sparse_tensors_of_a_collate_fn_stay_unchanged() -> None:
     """Their bytes, which torch does not report, are not counted."""
-    builder = CollateBatchBuilder(2, lambda samples: [torch.eye(2).to_sparse(), torch.zeros(3)], None)
+    builder = CollateBatchBuilder(2, lambda samples: [torch.eye(2).to_sparse(), torch.zeros(3)], HostBufferPool(0), staged=False)
     for position in range(2):
         builder.put(position, position)
     batch, _ = builder.finish(["a", "b"])

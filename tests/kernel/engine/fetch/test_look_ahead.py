@@ -172,12 +172,12 @@ def test_samples_that_are_noted_and_not_begun_are_read_at_once() -> None:
         source = Sharded()
         ahead = LookAhead(source, 1 << 20)
         plans = [BatchPlan(at, [at * SHARD], [at], 0) for at in range(10)]
-        with ahead.reading_ahead(plans) as steps:
+        with ahead.reading_ahead(plans, asyncio.to_thread) as steps:
             for _ in range(2):
                 next(steps)
-            values = await ahead.read_many([9 * SHARD, 0])
+            values = await ahead.read(BatchPlan(10, [], [], 0), 0, [9 * SHARD, 0])
             assert [int.from_bytes(value[:2], "little") for value in values] == [9 * SHARD, 0]
-            rest = [await ahead.read_many(plan.indices) for plan in plans[1:]]
+            rest = [await ahead.read(plan, 0, plan.indices) for plan in [plans[1], *steps]]
         assert [int.from_bytes(value[:2], "little") for [value] in rest] == list(range(SHARD, SAMPLES, SHARD))
 
     asyncio.run(check())
