@@ -199,7 +199,7 @@ class _UpcomingSamples:
         noted.numbers = found[firsts].tolist()
         for number, places in zip(noted.numbers, np.split(order, firsts[1:]), strict=True):
             self._groups.setdefault((self.epoch, number), []).append((noted, places))
-        return int(source.sample_bytes * len(indices)) if gathers else sum(map(source.nbytes, indices.tolist()))
+        return int(source.gathered_bytes * len(indices)) if gathers else sum(map(source.nbytes, indices.tolist()))
 
     def read_soon(self, plan: BatchPlan) -> None:
         """Read the shards of samples that are not being read."""

@@ -45,8 +45,8 @@ class ParquetTable(ParquetRows, Table):
         return GatheredRows if self._whole else None
 
     @cached_property
-    def sample_bytes(self) -> float:
-        """Bytes of a row in a batch, on the average, as far as the files say."""
+    def gathered_bytes(self) -> float:
+        """Bytes of a row in ``GatheredRows``, as far as the files say."""
         chosen = [(shard.extra.metadata.row_group(0), shard.extra.leaves) for shard in self._shards[:1]]
         nbytes = sum(memory_of(rows.column(leaf)) for rows, leaves in chosen for leaf in leaves)
         return max(nbytes / chosen[0][0].num_rows, 1.0)

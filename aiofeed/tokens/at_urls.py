@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import posixpath
-from array import array
+import threading
+from array import array as compact
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from aiofeed.common.blocking import run_blocking
+from aiofeed.kernel.core.types import Gathered
+from aiofeed.kernel.engine.fetch.fetcher import RunJob
+from aiofeed.kernel.runtime.buffers import BufferLease, array
 from aiofeed.kernel.sources.parts import Parts
 from aiofeed.objects.reader import GAP_BYTES, run_all
 from aiofeed.shards.base import RecentParts, Shards
@@ -53,6 +59,26 @@ class TokenObject:
     starts: Any = None
 
 
+class GatheredWindows(Gathered):
+    """The windows of a batch: ``windows`` [n, tokens]."""
+
+    def __init__(self, tokens: int, dtype: np.dtype[Any], count: int, memory: BufferLease) -> None:
+        self.windows: NDArray[Any] = array(memory, (count, tokens), dtype)
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.windows[at]
+
+    def put(self, places: NDArray[np.int64], windows: NDArray[Any], nbytes: float) -> None:
+        """Write windows to their places; from any thread."""
+        self.windows[places] = windows
+        with self._lock:
+            self.nbytes += int(nbytes)
+
+
 class RemoteTokens(Tokens, ParquetRows):
     """Windows of tokens in objects, in columns of lists, or in files that are read like objects."""
 
@@ -74,8 +100,9 @@ class RemoteTokens(Tokens, ParquetRows):
         self._window_bytes = self._needed * self._dtype.itemsize
         ranges = [first + _ranges(shard.extra) for shard, first in zip(self._shards, self._starts, strict=False)]
         # An array for bisect, which compares numpy's numbers slowly.
-        self._ranges = array("q", np.concatenate([*ranges, self._starts[-1:]]).tobytes())
+        self._ranges = compact("q", np.concatenate([*ranges, self._starts[-1:]]).tobytes())
         self.in_memory = False
+        self.reads_whole_shards: bool = self._column is not None
 
     async def _list(self, finder: ShardFinder, urls: Any) -> list[Shard]:
         files: list[tuple[Any, str, int]] = urls
@@ -159,7 +186,7 @@ class RemoteTokens(Tokens, ParquetRows):
         return self._window_bytes
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
-        """Return the bytes of windows, in one dtype for all files, or the error of each that cannot be read."""
+        """Return the tokens of windows, in one dtype for all files, or the error of each that cannot be read."""
         rows, found = np.asarray(indices, np.int64), [None] * len(indices)
         numbers = np.searchsorted(self._starts, rows, side="right") - 1
 
@@ -173,22 +200,60 @@ class RemoteTokens(Tokens, ParquetRows):
         return found
 
     async def _read_windows(self, shard: Shard, rows: NDArray[np.int64]) -> Sequence[Any]:
-        dtype = np.dtype(shard.extra.layout.dtype)
-        nbytes, gap, starts = self._needed * dtype.itemsize, GAP_BYTES // dtype.itemsize, rows * shard.extra.stride
-        # Joined here, not by the reader, which takes four times as long for windows of some KB.
-        ordered = np.sort(starts)
-        parted = np.diff(ordered, prepend=ordered[0] - self._needed - gap - 1) > self._needed + gap
-        firsts, lasts = ordered[parted], ordered[np.roll(parted, -1)] + self._needed
         try:
-            parts = await self._read_tokens(shard, firsts, lasts)
+            return list(self._windows_of(shard, rows, *await self._read_joined(shard, rows)))
         except Exception as error:  # noqa: BLE001 - the error of each of these windows
             return [error.with_traceback(None)] * len(rows)
-        numbers = np.searchsorted(firsts, starts, side="right") - 1
-        places = zip(numbers.tolist(), ((starts - firsts[numbers]) * dtype.itemsize).tolist(), strict=True)
-        found = [parts[number][at : at + nbytes] for number, at in places]
-        if dtype == self._dtype:
-            return found
-        return [np.frombuffer(window, dtype).astype(self._dtype).tobytes() for window in found]
+
+    async def _read_joined(self, shard: Shard, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[bytes]]:
+        """Return the first tokens of ranges that have all of some windows, and the bytes of the ranges."""
+        # Joined here, not by the reader, which takes four times as long for windows of some KB.
+        gap = GAP_BYTES // np.dtype(shard.extra.layout.dtype).itemsize
+        ordered = np.sort(rows * shard.extra.stride)
+        parted = np.diff(ordered, prepend=ordered[0] - self._needed - gap - 1) > self._needed + gap
+        firsts, lasts = ordered[parted], ordered[np.roll(parted, -1)] + self._needed
+        return firsts, await self._read_tokens(shard, firsts, lasts)
+
+    def _windows_of(
+        self, shard: Shard, rows: NDArray[np.int64], firsts: NDArray[np.int64], parts: Sequence[bytes]
+    ) -> NDArray[Any]:
+        """Return windows [n, tokens] of the ranges that have them, in one dtype for all files."""
+        dtype, starts = np.dtype(shard.extra.layout.dtype), rows * shard.extra.stride
+        windows = np.empty((len(rows), self._needed), self._dtype)
+        order = np.argsort(starts, kind="stable")
+        bounds = np.searchsorted(starts[order], [*firsts.tolist(), np.iinfo(np.int64).max]).tolist()
+        for first, part, (begin, end) in zip(firsts.tolist(), parts, pairwise(bounds), strict=True):
+            chosen = order[begin:end]
+            tokens = np.lib.stride_tricks.sliding_window_view(np.frombuffer(part, dtype), self._needed)
+            windows[chosen] = tokens[starts[chosen] - first]
+        return windows
+
+    @property
+    def new_gathered(self) -> Any:
+        """Makes the windows of a batch."""
+        return partial(GatheredWindows, self._needed, self._dtype)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of a window in ``GatheredWindows``."""
+        return self._window_bytes
+
+    async def gather_ahead(
+        self, indices: NDArray[np.int64], targets: Sequence[tuple[GatheredWindows, NDArray[np.int64]]], run: RunJob
+    ) -> None:
+        """Write windows of one range into their batches."""
+        number = int(np.searchsorted(self._starts, indices[0], side="right")) - 1
+        shard, rows = self._shards[number], indices - self._starts[number]
+        firsts, parts = await self._read_joined(shard, rows)
+        share = sum(map(len, parts)) / len(rows)
+
+        def spread() -> None:
+            windows, at = self._windows_of(shard, rows, firsts, parts), 0
+            for gathered, places in targets:
+                gathered.put(places, windows[at : at + len(places)], share * len(places))
+                at += len(places)
+
+        await run(spread)
 
     async def _read_tokens(self, shard: Shard, firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> list[bytes]:
         """Return the bytes of ranges of tokens."""
@@ -221,7 +286,8 @@ class RemoteTokens(Tokens, ParquetRows):
 
     def gather(self, indices: Any, *parts: NDArray[Any]) -> None:
         """Write windows, of which there are the bytes, into ``x``, and with targets ``y``: [N, block]."""
-        self._write(np.frombuffer(b"".join(indices), self._dtype).reshape(-1, self._needed), parts, slice(None))
+        windows = indices.windows if isinstance(indices, GatheredWindows) else np.stack(indices)
+        self._write(windows, parts, slice(None))
 
     def _read_at_once(self, index: int) -> Any:
         return run_blocking(lambda: self.read(index))
