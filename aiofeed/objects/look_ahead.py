@@ -2,8 +2,8 @@
 
 The order is known, also a shuffled one. So the plans of the next batches are taken from it early, up to a number of
 bytes ahead, and their samples are noted by shard. When the first sample of a shard is needed soon, all samples of the
-shard that are noted are read together: by one ``read_many``, which joins their ranges, or by one ``gather_ahead``, which
-writes them into the arrays of their batches. The engine gets the plans later, and its reads wait for those.
+shard that are noted are read together: by one ``read_many``, which joins their ranges, or by one ``gather_ahead``,
+which writes them into the arrays of their batches. The engine gets the plans later, and its reads wait for those.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.kernel.core.types import BatchPlan, Gathered, Source
+from aiofeed.kernel.core.types import BatchPlan, Gathered
 from aiofeed.kernel.engine.fetch.fetcher import RunJob
 from aiofeed.kernel.runtime.buffers import HostBufferPool
 from aiofeed.kernel.sampling.epochs import EpochStart, Step
@@ -50,8 +51,8 @@ class LookAhead:
         gathers: Whether the source gathers batches, see ``Gathered``.
     """
 
-    def __init__(self, source: Source[Any], limit_bytes: int) -> None:
-        self._source: Any = source
+    def __init__(self, source: Any, limit_bytes: int) -> None:
+        self._source = source
         self._limit_bytes = limit_bytes
         self.gathers: bool = getattr(source, "new_gathered", None) is not None
         # Whether a shard is read whole, however few of its samples are wanted.
@@ -103,11 +104,11 @@ class LookAhead:
             given_bytes += nbytes
             yield step
 
-    async def read(self, plan: BatchPlan, start: int, indices: Sequence[int]) -> Sequence[Any]:
+    async def read(self, plan: BatchPlan, start: int, indices: Sequence[int]) -> Any:
         """Return the samples ``indices`` of a plan, of which they begin at position ``start``."""
         noted = self._upcoming.noted.get(plan)
         if noted is None:
-            return await self._source.read_many(indices)  # type: ignore[no-any-return]
+            return await self._source.read_many(indices)
         stop = start + len(indices)
         whole = len(indices) == len(noted.indices)
         shards = noted.numbers if whole else set(noted.shards[start:stop].tolist())
@@ -118,8 +119,7 @@ class LookAhead:
             self._upcoming.noted.pop(plan, None)
         samples = noted.samples
         if isinstance(samples, Gathered):
-            gathered = whole and not noted.failed
-            return samples if gathered else await self._source.read_many(indices)  # type: ignore[no-any-return]
+            return samples if whole and not noted.failed else await self._source.read_many(indices)
         found, samples[start:stop] = samples[start:stop], [None] * len(indices)
         unread = [index for index, sample in zip(indices, found, strict=True) if sample is _UNREAD]
         read = iter(await self._source.read_many(unread) if unread else ())
@@ -197,8 +197,8 @@ class _UpcomingSamples:
         found = shards[order]
         firsts = np.flatnonzero(np.diff(found, prepend=-1))
         noted.numbers = found[firsts].tolist()
-        for number, places in zip(noted.numbers, np.split(order, firsts[1:]), strict=True):
-            self._groups.setdefault((self.epoch, number), []).append((noted, places))
+        for number, (first, end) in zip(noted.numbers, pairwise([*firsts.tolist(), len(order)]), strict=True):
+            self._groups.setdefault((self.epoch, number), []).append((noted, order[first:end]))
         return int(source.gathered_bytes * len(indices)) if gathers else sum(map(source.nbytes, indices.tolist()))
 
     def read_soon(self, plan: BatchPlan) -> None:

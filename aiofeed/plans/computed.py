@@ -106,7 +106,9 @@ class WindowOrder(ComputedOrder):
             turns = np.argsort(turn, kind="stable")
             for first, last in pairwise(np.searchsorted(turn[turns], range(self._width + 1)).tolist()):
                 number = mix64(seed ^ mix64(start + first))
-                samples[turns[first:last]] = start + first + shuffled(last - first, number >> 1, 0)(slice(None))
+                samples[turns[first:last]] = (
+                    start + first + shuffled(last - first, number >> 1, 0)(np.arange(last - first))
+                )
             return samples
 
         def indices(positions: Int64) -> Int64:

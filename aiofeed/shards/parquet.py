@@ -109,7 +109,9 @@ class ParquetRows(Shards):
         self._tables = RecentParts()
         arrow("pyarrow.parquet")
         super().__init__(urls, store=store, options=options)
-        starts = [first + shard.extra.first[:-1] for first, shard in zip(self._parts.starts, self._shards, strict=False)]
+        starts = [
+            first + shard.extra.first[:-1] for first, shard in zip(self._parts.starts, self._shards, strict=False)
+        ]
         self._group_starts: NDArray[np.int64] = np.unique(np.concatenate([*starts, [len(self)]]))
         if self._columns is None and self._data is None:
             self._check_alike()
@@ -287,7 +289,12 @@ class ParquetRows(Shards):
         return ranges
 
     def _decode_rows(
-        self, shard: Shard, group: int, chosen: Sequence[int], ranges: Sequence[tuple[int, int]], parts: Sequence[bytes] | None
+        self,
+        shard: Shard,
+        group: int,
+        chosen: Sequence[int],
+        ranges: Sequence[tuple[int, int]],
+        parts: Sequence[bytes] | None,
     ) -> Any:
         """Return the table of column chunks, of which there are the bytes; ``None``: of a file."""
         metadata = shard.extra.metadata
@@ -309,7 +316,8 @@ class ParquetRows(Shards):
 def memory_of(chunk: Any) -> int:
     """Return the bytes of a column chunk in memory, as far as its description says."""
     # A column of equal values needs few bytes in a file, and those of its type in memory.
-    return max(chunk.total_uncompressed_size, chunk.num_values * _WIDTHS.get(chunk.physical_type, 1))
+    width = _WIDTHS.get(chunk.physical_type, 1)
+    return max(int(chunk.total_uncompressed_size), int(chunk.num_values) * width)
 
 
 def _names(shard: Shard) -> list[str]:

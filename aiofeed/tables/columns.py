@@ -206,17 +206,19 @@ class Columns:
         Raises:
             NoTensorsError: A column has none.
         """
-        alike: dict[Any, list[str]] = {}
+        alike: dict[Any, list[NumberColumn]] = {}
+        names: dict[Any, list[str]] = {}
         for name, column in self.columns.items():
             if isinstance(column, ValueColumn):
                 raise NoTensorsError(no_tensors(name, column.problem))
-            alike.setdefault((column.dtype, column.shape), []).append(name)
+            alike.setdefault((column.dtype, column.shape), []).append(column)
+            names.setdefault((column.dtype, column.shape), []).append(name)
         blocks = []
-        for (dtype, shape), names in alike.items():
-            block = array(memory, (len(names), len(rows), *shape), dtype)
-            for part, name in zip(block, names, strict=True):
-                self.columns[name].take_into(part, rows)
-            blocks.append((names, block))
+        for (dtype, shape), columns in alike.items():
+            block = array(memory, (len(columns), len(rows), *shape), dtype)
+            for part, column in zip(block, columns, strict=True):
+                column.take_into(part, rows)
+            blocks.append((names[dtype, shape], block))
         return blocks
 
     def rows(self, rows: NDArray[np.int64]) -> list[dict[str, Any]]:
@@ -236,11 +238,15 @@ class GatheredRows(Gathered):
     columns, takes a fifth of the time that it takes to scatter some rows of each row group.
 
     Args:
+        names: The columns, in the order of the batch.
         count: The number of rows.
         memory: Where the arrays are, until the batch is made.
     """
 
-    def __init__(self, count: int, memory: BufferLease) -> None:
+    def __init__(self, names: Sequence[str], count: int, memory: BufferLease) -> None:
+        self.nbytes: int = 0
+        self.seconds: float = 0.0
+        self._names = names
         self._count = count
         self.memory = memory
         self._lock = threading.Lock()
@@ -259,8 +265,10 @@ class GatheredRows(Gathered):
         columns = Columns({name: tensor.memory for name, tensor in batch.items()})
         return iter([(columns, row) for row in range(self._count)])
 
-    def put(self, places: NDArray[np.int64], blocks: Blocks) -> None:
+    def put(self, places: NDArray[np.int64], blocks: Blocks, nbytes: float, seconds: float) -> None:
         """Write rows of all columns that have the given places; from any thread.
+
+        ``nbytes`` and ``seconds``: what was read for them, and the time that it took.
 
         Raises:
             NoTensorsError: They differ in shape or dtype from rows that came before.
@@ -269,17 +277,13 @@ class GatheredRows(Gathered):
             self._blocks = self._blocks or _like(blocks, self._count, self.memory)
             at = slice(self._written, self._written + len(places))
             self._written = at.stop
+            self.nbytes += int(nbytes)
+            self.seconds += seconds
         self._places[at] = places
         for (names, out), (found, block) in zip(self._blocks, blocks, strict=True):
             if (names, out.dtype, out.shape[2:]) != (found, block.dtype, block.shape[2:]):
                 raise NoTensorsError(no_tensors(found[0], "has arrays of different shapes"))
             out[:, at] = block
-
-    def count(self, nbytes: float, seconds: float) -> None:
-        """Add what was read for some of the rows, and the time that it took; from any thread."""
-        with self._lock:
-            self.nbytes += int(nbytes)
-            self.seconds += seconds
 
     def batch(self, lease: BufferLease) -> tuple[dict[str, HostTensor], int]:
         """Return the tensors of the columns, and their bytes."""
@@ -290,7 +294,7 @@ class GatheredRows(Gathered):
             np.take(block, rows, axis=1, out=out, mode="clip")
         self._blocks = []
         columns = {name: column for names, block in placed for name, column in zip(names, block, strict=True)}
-        batch = {name: HostTensor(columns[name], pinned=lease.pinned) for name in self.names}
+        batch = {name: HostTensor(columns[name], pinned=lease.pinned) for name in self._names}
         return batch, sum(block.nbytes for _, block in placed)
 
 

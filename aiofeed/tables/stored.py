@@ -7,7 +7,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -40,16 +40,22 @@ class ParquetTable(ParquetRows, Table):
         return f"Table({len(self)} row{'s' * (len(self) != 1)} in {len(self._shards)} Parquet files)"
 
     @property
-    def new_gathered(self) -> type[GatheredRows] | None:
+    def new_gathered(self) -> Callable[..., GatheredRows] | None:
         """Makes the rows of a batch; ``None`` if samples are rows for ``decode=`` or ``collate_fn=``."""
-        return GatheredRows if self._whole else None
+        return partial(GatheredRows, self._names) if self._whole else None
+
+    @cached_property
+    def _names(self) -> list[str]:
+        names = self._shards[0].extra.metadata.schema.to_arrow_schema().names
+        return [name for name in names if self._columns is None or name in self._columns]
 
     @cached_property
     def gathered_bytes(self) -> float:
         """Bytes of a row in ``GatheredRows``, as far as the files say."""
-        chosen = [(shard.extra.metadata.row_group(0), shard.extra.leaves) for shard in self._shards[:1]]
-        nbytes = sum(memory_of(rows.column(leaf)) for rows, leaves in chosen for leaf in leaves)
-        return max(nbytes / chosen[0][0].num_rows, 1.0)
+        first = next(shard.extra for shard in self._shards if shard.extra.first[-1])
+        groups = map(first.metadata.row_group, range(first.metadata.num_row_groups))
+        nbytes: int = sum(memory_of(group.column(leaf)) for group in groups for leaf in first.leaves)
+        return max(nbytes / int(first.first[-1]), 1.0)
 
     async def gather_ahead(self, indices: Any, targets: Sequence[tuple[GatheredRows, Any]], run: Any) -> None:
         """Write rows of one row group into their batches."""
@@ -70,9 +76,8 @@ class ParquetTable(ParquetRows, Table):
         nbytes, seconds, at = sum(end - start for start, end in ranges), time.perf_counter() - started, 0
         for gathered, places in targets:
             share = len(places) / len(rows)
-            gathered.names = table.column_names
-            gathered.put(places, [(names, block[:, at : at + len(places)]) for names, block in taken])
-            gathered.count(share * nbytes, share * seconds)
+            blocks = [(names, block[:, at : at + len(places)]) for names, block in taken]
+            gathered.put(places, blocks, share * nbytes, share * seconds)
             at += len(places)
 
     def _take(self, shard: Shard, table: Any, first: int, rows: Sequence[int]) -> list[Any]:

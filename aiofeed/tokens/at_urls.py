@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import posixpath
-import threading
-from array import array as compact
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
 from aiofeed.common.blocking import run_blocking
 from aiofeed.kernel.core.types import Gathered
 from aiofeed.kernel.engine.fetch.fetcher import RunJob
-from aiofeed.kernel.runtime.buffers import BufferLease, array
 from aiofeed.kernel.sources.parts import Parts
 from aiofeed.objects.reader import GAP_BYTES, run_all
 from aiofeed.shards.base import RecentParts, Shards
@@ -59,24 +55,44 @@ class TokenObject:
     starts: Any = None
 
 
-class GatheredWindows(Gathered):
-    """The windows of a batch: ``windows`` [n, tokens]."""
+Ranges: TypeAlias = "tuple[NDArray[np.int64], list[NDArray[Any]]]"
+"""The first token of ranges of a file, and all windows of each range, with a stride of 1: [n, tokens]."""
 
-    def __init__(self, tokens: int, dtype: np.dtype[Any], count: int, memory: BufferLease) -> None:
-        self.windows: NDArray[Any] = array(memory, (count, tokens), dtype)
-        self._lock = threading.Lock()
+
+class GatheredWindows(Gathered):
+    """The windows of a batch, in the ranges that were read; the decoder copies them.
+
+    Attributes:
+        parts: Places of windows in the batch, all windows of a range, and which of them they are.
+    """
+
+    def __init__(self, count: int, memory: object = None) -> None:
+        self._count = count
+        self.parts: list[tuple[NDArray[np.int64], NDArray[Any], NDArray[np.int64]]] = []
 
     def __len__(self) -> int:
-        return len(self.windows)
+        return self._count
 
     def __getitem__(self, at: Any) -> Any:
-        return self.windows[at]
+        found: list[Any] = [None] * self._count
+        for places, windows, rows in self.parts:
+            for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+                found[place] = windows[row]
+        return found[at]
 
-    def put(self, places: NDArray[np.int64], windows: NDArray[Any], nbytes: float) -> None:
-        """Write windows to their places; from any thread."""
-        self.windows[places] = windows
-        with self._lock:
-            self.nbytes += int(nbytes)
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self[:])
+
+    def add(self, places: NDArray[np.int64], ranges: Ranges, starts: NDArray[np.int64]) -> None:
+        """Add windows at their places, of which there are the first tokens."""
+        firsts, parts = ranges
+        if len(parts) == 1:
+            self.parts.append((places, parts[0], starts - firsts))
+            return
+        numbers = np.searchsorted(firsts, starts, side="right") - 1
+        for number in set(numbers.tolist()):
+            chosen = numbers == number
+            self.parts.append((places[chosen], parts[number], starts[chosen] - firsts[number]))
 
 
 class RemoteTokens(Tokens, ParquetRows):
@@ -100,7 +116,7 @@ class RemoteTokens(Tokens, ParquetRows):
         self._window_bytes = self._needed * self._dtype.itemsize
         ranges = [first + _ranges(shard.extra) for shard, first in zip(self._shards, self._starts, strict=False)]
         # An array for bisect, which compares numpy's numbers slowly.
-        self._ranges = compact("q", np.concatenate([*ranges, self._starts[-1:]]).tobytes())
+        self._ranges = array("q", np.concatenate([*ranges, self._starts[-1:]]).tobytes())
         self.in_memory = False
         self.reads_whole_shards: bool = self._column is not None
 
@@ -201,59 +217,45 @@ class RemoteTokens(Tokens, ParquetRows):
 
     async def _read_windows(self, shard: Shard, rows: NDArray[np.int64]) -> Sequence[Any]:
         try:
-            return list(self._windows_of(shard, rows, *await self._read_joined(shard, rows)))
+            gathered = GatheredWindows(len(rows))
+            gathered.add(np.arange(len(rows)), await self._read_joined(shard, rows), rows * shard.extra.stride)
+            return list(gathered)
         except Exception as error:  # noqa: BLE001 - the error of each of these windows
             return [error.with_traceback(None)] * len(rows)
 
-    async def _read_joined(self, shard: Shard, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[bytes]]:
-        """Return the first tokens of ranges that have all of some windows, and the bytes of the ranges."""
+    async def _read_joined(self, shard: Shard, rows: NDArray[np.int64]) -> Ranges:
+        """Return ranges of tokens that have all of some windows."""
         # Joined here, not by the reader, which takes four times as long for windows of some KB.
         gap = GAP_BYTES // np.dtype(shard.extra.layout.dtype).itemsize
         ordered = np.sort(rows * shard.extra.stride)
         parted = np.diff(ordered, prepend=ordered[0] - self._needed - gap - 1) > self._needed + gap
         firsts, lasts = ordered[parted], ordered[np.roll(parted, -1)] + self._needed
-        return firsts, await self._read_tokens(shard, firsts, lasts)
-
-    def _windows_of(
-        self, shard: Shard, rows: NDArray[np.int64], firsts: NDArray[np.int64], parts: Sequence[bytes]
-    ) -> NDArray[Any]:
-        """Return windows [n, tokens] of the ranges that have them, in one dtype for all files."""
-        dtype, starts = np.dtype(shard.extra.layout.dtype), rows * shard.extra.stride
-        windows = np.empty((len(rows), self._needed), self._dtype)
-        order = np.argsort(starts, kind="stable")
-        bounds = np.searchsorted(starts[order], [*firsts.tolist(), np.iinfo(np.int64).max]).tolist()
-        for first, part, (begin, end) in zip(firsts.tolist(), parts, pairwise(bounds), strict=True):
-            chosen = order[begin:end]
-            tokens = np.lib.stride_tricks.sliding_window_view(np.frombuffer(part, dtype), self._needed)
-            windows[chosen] = tokens[starts[chosen] - first]
-        return windows
+        parts = [
+            np.frombuffer(part, shard.extra.layout.dtype) for part in await self._read_tokens(shard, firsts, lasts)
+        ]
+        return firsts, [np.lib.stride_tricks.sliding_window_view(part, self._needed) for part in parts]
 
     @property
-    def new_gathered(self) -> Any:
+    def new_gathered(self) -> type[GatheredWindows]:
         """Makes the windows of a batch."""
-        return partial(GatheredWindows, self._needed, self._dtype)
+        return GatheredWindows
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of a window in ``GatheredWindows``."""
+        """Bytes of a window."""
         return self._window_bytes
 
     async def gather_ahead(
         self, indices: NDArray[np.int64], targets: Sequence[tuple[GatheredWindows, NDArray[np.int64]]], run: RunJob
     ) -> None:
-        """Write windows of one range into their batches."""
+        """Read windows of one range for their batches."""
         number = int(np.searchsorted(self._starts, indices[0], side="right")) - 1
         shard, rows = self._shards[number], indices - self._starts[number]
-        firsts, parts = await self._read_joined(shard, rows)
-        share = sum(map(len, parts)) / len(rows)
-
-        def spread() -> None:
-            windows, at = self._windows_of(shard, rows, firsts, parts), 0
-            for gathered, places in targets:
-                gathered.put(places, windows[at : at + len(places)], share * len(places))
-                at += len(places)
-
-        await run(spread)
+        ranges, starts, at = await self._read_joined(shard, rows), rows * shard.extra.stride, 0
+        for gathered, places in targets:
+            gathered.add(places, ranges, starts[at : at + len(places)])
+            gathered.nbytes += self._window_bytes * len(places)
+            at += len(places)
 
     async def _read_tokens(self, shard: Shard, firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> list[bytes]:
         """Return the bytes of ranges of tokens."""
@@ -286,8 +288,11 @@ class RemoteTokens(Tokens, ParquetRows):
 
     def gather(self, indices: Any, *parts: NDArray[Any]) -> None:
         """Write windows, of which there are the bytes, into ``x``, and with targets ``y``: [N, block]."""
-        windows = indices.windows if isinstance(indices, GatheredWindows) else np.stack(indices)
-        self._write(windows, parts, slice(None))
+        if isinstance(indices, GatheredWindows):
+            for places, windows, rows in indices.parts:
+                self._write(windows[rows], parts, places)
+        else:
+            self._write(np.stack(indices), parts, slice(None))
 
     def _read_at_once(self, index: int) -> Any:
         return run_blocking(lambda: self.read(index))

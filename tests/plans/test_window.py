@@ -25,11 +25,16 @@ def epoch_of(order: WindowOrder, epoch: int) -> list[int]:
 
 
 @hypothesis.settings(max_examples=100, deadline=None)
-@given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=20), width=st.integers(1, 25), epoch=st.integers(0, 5))
-def test_every_sample_comes_once_and_few_shards_are_open(sizes: list[int], width: int, epoch: int) -> None:
+@given(
+    sizes=st.lists(st.integers(0, 30), min_size=1, max_size=20),
+    width=st.integers(1, 25),
+    epoch=st.integers(0, 5),
+    dealt=st.booleans(),
+)
+def test_every_sample_comes_once_and_few_shards_are_open(sizes: list[int], width: int, epoch: int, dealt: bool) -> None:
     """The samples of a shard come within those of `width` shards; any part of the order can be computed alone."""
     hypothesis.assume(sum(sizes))
-    order = WindowOrder(starts_of(sizes), width, seed=3)
+    order = WindowOrder(starts_of(sizes), width, seed=3, dealt=dealt)
     indices = epoch_of(order, epoch)
     assert sorted(indices) == list(range(sum(sizes)))
     permutation = order.permutation(epoch)
@@ -52,6 +57,18 @@ def test_epochs_and_seeds_differ_and_samples_are_mixed() -> None:
     for indices in orders:
         shards = np.array(indices) // 100
         assert 0.8 < (shards[1:] != shards[:-1]).mean() < 0.95  # 7 of 8 at random
+
+
+def test_shards_that_are_dealt_take_turns() -> None:
+    """Each of four ranks has samples of one shard of a group, mixed."""
+    order = WindowOrder(starts_of([100] * 16), 4, seed=0, dealt=True)
+    for epoch in range(2):
+        indices = np.array(epoch_of(order, epoch)).reshape(4, 100, 4)
+        assert all(len(set((indices[group, :, rank] // 100).tolist())) == 1 for group in range(4) for rank in range(4))
+        assert (np.diff(indices, axis=1) != 1).mean() > 0.9
+    assert epoch_of(order, 0) != epoch_of(order, 1)
+    with pytest.raises(StateError, match="other shards"):
+        WindowOrder(starts_of([100] * 16), 4, seed=0).load_state(order.state(Position()))
 
 
 @pytest.mark.parametrize(

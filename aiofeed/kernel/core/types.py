@@ -135,7 +135,7 @@ class Gathered(Sequence[Any], ABC):
     seconds: float = 0.0
 
     def batch(self, lease: Any) -> tuple[Any, int]:
-        """Return the batch, of ``HostTensor`` in memory of a lease, and its bytes, if it is no decoder that makes it."""
+        """Return the batch, of ``HostTensor`` in memory of a lease, and its bytes; unless a decoder makes the batch."""
         raise NotImplementedError
 
 

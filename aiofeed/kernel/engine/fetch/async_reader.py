@@ -13,7 +13,6 @@ from aiofeed.kernel.core.failure_policy import FailurePolicy, backoff_s
 from aiofeed.kernel.core.types import Gathered, Members, Source
 from aiofeed.kernel.runtime.cancellation import clear_cancellation, is_cancelled
 
-
 ReadMany: TypeAlias = Callable[[Sequence[int]], Awaitable[Sequence[Any]]]
 
 

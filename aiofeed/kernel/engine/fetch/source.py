@@ -236,7 +236,7 @@ class SourceFetcher(Fetcher):
 
     def _put_all(self, chunk: Chunk, errors: Sequence[Exception | None]) -> int:
         """Handle the errors and targets of samples that ``_decode_all`` has decoded; returns how many there are."""
-        if self.target is None and not any(error is not None for error in errors):
+        if self.target is None and errors.count(None) == len(errors):
             chunk.values = []
             return len(errors)
         builder, indices, first = chunk.builder, chunk.plan.indices, chunk.positions[0]

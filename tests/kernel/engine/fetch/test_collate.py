@@ -260,7 +260,9 @@ def test_staging_moves_a_tensor_and_changes_nothing(tensor: torch.Tensor) -> Non
 
 def test_sparse_tensors_of_a_collate_fn_stay_unchanged() -> None:
     """Their bytes, which torch does not report, are not counted."""
-    builder = CollateBatchBuilder(2, lambda samples: [torch.eye(2).to_sparse(), torch.zeros(3)], HostBufferPool(0), staged=False)
+    builder = CollateBatchBuilder(
+        2, lambda samples: [torch.eye(2).to_sparse(), torch.zeros(3)], HostBufferPool(0), staged=False
+    )
     for position in range(2):
         builder.put(position, position)
     batch, _ = builder.finish(["a", "b"])

@@ -1,0 +1,225 @@
+"""Tables of Parquet files: a row group is decoded once for all batches that need it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import aiofeed
+from aiofeed.shards.parquet import ParquetRows
+from tests.support.simulated_device import SimulatedDevice
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+ROWS, GROUP, BATCH = 600, 40, 16
+
+
+def columns(rows: int, start: int = 0) -> dict[str, Any]:
+    """Columns of several types; ``row`` is the number of the row."""
+    numbers = np.arange(start, start + rows)
+    return {
+        "row": numbers,
+        "half": numbers.astype(np.float16),
+        "float": pa.array(numbers / 2, pa.float32()),
+        "even": pa.array((numbers % 2 == 0).tolist()),
+        "kind": pa.array((numbers % 3).tolist(), pa.int32()).dictionary_encode(),
+        "vector": pa.FixedSizeListArray.from_arrays(pa.array(np.repeat(numbers, 4), pa.float32()), 4),
+        "other": pa.array(numbers * 2, pa.float32()),
+    }
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    """Two files whose last row group is smaller."""
+    for name, start, end in (("a", 0, 290), ("b", 290, ROWS)):
+        pq.write_table(pa.table(columns(end - start, start)), tmp_path / f"{name}.parquet", row_group_size=GROUP)
+    return [str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")]
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
+    """How often each row group is decoded, by its file."""
+    found: Counter[tuple[str, int]] = Counter()
+    decode = ParquetRows._decode_rows
+
+    def count(self: Any, shard: Any, group: int, *arguments: Any) -> Any:
+        found[shard.key, group] += 1
+        return decode(self, shard, group, *arguments)
+
+    monkeypatch.setattr(ParquetRows, "_decode_rows", count)
+    return found
+
+
+def new_feeder(paths: list[str], **arguments: Any) -> aiofeed.Feeder[Any]:
+    chosen = {"batch_size": BATCH, "seed": 2, **arguments}
+    return aiofeed.Feeder(aiofeed.Table(paths, chosen.pop("columns", None)), **chosen)
+
+
+def rows_of(batches: Any) -> list[int]:
+    return [row for batch in batches for row in batch["row"].tolist()]
+
+
+def check(batch: dict[str, torch.Tensor]) -> None:
+    """All columns of a batch are of its rows, and contiguous."""
+    row = batch["row"]
+    expected = {
+        "half": row.to(torch.float16),
+        "float": row.float() / 2,
+        "even": row % 2 == 0,
+        "kind": (row % 3).int(),
+        "vector": row.float()[:, None].expand(-1, 4),
+        "other": row.float() * 2,
+    }
+    assert list(batch) == ["row", *expected]
+    for name, column in expected.items():
+        assert torch.equal(batch[name], column), name
+        assert batch[name].is_contiguous(), name
+
+
+@pytest.mark.parametrize("shuffle", [False, True, "window:3", "keyed"])
+def test_each_row_group_is_decoded_once(paths: list[str], decoded: Counter[Any], shuffle: Any) -> None:
+    """In whatever order: the look-ahead has room for the table."""
+    with new_feeder(paths, shuffle=shuffle) as feeder:
+        batches = list(feeder)
+    for batch in batches:
+        check(batch)
+    assert sorted(rows_of(batches)) == list(range(ROWS))
+    assert len(decoded) == 8 + 8
+    assert set(decoded.values()) <= {1, 2}  # 2: the next epoch has begun
+    if shuffle != "window:3":
+        with aiofeed.Feeder(aiofeed.Table(pa.table(columns(ROWS))), batch_size=BATCH, seed=2, shuffle=shuffle) as same:
+            assert rows_of(same) == rows_of(batches)
+
+
+def test_a_small_look_ahead_decodes_more_often_and_says_so_once(
+    paths: list[str], decoded: Counter[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every batch of a shuffled epoch needs all row groups; the order is exact all the same."""
+    with new_feeder(paths, shuffle=True) as feeder:
+        expected = rows_of(feeder)
+    decoded.clear()
+    limits = aiofeed.Limits(lookahead_bytes=10_000)
+    with caplog.at_level(logging.WARNING), new_feeder(paths, shuffle=True, limits=limits) as feeder:
+        assert rows_of(feeder) == expected
+        next(iter(feeder))
+    assert max(decoded.values()) > 3
+    assert [record.message for record in caplog.records if "decoded several times" in record.message] == [
+        "Table(600 rows in 2 Parquet files): the order needs so many row groups at a time that each is decoded several "
+        'times in an epoch; shuffle="window" decodes each once, and a larger Limits(lookahead_bytes=...) than 0 MiB '
+        "fewer times"
+    ]
+
+
+def test_ranks_decode_their_own_row_groups(tmp_path: Path, decoded: Counter[Any]) -> None:
+    """With `shuffle="window"`, as far as they divide the window; the samples are those of one rank."""
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table(columns(ROWS - 40)), path, row_group_size=GROUP // 2)
+    with new_feeder([str(path)], shuffle="window:4") as feeder:
+        whole = rows_of(feeder)
+    groups = []
+    for rank in range(2):
+        decoded.clear()
+        with new_feeder([str(path)], shuffle="window:4", shard=(rank, 2)) as feeder:
+            assert rows_of(feeder) == whole[rank::2]
+        groups.append(set(decoded))
+    assert len(groups[0]) == len(groups[1]) == 14
+    assert not groups[0] & groups[1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"in_order": False},
+        {"in_order": "samples"},
+        {"device": "simulated"},
+        {"engine": "process:2"},
+        {"limits": aiofeed.Limits(decode_threads=1, prefetch_batches=1)},
+        {"on_error": aiofeed.FailurePolicy("skip", decode_timeout_s=10, read_timeout_s=10)},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("forked_workers")
+def test_it_goes_with(paths: list[str], arguments: dict[str, Any]) -> None:
+    """Two epochs of all rows, in the order of the plain feeder unless another one is asked for."""
+    chosen = {**arguments, "device": SimulatedDevice()} if "device" in arguments else arguments
+    with new_feeder(paths, shuffle="window:2") as plain, new_feeder(paths, shuffle="window:2", **chosen) as feeder:
+        for _ in range(2):
+            rows, expected = rows_of(feeder), rows_of(plain)
+            assert sorted(rows) == sorted(expected) if "in_order" in arguments else rows == expected
+
+
+def test_a_resume_is_exact(paths: list[str]) -> None:
+    """After some batches, with another batch size."""
+    with new_feeder(paths, shuffle="window:2") as feeder:
+        whole = rows_of(feeder)
+    with new_feeder(paths, shuffle="window:2") as feeder:
+        iterator = iter(feeder)
+        done = rows_of([next(iterator) for _ in range(7)])
+        state = feeder.state_dict()
+    with new_feeder(paths, shuffle="window:2", batch_size=10) as feeder:
+        feeder.load_state_dict(state)
+        assert done + rows_of(feeder) == whole
+
+
+def test_parts_of_a_table(paths: list[str], decoded: Counter[Any]) -> None:
+    """A part in the order of the file is read by row groups; so is one in another order."""
+    table = aiofeed.Table(paths)
+    for part, expected in ((table[10:400:3], list(range(10, 400, 3))), (table[[70, 5, 599]], [70, 5, 599])):
+        decoded.clear()
+        with aiofeed.Feeder(part, batch_size=BATCH) as feeder:
+            assert rows_of(feeder) == expected
+    decoded.clear()
+    with aiofeed.Feeder(table[10:400:3], batch_size=BATCH, shuffle="window:2") as feeder:
+        assert sorted(rows_of(feeder)) == list(range(10, 400, 3))
+    assert max(decoded.values()) <= 2
+
+
+def test_columns_are_chosen(paths: list[str]) -> None:
+    """Only their chunks are read."""
+    with new_feeder(paths, columns=["row", "other"]) as feeder:
+        batch = next(iter(feeder))
+        read = feeder.statistics().bytes_read
+    assert list(batch) == ["row", "other"]
+    assert 0 < read < ROWS * 20
+
+
+def test_a_null_fails_its_row(tmp_path: Path) -> None:
+    """The others of its row group come."""
+    numbers: list[int | None] = list(range(100))
+    numbers[33] = None
+    pq.write_table(pa.table({"row": numbers}), tmp_path / "x.parquet", row_group_size=20)
+    with new_feeder([str(tmp_path / "x.parquet")], on_error="skip") as feeder:
+        assert rows_of(feeder) == [number for number in numbers if number is not None]
+        assert feeder.statistics().failures == 1
+    with new_feeder([str(tmp_path / "x.parquet")]) as feeder, pytest.raises(aiofeed.errors.ReadError, match=r"\[33\]"):
+        list(feeder)
+
+
+def test_lists_of_different_lengths_are_named(tmp_path: Path) -> None:
+    """Also if each row group has one length."""
+    for name, lists in (("x", [[1, 2]] * 50 + [[1, 2, 3]] * 50), ("y", [[1], [2, 3]] * 50)):
+        pq.write_table(pa.table({"v": lists}), tmp_path / f"{name}.parquet", row_group_size=50)
+        with (
+            new_feeder([str(tmp_path / f"{name}.parquet")], batch_size=100) as feeder,
+            pytest.raises(aiofeed.errors.CollateError, match=r"'v' has (arrays|lists) of different"),
+        ):
+            list(feeder)
+
+
+def test_a_batch_that_is_kept_stays(paths: list[str]) -> None:
+    """Its memory is not used again, and writing into a column changes no other."""
+    with new_feeder(paths) as feeder:
+        batches = []
+        for batch in feeder:
+            batch["float"].zero_()
+            batches.append(batch)
+            assert torch.equal(batch["other"], batch["row"].float() * 2)
+    assert rows_of(batches) == list(range(ROWS))
+    assert all(not batch["float"].any() and torch.equal(batch["other"], batch["row"].float() * 2) for batch in batches)
