@@ -54,7 +54,8 @@ class LookAhead:
     def __init__(self, source: Any, limit_bytes: int) -> None:
         self._source = source
         self._limit_bytes = limit_bytes
-        self.gathers: bool = getattr(source, "new_gathered", None) is not None
+        self._new_gathered = getattr(source, "new_gathered", None)
+        self.gathers: bool = self._new_gathered is not None
         # Whether a shard is read whole, however few of its samples are wanted.
         self._whole = bool(getattr(source, "reads_whole_shards", False))
         self._starts: NDArray[np.int64] = np.asarray(source.shard_starts)
@@ -191,7 +192,7 @@ class _UpcomingSamples:
         indices, source = np.asarray(plan.indices, np.int64), self._source
         shards = np.searchsorted(self._ahead._starts, indices, side="right")
         gathers = self._ahead.gathers
-        samples = source.new_gathered(len(indices), self._memory) if gathers else [_UNREAD] * len(indices)
+        samples = self._ahead._new_gathered(len(indices), self._memory) if gathers else [_UNREAD] * len(indices)
         noted = self.noted[plan] = _Noted(indices, shards, samples, self.epoch)
         order = np.argsort(shards, kind="stable")
         found = shards[order]

@@ -265,7 +265,7 @@ class GatheredRows(Gathered):
         columns = Columns({name: tensor.memory for name, tensor in batch.items()})
         return iter([(columns, row) for row in range(self._count)])
 
-    def put(self, places: NDArray[np.int64], blocks: Blocks, nbytes: float, seconds: float) -> None:
+    def put(self, places: NDArray[np.int64], blocks: Blocks, nbytes: float = 0, seconds: float = 0) -> None:
         """Write rows of all columns that have the given places; from any thread.
 
         ``nbytes`` and ``seconds``: what was read for them, and the time that it took.
@@ -280,9 +280,12 @@ class GatheredRows(Gathered):
             self.nbytes += int(nbytes)
             self.seconds += seconds
         self._places[at] = places
-        for (names, out), (found, block) in zip(self._blocks, blocks, strict=True):
-            if (names, out.dtype, out.shape[2:]) != (found, block.dtype, block.shape[2:]):
-                raise NoTensorsError(no_tensors(found[0], "has arrays of different shapes"))
+        shapes, others = _shapes(self._blocks), _shapes(blocks)
+        for name, shape in shapes.items():
+            if shape != others[name]:
+                problem = f"has arrays of different shapes, {list(shape)} and {list(others[name])}"
+                raise NoTensorsError(no_tensors(name, problem))
+        for (_, out), (_, block) in zip(self._blocks, blocks, strict=True):
             out[:, at] = block
 
     def batch(self, lease: BufferLease) -> tuple[dict[str, HostTensor], int]:
@@ -296,6 +299,10 @@ class GatheredRows(Gathered):
         columns = {name: column for names, block in placed for name, column in zip(names, block, strict=True)}
         batch = {name: HostTensor(columns[name], pinned=lease.pinned) for name in self._names}
         return batch, sum(block.nbytes for _, block in placed)
+
+
+def _shapes(blocks: Blocks) -> dict[str, tuple[int, ...]]:
+    return {name: block.shape[2:] for names, block in blocks for name in names}
 
 
 def _like(blocks: Blocks, count: int, memory: BufferLease) -> Blocks:
@@ -320,21 +327,12 @@ def collate_rows(samples: Sequence[tuple[Columns, int]]) -> dict[str, torch.Tens
         places, rows = groups.setdefault(columns, ([], []))
         places.append(place)
         rows.append(row)
-    parts = [(places, columns.take(np.array(rows))) for columns, (places, rows) in groups.items()]
-    names = parts[0][1]
-    batch = {name: _merged(name, [(places, part[name]) for places, part in parts], len(samples)) for name in names}
-    return {name: torch.from_numpy(column) for name, column in batch.items()}
-
-
-def _merged(name: str, parts: Sequence[tuple[list[int], NDArray[Any]]], count: int) -> NDArray[Any]:
-    first = parts[0][1]
-    merged = np.empty((count, *first.shape[1:]), first.dtype)
-    for places, part in parts:
-        if part.shape[1:] != merged.shape[1:]:
-            shapes = f"{list(merged.shape[1:])} and {list(part.shape[1:])}"
-            raise NoTensorsError(no_tensors(name, f"has arrays of different shapes, {shapes}"))
-        merged[places] = part
-    return merged
+    memory = HostBufferPool(0)
+    gathered = GatheredRows(list(found[0].columns), len(samples), memory)
+    for columns, (places, rows) in groups.items():
+        gathered.put(np.array(places), columns.blocks(np.array(rows), memory))
+    batch, _ = gathered.batch(memory)
+    return {name: torch.from_numpy(column.memory) for name, column in batch.items()}
 
 
 def _column(column: Any) -> NumberColumn | ValueColumn:

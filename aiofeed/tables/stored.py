@@ -42,12 +42,7 @@ class ParquetTable(ParquetRows, Table):
     @property
     def new_gathered(self) -> Callable[..., GatheredRows] | None:
         """Makes the rows of a batch; ``None`` if samples are rows for ``decode=`` or ``collate_fn=``."""
-        return partial(GatheredRows, self._names) if self._whole else None
-
-    @cached_property
-    def _names(self) -> list[str]:
-        names = self._shards[0].extra.metadata.schema.to_arrow_schema().names
-        return [name for name in names if self._columns is None or name in self._columns]
+        return partial(GatheredRows, list(self._problems())) if self._whole else None
 
     @cached_property
     def gathered_bytes(self) -> float:
