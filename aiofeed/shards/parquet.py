@@ -58,8 +58,8 @@ class RowGroups:
 class ParquetRows(Shards):
     """Rows of Parquet files; a sample is a dict of the row's values.
 
-    Row groups are read whole, for all samples of a read together, and up to 256 MiB of them are kept: small row groups
-    suit a shuffled order, because each sample of a batch is in another one. Needs ``pip install "aiofeed[parquet]"``.
+    Row groups are the shards of ``shuffle="window"``. Each is read whole, for all samples in the look-ahead of the feeder
+    together. Needs ``pip install "aiofeed[parquet]"``.
 
     Args:
         urls: URLs or paths: a list, or one with braces such as ``s3://bucket/train-{000..099}.parquet`` or a glob.
