@@ -6,7 +6,7 @@ import ctypes
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -280,12 +280,9 @@ class GatheredRows(Gathered):
             self.nbytes += int(nbytes)
             self.seconds += seconds
         self._places[at] = places
-        shapes, others = _shapes(self._blocks), _shapes(blocks)
-        for name, shape in shapes.items():
-            if shape != others[name]:
-                problem = f"has arrays of different shapes, {list(shape)} and {list(others[name])}"
-                raise NoTensorsError(no_tensors(name, problem))
-        for (_, out), (_, block) in zip(self._blocks, blocks, strict=True):
+        for (names, out), (found, block) in zip_longest(self._blocks, blocks, fillvalue=((), None)):
+            if names != found or out.shape[2:] != block.shape[2:]:
+                raise _misfit(self._blocks, blocks)
             out[:, at] = block
 
     def batch(self, lease: BufferLease) -> tuple[dict[str, HostTensor], int]:
@@ -301,8 +298,12 @@ class GatheredRows(Gathered):
         return batch, sum(block.nbytes for _, block in placed)
 
 
-def _shapes(blocks: Blocks) -> dict[str, tuple[int, ...]]:
-    return {name: block.shape[2:] for names, block in blocks for name in names}
+def _misfit(blocks: Blocks, others: Blocks) -> NoTensorsError:
+    first, second = [
+        {name: list(block.shape[2:]) for names, block in each for name in names} for each in (blocks, others)
+    ]
+    name = next(name for name in first if first[name] != second[name])
+    return NoTensorsError(no_tensors(name, f"has arrays of different shapes, {first[name]} and {second[name]}"))
 
 
 def _like(blocks: Blocks, count: int, memory: BufferLease) -> Blocks:

@@ -11,8 +11,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+from aiofeed.kernel.core.types import HostTensor
+
 Leaf = Callable[[Any], Any]
 
+# Usual leaves, which need not be tested for all kinds of nodes.
+_LEAVES = frozenset({int, float, str, bytes, HostTensor})
 _MAIN_MODULES = ("__main__", "__mp_main__")
 
 
@@ -51,6 +55,8 @@ def map_leaves(function: Leaf, tree: Any, is_leaf: Callable[[Any], bool] | None 
     if is_leaf is not None and is_leaf(tree):
         return function(tree)
     kind = type(tree)
+    if kind in _LEAVES:
+        return function(tree)
     if kind is tuple:
         return tuple([map_leaves(function, item, is_leaf) for item in tree])
     if kind is list:
