@@ -129,7 +129,7 @@ class CachedFetcher(Fetcher):
         return self._inner.new_builder(samples, lease)
 
     @contextlib.contextmanager
-    def reading_ahead(self, steps: Iterable[Step], run: RunJob) -> Iterator[Iterable[Step]]:
+    def reading_ahead(self, steps: Iterable[Step], run: RunJob, threads: int) -> Iterator[Iterable[Step]]:
         """Yield the same steps; write pending samples at their end."""
         yield steps
         self._store.choose_layout(last=True)

@@ -56,26 +56,32 @@ class LookAhead:
         self._limit_bytes = limit_bytes
         self._new_gathered = getattr(source, "new_gathered", None)
         self.gathers: bool = self._new_gathered is not None
+        self._sample_bytes = source.gathered_bytes if self.gathers else source.nbytes(0)
         # Whether a shard is read whole, however few of its samples are wanted.
         self._whole = bool(getattr(source, "reads_whole_shards", False))
         self._starts: NDArray[np.int64] = np.asarray(source.shard_starts)
         self._upcoming = _UpcomingSamples(self, asyncio.to_thread)
+        self._memory = HostBufferPool(SPARE)
         self._told = False
 
     @contextmanager
-    def reading_ahead(self, steps: Iterable[Step], run: RunJob) -> Iterator[Iterator[Step]]:
+    def reading_ahead(self, steps: Iterable[Step], run: RunJob, threads: int) -> Iterator[Iterator[Step]]:
         """Yield an iterator over the same steps, which reads the samples of later steps until the end of the block.
 
-        ``run`` calls a function in a decode thread.
+        ``run`` calls a function in one of so many decode threads.
         """
         # Not those of the last call: the next epoch's block may begin before this one ends.
         self._upcoming = upcoming = _UpcomingSamples(self, run)
         try:
-            yield self._follow(iter(steps), upcoming)
+            yield self._follow(iter(steps), upcoming, threads)
         finally:
             upcoming.close()
 
-    def _follow(self, steps: Iterator[Step], upcoming: _UpcomingSamples) -> Iterator[Step]:
+    def _follow(self, steps: Iterator[Step], upcoming: _UpcomingSamples, threads: int) -> Iterator[Step]:
+        # Of shards that are read whole, those that the threads decode now and next.
+        most = self._limit_bytes
+        if self._whole:
+            most = int(2 * threads * self._sample_bytes * len(self._source) / (len(self._starts) - 1))
         # Steps in order: first those whose samples are being read.
         soon: deque[tuple[Step, int]] = deque()
         later: deque[tuple[Step, int]] = deque()
@@ -89,7 +95,7 @@ class LookAhead:
                 upcoming.epoch += isinstance(step, EpochStart)
                 later.append((step, upcoming.note(step) if isinstance(step, BatchPlan) else 0))
                 later_bytes += later[-1][1]
-            while later and (not soon or soon_bytes < limit // SOON):
+            while later and (not soon or soon_bytes < min(limit // SOON, most)):
                 step, nbytes = later.popleft()
                 if isinstance(step, BatchPlan):
                     upcoming.read_soon(step)
@@ -125,6 +131,10 @@ class LookAhead:
         unread = [index for index, sample in zip(indices, found, strict=True) if sample is _UNREAD]
         read = iter(await self._source.read_many(unread) if unread else ())
         return [next(read) if sample is _UNREAD else sample for sample in found]
+
+    def new_gathered(self, count: int) -> Gathered:
+        """Return what so many samples are gathered in."""
+        return self._new_gathered(count, self._memory)  # type: ignore[no-any-return]
 
     def tell(self) -> None:
         """Log once that shards are read again and again."""
@@ -169,7 +179,6 @@ class _UpcomingSamples:
         self._ahead = ahead
         self._run = run
         self._source = ahead._source
-        self._memory = HostBufferPool(SPARE)
         self.noted: dict[BatchPlan, _Noted] = {}
         # For each epoch and shard the samples that will be read together: those at some positions of plans.
         self._groups: dict[tuple[int, int], list[tuple[_Noted, NDArray[np.int64]]]] = {}
@@ -192,15 +201,15 @@ class _UpcomingSamples:
         indices, source = np.asarray(plan.indices, np.int64), self._source
         shards = np.searchsorted(self._ahead._starts, indices, side="right")
         gathers = self._ahead.gathers
-        samples = self._ahead._new_gathered(len(indices), self._memory) if gathers else [_UNREAD] * len(indices)
+        samples = self._ahead.new_gathered(len(indices)) if gathers else [_UNREAD] * len(indices)
         noted = self.noted[plan] = _Noted(indices, shards, samples, self.epoch)
         order = np.argsort(shards, kind="stable")
         found = shards[order]
-        firsts = np.flatnonzero(np.diff(found, prepend=-1))
+        firsts = [0, *(np.flatnonzero(found[1:] != found[:-1]) + 1).tolist()]
         noted.numbers = found[firsts].tolist()
-        for number, (first, end) in zip(noted.numbers, pairwise([*firsts.tolist(), len(order)]), strict=True):
+        for number, (first, end) in zip(noted.numbers, pairwise([*firsts, len(order)]), strict=True):
             self._groups.setdefault((self.epoch, number), []).append((noted, order[first:end]))
-        return int(source.gathered_bytes * len(indices)) if gathers else sum(map(source.nbytes, indices.tolist()))
+        return int(self._ahead._sample_bytes * len(indices)) if gathers else sum(map(source.nbytes, indices.tolist()))
 
     def read_soon(self, plan: BatchPlan) -> None:
         """Read the shards of samples that are not being read."""

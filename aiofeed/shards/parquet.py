@@ -58,7 +58,7 @@ class RowGroups:
 class ParquetRows(Shards):
     """Rows of Parquet files; a sample is a dict of the row's values.
 
-    Row groups are the shards of ``shuffle="window"``. Each is read whole, for all samples in the look-ahead of the feeder
+    Row groups are the shards of ``shuffle="window"``. Each is read whole, for all samples in the feeder's look-ahead
     together. Needs ``pip install "aiofeed[parquet]"``.
 
     Args:

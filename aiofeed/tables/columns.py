@@ -200,7 +200,7 @@ class Columns:
             found[name] = column.take(rows)
         return found
 
-    def blocks(self, rows: NDArray[np.int64], memory: BufferLease) -> Blocks:
+    def blocks(self, rows: NDArray[np.int64]) -> Blocks:
         """Return rows of all columns, those of one dtype and shape together, which one call copies later.
 
         Raises:
@@ -215,7 +215,7 @@ class Columns:
             names.setdefault((column.dtype, column.shape), []).append(name)
         blocks = []
         for (dtype, shape), columns in alike.items():
-            block = array(memory, (len(columns), len(rows), *shape), dtype)
+            block = np.empty((len(columns), len(rows), *shape), dtype)
             for part, column in zip(block, columns, strict=True):
                 column.take_into(part, rows)
             blocks.append((names[dtype, shape], block))
@@ -248,7 +248,7 @@ class GatheredRows(Gathered):
         self.seconds: float = 0.0
         self._names = names
         self._count = count
-        self.memory = memory
+        self._memory = memory
         self._lock = threading.Lock()
         self._blocks: Blocks = []
         self._places = np.empty(count, np.int64)  # of the rows that have come
@@ -274,7 +274,7 @@ class GatheredRows(Gathered):
             NoTensorsError: They differ in shape or dtype from rows that came before.
         """
         with self._lock:
-            self._blocks = self._blocks or _like(blocks, self._count, self.memory)
+            self._blocks = self._blocks or _like(blocks, self._count, self._memory)
             at = slice(self._written, self._written + len(places))
             self._written = at.stop
             self.nbytes += int(nbytes)
@@ -331,7 +331,7 @@ def collate_rows(samples: Sequence[tuple[Columns, int]]) -> dict[str, torch.Tens
     memory = HostBufferPool(0)
     gathered = GatheredRows(list(found[0].columns), len(samples), memory)
     for columns, (places, rows) in groups.items():
-        gathered.put(np.array(places), columns.blocks(np.array(rows), memory))
+        gathered.put(np.array(places), columns.blocks(np.array(rows)))
     batch, _ = gathered.batch(memory)
     return {name: torch.from_numpy(column.memory) for name, column in batch.items()}
 

@@ -57,17 +57,17 @@ class ParquetTable(ParquetRows, Table):
         shard, row = self._find(int(indices[0]))
         group = int(np.searchsorted(shard.extra.first, row, side="right")) - 1
         rows = indices - (indices[0] - row) - shard.extra.first[group]
-        ranges = self._chunks_of(shard, group, shard.extra.leaves)
-        parts = None if shard.local else await shard.read(ranges)  # a file is read in the thread
-        await run(self._spread, shard, group, ranges, parts, rows, targets)
+        # A file is read in the thread.
+        parts = None if shard.local else await shard.read(self._chunks_of(shard, group, shard.extra.leaves))
+        await run(self._spread, shard, group, parts, rows, targets)
 
-    def _spread(self, shard: Shard, group: int, ranges: Any, parts: Any, rows: Any, targets: Any) -> None:
-        started = time.perf_counter()
+    def _spread(self, shard: Shard, group: int, parts: Any, rows: Any, targets: Any) -> None:
+        started, ranges = time.perf_counter(), self._chunks_of(shard, group, shard.extra.leaves)
         table = self._decode_rows(shard, group, shard.extra.leaves, ranges, parts)
         nulls = [column for column in table.column_names if table.column(column).null_count]
         if nulls:
             raise ValueError(f"{nulls} have null values")  # of which samples, `read_many` finds out
-        taken = Columns.of(table).blocks(rows, targets[0][0].memory)
+        taken = Columns.of(table).blocks(rows)
         nbytes, seconds, at = sum(end - start for start, end in ranges), time.perf_counter() - started, 0
         for gathered, places in targets:
             share = len(places) / len(rows)

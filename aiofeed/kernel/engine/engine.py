@@ -93,7 +93,7 @@ class Assembly:
 
     def reading_ahead(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
         """Yield the same steps; samples of later steps may be read until the end of the block."""
-        return self._fetcher.reading_ahead(steps, self._run_job)
+        return self._fetcher.reading_ahead(steps, self._run_job, self._executor.max_threads)
 
     async def _run_job(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run a job of no batch; like those of batches, it releases batches that were taken meanwhile."""

@@ -168,10 +168,10 @@ class Fetcher(ABC):
         """
         return None
 
-    def reading_ahead(self, steps: Iterable[Step], run: RunJob) -> AbstractContextManager[Iterable[Step]]:
+    def reading_ahead(self, steps: Iterable[Step], run: RunJob, threads: int) -> AbstractContextManager[Iterable[Step]]:
         """Yield the same steps; a subclass may read samples of later steps until the end of the block.
 
-        ``run`` calls a function in a decode thread.
+        ``run`` calls a function in one of so many decode threads.
         """
         return contextlib.nullcontext(steps)
 

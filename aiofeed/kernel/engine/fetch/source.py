@@ -112,10 +112,10 @@ class SourceFetcher(Fetcher):
         self._takes_seed = bool(getattr(decoder, "takes_seed", False))
         self._read_s = 0.0
 
-    def reading_ahead(self, steps: Iterable[Step], run: RunJob) -> AbstractContextManager[Iterable[Step]]:
+    def reading_ahead(self, steps: Iterable[Step], run: RunJob, threads: int) -> AbstractContextManager[Iterable[Step]]:
         """Yield the same steps; samples of later steps are read meanwhile, if the source has shards."""
         ahead: Fetcher | Any = super() if self._look_ahead is None else self._look_ahead
-        return ahead.reading_ahead(steps, run)
+        return ahead.reading_ahead(steps, run, threads)
 
     def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
         """Return a builder with the decoder's rows, or one that collates samples."""

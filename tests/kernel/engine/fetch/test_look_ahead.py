@@ -172,7 +172,7 @@ def test_samples_that_are_noted_and_not_begun_are_read_at_once() -> None:
         source = Sharded()
         ahead = LookAhead(source, 1 << 20)
         plans = [BatchPlan(at, [at * SHARD], [at], 0) for at in range(10)]
-        with ahead.reading_ahead(plans, asyncio.to_thread) as steps:
+        with ahead.reading_ahead(plans, asyncio.to_thread, 1) as steps:
             for _ in range(2):
                 next(steps)
             values = await ahead.read(BatchPlan(10, [], [], 0), 0, [9 * SHARD, 0])
