@@ -42,7 +42,7 @@ PAIRS, LOADER = "DecodePair", "DataLoader, Pillow"
 
 def run(settings: Settings) -> list[Figure]:
     paths = videos(settings.data / "videos", settings.size(24, 4), settings.size(LENGTH, 60))
-    options = {"paths": paths, "repeat": settings.size(3, 1)}
+    options = {"paths": paths, "least_s": settings.size(1, 0)}
     libraries = {"DataLoader + PyAV": "av", **({"DataLoader + torchcodec": "torchcodec"} if torchcodec_loads() else {})}
     loaders = [Contender(name, loader, {**options, "library": library}) for name, library in libraries.items()]
     race = interleave([Contender("Clips", clips, options), *loaders], settings)
@@ -101,16 +101,16 @@ def torchcodec_loads() -> bool:
     return True
 
 
-def clips(paths: Sequence[str], repeat: int) -> AbstractContextManager[Measure]:
+def clips(paths: Sequence[str], least_s: float) -> AbstractContextManager[Measure]:
     import aiofeed
 
     source = aiofeed.Clips(aiofeed.Files(paths), FRAMES, STRIDE, "random", SIZE)
     limits = aiofeed.Limits(decode_threads=2)
-    return fed(aiofeed.Feeder(source, batch_size=BATCH, shuffle=True, limits=limits), repeat=repeat)
+    return fed(aiofeed.Feeder(source, batch_size=BATCH, shuffle=True, limits=limits), least_s=least_s)
 
 
-def loader(paths: Sequence[str], repeat: int, library: str) -> AbstractContextManager[Measure]:
-    return loaded(Videos(paths, library), BATCH, 2, repeat=repeat, shuffle=True)
+def loader(paths: Sequence[str], least_s: float, library: str) -> AbstractContextManager[Measure]:
+    return loaded(Videos(paths, library), BATCH, 2, least_s=least_s, shuffle=True)
 
 
 class Videos:
