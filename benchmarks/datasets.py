@@ -39,11 +39,7 @@ TITLE = "Datasets in a Feeder and in aiofeed.DataLoader, shuffled"
 ROWS, DIGITS, PAIRS = "TensorDataset", "images of 28 x 28", "pairs of 64 floats and a number"
 LOADER = "DataLoader, no workers"
 
-FED = {
-    ROWS: (20_000, {64: 1.0, 16: 1.0}),
-    DIGITS: (4_000, {64: 1.0, 16: 0.95}),
-    PAIRS: (16_384, {64: 1.05, 16: 1.05}),
-}
+FED = {ROWS: (20_000, {64: 1.0, 16: 1.0}), DIGITS: (4_000, {64: 1.0, 16: 0.95}), PAIRS: (16_384, {64: 1.05, 16: 1.05})}
 """Samples of each dataset in a Feeder, and the least speed by batch size."""
 
 LOADED = (

@@ -46,7 +46,7 @@ SOUND = "DecodeAudio, 1 s of WAV"
 
 
 def run(settings: Settings) -> list[Figure]:
-    base = {"least_s": 0.02 if settings.quick else 1.0}
+    base = {"least_s": 0.02 if settings.quick else 0.4}
     contenders = [Contender(ITSELF, itself, base)]
     for name, (width, height, side, count) in JPEGS.items():
         folder = str(jpeg_folder(settings.data, settings.size(count, 16), width, height))

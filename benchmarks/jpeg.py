@@ -56,7 +56,7 @@ def run(settings: Settings) -> list[Figure]:
 
 
 def with_pillow(settings: Settings) -> list[Figure]:
-    options = {"folder": str(jpeg_folder(settings.data, settings.size(1024, 96)))}
+    options = {"folder": str(jpeg_folder(settings.data, settings.size(512, 96)))}
     feeder = Contender(OURS, aiofeed_feeder, {**options, "scaled": False}, ("torch", "aiofeed:Feeder", "PIL.Image"))
     loader = Contender(LOADER, data_loader, options, ("torch.utils.data", "numpy", "PIL.Image"))
     threads = Contender(THREADS, bare_threads, options, bound=True)
@@ -102,11 +102,7 @@ def native(settings: Settings, width: int, height: int, side: int, count: int) -
 def small(settings: Settings) -> list[Figure]:
     options = {"folder": str(tiny_folder(settings.data, settings.size(20_000, 200)))}
     race = interleave([Contender(OURS, tiny_feeder, options), Contender(LOADER, tiny_loader, options)], settings)
-    return [
-        race.speed(OURS, LOADER, 2.0, "2 KB"),
-        race.cpu(OURS, LOADER, None, "2 KB"),
-        *race.rates("files", "2 KB"),
-    ]
+    return [race.speed(OURS, LOADER, 2.0, "2 KB"), race.cpu(OURS, LOADER, None, "2 KB"), *race.rates("files", "2 KB")]
 
 
 def has_native() -> bool:

@@ -1,7 +1,7 @@
 """Is batch N+1 loaded while the step works on batch N, and how long does ``next`` wait for a batch that is ready?
 
-Every load takes 30 ms and every step 30 ms; one batch loads at a time, so 60 batches take 61 times 30 ms at best and
-120 times without overlap. The load is a read that waits on the event loop, or a decode that blocks its thread; the step
+Every load takes 30 ms and every step 30 ms; one batch loads at a time, so 40 batches take 41 times 30 ms at best and
+80 times without overlap. The load is a read that waits on the event loop, or a decode that blocks its thread; the step
 always blocks the thread that iterates, in ``async for`` that of the caller's event loop. The event loop's timers are
 late by some tenths of a millisecond, which the ideal does not include.
 
@@ -49,7 +49,7 @@ LOADER = "DataLoader, 2 workers"
 
 
 def run(settings: Settings) -> list[Figure]:
-    batches = settings.size(60, 3)
+    batches = settings.size(40, 3)
     ideal_s = (batches + 1) * LOAD_S
     contenders = [
         Contender(f"{loop}, {what}", overlapping, {"load": load, "loop": loop, "batches": batches})
@@ -60,7 +60,7 @@ def run(settings: Settings) -> list[Figure]:
     figures = [
         Figure(f"time / ideal: {label}", race.column(label, "wall_s", 1 / ideal_s), "", at_most(1.03)) for label in race
     ]
-    options = {"batches": settings.size(150, 4)}
+    options = {"batches": settings.size(100, 4)}
     contenders = [
         Contender(name, taking, {**options, "loop": loop}) for name, loop in (("next", "for"), ("anext", "async for"))
     ]
@@ -69,7 +69,7 @@ def run(settings: Settings) -> list[Figure]:
         for label in race:
             target = None if label == LOADER else at_most(50)
             figures.append(Figure(f"{label} after a {kind}", race.column(label, kind, 1e6), "us", target))
-    options = {"folder": str(jpeg_folder(settings.data, settings.size(1024, 96))), "batch": settings.size(32, 8)}
+    options = {"folder": str(jpeg_folder(settings.data, settings.size(512, 96))), "batch": settings.size(32, 8)}
     contenders = [Contender(name, training, {**options, "is_fed": name == "fed"}) for name in ("fed", "bare")]
     race = interleave(contenders, settings)
     step_s = {label: per(race.column(label, "wall_s", 1e3), race.column(label, "items")) for label in race}

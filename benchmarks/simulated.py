@@ -320,7 +320,7 @@ def data_loader(kind: str, threads: int, batch: int, ours: bool = False) -> Batc
 LOADERS: dict[str, tuple[Callable[..., Batches], dict[str, Any], str]] = {
     OURS: (feed, {}, "aiofeed"),
     DEFAULT: (feed, {"default": True}, "aiofeed"),
-    **{f"aiofeed, process:{count}": (feed, {"engine": f"process:{count}"}, "aiofeed") for count in (2, 4, 8)},
+    **{f"aiofeed, process:{count}": (feed, {"engine": f"process:{count}"}, "aiofeed") for count in (4, 8)},
     "aiofeed, copy thread": (feed, {"simulated_device": True}, "aiofeed"),
     'aiofeed, cache="host"': (cached, {}, "aiofeed"),
     "aiofeed, 8 consumers": (served, {}, "aiofeed"),

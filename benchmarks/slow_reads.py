@@ -52,10 +52,11 @@ def run(settings: Settings) -> list[Figure]:
     figures = []
     for in_flight, least in LEAST.items():
         options = {"reads": reads * in_flight // IN_FLIGHT, "in_flight": in_flight}
+        fewer = {**options, "reads": options["reads"] // 2}
         contenders = [
             Contender("aiofeed", aiofeed_feeder, options),
-            Contender("asyncio", bare_asyncio, options),
-            Contender("asyncio, a task per read", bare_asyncio, {**options, "task_per_read": True}),
+            Contender("asyncio", bare_asyncio, fewer),
+            Contender("asyncio, a task per read", bare_asyncio, {**fewer, "task_per_read": True}),
         ]
         if in_flight == IN_FLIGHT:
             contenders.append(Contender(LOADER, data_loader, {"reads": 2 * few, "batch": few}))

@@ -86,7 +86,7 @@ def small_jpegs(settings: Settings) -> str:
 
 def works(settings: Settings) -> Iterator[tuple[str, dict[str, Any], tuple[dict[str, int], ...]]]:
     """Name, options of ``feeding``, grid."""
-    tiny = str(tiny_folder(settings.data, settings.size(20_000, 200)))
+    tiny = str(tiny_folder(settings.data, settings.size(10_000, 200)))
     yield "2 KB files", {"kind": "files", "folder": tiny, "batch": 64}, THREADS
     jpegs: dict[str, Any] = {
         "kind": "pillow",
@@ -97,9 +97,9 @@ def works(settings: Settings) -> Iterator[tuple[str, dict[str, Any], tuple[dict[
     yield "64x64, Pillow", jpegs, THREADS
     if find_spec("simplejpeg"):
         yield "64x64, simplejpeg", {**jpegs, "kind": "turbo"}, THREADS
-    large = str(jpeg_folder(settings.data, settings.size(1024, 24)))
+    large = str(jpeg_folder(settings.data, settings.size(512, 24)))
     yield "500x400", {**jpegs, "kind": "auto", "folder": large, "side": 224}, THREADS
-    yield "reads of 20 ms", {"kind": "waiting", "folder": str(settings.size(20_000, 256)), "batch": 64}, READS
+    yield "reads of 20 ms", {"kind": "waiting", "folder": str(settings.size(10_000, 256)), "batch": 64}, READS
     fat = str(fat_folder(settings.data, settings.size(64, 2)))
     yield "8 MB files", {"kind": "files", "folder": fat, "batch": settings.size(8, 1)}, FAT
 

@@ -56,8 +56,7 @@ def case(name: str) -> Callable[[Settings, Participants], CaseResult]:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     peers = sorted({*ADAPTERS} - {OURS})
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peers",
-        description="Compares aiofeed with other loaders; prints tables and ratios.",
+        prog="python -m benchmarks.peers", description="Compares aiofeed with other loaders; prints tables and ratios."
     )
     add_arguments(parser, "case", [*CASES])
     parser.add_argument(
