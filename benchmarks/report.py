@@ -84,12 +84,12 @@ def load(path: Path) -> dict[str, Result]:
         return {}
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return {
-        name: Result(name, fields["title"], [_figure(**each) for each in fields["figures"]], fields["conditions"])
+        name: Result(name, fields["title"], [figure_of(**each) for each in fields["figures"]], fields["conditions"])
         for name, fields in found.items()
     }
 
 
-def _figure(what: str, values: list[float], unit: str = RATIO, target: dict[str, Any] | None = None) -> Figure:
+def figure_of(what: str, values: list[float], unit: str = RATIO, target: dict[str, Any] | None = None) -> Figure:
     return Figure(what, tuple(values), unit, None if target is None else Target(**target))
 
 

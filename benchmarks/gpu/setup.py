@@ -29,11 +29,8 @@ class Setup:
 
     Args:
         device: "cuda", or a device backend; passed to feeders.
-        rounds: measurements of every contender.
-        quick: tiny inputs, to check that everything runs.
-        data: folder of generated inputs.
+        rounds, quick, data: see ``benchmarks.harness.Settings``.
         limit_s: no round except the first starts that would probably end later than this after the creation.
-        clock: time in seconds.
         notes: sentences to print below the figures.
     """
 
@@ -58,7 +55,6 @@ class Setup:
         return self.backend.device.type == "cuda"
 
     def size(self, full: int, quick: int) -> int:
-        """``full`` for real runs, ``quick`` for quick ones."""
         return quick if self.quick else full
 
     def interleave(self, contenders: Mapping[str, Work]) -> dict[str, list[Mapping[str, float]]]:
@@ -167,14 +163,8 @@ def drive(
     """Run steps, and measure those after the first ``settle``, in device time between marks in the consumer's stream.
 
     There is no synchronisation between the marks: as many batches are prefetched when the clock starts as when it
-    stops, and the host's work costs no more than in a training.
-
-    Args:
-        mark: records a mark.
-        batches: at least ``settle + steps`` batches.
-        step: queues the work on a batch.
-        settle: steps before the clock starts, at least 1.
-        steps: steps that are measured.
+    stops, and the host's work costs no more than in a training. ``batches`` has at least ``settle + steps``, and
+    ``settle`` is at least 1.
 
     Returns:
         ``step_s``: mean time from the end of a step to the end of the next; ``gap_s``: the part of it between the end

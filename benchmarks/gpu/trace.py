@@ -82,11 +82,8 @@ class Overlap:
     """Copies to the device, and their overlap with kernels.
 
     Args:
-        copies: number of copies.
-        beside_kernels: copies on a stream that has kernels too.
-        pageable: copies that are not from page-locked memory.
-        copied_us: time in which copies ran.
-        hidden: share of the copies' time in which kernels ran too.
+        copies, beside_kernels, pageable: all copies; those on a stream that has kernels; those not page-locked.
+        copied_us, hidden: time in which copies ran, and the share of it in which kernels ran too.
         idle: share of the time from the first kernel to the last in which none ran.
     """
 
