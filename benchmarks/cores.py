@@ -1,16 +1,11 @@
 """Is aiofeed as fast as a bare pool of threads on a machine with more cores than this one?
 
-A decoder that sleeps 1.28 ms an image, without a core and without the GIL, takes the place of one in C; so two cores
-show what 128 would do, as far as the framework is concerned (``benchmarks.simulated``). Rows of 32 x 32, shuffled;
-aiofeed with ``Limits(decode_threads=N)``, and with default limits on a machine that seems to have N cores. Beside it a
-``ThreadPoolExecutor``, SPDL, torchdata.nodes, Grain and ``DataLoader`` with N workers, all with whole batches. "chunks"
-are decoded in one call, "items" one by one to tensors of their own; "Pillow-like" holds the GIL for 0.3 ms of 1 ms,
-"pure Python" for all of it; "slow reads" wait 20 ms for each sample before they decode it.
-
-Then what else works in one thread: the copy thread (a simulated device), ``cache="host"``, eight consumers of
-``serve``, the hand-over by 64 workers of ``DataLoader``, and files of 2 KB read by 64 threads. Last, whether the
-simulation tells the truth: the framework's CPU time per image with two threads, for JPEGs of 64x64 and for a decoder
-that sleeps for as long. Left out: memory bandwidth, caches, threads of one core.
+A decoder that sleeps 1.28 ms an image takes the place of one in C; so two cores show what 128 would do, as far as the
+framework is concerned (``benchmarks.simulated``); but not memory bandwidth, caches and threads of one core. Beside
+aiofeed, also with default limits on a machine that seems to have N cores, are loaders of whole batches. "chunks" are
+decoded in one call, "items" one by one to tensors; "Pillow-like" holds the GIL for 0.3 ms of 1 ms, "pure Python" for
+all of it; "slow reads" wait 20 ms for each sample. Then what else works in one thread. Last, whether the simulation
+tells the truth: the framework's CPU time for JPEGs of 64x64, and for a decoder that sleeps for as long.
 
 Targets: 0.97 of the bare pool with 16 and 64 threads, 0.9 with 128, at most 8 us of CPU time per image; the framework's
 time of sleeping decoders at least 0.8 of that of real ones.
@@ -28,6 +23,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+import aiofeed
 from benchmarks import gil, report, simulated
 from benchmarks.contenders import as_array, fed, single_epochs
 from benchmarks.data import files_below, jpeg_folder, tiny_folder
@@ -96,8 +94,6 @@ def reading(settings: Settings) -> list[Figure]:
 
 
 def files(folder: str, threads: int) -> Any:
-    import aiofeed
-
     limits = aiofeed.Limits(decode_threads=threads)
     return fed(aiofeed.Feeder(aiofeed.Files(files_below(folder)), decode=as_array, batch_size=64, limits=limits))
 
@@ -160,10 +156,6 @@ class Timed(simulated.Chunks):
 
 @contextmanager
 def framework(folder: str, sleep: bool) -> Iterator[Measure]:
-    import numpy as np
-
-    import aiofeed
-
     source, decode = Encoded(files_below(folder)), aiofeed.DecodeImage(64)
     out = np.empty((len(source), *decode.row.shape), np.uint8)
     started = time.thread_time()

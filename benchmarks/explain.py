@@ -23,13 +23,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import torch
+
+import aiofeed
+from aiofeed import FromDataset, Stream
 from benchmarks.figures import Figure, at_least, at_most, column
 from benchmarks.harness import Contender, Measure, Settings, interleave
-
-if TYPE_CHECKING:
-    import aiofeed
 
 TITLE = "The stages that explain() names, and the gains that it predicts"
 
@@ -112,8 +114,6 @@ class Items:
 
 def decode(data: bytes, seconds: float = 0.0, nbytes: int = 8) -> Any:
     """An array of ``nbytes`` after a while, without the GIL."""
-    import numpy as np
-
     if seconds:
         time.sleep(seconds)
     return np.full(nbytes, data[0], np.uint8)
@@ -127,16 +127,12 @@ def decode_unevenly(data: bytes) -> Any:
 
 def decode_with_gil(data: bytes) -> Any:
     """An array after 5 ms in C code that does not release the GIL."""
-    import numpy as np
-
     ctypes.PyDLL(None).usleep(5_000)
     return np.full(8, data[0], np.uint8)
 
 
 def decode_on_processor(data: bytes) -> Any:
     """An array after some milliseconds of processor time without the GIL."""
-    import numpy as np
-
     hashlib.sha256(bytes(4_000_000)).digest()
     return np.full(8, data[0], np.uint8)
 
@@ -169,8 +165,6 @@ class LockedItems(Items):
 
 def locked_items(samples: int) -> Any:
     """A ``Dataset`` that four threads may call, one after the other."""
-    from aiofeed import FromDataset
-
     return FromDataset(LockedItems(samples, 0.004), threads=4)
 
 
@@ -183,8 +177,6 @@ class SlowSampler(Items):
 
 def slow_iterable(samples: int) -> Any:
     """A ``Stream`` of numbers, each after a while."""
-    from aiofeed import Stream
-
     return Stream(lambda: iter(SlowSampler(samples, 0.005)))
 
 
@@ -202,9 +194,6 @@ class SlowThread:
 
 def collate(samples: list[Any], seconds: float) -> Any:
     """The samples stacked, after a while."""
-    import numpy as np
-    import torch
-
     time.sleep(seconds)
     return torch.from_numpy(np.stack(samples))
 
@@ -383,7 +372,6 @@ def planted(name: str) -> Iterator[Measure]:
 
 @contextmanager
 def feeder_of(plant: Plant) -> Iterator[Any]:
-    import aiofeed
     from tests.support.simulated_device import SimulatedDevice
 
     if plant.loader is not None:
@@ -432,8 +420,6 @@ async def beside_blocking_calls(plant: Plant, feeder: Any) -> None:
 
 def take(plant: Plant, advice: str) -> Plant | None:
     """The plant with a piece of advice; ``None`` if a program cannot take it."""
-    from aiofeed import FromDataset
-
     options = dict(plant.options)
     if advice.startswith("await asyncio.to_thread()"):
         return replace(plant, blocks_s=0.0)

@@ -1,11 +1,9 @@
 """How fast are Parquet files, beside pyarrow alone, and how much memory do they take?
 
-``Table`` of 400,000 rows of 60 float32 columns in row groups of 20,000, in batches of 4,096, in the page cache; in
-order, ``shuffle="window"`` and ``shuffle=True``. "pyarrow" reads one row group after the other with its threads, makes
-a tensor of each column and cuts these into batches. The same file in a store that answers after 20 ms, and the same
-rows in ten files. Memory is the peak above the imports, in row groups as they are decoded, for each decode thread.
-
-``ParquetRows`` of 3,000 JPEGs of 20 KB in row groups of 100, of 256 x 256, decoded, batch 64.
+``Table`` of 400,000 rows of 60 float32 columns in row groups of 20,000, in batches of 4,096, in the page cache.
+"pyarrow" reads one row group after the other with its threads, makes a tensor of each column and cuts these into
+batches. The same file in a store that answers after 20 ms, and the same rows in ten files. Memory is the peak above the
+imports, in decoded row groups, for each thread. ``ParquetRows`` of 3,000 JPEGs of 256 x 256 in row groups of 100.
 
 Targets: 0.8 of pyarrow in order, 0.7 within windows and 0.3 shuffled; four row groups for each thread in order and
 within windows; in the store and in ten files 0.8 of the local file; pictures shuffled at 0.95 of those in order.
@@ -20,6 +18,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+import aiofeed
 from benchmarks.contenders import epochs, fed, labelled
 from benchmarks.data import files_below, generate, jpeg_folder
 from benchmarks.figures import Figure, at_most
@@ -77,7 +79,6 @@ def run(settings: Settings) -> list[Figure]:
 
 def write_rows(folder: Path, rows: int, group: int) -> None:
     """Write the table to one file and to ten."""
-    import numpy as np
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -97,15 +98,12 @@ def rows_in(batch: dict[str, Any]) -> int:
 def table(
     paths: list[str], shuffle: Any, batch: int, least_s: float, port: int | None = None
 ) -> AbstractContextManager[Measure]:
-    import aiofeed
-
     source = aiofeed.Table(paths, options=None if port is None else options_of(port))
     return fed(aiofeed.Feeder(source, batch_size=batch, shuffle=shuffle), rows_in, least_s=least_s)
 
 
 @contextmanager
 def scan(path: str, batch: int, least_s: float) -> Iterator[Measure]:
-    import torch
     from pyarrow import parquet
 
     file = parquet.ParquetFile(path)
@@ -147,7 +145,5 @@ def write_pictures(settings: Settings, folder: Path, count: int) -> None:
 
 
 def picture_rows(path: str, shuffle: bool) -> AbstractContextManager[Measure]:
-    import aiofeed
-
     source = aiofeed.ParquetRows(path, data="image", target="label")
     return fed(aiofeed.Feeder(source, decode=aiofeed.DecodeImage(SIDE), batch_size=64, shuffle=shuffle), labelled)

@@ -25,7 +25,11 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.utils.data
 
+import aiofeed
+from aiofeed.kernel.core.types import Row
+from aiofeed.kernel.runtime import machine
 from benchmarks.process_tree import tree_cpu_s
 from benchmarks.worker import Measure
 
@@ -104,8 +108,6 @@ class Rows(Item):
     takes_seed = False
 
     def __init__(self, kind: str) -> None:
-        from aiofeed.kernel.core.types import Row
-
         super().__init__(kind)
         self.row = Row((SIDE, SIDE, 3), "uint8", (2, 0, 1))
 
@@ -181,9 +183,6 @@ def orders(batch: int) -> Iterator[np.ndarray[Any, Any]]:
 @contextmanager
 def feeder(kind: str, threads: int, batch: int, default: bool = False, **options: Any) -> Iterator[Any]:
     """A feeder with as many decode threads, or with default limits on a machine that seems to have as many cores."""
-    import aiofeed
-    from aiofeed.kernel.runtime import machine
-
     decode = Chunks(kind) if kind in ("chunks", "slow reads") else Item(kind) if kind == "items" else Rows(kind)
     options = {"source": Slow() if kind == "slow reads" else Ready(), **options}
     limits = aiofeed.Limits(decode_threads=None if default else threads)
@@ -217,8 +216,6 @@ def cached(kind: str, threads: int, batch: int) -> Batches:
 
 def served(kind: str, threads: int, batch: int) -> Batches:
     """What one of eight consumers of a served feeder takes; the others are processes that do nothing but take."""
-    import aiofeed
-
     logging.getLogger("aiofeed").setLevel(logging.ERROR)  # consumers pause between measurements
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, feeder(kind, threads, batch) as ours, ExitStack() as stack:
@@ -234,8 +231,6 @@ def served(kind: str, threads: int, batch: int) -> Batches:
 
 
 def take(address: str) -> None:
-    import aiofeed
-
     with suppress(aiofeed.FeedError), aiofeed.attach(address, wait_s=60) as feed:  # the server ends
         while True:
             for _ in feed:
@@ -308,10 +303,6 @@ def unchanged(batch: torch.Tensor) -> torch.Tensor:
 
 def data_loader(kind: str, threads: int, batch: int, ours: bool = False) -> Batches:
     """``DataLoader`` with as many workers; ``ours``: aiofeed's."""
-    import torch.utils.data
-
-    import aiofeed
-
     warnings.filterwarnings("ignore", ".*worker processes in total")
     made: Any = aiofeed.DataLoader if ours else torch.utils.data.DataLoader
     yield from made(Dataset(kind), batch, shuffle=True, num_workers=threads, collate_fn=unchanged)

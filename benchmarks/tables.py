@@ -1,17 +1,12 @@
 """How fast are batches of a table?
 
-100,000 rows of a Hugging Face dataset that is saved and mapped, as ``datasets`` writes it: 16 floats, an integer and a
-double per row; shuffled batches of 256, no step. ``Table`` is compared with ``DataLoader`` over the dataset with
-``with_format("torch")`` and two workers. "threads" is ``Table`` when a thread makes batches ahead, as for a device or a
-table that memory cannot hold. Parquet has row groups of 1,000 rows, in order.
+100,000 rows of a Hugging Face dataset that is saved and mapped: 16 floats, an integer and a double; shuffled batches of
+256. ``Table``, also by threads as for a device, is compared with ``DataLoader`` over the dataset with two workers.
+"bytes" are rows of 20 KB of bytes and an integer, without decoding, in batches of 64. JSON Lines: ``Stream`` of a
+generator that parses 100,000 lines of 12 fields, batches of 256 dicts, beside a bare loop that only parses them.
 
-"bytes" are rows of 20 KB of bytes and an integer, as of a data set of images, without decoding, in batches of 64.
-
-JSON Lines: ``Stream`` of a generator that parses 100,000 lines of 12 fields, batches of 256 dicts, beside a bare loop
-that only parses them.
-
-Targets: at least 10 times ``DataLoader``, also by threads; for bytes the speed of ``DataLoader`` without workers; for
-JSON Lines 0.6 of parsing.
+Targets: 10 times ``DataLoader``, also by threads; for bytes the speed of ``DataLoader`` without workers; for JSON Lines
+0.6 of parsing.
 """
 
 from __future__ import annotations
@@ -24,6 +19,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+import torch
+
+import aiofeed
+from aiofeed.tables.memory import MemoryTable
 from benchmarks.contenders import epochs, fed, loaded
 from benchmarks.data import generate
 from benchmarks.figures import Figure
@@ -71,8 +71,6 @@ def run(settings: Settings) -> list[Figure]:
 
 def numbers(settings: Settings) -> Path:
     """The folder of rows of numbers."""
-    import numpy as np
-
     rows = settings.size(100_000, 3_000)
     random = np.random.default_rng(0)
 
@@ -85,8 +83,6 @@ def numbers(settings: Settings) -> Path:
 
 def rows_of_bytes(settings: Settings) -> Path:
     """The folder of rows of 20 KB of bytes and an integer."""
-    import numpy as np
-
     rows = settings.size(4_000, 200)
     random = np.random.default_rng(0)
 
@@ -115,8 +111,6 @@ def with_label(batch: Any) -> int:
 
 
 def labels(rows: list[dict[str, Any]]) -> Any:
-    import torch
-
     return torch.tensor([row["y"] for row in rows])
 
 
@@ -126,9 +120,6 @@ def unchanged(row: Any) -> Any:
 
 def table(path: str, in_memory: bool | None = None, parquet: bool = False) -> AbstractContextManager[Measure]:
     import datasets
-
-    import aiofeed
-    from aiofeed.tables.memory import MemoryTable
 
     if in_memory is not None:
         MemoryTable.in_memory = in_memory  # type: ignore[method-assign, assignment]
@@ -144,8 +135,6 @@ def data_loader(path: str, workers: int) -> AbstractContextManager[Measure]:
 
 def bytes_rows(path: str, kind: str) -> AbstractContextManager[Measure]:
     import datasets
-
-    import aiofeed
 
     dataset: Any = datasets.load_from_disk(path)
     options: dict[str, Any] = {"batch_size": BYTES_BATCH, "shuffle": True, "collate_fn": labels}
@@ -183,8 +172,6 @@ def parsed(path: str) -> Iterator[dict[str, Any]]:
 
 
 def line_stream(path: str) -> AbstractContextManager[Measure]:
-    import aiofeed
-
     return fed(aiofeed.Feeder(aiofeed.Stream(partial(parsed, path)), batch_size=BATCH, collate_fn=list))
 
 

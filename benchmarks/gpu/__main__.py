@@ -11,6 +11,9 @@ import signal
 import sys
 from pathlib import Path
 
+import torch
+
+from aiofeed.kernel.devices.resolve import explain_no_accelerator
 from benchmarks.command_line import LEAST_ROUNDS, add_arguments, check_arguments, print_progress, warn_if_quick
 from benchmarks.gpu import MODULES
 from benchmarks.gpu.results import PAGE, Part, from_json, merged, plain, tally, to_json, write
@@ -65,10 +68,6 @@ def save(parts: list[Part], options: argparse.Namespace) -> None:
 
 def missing_cuda() -> str:
     """Why there is no CUDA device; empty if there is one."""
-    import torch
-
-    from aiofeed.kernel.devices.resolve import explain_no_accelerator
-
     return "" if torch.cuda.is_available() else explain_no_accelerator()
 
 

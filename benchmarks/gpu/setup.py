@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from aiofeed.kernel.devices.backend import CpuBackend, DeviceBackend
 from aiofeed.kernel.devices.resolve import resolve_devices
+from aiofeed.reports.machine.environment import describe_accelerator, inspect_environment
 from benchmarks import report
 from benchmarks.command_line import print_progress
 from benchmarks.figures import turns
@@ -86,10 +89,6 @@ class Setup:
 
     def conditions(self) -> str:
         """The device, its driver and bus, the versions, the host and the number of rounds, in one line."""
-        import torch
-
-        from aiofeed.reports.machine.environment import describe_accelerator, inspect_environment
-
         accelerator, environment = describe_accelerator(self.backend), inspect_environment()
         memory = "" if accelerator.total_bytes is None else f", {accelerator.total_bytes / 2**30:.0f} GiB"
         parts = [
@@ -123,8 +122,6 @@ class CudaMark:
     """A timing event on the current stream. The host sleeps while it waits, to leave the core to a decoder."""
 
     def __init__(self, backend: DeviceBackend) -> None:
-        import torch
-
         cuda: Any = torch.cuda  # partly untyped
         self._event = cuda.Event(enable_timing=True, blocking=True)
         self._event.record(backend.current_stream())
