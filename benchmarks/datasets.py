@@ -26,7 +26,7 @@ from benchmarks.contenders import epochs, fed, labelled, loaded
 from benchmarks.data import files_below, jpeg_folder
 from benchmarks.figures import Figure, per
 from benchmarks.harness import Contender, Measure, Settings, interleave
-from benchmarks.process_tree import tree_cpu_s
+from benchmarks.worker import tree_cpu_s
 
 TITLE = "Datasets in a Feeder and in aiofeed.DataLoader, shuffled"
 

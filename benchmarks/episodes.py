@@ -129,7 +129,7 @@ def windows_of(cameras: int, frames: int) -> dict[str, list[float]]:
 @contextmanager
 def endless(batches: Iterable[Any], least_s: float, least: int = 0) -> Iterator[Measure]:
     """Measures at least ``least_s`` and ``least`` items of iterating ``batches`` in an even flow."""
-    from benchmarks.process_tree import tree_cpu_s
+    from benchmarks.worker import tree_cpu_s
 
     iterator = iter(batches)
 

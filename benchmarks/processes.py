@@ -32,7 +32,7 @@ from benchmarks.contenders import WaitingSource, labelled
 from benchmarks.data import files_below, jpeg_folder
 from benchmarks.figures import Figure, at_most, per
 from benchmarks.harness import Contender, Measure, Settings, interleave
-from benchmarks.process_tree import tree_cpu_s
+from benchmarks.worker import tree_cpu_s
 
 TITLE = 'engine="process", and three trainings on one host'
 

@@ -30,8 +30,7 @@ import torch.utils.data
 import aiofeed
 from aiofeed.kernel.core.types import Row
 from aiofeed.kernel.runtime import machine
-from benchmarks.process_tree import tree_cpu_s
-from benchmarks.worker import Measure
+from benchmarks.worker import Measure, tree_cpu_s
 
 SLEEP_US, READ_US = 1280, 20_000
 SAMPLES, CACHED = 4_000_000, 20_000

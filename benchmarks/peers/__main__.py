@@ -11,14 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.command_line import (
-    LEAST_ROUNDS,
-    add_arguments,
-    check_arguments,
-    print_progress,
-    print_progress_of,
-    warn_if_quick,
-)
+from benchmarks.command_line import LEAST_ROUNDS, add_arguments, parsed, print_progress, warn_if_quick
 from benchmarks.harness import PROJECT, Settings
 from benchmarks.peers import CASES, results
 from benchmarks.peers.adapters import ADAPTERS
@@ -34,7 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     finished: list[tuple[str, CaseResult]] = []
     for name in options.names or CASES:
         started = time.perf_counter()
-        progress = partial(print_progress_of, name)
+        progress = partial(print_progress, name=name)
         settings = Settings(rounds=options.rounds, quick=options.quick, data=options.data, progress=progress)
         finished.append((name, case(name)(settings, participants)))
         print(f"\n{results.plain(*finished[-1])}\n  {time.perf_counter() - started:.0f} s", flush=True)
@@ -63,8 +56,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--only", action="append", default=[], metavar="PEER", help=f"this peer (repeatable): {', '.join(peers)}"
     )
     parser.add_argument("--write", action="store_true", help=f"write {report.DATA} and {results.PICTURE}")
-    options = parser.parse_args(arguments)
-    check_arguments(parser, options, "case", [*CASES])
+    options = parsed(parser, arguments, "case", [*CASES])
     if unknown := set(options.only) - set(peers):
         parser.error(f"no peer named {', '.join(sorted(unknown))}; there are {', '.join(peers)}")
     if options.write and (options.names or options.only or options.quick or options.rounds < LEAST_ROUNDS):
