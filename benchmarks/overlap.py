@@ -3,7 +3,7 @@
 Every load takes 30 ms, a read that waits or a decode that blocks its thread, and every step 30 ms, which blocks the
 thread that iterates; one batch loads at a time, so 40 batches take 41 times 30 ms at best. Then the time of ``next``
 with a batch of 64 samples of 12 KB in the queue, after 5 ms of torch operations or of sleep, after which the CPU caches
-are cold. Last a step on the CPU in one thread (that of ``benchmarks.peers.training_step``), fed with 32 JPEGs of
+are cold. Last a step on the CPU in one thread (that of ``benchmarks.peers.races``), fed with 32 JPEGs of
 500 x 400 to 224 x 224 by the default engine, or with one batch in memory.
 
 Targets, sync and async: at most 1.03 times the ideal; a median of ``next`` below 50 microseconds; a step that is fed at
@@ -201,7 +201,7 @@ def step() -> Callable[[], None]:
 @contextmanager
 def training(folder: str, batch: int, is_fed: bool) -> Iterator[Measure]:
     """Training steps; an item is a step."""
-    from benchmarks.peers.training_step import Step
+    from benchmarks.peers.races import Step
 
     torch.set_num_threads(1)
     source, decode = aiofeed.ImageFolder(folder), aiofeed.DecodeImage(SIDE)

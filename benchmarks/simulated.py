@@ -60,32 +60,26 @@ def loops_per_us() -> int:
     return round(20_000 / fastest * 1e-6)
 
 
-def one_native() -> None:
-    usleep(SLEEP_US)
-
-
-def one_pillow() -> None:
-    hold_gil(300)
-    usleep(700)
-
-
-def one_python() -> None:
-    hold_gil(1000)
-
-
-KINDS: dict[str, tuple[Callable[[], None], float, float]] = {
-    "chunks": (one_native, SLEEP_US, 0),
-    "items": (one_native, SLEEP_US, 0),
-    "Pillow-like": (one_pillow, 1000, 300),
-    "pure Python": (one_python, 1000, 1000),
-    "slow reads": (one_native, SLEEP_US, 0),
+KINDS: dict[str, tuple[int, int]] = {
+    "chunks": (SLEEP_US, 0),
+    "items": (SLEEP_US, 0),
+    "Pillow-like": (1000, 300),
+    "pure Python": (1000, 1000),
+    "slow reads": (SLEEP_US, 0),
 }
-"""What one sample does, its microseconds, and those of them that hold the GIL."""
+"""The microseconds of one sample, and those of them that hold the GIL."""
+
+
+def decode_one(kind: str) -> None:
+    us, held_us = KINDS[kind]
+    if held_us:
+        hold_gil(held_us)
+    usleep(us - held_us if held_us else SLEEP_US)
 
 
 def ideal(kind: str, threads: int) -> float:
     """The samples per second of as many threads without a framework, as far as the GIL and the reads allow."""
-    _, us, held_us = KINDS[kind]
+    us, held_us = KINDS[kind]
     reads = MOST_READS / READ_US if kind == "slow reads" else math.inf
     return min(threads / us, 1 / held_us if held_us else math.inf, reads) * 1e6
 
@@ -94,10 +88,10 @@ class Item:
     """Decodes one sample to a tensor of its own."""
 
     def __init__(self, kind: str) -> None:
-        self._one = KINDS[kind][0]
+        self._kind = kind
 
     def __call__(self, data: bytes, /) -> torch.Tensor:
-        self._one()
+        decode_one(self._kind)
         return torch.empty((3, SIDE, SIDE), dtype=torch.uint8)
 
 
@@ -105,13 +99,10 @@ class Rows(Item):
     """Decodes a sample into its row, as ``DecodeImage`` with Pillow does."""
 
     takes_seed = False
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(kind)
-        self.row = Row((SIDE, SIDE, 3), "uint8", (2, 0, 1))
+    row = Row((SIDE, SIDE, 3), "uint8", (2, 0, 1))
 
     def decode_into(self, data: object, out: object, seed: int | None = None) -> None:
-        self._one()
+        decode_one(self._kind)
 
 
 class Chunks(Rows):
@@ -169,7 +160,7 @@ def whole(kind: str, batch: int) -> torch.Tensor:
         usleep(SLEEP_US * batch)
     else:
         for _ in range(batch):
-            KINDS[kind][0]()
+            decode_one(kind)
     return torch.empty((batch, 3, SIDE, SIDE), dtype=torch.uint8)
 
 
@@ -330,7 +321,7 @@ def simulated(loader: str, kind: str, threads: int, batch: int, least_s: float) 
     make, options, _ = LOADERS[loader]
     wave_s = threads * batch / ideal(kind, threads)
     # Threads that want the GIL end in no order, and a batch that is late lets others arrive at once.
-    waves = max(math.ceil(least_s / wave_s), 5 if KINDS[kind][2] else 1)
+    waves = max(math.ceil(least_s / wave_s), 5 if KINDS[kind][1] else 1)
     wanted = threads * batch * waves
     loops_per_us()
 

@@ -7,13 +7,12 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 from benchmarks import report
 from benchmarks.command_line import LEAST_ROUNDS, add_arguments, parsed, print_progress, warn_if_quick
 from benchmarks.harness import PROJECT, Settings
-from benchmarks.peers import CASES, results
+from benchmarks.peers import CASES, races, results
 from benchmarks.peers.adapters import ADAPTERS
 from benchmarks.peers.contest import OURS, CaseResult, Participants
 from benchmarks.peers.install import failures
@@ -40,9 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def case(name: str) -> Callable[[Settings, Participants], CaseResult]:
-    found: Callable[[Settings, Participants], CaseResult] = getattr(
-        import_module(f"benchmarks.peers.{CASES[name]}"), name
-    )
+    found: Callable[[Settings, Participants], CaseResult] = getattr(races, name)
     return found
 
 
