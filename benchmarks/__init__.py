@@ -15,6 +15,7 @@ MODULES = (
     "datasets",
     "memory",
     "tables",
+    "parquet",
     "media",
     "episodes",
     "cache",

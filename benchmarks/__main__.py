@@ -8,14 +8,7 @@ from functools import partial
 from importlib import import_module
 
 from benchmarks import MODULES, report
-from benchmarks.command_line import (
-    LEAST_ROUNDS,
-    add_arguments,
-    check_arguments,
-    print_progress,
-    print_progress_of,
-    warn_if_quick,
-)
+from benchmarks.command_line import LEAST_ROUNDS, add_arguments, parsed, print_progress, warn_if_quick
 from benchmarks.harness import PROJECT, Settings
 
 
@@ -30,7 +23,7 @@ def main(arguments: list[str] | None = None) -> None:
     results = []
     for name in options.names or MODULES:
         started = time.perf_counter()
-        progress = partial(print_progress_of, name)
+        progress = partial(print_progress, name=name)
         settings = Settings(rounds=options.rounds, quick=options.quick, data=options.data, progress=progress)
         results.append(run(name, settings, conditions))
         print_progress("")
@@ -55,8 +48,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--write", action="store_true", help=f"write these results to {report.DATA}; make the page and its chart"
     )
-    options = parser.parse_args(arguments)
-    check_arguments(parser, options, "benchmark", MODULES)
+    options = parsed(parser, arguments, "benchmark", MODULES)
     if options.write and (options.quick or options.rounds < LEAST_ROUNDS):
         parser.error(f"--write needs real inputs and {LEAST_ROUNDS} rounds or more")
     return options

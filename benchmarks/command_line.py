@@ -21,16 +21,18 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str, known: Sequence[st
     parser.add_argument("--data", type=Path, default=default_folder(), help="folder of inputs (default: %(default)s)")
 
 
-def check_arguments(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, kind: str, known: Sequence[str]
-) -> None:
-    """Refuse unknown names and fewer than one round; set the default number of rounds."""
+def parsed(
+    parser: argparse.ArgumentParser, arguments: list[str] | None, kind: str, known: Sequence[str]
+) -> argparse.Namespace:
+    """Parse; refuse unknown names and fewer than one round, and set the default number of rounds."""
+    options = parser.parse_args(arguments)
     if unknown := set(options.names) - set(known):
         parser.error(f"no {kind} named {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     if options.rounds is None:
         options.rounds = 2 if options.quick else LEAST_ROUNDS
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    return options
 
 
 def warn_if_quick(options: argparse.Namespace) -> None:
@@ -39,12 +41,7 @@ def warn_if_quick(options: argparse.Namespace) -> None:
         print("These were tiny inputs (--quick): the figures mean nothing.")
 
 
-def print_progress_of(name: str, line: str) -> None:
-    """Show progress of one benchmark."""
-    print_progress(f"{name}: {line}")
-
-
-def print_progress(line: str) -> None:
+def print_progress(line: str, name: str = "") -> None:
     """Overwrite one line of the terminal; does nothing if stderr is not a terminal."""
     if sys.stderr.isatty():
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{name}{name and ': '}{line}", end="", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,24 +38,27 @@ def single_epochs(feeder: aiofeed.Feeder[BatchT]) -> Callable[[], Iterator[Batch
 
 @contextmanager
 def epochs(
-    batches: Callable[[], Iterable[Any]], samples_in: Callable[[Any], int] = len, warm: int = 1, repeat: int = 1
+    batches: Callable[[], Iterable[Any]], samples_in: Callable[[Any], int] = len, warm: int = 1, least_s: float = 0.0
 ) -> Iterator[Measure]:
-    """Measures ``repeat`` epochs at a time, after ``warm`` times; ``samples_in(batch)`` is its number of samples."""
+    """Measures epochs for ``least_s``, at least one, after ``warm`` ones; ``samples_in(batch)`` counts samples."""
 
     def measure() -> Mapping[str, float]:
-        return {"items": sum(sum(map(samples_in, batches())) for _ in range(repeat))}
+        items, until = 0, time.perf_counter() + least_s
+        while not items or time.perf_counter() < until:
+            items += sum(map(samples_in, batches()))
+        return {"items": items}
 
     for _ in range(warm):
-        measure()
+        sum(map(samples_in, batches()))
     yield measure
 
 
 @contextmanager
 def fed(
-    feeder: aiofeed.Feeder[Any], samples_in: Callable[[Any], int] = len, warm: int = 1, repeat: int = 1
+    feeder: aiofeed.Feeder[Any], samples_in: Callable[[Any], int] = len, warm: int = 1, least_s: float = 0.0
 ) -> Iterator[Measure]:
     """Measures single epochs of a feeder."""
-    with feeder, epochs(single_epochs(feeder), samples_in, warm, repeat) as measure:
+    with feeder, epochs(single_epochs(feeder), samples_in, warm, least_s) as measure:
         yield measure
 
 
@@ -63,14 +67,14 @@ def loaded(
     batch_size: int,
     workers: int = 0,
     samples_in: Callable[[Any], int] = len,
-    repeat: int = 1,
+    least_s: float = 0.0,
     **options: Any,
 ) -> AbstractContextManager[Measure]:
     """Measures epochs of a ``DataLoader`` with persistent workers."""
     from torch.utils.data import DataLoader
 
     loader = DataLoader(dataset, batch_size, num_workers=workers, persistent_workers=workers > 0, **options)
-    return epochs(lambda: loader, samples_in, repeat=repeat)
+    return epochs(lambda: loader, samples_in, least_s=least_s)
 
 
 def labelled(batch: Any) -> int:

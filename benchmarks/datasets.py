@@ -1,18 +1,12 @@
 """Is a torch Dataset as fast in a Feeder, and in ``aiofeed.DataLoader``, as in torch's ``DataLoader``?
 
-A Feeder beside ``DataLoader`` without workers, both in one thread: shuffled epochs after the second, no step, batches
-of 64 and of 16. 20,000 rows of 64 floats with labels, in a ``TensorDataset``; 4,000 items like those of torchvision's
-MNIST: a Pillow image of 28 x 28, converted to a float tensor and normalised; and 16,384 pairs of 64 floats and a
-number, of which a bare loop over items and ``default_collate`` is the bound.
+A Feeder beside ``DataLoader`` without workers, both in one thread, shuffled, epochs after the second: a
+``TensorDataset``; items like those of torchvision's MNIST; and pairs, of which a bare loop over items and
+``default_collate`` is the bound. Then ``aiofeed.DataLoader`` beside torch's with the same workers, which are forked and
+stay for the next epoch. The gap is the time from the last batch of an epoch to the first of the next.
 
-Then ``aiofeed.DataLoader`` beside torch's with the same dataset, workers and batches, shuffled: JPEG files of 500 x 400
-with Pillow, a random crop to 224 x 224 and a flip, as torchvision's transforms do them; the ``TensorDataset``; dicts of
-arrays and strings; detection batches of images and boxes of different sizes, collated to lists. Workers are forked, and
-stay for the next epoch. The first batch counts from ``iter()`` in the first epoch; the gap is the time from the last
-batch of an epoch to the first of the next.
-
-Targets: as fast as ``DataLoader`` for rows, at least 0.95 of it for images in batches of 16, and 1.05 for pairs; at
-least 0.97 of torch's speed with each ``aiofeed.DataLoader``.
+Targets: as fast as ``DataLoader`` for rows, 0.95 of it for images in batches of 16, and 1.05 for pairs; 0.97 of torch's
+speed with each ``aiofeed.DataLoader``.
 """
 
 from __future__ import annotations
@@ -21,29 +15,25 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch.utils.data import default_collate
 
+import aiofeed
 from benchmarks.contenders import epochs, fed, labelled, loaded
 from benchmarks.data import files_below, jpeg_folder
 from benchmarks.figures import Figure, per
 from benchmarks.harness import Contender, Measure, Settings, interleave
-from benchmarks.process_tree import tree_cpu_s
-
-if TYPE_CHECKING:
-    import torch
+from benchmarks.worker import tree_cpu_s
 
 TITLE = "Datasets in a Feeder and in aiofeed.DataLoader, shuffled"
 
 ROWS, DIGITS, PAIRS = "TensorDataset", "images of 28 x 28", "pairs of 64 floats and a number"
 LOADER = "DataLoader, no workers"
 
-FED = {
-    ROWS: (20_000, {64: 1.0, 16: 1.0}),
-    DIGITS: (4_000, {64: 1.0, 16: 0.95}),
-    PAIRS: (16_384, {64: 1.05, 16: 1.05}),
-}
+FED = {ROWS: (20_000, {64: 1.0, 16: 1.0}), DIGITS: (4_000, {64: 1.0, 16: 0.95}), PAIRS: (16_384, {64: 1.05, 16: 1.05})}
 """Samples of each dataset in a Feeder, and the least speed by batch size."""
 
 LOADED = (
@@ -85,8 +75,6 @@ def run(settings: Settings) -> list[Figure]:
 
 
 def dataset(kind: str, samples: int, folder: str = "") -> Any:
-    import torch
-
     if kind == ROWS:
         return torch.utils.data.TensorDataset(torch.randn(samples, 64), torch.arange(samples) % 10)
     if kind == "JPEGs, random crops":
@@ -105,7 +93,6 @@ class Digits:
         return len(self.data)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        import torch
         from PIL import Image
 
         image = Image.fromarray(self.data[index])
@@ -119,8 +106,6 @@ class Pairs:
     """Items that take a microsecond: a row of 64 floats and a number."""
 
     def __init__(self, samples: int) -> None:
-        import torch
-
         self.rows = torch.randn(samples, 64)
 
     def __len__(self) -> int:
@@ -140,7 +125,6 @@ class Crops:
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        import torch
         from PIL import Image
 
         with Image.open(self.files[index]) as image:
@@ -172,8 +156,6 @@ class Detection(Dicts):
     """Images of different sizes, each with boxes and labels."""
 
     def __getitem__(self, index: int) -> Any:
-        import torch
-
         boxes = index % 7 + 1
         target = {"boxes": torch.rand(boxes, 4), "labels": torch.ones(boxes, dtype=torch.int64)}
         return torch.full((3, 200 + index % 50, 300), random.random()), target
@@ -184,8 +166,6 @@ def lists(samples: list[Any]) -> tuple[Any, ...]:
 
 
 def aiofeed_feeder(kind: str, samples: int, batch_size: int) -> AbstractContextManager[Measure]:
-    import aiofeed
-
     # From the third epoch on the consumer's thread may make the batches.
     return fed(aiofeed.Feeder(dataset(kind, samples), batch_size=batch_size, shuffle=True), labelled, warm=2)
 
@@ -196,9 +176,6 @@ def data_loader(kind: str, samples: int, batch_size: int) -> AbstractContextMana
 
 def bare_loop(kind: str, samples: int, batch_size: int) -> AbstractContextManager[Measure]:
     """The least that one thread can do: items and ``default_collate``."""
-    import torch
-    from torch.utils.data import default_collate
-
     items = dataset(kind, samples)
 
     def batches() -> Iterable[Any]:
@@ -211,10 +188,6 @@ def bare_loop(kind: str, samples: int, batch_size: int) -> AbstractContextManage
 
 @contextmanager
 def loader(kind: str, samples: int, batch_size: int, workers: int, folder: str, ours: bool) -> Iterator[Measure]:
-    import torch
-
-    import aiofeed
-
     data, collate_fn = dataset(kind, samples, folder), lists if kind == "detection" else None
     of: Any = aiofeed.DataLoader if ours else torch.utils.data.DataLoader
 

@@ -1,19 +1,11 @@
 """How fast are moments of robot episodes, from several cameras?
 
-Generated LeRobot data sets (version 3.0) of 32 episodes of 150 frames at 30 per second, 640 x 480, in the page cache:
-AV1 with a key frame every 2 frames, which is LeRobot's default, and H.264 with a key frame every 2 and every 30; a
-texture that moves, with noise: 23, 8 and 1.4 KB per frame, as of a real robot. An item has the state, 16 actions, and
-one frame of each of 2 or 4 cameras, or two, 0.1 s apart. Batches of 8, no step. ``Episodes`` in two decode threads,
-with a global shuffle and with ``shuffle="window"``, is compared with LeRobot's dataset in a ``DataLoader`` with two
-workers, which draws from the whole data set. Frames are uint8 on both sides. Decoded, the videos have at least four
-times the memory that ``Episodes`` may use for frames. All contenders go on through the rounds: a round takes the
-batches that were ready, then measures.
-
-LeRobot needs an environment of its own: AIOFEED_LEROBOT_PYTHON is the path of its interpreter (`nox -s lerobot` makes
-it). Without it, only aiofeed is measured.
-
-"20 ms" is ``Episodes`` over AV1 in storage that answers after 20 ms (a server on this machine, which shares its cores),
-beside the same from the page cache.
+Generated LeRobot data sets (version 3.0) of 32 episodes of 150 frames, 640 x 480, in the page cache: AV1 with a key
+frame every 2 frames, LeRobot's default, and H.264 with one every 2 and every 30. An item has the state, 16 actions, and
+one frame of each of 2 or 4 cameras, or two, 0.1 s apart. ``Episodes`` in two decode threads is compared with LeRobot's
+dataset in a ``DataLoader`` with two workers, if AIOFEED_LEROBOT_PYTHON is the path of its interpreter (`nox -s lerobot`
+makes it). Decoded, the videos have four times the memory that ``Episodes`` may use. "20 ms" is AV1 in storage that
+answers after 20 ms, beside the same from the page cache.
 
 Targets: the global shuffle 1.8 times as fast as LeRobot, the shuffle of windows 2.7 times (AV1), 3.5 (H.264, key frame
 every 2) and 6 (every 30); from storage at least 0.9 of the speed from the page cache.
@@ -69,12 +61,13 @@ RUNS, RUN = 16, 64
 
 
 def run(settings: Settings) -> list[Figure]:
-    figures = []
-    for encoding in ENCODINGS:
-        for cameras in settings.size((2, 4), (2,)):
-            for frames in settings.size((1, 2), (2,)):
-                figures += compared(settings, encoding, cameras, frames)
-    return figures + stored(settings)
+    figures = stored(settings)
+    if os.environ.get(LEROBOT) or settings.quick:
+        for encoding in ENCODINGS:
+            for cameras in settings.size((2, 4), (2,)):
+                for frames in settings.size((1, 2), (2,)):
+                    figures += compared(settings, encoding, cameras, frames)
+    return figures
 
 
 def compared(settings: Settings, encoding: str, cameras: int, frames: int) -> list[Figure]:
@@ -88,7 +81,6 @@ def compared(settings: Settings, encoding: str, cameras: int, frames: int) -> li
     race = interleave(contenders, settings)
     name = f"{encoding}: {cameras} cameras, {frames} frame{'s' * (frames > 1)}"
     if not lerobot:
-        settings.progress(f"{LEROBOT} is not set: LeRobot is left out")
         return race.rates("items", name)
     return [
         race.speed(GLOBAL, LOADER, 1.8, f"{name}, global"),
@@ -120,7 +112,7 @@ def stored(settings: Settings) -> list[Figure]:
             given = {"shuffle": shuffle, "least": least}
             contenders = [Contender(STORAGE, episodes, there | given), Contender(CACHED, episodes, options | given)]
             race = interleave(contenders, settings)
-            figures.append(race.speed(STORAGE, CACHED, 0.9, f"{STORAGE}, {label}"))
+            figures += [race.speed(STORAGE, CACHED, 0.9, f"{STORAGE}, {label}"), *race.rates("items", label)]
     return figures
 
 
@@ -137,7 +129,7 @@ def windows_of(cameras: int, frames: int) -> dict[str, list[float]]:
 @contextmanager
 def endless(batches: Iterable[Any], least_s: float, least: int = 0) -> Iterator[Measure]:
     """Measures at least ``least_s`` and ``least`` items of iterating ``batches`` in an even flow."""
-    from benchmarks.process_tree import tree_cpu_s
+    from benchmarks.worker import tree_cpu_s
 
     iterator = iter(batches)
 

@@ -2,12 +2,9 @@
 
 Each feeder has one planted bottleneck. Most are waits (``time.sleep`` in the place of native code or of storage), so
 that other work on the machine changes little. A plant runs for an epoch and is explained. Then the first piece of
-advice that can be taken by a program is taken: arguments of ``Limits`` or ``Feeder``, another number of threads for a
-``Dataset``, or to end the processes that use the cores. The samples per second of the epoch with it, divided by those
-of the epoch before, are the gain. With a cache that is the second epoch.
-
-The slow thread and the processes on the same cores have no exact prediction: how the work is divided afterwards
-depends on threads and processes that are not measured. Their gains have no target.
+advice that a program can take is taken. The samples per second of the epoch with it, divided by those of the epoch
+before, are the gain; with a cache, those of the second epoch. Gains have no target where the prediction cannot be
+exact: how threads and processes share the work afterwards is not measured.
 
 Targets: the right stage and resource in 95 of 100 runs; a gain within 15 % of the predicted one, or not above a bound.
 """
@@ -23,16 +20,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import torch
+
+import aiofeed
+from aiofeed import FromDataset, Stream
 from benchmarks.figures import Figure, at_least, at_most, column
 from benchmarks.harness import Contender, Measure, Settings, interleave
-
-if TYPE_CHECKING:
-    import aiofeed
 
 TITLE = "The stages that explain() names, and the gains that it predicts"
 
@@ -42,6 +41,7 @@ WITHIN = 0.15
 
 
 def run(settings: Settings) -> list[Figure]:
+    settings = replace(settings, rounds=min(settings.rounds, 3))
     # One at a time: plants that run at the same time would take each other's cores.
     samples = {
         name: interleave([Contender(name, planted, {"name": name}, ("aiofeed:Feeder",))], settings)[name]
@@ -75,18 +75,10 @@ def run(settings: Settings) -> list[Figure]:
 
 
 class Numbers:
-    """A source of numbers.
-
-    Args:
-        samples: its length.
-        read_s: latency of a read.
-        transfer_s: time that a read occupies the storage, one after the other.
-        slow_s: latency of one read in ten.
-    """
+    """Numbers that are read in ``read_s``, one in ten in ``slow_s``; ``transfer_s`` of it one after the other."""
 
     def __init__(self, samples: int, read_s: float = 0.0, transfer_s: float = 0.0, slow_s: float = 0.0) -> None:
         self._samples, self._read_s, self._transfer_s, self._slow_s = samples, read_s, transfer_s, slow_s
-        self._storage: asyncio.Lock | None = None
 
     def __len__(self) -> int:
         return self._samples
@@ -101,7 +93,6 @@ class Numbers:
         if self._read_s:
             await asyncio.sleep(self._slow_s if self._slow_s and index % 10 == 7 else self._read_s)
         if self._transfer_s:
-            assert self._storage is not None
             async with self._storage:
                 await asyncio.sleep(self._transfer_s)
         return index.to_bytes(8, "little")
@@ -123,8 +114,6 @@ class Items:
 
 def decode(data: bytes, seconds: float = 0.0, nbytes: int = 8) -> Any:
     """An array of ``nbytes`` after a while, without the GIL."""
-    import numpy as np
-
     if seconds:
         time.sleep(seconds)
     return np.full(nbytes, data[0], np.uint8)
@@ -138,16 +127,12 @@ def decode_unevenly(data: bytes) -> Any:
 
 def decode_with_gil(data: bytes) -> Any:
     """An array after 5 ms in C code that does not release the GIL."""
-    import numpy as np
-
     ctypes.PyDLL(None).usleep(5_000)
     return np.full(8, data[0], np.uint8)
 
 
 def decode_on_processor(data: bytes) -> Any:
     """An array after some milliseconds of processor time without the GIL."""
-    import numpy as np
-
     hashlib.sha256(bytes(4_000_000)).digest()
     return np.full(8, data[0], np.uint8)
 
@@ -180,53 +165,19 @@ class LockedItems(Items):
 
 def locked_items(samples: int) -> Any:
     """A ``Dataset`` that four threads may call, one after the other."""
-    from aiofeed import FromDataset
-
     return FromDataset(LockedItems(samples, 0.004), threads=4)
 
 
-class SlowBatches:
-    """An iterable of batches, each after a while."""
-
-    def __init__(self, batches: int, seconds: float) -> None:
-        self._batches, self._seconds = batches, seconds
+class SlowSampler(Items):
+    """Numbers in order, each after a while: the indices of a sampler, or batches."""
 
     def __iter__(self) -> Iterator[int]:
-        for number in range(self._batches):
-            time.sleep(self._seconds)
-            yield number
-
-
-def slow_batches(batches: int) -> Any:
-    """An iterable of batches that take 20 ms."""
-    return SlowBatches(batches, 0.02)
-
-
-class SlowSampler:
-    """The indices of a source in order, each after a while."""
-
-    def __init__(self, samples: int, seconds: float) -> None:
-        self._samples, self._seconds = samples, seconds
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def __iter__(self) -> Iterator[int]:
-        for index in range(self._samples):
-            time.sleep(self._seconds)
-            yield index
+        return map(self.__getitem__, range(self._samples))
 
 
 def slow_iterable(samples: int) -> Any:
     """A ``Stream`` of numbers, each after a while."""
-    from aiofeed import Stream
-
-    def items() -> Iterator[int]:
-        for number in range(samples):
-            time.sleep(0.005)
-            yield number
-
-    return Stream(items)
+    return Stream(lambda: iter(SlowSampler(samples, 0.005)))
 
 
 class SlowThread:
@@ -243,9 +194,6 @@ class SlowThread:
 
 def collate(samples: list[Any], seconds: float) -> Any:
     """The samples stacked, after a while."""
-    import numpy as np
-    import torch
-
     time.sleep(seconds)
     return torch.from_numpy(np.stack(samples))
 
@@ -267,11 +215,6 @@ def others_on_the_cores() -> Iterator[None]:
             burner.wait()
 
 
-@contextmanager
-def nobody() -> Iterator[None]:
-    yield
-
-
 # --- the plants
 
 
@@ -281,10 +224,9 @@ class Plant:
 
     Args:
         stage, resource: what ``explain`` should name; "" for any resource.
-        source: makes the source.
-        options: arguments of ``Feeder``.
-        step_s: duration of a step.
-        step: what a step does besides.
+        source: makes the source of so many samples.
+        options: arguments of ``Feeder``; ``limits`` are those of ``Limits``.
+        step_s, step: duration of a step, and what it does besides.
         samples: samples of an epoch.
         around: a context manager in which the epoch runs.
         exact: whether the prediction can be exact.
@@ -301,7 +243,7 @@ class Plant:
     step_s: float = 0.01
     step: Callable[[Any], object] | None = None
     samples: int = 160
-    around: Callable[[], Any] = nobody
+    around: Callable[[], Any] = nullcontext
     exact: bool = True
     loader: Mapping[str, Any] | None = None
     prefetch: bool = False
@@ -313,153 +255,86 @@ def limits_of(**limits: int) -> dict[str, int]:
     return {"decode_threads": 2, "read_concurrency": 32, **limits}
 
 
+def decoded(by: Callable[[bytes], Any] = decode, limits: Mapping[str, int] | None = None, **options: Any) -> Any:
+    """Arguments of a feeder with a decoder."""
+    return {"decode": by, "limits": limits_of() if limits is None else limits, **options}
+
+
+READING, ITEMS = partial(Numbers, read_s=0.03), partial(Items, seconds=0.004)
+SLOW = {"num_workers": 1, "sampler": SlowSampler(240, 0.004)}
+FAST = {"num_workers": 1, "sampler": SlowSampler(240, 0.0)}
+ONE = limits_of(prefetch_batches=1)
+HEAVY = decoded(collate_fn=partial(collate, seconds=0.06))
+LARGE = decoded(partial(decode, seconds=0.005, nbytes=1 << 18), limits_of(memory_bytes=BATCH << 18))
 PLANTS = {
     "slow storage by latency": Plant(
-        "read",
-        "storage latency",
-        partial(Numbers, read_s=0.03),
-        {"decode": decode, "limits": limits_of(read_concurrency=8)},
-        samples=240,
+        "read", "storage latency", READING, decoded(limits=limits_of(read_concurrency=8)), samples=240
     ),
     "slow storage by bandwidth": Plant(
-        "read",
-        "storage bandwidth",
-        partial(Numbers, transfer_s=0.008),
-        {"decode": decode, "limits": limits_of()},
-        step_s=0.02,
+        "read", "storage bandwidth", partial(Numbers, transfer_s=0.008), decoded(), step_s=0.02
     ),
     "heavy decode": Plant(
-        "decode",
-        "blocking calls",
-        Numbers,
-        {"decode": partial(decode, seconds=0.02), "limits": limits_of()},
-        step_s=0.02,
-        samples=240,
+        "decode", "blocking calls", Numbers, decoded(partial(decode, seconds=0.02)), step_s=0.02, samples=240
     ),
-    "GIL-bound decode": Plant(
-        "decode", "GIL", Numbers, {"decode": decode_with_gil, "limits": limits_of()}, samples=240
-    ),
-    "one slow thread": Plant(
-        "decode",
-        "",  # it depends on how the threads share the work
-        Numbers,
-        {"decode": SlowThread(), "limits": limits_of()},
-        step_s=0.001,
-        samples=320,
-        exact=False,
-    ),
+    "GIL-bound decode": Plant("decode", "GIL", Numbers, decoded(decode_with_gil), samples=240),
+    # The resource depends on how the threads share the work.
+    "one slow thread": Plant("decode", "", Numbers, decoded(SlowThread()), step_s=0.001, samples=320, exact=False),
     "one slow sample in ten": Plant(
-        "decode",
-        "uneven samples",
-        Numbers,
-        {"decode": decode_unevenly, "batch_size": 2, "limits": limits_of(prefetch_batches=1)},
-        step_s=0.001,
-        samples=160,
+        "decode", "uneven samples", Numbers, decoded(decode_unevenly, ONE, batch_size=2), step_s=0.001
     ),
     "one slow read in ten": Plant(
-        "read",
-        "uneven samples",
-        partial(Numbers, read_s=0.002, slow_s=0.3),
-        {"decode": decode, "batch_size": 2, "limits": limits_of(prefetch_batches=1, read_concurrency=16)},
+        *("read", "uneven samples", partial(Numbers, read_s=0.002, slow_s=0.3)),
+        decoded(limits=ONE | {"read_concurrency": 16}, batch_size=2),
         step_s=0.001,
     ),
-    "slow sampler": Plant(
-        "sampler",
-        "the order",
-        Numbers,
-        {"decode": decode, "sampler": SlowSampler(160, 0.004), "limits": limits_of()},
-    ),
+    "slow sampler": Plant("sampler", "the order", Numbers, decoded(sampler=SlowSampler(160, 0.004))),
     "slow iterable": Plant("read", "the iterable", slow_iterable, {"limits": {}}, step_s=0.001),
-    "heavy collate": Plant(
-        "collate",
-        "blocking calls",
-        Numbers,
-        {"decode": decode, "collate_fn": partial(collate, seconds=0.06), "limits": limits_of()},
-        step_s=0.02,
-        samples=320,
-    ),
-    "slow step": Plant("step", "the step itself", Numbers, {"decode": decode, "limits": limits_of()}, step_s=0.02),
+    "heavy collate": Plant("collate", "blocking calls", Numbers, HEAVY, step_s=0.02, samples=320),
+    "slow step": Plant("step", "the step itself", Numbers, decoded(), step_s=0.02),
     "consumer that copies to the host": Plant(
-        "step",
-        "the step itself",
-        Numbers,
-        {"decode": decode, "device": "simulated", "limits": limits_of()},
-        step_s=0.01,
-        step=copy_to_host,
+        "step", "the step itself", Numbers, decoded(device="simulated"), step=copy_to_host
     ),
-    "too little memory_bytes": Plant(
-        "decode",
-        "memory_bytes",
-        partial(Numbers, read_s=0.03),
-        {"decode": partial(decode, seconds=0.005, nbytes=1 << 18), "limits": limits_of(memory_bytes=BATCH << 18)},
-    ),
+    "too little memory_bytes": Plant("decode", "memory_bytes", READING, LARGE),
     "Dataset of one thread": Plant(
         "decode", "one thread", partial(Items, seconds=0.01), {"limits": {}}, step_s=0.02, samples=240
     ),
     "cold cache": Plant(
-        "decode",
-        "cold cache",
-        Numbers,
-        {"decode": partial(decode, seconds=0.01), "cache": "host", "limits": limits_of()},
-        step_s=0.02,
+        "decode", "cold cache", Numbers, decoded(partial(decode, seconds=0.01), cache="host"), step_s=0.02
     ),
     "cores used by other processes": Plant(
-        "decode",
-        "other processes",
-        Numbers,
-        {"decode": decode_on_processor, "limits": limits_of()},
+        *("decode", "other processes", Numbers, decoded(decode_on_processor)),
         step_s=0.001,
         around=others_on_the_cores,
         exact=False,
     ),
-    "lock in the decoder": Plant(
-        "decode", "a lock", Numbers, {"decode": Locked(0.004), "limits": limits_of()}, step_s=0.001, exact=False
-    ),
+    "lock in the decoder": Plant("decode", "a lock", Numbers, decoded(Locked(0.004)), step_s=0.001, exact=False),
     "lock in the Dataset": Plant(
         "decode", "a lock", locked_items, {"limits": {}}, step_s=0.001, samples=240, exact=False
     ),
     "batches of one sample": Plant(
-        "hand-over", "batch_size", Numbers, {"decode": decode, "batch_size": 1, "limits": {}}, step_s=0.0, samples=2000
+        "hand-over", "batch_size", Numbers, decoded(limits={}, batch_size=1), step_s=0.0, samples=2000
     ),
-    "blocked event loop": Plant(
-        "step", "the event loop", Numbers, {"decode": decode, "limits": limits_of()}, step_s=0.0, blocks_s=0.003
-    ),
+    "blocked event loop": Plant("step", "the event loop", Numbers, decoded(), step_s=0.0, blocks_s=0.003),
     "straggler in each batch": Plant(
-        "decode",
-        "uneven samples",
-        Numbers,
-        {"decode": decode_straggler, "batch_size": 32, "limits": {"decode_threads": 16}},
+        *("decode", "uneven samples", Numbers, decoded(decode_straggler, {"decode_threads": 16}, batch_size=32)),
         step_s=0.001,
         samples=640,
     ),
-    "loader: slow dataset": Plant(
-        "dataset", "", partial(Items, seconds=0.004), step_s=0.01, samples=320, loader={"num_workers": 1}
-    ),
-    "loader: slow dataset without workers": Plant(
-        "dataset", "", partial(Items, seconds=0.004), step_s=0.01, samples=240, loader={}
-    ),
+    "loader: slow dataset": Plant("dataset", "", ITEMS, samples=320, loader={"num_workers": 1}),
+    "loader: slow dataset without workers": Plant("dataset", "", ITEMS, samples=240, loader={}),
     "loader: slow collate": Plant(
-        "collate",
-        "",
-        partial(Items, seconds=0.0),
-        step_s=0.01,
+        *("collate", "", partial(Items, seconds=0.0)),
         samples=320,
         loader={"num_workers": 1, "collate_fn": partial(collate, seconds=0.04)},
     ),
     "loader: slow sampler": Plant(
-        "sampler",
-        "training thread",
-        partial(Items, seconds=0.0),
-        step_s=0.01,
-        samples=240,
-        loader={"num_workers": 1, "sampler": SlowSampler(240, 0.004)},
-        cured={"num_workers": 1, "sampler": SlowSampler(240, 0.0)},
+        "sampler", "training thread", partial(Items, seconds=0.0), samples=240, loader=SLOW, cured=FAST
     ),
     "loader: slow step": Plant(
         "step", "the step itself", partial(Items, seconds=0.0), step_s=0.02, loader={"num_workers": 1}
     ),
     "prefetch: slow iterable": Plant(
-        "source", "one thread", slow_batches, step_s=0.005, samples=40, prefetch=True, cured={}
+        *("source", "one thread", partial(SlowSampler, seconds=0.02)), step_s=0.005, samples=40, prefetch=True, cured={}
     ),
 }
 
@@ -497,7 +372,6 @@ def planted(name: str) -> Iterator[Measure]:
 
 @contextmanager
 def feeder_of(plant: Plant) -> Iterator[Any]:
-    import aiofeed
     from tests.support.simulated_device import SimulatedDevice
 
     if plant.loader is not None:
@@ -546,8 +420,6 @@ async def beside_blocking_calls(plant: Plant, feeder: Any) -> None:
 
 def take(plant: Plant, advice: str) -> Plant | None:
     """The plant with a piece of advice; ``None`` if a program cannot take it."""
-    from aiofeed import FromDataset
-
     options = dict(plant.options)
     if advice.startswith("await asyncio.to_thread()"):
         return replace(plant, blocks_s=0.0)
@@ -555,7 +427,7 @@ def take(plant: Plant, advice: str) -> Plant | None:
         return (
             replace(plant, loader=plant.cured)
             if plant.loader
-            else replace(plant, source=partial(SlowBatches, seconds=0.0))
+            else replace(plant, source=partial(SlowSampler, seconds=0.0))
         )
     if plant.loader is not None and (found := re.match(r"(num_workers|threads)=(\d+)", advice)):
         return replace(plant, loader={**plant.loader, found[1]: int(found[2])})
@@ -568,5 +440,5 @@ def take(plant: Plant, advice: str) -> Plant | None:
         make, threads = plant.source, int(found[1])
         return replace(plant, source=lambda samples: FromDataset(make(samples), threads=threads))
     if advice.startswith("end the other processes"):
-        return replace(plant, around=nobody)
+        return replace(plant, around=nullcontext)
     return None

@@ -12,12 +12,7 @@ RATIO = ""
 
 @dataclass(frozen=True)
 class Target:
-    """The bound that a figure should reach.
-
-    Args:
-        bound: in the figure's unit; a figure equal to the bound meets it.
-        at_least: whether it is a lower bound; otherwise an upper one.
-    """
+    """The least or the most that a figure should be, in its unit; a figure equal to the bound meets it."""
 
     bound: float
     at_least: bool
@@ -36,14 +31,7 @@ def at_most(bound: float) -> Target:
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the results.
-
-    Args:
-        what: the quantity.
-        values: one per round, at least one.
-        unit: ``RATIO``, or "us", "ms", "MB", "/s".
-        target: ``None`` for figures without a target.
-    """
+    """One line of the results: a quantity with a value per round, its unit, such as "us" or "/s", and a target."""
 
     what: str
     values: tuple[float, ...]

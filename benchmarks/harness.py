@@ -10,16 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from benchmarks.figures import Race, Sample, per, turns
-from benchmarks.process_tree import tree_memory
 from benchmarks.worker import Measure as Measure
-from benchmarks.worker import measured, resolve
+from benchmarks.worker import measured, resolve, tree_memory
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -66,16 +64,13 @@ class Contender:
     """One way of doing the work.
 
     Args:
-        label: its name in the results.
-        function: ``function(**options)``, in an importable module, is a context manager that sets up, warms up if the
-            benchmark asks for it, and gives a ``Measure``.
-        options: plain values for it.
+        function: ``function(**options)``, in an importable module, is a context manager that sets up, warms up, and
+            gives a ``Measure``.
         imports: "module" or "module:attribute", imported before the setup; memory is measured relative to that.
         bound: whether it is the best bare program for the work, which no other contender may beat, see
-            ``check_bounds``. Its process keeps freed memory: with the settings of malloc that others have, it would
-            get the pages of each image from the system again, which takes up to half of its time.
-        python: the interpreter of its process, for a library that needs an environment of its own, with psutil; its
-            function and the imports of its module must work there.
+            ``check_bounds``. Its process keeps freed memory, or it would get the pages of each image from the system
+            again, which takes up to half of its time.
+        python: an interpreter with psutil, for a library that needs an environment of its own.
     """
 
     label: str
@@ -111,24 +106,19 @@ class Process:
         return self._process.pid
 
     def imported(self) -> None:
-        """Wait until the imports are done."""
         self._answer()
 
     def set_up(self) -> None:
-        """Prepare the measurements."""
         self._request()
 
     def measure(self) -> Sample:
-        """Do the work once."""
         return self._request()
 
     def _request(self) -> Sample:
         assert self._process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):  # the process has ended: _answer() reads its error, if it sent one
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the process has ended: _answer() reads its error, if it sent one
         return self._answer()
 
     def _answer(self) -> Sample:
@@ -149,15 +139,11 @@ class Process:
     def __enter__(self) -> Process:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        try:
+        with suppress(BrokenPipeError):
             self._process.stdin.close()  # makes the process clean up and end
-        except BrokenPipeError:
-            pass
         try:
             self._process.wait(10.0)
         except subprocess.TimeoutExpired:
@@ -166,34 +152,24 @@ class Process:
         self._process.stdout.close()
 
 
-class Inline:
+class Inline(ExitStack):
     """A contender in this process, with the interface of ``Process``, for tests; its figures are not meaningful."""
 
     pid = os.getpid()
 
     def __init__(self, contender: Contender) -> None:
+        super().__init__()
         self._contender = contender
-        self._stack = ExitStack()
-        self._measure: Measure | None = None
 
     def imported(self) -> None:
         for name in self._contender.imports:
             resolve(name)
 
     def set_up(self) -> None:
-        self._measure = self._stack.enter_context(self._contender.function(**self._contender.options))
+        self._measure = self.enter_context(self._contender.function(**self._contender.options))
 
     def measure(self) -> Sample:
-        assert self._measure is not None
         return measured(self._measure)
-
-    def __enter__(self) -> Inline:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.close()
 
 
 def start(contender: Contender, settings: Settings) -> Process | Inline:
@@ -203,12 +179,8 @@ def start(contender: Contender, settings: Settings) -> Process | Inline:
 def interleave(contenders: Sequence[Contender], settings: Settings, dropped: dict[str, str] | None = None) -> Race:
     """Measure every contender once per round, in rotating order; each has one process for all rounds.
 
-    Args:
-        dropped: receives the labels of contenders that fail, with the reason; they get no samples, and the others
-            continue. ``None``: the first failure is raised.
-
-    Raises:
-        BenchmarkError: a contender failed, and ``dropped`` is ``None``.
+    ``dropped`` receives the labels of contenders that fail, with the reason; they get no samples, and the others
+    continue. Without it the first failure is raised as ``BenchmarkError``.
     """
     samples = Race({contender.label: [] for contender in contenders})
     with ExitStack() as stack:
@@ -243,11 +215,7 @@ def interleave(contenders: Sequence[Contender], settings: Settings, dropped: dic
 
 
 def check_bounds(bounds: Sequence[str], samples: Race) -> None:
-    """Check that no contender does more items per second than the fastest of ``bounds``.
-
-    Raises:
-        BenchmarkError: one does, so the reference is not the best bare program, and ratios to it say nothing.
-    """
+    """Raise ``BenchmarkError`` if a contender is faster than all ``bounds``: then none of them is the best program."""
     for label in samples.keys() - set(bounds):
         ratios = {
             bound: statistics.median(per(samples.rate(label), samples.rate(bound)))
@@ -277,8 +245,8 @@ def measure_memory(
 ) -> tuple[list[int], list[Sample]]:
     """Peak memory of the process tree above its level after the imports, and the samples measured meanwhile.
 
-    The contender runs alone, sets up, and measures ``measures[0]`` times, then ``measures[1]`` times, and so on. There
-    is a peak for each of these, from the start up to its end.
+    The contender runs alone, and measures ``measures[0]`` times, then ``measures[1]`` times, and so on. There is a peak
+    for each of these, from the start up to its end.
     """
     with start(contender, settings) as process:
         process.imported()

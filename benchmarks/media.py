@@ -1,17 +1,11 @@
 """How fast are random clips of H.264 videos, and images with masks?
 
-Generated videos of 250 frames of 320 x 240 with a key frame every 50, in H.264 as x264 writes it by default, in the
-page cache. A clip is every second of 32 frames from a random start, with the shorter side resized to 112 pixels and the
-centre cropped; batches of 8 shuffled clips, no step. ``Clips`` in two decode threads is compared with ``DataLoader`` in
-two workers that stay alive, over a ``Dataset`` that opens each video with PyAV and resizes its frames with torch; and
-over the same with torchcodec, which is left out if it does not load (it needs the shared libraries of FFmpeg, and a
-build for this torch: `pip install torchcodec==0.13.0` has one for the CPU).
+Generated videos of 250 frames of 320 x 240 with a key frame every 50. A clip is every second of 32 frames from a random
+start, at 112 pixels; batches of 8. ``Clips`` in two decode threads is compared with ``DataLoader`` in two workers over
+a ``Dataset`` with PyAV. Photographs of 500 x 400 and their masks as PNG; a random crop to 224 x 224 and a flip for
+both, batch 32: ``DecodePair`` is compared with ``DataLoader`` and Pillow, also with boxes.
 
-Photographs of 500 x 400 as JPEG and their masks as PNG with a palette, in the page cache; a random crop to 224 x 224
-and a flip for both, batch 32, shuffled. ``FolderPairs`` with ``DecodePair`` is compared with ``DataLoader`` and two
-workers, with Pillow, as in the references of torchvision; then both with boxes: a list of samples.
-
-Targets: clips 1.2 times as fast as each ``DataLoader``, images with masks 1.1 times.
+Targets: clips 1.2 times as fast as ``DataLoader``, images with masks 1.1 times.
 """
 
 from __future__ import annotations
@@ -20,17 +14,20 @@ import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import torch
+
+import aiofeed
+from aiofeed.kernel.core.random_numbers import SplitMix64
+from aiofeed.kernel.decoders.geometry import random_box
 from benchmarks.contenders import fed, loaded
 from benchmarks.data import HEIGHT as PHOTO_HEIGHT
 from benchmarks.data import WIDTH as PHOTO_WIDTH
 from benchmarks.data import files_below, generate, jpeg_folder
 from benchmarks.figures import Figure
 from benchmarks.harness import Contender, Measure, Settings, interleave
-
-if TYPE_CHECKING:
-    import torch
 
 TITLE = "random clips of 16 frames, batch 8; images with masks, random crops to 224, batch 32"
 
@@ -42,7 +39,7 @@ PAIRS, LOADER = "DecodePair", "DataLoader, Pillow"
 
 def run(settings: Settings) -> list[Figure]:
     paths = videos(settings.data / "videos", settings.size(24, 4), settings.size(LENGTH, 60))
-    options = {"paths": paths, "repeat": settings.size(3, 1)}
+    options = {"paths": paths, "least_s": settings.size(1, 0)}
     libraries = {"DataLoader + PyAV": "av", **({"DataLoader + torchcodec": "torchcodec"} if torchcodec_loads() else {})}
     loaders = [Contender(name, loader, {**options, "library": library}) for name, library in libraries.items()]
     race = interleave([Contender("Clips", clips, options), *loaders], settings)
@@ -74,7 +71,6 @@ def videos(folder: Path, count: int, frames: int) -> list[str]:
 
 def write_video(path: Path, frames: int, seed: int) -> None:
     import av
-    import numpy as np
 
     numbers = np.random.default_rng(seed)
     # Noise whose amplitude falls with the frequency, as in photographs.
@@ -101,16 +97,14 @@ def torchcodec_loads() -> bool:
     return True
 
 
-def clips(paths: Sequence[str], repeat: int) -> AbstractContextManager[Measure]:
-    import aiofeed
-
+def clips(paths: Sequence[str], least_s: float) -> AbstractContextManager[Measure]:
     source = aiofeed.Clips(aiofeed.Files(paths), FRAMES, STRIDE, "random", SIZE)
     limits = aiofeed.Limits(decode_threads=2)
-    return fed(aiofeed.Feeder(source, batch_size=BATCH, shuffle=True, limits=limits), repeat=repeat)
+    return fed(aiofeed.Feeder(source, batch_size=BATCH, shuffle=True, limits=limits), least_s=least_s)
 
 
-def loader(paths: Sequence[str], repeat: int, library: str) -> AbstractContextManager[Measure]:
-    return loaded(Videos(paths, library), BATCH, 2, repeat=repeat, shuffle=True)
+def loader(paths: Sequence[str], least_s: float, library: str) -> AbstractContextManager[Measure]:
+    return loaded(Videos(paths, library), BATCH, 2, least_s=least_s, shuffle=True)
 
 
 class Videos:
@@ -125,8 +119,6 @@ class Videos:
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Frames with the shorter side of `SIZE` pixels, cropped to a square."""
-        import torch
-
         frames = self.read(self.paths[index])
         height, width = SIZE, SIZE * frames.shape[3] // frames.shape[2]
         small = torch.nn.functional.interpolate(frames, (height, width), mode="bilinear", antialias=True)
@@ -146,8 +138,6 @@ class Videos:
 
     def with_av(self, path: str) -> torch.Tensor:
         import av
-        import numpy as np
-        import torch
 
         with av.open(path) as container:
             stream = container.streams.video[0]
@@ -168,7 +158,6 @@ class Videos:
 
 def write_pairs(data: Path, root: Path, count: int) -> None:
     """Photographs, and masks of their bright parts in 8 classes."""
-    import numpy as np
     from PIL import Image
 
     for folder in ("images", "masks"):
@@ -186,8 +175,6 @@ def samples_of_pairs(batch: Any) -> int:
 
 
 def decode_pair(folder: str, boxes: bool) -> AbstractContextManager[Measure]:
-    import aiofeed
-
     target = {path.name: [BOX] for path in Path(folder, "images").iterdir()} if boxes else None
     source = aiofeed.FolderPairs(f"{folder}/images", f"{folder}/masks", target)
     decode = aiofeed.DecodePair(aiofeed.DecodeImage(PAIR_SIZE, crop="random", scale=(0.2, 1.0), flip=True))
@@ -213,12 +200,7 @@ class PillowPairs:
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        import numpy as np
-        import torch
         from PIL import Image
-
-        from aiofeed.kernel.core.random_numbers import SplitMix64
-        from aiofeed.kernel.decoders.geometry import random_box
 
         size = PAIR_SIZE
         with Image.open(self.images[index]) as file:

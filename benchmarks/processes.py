@@ -1,15 +1,10 @@
 """How much does ``engine="process"`` slow a training loop in Python, and what do three trainings on one host share?
 
-First, a step that holds the GIL all the time (a loop in Python, about 25 ms) while a worker process decodes JPEGs in
-one thread: its median time, compared with the same step alone on one core less, and with the same step beside a bare
-process that decodes, which shows how much the cores slow each other. Second, the time from the end of a 10 MB batch's
-decoding in the other process to the waiting consumer, without the time of one copy, as measured by the reader of two
-bare processes (shared memory and a pipe). The engine delivers the batch in shared memory without a copy, so this may be
-negative.
-
-Third, three trainings on JPEG files of 500 x 400 to 224 x 224, batch 64, files in the page cache, epochs after the
-first: three processes attached to a server with one feeder, each of which gets every batch; beside one feeder in one
-process, and three processes with a ``DataLoader`` of one worker each. CPU time is the sum over all processes.
+First, a step that holds the GIL all the time while a worker process decodes JPEGs: its median time, compared with the
+same step alone on one core less, and beside a bare process that decodes. Second, the time from the end of a 10 MB
+batch's decoding in the other process to the waiting consumer, less the time of one copy, as two bare processes measure
+it. Third, three trainings on JPEGs, batch 64: attached to a server with one feeder; beside one feeder in one process,
+and three processes with a ``DataLoader`` of one worker each. CPU time is the sum over all processes.
 
 Targets: a step at most 1.05 of the step alone; arrival at most 100 microseconds beyond the copy; three attached
 trainings at most 1.15 of the CPU time of one feed.
@@ -24,21 +19,20 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from torch.utils.data import DataLoader
 
+import aiofeed
+from aiofeed.kernel.core.types import Row
 from benchmarks.contenders import WaitingSource, labelled
 from benchmarks.data import files_below, jpeg_folder
 from benchmarks.figures import Figure, at_most, per
 from benchmarks.harness import Contender, Measure, Settings, interleave
-from benchmarks.process_tree import tree_cpu_s
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
-    from numpy.typing import NDArray
+from benchmarks.worker import tree_cpu_s
 
 TITLE = 'engine="process", and three trainings on one host'
 
@@ -134,8 +128,6 @@ def step_beside_bare(folder: str, steps: int) -> Iterator[Measure]:
 
 
 def decode_forever(folder: str, started: Connection) -> None:
-    import aiofeed
-
     decode = aiofeed.DecodeImage((SIZE, SIZE), scaled=False)
     out = np.empty(decode.row.shape, np.uint8)
     paths = [Path(path) for path in files_below(folder)]
@@ -148,8 +140,6 @@ def decode_forever(folder: str, started: Connection) -> None:
 
 @contextmanager
 def step_beside(folder: str, steps: int) -> Iterator[Measure]:
-    import aiofeed
-
     feeder = new_feeder(folder, batch_size=STEP_BATCH, limits=aiofeed.Limits(decode_threads=1), engine="process")
 
     def endless_batches() -> Generator[Any, None, None]:
@@ -173,16 +163,14 @@ class Stamped:
     takes_seed = False
 
     def __init__(self) -> None:
-        from aiofeed.kernel.core.types import Row
-
         self.row = Row((LARGE_BYTES // 8,), "int64")
 
-    def __call__(self, data: bytes, /) -> NDArray[np.int64]:
+    def __call__(self, data: bytes, /) -> Any:
         out = np.empty(LARGE_BYTES // 8, np.int64)
         self.decode_into(data, out)
         return out
 
-    def decode_into(self, data: object, out: NDArray[np.int64], seed: int | None = None) -> None:
+    def decode_into(self, data: object, out: Any, seed: int | None = None) -> None:
         out[:] = 1
         time.sleep(DECODE_S)  # so that the consumer waits for the batch
         out[0] = time.perf_counter_ns()
@@ -230,8 +218,6 @@ def two_bare_processes(batches: int) -> Iterator[Measure]:
 
 @contextmanager
 def large_batches(batches: int) -> Iterator[Measure]:
-    import aiofeed
-
     limits = aiofeed.Limits(decode_threads=1, prefetch_batches=1)
     source = WaitingSource(1 << 30, 0.0)
     with aiofeed.Feeder(source, decode=Stamped(), batch_size=1, limits=limits, engine="process") as feeder:
@@ -245,8 +231,6 @@ def large_batches(batches: int) -> Iterator[Measure]:
 
 
 def new_feeder(folder: str, **options: Any) -> Any:
-    import aiofeed
-
     decode = aiofeed.DecodeImage((SIZE, SIZE), scaled=False)
     return aiofeed.Feeder(aiofeed.ImageFolder(folder), decode=decode, **options)
 
@@ -275,8 +259,6 @@ def one_feed(folder: str) -> Iterator[Measure]:
 
 @contextmanager
 def three_attached(folder: str) -> Iterator[Measure]:
-    import aiofeed
-
     feeder = new_feeder(folder, batch_size=BATCH, shuffle=True)
     with tempfile.TemporaryDirectory() as temporary, feeder:
         address = str(Path(temporary) / "feed")
@@ -315,16 +297,12 @@ def trainings(target: Callable[[str, Connection], None], argument: str) -> Itera
 
 
 def train_attached(address: str, connection: Connection) -> None:
-    import aiofeed
-
     with aiofeed.attach(address) as feed:
         while connection.recv():
             connection.send(images_in(feed)["items"])
 
 
 def train_loaded(folder: str, connection: Connection) -> None:
-    from torch.utils.data import DataLoader
-
     from benchmarks.jpeg import Images
 
     dataset: Any = Images(files_below(folder))

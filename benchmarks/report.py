@@ -84,12 +84,12 @@ def load(path: Path) -> dict[str, Result]:
         return {}
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return {
-        name: Result(name, fields["title"], [_figure(**each) for each in fields["figures"]], fields["conditions"])
+        name: Result(name, fields["title"], [figure_of(**each) for each in fields["figures"]], fields["conditions"])
         for name, fields in found.items()
     }
 
 
-def _figure(what: str, values: list[float], unit: str = RATIO, target: dict[str, Any] | None = None) -> Figure:
+def figure_of(what: str, values: list[float], unit: str = RATIO, target: dict[str, Any] | None = None) -> Figure:
     return Figure(what, tuple(values), unit, None if target is None else Target(**target))
 
 
@@ -119,9 +119,9 @@ def draw(project: Path) -> list[Path]:
     front = project / FRONT
     if front.exists():
         front.write_text(front_page(front.read_text(encoding="utf-8"), results), encoding="utf-8")
-    from benchmarks import cores_page  # which formats by this module
+    from benchmarks import cores  # which formats by this module
 
-    return [page, chart, *cores_page.fill(project, results)]
+    return [page, chart, *cores.fill(project, results)]
 
 
 def answered(page: str, results: Mapping[str, Result]) -> tuple[str, list[tuple[str, Figure]]]:
@@ -188,17 +188,23 @@ def readme_chart(ratios: Sequence[tuple[str, Figure]], path: Path) -> None:
             f'<path class="spread" d="M{at(figure.low):g} {y + 12}H{at(figure.high):g}"/>',
             f'<text class="{kind}" x="{beside:g}" y="{y + 16}">{figure.median:.2g}x</text>',
         ]
-    title = "Samples per second, compared with DataLoader"
-    head = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 460 {bottom + 32}" width="600" '
-        f'font-family="system-ui, sans-serif" font-size="13">',
+    subtitle = "1x is the speed of DataLoader; longer is faster; two cores, no GPU"
+    text = svg("Samples per second, compared with DataLoader", subtitle, bottom + 32, _CHART_STYLE, shapes)
+    path.write_text(text, encoding="utf-8", newline="\n")
+
+
+def svg(title: str, subtitle: str, height: int, style: str, shapes: Sequence[str]) -> str:
+    """A picture of 460 x ``height`` with a title on a card."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 460 {height}" width="600" '
+        'font-family="system-ui, sans-serif" font-size="13">',
         f"<title>{title}</title>",
-        f"<style>{_CHART_STYLE}</style>",
-        f'<rect class="card" width="460" height="{bottom + 32}" rx="6"/>',
+        f"<style>{style}</style>",
+        f'<rect class="card" width="460" height="{height}" rx="6"/>',
         f'<text x="14" y="22" font-weight="bold">{title}</text>',
-        '<text class="small" x="14" y="40">1x is the speed of DataLoader; longer is faster; two cores, no GPU</text>',
-    ]
-    path.write_text("\n".join([*head, *shapes, "</svg>", ""]), encoding="utf-8", newline="\n")
+        f'<text class="small" x="14" y="40">{subtitle}</text>',
+    )
+    return "\n".join([*head, *shapes, "</svg>", ""])
 
 
 _CHART_STYLE = (

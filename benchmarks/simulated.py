@@ -25,9 +25,12 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.utils.data
 
-from benchmarks.process_tree import tree_cpu_s
-from benchmarks.worker import Measure
+import aiofeed
+from aiofeed.kernel.core.types import Row
+from aiofeed.kernel.runtime import machine
+from benchmarks.worker import Measure, tree_cpu_s
 
 SLEEP_US, READ_US = 1280, 20_000
 SAMPLES, CACHED = 4_000_000, 20_000
@@ -57,32 +60,26 @@ def loops_per_us() -> int:
     return round(20_000 / fastest * 1e-6)
 
 
-def one_native() -> None:
-    usleep(SLEEP_US)
-
-
-def one_pillow() -> None:
-    hold_gil(300)
-    usleep(700)
-
-
-def one_python() -> None:
-    hold_gil(1000)
-
-
-KINDS: dict[str, tuple[Callable[[], None], float, float]] = {
-    "chunks": (one_native, SLEEP_US, 0),
-    "items": (one_native, SLEEP_US, 0),
-    "Pillow-like": (one_pillow, 1000, 300),
-    "pure Python": (one_python, 1000, 1000),
-    "slow reads": (one_native, SLEEP_US, 0),
+KINDS: dict[str, tuple[int, int]] = {
+    "chunks": (SLEEP_US, 0),
+    "items": (SLEEP_US, 0),
+    "Pillow-like": (1000, 300),
+    "pure Python": (1000, 1000),
+    "slow reads": (SLEEP_US, 0),
 }
-"""What one sample does, its microseconds, and those of them that hold the GIL."""
+"""The microseconds of one sample, and those of them that hold the GIL."""
+
+
+def decode_one(kind: str) -> None:
+    us, held_us = KINDS[kind]
+    if held_us:
+        hold_gil(held_us)
+    usleep(us - held_us if held_us else SLEEP_US)
 
 
 def ideal(kind: str, threads: int) -> float:
     """The samples per second of as many threads without a framework, as far as the GIL and the reads allow."""
-    _, us, held_us = KINDS[kind]
+    us, held_us = KINDS[kind]
     reads = MOST_READS / READ_US if kind == "slow reads" else math.inf
     return min(threads / us, 1 / held_us if held_us else math.inf, reads) * 1e6
 
@@ -91,10 +88,10 @@ class Item:
     """Decodes one sample to a tensor of its own."""
 
     def __init__(self, kind: str) -> None:
-        self._one = KINDS[kind][0]
+        self._kind = kind
 
     def __call__(self, data: bytes, /) -> torch.Tensor:
-        self._one()
+        decode_one(self._kind)
         return torch.empty((3, SIDE, SIDE), dtype=torch.uint8)
 
 
@@ -102,15 +99,10 @@ class Rows(Item):
     """Decodes a sample into its row, as ``DecodeImage`` with Pillow does."""
 
     takes_seed = False
-
-    def __init__(self, kind: str) -> None:
-        from aiofeed.kernel.core.types import Row
-
-        super().__init__(kind)
-        self.row = Row((SIDE, SIDE, 3), "uint8", (2, 0, 1))
+    row = Row((SIDE, SIDE, 3), "uint8", (2, 0, 1))
 
     def decode_into(self, data: object, out: object, seed: int | None = None) -> None:
-        self._one()
+        decode_one(self._kind)
 
 
 class Chunks(Rows):
@@ -168,7 +160,7 @@ def whole(kind: str, batch: int) -> torch.Tensor:
         usleep(SLEEP_US * batch)
     else:
         for _ in range(batch):
-            KINDS[kind][0]()
+            decode_one(kind)
     return torch.empty((batch, 3, SIDE, SIDE), dtype=torch.uint8)
 
 
@@ -181,9 +173,6 @@ def orders(batch: int) -> Iterator[np.ndarray[Any, Any]]:
 @contextmanager
 def feeder(kind: str, threads: int, batch: int, default: bool = False, **options: Any) -> Iterator[Any]:
     """A feeder with as many decode threads, or with default limits on a machine that seems to have as many cores."""
-    import aiofeed
-    from aiofeed.kernel.runtime import machine
-
     decode = Chunks(kind) if kind in ("chunks", "slow reads") else Item(kind) if kind == "items" else Rows(kind)
     options = {"source": Slow() if kind == "slow reads" else Ready(), **options}
     limits = aiofeed.Limits(decode_threads=None if default else threads)
@@ -217,8 +206,6 @@ def cached(kind: str, threads: int, batch: int) -> Batches:
 
 def served(kind: str, threads: int, batch: int) -> Batches:
     """What one of eight consumers of a served feeder takes; the others are processes that do nothing but take."""
-    import aiofeed
-
     logging.getLogger("aiofeed").setLevel(logging.ERROR)  # consumers pause between measurements
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, feeder(kind, threads, batch) as ours, ExitStack() as stack:
@@ -234,8 +221,6 @@ def served(kind: str, threads: int, batch: int) -> Batches:
 
 
 def take(address: str) -> None:
-    import aiofeed
-
     with suppress(aiofeed.FeedError), aiofeed.attach(address, wait_s=60) as feed:  # the server ends
         while True:
             for _ in feed:
@@ -308,10 +293,6 @@ def unchanged(batch: torch.Tensor) -> torch.Tensor:
 
 def data_loader(kind: str, threads: int, batch: int, ours: bool = False) -> Batches:
     """``DataLoader`` with as many workers; ``ours``: aiofeed's."""
-    import torch.utils.data
-
-    import aiofeed
-
     warnings.filterwarnings("ignore", ".*worker processes in total")
     made: Any = aiofeed.DataLoader if ours else torch.utils.data.DataLoader
     yield from made(Dataset(kind), batch, shuffle=True, num_workers=threads, collate_fn=unchanged)
@@ -320,7 +301,7 @@ def data_loader(kind: str, threads: int, batch: int, ours: bool = False) -> Batc
 LOADERS: dict[str, tuple[Callable[..., Batches], dict[str, Any], str]] = {
     OURS: (feed, {}, "aiofeed"),
     DEFAULT: (feed, {"default": True}, "aiofeed"),
-    **{f"aiofeed, process:{count}": (feed, {"engine": f"process:{count}"}, "aiofeed") for count in (2, 4, 8)},
+    **{f"aiofeed, process:{count}": (feed, {"engine": f"process:{count}"}, "aiofeed") for count in (4, 8)},
     "aiofeed, copy thread": (feed, {"simulated_device": True}, "aiofeed"),
     'aiofeed, cache="host"': (cached, {}, "aiofeed"),
     "aiofeed, 8 consumers": (served, {}, "aiofeed"),
@@ -340,7 +321,7 @@ def simulated(loader: str, kind: str, threads: int, batch: int, least_s: float) 
     make, options, _ = LOADERS[loader]
     wave_s = threads * batch / ideal(kind, threads)
     # Threads that want the GIL end in no order, and a batch that is late lets others arrive at once.
-    waves = max(math.ceil(least_s / wave_s), 5 if KINDS[kind][2] else 1)
+    waves = max(math.ceil(least_s / wave_s), 5 if KINDS[kind][1] else 1)
     wanted = threads * batch * waves
     loops_per_us()
 

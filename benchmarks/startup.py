@@ -1,8 +1,7 @@
 """How long until the first batch?
 
-The import: ``import aiofeed`` and ``aiofeed.Feeder`` in a new process that has imported torch; the modules are compiled
-beforehand, like those of an installed package. The first batch: from ``iter()`` of the first epoch to 64 JPEGs of
-500 x 400 at 224 x 224, files in the page cache, everything imported. Each round uses a new process.
+``import aiofeed`` and ``aiofeed.Feeder`` in a new process that has imported torch; then from ``iter()`` of the first
+epoch to 64 JPEGs of 500 x 400 at 224 x 224, in the page cache, everything imported. Each round uses a new process.
 
 Targets: under 50 ms and under 100 ms.
 """

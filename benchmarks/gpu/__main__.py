@@ -11,7 +11,10 @@ import signal
 import sys
 from pathlib import Path
 
-from benchmarks.command_line import LEAST_ROUNDS, add_arguments, check_arguments, print_progress, warn_if_quick
+import torch
+
+from aiofeed.kernel.devices.resolve import explain_no_accelerator
+from benchmarks.command_line import LEAST_ROUNDS, add_arguments, parsed, print_progress, warn_if_quick
 from benchmarks.gpu import MODULES
 from benchmarks.gpu.results import PAGE, Part, from_json, merged, plain, tally, to_json, write
 from benchmarks.gpu.runner import run_all
@@ -65,10 +68,6 @@ def save(parts: list[Part], options: argparse.Namespace) -> None:
 
 def missing_cuda() -> str:
     """Why there is no CUDA device; empty if there is one."""
-    import torch
-
-    from aiofeed.kernel.devices.resolve import explain_no_accelerator
-
     return "" if torch.cuda.is_available() else explain_no_accelerator()
 
 
@@ -80,8 +79,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the results to FILE, as JSON, after each part")
     parser.add_argument("--load", type=Path, metavar="FILE", nargs="+", help="add results that were saved")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE}, after each part")
-    options = parser.parse_args(arguments)
-    check_arguments(parser, options, "benchmark", MODULES)
+    options = parsed(parser, arguments, "benchmark", MODULES)
     if not options.limit_s > 0:
         parser.error(f"--limit-s must be more than 0, got {options.limit_s:g}")
     selected = options.names or (() if options.load else MODULES)

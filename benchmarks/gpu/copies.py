@@ -1,7 +1,7 @@
 """Do batches reach the device as fast as the bus allows?
 
-``prefetch`` copies batches in pinned memory, which are dropped; compared with a bare loop that copies the same memory
-on its own stream, two copies ahead. Pageable batches, which are copied into pinned memory first, are measured too.
+``prefetch`` copies batches in pinned or pageable memory, which are dropped; compared with a bare loop that copies the
+same pinned memory on its own stream, two copies ahead.
 
 Target: at least 0.9 of the bare loop.
 """
@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 import aiofeed
 from benchmarks.figures import Figure, at_least, column, per
 from benchmarks.gpu.setup import Setup
@@ -19,8 +21,6 @@ TITLE = "Copies of batches to the device"
 
 
 def run(setup: Setup) -> list[Figure]:
-    import torch
-
     backend = setup.backend
     # A third of a second at 55 GB/s, the rate of a PCIe 5 bus, so that the start of threads is negligible.
     nbytes, batches, slow_batches = setup.size(64 << 20, 1 << 12), setup.size(256, 4), setup.size(64, 4)

@@ -1,11 +1,8 @@
 """Does a training on JPEG files run as fast as on a resident batch?
 
-A step of ResNet-50's size (bfloat16, channels_last, batches of 256 at 224 pixels; of 64 on a device of less than
-40 GiB) fed from files of 500 x 400, decoded, cropped at random and flipped on the CPU, normalised on the device.
-Compared with the same step on one batch of these that stays on the device. Times are measured between events in the
-stream of the step, in the middle of an epoch, with the host at most two steps ahead. The difference to 1.00 is the
-share of time in which the GPU idles: between steps it waits for a batch; within steps, for the host, whose threads
-share an interpreter. With few cores decoding is the limit: see the images per second of the decode threads.
+A step of ResNet-50's size (bfloat16, batches of 256 at 224 pixels; of 64 on a device of less than 40 GiB) fed from
+files of 500 x 400, cropped at random and flipped on the CPU, normalised on the device; compared with the same step on
+one batch that stays on the device. The difference to 1.00 is the share of time in which the GPU idles.
 
 Target: none; the ratio shows how much the machine's cores can feed.
 """

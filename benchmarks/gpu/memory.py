@@ -1,10 +1,7 @@
 """How much device memory does feeding take, and does it grow?
 
-Batches of 128 images at 224 pixels are taken and dropped; the figures are the allocator's reserved memory after the
-first epoch and after ten more, in batches. Two ``device_batches`` and the consumer's one are three; a dropped batch may
-still be in use by its stream when the next one is requested. Also measured: page-locked host memory.
-
-The allocator reserves multiples of 2 MiB, so a batch of 18.4 MiB counts as 1.09.
+The allocator's reserved memory after the first epoch and after ten more, in batches of 128 images, which are dropped;
+and page-locked host memory. The allocator reserves multiples of 2 MiB, so a batch of 18.4 MiB counts as 1.09.
 
 Target: at most 8 batches, and at most 2 more later.
 """
@@ -13,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 import aiofeed
 from aiofeed.kernel.runtime import buffers
@@ -59,8 +58,6 @@ def run(setup: Setup) -> list[Figure]:
 
 def reserved_bytes(setup: Setup) -> int | None:
     """Device memory that the allocator has reserved; ``None`` if the backend does not report it."""
-    import torch
-
     backend = setup.backend
     if backend.device.type == "cuda":
         return torch.cuda.memory_reserved(backend.device)
@@ -69,8 +66,6 @@ def reserved_bytes(setup: Setup) -> int | None:
 
 def pinned_bytes(setup: Setup) -> int | None:
     """Page-locked memory of aiofeed and of torch's allocator; ``None`` if torch does not report its own."""
-    import torch
-
     host_memory_stats = getattr(torch.cuda, "host_memory_stats", None)
     stats: dict[str, int] = host_memory_stats() if host_memory_stats is not None and setup.on_cuda else {}
     # Until torch 2.8 reserved memory was "reserved"; since then it is "allocated".

@@ -1,10 +1,8 @@
 """Does feeding slow the step?
 
-A step of matrix products that reads its batch, on a batch that stays on the device, and on batches that a feeder copies
-meanwhile: 64 images at 224 pixels, which the host generates in less than a step, so that only the copies cost. A step
-has as many products as take 10 ms; the host is at most two steps ahead of the device. Times are measured between
-events in the stream of the step, in the middle of an epoch. With ``static_batches`` the device makes one more copy in
-the stream of the step.
+A step of matrix products of 10 ms that reads its batch, on a batch that stays on the device, and on batches of 64
+images that a feeder copies meanwhile. The host is at most two steps ahead. Times are measured between events in the
+stream of the step. With ``static_batches`` the device makes one more copy in that stream.
 
 Target: at most 1.02 times the step on a resident batch.
 """
@@ -15,6 +13,9 @@ import statistics
 from collections.abc import Callable, Mapping
 from itertools import repeat
 from typing import Any
+
+import numpy as np
+import torch
 
 import aiofeed
 from benchmarks.figures import Figure, at_most, column, per
@@ -28,8 +29,6 @@ WARM_S = 0.5
 
 
 def run(setup: Setup) -> list[Figure]:
-    import torch
-
     batch_size, side = setup.size(64, 2), setup.size(224, 4)
     settle, steps = setup.size(40, 1), setup.size(100, 3)
     # Ten batches more than steps, so that the feeder still works when the clock stops.
@@ -65,8 +64,6 @@ def run(setup: Setup) -> list[Figure]:
 
 def step_of(setup: Setup) -> Callable[[Any], None]:
     """A step of about ``STEP_S`` that reads its batch."""
-    import torch
-
     total = on_device(setup, torch.zeros(()))
     matrix, products = matrix_of(setup, 8), 1
     if not setup.quick:
@@ -97,8 +94,6 @@ def matrix_of(setup: Setup, size: int) -> Any:
 
     Scaled to a spectral radius of 1 (circular law), so that its powers neither grow nor vanish.
     """
-    import torch
-
     matrix = torch.randn(size, size, generator=torch.Generator().manual_seed(0)).div(size**0.5)
     return on_device(setup, matrix.to(torch.bfloat16 if setup.on_cuda else torch.float32))
 
@@ -128,8 +123,6 @@ class Blank:
     """A source of constant images, whose reading and decoding cost next to nothing."""
 
     def __init__(self, length: int, side: int) -> None:
-        import numpy as np
-
         self._length = length
         self._image = np.full((side, side, 3), 7, np.uint8)
 

@@ -1,10 +1,8 @@
 """What does an epoch cost over data that fit on the device?
 
 60,000 rows of 784 floats with labels, batches of 256. ``Tensors`` is compared with ``DataLoader`` with 2 persistent
-workers and ``pin_memory``, whose batches are copied without blocking; with slices of the same tensors on the device in
-their order, which is the least work possible; and with indexing by a permutation. Bare epochs do nothing with a batch,
-so they measure the host's time, some microseconds per batch. Epochs of training take a step of a network with two
-hidden layers, which the host launches in less than a millisecond.
+workers and ``pin_memory``; with slices of the same tensors in their order, the least work possible; and with indexing
+by a permutation. Bare epochs measure the host's time; those of training take a step of a small network.
 
 Targets: bare, at least 10 times as fast as ``DataLoader``; training, at most 1.05 of slices.
 """
@@ -13,6 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import aiofeed
 from benchmarks.figures import Figure, at_least, at_most, column, per
@@ -29,8 +31,6 @@ Epochs = Callable[[int], Iterator[Any]]
 
 
 def run(setup: Setup) -> list[Figure]:
-    import torch
-
     length, batch_size = setup.size(60_000, 64), setup.size(256, 8)
     host = torch.rand(length, FEATURES), torch.randint(CLASSES, (length,))
     resident = [on_device(setup, tensor) for tensor in host]
@@ -83,9 +83,6 @@ def epochs(batches: Epochs, count: int, step: Callable[[Any], None] | None = Non
 
 def training_step(setup: Setup) -> Callable[[Any], None]:
     """Forward, backward and SGD of a network with two hidden layers."""
-    import torch
-    from torch import nn
-
     hidden = nn.Linear(FEATURES, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU()
     model = nn.Sequential(*hidden, nn.Linear(256, CLASSES)).to(setup.backend.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
@@ -101,8 +98,6 @@ def training_step(setup: Setup) -> Callable[[Any], None]:
 
 def loaded(setup: Setup, host: Any, batch_size: int) -> Epochs:
     """Batches of a DataLoader, copied as its documentation recommends."""
-    from torch.utils.data import DataLoader, TensorDataset
-
     backend, workers = setup.backend, setup.size(2, 0)
     options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": setup.on_cuda}
     loader: Any = DataLoader(TensorDataset(*host), batch_size, shuffle=True, drop_last=True, **options)
@@ -132,8 +127,6 @@ def sliced(resident: Any, batch_size: int, count: int) -> Iterator[Any]:
 
 
 def indexed(resident: Any, batch_size: int, count: int) -> Iterator[Any]:
-    import torch
-
     for _ in range(count):
         order = torch.randperm(len(resident[0]), device=resident[0].device)
         for start in range(0, len(order) - batch_size + 1, batch_size):

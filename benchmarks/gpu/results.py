@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks import report
-from benchmarks.figures import Figure, Target
+from benchmarks.figures import Figure
 from benchmarks.gpu import MODULES
 
 PAGE = "docs/benchmarks-gpu.md"
@@ -20,13 +19,10 @@ class Part:
     """The result of one benchmark.
 
     Args:
-        name: name of its module.
-        title: heading of its table.
         figures: empty if it failed or does not apply.
         notes: sentences to print below the figures.
         failed: the error; empty if it did not fail.
         machine: the hardware, the versions, and the number of rounds.
-        duration_s: duration of the run.
         real: whether it ran on a GPU with real inputs.
     """
 
@@ -50,20 +46,11 @@ def to_json(parts: Iterable[Part]) -> str:
 
 def from_json(text: str) -> list[Part]:
     """Parse the text of ``to_json``."""
-
-    def figure(what: str, values: list[float], unit: str, target: dict[str, Any] | None) -> Figure:
-        return Figure(what, tuple(values), unit, None if target is None else Target(**target))
-
-    return [
-        Part(
-            **{
-                **fields,
-                "figures": tuple(figure(**each) for each in fields["figures"]),
-                "notes": tuple(fields["notes"]),
-            }
-        )
-        for fields in json.loads(text)
-    ]
+    found = []
+    for fields in json.loads(text):
+        figures = tuple(report.figure_of(**each) for each in fields["figures"])
+        found.append(Part(**{**fields, "figures": figures, "notes": tuple(fields["notes"])}))
+    return found
 
 
 def merged(before: Iterable[Part], later: Iterable[Part]) -> list[Part]:
@@ -75,10 +62,8 @@ def merged(before: Iterable[Part], later: Iterable[Part]) -> list[Part]:
 def plain(part: Part) -> str:
     """A part for the terminal."""
     lines = [report.plain(part.result) if part.figures else f"{part.title}  [{part.name}]"]
-    if part.failed:
-        lines.append(f"  FAILED: {part.failed}")
-    elif not part.figures:
-        lines.append("  does not apply here")
+    if part.failed or not part.figures:
+        lines.append(f"  FAILED: {part.failed}" if part.failed else "  does not apply here")
     return "\n".join([*lines, *(f"  {note}" for note in part.notes)])
 
 
@@ -95,14 +80,10 @@ def markdown(parts: Sequence[Part]) -> str:
     text = [*(machines if len(machines) == 1 else ())]
     for part in parts:
         if part.figures or part.failed:
-            text.append(f"### {part.title}")
-            text.append(part.machine if len(machines) > 1 else "")
-            if part.figures:
-                text.append(
-                    report.markdown_table(report.HEADER[:3], [report.row(figure)[:3] for figure in part.figures])
-                )
-            text.append(f"Failed: {part.failed}" if part.failed else "")
-            text += part.notes
+            rows = [report.row(figure)[:3] for figure in part.figures]
+            text += [f"### {part.title}", part.machine if len(machines) > 1 else ""]
+            text.append(report.markdown_table(report.HEADER[:3], rows) if rows else "")
+            text += [f"Failed: {part.failed}" if part.failed else "", *part.notes]
     return "\n\n".join(filter(None, text))
 
 

@@ -38,14 +38,10 @@ def run_all(
     run: Run | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Part]:
-    """Run the benchmarks; yields each part when it ends.
+    """Run the benchmarks within ``limit_s``; yields each part when it ends.
 
-    Args:
-        names: names of the benchmarks.
-        arguments: arguments of ``Setup``, plain values; ``limit_s``, within which all rounds should end, is added.
-        limit_s: time limit of all parts together.
-        run: runs a benchmark with such arguments within a number of seconds.
-        clock: time in seconds.
+    ``arguments`` are those of ``Setup``, plain values; ``limit_s``, within which all rounds should end, is added.
+    ``run`` runs a benchmark with such arguments within a number of seconds.
     """
     run = run or run_in_process
     ends = clock() + limit_s
@@ -53,8 +49,8 @@ def run_all(
         part_s = share(ends - clock(), len(names) - number)
         if part_s < LEAST_S:
             yield Part(name, title_of(name), failed=f"left out: the {limit_s:.0f} s of all parts are over")
-            continue
-        yield run(name, {**arguments, "limit_s": part_s * (1 - RESERVE)}, part_s)
+        else:
+            yield run(name, {**arguments, "limit_s": part_s * (1 - RESERVE)}, part_s)
 
 
 def share(left_s: float, parts: int) -> float:

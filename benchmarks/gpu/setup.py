@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from aiofeed.kernel.devices.backend import CpuBackend, DeviceBackend
 from aiofeed.kernel.devices.resolve import resolve_devices
+from aiofeed.reports.machine.environment import describe_accelerator, inspect_environment
 from benchmarks import report
 from benchmarks.command_line import print_progress
 from benchmarks.figures import turns
@@ -29,11 +32,8 @@ class Setup:
 
     Args:
         device: "cuda", or a device backend; passed to feeders.
-        rounds: measurements of every contender.
-        quick: tiny inputs, to check that everything runs.
-        data: folder of generated inputs.
+        rounds, quick, data: see ``benchmarks.harness.Settings``.
         limit_s: no round except the first starts that would probably end later than this after the creation.
-        clock: time in seconds.
         notes: sentences to print below the figures.
     """
 
@@ -58,7 +58,6 @@ class Setup:
         return self.backend.device.type == "cuda"
 
     def size(self, full: int, quick: int) -> int:
-        """``full`` for real runs, ``quick`` for quick ones."""
         return quick if self.quick else full
 
     def interleave(self, contenders: Mapping[str, Work]) -> dict[str, list[Mapping[str, float]]]:
@@ -90,10 +89,6 @@ class Setup:
 
     def conditions(self) -> str:
         """The device, its driver and bus, the versions, the host and the number of rounds, in one line."""
-        import torch
-
-        from aiofeed.reports.machine.environment import describe_accelerator, inspect_environment
-
         accelerator, environment = describe_accelerator(self.backend), inspect_environment()
         memory = "" if accelerator.total_bytes is None else f", {accelerator.total_bytes / 2**30:.0f} GiB"
         parts = [
@@ -127,8 +122,6 @@ class CudaMark:
     """A timing event on the current stream. The host sleeps while it waits, to leave the core to a decoder."""
 
     def __init__(self, backend: DeviceBackend) -> None:
-        import torch
-
         cuda: Any = torch.cuda  # partly untyped
         self._event = cuda.Event(enable_timing=True, blocking=True)
         self._event.record(backend.current_stream())
@@ -167,14 +160,8 @@ def drive(
     """Run steps, and measure those after the first ``settle``, in device time between marks in the consumer's stream.
 
     There is no synchronisation between the marks: as many batches are prefetched when the clock starts as when it
-    stops, and the host's work costs no more than in a training.
-
-    Args:
-        mark: records a mark.
-        batches: at least ``settle + steps`` batches.
-        step: queues the work on a batch.
-        settle: steps before the clock starts, at least 1.
-        steps: steps that are measured.
+    stops, and the host's work costs no more than in a training. ``batches`` has at least ``settle + steps``, and
+    ``settle`` is at least 1.
 
     Returns:
         ``step_s``: mean time from the end of a step to the end of the next; ``gap_s``: the part of it between the end

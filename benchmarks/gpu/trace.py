@@ -1,8 +1,7 @@
 """Do copies run in parallel with the step's kernels, in other streams?
 
-The step and the batches of ``overlap``, in the middle of an epoch; all copies to the device and all kernels, as
-recorded by torch's profiler in Chrome's format: ``ts`` and ``dur`` in microseconds, ``cat`` "kernel" or "gpu_memcpy",
-and ``args`` with ``device`` and ``stream``.
+The step and the batches of ``overlap``; all copies and all kernels, as torch's profiler records them in Chrome's
+format: ``ts`` and ``dur`` in microseconds, ``cat`` "kernel" or "gpu_memcpy", ``args`` with ``device`` and ``stream``.
 
 Targets: at least 0.9 of the copies' time while kernels run; no copy in a stream with kernels; all from pinned memory.
 """
@@ -16,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
 
 import aiofeed
 from aiofeed.kernel.devices.backend import DeviceBackend
@@ -64,8 +65,6 @@ def profiled(
 
 def recorded(backend: DeviceBackend, work: Callable[[], object]) -> dict[str, Any]:
     """The profiler's trace of the device during ``work``, in Chrome's format."""
-    from torch.profiler import ProfilerActivity, profile
-
     synchronize(backend)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         work()
@@ -82,11 +81,8 @@ class Overlap:
     """Copies to the device, and their overlap with kernels.
 
     Args:
-        copies: number of copies.
-        beside_kernels: copies on a stream that has kernels too.
-        pageable: copies that are not from page-locked memory.
-        copied_us: time in which copies ran.
-        hidden: share of the copies' time in which kernels ran too.
+        copies, beside_kernels, pageable: all copies; those on a stream that has kernels; those not page-locked.
+        copied_us, hidden: time in which copies ran, and the share of it in which kernels ran too.
         idle: share of the time from the first kernel to the last in which none ran.
     """
 

@@ -7,20 +7,12 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.command_line import (
-    LEAST_ROUNDS,
-    add_arguments,
-    check_arguments,
-    print_progress,
-    print_progress_of,
-    warn_if_quick,
-)
+from benchmarks.command_line import LEAST_ROUNDS, add_arguments, parsed, print_progress, warn_if_quick
 from benchmarks.harness import PROJECT, Settings
-from benchmarks.peers import CASES, results
+from benchmarks.peers import CASES, races, results
 from benchmarks.peers.adapters import ADAPTERS
 from benchmarks.peers.contest import OURS, CaseResult, Participants
 from benchmarks.peers.install import failures
@@ -34,7 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     finished: list[tuple[str, CaseResult]] = []
     for name in options.names or CASES:
         started = time.perf_counter()
-        progress = partial(print_progress_of, name)
+        progress = partial(print_progress, name=name)
         settings = Settings(rounds=options.rounds, quick=options.quick, data=options.data, progress=progress)
         finished.append((name, case(name)(settings, participants)))
         print(f"\n{results.plain(*finished[-1])}\n  {time.perf_counter() - started:.0f} s", flush=True)
@@ -47,25 +39,21 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def case(name: str) -> Callable[[Settings, Participants], CaseResult]:
-    found: Callable[[Settings, Participants], CaseResult] = getattr(
-        import_module(f"benchmarks.peers.{CASES[name]}"), name
-    )
+    found: Callable[[Settings, Participants], CaseResult] = getattr(races, name)
     return found
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     peers = sorted({*ADAPTERS} - {OURS})
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peers",
-        description="Compares aiofeed with other loaders; prints tables and ratios.",
+        prog="python -m benchmarks.peers", description="Compares aiofeed with other loaders; prints tables and ratios."
     )
     add_arguments(parser, "case", [*CASES])
     parser.add_argument(
         "--only", action="append", default=[], metavar="PEER", help=f"this peer (repeatable): {', '.join(peers)}"
     )
     parser.add_argument("--write", action="store_true", help=f"write {report.DATA} and {results.PICTURE}")
-    options = parser.parse_args(arguments)
-    check_arguments(parser, options, "case", [*CASES])
+    options = parsed(parser, arguments, "case", [*CASES])
     if unknown := set(options.only) - set(peers):
         parser.error(f"no peer named {', '.join(sorted(unknown))}; there are {', '.join(peers)}")
     if options.write and (options.names or options.only or options.quick or options.rounds < LEAST_ROUNDS):

@@ -15,8 +15,7 @@ from benchmarks import figures, jpeg
 from benchmarks.figures import Figure, Target, at_least, per
 from benchmarks.harness import KEEP_FREED_MEMORY, BenchmarkError, Contender, Measure, Settings, interleave
 from benchmarks.peers.adapters import ADAPTERS
-from benchmarks.peers.decoders import IMPORTS, Decode, Judge, quiet_helpers
-from benchmarks.peers.work import Epoch, Work, channels_first, checked
+from benchmarks.peers.work import IMPORTS, Decode, Epoch, Judge, Work, channels_first, checked, quiet_helpers
 
 OURS = "aiofeed"
 BARE = " bare "
@@ -27,10 +26,8 @@ class CaseResult:
     """The result of one case.
 
     Args:
-        title: description of the work.
         unit: counted items, "images" or "reads".
         columns: figures by label, in the order of the table; the picture shows the first figure of each.
-        targets: figures with targets.
         absent: participants that did not run, with the reason.
     """
 
@@ -43,12 +40,7 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class Participants:
-    """The participants of a run.
-
-    Args:
-        only: names of peers; empty: all. aiofeed and the bare contenders always take part.
-        failures: why peers could not be installed, by name.
-    """
+    """The peers that take part (``only``; empty: all), and why some could not be installed, by name."""
 
     only: frozenset[str] = frozenset()
     failures: Mapping[str, str] = field(default_factory=dict)
@@ -69,12 +61,9 @@ class Participants:
 
 
 def contender(label: str, work: Mapping[str, Any], *, judged: bool = False) -> Contender:
-    """The contender of a loader.
+    """The contender of a loader, the name of its adapter and one of its ways, with a comma; ``work`` is for ``Work``.
 
-    Args:
-        label: the name of its adapter and one of its ways, with a comma.
-        work: the arguments of ``Work``.
-        judged: also measure the quality of its pictures.
+    ``judged``: also measure the quality of its pictures.
     """
     imports = (*ADAPTERS[label.partition(", ")[0]].imports, *IMPORTS[str(work["decoder"])])
     if judged:
@@ -191,13 +180,10 @@ class Race(figures.Race):
 
 
 def race(contenders: Sequence[Contender], settings: Settings, absent: Mapping[str, str]) -> Race:
-    """Measure the contenders in interleaved rounds. A peer that fails is left out, with the reason.
+    """Measure the contenders in interleaved rounds. A peer that fails is left out, with the reason; others raise.
 
     All processes keep freed memory: otherwise a bare process returns the pages of each image to the system and takes
     new ones for the next, and a loader that keeps its memory is faster than this bound.
-
-    Raises:
-        BenchmarkError: aiofeed or a bare contender failed.
     """
     dropped: dict[str, str] = {}
     with mock.patch.dict(os.environ, KEEP_FREED_MEMORY):

@@ -1,19 +1,30 @@
-"""The cases in which loaders decode JPEG files that are in the page cache, in two threads or processes."""
+"""The cases: files in the page cache in two threads or processes, slow storage, and a training step that is fed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import asyncio
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import repeat
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from benchmarks import jpeg, slow_reads
+from benchmarks.contenders import as_array, epochs
 from benchmarks.data import jpeg_folder
-from benchmarks.figures import Figure, at_most, per
+from benchmarks.figures import Figure, at_least, at_most, per
 from benchmarks.harness import BenchmarkError, Contender, Measure, Settings, measure_memory
-from benchmarks.jpeg import aiofeed_feeder, has_native
-from benchmarks.peers.contest import OURS, CaseResult, Participants, bare, check, contender, race
+from benchmarks.peers.adapters import ADAPTERS
+from benchmarks.peers.contest import OURS, CaseResult, Participants, bare, check, contender, epochs_of, race
+from benchmarks.peers.work import Work, quiet_helpers
+from benchmarks.slow_reads import READ_S
+
+if TYPE_CHECKING:
+    import torch
 
 THREAD, PROCESS = "aiofeed, thread", "aiofeed, process:2"
 THREADS, PROCESSES = "two bare threads", "two bare processes"
@@ -51,8 +62,8 @@ def small(settings: Settings, decoder: str) -> dict[str, Any]:
 def same_decode(settings: Settings, participants: Participants) -> CaseResult:
     """Which loader is fastest with the same decoder?
 
-    JPEG files of 500 x 400 to 224 x 224, uint8, batch 64, Pillow or Pillow-SIMD at full scale (antialiased bilinear) in
-    every contender, epochs after the first.
+    JPEG files of 500 x 400 to 224 x 224, uint8, batch 64, Pillow at full scale (antialiased bilinear) in every
+    contender, epochs after the first.
 
     Targets: aiofeed's threads as fast as two bare threads, its two processes at least 0.97 of two bare processes; the
     better of them at least 1.15 of every peer, 2.0 of SPDL per item; CPU time per image at most 1.03 of the bare ones'.
@@ -81,9 +92,8 @@ EPOCHS, SOME = 20, 2
 def footprint(settings: Settings, participants: Participants) -> CaseResult:
     """How long until the first batch, and how much memory?
 
-    The work of ``same_decode``, each contender alone in a new process after its imports, with the system's malloc as it
-    is. The time of the first batch includes the loader's construction. Memory is the peak of the whole process tree
-    above its level after the imports, sampled every 20 ms, over three epochs; then over 20 epochs.
+    The work of ``same_decode``, each contender alone in a new process. The first batch includes the loader's
+    construction. Memory is the peak of the process tree above its level after the imports, over three epochs and 20.
 
     Targets: aiofeed's first batch before every peer's; at most 60 MB; at most 5 MB more after 20 epochs.
     """
@@ -130,15 +140,14 @@ def footprint(settings: Settings, participants: Participants) -> CaseResult:
 def best_decoder(settings: Settings, participants: Participants) -> CaseResult:
     """Which loader is fastest with the fastest decoder available for it?
 
-    The work of ``same_decode``, but loaders that accept a decoder use simplejpeg (libjpeg-turbo) and OpenCV's
-    ``INTER_LINEAR``, which does not antialias; the others use their own, aiofeed its native library. The worst PSNR
-    against Pillow at full scale shows the quality of the pictures.
+    Loaders that accept a decoder use simplejpeg and OpenCV's ``INTER_LINEAR``, which does not antialias; the others use
+    their own, aiofeed its native library. The worst PSNR against Pillow at full scale shows the quality.
 
     Targets: aiofeed first; at least 0.95 of two bare processes with that decoder; 1.4 of two with Pillow.
     """
     plain = medium(settings)
     work = {**plain, "decoder": "linear" if find_spec("cv2") and find_spec("simplejpeg") else "pillow"}
-    own = {**work, "decoder": "native"} if has_native() else work
+    own = {**work, "decoder": "native"} if jpeg.has_native() else work
     present, absent = participants.divide(BEST)
     contenders = [contender(each, own if each.startswith(OURS) else work, judged=True) for each in present]
     pillow = replace(bare("processes", plain), label=f"{PROCESSES}, Pillow")
@@ -160,11 +169,9 @@ QUALITY_DB = 0.5
 def large_files(settings: Settings, participants: Participants) -> CaseResult:
     """Which loader is fastest for files much larger than the result?
 
-    JPEG files of 3000 x 2000 to 224 x 224, batch 16, epochs after the first. "pillow" decodes them at full scale;
-    "draft" (Pillow) and "turbo" (simplejpeg) at a quarter, the smallest scale of at least twice the side, then resize
-    with antialiasing; "native" is aiofeed's native library; tf.data, DALI and SPDL's ffmpeg use their own decoders.
-    Quality is the worst PSNR against Pillow at full scale; loaders more than half a dB below aiofeed's are of lower
-    quality. The other loaders do not get the native library, although their datasets could call it.
+    JPEG files of 3000 x 2000 to 224 x 224, batch 16. "pillow" decodes them at full scale; "draft" (Pillow) and "turbo"
+    (simplejpeg) at a quarter, then resize with antialiasing; "native" is aiofeed's library; tf.data, DALI and SPDL's
+    ffmpeg use their own. Loaders whose worst PSNR is half a dB below aiofeed's are of lower quality.
 
     Targets: at least 4.5 times ``DataLoader`` with a plain Pillow decode, 5 with simplejpeg; 0.95 of two bare processes
     with the same scaled decode; first among all of the same quality.
@@ -172,7 +179,7 @@ def large_files(settings: Settings, participants: Participants) -> CaseResult:
     folder = str(jpeg_folder(settings.data, settings.size(192, 12), 3000, 2000))
     work = {"folder": folder, "side": 224, "batch": settings.size(16, 4)}
     shared = ["draft", "turbo"] if find_spec("simplejpeg") else ["draft"]
-    least = {**dict.fromkeys(shared, 5.0), "draft": 4.5} | ({"native": 5.0} if has_native() else {})
+    least = {**dict.fromkeys(shared, 5.0), "draft": 4.5} | ({"native": 5.0} if jpeg.has_native() else {})
     scaled, absent = participants.divide(SCALED)
     own, not_own = participants.divide(OWN_SCALE)
 
@@ -259,7 +266,189 @@ def small_files_simplejpeg(settings: Settings, participants: Participants) -> Ca
     return CaseResult(title, "images", outcome.columns(), targets, outcome.absent)
 
 
+def one_thread(folder: str) -> AbstractContextManager[Measure]:
+    return jpeg.aiofeed_feeder(folder, 64, threads=1, backend="turbo")
+
+
+IN_FLIGHT = {128: 0.95, 512: 0.85}
+"""Reads in flight, and the target as a share of the ideal."""
+READS = {128: 12_800, 512: 25_600}
+
+
+def slow_storage(settings: Settings, participants: Participants) -> CaseResult:
+    """Which loader keeps the most reads of slow storage in flight?
+
+    Reads of 20 ms, awaited if a loader supports it (aiofeed, SPDL), else slept in a thread, 128 or 512 at a time, then
+    batches of 64; ``DataLoader`` with two workers has two at a time. The ideal is in flight / latency.
+
+    Targets: aiofeed at least 0.95 of that with 128 in flight, 0.85 with 512; at most 25 microseconds of CPU per read.
+    """
+    present, absent = participants.divide(PEERS)
+    contenders = []
+    for count in IN_FLIGHT:
+        options = {"reads": settings.size(READS[count], 256), "in_flight": count}
+        contenders.append(
+            Contender(f"aiofeed, {count}", slow_reads.aiofeed_feeder, options, ("torch", "aiofeed:Feeder"))
+        )
+        contenders += [Contender(f"{name}, {count}", PEERS[name], options, ADAPTERS[name].imports) for name in present]
+    few = {"reads": settings.size(2 * slow_reads.BATCH, 4), "batch": settings.size(slow_reads.BATCH, 2)}
+    contenders.append(Contender("DataLoader, 2 workers", slow_reads.data_loader, few, ("torch.utils.data",)))
+    outcome = race(contenders, settings, absent)
+    targets: list[Figure] = []
+    for count, least in IN_FLIGHT.items():
+        for label in (f"aiofeed, {count}", *(peer for peer in outcome.peers() if peer.endswith(f", {count}"))):
+            share = tuple(rate / (count / READ_S) for rate in outcome.rate(label))
+            target = at_least(least) if label.startswith(OURS) else None
+            targets.append(Figure(f"reads/s / in flight by latency: {label}", share, target=target))
+            if target:
+                targets.append(Figure(f"CPU per read: {label}", outcome.cpu_us(label), "us", at_most(25)))
+    return CaseResult(
+        "Reads of 20 ms, 128 and 512 in flight, batch 64", "reads", outcome.columns(), targets, outcome.absent
+    )
+
+
+def spdl(reads: int, in_flight: int) -> AbstractContextManager[Measure]:
+    """Its asynchronous pipe, with as many tasks as reads may be in flight."""
+    import numpy as np
+    import torch
+    from spdl.pipeline import PipelineBuilder
+
+    async def read(index: int) -> bytes:
+        await asyncio.sleep(READ_S)
+        return b"sample"
+
+    def collate(data: list[bytes]) -> Any:
+        return torch.from_numpy(np.stack([as_array(each) for each in data]))
+
+    def batches() -> Iterator[Any]:
+        builder: Any = PipelineBuilder().add_source(range(reads))
+        builder = (
+            builder.pipe(read, concurrency=in_flight, output_order="input").aggregate(slow_reads.BATCH).pipe(collate)
+        )
+        pipeline: Any = builder.add_sink(2).build(num_threads=2)
+        with pipeline.auto_stop():
+            yield from pipeline
+
+    return epochs(batches)
+
+
+def read_in_thread(index: int) -> Any:
+    time.sleep(READ_S)
+    return as_array(b"sample")
+
+
+def grain(reads: int, in_flight: int) -> AbstractContextManager[Measure]:
+    """Its read threads, as many as reads may be in flight, and twice as many samples read ahead."""
+    import grain as package
+
+    dataset: Any = package.MapDataset.range(reads).map(read_in_thread)
+    options = package.ReadOptions(num_threads=in_flight, prefetch_buffer_size=2 * in_flight)
+    batched = dataset.to_iter_dataset(options).batch(slow_reads.BATCH, drop_remainder=False)
+    return epochs(lambda: batched)
+
+
+def nodes(reads: int, in_flight: int) -> AbstractContextManager[Measure]:
+    """``ParallelMapper`` in threads, as many as reads may be in flight."""
+    from torch.utils.data import SequentialSampler, default_collate
+    from torchdata.nodes import Batcher, Loader, Mapper, ParallelMapper, Prefetcher, SamplerWrapper
+
+    sampler: Any = SamplerWrapper(SequentialSampler(range(reads)))
+    node: Any = ParallelMapper(sampler, read_in_thread, num_workers=in_flight, method="thread")
+    node = Prefetcher(Mapper(Batcher(node, slow_reads.BATCH, drop_last=False), default_collate), 2)
+    loader: Any = Loader(node)
+    return epochs(lambda: loader)
+
+
+PEERS = {"SPDL": spdl, "Grain": grain, "torchdata.nodes": nodes}
+
+
+FED = (THREAD, PROCESS, LOADER, "SPDL, by batches", "Grain, whole batches")
+BATCH = 32
+ALONE = "step bare of loading"
+"""The word "bare" makes it one of the bare contenders."""
+
+
+def training_step(settings: Settings, participants: Participants) -> CaseResult:
+    """How much slower is a training step that is fed than one on a batch in memory?
+
+    A small transformer on the CPU, one thread of torch: mostly Python. Batches of 32 JPEGs, 500 x 400 to 224 x 224,
+    Pillow decode. The time per step includes the wait for the batch. Decoding's share of the cores is the CPU time of
+    one bare thread for as many images, divided by the number of cores.
+
+    Target: a step fed by aiofeed is longer by at most that.
+    """
+    work = {**medium(settings), "batch": settings.size(BATCH, 8)}
+    present, absent = participants.divide(FED)
+    imports = ("torch", "numpy", "PIL.Image")
+    contenders = [Contender(ALONE, steps, {"label": ALONE, "work": work}, imports)]
+    for label in present:
+        loader = contender(label, work).imports
+        contenders.append(Contender(label, steps, {"label": label, "work": work}, (*loader, *imports)))
+    decoding = bare("threads", work, 1)
+    outcome = race([*contenders, decoding], settings, absent)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = tuple(us * 1e-6 * work["batch"] / cores for us in outcome.cpu_us(decoding.label))
+    step_s = {label: outcome.column(label, "step_s") for label in (ALONE, *outcome.ours(), *outcome.peers())}
+    columns = {label: [Figure("step", tuple(1e3 * each for each in values), "ms")] for label, values in step_s.items()}
+    without = step_s.pop(ALONE)
+    targets = []
+    for label, values in step_s.items():
+        added = tuple((mine - alone) / most for mine, alone, most in zip(values, without, share, strict=True))
+        target = at_most(1.0) if label.startswith(OURS) else None
+        targets.append(Figure(f"added time per step / decoding's share of the cores: {label}", added, target=target))
+    targets.append(Figure("decoding's share of the cores, per step", tuple(1e3 * each for each in share), "ms"))
+    title = "A training step in Python on the CPU, fed with 32 JPEGs of 500x400 to 224 each"
+    return CaseResult(title, "", columns, targets, outcome.absent)
+
+
+class Step:
+    """A training step on images, uint8 [B, 3, H, W], and class numbers."""
+
+    def __init__(self) -> None:
+        import torch
+        from torch import nn
+
+        layers = [nn.TransformerEncoderLayer(48, 2, 96, dropout=0.0, batch_first=True) for _ in range(12)]
+        self._cut = nn.Conv2d(3, 48, 32, 32)
+        self._model = nn.Sequential(*layers)
+        self._head = nn.Linear(48, 16)
+        parts = nn.ModuleList([self._cut, self._model, self._head])
+        self._optimizer = torch.optim.Adam(parts.parameters(), foreach=False)
+        self._loss = nn.CrossEntropyLoss()
+
+    def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> float:
+        tokens = self._cut(images.float().div_(255)).flatten(2).transpose(1, 2)
+        loss = self._loss(self._head(self._model(tokens).mean(1)), labels)
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        return float(loss.detach())
+
+
 @contextmanager
-def one_thread(folder: str) -> Iterator[Measure]:
-    with aiofeed_feeder(folder, 64, threads=1, backend="turbo") as measure:
-        yield measure
+def steps(label: str, work: Mapping[str, Any]) -> Iterator[Measure]:
+    """Steps on the batches of a loader, or for ``ALONE`` as many on one batch, with torch limited to one thread."""
+    import torch
+
+    task = Work(**work)
+    images = torch.randint(0, 256, (task.batch, 224, 224, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+    batch = images, torch.zeros(task.batch, dtype=torch.int64)
+    alone = nullcontext(lambda: repeat(batch, len(task.paths) // task.batch))
+    quiet_helpers()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    step = Step()
+    try:
+        with alone if label == ALONE else epochs_of(label, task) as epoch:
+
+            def measure() -> Mapping[str, float]:
+                count, started = 0, time.perf_counter()
+                for images, labels in epoch():
+                    step(torch.as_tensor(images), torch.as_tensor(labels))
+                    count += 1
+                return {"step_s": (time.perf_counter() - started) / count, "items": len(task.paths)}
+
+            measure()
+            yield measure
+    finally:
+        torch.set_num_threads(threads)

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks import cores, cores_page, gil, harness, report, simulated
+from benchmarks import cores, gil, harness, report, simulated
 from tests.support import benchmarking
 
 tracked = benchmarking.tracked
@@ -76,11 +76,9 @@ def test_a_loader_that_is_not_installed_has_a_row_that_says_so(
     name = "chunks, batch 4, 2 threads"
     assert [figure.what for figure in figures] == [
         f"{name}: aiofeed",
-        f"{name}: aiofeed / ideal",
         f"{name}: aiofeed / bare pool",
         f"{name}: CPU, aiofeed",
         f"{name}: bare pool",
-        f"{name}: bare pool / ideal",
         f"{name}: CPU, bare pool",
         f"{name}: SPDL is not installed",
     ]
@@ -102,12 +100,12 @@ def test_the_picture_has_a_line_for_each_loader_in_both_schemes() -> None:
     medians = {
         f"chunks, batch 64, {threads} threads: {loader}": 700.0 * threads for threads in (2, 64) for loader in loaders
     }
-    drawn = cores_page.picture(medians)
+    drawn = cores.picture(medians)
     root = ElementTree.fromstring(drawn)
     lines = [path for path in root.iter("{http://www.w3.org/2000/svg}path") if "L" in path.get("d", "")]
     assert len(lines) == len(loaders)
-    light, dark = re.split(r"@media \(prefers-color-scheme:dark\)", cores_page.STYLE)
-    for kind, _ in cores_page.LINES.values():
+    light, dark = re.split(r"@media \(prefers-color-scheme:dark\)", cores.STYLE)
+    for kind, _ in cores.LINES.values():
         assert f".{kind}{{" in light
         assert f".{kind}{{" in dark
     for path in lines:
@@ -120,9 +118,9 @@ def test_the_performance_page_agrees_with_the_results(tmp_path: Path) -> None:
     """Its tables and its picture are those of docs/benchmarks.json."""
     results = report.load(harness.PROJECT / report.DATA)
     (tmp_path / "docs").mkdir()
-    for file in (cores_page.PAGE, cores_page.PICTURE):
+    for file in (cores.PAGE, cores.PICTURE):
         (tmp_path / file).write_bytes((harness.PROJECT / file).read_bytes())
-    assert len(list(cores_page.fill(tmp_path, results))) == 2
-    for file in (cores_page.PAGE, cores_page.PICTURE):
+    assert len(list(cores.fill(tmp_path, results))) == 2
+    for file in (cores.PAGE, cores.PICTURE):
         assert (tmp_path / file).read_bytes() == (harness.PROJECT / file).read_bytes()
-    assert "| 64 |" in (tmp_path / cores_page.PAGE).read_text()
+    assert "| 64 |" in (tmp_path / cores.PAGE).read_text()

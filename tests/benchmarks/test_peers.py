@@ -13,9 +13,9 @@ import pytest
 
 from benchmarks import data, harness, report
 from benchmarks.figures import Figure, at_least
-from benchmarks.peers import CASES, __main__, contest, install, races, results, training_step, work
+from benchmarks.peers import CASES, __main__, contest, install, races, results, work
 from benchmarks.peers.adapters import ADAPTERS
-from benchmarks.peers.decoders import Decode, Judge, psnr, quiet_helpers
+from benchmarks.peers.work import Decode, Judge, psnr, quiet_helpers
 from tests.support import benchmarking
 from tests.support.benchmarking import check_refused
 
@@ -88,7 +88,7 @@ def test_every_case_states_its_question_and_its_targets() -> None:
 
 def test_the_ways_of_all_cases_exist() -> None:
     """Each adapter is documented, and its ways are different."""
-    labels = [*races.SAME, *races.BEST, *races.SCALED, *races.OWN_SCALE, *races.SMALL, *training_step.FED]
+    labels = [*races.SAME, *races.BEST, *races.SCALED, *races.OWN_SCALE, *races.SMALL, *races.FED]
     existing = {f"{name}, {way}" for name, adapter in ADAPTERS.items() for way in adapter.ways}
     assert set(labels) == existing
     for name, adapter in ADAPTERS.items():
