@@ -78,24 +78,26 @@ class LookAhead:
             upcoming.close()
 
     def _follow(self, steps: Iterator[Step], upcoming: _UpcomingSamples, threads: int) -> Iterator[Step]:
-        # Of shards that are read whole, those that the threads decode now and next.
-        most = self._limit_bytes
-        if self._whole:
-            most = int(2 * threads * self._sample_bytes * len(self._source) / (len(self._starts) - 1))
+        shard_bytes = self._sample_bytes * len(self._source) / (len(self._starts) - 1)
         # Steps in order: first those whose samples are being read.
         soon: deque[tuple[Step, int]] = deque()
         later: deque[tuple[Step, int]] = deque()
         soon_bytes = later_bytes = given_bytes = 0
         step: Step | None
         while True:
-            # The look-ahead grows with the bytes read, so that the first batch does not wait for all of it. Of a shard
-            # that is read whole, it has to wait for all in any case.
-            limit = self._limit_bytes if self._whole else min(self._limit_bytes, GROWTH * given_bytes)
+            if self._whole:
+                # Of shards that are read whole, those that the threads decode now and next; and all samples of these, of
+                # which the last come when as many shards are read as one plan has samples of.
+                near = 2 * threads * shard_bytes
+                limit = min(self._limit_bytes, int(near + 2 * upcoming.mixed * shard_bytes))
+            else:
+                # It grows with the bytes read, so that the first batch does not wait for all of it.
+                near = limit = min(self._limit_bytes, GROWTH * given_bytes)
             while (not later or soon_bytes + later_bytes < limit) and (step := next(steps, None)) is not None:
                 upcoming.epoch += isinstance(step, EpochStart)
                 later.append((step, upcoming.note(step) if isinstance(step, BatchPlan) else 0))
                 later_bytes += later[-1][1]
-            while later and (not soon or soon_bytes < min(limit // SOON, most)):
+            while later and (not soon or soon_bytes < min(limit // SOON, near)):
                 step, nbytes = later.popleft()
                 if isinstance(step, BatchPlan):
                     upcoming.read_soon(step)
@@ -184,6 +186,8 @@ class _UpcomingSamples:
         self._groups: dict[tuple[int, int], list[tuple[_Noted, NDArray[np.int64]]]] = {}
         self.epoch = 0
         """How many epochs have begun."""
+        self.mixed = 0
+        """The most shards that a plan has samples of."""
         self.times: Counter[int] = Counter()
         """How often a shard was read in the epoch."""
         self._turn = asyncio.Semaphore(GROUPS)
@@ -207,6 +211,7 @@ class _UpcomingSamples:
         found = shards[order]
         firsts = [0, *(np.flatnonzero(found[1:] != found[:-1]) + 1).tolist()]
         noted.numbers = found[firsts].tolist()
+        self.mixed = max(self.mixed, len(firsts))
         for number, (first, end) in zip(noted.numbers, pairwise([*firsts, len(order)]), strict=True):
             self._groups.setdefault((self.epoch, number), []).append((noted, order[first:end]))
         return int(self._ahead._sample_bytes * len(indices)) if gathers else sum(map(source.nbytes, indices.tolist()))
