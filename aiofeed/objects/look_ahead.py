@@ -86,8 +86,8 @@ class LookAhead:
         step: Step | None
         while True:
             if self._whole:
-                # Of shards that are read whole, those that the threads decode now and next; and all samples of these, of
-                # which the last come when as many shards are read as one plan has samples of.
+                # Of shards that are read whole, those that the threads decode now and next, and all samples of these: the
+                # last come when as many shards are read as one plan has samples of.
                 near = 2 * threads * shard_bytes
                 limit = min(self._limit_bytes, int(near + 2 * upcoming.mixed * shard_bytes))
             else:

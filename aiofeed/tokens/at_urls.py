@@ -202,26 +202,19 @@ class RemoteTokens(Tokens, ParquetRows):
         return self._window_bytes
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
-        """Return the tokens of windows, in one dtype for all files, or the error of each that cannot be read."""
-        rows, found = np.asarray(indices, np.int64), [None] * len(indices)
+        """Return the tokens of windows, or the error of each that cannot be read."""
+        rows, gathered, errors = np.asarray(indices, np.int64), GatheredWindows(len(indices)), dict[int, Exception]()
         numbers = np.searchsorted(self._starts, rows, side="right") - 1
 
         async def read_file(number: int) -> None:
             places = np.flatnonzero(numbers == number)
-            parts = await self._read_windows(self._shards[number], rows[places] - self._starts[number])
-            for place, part in zip(places.tolist(), parts, strict=True):
-                found[place] = part
+            try:
+                await self.gather_ahead(rows[places], [(gathered, places)])
+            except Exception as error:  # noqa: BLE001 - the error of each of these windows
+                errors.update(dict.fromkeys(places.tolist(), error.with_traceback(None)))
 
         await run_all([read_file(number) for number in np.unique(numbers).tolist()])
-        return found
-
-    async def _read_windows(self, shard: Shard, rows: NDArray[np.int64]) -> Sequence[Any]:
-        try:
-            gathered = GatheredWindows(len(rows))
-            gathered.add(np.arange(len(rows)), await self._read_joined(shard, rows), rows * shard.extra.stride)
-            return list(gathered)
-        except Exception as error:  # noqa: BLE001 - the error of each of these windows
-            return [error.with_traceback(None)] * len(rows)
+        return [errors.get(place, window) for place, window in enumerate(gathered)]
 
     async def _read_joined(self, shard: Shard, rows: NDArray[np.int64]) -> Ranges:
         """Return ranges of tokens that have all of some windows."""
@@ -246,9 +239,12 @@ class RemoteTokens(Tokens, ParquetRows):
         return self._window_bytes
 
     async def gather_ahead(
-        self, indices: NDArray[np.int64], targets: Sequence[tuple[GatheredWindows, NDArray[np.int64]]], run: RunJob
+        self,
+        indices: NDArray[np.int64],
+        targets: Sequence[tuple[GatheredWindows, NDArray[np.int64]]],
+        run: RunJob | None = None,
     ) -> None:
-        """Read windows of one range for their batches."""
+        """Read windows of one file for their batches."""
         number = int(np.searchsorted(self._starts, indices[0], side="right")) - 1
         shard, rows = self._shards[number], indices - self._starts[number]
         ranges, starts, at = await self._read_joined(shard, rows), rows * shard.extra.stride, 0
