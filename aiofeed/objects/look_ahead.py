@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -54,14 +54,14 @@ class LookAhead:
     def __init__(self, source: Any, limit_bytes: int) -> None:
         self._source = source
         self._limit_bytes = limit_bytes
-        self._new_gathered = getattr(source, "new_gathered", None)
-        self.gathers: bool = self._new_gathered is not None
+        self.new_gathered: Callable[..., Gathered] | None = getattr(source, "new_gathered", None)
+        self.gathers: bool = self.new_gathered is not None
         self._sample_bytes = source.gathered_bytes if self.gathers else source.nbytes(0)
         # Whether a shard is read whole, however few of its samples are wanted.
         self._whole = bool(getattr(source, "reads_whole_shards", False))
         self._starts: NDArray[np.int64] = np.asarray(source.shard_starts)
         self._upcoming = _UpcomingSamples(self, asyncio.to_thread)
-        self._memory = HostBufferPool(SPARE)
+        self.memory = HostBufferPool(SPARE)
         self._told = False
 
     @contextmanager
@@ -86,8 +86,8 @@ class LookAhead:
         step: Step | None
         while True:
             if self._whole:
-                # Of shards that are read whole, those that the threads decode now and next, and all samples of these: the
-                # last come when as many shards are read as one plan has samples of.
+                # Of shards that are read whole, those that the threads decode now and next, and all samples of these.
+                # The last ones come when as many shards are read as one plan has samples of.
                 near = 2 * threads * shard_bytes
                 limit = min(self._limit_bytes, int(near + 2 * upcoming.mixed * shard_bytes))
             else:
@@ -133,10 +133,6 @@ class LookAhead:
         unread = [index for index, sample in zip(indices, found, strict=True) if sample is _UNREAD]
         read = iter(await self._source.read_many(unread) if unread else ())
         return [next(read) if sample is _UNREAD else sample for sample in found]
-
-    def new_gathered(self, count: int) -> Gathered:
-        """Return what so many samples are gathered in."""
-        return self._new_gathered(count, self._memory)  # type: ignore[no-any-return]
 
     def tell(self) -> None:
         """Log once that shards are read again and again."""
@@ -204,8 +200,8 @@ class _UpcomingSamples:
         """Note the samples of a plan, and return their bytes."""
         indices, source = np.asarray(plan.indices, np.int64), self._source
         shards = np.searchsorted(self._ahead._starts, indices, side="right")
-        gathers = self._ahead.gathers
-        samples = self._ahead.new_gathered(len(indices)) if gathers else [_UNREAD] * len(indices)
+        new_gathered = self._ahead.new_gathered
+        samples = new_gathered(len(indices), self._ahead.memory) if new_gathered else [_UNREAD] * len(indices)
         noted = self.noted[plan] = _Noted(indices, shards, samples, self.epoch)
         order = np.argsort(shards, kind="stable")
         found = shards[order]
@@ -214,7 +210,9 @@ class _UpcomingSamples:
         self.mixed = max(self.mixed, len(firsts))
         for number, (first, end) in zip(noted.numbers, pairwise([*firsts, len(order)]), strict=True):
             self._groups.setdefault((self.epoch, number), []).append((noted, order[first:end]))
-        return int(self._ahead._sample_bytes * len(indices)) if gathers else sum(map(source.nbytes, indices.tolist()))
+        return (
+            int(self._ahead._sample_bytes * len(indices)) if new_gathered else sum(map(source.nbytes, indices.tolist()))
+        )
 
     def read_soon(self, plan: BatchPlan) -> None:
         """Read the shards of samples that are not being read."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import posixpath
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
@@ -62,11 +63,16 @@ Ranges: TypeAlias = "tuple[NDArray[np.int64], list[NDArray[Any]]]"
 class GatheredWindows(Gathered):
     """The windows of a batch, in the ranges that were read; the decoder copies them.
 
+    Args:
+        dtype: Of the windows as bytes.
+        count: How many there are.
+
     Attributes:
         parts: Places of windows in the batch, all windows of a range, and which of them they are.
     """
 
-    def __init__(self, count: int, memory: object = None) -> None:
+    def __init__(self, dtype: np.dtype[Any], count: int, memory: object = None) -> None:
+        self._dtype = dtype
         self._count = count
         self.parts: list[tuple[NDArray[np.int64], NDArray[Any], NDArray[np.int64]]] = []
 
@@ -77,7 +83,7 @@ class GatheredWindows(Gathered):
         found: list[Any] = [None] * self._count
         for places, windows, rows in self.parts:
             for place, row in zip(places.tolist(), rows.tolist(), strict=True):
-                found[place] = windows[row]
+                found[place] = windows[row].astype(self._dtype).tobytes()
         return found[at]
 
     def __iter__(self) -> Iterator[Any]:
@@ -202,8 +208,9 @@ class RemoteTokens(Tokens, ParquetRows):
         return self._window_bytes
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
-        """Return the tokens of windows, or the error of each that cannot be read."""
-        rows, gathered, errors = np.asarray(indices, np.int64), GatheredWindows(len(indices)), dict[int, Exception]()
+        """Return the bytes of windows, in one dtype for all files, or the error of each that cannot be read."""
+        rows, errors = np.asarray(indices, np.int64), dict[int, Exception]()
+        gathered = GatheredWindows(self._dtype, len(indices))
         numbers = np.searchsorted(self._starts, rows, side="right") - 1
 
         async def read_file(number: int) -> None:
@@ -229,9 +236,9 @@ class RemoteTokens(Tokens, ParquetRows):
         return firsts, [np.lib.stride_tricks.sliding_window_view(part, self._needed) for part in parts]
 
     @property
-    def new_gathered(self) -> type[GatheredWindows]:
+    def new_gathered(self) -> Callable[..., GatheredWindows]:
         """Makes the windows of a batch."""
-        return GatheredWindows
+        return partial(GatheredWindows, self._dtype)
 
     @property
     def gathered_bytes(self) -> int:
@@ -288,7 +295,8 @@ class RemoteTokens(Tokens, ParquetRows):
             for places, windows, rows in indices.parts:
                 self._write(windows[rows], parts, places)
         else:
-            self._write(np.stack(indices), parts, slice(None))
+            windows = np.frombuffer(b"".join(indices), self._dtype)
+            self._write(windows.reshape(-1, self._needed), parts, slice(None))
 
     def _read_at_once(self, index: int) -> Any:
         return run_blocking(lambda: self.read(index))
