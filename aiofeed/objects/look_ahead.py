@@ -61,7 +61,7 @@ class LookAhead:
         self._whole = bool(getattr(source, "reads_whole_shards", False))
         self._starts: NDArray[np.int64] = np.asarray(source.shard_starts)
         self._upcoming = _UpcomingSamples(self, asyncio.to_thread)
-        self.memory = HostBufferPool(SPARE)
+        self.memory: HostBufferPool = HostBufferPool(SPARE)
         self._told = False
 
     @contextmanager

@@ -6,7 +6,7 @@ import ctypes
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -280,7 +280,7 @@ class GatheredRows(Gathered):
             self.nbytes += int(nbytes)
             self.seconds += seconds
         self._places[at] = places
-        for (names, out), (found, block) in zip_longest(self._blocks, blocks, fillvalue=((), None)):
+        for (names, out), (found, block) in zip(self._blocks, blocks, strict=False):
             if names != found or out.shape[2:] != block.shape[2:]:
                 raise _misfit(self._blocks, blocks)
             out[:, at] = block
