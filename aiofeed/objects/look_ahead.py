@@ -89,15 +89,18 @@ class LookAhead:
                 # Of shards that are read whole, those that the threads decode now and next, and all samples of these.
                 # The last ones come when as many shards are read as one plan has samples of.
                 near = 2 * threads * shard_bytes
-                limit = min(self._limit_bytes, int(near + 2 * upcoming.mixed * shard_bytes))
+                # Large ones are decoded one ahead, whatever the limit: less would decode them again and again.
+                limit = min(self._limit_bytes + 2 * shard_bytes, near + 2 * upcoming.mixed * shard_bytes)
+                near = min(near, max(self._limit_bytes / 2, shard_bytes))
             else:
                 # It grows with the bytes read, so that the first batch does not wait for all of it.
-                near = limit = min(self._limit_bytes, GROWTH * given_bytes)
+                limit = min(self._limit_bytes, GROWTH * given_bytes)
+                near = limit / SOON
             while (not later or soon_bytes + later_bytes < limit) and (step := next(steps, None)) is not None:
                 upcoming.epoch += isinstance(step, EpochStart)
                 later.append((step, upcoming.note(step) if isinstance(step, BatchPlan) else 0))
                 later_bytes += later[-1][1]
-            while later and (not soon or soon_bytes < min(limit // SOON, near)):
+            while later and (not soon or soon_bytes < near):
                 step, nbytes = later.popleft()
                 if isinstance(step, BatchPlan):
                     upcoming.read_soon(step)
