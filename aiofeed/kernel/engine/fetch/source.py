@@ -189,7 +189,8 @@ class SourceFetcher(Fetcher):
         elif place is None and chunk.builder.put_gathered(chunk.positions[0], chunk.values):
             reached = len(chunk.values)
         else:
-            chunk.values = list(chunk.values)
+            if isinstance(chunk.values, Gathered):
+                chunk.values = list(chunk.values)
             reached = chunk.decode_each(place or self._decode_one(chunk))
         seconds, cpu_s = time.perf_counter() - started, time.thread_time() - cpu_started
         chunk.outcome.decode_s += seconds
