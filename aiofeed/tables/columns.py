@@ -206,19 +206,17 @@ class Columns:
         Raises:
             NoTensorsError: A column has none.
         """
-        alike: dict[Any, list[NumberColumn]] = {}
-        names: dict[Any, list[str]] = {}
+        alike: dict[Any, dict[str, NumberColumn]] = {}
         for name, column in self.columns.items():
             if isinstance(column, ValueColumn):
                 raise NoTensorsError(no_tensors(name, column.problem))
-            alike.setdefault((column.dtype, column.shape), []).append(column)
-            names.setdefault((column.dtype, column.shape), []).append(name)
+            alike.setdefault((column.dtype, column.shape), {})[name] = column
         blocks = []
         for (dtype, shape), columns in alike.items():
             block = np.empty((len(columns), len(rows), *shape), dtype)
-            for part, column in zip(block, columns, strict=True):
+            for part, column in zip(block, columns.values(), strict=True):
                 column.take_into(part, rows)
-            blocks.append((names[dtype, shape], block))
+            blocks.append((list(columns), block))
         return blocks
 
     def rows(self, rows: NDArray[np.int64]) -> list[dict[str, Any]]:
@@ -292,7 +290,6 @@ class GatheredRows(Gathered):
         placed = _like(self._blocks, self._count, lease)
         for (_, block), (_, out) in zip(self._blocks, placed, strict=True):
             np.take(block, rows, axis=1, out=out, mode="clip")
-        self._blocks = []
         columns = {name: column for names, block in placed for name, column in zip(names, block, strict=True)}
         batch = {name: HostTensor(columns[name], pinned=lease.pinned) for name in self._names}
         return batch, sum(block.nbytes for _, block in placed)

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import aiofeed
+from aiofeed.kernel.runtime.buffers import HostBufferPool
 from aiofeed.shards.parquet import ParquetRows
+from aiofeed.tables.columns import GatheredRows
 from tests.support.simulated_device import SimulatedDevice
 
 pa = pytest.importorskip("pyarrow")
@@ -223,3 +225,16 @@ def test_a_batch_that_is_kept_stays(paths: list[str]) -> None:
             assert torch.equal(batch["other"], batch["row"].float() * 2)
     assert rows_of(batches) == list(range(ROWS))
     assert all(not batch["float"].any() and torch.equal(batch["other"], batch["row"].float() * 2) for batch in batches)
+
+
+def test_rows_that_are_gathered_are_a_sequence() -> None:
+    """However often they are asked for, as by a time limit of the decoder."""
+    gathered = GatheredRows(["a", "b"], 3, HostBufferPool(0))
+    for places, values in (([2, 0], [20, 0]), ([1], [10])):
+        gathered.put(np.array(places), [(["b", "a"], np.array([values, values]))])
+    for _ in range(2):
+        assert [(columns.columns["a"].value(row), row) for columns, row in gathered] == [(0, 0), (10, 1), (20, 2)]
+        assert len(gathered[1:]) == 2
+    batch, nbytes = gathered.batch(HostBufferPool(0))
+    assert {name: column.memory.tolist() for name, column in batch.items()} == {"a": [0, 10, 20], "b": [0, 10, 20]}
+    assert nbytes == 48
