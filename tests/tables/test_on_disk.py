@@ -223,3 +223,15 @@ def test_a_batch_that_is_kept_stays(paths: list[str]) -> None:
             assert torch.equal(batch["other"], batch["row"].float() * 2)
     assert rows_of(batches) == list(range(ROWS))
     assert all(not batch["float"].any() and torch.equal(batch["other"], batch["row"].float() * 2) for batch in batches)
+
+
+def test_columns_may_have_another_order_in_each_file(tmp_path: Path) -> None:
+    """A batch has the order of the first file."""
+    table = pa.table(columns(40))
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=10)
+    pq.write_table(table.select(table.column_names[::-1]), tmp_path / "y.parquet", row_group_size=10)
+    with new_feeder([str(tmp_path / "x.parquet"), str(tmp_path / "y.parquet")], shuffle=True) as feeder:
+        batches = list(feeder)
+    for batch in batches:
+        check(batch)
+    assert sorted(rows_of(batches)) == sorted([*range(40), *range(40)])
