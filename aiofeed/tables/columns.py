@@ -269,7 +269,7 @@ class GatheredRows(Gathered):
         ``nbytes`` and ``seconds``: what was read for them, and the time that it took.
 
         Raises:
-            NoTensorsError: They differ in shape or dtype from rows that came before.
+            NoTensorsError: They differ in shape from rows that came before.
         """
         with self._lock:
             self._blocks = self._blocks or _like(blocks, self._count, self._memory)
@@ -278,9 +278,16 @@ class GatheredRows(Gathered):
             self.nbytes += int(nbytes)
             self.seconds += seconds
         self._places[at] = places
-        for (names, out), (found, block) in zip(self._blocks, blocks, strict=False):
-            if names != found or out.shape[2:] != block.shape[2:]:
-                raise _misfit(self._blocks, blocks)
+        outs = self._blocks
+        if [names for names, _ in outs] != [names for names, _ in blocks]:
+            # Of a file with its columns in another order, or rows of other shapes or dtypes.
+            found = _by_name(blocks)
+            outs = [([name], out[None]) for name, out in _by_name(outs).items()]
+            blocks = [(names, found[names[0]][None]) for names, _ in outs]
+        for (names, out), (_, block) in zip(outs, blocks, strict=True):
+            if out.shape[2:] != block.shape[2:]:
+                shapes = f"{list(out.shape[2:])} and {list(block.shape[2:])}"
+                raise NoTensorsError(no_tensors(names[0], f"has arrays of different shapes, {shapes}"))
             out[:, at] = block
 
     def batch(self, lease: BufferLease) -> tuple[dict[str, HostTensor], int]:
@@ -290,17 +297,18 @@ class GatheredRows(Gathered):
         placed = _like(self._blocks, self._count, lease)
         for (_, block), (_, out) in zip(self._blocks, placed, strict=True):
             np.take(block, rows, axis=1, out=out, mode="clip")
+<<<<<<< HEAD
         columns = {name: column for names, block in placed for name, column in zip(names, block, strict=True)}
+=======
+        self._blocks = []
+        columns = _by_name(placed)
+>>>>>>> part-r
         batch = {name: HostTensor(columns[name], pinned=lease.pinned) for name in self._names}
         return batch, sum(block.nbytes for _, block in placed)
 
 
-def _misfit(blocks: Blocks, others: Blocks) -> NoTensorsError:
-    first, second = [
-        {name: list(block.shape[2:]) for names, block in each for name in names} for each in (blocks, others)
-    ]
-    name = next(name for name in first if first[name] != second[name])
-    return NoTensorsError(no_tensors(name, f"has arrays of different shapes, {first[name]} and {second[name]}"))
+def _by_name(blocks: Blocks) -> dict[str, NDArray[Any]]:
+    return {name: column for names, block in blocks for name, column in zip(names, block, strict=True)}
 
 
 def _like(blocks: Blocks, count: int, memory: BufferLease) -> Blocks:

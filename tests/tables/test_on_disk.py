@@ -238,3 +238,36 @@ def test_rows_that_are_gathered_are_a_sequence() -> None:
     batch, nbytes = gathered.batch(HostBufferPool(0))
     assert {name: column.memory.tolist() for name, column in batch.items()} == {"a": [0, 10, 20], "b": [0, 10, 20]}
     assert nbytes == 48
+
+
+def test_columns_may_have_another_order_in_each_file(tmp_path: Path) -> None:
+    """A batch has the order of the first file."""
+    table = pa.table(columns(40))
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=10)
+    pq.write_table(table.select(table.column_names[::-1]), tmp_path / "y.parquet", row_group_size=10)
+    with new_feeder([str(tmp_path / "x.parquet"), str(tmp_path / "y.parquet")], shuffle=True) as feeder:
+        batches = list(feeder)
+    for batch in batches:
+        check(batch)
+    assert sorted(rows_of(batches)) == sorted([*range(40), *range(40)])
+
+
+def test_samples_that_are_read_one_by_one_are_gathered_once(
+    paths: list[str], decoded: Counter[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `in_order="samples"`, if reads are slow."""
+    monkeypatch.setattr("aiofeed.sample_order.sample_assembly.SLOW_GROUP_S", 0.0)
+    monkeypatch.setattr("aiofeed.sample_order.sample_assembly.FAST_READ_S", 0.0)
+    reads = []
+    read_many = ParquetRows.read_many
+    monkeypatch.setattr(
+        ParquetRows, "read_many", lambda self, indices: reads.append(indices) or read_many(self, indices)
+    )
+    with new_feeder(paths, shuffle=True, in_order="samples") as feeder:
+        for _ in range(2):
+            batches = list(feeder)
+            assert sorted(rows_of(batches)) == list(range(ROWS))
+            for batch in batches:
+                check(batch)
+    assert not reads
+    assert max(decoded.values()) <= 3
