@@ -32,21 +32,14 @@ def header(case: CaseResult) -> list[str]:
 def rows(case: CaseResult) -> Iterator[list[str]]:
     width = len(header(case))
     for label, figures in case.columns.items():
-        cells = [report.number(figure.median, figure.unit) for figure in figures]
-        first = figures[0]
-        spread = f"{report.number(first.low, first.unit)} to {report.number(first.high, first.unit)}"
-        filled = [label, cells[0], spread, *cells[1:]]
+        first, *rest = [report.number(figure.median, figure.unit) for figure in figures]
+        filled = [label, first, report.spread(figures[0]), *rest]
         yield filled + [""] * (width - len(filled))
 
 
 def plain(name: str, case: CaseResult) -> str:
     """For the terminal."""
-    table = [header(case), *rows(case)]
-    widths = [max(len(cells[column]) for cells in table) for column in range(len(table[0]))]
-    text = [f"{case.title}  [{name}]"]
-    for first, *rest in table:
-        aligned = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
-        text.append("  " + "  ".join((first.ljust(widths[0]), *aligned)).rstrip())
+    text = [report.aligned(f"{case.title}  [{name}]", [header(case), *rows(case)])]
     text += ["", *report.plain(result(name, case)).splitlines()[1:]]
     text += [f"  absent: {label}: {why}" for label, why in case.absent.items()]
     return "\n".join(text)
