@@ -26,7 +26,7 @@ import aiofeed
 from benchmarks.contenders import epochs, fed, labelled, loaded
 from benchmarks.figures import Figure
 from benchmarks.harness import Contender, Measure, Settings, interleave
-from benchmarks.objects import DELAY_S, name, options_of, server
+from benchmarks.objects import DELAY_S, name, new_store, options_of, server
 
 TITLE = "60,000 samples in memory; windows of 1,024 tokens; batch 64, shuffled"
 
@@ -114,9 +114,7 @@ def at_urls(port: int) -> AbstractContextManager[Measure]:
 
 @contextmanager
 def download(port: int, part: int) -> Iterator[Measure]:
-    from obstore.store import S3Store
-
-    store = S3Store("bucket", **options_of(port), client_options={"allow_http": True})
+    store = new_store(options_of(port))
     size = store.head(name(0))["size"]
     reads = [(name(number), start) for number in range(OBJECTS) for start in range(0, size, part)]
 
