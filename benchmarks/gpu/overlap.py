@@ -50,14 +50,13 @@ def run(setup: Setup) -> list[Figure]:
         }
     )
     step_s = {label: column(rounds, "step_s") for label, rounds in samples.items()}
-    alone = step_s["resident"]
+    alone, gap = step_s["resident"], "device without work between steps"
     return [
         Figure("step with feeder / resident", per(step_s["feeder"], alone), target=at_most(1.02)),
         Figure("with static_batches / resident", per(step_s["static_batches"], alone), target=at_most(1.02)),
         Figure("step on a resident batch", column(samples["resident"], "step_s", 1e3), "ms"),
         Figure("step with feeder", column(samples["feeder"], "step_s", 1e3), "ms"),
-        Figure("device without work between steps: resident", column(samples["resident"], "gap_s", 1e6), "us"),
-        Figure("device without work between steps: feeder", column(samples["feeder"], "gap_s", 1e6), "us"),
+        *[Figure(f"{gap}: {each}", column(samples[each], "gap_s", 1e6), "us") for each in ("resident", "feeder")],
         Figure("host waited for a batch, per step", column(samples["feeder"], "waited_s", 1e3), "ms"),
     ]
 
