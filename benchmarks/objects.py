@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from benchmarks.contenders import loaded, single_epochs
+from benchmarks.contenders import Counted, loaded, single_epochs
 from benchmarks.figures import Figure, at_least, at_most, per
 from benchmarks.harness import PROJECT, Contender, Measure, Settings, interleave
 
@@ -216,16 +216,14 @@ def obstore_in_threads(port: int, reads: int, in_flight: int) -> Iterator[Measur
         yield read_all
 
 
-class Objects:
+class Objects(Counted):
     """A ``Dataset`` that reads objects, or the ranges of samples of shards, one after the other."""
 
     def __init__(self, port: int, samples: int, shards: int = 0, members: int = 0, size: int = 0) -> None:
-        self._options, self._samples = options_of(port), samples
+        super().__init__(samples)
+        self._options = options_of(port)
         self._shards, self._members, self._size = shards, members, size
         self._store: Any = None
-
-    def __len__(self) -> int:
-        return self._samples
 
     def __getitem__(self, index: int) -> int:
         self._store = self._store or new_store(self._options)

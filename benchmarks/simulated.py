@@ -30,6 +30,7 @@ import torch.utils.data
 import aiofeed
 from aiofeed.kernel.core.types import Row
 from aiofeed.kernel.runtime import machine
+from benchmarks.contenders import Numbered
 from benchmarks.worker import Measure, tree_cpu_s
 
 SLEEP_US, READ_US = 1280, 20_000
@@ -113,17 +114,11 @@ class Chunks(Rows):
         return [None] * len(data)
 
 
-class Slow:
+class Slow(Numbered):
     """A source whose every read takes 20 ms."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def key(self, index: int) -> str:
-        return str(index)
+        super().__init__(samples)
 
     async def read(self, index: int) -> bytes:
         await asyncio.sleep(READ_US * 1e-6)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 import aiofeed
+from benchmarks.contenders import Numbered
 from benchmarks.figures import Figure, at_most, column, per
 from benchmarks.gpu.setup import Setup, drive, marker, steps_of, synchronize
 
@@ -118,18 +119,12 @@ def on_device(setup: Setup, tensor: Any) -> Any:
     return copy
 
 
-class Blank:
+class Blank(Numbered):
     """A source of constant images, whose reading and decoding cost next to nothing."""
 
     def __init__(self, length: int, side: int) -> None:
-        self._length = length
+        super().__init__(length)
         self._image = np.full((side, side, 3), 7, np.uint8)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def key(self, index: int) -> str:
-        return str(index)
 
     async def read(self, index: int) -> bytes:
         return b"image"
