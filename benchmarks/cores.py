@@ -169,8 +169,6 @@ def framework(folder: str, sleep: bool) -> Iterator[Measure]:
         yield measure
 
 
-# --- the tables and the picture of docs/performance.md ----------------------------------------------------------------
-
 PAGE, PICTURE, MARGIN = "docs/performance.md", "docs/cores.svg", 14
 Medians = Mapping[str, float]
 

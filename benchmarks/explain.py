@@ -72,9 +72,6 @@ def run(settings: Settings) -> list[Figure]:
     return figures
 
 
-# --- sources, decoders and steps that are slow in one way
-
-
 class Numbers(Numbered):
     """Numbers that are read in ``read_s``, one in ten in ``slow_s``; ``transfer_s`` of it one after the other."""
 
@@ -207,9 +204,6 @@ def others_on_the_cores() -> Iterator[None]:
         for burner in burners:
             burner.kill()
             burner.wait()
-
-
-# --- the plants
 
 
 @dataclass(frozen=True)

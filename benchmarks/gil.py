@@ -65,9 +65,6 @@ def run(settings: Settings) -> list[Figure]:
     return figures
 
 
-# --- decoders
-
-
 def images(folder: str, side: int, backend: Any, least_s: float) -> Any:
     import numpy as np
 
@@ -179,9 +176,6 @@ def held(flag: GilFlag, work: Callable[[], int], alone: bool = True) -> Mapping[
     # A thread alone holds the GIL, or does not, also while it waits for a core: the share is that of its CPU time.
     busy_s = cpu_s if alone else wall_s
     return {"items": items, "held_us": flag.stop() * busy_s / items * 1e6, "cpu_us": cpu_s / items * 1e6}
-
-
-# --- the flag
 
 
 class GilFlag:

@@ -78,9 +78,6 @@ def run(settings: Settings) -> list[Figure]:
     ]
 
 
-# --- a step beside a decoder
-
-
 def median_step(steps: int, before: Callable[[], object] = int) -> float:
     """Median duration in seconds of a step in Python that never releases the GIL."""
     times = []
@@ -119,9 +116,6 @@ def step_beside(folder: str, steps: int) -> Iterator[Measure]:
             next(batches)
         yield lambda: {"step_s": median_step(steps, lambda: next(batches)), "items": steps * STEP_BATCH}
         batches.close()
-
-
-# --- the arrival of large batches
 
 
 class Stamped:
@@ -192,9 +186,6 @@ def large_batches(batches: int) -> Iterator[Measure]:
         for _ in range(5):
             next(iterator)
         yield lambda: {"late_s": statistics.median(lateness(next(iterator)) for _ in range(batches))}
-
-
-# --- three trainings
 
 
 def new_feeder(folder: str, **options: Any) -> Any:

@@ -108,8 +108,6 @@ def write(parts: Sequence[Part], project: Path) -> Path:
     return path
 
 
-# --- running ---------------------------------------------------------------------------------------------------------
-
 LEAST_S = 15.0
 """A part that would get less time is left out."""
 RESERVE = 0.25
