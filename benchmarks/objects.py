@@ -75,7 +75,8 @@ def run(settings: Settings) -> list[Figure]:
 def objects(settings: Settings, port: int) -> list[Figure]:
     figures = []
     for count in (IN_FLIGHT, *FEWER_AND_MORE):
-        options = {"port": port, "reads": settings.size(6400, 64), "in_flight": count}
+        reads = settings.size(6400 if count == IN_FLIGHT else 3200, 64)
+        options = {"port": port, "reads": reads, "in_flight": count}
         contenders = [
             Contender("aiofeed", aiofeed_feeder, options),
             Contender("obstore", bare_obstore, options, bound=True),
