@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import aiofeed
-from benchmarks.contenders import labelled, single_epochs
+from benchmarks.contenders import Counted, labelled, single_epochs
 from benchmarks.data import jpeg_folder
 from benchmarks.figures import Figure, at_least, at_most, per
 from benchmarks.harness import Contender, Measure, Settings, interleave
@@ -101,17 +101,15 @@ def feeders(folder: str, kind: str) -> Iterator[Measure]:
         shutil.rmtree(folder_of_caches, ignore_errors=True)
 
 
-class Items:
+class Items(Counted):
     """A Dataset of ``count`` items of a picture's bytes on average, from 1 - ``spread`` / 2 to 1 + ``spread`` / 2."""
 
     def __init__(self, count: int, spread: int) -> None:
-        self.count, self.spread = count, spread
-
-    def __len__(self) -> int:
-        return self.count
+        super().__init__(count)
+        self.spread = spread
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        share = 1 + self.spread * (index / (self.count - 1) - 0.5)
+        share = 1 + self.spread * (index / (self.samples - 1) - 0.5)
         return {"image": torch.full((int(SIZE * SIZE * 3 * share),), index % 256, dtype=torch.uint8), "id": index}
 
 

@@ -89,18 +89,29 @@ def as_array(data: bytes | bytearray) -> NDArray[np.uint8]:
     return np.frombuffer(data, np.uint8)
 
 
-class WaitingSource:
-    """A source whose reads wait for ``wait_s``, all samples of a batch at the same time."""
+class Counted:
+    """The base of a dataset of so many samples."""
 
-    def __init__(self, length: int, wait_s: float) -> None:
-        self._length = length
-        self._wait_s = wait_s
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
 
     def __len__(self) -> int:
-        return self._length
+        return self.samples
+
+
+class Numbered(Counted):
+    """The base of a source whose keys are numbers."""
 
     def key(self, index: int) -> str:
         return str(index)
+
+
+class WaitingSource(Numbered):
+    """A source whose reads wait for ``wait_s``, all samples of a batch at the same time."""
+
+    def __init__(self, length: int, wait_s: float) -> None:
+        super().__init__(length)
+        self._wait_s = wait_s
 
     async def read(self, index: int) -> bytes:
         if self._wait_s:

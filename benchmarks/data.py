@@ -17,7 +17,6 @@ WIDTH, HEIGHT = 500, 400
 QUALITY = 90
 TINY_BYTES = 2048
 FAT_BYTES = 8_000_000
-FILES_PER_FOLDER = 1000
 
 
 def default_folder() -> Path:
@@ -38,12 +37,12 @@ def noise_folder(data: Path, count: int) -> Path:
 
 def tiny_folder(data: Path, count: int) -> Path:
     """``count`` files of 2 KB of random bytes, 1,000 per sub-folder."""
-    return generate(data / f"tiny-{TINY_BYTES}-{count}", lambda folder: _write_tiny_files(folder, count))
+    return generate(data / f"tiny-{TINY_BYTES}-{count}", lambda folder: _write_random(folder, count, TINY_BYTES))
 
 
 def fat_folder(data: Path, count: int) -> Path:
-    """``count`` files of 8 MB of random bytes, in one sub-folder."""
-    return generate(data / f"fat-{FAT_BYTES}-{count}", lambda folder: _write_fat_files(folder, count))
+    """``count`` files of 8 MB of random bytes."""
+    return generate(data / f"fat-{FAT_BYTES}-{count}", lambda folder: _write_random(folder, count, FAT_BYTES))
 
 
 def files_below(folder: Path | str) -> list[str]:
@@ -73,9 +72,9 @@ def _write_jpegs(folder: Path, count: int, width: int, height: int) -> None:
 
     random = np.random.default_rng(0)
     pictures = photographs()
-    for name in pictures:
-        (folder / name).mkdir()
     names = list(pictures)
+    for name in names:
+        (folder / name).mkdir()
 
     def write(name: str, number: int, box: tuple[float, float, float, float]) -> None:
         part = pictures[name].resize((width, height), Image.Resampling.LANCZOS, box=box)
@@ -86,8 +85,7 @@ def _write_jpegs(folder: Path, count: int, width: int, height: int) -> None:
         name = names[number % len(names)]
         picture = pictures[name]
         # Three fifths to all of the largest crop of this shape: neither blurred nor all alike.
-        share = random.uniform(0.6, 1.0)
-        across = min(picture.width, picture.height * width / height) * share
+        across = min(picture.width, picture.height * width / height) * random.uniform(0.6, 1.0)
         down = across * height / width
         left, top = random.uniform(0, picture.width - across), random.uniform(0, picture.height - down)
         jobs.append((name, number, (left, top, left + across, top + down)))
@@ -95,10 +93,8 @@ def _write_jpegs(folder: Path, count: int, width: int, height: int) -> None:
 
 
 def _in_threads(work: Callable[..., None], jobs: Sequence[tuple[Any, ...]]) -> None:
-    """Run the jobs on all cores."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for _ in pool.map(lambda job: work(*job), jobs):
-            pass
+        list(pool.map(lambda job: work(*job), jobs))
 
 
 def _write_noise(folder: Path, count: int) -> None:
@@ -135,14 +131,8 @@ def photographs() -> dict[str, Image.Image]:
     return {name: Image.fromarray(array) for name, array in arrays.items()}
 
 
-def _write_tiny_files(folder: Path, count: int) -> None:
+def _write_random(folder: Path, count: int, nbytes: int) -> None:
     for number in range(count):
-        parent = folder / f"{number // FILES_PER_FOLDER:03d}"
+        parent = folder / f"{number // 1000:03d}"
         parent.mkdir(exist_ok=True)
-        (parent / f"{number:06d}.bin").write_bytes(os.urandom(TINY_BYTES))
-
-
-def _write_fat_files(folder: Path, count: int) -> None:
-    (folder / "0").mkdir()
-    for number in range(count):
-        (folder / "0" / f"{number:06d}.bin").write_bytes(os.urandom(FAT_BYTES))
+        (parent / f"{number:06d}.bin").write_bytes(os.urandom(nbytes))

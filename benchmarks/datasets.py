@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import default_collate
 
 import aiofeed
-from benchmarks.contenders import epochs, fed, labelled, loaded
+from benchmarks.contenders import Counted, epochs, fed, labelled, loaded
 from benchmarks.data import files_below, jpeg_folder
 from benchmarks.figures import Figure, per
 from benchmarks.harness import Contender, Measure, Settings, interleave
@@ -82,15 +82,13 @@ def dataset(kind: str, samples: int, folder: str = "") -> Any:
     return {DIGITS: Digits, PAIRS: Pairs, "dicts": Dicts, "detection": Detection}[kind](samples)
 
 
-class Digits:
+class Digits(Counted):
     """Items like those of torchvision's ``MNIST`` with ``ToTensor`` and ``Normalize``, which do the same calls."""
 
     def __init__(self, samples: int) -> None:
+        super().__init__(samples)
         self.data = np.random.default_rng(0).integers(0, 256, (samples, 28, 28), dtype=np.uint8)
         self.targets = np.arange(samples) % 10
-
-    def __len__(self) -> int:
-        return len(self.data)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         from PIL import Image
@@ -102,27 +100,23 @@ class Digits:
         return tensor.clone().sub_(mean).div_(std), int(self.targets[index])
 
 
-class Pairs:
+class Pairs(Counted):
     """Items that take a microsecond: a row of 64 floats and a number."""
 
     def __init__(self, samples: int) -> None:
+        super().__init__(samples)
         self.rows = torch.randn(samples, 64)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         return self.rows[index], index % 10
 
 
-class Crops:
+class Crops(Counted):
     """Photographs, cropped at random and flipped with the calls of torchvision's transforms."""
 
     def __init__(self, files: list[str]) -> None:
+        super().__init__(len(files))
         self.files = files
-
-    def __len__(self) -> int:
-        return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         from PIL import Image
@@ -139,14 +133,8 @@ class Crops:
         return torch.from_numpy(np.array(crop)).permute(2, 0, 1).contiguous(), index % 10
 
 
-class Dicts:
+class Dicts(Counted):
     """Dicts of an array, numbers and a string."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
 
     def __getitem__(self, index: int) -> Any:
         return {"x": np.full((64, 64), index, np.float32), "index": index, "name": f"sample {index}", "weight": 0.5}

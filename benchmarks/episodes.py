@@ -116,9 +116,6 @@ def stored(settings: Settings) -> list[Figure]:
     return figures
 
 
-# --- contenders -------------------------------------------------------------------------------------------------------
-
-
 def windows_of(cameras: int, frames: int) -> dict[str, list[float]]:
     """The offsets of an item, in seconds."""
     offsets = [-0.1, 0.0][-frames:]
@@ -172,9 +169,6 @@ def lerobot_loader(root: str, cameras: int, frames: int, least_s: float) -> Iter
     sampler = RandomSampler(dataset, replacement=True, num_samples=1 << 30)
     with endless(DataLoader(dataset, BATCH, sampler=sampler, num_workers=WORKERS), least_s) as measure:
         yield measure
-
-
-# --- data -------------------------------------------------------------------------------------------------------------
 
 
 def write_dataset(root: Path, codec: str, options: dict[str, str], count: int, length: int) -> None:

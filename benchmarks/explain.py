@@ -30,6 +30,7 @@ import torch
 
 import aiofeed
 from aiofeed import FromDataset, Stream
+from benchmarks.contenders import Counted, Numbered
 from benchmarks.figures import Figure, at_least, at_most, column
 from benchmarks.harness import Contender, Measure, Settings, interleave
 
@@ -71,20 +72,12 @@ def run(settings: Settings) -> list[Figure]:
     return figures
 
 
-# --- sources, decoders and steps that are slow in one way
-
-
-class Numbers:
+class Numbers(Numbered):
     """Numbers that are read in ``read_s``, one in ten in ``slow_s``; ``transfer_s`` of it one after the other."""
 
     def __init__(self, samples: int, read_s: float = 0.0, transfer_s: float = 0.0, slow_s: float = 0.0) -> None:
-        self._samples, self._read_s, self._transfer_s, self._slow_s = samples, read_s, transfer_s, slow_s
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def key(self, index: int) -> str:
-        return str(index)
+        super().__init__(samples)
+        self._read_s, self._transfer_s, self._slow_s = read_s, transfer_s, slow_s
 
     async def open(self) -> None:
         self._storage = asyncio.Lock()
@@ -98,14 +91,12 @@ class Numbers:
         return index.to_bytes(8, "little")
 
 
-class Items:
+class Items(Counted):
     """A ``Dataset`` that takes a while for an item."""
 
     def __init__(self, samples: int, seconds: float) -> None:
-        self._samples, self._seconds = samples, seconds
-
-    def __len__(self) -> int:
-        return self._samples
+        super().__init__(samples)
+        self._seconds = seconds
 
     def __getitem__(self, index: int) -> int:
         time.sleep(self._seconds)
@@ -172,7 +163,7 @@ class SlowSampler(Items):
     """Numbers in order, each after a while: the indices of a sampler, or batches."""
 
     def __iter__(self) -> Iterator[int]:
-        return map(self.__getitem__, range(self._samples))
+        return map(self.__getitem__, range(len(self)))
 
 
 def slow_iterable(samples: int) -> Any:
@@ -213,9 +204,6 @@ def others_on_the_cores() -> Iterator[None]:
         for burner in burners:
             burner.kill()
             burner.wait()
-
-
-# --- the plants
 
 
 @dataclass(frozen=True)

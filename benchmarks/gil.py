@@ -44,25 +44,25 @@ def run(settings: Settings) -> list[Figure]:
     base = {"least_s": 0.02 if settings.quick else 0.4}
     contenders = [Contender(ITSELF, itself, base)]
     for name, (width, height, side, count) in JPEGS.items():
-        folder = str(jpeg_folder(settings.data, settings.size(count, 16), width, height))
-        for backend, library in BACKENDS.items():
-            if backend != "turbo" or find_spec("simplejpeg"):
-                options = {"folder": folder, "side": side, "backend": backend, **base}
-                contenders.append(Contender(f"{name}, {library}", images, options))
-    contenders += [Contender(name, records, {"name": name, "folder": str(settings.data), **base}) for name in RECORDS]
-    if find_spec("av"):
-        contenders.append(Contender(SOUND, records, {"name": SOUND, "folder": str(settings.data), **base}))
+        options = {
+            "folder": str(jpeg_folder(settings.data, settings.size(count, 16), width, height)),
+            "side": side,
+            **base,
+        }
+        contenders += [
+            Contender(f"{name}, {library}", images, {**options, "backend": backend})
+            for backend, library in BACKENDS.items()
+            if backend != "turbo" or find_spec("simplejpeg")
+        ]
+    names = (*RECORDS, SOUND) if find_spec("av") else RECORDS
+    contenders += [Contender(name, records, {"name": name, "folder": str(settings.data), **base}) for name in names]
     figures = []
     for contender in contenders:
-        [(label, samples)] = interleave([contender], settings).items()
-        held_us = tuple(sample["held_us"] for sample in samples)
-        target = at_most(5) if label == ITSELF else None
-        figures.append(Figure(f"GIL: {label}", held_us, "us", target))
-        figures.append(Figure(f"CPU: {label}", tuple(sample["cpu_us"] for sample in samples), "us"))
+        race = interleave([contender], settings)
+        target = at_most(5) if contender.label == ITSELF else None
+        figures.append(Figure(f"GIL: {contender.label}", race.column(contender.label, "held_us"), "us", target))
+        figures.append(Figure(f"CPU: {contender.label}", race.column(contender.label, "cpu_us"), "us"))
     return figures
-
-
-# --- decoders
 
 
 def images(folder: str, side: int, backend: Any, least_s: float) -> Any:
@@ -178,9 +178,6 @@ def held(flag: GilFlag, work: Callable[[], int], alone: bool = True) -> Mapping[
     return {"items": items, "held_us": flag.stop() * busy_s / items * 1e6, "cpu_us": cpu_s / items * 1e6}
 
 
-# --- the flag
-
-
 class GilFlag:
     """Another process that reads whether this one's GIL is held. To be made while this is the only thread."""
 
@@ -192,10 +189,9 @@ class GilFlag:
         self._answer()
         for phase in range(PHASES):
             self._send("look")
-            if phase % 2:
-                until = time.perf_counter() + PHASE_S
-                while time.perf_counter() < until:
-                    pass
+            until = time.perf_counter() + PHASE_S
+            while phase % 2 and time.perf_counter() < until:
+                pass
             self._answer()
         if not int(self._answer()):
             raise RuntimeError("no flag of the GIL was found in the interpreter's state")
@@ -210,9 +206,7 @@ class GilFlag:
         return float(self._answer())
 
     def _send(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
+        print(line, file=self._process.stdin, flush=True)
 
     def _answer(self) -> str:
         assert self._process.stdout is not None

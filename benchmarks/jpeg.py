@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.contenders import as_array, fed, labelled, loaded
+from benchmarks.contenders import Counted, as_array, fed, labelled, loaded
 from benchmarks.data import files_below, jpeg_folder, tiny_folder
 from benchmarks.figures import Figure, Race, at_most
 from benchmarks.harness import Contender, Measure, Settings, interleave, measure_memory
@@ -79,7 +79,7 @@ def native(settings: Settings, width: int, height: int, side: int, count: int) -
     files = {"folder": folder, "side": side}
     contenders = [
         Contender("native", aiofeed_feeder, {**files, "backend": "native"}),
-        Contender(PROCESSES, bare_native_processes, files, bound=True),
+        Contender(PROCESSES, bare_processes, {**files, "decode": "native"}, bound=True),
     ]
     least = {PROCESSES: 0.65 if width == 64 else 0.95}
     if width == 64:
@@ -152,8 +152,9 @@ def native_decoder(side: int) -> Any:
     return DecodeImage((side, side), backend="native")
 
 
-def decoded(pieces: Iterable[list[str]], side: int, decode: DecodePiece) -> Iterator[None]:
-    """Decode piece after piece into the same 64 rows."""
+def decoded(pieces: Iterable[list[str]], side: int, decode: DecodePiece | str) -> Iterator[None]:
+    """Decode piece after piece into the same 64 rows; "native" by aiofeed's library."""
+    decode = native_chunk if isinstance(decode, str) else decode
     import numpy as np
 
     rows, position = np.empty((BATCH, side, side, 3), np.uint8), 0
@@ -165,7 +166,7 @@ def decoded(pieces: Iterable[list[str]], side: int, decode: DecodePiece) -> Iter
 
 @contextmanager
 def bare_threads(
-    folder: str, decode: DecodePiece = one_by_one, side: int = SIZE, workers: int = WORKERS
+    folder: str, decode: DecodePiece | str = one_by_one, side: int = SIZE, workers: int = WORKERS
 ) -> Iterator[Measure]:
     """Threads that only read and decode."""
     paths = files_below(folder)
@@ -186,7 +187,7 @@ def bare_threads(
 
 @contextmanager
 def bare_processes(
-    folder: str, decode: DecodePiece = one_by_one, side: int = SIZE, workers: int = WORKERS
+    folder: str, decode: DecodePiece | str = one_by_one, side: int = SIZE, workers: int = WORKERS
 ) -> Iterator[Measure]:
     """The same in processes, which are forked beforehand."""
     context = multiprocessing.get_context("fork")
@@ -217,13 +218,9 @@ def bare_processes(
         done.close()
 
 
-def decode_on_request(todo: Any, done: Any, side: int, decode: DecodePiece) -> None:
+def decode_on_request(todo: Any, done: Any, side: int, decode: DecodePiece | str) -> None:
     for _ in decoded(iter(todo.get, None), side, decode):
         done.put(None)
-
-
-def bare_native_processes(folder: str, side: int) -> AbstractContextManager[Measure]:
-    return bare_processes(folder, native_chunk, side)
 
 
 class Images:
@@ -256,14 +253,12 @@ def tiny_loader(folder: str) -> AbstractContextManager[Measure]:
     return loaded(TinyFiles(files_below(folder)), BATCH, WORKERS)
 
 
-class TinyFiles:
+class TinyFiles(Counted):
     """The Dataset of files of 2 KB for ``DataLoader``."""
 
     def __init__(self, paths: list[str]) -> None:
+        super().__init__(len(paths))
         self._paths = paths
-
-    def __len__(self) -> int:
-        return len(self._paths)
 
     def __getitem__(self, index: int) -> NDArray[np.uint8]:
         with open(self._paths[index], "rb") as file:

@@ -34,16 +34,16 @@ TITLE = "random clips of 16 frames, batch 8; images with masks, random crops to 
 BATCH, FRAMES, STRIDE, SIZE = 8, 16, 2, 112
 WIDTH, HEIGHT, LENGTH, RATE, KEY_EVERY = 320, 240, 250, 25, 50
 PAIR_BATCH, PAIR_SIZE, BOX = 32, 224, [60, 50, 400, 350]
+VIDEO_LOADER = "DataLoader + PyAV"
 PAIRS, LOADER = "DecodePair", "DataLoader, Pillow"
 
 
 def run(settings: Settings) -> list[Figure]:
     paths = videos(settings.data / "videos", settings.size(24, 4), settings.size(LENGTH, 60))
     options = {"paths": paths, "least_s": settings.size(1, 0)}
-    libraries = {"DataLoader + PyAV": "av", **({"DataLoader + torchcodec": "torchcodec"} if torchcodec_loads() else {})}
-    loaders = [Contender(name, loader, {**options, "library": library}) for name, library in libraries.items()]
-    race = interleave([Contender("Clips", clips, options), *loaders], settings)
-    figures = [race.speed("Clips", label, 1.2, "clips") for label in libraries] + race.rates("clips")
+    contenders = [Contender("Clips", clips, options), Contender(VIDEO_LOADER, loader, options)]
+    race = interleave(contenders, settings)
+    figures = [race.speed("Clips", VIDEO_LOADER, 1.2, "clips"), *race.rates("clips")]
     count = settings.size(384, 64)
     folder = str(generate(settings.data / f"pairs-{count}", lambda root: write_pairs(settings.data, root, count)))
     for name, boxes in (("pairs", False), ("pairs with boxes", True)):
@@ -89,62 +89,42 @@ def write_video(path: Path, frames: int, seed: int) -> None:
         output.mux(stream.encode(None))
 
 
-def torchcodec_loads() -> bool:
-    try:
-        import torchcodec.decoders  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
-    except (ImportError, OSError, RuntimeError):  # the last two if libraries are missing
-        return False
-    return True
-
-
 def clips(paths: Sequence[str], least_s: float) -> AbstractContextManager[Measure]:
     source = aiofeed.Clips(aiofeed.Files(paths), FRAMES, STRIDE, "random", SIZE)
     limits = aiofeed.Limits(decode_threads=2)
     return fed(aiofeed.Feeder(source, batch_size=BATCH, shuffle=True, limits=limits), least_s=least_s)
 
 
-def loader(paths: Sequence[str], least_s: float, library: str) -> AbstractContextManager[Measure]:
-    return loaded(Videos(paths, library), BATCH, 2, least_s=least_s, shuffle=True)
+def loader(paths: Sequence[str], least_s: float) -> AbstractContextManager[Measure]:
+    return loaded(Videos(paths), BATCH, 2, least_s=least_s, shuffle=True)
 
 
 class Videos:
     """A Dataset of clips, as one writes it for ``DataLoader``."""
 
-    def __init__(self, paths: Sequence[str], library: str) -> None:
+    def __init__(self, paths: Sequence[str]) -> None:
         self.paths = paths
-        self.read = self.with_torchcodec if library == "torchcodec" else self.with_av
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Frames with the shorter side of `SIZE` pixels, cropped to a square."""
-        frames = self.read(self.paths[index])
+        frames = self.frames(self.paths[index])
         height, width = SIZE, SIZE * frames.shape[3] // frames.shape[2]
         small = torch.nn.functional.interpolate(frames, (height, width), mode="bilinear", antialias=True)
         left = (width - SIZE) // 2
         return small[:, :, :, left : left + SIZE].contiguous()
 
-    def start(self, length: int) -> int:
-        return random.randint(0, length - 1 - (FRAMES - 1) * STRIDE)
-
-    def with_torchcodec(self, path: str) -> torch.Tensor:
-        from torchcodec.decoders import VideoDecoder
-
-        decoder = VideoDecoder(path)
-        start = self.start(len(decoder))
-        frames: torch.Tensor = decoder.get_frames_in_range(start, start + (FRAMES - 1) * STRIDE + 1, STRIDE).data
-        return frames
-
-    def with_av(self, path: str) -> torch.Tensor:
+    def frames(self, path: str) -> torch.Tensor:
         import av
 
         with av.open(path) as container:
             stream = container.streams.video[0]
             assert stream.time_base is not None
-            stream.thread_count = 1  # as torchcodec: the workers are the threads
+            stream.thread_count = 1  # the workers are the threads
             ticks = round(1 / (RATE * stream.time_base))
-            start = self.start(stream.frames)
+            start = random.randint(0, stream.frames - 1 - (FRAMES - 1) * STRIDE)
             wanted = {(start + STRIDE * at) * ticks for at in range(FRAMES)}
             container.seek(start * ticks, stream=stream)
             found: list[Any] = []

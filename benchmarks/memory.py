@@ -1,11 +1,10 @@
 """How long is an epoch of data that are in memory already, tensors and tokens, or of tokens in an object store?
 
 60,000 samples of 28 x 28 with labels, shuffled, batch 64: ``Tensors`` is compared with ``DataLoader``, with indexing
-per batch by a permutation, with slices of a new ``x[order]`` per epoch, and with "memcpy of rows": ``np.take(...,
-out=)`` into three buffers in turn. 64 shuffled windows of 1,024 uint16 tokens per batch and their targets, as int64,
-from a file in the page cache, are compared with ``np.take``, and with ``DataLoader``. Windows of 2,048 tokens in four
-objects of 64 MiB that answer after 20 ms, shuffled within 64 MiB, are compared with one request for each object after
-the other, and with one for each 4 MiB.
+per batch by a permutation, and with "memcpy of rows": ``np.take(..., out=)`` into three buffers in turn. 64 shuffled
+windows of 1,024 uint16 tokens per batch and their targets, as int64, from a file in the page cache, are compared with
+``np.take`` and ``DataLoader``. Windows of 2,048 tokens in four objects of 64 MiB that answer after 20 ms, shuffled
+within 64 MiB, are compared with one request for each object after the other, and with one for each 4 MiB.
 
 Targets: 15 times ``DataLoader``; for bytes 4.0 times indexing per batch, for float32 0.9 of memcpy; for tokens 0.7 of
 ``np.take``, and 20 times ``DataLoader`` with workers. At URLs 0.8 of a download.
@@ -15,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -26,42 +26,29 @@ import aiofeed
 from benchmarks.contenders import epochs, fed, labelled, loaded
 from benchmarks.figures import Figure
 from benchmarks.harness import Contender, Measure, Settings, interleave
-from benchmarks.objects import DELAY_S, name, options_of, server
+from benchmarks.objects import DELAY_S, name, new_store, options_of, server
 
 TITLE = "60,000 samples in memory; windows of 1,024 tokens; batch 64, shuffled"
 
 BATCH, BLOCK = 64, 1024
 OBJECTS, OBJECT_BYTES, RANGE_BYTES, WINDOW = 4, 64 << 20, 4 << 20, 2048
 LOADER, LOADER_2 = "DataLoader, no workers", "DataLoader, 2 workers"
+INDEXING, MEMCPY = "index per batch", "memcpy of rows"
 
 
 def run(settings: Settings) -> list[Figure]:
     figures, least = [], {"least_s": settings.size(2, 0) / 10}
     for dtype in ("uint8", "float32"):
         options = {"samples": settings.size(60_000, 640), "dtype": dtype, **least}
-        contenders = [
-            Contender("aiofeed", aiofeed_feeder, options),
-            Contender(LOADER, data_loader, options),
-            Contender("index per batch", index_per_batch, options),
-            Contender("fresh copy per epoch", fresh_copy, options),
-            Contender("memcpy of rows", copied_rows, options),
-        ]
-        race = interleave(contenders, settings)
-        figures += [
-            race.speed("aiofeed", LOADER, 15, dtype),
-            race.speed("aiofeed", "index per batch", 4.0 if dtype == "uint8" else None, dtype),
-            race.speed("aiofeed", "memcpy of rows", 0.9 if dtype == "float32" else None, dtype),
-            race.speed("aiofeed", "fresh copy per epoch", None, dtype),
-            *race.rates("samples", dtype),
-        ]
+        ways = ("aiofeed", LOADER, INDEXING, MEMCPY)
+        race = interleave([Contender(way, tensors, {**options, "way": way}) for way in ways], settings)
+        bars = {LOADER: 15, INDEXING: 4.0 if dtype == "uint8" else None, MEMCPY: 0.9 if dtype == "float32" else None}
+        figures += [race.speed("aiofeed", other, bar, dtype) for other, bar in bars.items()]
+        figures += race.rates("samples", dtype)
     path = token_file(settings)
-    options = {"path": path, **least}
-    contenders = [
-        Contender("Tokens", tokens, options),
-        Contender("np.take", take, options),
-        Contender(LOADER, slices_loader, {"path": path}),
-        Contender(LOADER_2, slices_loader, {"path": path, "workers": 2}),
-    ]
+    contenders = [Contender(*each, {"path": path, **least}) for each in (("Tokens", tokens), ("np.take", take))]
+    for label, workers in ((LOADER, 0), (LOADER_2, 2)):
+        contenders.append(Contender(label, slices_loader, {"path": path, "workers": workers}))
     race = interleave(contenders, settings)
     bars = {"np.take": 0.7, LOADER_2: 20, LOADER: None}
     figures += [race.speed("Tokens", other, bar, "tokens") for other, bar in bars.items()]
@@ -76,58 +63,31 @@ def run(settings: Settings) -> list[Figure]:
     return [*figures, *race.rates("windows", "at URLs")]
 
 
-def data(samples: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+def tensors(way: str, samples: int, dtype: str, least_s: float) -> AbstractContextManager[Measure]:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (samples, 1, 28, 28), generator=generator, dtype=torch.uint8)
-    return pixels.to(getattr(torch, dtype)), torch.randint(10, (samples,), generator=generator)
+    both = pixels.to(getattr(torch, dtype)), torch.randint(10, (samples,), generator=generator)
+    if way == "aiofeed":
+        feeder = aiofeed.Feeder(aiofeed.Tensors(*both), batch_size=BATCH, shuffle=True)
+        return fed(feeder, labelled, least_s=least_s)
+    if way == LOADER:
+        return loaded(TensorDataset(*both), BATCH, samples_in=labelled, least_s=least_s, shuffle=True)
+    return epochs(partial(indexed if way == INDEXING else copied, both), labelled, least_s=least_s)
 
 
-def aiofeed_feeder(samples: int, dtype: str, least_s: float) -> AbstractContextManager[Measure]:
-    feeder = aiofeed.Feeder(aiofeed.Tensors(*data(samples, dtype)), batch_size=BATCH, shuffle=True)
-    return fed(feeder, labelled, least_s=least_s)
+def indexed(both: tuple[torch.Tensor, ...]) -> Iterator[Any]:
+    order = torch.randperm(len(both[0]))
+    return ([each[part] for each in both] for part in order.split(BATCH))
 
 
-def data_loader(samples: int, dtype: str, least_s: float) -> AbstractContextManager[Measure]:
-    return loaded(TensorDataset(*data(samples, dtype)), BATCH, samples_in=labelled, least_s=least_s, shuffle=True)
-
-
-def index_per_batch(samples: int, dtype: str, least_s: float) -> AbstractContextManager[Measure]:
-    images, labels = data(samples, dtype)
-
-    def batches() -> Iterator[Any]:
-        order = torch.randperm(samples)
-        parts = [order[first : first + BATCH] for first in range(0, samples, BATCH)]
-        return ((images[part], labels[part]) for part in parts)
-
-    return epochs(batches, labelled, least_s=least_s)
-
-
-def fresh_copy(samples: int, dtype: str, least_s: float) -> AbstractContextManager[Measure]:
-    images, labels = data(samples, dtype)
-
-    def batches() -> Iterator[Any]:
-        order = torch.randperm(samples)
-        rows, names = images[order], labels[order]
-        return ((rows[at : at + BATCH], names[at : at + BATCH]) for at in range(0, samples, BATCH))
-
-    return epochs(batches, labelled, least_s=least_s)
-
-
-@contextmanager
-def copied_rows(samples: int, dtype: str, least_s: float) -> Iterator[Measure]:
-    images, labels = (each.numpy() for each in data(samples, dtype))
-    buffers = cycle([[np.empty_like(each[:BATCH]) for each in (images, labels)] for _ in range(3)])
-
-    def batches() -> Iterator[Any]:
-        order = np.random.default_rng().permutation(samples)
-        for first in range(0, samples, BATCH):
-            part = order[first : first + BATCH]
-            for source, out in zip((images, labels), next(buffers), strict=True):
-                np.take(source, part, axis=0, out=out[: len(part)], mode="clip")  # the default mode copies twice
-            yield None, part
-
-    with epochs(batches, labelled, least_s=least_s) as measure:
-        yield measure
+def copied(both: tuple[torch.Tensor, ...]) -> Iterator[Any]:
+    buffers = cycle([[torch.empty_like(each[:BATCH]).numpy() for each in both] for _ in range(3)])
+    for part in torch.randperm(len(both[0])).split(BATCH):
+        for source, out in zip(both, next(buffers), strict=True):
+            np.take(
+                source.numpy(), part.numpy(), axis=0, out=out[: len(part)], mode="clip"
+            )  # by default it copies twice
+        yield None, part
 
 
 def token_file(settings: Settings) -> str:
@@ -154,9 +114,7 @@ def at_urls(port: int) -> AbstractContextManager[Measure]:
 
 @contextmanager
 def download(port: int, part: int) -> Iterator[Measure]:
-    from obstore.store import S3Store
-
-    store = S3Store("bucket", **options_of(port), client_options={"allow_http": True})
+    store = new_store(options_of(port))
     size = store.head(name(0))["size"]
     reads = [(name(number), start) for number in range(OBJECTS) for start in range(0, size, part)]
 

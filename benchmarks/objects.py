@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from benchmarks.contenders import loaded, single_epochs
+from benchmarks.contenders import Counted, loaded, single_epochs
 from benchmarks.figures import Figure, at_least, at_most, per
 from benchmarks.harness import PROJECT, Contender, Measure, Settings, interleave
 
@@ -51,11 +51,11 @@ def run(settings: Settings) -> list[Figure]:
         unhedged = {"port": port, "reads": settings.size(512, 4), "hedges": 0.0}
         contenders = [Contender("hedged", aiofeed_feeder, options), Contender("unhedged", aiofeed_feeder, unhedged)]
         race = interleave(contenders, settings)
+        name = "2 % at 1 s: {}".format
         ratio = per(race.rate("hedged"), race.rate("unhedged"))
-        figures += [
-            Figure("2 % at 1 s: hedged / unhedged", ratio, target=at_least(3)),
-            Figure("2 % at 1 s: requests per read", race.column("hedged", "requests"), target=at_most(1.06)),
-        ]
+        figures.append(Figure(name("hedged / unhedged"), ratio, target=at_least(3)))
+        requests = race.column("hedged", "requests")
+        figures.append(Figure(name("requests per read"), requests, target=at_most(1.06)))
     with server("--size", str(RANGE * JOINED)) as port:
         keys = settings.size(2_000_000, 1000)
         contenders = [
@@ -63,11 +63,10 @@ def run(settings: Settings) -> list[Figure]:
             Contender("keys", many_keys, {"keys": keys}, ("torch", "aiofeed:ImageFolder")),
         ]
         race = interleave(contenders, settings)
-        per_million = race.column("keys", "start_s", 1e9 / keys)
         figures += [
             Figure("loop per joined range", race.column("ranges", "joined_us"), "us", at_most(6)),
             Figure("loop per single range", race.column("ranges", "single_us"), "us", at_most(80)),
-            Figure("start with a million keys", per_million, "ms", at_most(1000)),
+            Figure("start with a million keys", race.column("keys", "start_s", 1e9 / keys), "ms", at_most(1000)),
             Figure("memory per key", race.column("keys", "key_bytes"), "bytes", at_most(120)),
         ]
     return figures + shards(settings, size)
@@ -76,7 +75,8 @@ def run(settings: Settings) -> list[Figure]:
 def objects(settings: Settings, port: int) -> list[Figure]:
     figures = []
     for count in (IN_FLIGHT, *FEWER_AND_MORE):
-        options = {"port": port, "reads": settings.size(6400, 64), "in_flight": count}
+        reads = settings.size(6400 if count == IN_FLIGHT else 3200, 64)
+        options = {"port": port, "reads": reads, "in_flight": count}
         contenders = [
             Contender("aiofeed", aiofeed_feeder, options),
             Contender("obstore", bare_obstore, options, bound=True),
@@ -85,7 +85,7 @@ def objects(settings: Settings, port: int) -> list[Figure]:
         ]
         name = f"{count} in flight"
         if count == IN_FLIGHT:
-            contenders.append(Contender(LOADER, data_loader, {"port": port, "reads": settings.size(128, 4)}))
+            contenders.append(Contender(LOADER, data_loader, {"port": port, "samples": settings.size(128, 4)}))
         race = interleave(contenders, settings)
         figures.append(race.speed("aiofeed", "obstore", 0.97, name))
         if count == IN_FLIGHT:
@@ -106,7 +106,7 @@ def shards(settings: Settings, size: int) -> list[Figure]:
         contenders = [
             Contender("in order", shard_feeder, {**options, "shuffle": False}),
             Contender("full shuffle", shard_feeder, {**options, "shuffle": True}),
-            Contender(LOADER, shard_loader, fewer),
+            Contender(LOADER, data_loader, fewer),
         ]
         race = interleave(contenders, settings)
     return [
@@ -178,9 +178,8 @@ def counting_requests(feeder: Any, hedges: float) -> Iterator[Measure]:
 def bare_obstore(port: int, reads: int, in_flight: int, batch: int = 1) -> Iterator[Measure]:
     import obstore
     import uvloop
-    from obstore.store import S3Store
 
-    store = S3Store("bucket", **options_of(port), client_options={"allow_http": True})
+    store = new_store(options_of(port))
 
     async def read(number: int) -> int:
         answer = await obstore.get_async(store, name(number))
@@ -207,9 +206,7 @@ def bare_obstore(port: int, reads: int, in_flight: int, batch: int = 1) -> Itera
 
 @contextmanager
 def obstore_in_threads(port: int, reads: int, in_flight: int) -> Iterator[Measure]:
-    from obstore.store import S3Store
-
-    store = S3Store("bucket", **options_of(port), client_options={"allow_http": True})
+    store = new_store(options_of(port))
     with ThreadPoolExecutor(in_flight) as threads:
 
         def read_all() -> Mapping[str, float]:
@@ -220,47 +217,32 @@ def obstore_in_threads(port: int, reads: int, in_flight: int) -> Iterator[Measur
         yield read_all
 
 
-class Objects:
-    """A ``Dataset`` that reads objects one after the other."""
+class Objects(Counted):
+    """A ``Dataset`` that reads objects, or the ranges of samples of shards, one after the other."""
 
-    def __init__(self, port: int, samples: int) -> None:
-        self._options, self._samples = options_of(port), samples
+    def __init__(self, port: int, samples: int, shards: int = 0, members: int = 0, size: int = 0) -> None:
+        super().__init__(samples)
+        self._options = options_of(port)
+        self._shards, self._members, self._size = shards, members, size
         self._store: Any = None
 
-    def __len__(self) -> int:
-        return self._samples
-
     def __getitem__(self, index: int) -> int:
-        if self._store is None:
-            from obstore.store import S3Store
-
-            self._store = S3Store("bucket", **self._options, client_options={"allow_http": True})
-        return len(self.read(self._store, index))
-
-    def read(self, store: Any, index: int) -> bytes:
-        return bytes(store.get(name(index)).bytes())
-
-
-class Ranges(Objects):
-    """A ``Dataset`` that reads the range of one sample of a shard after the other."""
-
-    def __init__(self, port: int, shards: int, members: int, samples: int, size: int) -> None:
-        super().__init__(port, samples)
-        self._shards, self._members, self._size = shards, members, size
-
-    def read(self, store: Any, index: int) -> bytes:
+        self._store = self._store or new_store(self._options)
+        if not self._shards:
+            return len(bytes(self._store.get(name(index)).bytes()))
         start = BLOCK + index // self._shards % self._members * (BLOCK + -(-self._size // BLOCK) * BLOCK)
-        return bytes(store.get_range(name(index % self._shards), start=start, length=self._size))
+        return len(bytes(self._store.get_range(name(index % self._shards), start=start, length=self._size)))
 
 
-def data_loader(port: int, reads: int) -> AbstractContextManager[Measure]:
+def new_store(options: dict[str, Any]) -> Any:
+    from obstore.store import S3Store
+
+    return S3Store("bucket", **options, client_options={"allow_http": True})
+
+
+def data_loader(**options: Any) -> AbstractContextManager[Measure]:
     # Spawned: in a test of this benchmark, obstore has threads in this process, and a fork would never get an answer.
-    return loaded(Objects(port, reads), BATCH, 2, shuffle=True, multiprocessing_context="spawn")
-
-
-def shard_loader(port: int, shards: int, members: int, samples: int, size: int) -> AbstractContextManager[Measure]:
-    dataset = Ranges(port, shards, members, samples, size)
-    return loaded(dataset, BATCH, 2, shuffle=True, multiprocessing_context="spawn")
+    return loaded(Objects(**options), BATCH, 2, shuffle=True, multiprocessing_context="spawn")
 
 
 def shard_feeder(port: int, shards: int, shuffle: bool) -> AbstractContextManager[Measure]:

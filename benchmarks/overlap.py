@@ -87,18 +87,17 @@ def overlapping(load: str, loop: str, batches: int) -> Iterator[Measure]:
         feeder = aiofeed.Feeder(source, decode=slow_length_of, batch_size=1, limits=limits)
 
     # Inside `epochs` the feeder knows that this epoch is the last, and prefetches nothing of the next.
-    def sync_epoch() -> None:
-        for _ in feeder.epochs(feeder.epoch + 2):
-            for _ in feeder:
-                time.sleep(STEP_S)
-
     async def async_epoch() -> None:
-        for _ in feeder.epochs(feeder.epoch + 2):
-            async for _ in feeder:
-                time.sleep(STEP_S)  # noqa: ASYNC251 - the step is meant to block
+        async for _ in feeder:
+            time.sleep(STEP_S)  # noqa: ASYNC251 - the step is meant to block
 
     def measure() -> Mapping[str, float]:
-        sync_epoch() if loop == "for" else asyncio.run(async_epoch())
+        for _ in feeder.epochs(feeder.epoch + 2):
+            if loop == "for":
+                for _ in feeder:
+                    time.sleep(STEP_S)
+            else:
+                asyncio.run(async_epoch())
         return {"items": batches}
 
     with feeder:
@@ -109,11 +108,8 @@ def overlapping(load: str, loop: str, batches: int) -> Iterator[Measure]:
 @contextmanager
 def taking(loop: str, batches: int) -> Iterator[Measure]:
     sample = np.zeros(SHAPE, np.uint8)
-
-    def decode(data: bytes) -> Any:
-        return sample
-
-    with aiofeed.Feeder(WaitingSource(batches * READY_BATCH, 0.0), decode=decode, batch_size=READY_BATCH) as feeder:
+    source = WaitingSource(batches * READY_BATCH, 0.0)
+    with aiofeed.Feeder(source, decode=lambda data: sample, batch_size=READY_BATCH) as feeder:
 
         def pause_until_ready(pause: Callable[[], None]) -> bool:
             for _ in range(MOST_PAUSES):
@@ -122,52 +118,43 @@ def taking(loop: str, batches: int) -> Iterator[Measure]:
                     return True
             return False
 
-        def sync_epoch(pause: Callable[[], None]) -> list[float]:
-            times = []
-            iterator = iter(feeder)
-            for _ in range(len(feeder)):
-                ready = pause_until_ready(pause)
-                started = time.perf_counter()
-                batch = next(iterator)
-                ended = time.perf_counter()
-                del batch
-                if ready:
-                    times.append(ended - started)
-            return times
-
         async def async_epoch(pause: Callable[[], None]) -> list[float]:
-            times = []
-            iterator = aiter(feeder)
+            times, iterator = [], aiter(feeder)
             for _ in range(len(feeder)):
                 ready = pause_until_ready(pause)
                 started = time.perf_counter()
                 batch = await anext(iterator)
                 ended = time.perf_counter()
                 del batch
-                if ready:
-                    times.append(ended - started)
+                times += [ended - started] if ready else []
             return times
 
-        yield after_pauses(sync_epoch if loop == "for" else lambda pause: asyncio.run(async_epoch(pause)), batches)
+        def epoch(pause: Callable[[], None]) -> list[float]:
+            if loop == "for":
+                return times_of(feeder, lambda: pause_until_ready(pause))
+            return asyncio.run(async_epoch(pause))
+
+        yield after_pauses(epoch, batches)
+
+
+def times_of(batches: Any, pause: Callable[[], object]) -> list[float]:
+    """How long ``next`` takes after each pause that does not return False."""
+    times, iterator = [], iter(batches)
+    for _ in range(len(batches)):
+        ready = pause()
+        started = time.perf_counter()
+        batch = next(iterator)
+        ended = time.perf_counter()
+        del batch
+        times += [ended - started] if ready is not False else []
+    return times
 
 
 @contextmanager
 def taking_from_loader(batches: int) -> Iterator[Measure]:
-    loader: Any = DataLoader(Zeros(batches * READY_BATCH), READY_BATCH, num_workers=2, persistent_workers=True)  # type: ignore[arg-type]
-
-    def epoch(pause: Callable[[], None]) -> list[float]:
-        times = []
-        iterator = iter(loader)
-        for _ in range(len(loader)):
-            pause()
-            started = time.perf_counter()
-            batch = next(iterator)
-            ended = time.perf_counter()
-            del batch
-            times.append(ended - started)
-        return times
-
-    yield after_pauses(epoch, batches)
+    dataset: Any = [np.zeros(SHAPE, np.uint8)] * batches * READY_BATCH
+    loader: Any = DataLoader(dataset, READY_BATCH, num_workers=2, persistent_workers=True)
+    yield after_pauses(lambda pause: times_of(loader, pause), batches)
 
 
 def after_pauses(epoch: Callable[[Callable[[], None]], list[float]], batches: int) -> Measure:
@@ -211,17 +198,3 @@ def training(folder: str, batch: int, is_fed: bool) -> Iterator[Measure]:
         step = Step()
         with epochs(batches, lambda batch: step(*batch) is not None) as measure:
             yield measure
-
-
-class Zeros:
-    """The Dataset for ``DataLoader``."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self._sample = np.zeros(SHAPE, np.uint8)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> Any:
-        return self._sample

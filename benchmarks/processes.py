@@ -1,7 +1,7 @@
 """How much does ``engine="process"`` slow a training loop in Python, and what do three trainings on one host share?
 
 First, a step that holds the GIL all the time while a worker process decodes JPEGs: its median time, compared with the
-same step alone on one core less, and beside a bare process that decodes. Second, the time from the end of a 10 MB
+same step alone on one core less. Second, the time from the end of a 10 MB
 batch's decoding in the other process to the waiting consumer, less the time of one copy, as two bare processes measure
 it. Third, three trainings on JPEGs, batch 64: attached to a server with one feeder; beside one feeder in one process,
 and three processes with a ``DataLoader`` of one worker each. CPU time is the sum over all processes.
@@ -44,19 +44,17 @@ DECODE_S = 0.015
 BATCH = 64
 TRAININGS = 3
 IDLE_CPU_S = 0.01
-OURS, BARE, ALONE = 'engine="process"', "a bare decoding process", "alone"
+OURS, ALONE = 'engine="process"', "alone"
 
 
 def run(settings: Settings) -> list[Figure]:
     options = {"folder": str(jpeg_folder(settings.data, settings.size(1024, 96)))}
     stepping = {**options, "steps": settings.size(60, 3)}
-    ways = {ALONE: step_alone, BARE: step_beside_bare, OURS: step_beside}
+    ways = {ALONE: step_alone, OURS: step_beside}
     race = interleave([Contender(label, way, stepping) for label, way in ways.items()], settings)
     step_s = {label: race.column(label, "step_s") for label in race}
     figures = [
         Figure(f"step beside {OURS} / alone", per(step_s[OURS], step_s[ALONE]), target=at_most(1.05)),
-        Figure(f"step beside {BARE} / alone", per(step_s[BARE], step_s[ALONE])),
-        Figure(f"step beside {OURS} / beside {BARE}", per(step_s[OURS], step_s[BARE])),
         Figure("images beside steps", race.rate(OURS), "/s"),
     ]
     large = {"batches": settings.size(40, 3)}
@@ -78,9 +76,6 @@ def run(settings: Settings) -> list[Figure]:
         race.speed(attached, loaders, None, attached),
         race.speed(attached, one, None, attached),
     ]
-
-
-# --- a step beside a decoder
 
 
 def median_step(steps: int, before: Callable[[], object] = int) -> float:
@@ -108,37 +103,6 @@ def step_alone(folder: str, steps: int) -> Iterator[Measure]:
 
 
 @contextmanager
-def step_beside_bare(folder: str, steps: int) -> Iterator[Measure]:
-    """The step beside a process that decodes all the time and sends nothing."""
-
-    def measure() -> Mapping[str, float]:
-        context = multiprocessing.get_context("spawn")
-        receiver, sender = context.Pipe()
-        # The process runs during this measurement only, so that the other contenders have all cores.
-        decoder = context.Process(target=decode_forever, args=(folder, sender), daemon=True)
-        decoder.start()
-        try:
-            receiver.recv()
-            return {"step_s": median_step(steps)}
-        finally:
-            decoder.kill()
-            decoder.join()
-
-    yield measure
-
-
-def decode_forever(folder: str, started: Connection) -> None:
-    decode = aiofeed.DecodeImage((SIZE, SIZE), scaled=False)
-    out = np.empty(decode.row.shape, np.uint8)
-    paths = [Path(path) for path in files_below(folder)]
-    decode.decode_into(paths[0].read_bytes(), out)
-    started.send(True)
-    while True:
-        for path in paths:
-            decode.decode_into(path.read_bytes(), out)
-
-
-@contextmanager
 def step_beside(folder: str, steps: int) -> Iterator[Measure]:
     feeder = new_feeder(folder, batch_size=STEP_BATCH, limits=aiofeed.Limits(decode_threads=1), engine="process")
 
@@ -152,9 +116,6 @@ def step_beside(folder: str, steps: int) -> Iterator[Measure]:
             next(batches)
         yield lambda: {"step_s": median_step(steps, lambda: next(batches)), "items": steps * STEP_BATCH}
         batches.close()
-
-
-# --- the arrival of large batches
 
 
 class Stamped:
@@ -225,9 +186,6 @@ def large_batches(batches: int) -> Iterator[Measure]:
         for _ in range(5):
             next(iterator)
         yield lambda: {"late_s": statistics.median(lateness(next(iterator)) for _ in range(batches))}
-
-
-# --- three trainings
 
 
 def new_feeder(folder: str, **options: Any) -> Any:

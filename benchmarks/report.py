@@ -11,6 +11,7 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
@@ -53,23 +54,27 @@ def bound(target: Target | None, unit: str = RATIO) -> str:
     return f"{sign} {target.bound:.2f}" if unit == RATIO else f"{sign} {target.bound:g} {unit}"
 
 
+def spread(figure: Figure) -> str:
+    return f"{number(figure.low, figure.unit)} to {number(figure.high, figure.unit)}"
+
+
 def row(figure: Figure) -> tuple[str, ...]:
-    spread = f"{number(figure.low, figure.unit)} to {number(figure.high, figure.unit)}"
-    target = bound(figure.target, figure.unit)
-    return figure.what, number(figure.median, figure.unit), spread, target, figure.verdict
+    middle, target = number(figure.median, figure.unit), bound(figure.target, figure.unit)
+    return figure.what, middle, spread(figure), target, figure.verdict
 
 
 def plain(result: Result) -> str:
     """A table for the terminal."""
-    rows = [HEADER, *map(row, result.figures)]
-    widths = [max(len(cells[column]) for cells in rows) for column in range(len(HEADER))]
-    lines = [f"{result.title}  [{result.name}]"]
-    for cells in rows:
-        first, *rest = (
-            cell.ljust(width) if not at else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        lines.append("  " + "  ".join((first, *rest)).rstrip())
+    return aligned(f"{result.title}  [{result.name}]", [HEADER, *map(row, result.figures)])
+
+
+def aligned(title: str, rows: Sequence[Sequence[str]]) -> str:
+    """A table in text: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [title]
+    for first, *rest in rows:
+        cells = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
+        lines.append("  " + "  ".join((first.ljust(widths[0]), *cells)).rstrip())
     return "\n".join(lines)
 
 
@@ -130,12 +135,12 @@ def answered(page: str, results: Mapping[str, Result]) -> tuple[str, list[tuple[
 
     def fill(row: re.Match[str]) -> str:
         label, name, what = row.groups()
-        figures = results[name].figures if name in results else ()
-        for figure in figures:
+        for figure in results[name].figures if name in results else ():
             if figure.what == what:
                 answers.append((label, figure))
-                spread = f"{number(figure.low, figure.unit)} to {number(figure.high, figure.unit)}"
-                return f"| {label} | <!-- {name}: {what} --> **{number(figure.median, figure.unit)}** | {spread} |"
+                return (
+                    f"| {label} | <!-- {name}: {what} --> **{number(figure.median, figure.unit)}** | {spread(figure)} |"
+                )
         return row[0]
 
     return _ANSWER.sub(fill, page), answers
@@ -233,27 +238,23 @@ def conditions(rounds: int) -> str:
         f"{platform.system()} {platform.release()}",
         f"Python {platform.python_version()}",
         *[f"{name} {found}" for name in ("torch", "numpy", "uvloop") if (found := installed(name))],
-        pillow(),
-        f"medians of {rounds} rounds",
+        *(pillow(), f"medians of {rounds} rounds"),
     ]
     return "; ".join(parts) + "."
 
 
 def cpu_model() -> str:
-    try:
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 
 def installed(name: str) -> str | None:
-    try:
+    with suppress(PackageNotFoundError):
         return version(name)
-    except PackageNotFoundError:
-        return None
+    return None
 
 
 def pillow() -> str:

@@ -30,6 +30,7 @@ import torch.utils.data
 import aiofeed
 from aiofeed.kernel.core.types import Row
 from aiofeed.kernel.runtime import machine
+from benchmarks.contenders import Numbered
 from benchmarks.worker import Measure, tree_cpu_s
 
 SLEEP_US, READ_US = 1280, 20_000
@@ -113,17 +114,11 @@ class Chunks(Rows):
         return [None] * len(data)
 
 
-class Slow:
+class Slow(Numbered):
     """A source whose every read takes 20 ms."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def key(self, index: int) -> str:
-        return str(index)
+        super().__init__(samples)
 
     async def read(self, index: int) -> bytes:
         await asyncio.sleep(READ_US * 1e-6)
@@ -244,33 +239,6 @@ def bare(kind: str, threads: int, batch: int) -> Batches:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def spdl(kind: str, threads: int, batch: int) -> Batches:
-    from spdl.pipeline import PipelineBuilder  # type: ignore[import-not-found, unused-ignore]
-
-    builder: Any = PipelineBuilder().add_source(orders(batch))
-    builder = builder.pipe(lambda indices: whole(kind, len(indices)), concurrency=threads, output_order="input")
-    pipeline: Any = builder.add_sink(max(4, threads // 2)).build(num_threads=threads)
-    with pipeline.auto_stop():
-        yield from pipeline
-
-
-def nodes(kind: str, threads: int, batch: int) -> Batches:
-    from torchdata.nodes import IterableWrapper, Loader, ParallelMapper
-
-    node: Any = ParallelMapper(
-        IterableWrapper(orders(batch)), lambda indices: whole(kind, len(indices)), num_workers=threads, method="thread"
-    )
-    yield from Loader(node)
-
-
-def grain(kind: str, threads: int, batch: int) -> Batches:
-    import grain  # type: ignore[import-not-found, unused-ignore]
-
-    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads + 4)
-    dataset: Any = grain.MapDataset.range(SAMPLES).map(lambda number: whole(kind, batch))
-    yield from dataset.to_iter_dataset(options)
-
-
 class Dataset:
     """A ``Dataset`` of which a worker makes a whole batch in one call."""
 
@@ -298,27 +266,24 @@ def data_loader(kind: str, threads: int, batch: int, ours: bool = False) -> Batc
     yield from made(Dataset(kind), batch, shuffle=True, num_workers=threads, collate_fn=unchanged)
 
 
-LOADERS: dict[str, tuple[Callable[..., Batches], dict[str, Any], str]] = {
-    OURS: (feed, {}, "aiofeed"),
-    DEFAULT: (feed, {"default": True}, "aiofeed"),
-    **{f"aiofeed, process:{count}": (feed, {"engine": f"process:{count}"}, "aiofeed") for count in (4, 8)},
-    "aiofeed, copy thread": (feed, {"simulated_device": True}, "aiofeed"),
-    'aiofeed, cache="host"': (cached, {}, "aiofeed"),
-    "aiofeed, 8 consumers": (served, {}, "aiofeed"),
-    BARE: (bare, {}, "torch"),
-    "SPDL": (spdl, {}, "spdl"),
-    "torchdata.nodes": (nodes, {}, "torchdata"),
-    "Grain": (grain, {}, "grain"),
-    "DataLoader": (data_loader, {}, "torch"),
-    "aiofeed.DataLoader": (data_loader, {"ours": True}, "aiofeed"),
+LOADERS: dict[str, tuple[Callable[..., Batches], dict[str, Any]]] = {
+    OURS: (feed, {}),
+    DEFAULT: (feed, {"default": True}),
+    **{f"aiofeed, process:{count}": (feed, {"engine": f"process:{count}"}) for count in (4, 8)},
+    "aiofeed, copy thread": (feed, {"simulated_device": True}),
+    'aiofeed, cache="host"': (cached, {}),
+    "aiofeed, 8 consumers": (served, {}),
+    BARE: (bare, {}),
+    "DataLoader": (data_loader, {}),
+    "aiofeed.DataLoader": (data_loader, {"ours": True}),
 }
-"""By name: its batches, options, and the package that it needs."""
+"""By name: its batches, and options."""
 
 
 @contextmanager
 def simulated(loader: str, kind: str, threads: int, batch: int, least_s: float) -> Iterator[Measure]:
     """Measures whole waves of batches, one for each thread."""
-    make, options, _ = LOADERS[loader]
+    make, options = LOADERS[loader]
     wave_s = threads * batch / ideal(kind, threads)
     # Threads that want the GIL end in no order, and a batch that is late lets others arrive at once.
     waves = max(math.ceil(least_s / wave_s), 5 if KINDS[kind][1] else 1)

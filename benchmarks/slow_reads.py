@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import aiofeed
-from benchmarks.contenders import WaitingSource, as_array, epochs, fed, loaded
+from benchmarks.contenders import Counted, Numbered, WaitingSource, as_array, epochs, fed, loaded
 from benchmarks.figures import Figure, at_least, at_most
 from benchmarks.harness import Contender, Measure, Settings, interleave
 
@@ -133,33 +133,22 @@ def data_loader(reads: int, batch: int) -> AbstractContextManager[Measure]:
     return loaded(SlowReads(reads), batch, 2)
 
 
-class SlowReads:
+class SlowReads(Counted):
     """The same reads, one after the other."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
 
     def __getitem__(self, index: int) -> Any:
         time.sleep(READ_S)
         return as_array(bytearray(b"sample"))
 
 
-class Uneven:
+class Uneven(Numbered):
     """A source and a decoder of samples of which one in ten costs ten times as much."""
 
     def __init__(self, samples: int, load: str) -> None:
+        super().__init__(samples)
         slow = set(random.Random(0).sample(range(samples), samples // 10))
         self._costs = [10 * COST_S[load] if index in slow else COST_S[load] for index in range(samples)]
         self._load = load
-
-    def __len__(self) -> int:
-        return len(self._costs)
-
-    def key(self, index: int) -> str:
-        return str(index)
 
     async def read(self, index: int) -> int:
         if self._load == "read":

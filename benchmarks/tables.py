@@ -43,7 +43,6 @@ def run(settings: Settings) -> list[Figure]:
     contenders = [
         Contender("Table", table, options),
         Contender("Table, threads", table, {**options, "in_memory": False}),
-        Contender("Table, Parquet", table, {**options, "parquet": True}),
         Contender(LOADER, data_loader, {**options, "workers": 2}),
     ]
     race = interleave(contenders, settings)
@@ -59,7 +58,6 @@ def run(settings: Settings) -> list[Figure]:
     return [
         race.speed("Table", LOADER, 10),
         race.speed("Table, threads", LOADER, 10, "threads"),
-        race.speed("Table, Parquet", LOADER, None, "Parquet"),
         *[of_bytes.speed(each.label, BYTES_LOADER, 1, f"bytes, {each.label}") for each in contenders],
         *race.rates("rows"),
         *of_bytes.rates("rows", "bytes"),
@@ -118,13 +116,13 @@ def unchanged(row: Any) -> Any:
     return row
 
 
-def table(path: str, in_memory: bool | None = None, parquet: bool = False) -> AbstractContextManager[Measure]:
+def table(path: str, in_memory: bool | None = None) -> AbstractContextManager[Measure]:
     import datasets
 
     if in_memory is not None:
         MemoryTable.in_memory = in_memory  # type: ignore[method-assign, assignment]
-    source = aiofeed.Table(f"{path}.parquet" if parquet else datasets.load_from_disk(path))
-    return fed(aiofeed.Feeder(source, batch_size=BATCH, shuffle=not parquet), with_label)
+    source = aiofeed.Table(datasets.load_from_disk(path))
+    return fed(aiofeed.Feeder(source, batch_size=BATCH, shuffle=True), with_label)
 
 
 def data_loader(path: str, workers: int) -> AbstractContextManager[Measure]:

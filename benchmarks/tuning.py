@@ -85,12 +85,8 @@ def works(settings: Settings) -> Iterator[tuple[str, dict[str, Any], tuple[dict[
     """Name, options of ``feeding``, grid."""
     tiny = str(tiny_folder(settings.data, settings.size(10_000, 200)))
     yield "2 KB files", {"kind": "files", "folder": tiny, "batch": 64}, THREADS
-    jpegs: dict[str, Any] = {
-        "kind": "pillow",
-        "folder": small_jpegs(settings),
-        "side": 64,
-        "batch": settings.size(64, 4),
-    }
+    jpegs: dict[str, Any] = {"kind": "pillow", "side": 64, "batch": settings.size(64, 4)}
+    jpegs["folder"] = small_jpegs(settings)
     yield "64x64, Pillow", jpegs, THREADS
     if find_spec("simplejpeg"):
         yield "64x64, simplejpeg", {**jpegs, "kind": "turbo"}, THREADS
@@ -184,15 +180,8 @@ def stages(folder: str, side: int, backend: str) -> Iterator[Measure]:
             working, _, _ = spent_in(nothing)
             second = bare()
             read_us, decode_us = ((a + b) / 2 / len(paths) * 1e6 for a, b in zip(first, second, strict=True))
-            thread_us = working - read_us
-            return {
-                "read_us": read_us,
-                "decode_us": decode_us,
-                "thread_us": thread_us,
-                "loop_us": loop_us,
-                "consumer_us": consumer_us,
-                "framework_us": thread_us + loop_us + consumer_us,
-            }
+            parts = {"thread_us": working - read_us, "loop_us": loop_us, "consumer_us": consumer_us}
+            return {"read_us": read_us, "decode_us": decode_us, **parts, "framework_us": sum(parts.values())}
 
         bare()
         spent_in(one_epoch)

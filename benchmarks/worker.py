@@ -66,9 +66,6 @@ def answer(answers: TextIO, message: dict[str, Any]) -> None:
     answers.flush()
 
 
-# --- CPU time and memory of a process and all its descendants ---------------------------------------------------------
-
-
 def tree_cpu_s() -> float:
     """User and system time of this process and its descendants, including those that have ended."""
     waited_for = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -91,7 +88,7 @@ def tree_memory(pid: int) -> int:
     """Memory in bytes of a process and its descendants; RSS if the system does not report parts.
 
     A page without a file that n processes share counts 1/n in each. Mapped files are those of the process with the most
-    of them, since the others map the same ones: their PSS rises whenever another program that maps them ends.
+    of them: the others map the same ones, and their PSS rises whenever another program that maps them ends.
     """
     try:
         root = psutil.Process(pid)

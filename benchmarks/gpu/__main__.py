@@ -16,8 +16,7 @@ import torch
 from aiofeed.kernel.devices.resolve import explain_no_accelerator
 from benchmarks.command_line import LEAST_ROUNDS, add_arguments, parsed, print_progress, warn_if_quick
 from benchmarks.gpu import MODULES
-from benchmarks.gpu.results import PAGE, Part, from_json, merged, plain, tally, to_json, write
-from benchmarks.gpu.runner import run_all
+from benchmarks.gpu.runner import PAGE, Part, from_json, merged, plain, run_all, tally, to_json, write
 from benchmarks.harness import PROJECT
 
 LIMIT_S = 480.0

@@ -108,21 +108,23 @@ class Bottleneck(nn.Module):
         super().__init__()
         out = 4 * width
         self.body = nn.Sequential(
-            *(nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
-            *(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
-            *(nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)),
+            *(*conv(channels, width, 1), nn.ReLU(inplace=True), *conv(width, width, 3, stride, 1)),
+            *(nn.ReLU(inplace=True), *conv(width, out, 1)),
         )
-        short = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+        short = nn.Sequential(*conv(channels, out, 1, stride))
         self.short = nn.Identity() if channels == out and stride == 1 else short
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.body(x) + self.short(x))
 
 
+def conv(channels: int, out: int, *shape: int) -> tuple[nn.Module, nn.Module]:
+    return nn.Conv2d(channels, out, *shape, bias=False), nn.BatchNorm2d(out)
+
+
 def resnet(blocks: tuple[int, ...] = (3, 4, 6, 3), width: int = 64) -> nn.Module:
     """ResNet-50 by default, of 25.6 million parameters. Source: He et al. 2015, table 1."""
-    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
-    layers.append(nn.MaxPool2d(3, 2, 1))
+    layers: list[nn.Module] = [*conv(3, width, 7, 2, 3), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
     channels = width
     for stage, count in enumerate(blocks):
         for block in range(count):

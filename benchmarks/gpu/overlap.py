@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 import aiofeed
+from benchmarks.contenders import Numbered
 from benchmarks.figures import Figure, at_most, column, per
 from benchmarks.gpu.setup import Setup, drive, marker, steps_of, synchronize
 
@@ -50,14 +51,13 @@ def run(setup: Setup) -> list[Figure]:
         }
     )
     step_s = {label: column(rounds, "step_s") for label, rounds in samples.items()}
-    alone = step_s["resident"]
+    alone, gap = step_s["resident"], "device without work between steps"
     return [
         Figure("step with feeder / resident", per(step_s["feeder"], alone), target=at_most(1.02)),
         Figure("with static_batches / resident", per(step_s["static_batches"], alone), target=at_most(1.02)),
         Figure("step on a resident batch", column(samples["resident"], "step_s", 1e3), "ms"),
         Figure("step with feeder", column(samples["feeder"], "step_s", 1e3), "ms"),
-        Figure("device without work between steps: resident", column(samples["resident"], "gap_s", 1e6), "us"),
-        Figure("device without work between steps: feeder", column(samples["feeder"], "gap_s", 1e6), "us"),
+        *[Figure(f"{gap}: {each}", column(samples[each], "gap_s", 1e6), "us") for each in ("resident", "feeder")],
         Figure("host waited for a batch, per step", column(samples["feeder"], "waited_s", 1e3), "ms"),
     ]
 
@@ -119,18 +119,12 @@ def on_device(setup: Setup, tensor: Any) -> Any:
     return copy
 
 
-class Blank:
+class Blank(Numbered):
     """A source of constant images, whose reading and decoding cost next to nothing."""
 
     def __init__(self, length: int, side: int) -> None:
-        self._length = length
+        super().__init__(length)
         self._image = np.full((side, side, 3), 7, np.uint8)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def key(self, index: int) -> str:
-        return str(index)
 
     async def read(self, index: int) -> bytes:
         return b"image"

@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks import report
 from benchmarks.command_line import LEAST_ROUNDS, add_arguments, parsed, print_progress, warn_if_quick
 from benchmarks.harness import PROJECT, Settings
-from benchmarks.peers import CASES, races, results
+from benchmarks.peers import CASES, contest, races
 from benchmarks.peers.adapters import ADAPTERS
 from benchmarks.peers.contest import OURS, CaseResult, Participants
 from benchmarks.peers.install import failures
@@ -21,7 +21,7 @@ from benchmarks.peers.install import failures
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     participants = Participants(frozenset(options.only), failures(Path(sys.prefix)))
-    conditions = results.conditions(options.rounds)
+    conditions = contest.conditions(options.rounds)
     print(conditions)
     finished: list[tuple[str, CaseResult]] = []
     for name in options.names or CASES:
@@ -29,12 +29,12 @@ def main(arguments: list[str] | None = None) -> None:
         progress = partial(print_progress, name=name)
         settings = Settings(rounds=options.rounds, quick=options.quick, data=options.data, progress=progress)
         finished.append((name, case(name)(settings, participants)))
-        print(f"\n{results.plain(*finished[-1])}\n  {time.perf_counter() - started:.0f} s", flush=True)
+        print(f"\n{contest.plain(*finished[-1])}\n  {time.perf_counter() - started:.0f} s", flush=True)
         print_progress("")
-    print("\n" + report.tally(results.result(*each) for each in finished))
+    print("\n" + report.tally(contest.result(*each) for each in finished))
     warn_if_quick(options)
     if options.write:
-        for path in results.write(finished, conditions, PROJECT):
+        for path in contest.write(finished, conditions, PROJECT):
             print(f"wrote {path}")
 
 
@@ -52,7 +52,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", default=[], metavar="PEER", help=f"this peer (repeatable): {', '.join(peers)}"
     )
-    parser.add_argument("--write", action="store_true", help=f"write {report.DATA} and {results.PICTURE}")
+    parser.add_argument("--write", action="store_true", help=f"write {report.DATA} and {contest.PICTURE}")
     options = parsed(parser, arguments, "case", [*CASES])
     if unknown := set(options.only) - set(peers):
         parser.error(f"no peer named {', '.join(sorted(unknown))}; there are {', '.join(peers)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from importlib import import_module
 from pathlib import Path
@@ -10,7 +11,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from benchmarks import MODULES, __main__, data, figures, harness, jpeg, report, worker
+from benchmarks import MODULES, __main__, contenders, data, figures, harness, jpeg, report, worker
 from benchmarks.figures import Figure, at_least, at_most
 from tests.support import benchmarking
 from tests.support.benchmarking import check_refused
@@ -213,6 +214,17 @@ def test_the_worker_adds_wall_clock_and_cpu_time() -> None:
     assert sample["items"] == 3.0
     assert sample["wall_s"] > 0
     assert sample["cpu_s"] >= 0
+
+
+@pytest.mark.parametrize(("least_s", "items"), [(0.0, 3), (5.0, 9)])
+def test_epochs_are_measured_until_the_time_is_over(
+    least_s: float, items: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At least one, after the warm-up; all their samples count."""
+    clock = iter([0.0, 1.0, 2.0, math.inf])
+    monkeypatch.setattr(contenders.time, "perf_counter", lambda: next(clock))
+    with contenders.epochs(lambda: ["a", "bc"], least_s=least_s) as measure:
+        assert measure() == {"items": items}
 
 
 @pytest.mark.slow

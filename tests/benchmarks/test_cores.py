@@ -36,7 +36,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_loaders_give_batches_of_one_shape(loader: str, kind: str, short: None) -> None:
-    make, options, _ = simulated.LOADERS[loader]
+    make, options = simulated.LOADERS[loader]
     batches = make(kind, 2, 4, **options)
     for batch in itertools.islice(batches, 3):
         assert (batch.shape, batch.dtype) == ((4, 3, simulated.SIDE, simulated.SIDE), torch.uint8)
@@ -67,21 +67,11 @@ def test_samples_are_counted_up_to_the_batch_with_the_last_one_wanted() -> None:
     assert simulated.run(itertools.repeat(torch.empty(4)), math.inf, -1.0) == 4
 
 
-def test_a_loader_that_is_not_installed_has_a_row_that_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, short: None
-) -> None:
-    monkeypatch.setattr(cores, "find_spec", lambda name: None if name == "spdl" else name)
+def test_a_row_has_rates_ratios_and_cpu_time(tmp_path: Path, short: None) -> None:
     settings = harness.Settings(rounds=1, quick=True, data=tmp_path, own_processes=False)
-    figures = list(cores.row(settings, 2, "chunks", 4, (simulated.OURS, simulated.BARE, "SPDL")))
-    name = "chunks, batch 4, 2 threads"
-    assert [figure.what for figure in figures] == [
-        f"{name}: aiofeed",
-        f"{name}: aiofeed / bare pool",
-        f"{name}: CPU, aiofeed",
-        f"{name}: bare pool",
-        f"{name}: CPU, bare pool",
-        f"{name}: SPDL is not installed",
-    ]
+    figures = list(cores.row(settings, 2, "chunks", 4, (simulated.OURS, simulated.BARE)))
+    names = ["aiofeed", "aiofeed / bare pool", "CPU, aiofeed", "bare pool", "CPU, bare pool"]
+    assert [figure.what for figure in figures] == [f"chunks, batch 4, 2 threads: {each}" for each in names]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of this process")
@@ -96,7 +86,7 @@ def test_the_flag_of_the_gil_tells_python_from_waiting() -> None:
 
 
 def test_the_picture_has_a_line_for_each_loader_in_both_schemes() -> None:
-    loaders = [simulated.OURS, simulated.BARE, "SPDL"]
+    loaders = [simulated.OURS, simulated.BARE, simulated.DEFAULT]
     medians = {
         f"chunks, batch 64, {threads} threads: {loader}": 700.0 * threads for threads in (2, 64) for loader in loaders
     }

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.figures import Figure, at_least
-from benchmarks.gpu import MODULES, __main__, images, results, runner, setup, threads
+from benchmarks.gpu import MODULES, __main__, images, runner, setup, threads
 from tests.support.benchmarking import check_refused
 from tests.support.simulated_device import SimulatedDevice
 
@@ -27,7 +27,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("inputs")
 
 
-def run(name: str, device: object, folder: Path) -> results.Part:
+def run(name: str, device: object, folder: Path) -> runner.Part:
     return runner.run_here(name, {"device": device, "rounds": 1, "quick": True, "data": folder, "limit_s": 60.0})
 
 
@@ -41,7 +41,7 @@ def test_every_benchmark_runs(name: str, device: str, inputs: Path) -> None:
     assert not found.real
     assert bool(found.figures) == (name != "trace" and (name, device) != ("memory", "cpu"))
     assert all(len(figure.values) == 1 for figure in found.figures)
-    assert found.title in results.plain(found)
+    assert found.title in runner.plain(found)
 
 
 def test_a_benchmark_that_fails_reports_its_error(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_the_command_line_names_the_device(inputs: Path, capfd: pytest.CaptureFi
     assert output.count("driver") == 1
     assert "prefetch, pinned batches / bare loop" in output
     assert "the figures mean nothing" in output
-    found = results.from_json(saved.read_text())
+    found = runner.from_json(saved.read_text())
     assert [part.name for part in found] == ["copies", "overlap"]
     assert not any(part.real for part in found)
 
@@ -99,17 +99,17 @@ def test_invalid_arguments_are_refused(arguments: list[str], message: str, capsy
     check_refused(__main__.parse, arguments, message, capsys)
 
 
-def a_part(name: str, **options: object) -> results.Part:
+def a_part(name: str, **options: object) -> runner.Part:
     figures = (Figure("ratio", (0.95,), target=at_least(0.9)),)
-    return results.Part(name, name.title(), **{"figures": figures, "machine": "A card.", **options})  # type: ignore[arg-type]
+    return runner.Part(name, name.title(), **{"figures": figures, "machine": "A card.", **options})  # type: ignore[arg-type]
 
 
 class TestResults:
     def test_results_are_written_into_the_page(self, tmp_path: Path) -> None:
         """Hardware and tables are written between the markers of the page, without targets."""
         (tmp_path / "docs").mkdir()
-        shutil.copy(__main__.PROJECT / results.PAGE, tmp_path / "docs")
-        text = results.write([a_part("copies")], tmp_path).read_text()
+        shutil.copy(__main__.PROJECT / runner.PAGE, tmp_path / "docs")
+        text = runner.write([a_part("copies")], tmp_path).read_text()
         assert "A card.\n\n### Copies\n\n" in text
         assert "| ratio | 0.950 | 0.950 to 0.950 |\n" in text
         assert "target" not in text
@@ -118,52 +118,52 @@ class TestResults:
     def test_a_failed_part_is_shown_with_its_error(self) -> None:
         """A failed part is in the page, on the terminal and in the tally; notes follow their table."""
         parts = [a_part("copies", notes=("A note.",)), a_part("images", figures=(), failed="OutOfMemoryError: 20 GiB")]
-        assert results.markdown(parts).endswith(" 0.950 |\n\nA note.\n\n### Images\n\nFailed: OutOfMemoryError: 20 GiB")
-        assert "FAILED: OutOfMemoryError: 20 GiB" in results.plain(parts[1])
-        assert results.plain(parts[0]).endswith("  A note.")
-        assert results.tally(parts) == "1 of 1 targets met.\n\nFailed: images."
+        assert runner.markdown(parts).endswith(" 0.950 |\n\nA note.\n\n### Images\n\nFailed: OutOfMemoryError: 20 GiB")
+        assert "FAILED: OutOfMemoryError: 20 GiB" in runner.plain(parts[1])
+        assert runner.plain(parts[0]).endswith("  A note.")
+        assert runner.tally(parts) == "1 of 1 targets met.\n\nFailed: images."
 
     def test_a_part_that_does_not_apply_is_only_on_the_terminal(self) -> None:
         """A part without figures and error is left out of the page, and marked on the terminal."""
         parts = [a_part("copies"), a_part("trace", figures=())]
-        assert "Trace" not in results.markdown(parts)
-        assert results.plain(parts[1]) == "Trace  [trace]\n  does not apply here"
+        assert "Trace" not in runner.markdown(parts)
+        assert runner.plain(parts[1]) == "Trace  [trace]\n  does not apply here"
 
     def test_parts_of_two_machines_each_name_theirs(self) -> None:
         parts = [a_part("copies"), a_part("images", machine="Another card.")]
-        text = results.markdown(parts)
+        text = runner.markdown(parts)
         assert "### Copies\n\nA card.\n\n|" in text
         assert "### Images\n\nAnother card.\n\n|" in text
 
     def test_json_round_trip(self) -> None:
         """``from_json(to_json(parts))`` equals ``parts``."""
         parts = [a_part("copies", notes=("A note.",)), a_part("images", figures=(), failed="why", real=False)]
-        assert results.from_json(results.to_json(parts)) == parts
+        assert runner.from_json(runner.to_json(parts)) == parts
 
     def test_later_ones_replace_earlier_ones(self) -> None:
         """The last part of a name counts; the parts are in the order of the modules."""
         old, new = a_part("images", duration_s=1.0), a_part("images", duration_s=2.0)
-        assert results.merged([old], [a_part("copies"), new]) == [a_part("copies"), new]
+        assert runner.merged([old], [a_part("copies"), new]) == [a_part("copies"), new]
 
     def test_the_page_is_written_from_saved_results(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """``--load`` of several files writes the page without a GPU, unless a part is missing."""
         (tmp_path / "docs").mkdir()
-        shutil.copy(__main__.PROJECT / results.PAGE, tmp_path / "docs")
+        shutil.copy(__main__.PROJECT / runner.PAGE, tmp_path / "docs")
         monkeypatch.setattr(__main__, "PROJECT", tmp_path)
         first, second = tmp_path / "first.json", tmp_path / "second.json"
-        first.write_text(results.to_json([a_part(name) for name in MODULES[:3]]))
-        second.write_text(results.to_json([a_part(name) for name in MODULES[3:]]))
+        first.write_text(runner.to_json([a_part(name) for name in MODULES[:3]]))
+        second.write_text(runner.to_json([a_part(name) for name in MODULES[3:]]))
         with pytest.raises(SystemExit):
             __main__.main(["--load", str(first), "--write"])
         assert __main__.main(["--load", str(first), str(second), "--write"]) == 0
-        assert (tmp_path / results.PAGE).read_text().count("| ratio | 0.950 |") == len(MODULES)
+        assert (tmp_path / runner.PAGE).read_text().count("| ratio | 0.950 |") == len(MODULES)
         assert capsys.readouterr().out.count("A card.") == 1
 
     def test_results_of_tiny_inputs_are_not_written(self, tmp_path: Path) -> None:
         saved = tmp_path / "saved.json"
-        saved.write_text(json.dumps([json.loads(results.to_json([a_part(name, real=False)]))[0] for name in MODULES]))
+        saved.write_text(json.dumps([json.loads(runner.to_json([a_part(name, real=False)]))[0] for name in MODULES]))
         with pytest.raises(SystemExit):
             __main__.parse(["--load", str(saved), "--write"])
 

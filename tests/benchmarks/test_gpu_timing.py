@@ -16,7 +16,7 @@ import torch
 from aiofeed.kernel.devices.backend import CpuBackend
 from aiofeed.kernel.runtime.buffers import release_unused
 from benchmarks.gpu import memory, runner, setup, trace
-from benchmarks.gpu.results import Part
+from benchmarks.gpu.runner import Part
 from benchmarks.gpu.setup import Setup
 from tests.support.simulated_device import SimulatedDevice
 

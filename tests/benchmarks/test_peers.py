@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import data, harness, report
 from benchmarks.figures import Figure, at_least
-from benchmarks.peers import CASES, __main__, contest, install, races, results, work
+from benchmarks.peers import CASES, __main__, contest, install, races, work
 from benchmarks.peers.adapters import ADAPTERS
 from benchmarks.peers.work import Decode, Judge, psnr, quiet_helpers
 from tests.support import benchmarking
@@ -176,7 +176,7 @@ def test_the_reason_is_the_line_with_the_cause(tmp_path: Path) -> None:
 
 
 def test_the_plain_table_has_all_participants_and_the_absent_ones() -> None:
-    text = results.plain("race", RESULT)
+    text = contest.plain("race", RESULT)
     lines = [line.split() for line in text.splitlines()]
     assert lines[1] == ["images", "min", "to", "max", "CPU", "per", "item", "dB"]
     assert lines[2] == ["aiofeed,", "thread", "110/s", "100/s", "to", "120/s", "900", "us"]
@@ -186,7 +186,7 @@ def test_the_plain_table_has_all_participants_and_the_absent_ones() -> None:
 
 
 def test_kept_results_have_all_figures_and_the_absent_participants() -> None:
-    kept = results.kept_result("race", RESULT, "A machine.")
+    kept = contest.kept_result("race", RESULT, "A machine.")
     assert (kept.name, kept.title) == ("peers race", "A race")
     assert {"images: Other", "CPU per item: two bare threads", "speed: aiofeed, thread / Other"} <= {
         figure.what for figure in kept.figures
@@ -198,7 +198,7 @@ def test_kept_results_have_all_figures_and_the_absent_participants() -> None:
 def fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Let matplotlib open the font files, which it keeps open."""
     pytest.importorskip("matplotlib")
-    results.picture([("race", RESULT)], tmp_path_factory.mktemp("picture") / "first.png")
+    contest.picture([("race", RESULT)], tmp_path_factory.mktemp("picture") / "first.png")
 
 
 @pytest.mark.slow
@@ -206,7 +206,7 @@ def fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
 def test_writing_keeps_the_figures_and_draws_the_picture(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / report.PAGE).write_text("| Race | <!-- peers race: images: Other --> | | |\n")
-    *_, picture = results.write([("race", RESULT)], "A machine.", tmp_path)
+    *_, picture = contest.write([("race", RESULT)], "A machine.", tmp_path)
     assert "**80/s**" in (tmp_path / report.PAGE).read_text()
     assert list(report.load(tmp_path / report.DATA)) == ["peers race"]
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -314,4 +314,4 @@ def test_every_case_runs_with_only_torch_installed(name: str, inputs: Path) -> N
     assert found.columns
     assert any(figure.target for figure in found.targets)
     assert not found.absent
-    assert found.title in results.plain(name, found)
+    assert found.title in contest.plain(name, found)
