@@ -297,12 +297,7 @@ class GatheredRows(Gathered):
         placed = _like(self._blocks, self._count, lease)
         for (_, block), (_, out) in zip(self._blocks, placed, strict=True):
             np.take(block, rows, axis=1, out=out, mode="clip")
-<<<<<<< HEAD
-        columns = {name: column for names, block in placed for name, column in zip(names, block, strict=True)}
-=======
-        self._blocks = []
         columns = _by_name(placed)
->>>>>>> part-r
         batch = {name: HostTensor(columns[name], pinned=lease.pinned) for name in self._names}
         return batch, sum(block.nbytes for _, block in placed)
 
