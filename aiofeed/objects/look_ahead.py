@@ -78,28 +78,18 @@ class LookAhead:
             upcoming.close()
 
     def _follow(self, steps: Iterator[Step], upcoming: _UpcomingSamples, threads: int) -> Iterator[Step]:
-        shard_bytes = self._sample_bytes * len(self._source) / (len(self._starts) - 1)
         # Steps in order: first those whose samples are being read.
         soon: deque[tuple[Step, int]] = deque()
         later: deque[tuple[Step, int]] = deque()
         soon_bytes = later_bytes = given_bytes = 0
         step: Step | None
         while True:
-            if self._whole:
-                # Of shards that are read whole, those that the threads decode now and next, and all samples of these.
-                # The last ones come when as many shards are read as one plan has samples of.
-                near = 2 * threads * shard_bytes
-                # Large ones are decoded one ahead, whatever the limit: less would decode them again and again.
-                limit = min(self._limit_bytes + 2 * shard_bytes, near + 2 * upcoming.mixed * shard_bytes)
-                near = min(near, max(self._limit_bytes / 2, shard_bytes))
-            else:
-                # It grows with the bytes read, so that the first batch does not wait for all of it.
-                limit = min(self._limit_bytes, GROWTH * given_bytes)
-                near = limit / SOON
+            near, limit = self._reach(upcoming.mixed, threads, given_bytes)
             while (not later or soon_bytes + later_bytes < limit) and (step := next(steps, None)) is not None:
                 upcoming.epoch += isinstance(step, EpochStart)
                 later.append((step, upcoming.note(step) if isinstance(step, BatchPlan) else 0))
                 later_bytes += later[-1][1]
+                near, limit = self._reach(upcoming.mixed, threads, given_bytes)
             while later and (not soon or soon_bytes < near):
                 step, nbytes = later.popleft()
                 if isinstance(step, BatchPlan):
@@ -115,6 +105,20 @@ class LookAhead:
             soon_bytes -= nbytes
             given_bytes += nbytes
             yield step
+
+    def _reach(self, mixed: int, threads: int, given_bytes: int) -> tuple[float, float]:
+        """Return the bytes of samples that are needed soon, and of all that are noted."""
+        if not self._whole:
+            # It grows with the bytes read, so that the first batch does not wait for all of it.
+            limit = min(self._limit_bytes, GROWTH * given_bytes)
+            return limit / SOON, limit
+        # Of shards that are read whole, those that the threads decode now and next, and all samples of these. The last
+        # ones come when as many shards are read as one plan has samples of. Large shards are read one ahead, whatever
+        # the limit: otherwise they would be read again and again.
+        shard_bytes = self._sample_bytes * len(self._source) / (len(self._starts) - 1)
+        near = 2 * threads * shard_bytes
+        limit = min(self._limit_bytes + 2 * shard_bytes, near + 2 * mixed * shard_bytes)
+        return min(near, max(self._limit_bytes / 2, shard_bytes)), limit
 
     async def read(self, plan: BatchPlan, start: int, indices: Sequence[int]) -> Any:
         """Return the samples ``indices`` of a plan, of which they begin at position ``start``."""

@@ -107,7 +107,7 @@ def test_a_small_look_ahead_decodes_more_often_and_says_so_once(
     with new_feeder(paths, shuffle=True) as feeder:
         expected = rows_of(feeder)
     decoded.clear()
-    limits = aiofeed.Limits(lookahead_bytes=10_000)
+    limits = aiofeed.Limits(lookahead_bytes=1_000)
     with caplog.at_level(logging.WARNING), new_feeder(paths, shuffle=True, limits=limits) as feeder:
         assert rows_of(feeder) == expected
         next(iter(feeder))
