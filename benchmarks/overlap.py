@@ -1,7 +1,7 @@
 """Is batch N+1 loaded while the step works on batch N, and how long does ``next`` wait for a batch that is ready?
 
 Every load takes 30 ms, a read that waits or a decode that blocks its thread, and every step 30 ms, which blocks the
-thread that iterates; one batch loads at a time, so 40 batches take 41 times 30 ms at best. Then the time of ``next``
+thread that iterates; one batch loads at a time, so 60 batches take 61 times 30 ms at best. Then the time of ``next``
 with a batch of 64 samples of 12 KB in the queue, after 5 ms of torch operations or of sleep, after which the CPU caches
 are cold. Last a step on the CPU in one thread (that of ``benchmarks.peers.races``), fed with 32 JPEGs of
 500 x 400 to 224 x 224 by the default engine, or with one batch in memory.
@@ -43,7 +43,7 @@ LOADER = "DataLoader, 2 workers"
 
 
 def run(settings: Settings) -> list[Figure]:
-    batches = settings.size(40, 3)
+    batches = settings.size(60, 3)
     ideal_s = (batches + 1) * LOAD_S
     contenders = [
         Contender(f"{loop}, {what}", overlapping, {"load": load, "loop": loop, "batches": batches})
