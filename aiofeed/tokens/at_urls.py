@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import posixpath
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -56,49 +57,51 @@ class TokenObject:
     starts: Any = None
 
 
-Ranges: TypeAlias = "tuple[NDArray[np.int64], list[NDArray[Any]]]"
-"""The first token of ranges of a file, and all windows of each range, with a stride of 1: [n, tokens]."""
-
-
 class GatheredWindows(Gathered):
     """The windows of a batch, in the ranges that were read; the decoder copies them.
 
     Args:
-        dtype: Of the windows as bytes.
-        count: How many there are.
-
-    Attributes:
-        parts: Places of windows in the batch, all windows of a range, and which of them they are.
+        tokens: Tokens of a window.
+        dtype: Their dtype.
+        count: How many windows there are.
     """
 
-    def __init__(self, dtype: np.dtype[Any], count: int, memory: object = None) -> None:
+    def __init__(self, tokens: int, dtype: np.dtype[Any], count: int, memory: object = None) -> None:
+        self.nbytes: int = 0
+        self._tokens = tokens
         self._dtype = dtype
-        self._count = count
-        self.parts: list[tuple[NDArray[np.int64], NDArray[Any], NDArray[np.int64]]] = []
+        self._addresses = np.zeros(count, np.int64)
+        self._ranges: list[Any] = []  # have the memory
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._addresses)
 
     def __getitem__(self, at: Any) -> Any:
-        found: list[Any] = [None] * self._count
-        for places, windows, rows in self.parts:
-            for place, row in zip(places.tolist(), rows.tolist(), strict=True):
-                found[place] = windows[row].astype(self._dtype).tobytes()
-        return found[at]
+        return list(self)[at]
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self[:])
+    def __iter__(self) -> Iterator[bytes]:
+        return (window.tobytes() for window in self.windows())
 
-    def add(self, places: NDArray[np.int64], ranges: Ranges, starts: NDArray[np.int64]) -> None:
-        """Add windows at their places, of which there are the first tokens."""
-        firsts, parts = ranges
-        if len(parts) == 1:
-            self.parts.append((places, parts[0], starts - firsts))
-            return
-        numbers = np.searchsorted(firsts, starts, side="right") - 1
-        for number in set(numbers.tolist()):
-            chosen = numbers == number
-            self.parts.append((places[chosen], parts[number], starts[chosen] - firsts[number]))
+    def add(self, places: NDArray[np.int64], addresses: NDArray[np.int64], ranges: Sequence[NDArray[Any]]) -> None:
+        """Add windows at their places, by their addresses in the memory of ranges."""
+        self._addresses[places] = addresses
+        self._ranges.append(ranges)
+        self.nbytes += len(places) * self._tokens * self._dtype.itemsize
+
+    def windows(self, chosen: Any = slice(None)) -> NDArray[Any]:
+        """Return windows, [n, tokens], by one gather from all ranges; what is between them is not read."""
+        addresses, size = self._addresses[chosen], self._dtype.itemsize
+        low = int(addresses.min(initial=np.iinfo(np.int64).max))
+        places, unaligned = np.divmod(addresses - low, size)
+        if unaligned.any() or not len(places):
+            found = [self._memory(address, self._tokens) for address in addresses.tolist()]
+            return np.array(found).reshape(-1, self._tokens)
+        memory = self._memory(low, int(places.max()) + self._tokens)
+        return np.lib.stride_tricks.sliding_window_view(memory, self._tokens)[places]
+
+    def _memory(self, address: int, tokens: int) -> NDArray[Any]:
+        memory = (ctypes.c_byte * (tokens * self._dtype.itemsize)).from_address(address)
+        return np.frombuffer(memoryview(memory), self._dtype)
 
 
 class RemoteTokens(Tokens, ParquetRows):
@@ -210,7 +213,7 @@ class RemoteTokens(Tokens, ParquetRows):
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Return the bytes of windows, in one dtype for all files, or the error of each that cannot be read."""
         rows, errors = np.asarray(indices, np.int64), dict[int, Exception]()
-        gathered = GatheredWindows(self._dtype, len(indices))
+        gathered = self.new_gathered(len(indices))
         numbers = np.searchsorted(self._starts, rows, side="right") - 1
 
         async def read_file(number: int) -> None:
@@ -221,24 +224,15 @@ class RemoteTokens(Tokens, ParquetRows):
                 errors.update(dict.fromkeys(places.tolist(), error.with_traceback(None)))
 
         await run_all([read_file(number) for number in np.unique(numbers).tolist()])
-        return [errors.get(place, window) for place, window in enumerate(gathered)]
-
-    async def _read_joined(self, shard: Shard, rows: NDArray[np.int64]) -> Ranges:
-        """Return ranges of tokens that have all of some windows."""
-        # Joined here, not by the reader, which takes four times as long for windows of some KB.
-        gap = GAP_BYTES // np.dtype(shard.extra.layout.dtype).itemsize
-        ordered = np.sort(rows * shard.extra.stride)
-        parted = np.diff(ordered, prepend=ordered[0] - self._needed - gap - 1) > self._needed + gap
-        firsts, lasts = ordered[parted], ordered[np.roll(parted, -1)] + self._needed
-        parts = [
-            np.frombuffer(part, shard.extra.layout.dtype) for part in await self._read_tokens(shard, firsts, lasts)
-        ]
-        return firsts, [np.lib.stride_tricks.sliding_window_view(part, self._needed) for part in parts]
+        if not errors:
+            return list(gathered)
+        found = iter(gathered.windows(~np.isin(np.arange(len(rows)), list(errors))))
+        return [errors[place] if place in errors else next(found).tobytes() for place in range(len(rows))]
 
     @property
     def new_gathered(self) -> Callable[..., GatheredWindows]:
         """Makes the windows of a batch."""
-        return partial(GatheredWindows, self._dtype)
+        return partial(GatheredWindows, self._needed, self._dtype)
 
     @property
     def gathered_bytes(self) -> int:
@@ -253,11 +247,23 @@ class RemoteTokens(Tokens, ParquetRows):
     ) -> None:
         """Read windows of one file for their batches."""
         number = int(np.searchsorted(self._starts, indices[0], side="right")) - 1
-        shard, rows = self._shards[number], indices - self._starts[number]
-        ranges, starts, at = await self._read_joined(shard, rows), rows * shard.extra.stride, 0
+        shard, dtype, at = self._shards[number], self._dtype, 0
+        starts = (indices - self._starts[number]) * shard.extra.stride
+        # Joined here, not by the reader, which takes four times as long for windows of some KB.
+        gap = GAP_BYTES // np.dtype(shard.extra.layout.dtype).itemsize
+        ordered = np.sort(starts)
+        parted = np.diff(ordered, prepend=ordered[0] - self._needed - gap - 1) > self._needed + gap
+        firsts, lasts = ordered[parted], ordered[np.roll(parted, -1)] + self._needed
+        parts = [
+            np.frombuffer(part, shard.extra.layout.dtype) for part in await self._read_tokens(shard, firsts, lasts)
+        ]
+        parts = [part if part.dtype == dtype else part.astype(dtype) for part in parts]
+        numbers = np.searchsorted(firsts, starts, side="right") - 1
+        addresses = (
+            np.array([part.ctypes.data for part in parts])[numbers] + (starts - firsts[numbers]) * dtype.itemsize
+        )
         for gathered, places in targets:
-            gathered.add(places, ranges, starts[at : at + len(places)])
-            gathered.nbytes += self._window_bytes * len(places)
+            gathered.add(places, addresses[at : at + len(places)], parts)
             at += len(places)
 
     async def _read_tokens(self, shard: Shard, firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> list[bytes]:
@@ -292,11 +298,10 @@ class RemoteTokens(Tokens, ParquetRows):
     def gather(self, indices: Any, *parts: NDArray[Any]) -> None:
         """Write windows, of which there are the bytes, into ``x``, and with targets ``y``: [N, block]."""
         if isinstance(indices, GatheredWindows):
-            for places, windows, rows in indices.parts:
-                self._write(windows[rows], parts, places)
+            windows = indices.windows()
         else:
-            windows = np.frombuffer(b"".join(indices), self._dtype)
-            self._write(windows.reshape(-1, self._needed), parts, slice(None))
+            windows = np.frombuffer(b"".join(indices), self._dtype).reshape(-1, self._needed)
+        self._write(windows, parts, slice(None))
 
     def _read_at_once(self, index: int) -> Any:
         return run_blocking(lambda: self.read(index))
