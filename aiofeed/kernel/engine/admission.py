@@ -36,6 +36,9 @@ class Admission:
     buffer: ReorderBuffer
     # Samples that are being read.
     reading: int = 0
+    # Whether reads beyond the limit wait in the fetcher. A chunk more than allowed begins then, and its reads one by one
+    # when others end.
+    reads_queue: bool = False
     # Whether the planner's last wait was for `read_concurrency`, not for batches or bytes.
     waited_for_reads: bool = False
     # Nothing more will be delivered: nobody has to wait.
@@ -73,7 +76,8 @@ class Admission:
 
         The limit may fall below the size of a chunk while the chunk waits.
         """
-        return self.closed or not self.reading or self.reading + samples <= self.limits.read_concurrency
+        beyond = 0 if self.reads_queue else samples
+        return self.closed or not self.reading or self.reading + beyond <= self.limits.read_concurrency
 
     def may_read_on(self, samples: int) -> bool:
         """Whether the batch that has begun last may read ``samples`` more; not while others exceed the memory limit."""

@@ -124,6 +124,7 @@ class ChunkAssembly(Assembly):
             return
         admission, samples = self._admission, len(batch.plan.indices)
         self._choose_size(samples)
+        admission.reads_queue = self._fetcher.limit_reads(admission.limits.read_concurrency)
         size = self.samples_per_read()
         self._concurrency.resize_executor()
         starts = range(0, samples, size)
@@ -163,6 +164,7 @@ class ChunkAssembly(Assembly):
         loop_delay_s = self._loop_delay_s()
         try:
             read = await self._fetcher.read(batch.plan.indices[start:stop])
+            started = max(started, read.began)
             if self._tuner is not None and not read.retries:
                 seconds = time.perf_counter() - started
                 self._concurrency.observe_read(self._tuner, seconds, stop - start, read.nbytes, concurrency)

@@ -177,6 +177,10 @@ class Fetcher(ABC):
         """Return how many samples the next decode jobs should have at least and at most; see ``JobSizer``."""
         return self._sizer.job_sizes(limits.decode_threads)
 
+    def limit_reads(self, concurrency: int) -> bool:
+        """Let at most so many reads be in flight; return whether others wait in a queue of this fetcher."""
+        return False
+
     def max_running(self, threads: int) -> int:
         """Return how many of ``threads`` decode threads are worth using now."""
         return threads

@@ -128,6 +128,11 @@ class SourceFetcher(Fetcher):
             most = min(most, max(SLOW_READ_LEAST, limits.read_concurrency // SLOW_READ_CHUNKS))
         return least, most
 
+    def limit_reads(self, concurrency: int) -> bool:
+        """Queue reads if the source reads samples one by one."""
+        self._reader.concurrency = concurrency
+        return self._reader.queues
+
     def key(self, index: int) -> str:
         """Return the source's name for a sample; "sample 3" if the source raises."""
         try:
