@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from aiofeed.kernel.core.failure_policy import FailurePolicy, backoff_s
-from aiofeed.kernel.core.types import Members, Source
+from aiofeed.kernel.core.types import Members, Source, uncopied_reader_of
 from aiofeed.kernel.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 
 
@@ -32,7 +32,7 @@ class ReadResult:
 
 @dataclass(eq=False, slots=True)
 class _QueuedReads:
-    """Reads of a chunk that slots take one after another."""
+    """The reads of a chunk, of which slots take one after another."""
 
     indices: Sequence[int]
     result: ReadResult
@@ -40,25 +40,23 @@ class _QueuedReads:
     begun: int = 0
     ended: int = 0
     cancelled: bool = False
-    # The slots that read one of its samples now.
-    slots: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 @dataclass(eq=False, slots=True)
 class _Slots:
-    """The tasks of a loop that read, those of them that wait for a read, and the queue."""
+    """The slots of a loop: tasks that read, each with what it reads now, and the futures of those that wait for work."""
 
     loop: asyncio.AbstractEventLoop
     queue: deque[_QueuedReads] = field(default_factory=deque)
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    tasks: dict[asyncio.Task[None], _QueuedReads | None] = field(default_factory=dict)
     idle: list[asyncio.Future[bool]] = field(default_factory=list)
 
-    def wake(self, count: int, *, go_on: bool = True) -> int:
-        """Wake at most so many idle slots, to read or to end; return how many are not there."""
+    def wake(self, count: int, *, reads: bool) -> int:
+        """Wake at most so many idle slots, to read or to end; return how many are lacking."""
         while count and self.idle:
             waiter = self.idle.pop()
             if not waiter.done():  # user code may have cancelled the task
-                waiter.set_result(go_on)
+                waiter.set_result(reads)
                 count -= 1
         return count
 
@@ -69,9 +67,8 @@ class AsyncReader:
     def __init__(self, source: Source[Any], policy: FailurePolicy) -> None:
         self._source = source
         self._policy = policy
-        # Of the class: a wrapper may pass on the attributes of another source.
-        uncopied = getattr(type(source), "read_uncopied", None)
-        self._read_many = Members.of(source).read_many if uncopied is None else partial(uncopied, source)
+        self._read_uncopied = uncopied_reader_of(source)
+        self._read_many = None if self._read_uncopied else Members.of(source).read_many
         self._jitter = random.Random()
         # Reads over their time limit that ignore cancellation; referred to here so that they are not garbage collected.
         self._abandoned: set[asyncio.Future[Any]] = set()
@@ -118,76 +115,73 @@ class AsyncReader:
         """Queue the reads, and return the results as ``gather`` does."""
         if not indices:
             return []
-        loop = asyncio.get_running_loop()
-        slots = self._slots
+        slots, loop = self._slots, asyncio.get_running_loop()
         if slots is None or slots.loop is not loop:
             slots = self._slots = _Slots(loop)
-        reads = _QueuedReads(indices, result, loop.create_future())
         result.samples = [None] * len(indices)
+        reads = _QueuedReads(indices, result, loop.create_future())
         slots.queue.append(reads)
-        self._open_slots(slots, len(indices))
+        self._fill_slots(slots, len(indices))
         try:
             await reads.all_read
         except asyncio.CancelledError:
             reads.cancelled = True
             if reads in slots.queue:
                 slots.queue.remove(reads)
-            for task in reads.slots:
-                task.cancel()
-            if reads.slots:
-                await asyncio.wait(reads.slots)  # none outlives this coroutine
+            if tasks := [task for task, taken in slots.tasks.items() if taken is reads]:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)  # none outlives this coroutine
             raise
         return result.samples
 
-    def _open_slots(self, slots: _Slots, count: int) -> None:
-        for _ in range(min(slots.wake(count), self.concurrency - len(slots.tasks))):
+    def _fill_slots(self, slots: _Slots, count: int) -> None:
+        for _ in range(min(slots.wake(count, reads=True), self.concurrency - len(slots.tasks))):
             task = slots.loop.create_task(self._run_slot(slots))
-            slots.tasks.add(task)
+            slots.tasks[task] = None
             task.add_done_callback(partial(self._close_slot, slots))
 
     def _close_slot(self, slots: _Slots, task: asyncio.Task[None]) -> None:
-        slots.tasks.discard(task)
+        del slots.tasks[task]
         if slots.queue:
-            self._open_slots(slots, 1)
+            self._fill_slots(slots, 1)
 
     async def _run_slot(self, slots: _Slots) -> None:
         """Take one read after another from the queue, until nothing is read.
 
-        A task for each read takes twice the time. And objects of many tasks that begin at once start garbage
-        collections; a full one takes 100 ms in a process that has imported torch.
+        The objects of many tasks that begin at once start garbage collections; a full one takes 100 ms in a process
+        that has imported torch. And no read waits for the slowest one of its chunk.
         """
+        tasks, queue, reads = slots.tasks, slots.queue, None
         task: Any = asyncio.current_task()
-        reads: Any = None
-        with ended_by(lambda: reads.cancelled):
-            while len(slots.tasks) <= self.concurrency:
-                if not slots.queue:
-                    reads = None  # has samples
-                    if len(slots.idle) + 1 >= len(slots.tasks):
-                        slots.wake(sys.maxsize, go_on=False)
+        with ended_by(lambda: reads is not None and reads.cancelled):
+            while len(tasks) <= self.concurrency:
+                if not queue:
+                    if len(slots.idle) + 1 == len(tasks):
+                        slots.wake(len(tasks), reads=False)
                         return
+                    tasks[task] = reads = None
                     slots.idle.append(waiter := slots.loop.create_future())
                     if not await waiter:
                         return
                     continue
-                reads = slots.queue[0]
-                at, results = reads.begun, reads.result.samples
+                tasks[task] = reads = queue[0]
+                at, samples = reads.begun, reads.result.samples
+                reads.begun = at + 1
                 if not at:
                     reads.result.began = time.perf_counter()
-                reads.begun += 1
-                if reads.begun == len(results):
-                    slots.queue.popleft()
-                reads.slots.add(task)
+                if reads.begun == len(samples):
+                    queue.popleft()
                 try:
-                    results[at] = await self._read_one(reads.indices[at], reads.result)
+                    samples[at] = await self._read_one(reads.indices[at], reads.result)
                     if task.cancelling():
                         await clear_cancellation()
                 except BaseException as error:  # noqa: BLE001 - cancelled, by the engine or the user's code
-                    results[at] = error
-                reads.slots.discard(task)
+                    samples[at] = error
                 reads.ended += 1
-                if reads.ended == len(results) and not reads.all_read.done():
+                if reads.ended == len(samples) and not reads.all_read.done():
                     reads.all_read.set_result(None)
-                if reads.cancelled or isinstance(results[at], GeneratorExit):
+                if reads.cancelled or isinstance(samples[at], GeneratorExit):
                     return
 
     async def _retry(self, indices: Sequence[int], samples: list[Any], result: ReadResult) -> None:
@@ -213,9 +207,8 @@ class AsyncReader:
                 result.retries += 1
                 await asyncio.sleep(backoff_s(attempt, self._jitter))
             try:
-                if self._policy.read_timeout_s is None:
-                    return await self._source.read(index)
-                return await self._limited(self._source.read(index))
+                read = (self._read_uncopied or self._source.read)(index)
+                return await (read if self._policy.read_timeout_s is None else self._limited(read))
             except BaseException as error:  # the user's coroutine may raise anything; it is raised again with a name
                 if is_cancelled():
                     raise

@@ -124,7 +124,7 @@ class SourceFetcher(Fetcher):
     def job_sizes(self, limits: ResolvedLimits) -> tuple[int, int]:
         """By the time that samples take; fewer if reads are slow."""
         least, most = super().job_sizes(limits)
-        if self._read_s > SLOW_READ_S:
+        if self._read_s > SLOW_READ_S and not self._reader.queues:
             most = min(most, max(SLOW_READ_LEAST, limits.read_concurrency // SLOW_READ_CHUNKS))
         return least, most
 
