@@ -31,7 +31,9 @@ LATE_LEAST_S = 0.005
 LEAST_BYTES_PER_S = 32 << 10
 # A request whose body takes so much longer fails: obstore only limits the time between two bytes.
 BODY_S = 20.0
-# The same for a body that is late, which is cancelled and requested again; and the multiple of the late time.
+# Open requests are checked at least this often, in seconds.
+CHECK_S = 0.05
+# The same as BODY_S for a body that is late, which is cancelled and requested again; and the multiple of the late time.
 BODY_LEAST_S = 1.0
 BODY_LATE_TIMES = 4
 
@@ -77,7 +79,7 @@ class LatencyWindow:
     @property
     def check_s(self) -> float:
         """How often open requests are checked, in seconds."""
-        return min(self.late_s / 4, BODY_S / 16)
+        return min(self.late_s / 4, CHECK_S)
 
     def add(self, started: float) -> None:
         """Add a request that was answered now."""
@@ -105,7 +107,6 @@ class RequestMonitor:
         self._allowed = 0.0
         self._calm_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._delay_s = 0.0
 
     def on_new_loop(self) -> RequestMonitor:
         """This monitor, for another loop than before, which was closed."""
@@ -134,7 +135,8 @@ class RequestMonitor:
             begin_small = None
         request = _Request(self, begin, begin_small, loop.create_future(), most if nbytes is None else None)
         window.open[request] = None
-        self._check_in(window.check_s, loop)
+        if self._timer is None:
+            self._timer = loop.call_later(window.check_s, self._check, loop)
         try:
             request.send()
             answer, meta, body = await request.result
@@ -150,14 +152,6 @@ class RequestMonitor:
     def failed(self) -> None:
         """Send no second requests for some time."""
         self._calm_at = time.perf_counter() + CALM_S
-
-    def _check_in(self, delay_s: float, loop: asyncio.AbstractEventLoop) -> None:
-        """Check open requests after so many seconds, or earlier if a timer runs that was started for less."""
-        if self._timer is not None:
-            if delay_s >= self._delay_s:
-                return
-            self._timer.cancel()
-        self._timer, self._delay_s = loop.call_later(delay_s, self._check, loop), delay_s
 
     def _check(self, loop: asyncio.AbstractEventLoop) -> None:
         """Send late requests again, and end those whose body takes too long."""
@@ -188,9 +182,8 @@ class RequestMonitor:
                     self._allowed -= 1.0
                     self.hedges += 1
                     request.send()
-        self._timer, open_s = None, [window.check_s for window in self.windows.values() if window.open]
-        if open_s:
-            self._check_in(min(open_s), loop)
+        delay_s = min((window.check_s for window in self.windows.values() if window.open), default=None)
+        self._timer = None if delay_s is None else loop.call_later(delay_s, self._check, loop)
 
 
 @dataclass(eq=False, slots=True)
@@ -203,7 +196,8 @@ class _Request:
     result: asyncio.Future[Any]
     _most: int | None
     _futures: list[asyncio.Future[Any]] = field(default_factory=list)
-    # When the body must have arrived, on the clock of `perf_counter`.
+    # The most bytes of the body, and when they must have arrived, on the clock of `perf_counter`.
+    nbytes: int = SMALL_BYTES
     limit: float = float("inf")
     # Seconds that the body may need at the least rate; None if nothing was answered.
     body_s: float | None = None
@@ -214,7 +208,7 @@ class _Request:
         self.sent += 1
         self._monitor.requests += 1
         if self.begin_small is not None and self.sent == 1:
-            self.limit = self.started + 2 * BODY_S + SMALL_BYTES / LEAST_BYTES_PER_S
+            self._limit_body(SMALL_BYTES)
             self._follow(self.begin_small(), self._received_small)
         else:
             self.begin_small = None
@@ -228,8 +222,8 @@ class _Request:
 
     def give_up(self) -> None:
         """Fail: the body did not arrive in time."""
-        nbytes, limit_s = round((self.body_s or 0.0) * LEAST_BYTES_PER_S), BODY_S + (self.body_s or 0.0)
-        self._fail(TimeoutError(f"a part of {nbytes} bytes did not arrive within {limit_s:.0f} s"))
+        limit_s = BODY_S + self.nbytes / LEAST_BYTES_PER_S
+        self._fail(TimeoutError(f"a part of {self.nbytes} bytes did not arrive within {limit_s:.0f} s"))
 
     def _follow(self, future: asyncio.Future[Any], then: Callable[[asyncio.Future[Any]], None]) -> None:
         self._futures.append(future)
@@ -243,10 +237,13 @@ class _Request:
         if self._most is not None and meta["size"] > self._most:
             self.result.set_result((answer, meta, None))
         else:
-            start, end = answer.range
-            self.body_s = (end - start) / LEAST_BYTES_PER_S
-            self.limit = time.perf_counter() + BODY_S + self.body_s
+            self.body_s = self._limit_body(answer.range[1] - answer.range[0])
             self._follow(answer.bytes_async(), partial(self._received, answer, meta))
+
+    def _limit_body(self, nbytes: int) -> float:
+        body_s = nbytes / LEAST_BYTES_PER_S
+        self.nbytes, self.limit = nbytes, time.perf_counter() + BODY_S + body_s
+        return body_s
 
     def _fail(self, error: BaseException) -> None:
         if not self.result.done():

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +12,7 @@ from typing import Any
 
 from aiofeed.kernel.core.failure_policy import FailurePolicy, backoff_s
 from aiofeed.kernel.core.types import Members, Source, uncopied_reader_of
+from aiofeed.kernel.engine.tuning.reads import READS_MOST
 from aiofeed.kernel.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 
 
@@ -26,39 +25,29 @@ class ReadResult:
     retries: int = 0
     # False if the decode job reads the samples itself.
     waited: bool = True
-    # When the first read began, on the clock of `perf_counter`; 0 if that is not known.
-    began: float = 0.0
+    # Of all reads together; 0 if that is not known.
+    reading_s: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
-class _QueuedReads:
-    """The reads of a chunk, of which slots take one after another."""
+class _Reads:
+    """The reads of a chunk: what they have in common while they are in the queue and in slots."""
 
     indices: Sequence[int]
     result: ReadResult
     all_read: asyncio.Future[None]
-    begun: int = 0
-    ended: int = 0
+    left: int
     cancelled: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class _Slots:
-    """The slots of a loop: tasks that read, each with what it reads now, and the futures of those that wait for work."""
+    """The slots of a loop, tasks that take reads from a queue, with what each reads now; and the chunks being read."""
 
     loop: asyncio.AbstractEventLoop
-    queue: deque[_QueuedReads] = field(default_factory=deque)
-    tasks: dict[asyncio.Task[None], _QueuedReads | None] = field(default_factory=dict)
-    idle: list[asyncio.Future[bool]] = field(default_factory=list)
-
-    def wake(self, count: int, *, reads: bool) -> int:
-        """Wake at most so many idle slots, to read or to end; return how many are lacking."""
-        while count and self.idle:
-            waiter = self.idle.pop()
-            if not waiter.done():  # user code may have cancelled the task
-                waiter.set_result(reads)
-                count -= 1
-        return count
+    queue: asyncio.Queue[tuple[_Reads, int]] = field(default_factory=asyncio.Queue)
+    tasks: dict[asyncio.Task[None], _Reads | None] = field(default_factory=dict)
+    chunks: int = 0
 
 
 class AsyncReader:
@@ -73,7 +62,7 @@ class AsyncReader:
         # Reads over their time limit that ignore cancellation; referred to here so that they are not garbage collected.
         self._abandoned: set[asyncio.Future[Any]] = set()
         # The most reads in flight if samples are read one by one; more of them wait in a queue.
-        self.concurrency: int = sys.maxsize
+        self.concurrency: int = READS_MOST
         self.queues: bool = self._read_many is None
         self._slots: _Slots | None = None
 
@@ -115,74 +104,69 @@ class AsyncReader:
         """Queue the reads, and return the results as ``gather`` does."""
         if not indices:
             return []
-        slots, loop = self._slots, asyncio.get_running_loop()
-        if slots is None or slots.loop is not loop:
-            slots = self._slots = _Slots(loop)
+        loop = asyncio.get_running_loop()
+        if self._slots is None or self._slots.loop is not loop:
+            self._slots = _Slots(loop)
+        slots = self._slots
         result.samples = [None] * len(indices)
-        reads = _QueuedReads(indices, result, loop.create_future())
-        slots.queue.append(reads)
+        reads = _Reads(indices, result, loop.create_future(), len(indices))
+        for at in range(len(indices)):
+            slots.queue.put_nowait((reads, at))
+        slots.chunks += 1
         self._fill_slots(slots, len(indices))
         try:
             await reads.all_read
         except asyncio.CancelledError:
             reads.cancelled = True
-            if reads in slots.queue:
-                slots.queue.remove(reads)
-            if tasks := [task for task, taken in slots.tasks.items() if taken is reads]:
+            if tasks := [task for task, reading in slots.tasks.items() if reading is reads]:
                 for task in tasks:
                     task.cancel()
                 await asyncio.wait(tasks)  # none outlives this coroutine
             raise
+        finally:
+            slots.chunks -= 1
+            for task in slots.tasks if not slots.chunks else ():
+                task.cancel()
         return result.samples
 
-    def _fill_slots(self, slots: _Slots, count: int) -> None:
-        for _ in range(min(slots.wake(count, reads=True), self.concurrency - len(slots.tasks))):
+    def _fill_slots(self, slots: _Slots, most: int) -> None:
+        for _ in range(min(most, self.concurrency - len(slots.tasks))):
             task = slots.loop.create_task(self._run_slot(slots))
             slots.tasks[task] = None
-            task.add_done_callback(partial(self._close_slot, slots))
+            task.add_done_callback(partial(self._slot_ended, slots))
 
-    def _close_slot(self, slots: _Slots, task: asyncio.Task[None]) -> None:
+    def _slot_ended(self, slots: _Slots, task: asyncio.Task[None]) -> None:
         del slots.tasks[task]
-        if slots.queue:
-            self._fill_slots(slots, 1)
+        self._fill_slots(slots, slots.queue.qsize())
 
     async def _run_slot(self, slots: _Slots) -> None:
-        """Take one read after another from the queue, until nothing is read.
+        """Read one sample of the queue after another.
 
         The objects of many tasks that begin at once start garbage collections; a full one takes 100 ms in a process
-        that has imported torch. And no read waits for the slowest one of its chunk.
+        that has imported torch. And no read waits for the slowest one of the chunk before.
         """
-        tasks, queue, reads = slots.tasks, slots.queue, None
+        reads: _Reads | None = None
         task: Any = asyncio.current_task()
-        with ended_by(lambda: reads is not None and reads.cancelled):
-            while len(tasks) <= self.concurrency:
-                if not queue:
-                    if len(slots.idle) + 1 == len(tasks):
-                        slots.wake(len(tasks), reads=False)
-                        return
-                    tasks[task] = reads = None
-                    slots.idle.append(waiter := slots.loop.create_future())
-                    if not await waiter:
-                        return
+        with ended_by(lambda: reads is None or reads.cancelled):
+            while len(slots.tasks) <= self.concurrency:
+                slots.tasks[task] = reads = None
+                reads, at = await slots.queue.get()
+                if reads.cancelled:
                     continue
-                tasks[task] = reads = queue[0]
-                at, samples = reads.begun, reads.result.samples
-                reads.begun = at + 1
-                if not at:
-                    reads.result.began = time.perf_counter()
-                if reads.begun == len(samples):
-                    queue.popleft()
+                slots.tasks[task], result, started = reads, reads.result, time.perf_counter()
                 try:
-                    samples[at] = await self._read_one(reads.indices[at], reads.result)
+                    result.samples[at] = await self._read_one(reads.indices[at], result)
                     if task.cancelling():
                         await clear_cancellation()
                 except BaseException as error:  # noqa: BLE001 - cancelled, by the engine or the user's code
-                    samples[at] = error
-                reads.ended += 1
-                if reads.ended == len(samples) and not reads.all_read.done():
+                    result.samples[at] = error
+                result.reading_s += time.perf_counter() - started
+                reads.left -= 1
+                if not reads.left and not reads.all_read.done():
                     reads.all_read.set_result(None)
-                if reads.cancelled or isinstance(samples[at], GeneratorExit):
+                if reads.cancelled or isinstance(result.samples[at], GeneratorExit):
                     return
+                del result  # has samples
 
     async def _retry(self, indices: Sequence[int], samples: list[Any], result: ReadResult) -> None:
         """Read samples again whose error in ``read_many`` is transient."""

@@ -43,6 +43,8 @@ from aiofeed.kernel.sampling.epochs import Step
 SLOW_READ_S = 0.010
 SLOW_READ_CHUNKS = 8
 SLOW_READ_LEAST = 8
+# If reads wait in a queue, none pauses: a chunk costs as much as two reads.
+QUEUED_CHUNKS = 4
 # Samples that decode faster than this are small: a read takes a few microseconds, most of them under the GIL. Well
 # above what Pillow takes for 64 x 64 pixels (120 us): with a threshold near the average, threads would change between
 # both ways of reading, and interfere half of the time.
@@ -124,8 +126,9 @@ class SourceFetcher(Fetcher):
     def job_sizes(self, limits: ResolvedLimits) -> tuple[int, int]:
         """By the time that samples take; fewer if reads are slow."""
         least, most = super().job_sizes(limits)
-        if self._read_s > SLOW_READ_S and not self._reader.queues:
-            most = min(most, max(SLOW_READ_LEAST, limits.read_concurrency // SLOW_READ_CHUNKS))
+        if self._read_s > SLOW_READ_S:
+            chunks = QUEUED_CHUNKS if self._reader.queues else SLOW_READ_CHUNKS
+            most = min(most, max(SLOW_READ_LEAST, limits.read_concurrency // chunks))
         return least, most
 
     def limit_reads(self, concurrency: int) -> bool:
