@@ -125,8 +125,10 @@ class AsyncReader:
             raise
         finally:
             slots.chunks -= 1
-            for task in slots.tasks if not slots.chunks else ():
-                task.cancel()
+            if not slots.chunks:
+                self._slots = None
+                for task in slots.tasks:
+                    task.cancel()
         return result.samples
 
     def _fill_slots(self, slots: _Slots, most: int) -> None:
@@ -137,7 +139,8 @@ class AsyncReader:
 
     def _slot_ended(self, slots: _Slots, task: asyncio.Task[None]) -> None:
         del slots.tasks[task]
-        self._fill_slots(slots, slots.queue.qsize())
+        if slots.chunks:
+            self._fill_slots(slots, slots.queue.qsize())
 
     async def _run_slot(self, slots: _Slots) -> None:
         """Read one sample of the queue after another.

@@ -104,9 +104,17 @@ async def test_cancelled_reads_have_ended() -> None:
 
 
 async def test_no_task_is_left() -> None:
-    """Slots end with the last chunk."""
-    reader = new_reader(Numbers(), 4)
-    await asyncio.gather(*[reader.read(range(8)) for _ in range(4)])
+    """Slots end with the last chunk, or when all are cancelled."""
+    source = Numbers(0)
+    reader = new_reader(source, 4)
+    await asyncio.gather(*[reader.read(range(1, 9)) for _ in range(4)])
+    await iterations(lambda: asyncio.all_tasks() == {asyncio.current_task()})
+    reading = [asyncio.create_task(reader.read([0] * 8)) for _ in range(4)]
+    await iterations(lambda: source.under_way)
+    for each in reading:
+        each.cancel()
+    await asyncio.wait(reading)
+    assert not source.under_way
     await iterations(lambda: asyncio.all_tasks() == {asyncio.current_task()})
 
 
