@@ -24,7 +24,6 @@ from aiofeed.kernel.sources.file_io import MAX_BYTES, ReadRules, open_file, read
 from aiofeed.objects.clients import StoreClient, open_requests, shared_client
 from aiofeed.objects.hub import HubClient, at_commit
 from aiofeed.objects.requests import (
-    SMALL_BYTES,
     Answer,
     NoRangeError,
     ObjectInfo,
@@ -283,9 +282,9 @@ class ObjectReader:
 
         The answer to a range has the size of the object. That of a proxy to a plain request may be a part of it.
         """
-        if (size is None or 0 < size < SMALL_BYTES) and most <= WHOLE_BYTES and not self._client.ignores_ranges:
+        if size is None and most <= WHOLE_BYTES and not self._client.ignores_ranges:
             try:
-                return await self._get(key, {"range": (0, WHOLE_BYTES)}, None, most, small=self._hub is None)
+                return await self._get(key, {"range": (0, WHOLE_BYTES)}, None, most)
             except (RangesIgnoredError, NoRangeError):
                 pass  # the object is empty, or a gateway refuses ranges
             found = await self._get(key, None, None, most)
@@ -320,20 +319,16 @@ class ObjectReader:
             raise too_short(self.url(key), start, end)
         return body
 
-    async def _get(
-        self, key: str, options: Mapping[str, Any] | None, nbytes: int | None, most: int = 0, *, small: bool = False
-    ) -> Answer:
-        path, monitor, obstore = self._prefix + key.partition(QUERY)[0], self._monitor(), _obstore()
+    async def _get(self, key: str, options: Mapping[str, Any] | None, nbytes: int | None, most: int = 0) -> Answer:
+        path, monitor, get = self._prefix + key.partition(QUERY)[0], self._monitor(), _obstore().get_async
         place = "" if self._hub is not None else path
 
         def attempt(store: Any) -> Coroutine[Any, Any, Answer]:
-            body = partial(obstore.get_range_async, store, place, start=0, length=SMALL_BYTES) if small else None
-            return monitor.send(partial(obstore.get_async, store, place, options=options), nbytes, most, body)
+            return monitor.send(partial(get, store, place, options=options), nbytes, most)
 
         found: Answer = await self._retried(key, attempt)
-        encodings = "" if found[0] is None else found[0].attributes.get("Content-Encoding", "")
         # Some servers send this header for files that are compressed themselves, such as x.csv.gz.
-        for encoding in encodings.lower().replace(" ", "").split(",") if encodings else ():
+        for encoding in found[0].attributes.get("Content-Encoding", "").lower().replace(" ", "").split(","):
             if not path.lower().endswith(ENCODINGS.get(encoding.removeprefix("x-"), "")):
                 raise OSError(f"the object has Content-Encoding {encoding}: store it without one: {self.url(key)}")
         return found

@@ -37,10 +37,6 @@ CHECK_S = 0.05
 BODY_LEAST_S = 1.0
 BODY_LATE_TIMES = 4
 
-# A smaller object is requested as a range of so many bytes, whose answer and body are one result of obstore: one change
-# of threads less, which is a third of the processor time for 100 KB.
-SMALL_BYTES = 1 << 20
-
 # How obstore begins a message; that of a web server reads "Generic HTTP error", whatever the fault.
 _STORE = re.compile(r"Generic \w+ error: ")
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -57,8 +53,7 @@ _THROTTLED = re.compile(r"SlowDown|Throttl|rateLimitExceeded|RequestLimitExceede
 _EXPIRED = re.compile(r"ExpiredToken|RequestExpired|TokenRefreshRequired|InvalidToken|token.{0,20}expired", re.I)
 
 
-Begin: TypeAlias = Callable[[], asyncio.Future[Any]]
-# A GetResult of obstore, or None for a small object; its `meta`, which takes 2 us each time; and the body.
+# A GetResult of obstore, its `meta`, which takes 2 us each time, and its body.
 Answer: TypeAlias = tuple[Any, Mapping[str, Any], Any]
 
 
@@ -72,8 +67,6 @@ class LatencyWindow:
         self.in_time_to: float = 0.0
         # In the order in which they were sent.
         self.open: dict[_Request, None] = {}
-        # Whether the last object was small and had no Content-Encoding, which must be checked.
-        self.small = False
         self._unseen = LEAST_KNOWN
 
     @property
@@ -115,13 +108,13 @@ class RequestMonitor:
             window.open.clear()
         return self
 
-    async def send(self, begin: Begin, nbytes: int | None, most: int, begin_small: Begin | None = None) -> Answer:
+    async def send(
+        self, begin: Callable[[], asyncio.Future[Any]], nbytes: int | None, most: int
+    ) -> Answer:
         """Return the first answer.
 
         Args:
             begin: Sends the request; returns a future of obstore's ``GetResult``.
-            begin_small: Requests up to ``SMALL_BYTES``; returns a future of them. It is used once latencies are known,
-                by which a slow body is noticed, if objects are small.
             nbytes: The expected size of the body, if it is known.
             most: If the size is unknown and the body has more bytes, it is not received; it is then ``None``.
         """
@@ -131,9 +124,7 @@ class RequestMonitor:
             window = self.windows[size_class] = LatencyWindow()
         self._allowed = min(self._allowed + HEDGE_SHARE, HEDGE_BURST)
         loop = asyncio.get_running_loop()
-        if not window.small or window.late_s == float("inf"):
-            begin_small = None
-        request = _Request(self, begin, begin_small, loop.create_future(), most if nbytes is None else None)
+        request = _Request(self, begin, loop.create_future(), most if nbytes is None else None)
         window.open[request] = None
         if self._timer is None:
             self._timer = loop.call_later(window.check_s, self._check, loop)
@@ -144,9 +135,7 @@ class RequestMonitor:
             window.open.pop(request, None)
             request.cancel()
         window.add(request.started)
-        size = SMALL_BYTES if body is None else len(body)
-        window.small = size < SMALL_BYTES and (answer is None or "Content-Encoding" not in answer.attributes)
-        self.nbytes += 0 if body is None else size
+        self.nbytes += 0 if body is None else len(body)
         return answer, meta, body
 
     def failed(self) -> None:
@@ -165,15 +154,12 @@ class RequestMonitor:
                 if now - request.started < window.late_s or request.started > window.in_time_to:
                     break
                 # A slow body is cancelled, so that its next request is no further load and needs no allowance.
-                patience_s, slow_s = window.late_s, max(BODY_LATE_TIMES * window.late_s, BODY_LEAST_S)
-                is_slow = request.body_s is not None
+                patience_s, is_slow = window.late_s, request.body_s is not None
                 if request.body_s is not None:
-                    patience_s = slow_s + request.body_s
+                    patience_s = max(BODY_LATE_TIMES * patience_s, BODY_LEAST_S) + request.body_s
                 overdue = now - request.started > patience_s * request.sent
                 if not overdue or request.sent == SENT_MOST or request.result.done():
                     continue
-                # It is not known whether a small object is answered.
-                is_slow |= request.begin_small is not None and now - request.started > slow_s and self._allowed < 1.0
                 if is_slow:
                     request.cancel()
                     self.retries += 1
@@ -191,8 +177,7 @@ class _Request:
     """A request that may be sent several times; the first answer counts."""
 
     _monitor: RequestMonitor
-    _begin: Begin
-    begin_small: Begin | None
+    _begin: Callable[[], asyncio.Future[Any]]
     result: asyncio.Future[Any]
     _most: int | None
     _futures: list[asyncio.Future[Any]] = field(default_factory=list)
@@ -207,12 +192,7 @@ class _Request:
     def send(self) -> None:
         self.sent += 1
         self._monitor.requests += 1
-        if self.begin_small is not None and self.sent == 1:
-            self._limit_body(SMALL_BYTES)
-            self._follow(self.begin_small(), self._received_small)
-        else:
-            self.begin_small = None
-            self._follow(self._begin(), self._answered)
+        self._follow(self._begin(), self._answered)
 
     def cancel(self) -> None:
         """Cancel what was sent."""
@@ -252,15 +232,6 @@ class _Request:
     def _received(self, answer: Any, meta: Mapping[str, Any], future: asyncio.Future[Any]) -> None:
         if (body := self._take(future)) is not None:
             self.result.set_result((answer, meta, body))
-
-    def _received_small(self, future: asyncio.Future[Any]) -> None:
-        if (body := self._take(future)) is None:
-            return
-        self._monitor.answered = True
-        if len(body) < SMALL_BYTES:
-            self.result.set_result((None, {"size": len(body)}, body))
-        else:
-            self.send()
 
     def _take(self, future: asyncio.Future[Any]) -> Any:
         """The result of a future; ``None`` if it failed, which fails the request if nothing else is under way."""
