@@ -108,9 +108,7 @@ class RequestMonitor:
             window.open.clear()
         return self
 
-    async def send(
-        self, begin: Callable[[], asyncio.Future[Any]], nbytes: int | None, most: int
-    ) -> Answer:
+    async def send(self, begin: Callable[[], asyncio.Future[Any]], nbytes: int | None, most: int) -> Answer:
         """Return the first answer.
 
         Args:
@@ -182,7 +180,7 @@ class _Request:
     _most: int | None
     _futures: list[asyncio.Future[Any]] = field(default_factory=list)
     # The most bytes of the body, and when they must have arrived, on the clock of `perf_counter`.
-    nbytes: int = SMALL_BYTES
+    nbytes: int = 0
     limit: float = float("inf")
     # Seconds that the body may need at the least rate; None if nothing was answered.
     body_s: float | None = None

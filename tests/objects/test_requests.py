@@ -100,33 +100,6 @@ async def test_no_second_requests_in_an_outage(reader, server):
     assert statistics_of([reader]).hedges == 0
 
 
-async def test_small_objects_are_requested_with_their_bodies(reader, server):
-    """Once latencies are known, small objects are requested as a short range; a larger one is read as before."""
-    server.objects["bucket/large"] = large = bytes(range(256)) * 12_000
-    for _ in range(80):
-        assert await reader.read("a") == DATA
-    ranges = [request.headers["range"] for request in server.requests]
-    assert (ranges[0], ranges[-1]) == ("bytes=0-16777215", "bytes=0-1048575")
-    assert await reader.read("large") == large
-    assert await reader.read("a") == DATA
-    assert server.requests[-1].headers["range"] == ranges[0]
-    assert await reader.read("a") == DATA
-    assert server.requests[-1].headers["range"] == ranges[-1]
-    found = statistics_of([reader])
-    assert (found.bytes_read, found.retries) == (82 * len(DATA) + len(large), 0)
-
-
-async def test_objects_with_an_encoding_are_not_requested_with_their_bodies(reader, server):
-    """Their Content-Encoding has to be checked."""
-    server.objects["bucket/a.gz"] = DATA
-    server.schedule = lambda request: Fault(encoding="gzip")
-    for _ in range(80):
-        assert await reader.read("a.gz") == DATA
-    assert {request.headers["range"] for request in server.requests} == {"bytes=0-16777215"}
-    with pytest.raises(OSError, match="the object has Content-Encoding gzip"):
-        await reader.read("a")
-
-
 async def test_stores_that_are_given(tmp_path):
     """Small objects of a store in memory, or of a folder, are read alike."""
     from obstore.store import LocalStore, MemoryStore
