@@ -24,6 +24,7 @@ from aiofeed.kernel.sources.file_io import MAX_BYTES, ReadRules, open_file, read
 from aiofeed.objects.clients import StoreClient, open_requests, shared_client
 from aiofeed.objects.hub import HubClient, at_commit
 from aiofeed.objects.requests import (
+    Answer,
     NoRangeError,
     ObjectInfo,
     RangesIgnoredError,
@@ -156,7 +157,7 @@ class ObjectReader:
             return _file_info(await asyncio.to_thread(os.stat, self.url(key)))
         if self._hub is not None:
             return (await self._hub.locate(self._prefix + key)).info
-        return _info((await self._get(key, {"head": True}, 0))[0].meta)
+        return _info((await self._get(key, {"head": True}, 0))[1])
 
     async def read(self, key: str, *, max_bytes: int = MAX_BYTES, size: int | None = None) -> bytes:
         """Return a whole object; a large one in parallel parts.
@@ -177,9 +178,9 @@ class ObjectReader:
         if self._folder is not None:
             return await asyncio.to_thread(read_file, self.url(key), ReadRules(max_bytes))
         for most in (min(WHOLE_BYTES, max_bytes), max_bytes):
-            answer, body = await self._get_whole(key, size, most)
-            start, end = 0, answer.meta["size"]
-            info = _info(answer.meta) if body is None else None
+            answer, meta, body = await self._get_whole(key, size, most)
+            start, end = 0, meta["size"]
+            info = _info(meta) if body is None else None
             del answer  # ends its body
             if end > max_bytes:
                 raise too_large(self.url(key), f"{end} bytes are", max_bytes)
@@ -276,8 +277,8 @@ class ObjectReader:
         objects = [(meta["path"][cut:], _info(meta)) for meta in found["objects"]]
         return [folder[cut:] for folder in found["common_prefixes"]], objects
 
-    async def _get_whole(self, key: str, size: int | None, most: int) -> tuple[Any, Any]:
-        """Return the answer with a whole object, and its body; ``None`` if that has more than ``most`` bytes.
+    async def _get_whole(self, key: str, size: int | None, most: int) -> Answer:
+        """Return the answer with a whole object; its body is ``None`` if that has more than ``most`` bytes.
 
         The answer to a range has the size of the object. That of a proxy to a plain request may be a part of it.
         """
@@ -287,7 +288,7 @@ class ObjectReader:
             except (RangesIgnoredError, NoRangeError):
                 pass  # the object is empty, or a gateway refuses ranges
             found = await self._get(key, None, None, most)
-            self._client.ignores_ranges |= found[0].meta["size"] > 0
+            self._client.ignores_ranges |= found[1]["size"] > 0
             return found
         return await self._get(key, None, None, most)
 
@@ -308,8 +309,8 @@ class ObjectReader:
         etag = expected[0].etag if expected else None
         if etag is not None and not etag.startswith("W/"):
             options["if_match"] = etag  # no server accepts a weak etag as a condition (RFC 9110, 13.1.1)
-        answer, body = await self._get(key, options, end - start)
-        info = _info(answer.meta)
+        answer, meta, body = await self._get(key, options, end - start)
+        info = _info(meta)
         if not expected:
             expected.append(info)
         if not expected[0].is_version_of(info):
@@ -318,16 +319,14 @@ class ObjectReader:
             raise too_short(self.url(key), start, end)
         return body
 
-    async def _get(
-        self, key: str, options: Mapping[str, Any] | None, nbytes: int | None, most: int = 0
-    ) -> tuple[Any, Any]:
+    async def _get(self, key: str, options: Mapping[str, Any] | None, nbytes: int | None, most: int = 0) -> Answer:
         path, monitor, get = self._prefix + key.partition(QUERY)[0], self._monitor(), _obstore().get_async
         place = "" if self._hub is not None else path
 
-        def attempt(store: Any) -> Coroutine[Any, Any, tuple[Any, Any]]:
+        def attempt(store: Any) -> Coroutine[Any, Any, Answer]:
             return monitor.send(partial(get, store, place, options=options), nbytes, most)
 
-        found: tuple[Any, Any] = await self._retried(key, attempt)
+        found: Answer = await self._retried(key, attempt)
         # Some servers send this header for files that are compressed themselves, such as x.csv.gz.
         for encoding in found[0].attributes.get("Content-Encoding", "").lower().replace(" ", "").split(","):
             if not path.lower().endswith(ENCODINGS.get(encoding.removeprefix("x-"), "")):

@@ -7,10 +7,10 @@ import errno
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 # The second requests ("hedges") per request, and how many may be sent in a row after a quiet time.
 HEDGE_SHARE = 0.05
@@ -31,7 +31,9 @@ LATE_LEAST_S = 0.005
 LEAST_BYTES_PER_S = 32 << 10
 # A request whose body takes so much longer fails: obstore only limits the time between two bytes.
 BODY_S = 20.0
-# The same for a body that is late, which is cancelled and requested again; and the multiple of the late time.
+# Open requests are checked at least this often, in seconds.
+CHECK_S = 0.05
+# The same as BODY_S for a body that is late, which is cancelled and requested again; and the multiple of the late time.
 BODY_LEAST_S = 1.0
 BODY_LATE_TIMES = 4
 
@@ -51,6 +53,10 @@ _THROTTLED = re.compile(r"SlowDown|Throttl|rateLimitExceeded|RequestLimitExceede
 _EXPIRED = re.compile(r"ExpiredToken|RequestExpired|TokenRefreshRequired|InvalidToken|token.{0,20}expired", re.I)
 
 
+# A GetResult of obstore, its `meta`, which takes 2 us each time, and its body.
+Answer: TypeAlias = tuple[Any, Mapping[str, Any], Any]
+
+
 class LatencyWindow:
     """The latest latencies of requests of similar size, in seconds, and those of them that are open."""
 
@@ -62,6 +68,11 @@ class LatencyWindow:
         # In the order in which they were sent.
         self.open: dict[_Request, None] = {}
         self._unseen = LEAST_KNOWN
+
+    @property
+    def check_s(self) -> float:
+        """How often open requests are checked, in seconds."""
+        return min(self.late_s / 4, CHECK_S)
 
     def add(self, started: float) -> None:
         """Add a request that was answered now."""
@@ -97,8 +108,8 @@ class RequestMonitor:
             window.open.clear()
         return self
 
-    async def send(self, begin: Callable[[], asyncio.Future[Any]], nbytes: int | None, most: int) -> tuple[Any, Any]:
-        """Return the answer of the first request to be answered, and its body.
+    async def send(self, begin: Callable[[], asyncio.Future[Any]], nbytes: int | None, most: int) -> Answer:
+        """Return the first answer.
 
         Args:
             begin: Sends the request; returns a future of obstore's ``GetResult``.
@@ -113,25 +124,27 @@ class RequestMonitor:
         loop = asyncio.get_running_loop()
         request = _Request(self, begin, loop.create_future(), most if nbytes is None else None)
         window.open[request] = None
-        if self._timer is None and window.late_s < float("inf"):
-            self._timer = loop.call_later(window.late_s / 4, self._check, loop)
+        if self._timer is None:
+            self._timer = loop.call_later(window.check_s, self._check, loop)
         try:
             request.send()
-            answer, body = await request.result
+            answer, meta, body = await request.result
         finally:
             window.open.pop(request, None)
             request.cancel()
         window.add(request.started)
         self.nbytes += 0 if body is None else len(body)
-        return answer, body
+        return answer, meta, body
 
     def failed(self) -> None:
         """Send no second requests for some time."""
         self._calm_at = time.perf_counter() + CALM_S
 
     def _check(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Send late requests again."""
+        """Send late requests again, and end those whose body takes too long."""
         now = time.perf_counter()
+        for request in [each for window in self.windows.values() for each in window.open if now > each.limit]:
+            request.give_up()
         for window in self.windows.values() if now > self._calm_at else ():
             for request in window.open:
                 # If no later request was answered in time, the storage as a whole is slow, and more requests would make
@@ -153,8 +166,8 @@ class RequestMonitor:
                     self._allowed -= 1.0
                     self.hedges += 1
                     request.send()
-        delay_s = min((window.late_s for window in self.windows.values() if window.open), default=float("inf"))
-        self._timer = loop.call_later(delay_s / 4, self._check, loop) if delay_s < float("inf") else None
+        delay_s = min((window.check_s for window in self.windows.values() if window.open), default=None)
+        self._timer = None if delay_s is None else loop.call_later(delay_s, self._check, loop)
 
 
 @dataclass(eq=False, slots=True)
@@ -166,7 +179,9 @@ class _Request:
     result: asyncio.Future[Any]
     _most: int | None
     _futures: list[asyncio.Future[Any]] = field(default_factory=list)
-    _limit: asyncio.TimerHandle | None = None
+    # The most bytes of the body, and when they must have arrived, on the clock of `perf_counter`.
+    nbytes: int = 0
+    limit: float = float("inf")
     # Seconds that the body may need at the least rate; None if nothing was answered.
     body_s: float | None = None
     sent: int = 0
@@ -181,9 +196,12 @@ class _Request:
         """Cancel what was sent."""
         for future in self._futures:
             future.cancel()
-        self.body_s = None
-        if self._limit is not None:
-            self._limit.cancel()
+        self.body_s, self.limit = None, float("inf")
+
+    def give_up(self) -> None:
+        """Fail: the body did not arrive in time."""
+        limit_s = BODY_S + self.nbytes / LEAST_BYTES_PER_S
+        self._fail(TimeoutError(f"a part of {self.nbytes} bytes did not arrive within {limit_s:.0f} s"))
 
     def _follow(self, future: asyncio.Future[Any], then: Callable[[asyncio.Future[Any]], None]) -> None:
         self._futures.append(future)
@@ -193,27 +211,25 @@ class _Request:
         if (answer := self._take(future)) is None:
             return
         self._monitor.answered = True
-        if self._most is not None and answer.meta["size"] > self._most:
-            self.result.set_result((answer, None))
+        meta = answer.meta
+        if self._most is not None and meta["size"] > self._most:
+            self.result.set_result((answer, meta, None))
         else:
-            self._limit_body(answer.range[1] - answer.range[0])
-            self._follow(answer.bytes_async(), partial(self._received, answer))
+            self.body_s = self._limit_body(answer.range[1] - answer.range[0])
+            self._follow(answer.bytes_async(), partial(self._received, answer, meta))
 
-    def _limit_body(self, nbytes: int) -> None:
-        if self._limit is not None:
-            self._limit.cancel()
-        self.body_s = nbytes / LEAST_BYTES_PER_S
-        limit_s = BODY_S + self.body_s
-        error = TimeoutError(f"a part of {nbytes} bytes did not arrive within {limit_s:.0f} s")
-        self._limit = self.result.get_loop().call_later(limit_s, self._fail, error)
+    def _limit_body(self, nbytes: int) -> float:
+        body_s = nbytes / LEAST_BYTES_PER_S
+        self.nbytes, self.limit = nbytes, time.perf_counter() + BODY_S + body_s
+        return body_s
 
     def _fail(self, error: BaseException) -> None:
         if not self.result.done():
             self.result.set_exception(error)
 
-    def _received(self, answer: Any, future: asyncio.Future[Any]) -> None:
+    def _received(self, answer: Any, meta: Mapping[str, Any], future: asyncio.Future[Any]) -> None:
         if (body := self._take(future)) is not None:
-            self.result.set_result((answer, body))
+            self.result.set_result((answer, meta, body))
 
     def _take(self, future: asyncio.Future[Any]) -> Any:
         """The result of a future; ``None`` if it failed, which fails the request if nothing else is under way."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -69,23 +69,25 @@ class ObjectList(Sequence[str]):
             groups.setdefault((number, self.keys[index]), []).append(place)
         return list(groups.values())
 
-    async def read_many(self, indices: Sequence[int], max_bytes: int, *, copies: bool = True) -> list[Any]:
-        """Return the contents of objects, or the error of each that cannot be read.
-
-        Without ``copies``, large objects stay in the client's memory, as ``Uncopied``.
-        """
-        sizes = self.sizes
-        reads = [
-            self._reader(index).read_buffer(self.keys[index], max_bytes, None if sizes is None else int(sizes[index]))
-            for index in indices
-        ]
+    async def read_many(self, indices: Sequence[int], max_bytes: int) -> list[Any]:
+        """Return the contents of objects, or the error of each that cannot be read."""
+        reads = [self._read_buffer(index, max_bytes) for index in indices]
         found: list[Any] = await asyncio.gather(*reads, return_exceptions=True)
         for at, data in enumerate(found):
             if isinstance(data, BaseException):
                 data.__traceback__ = None  # refers to frames, and so to the bytes of other objects
             else:
-                found[at] = bytes(data) if copies or len(data) < UNCOPIED_LEAST else Uncopied(memoryview(data))
+                found[at] = bytes(data)
         return found
+
+    async def read_uncopied(self, index: int, max_bytes: int) -> Any:
+        """Return the contents of an object; those of a large one stay in the client's memory, as ``Uncopied``."""
+        data = await self._read_buffer(index, max_bytes)
+        return bytes(data) if len(data) < UNCOPIED_LEAST else Uncopied(memoryview(data))
+
+    def _read_buffer(self, index: int, max_bytes: int) -> Coroutine[Any, Any, Any]:
+        size = None if self.sizes is None else int(self.sizes[index])
+        return self._reader(index).read_buffer(self.keys[index], max_bytes, size)
 
     async def read_ranges(self, index: int, starts: Sequence[int], ends: Sequence[int]) -> list[bytes]:
         """Ranges of one object."""

@@ -98,3 +98,14 @@ async def test_no_second_requests_in_an_outage(reader, server):
     await reader.read("a")
     await reader.read("a")
     assert statistics_of([reader]).hedges == 0
+
+
+async def test_stores_that_are_given(tmp_path):
+    """Small objects of a store in memory, or of a folder, are read alike."""
+    from obstore.store import LocalStore, MemoryStore
+
+    for store in (MemoryStore(), LocalStore(tmp_path)):
+        await store.put_async("a", DATA)
+        reader = ObjectReader("", store=store)
+        for _ in range(80):
+            assert await reader.read("a") == DATA

@@ -156,6 +156,14 @@ class Members(NamedTuple):
         return cls._make(getattr(source, name, None) for name in cls._fields)
 
 
+def uncopied_reader_of(source: Any) -> Callable[[int], Awaitable[Any]] | None:
+    """Return the function of a source that reads samples for the engine, one at a time, if it has one."""
+    # Of the class: a wrapper may pass on the attributes of another source.
+    found = getattr(type(source), "uncopied_reader", None)
+    reader: Callable[[int], Awaitable[Any]] | None = found and found(source)
+    return reader
+
+
 @public
 @runtime_checkable
 class Decoder(Protocol[EncodedT_contra, SampleT_co]):

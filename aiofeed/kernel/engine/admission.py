@@ -36,6 +36,8 @@ class Admission:
     buffer: ReorderBuffer
     # Samples that are being read.
     reading: int = 0
+    # Whether reads beyond the limit wait in the fetcher, and begin one by one when others end.
+    reads_queue: bool = False
     # Whether the planner's last wait was for `read_concurrency`, not for batches or bytes.
     waited_for_reads: bool = False
     # Nothing more will be delivered: nobody has to wait.
@@ -68,12 +70,20 @@ class Admission:
         most = self.buffer.prefetch_batches + math.ceil(self.limits.read_concurrency / self.batch_size) + 1
         return self.buffer.assembling + self.buffer.waiting < most
 
+    @property
+    def lacks_reads(self) -> bool:
+        """Whether as many reads as allowed are in flight."""
+        return self.waited_for_reads or (self.reads_queue and self.reading >= self.limits.read_concurrency)
+
     def may_read(self, samples: int) -> bool:
         """Return whether ``samples`` more may be read now; always if nothing is being read.
 
         The limit may fall below the size of a chunk while the chunk waits.
         """
-        return self.closed or not self.reading or self.reading + samples <= self.limits.read_concurrency
+        most = self.limits.read_concurrency
+        # Half of the limit may wait, so that it is in flight also when reads of a few chunks take long.
+        beyond = -(most // 2) if self.reads_queue else samples
+        return self.closed or not self.reading or self.reading + beyond <= most
 
     def may_read_on(self, samples: int) -> bool:
         """Whether the batch that has begun last may read ``samples`` more; not while others exceed the memory limit."""

@@ -124,6 +124,7 @@ class ChunkAssembly(Assembly):
             return
         admission, samples = self._admission, len(batch.plan.indices)
         self._choose_size(samples)
+        admission.reads_queue = self._fetcher.limit_reads(admission.limits.read_concurrency)
         size = self.samples_per_read()
         self._concurrency.resize_executor()
         starts = range(0, samples, size)
@@ -162,9 +163,10 @@ class ChunkAssembly(Assembly):
         loop_delay_s = self._loop_delay_s()
         try:
             read = await self._fetcher.read(batch.plan.indices[start:stop], batch.plan, start)
+            # The chunk may have waited for others in the fetcher.
+            mean_s = read.reading_s / (stop - start) or time.perf_counter() - started
             if self._tuner is not None and not read.retries:
-                seconds = time.perf_counter() - started
-                self._concurrency.observe_read(self._tuner, seconds, stop - start, read.nbytes, concurrency)
+                self._concurrency.observe_read(self._tuner, mean_s, stop - start, read.nbytes, concurrency)
         finally:
             batch.under_way.pop(start, None)
             self._reading -= stop - start
@@ -173,7 +175,7 @@ class ChunkAssembly(Assembly):
         ended = time.perf_counter()
         # If the loop is late, the bytes may have been there before. That other threads hold the GIL is not the time of
         # the storage.
-        seconds = max(0.0, ended - started - (self._loop_delay_s() - loop_delay_s))
+        seconds = max(0.0, min(mean_s, ended - started - (self._loop_delay_s() - loop_delay_s)))
         batch.counters.read_s += seconds
         batch.count_read(read)
         batch.counters.events.append(("read", "reads", started, ended, batch.plan.number, stop - start, read.nbytes))

@@ -74,7 +74,7 @@ class Concurrency:
 
     def observe_read(self, tuner: Tuner, seconds: float, samples: int, nbytes: int, concurrency: int) -> None:
         """Pass the timing of a chunk's read to the tuner."""
-        starving = self.admission.waited_for_reads and self.executor.running < self.executor.max_running
+        starving = self.admission.lacks_reads and self.executor.running < self.executor.max_running
         now = time.perf_counter()
         tuner.reading.observe(now, seconds, samples, nbytes, concurrency=concurrency, starving=starving)
         self.apply(tuner)

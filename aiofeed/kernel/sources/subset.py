@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 
-from aiofeed.kernel.core.types import traits_of
+from aiofeed.kernel.core.types import traits_of, uncopied_reader_of
 from aiofeed.kernel.core.validation import check_seed, counted
 from aiofeed.kernel.sampling.order import shuffled
 from aiofeed.kernel.sampling.schedule import fingerprint
@@ -125,10 +125,10 @@ class Subset(IndexedSource):
         """Read a sample."""
         return await self.whole.read(self.rows[index].tolist())
 
-    async def read_uncopied(self, indices: Sequence[int], /) -> Any:
-        """Read samples without copies, if the whole source can do that."""
-        read = getattr(self.whole, "read_uncopied", self.whole.read_many)
-        return await read(self.rows.take(indices).tolist())
+    def uncopied_reader(self) -> Any:
+        """Return a function that reads a sample without a copy, if the whole source can do that."""
+        read = uncopied_reader_of(self.whole)
+        return read and (lambda index: read(self.rows[index].tolist()))
 
     def sharing_frames(self) -> Self:
         """Return the same moments of ``Episodes`` with frames that are kept; of another source itself."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
 from aiofeed.kernel.core.failure_policy import FailurePolicy, backoff_s
-from aiofeed.kernel.core.types import Gathered, Members, Source
-from aiofeed.kernel.runtime.cancellation import clear_cancellation, is_cancelled
+from aiofeed.kernel.core.types import Gathered, Members, Source, uncopied_reader_of
+from aiofeed.kernel.engine.tuning.reads import READS_MOST
+from aiofeed.kernel.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 
 ReadMany: TypeAlias = Callable[[Sequence[int]], Awaitable[Sequence[Any]]]
 
@@ -25,6 +27,29 @@ class ReadResult:
     retries: int = 0
     # False if the decode job reads the samples itself.
     waited: bool = True
+    # Of all reads together; 0 if that is not known.
+    reading_s: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Reads:
+    """The reads of a chunk: what they have in common while they are in the queue and in slots."""
+
+    indices: Sequence[int]
+    result: ReadResult
+    all_read: asyncio.Future[None]
+    left: int
+    cancelled: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Slots:
+    """The slots of a loop, tasks that take reads from a queue, with what each reads now; and the chunks being read."""
+
+    loop: asyncio.AbstractEventLoop
+    queue: asyncio.Queue[tuple[_Reads, int]] = field(default_factory=asyncio.Queue)
+    tasks: dict[asyncio.Task[None], _Reads | None] = field(default_factory=dict)
+    chunks: int = 0
 
 
 class AsyncReader:
@@ -33,12 +58,15 @@ class AsyncReader:
     def __init__(self, source: Source[Any], policy: FailurePolicy) -> None:
         self._source = source
         self._policy = policy
-        # Of the class: a wrapper may pass on the attributes of another source.
-        uncopied = getattr(type(source), "read_uncopied", None)
-        self._read_many = Members.of(source).read_many if uncopied is None else partial(uncopied, source)
+        self._read_uncopied = uncopied_reader_of(source)
+        self._read_many = None if self._read_uncopied else Members.of(source).read_many
         self._jitter = random.Random()
         # Reads over their time limit that ignore cancellation; referred to here so that they are not garbage collected.
         self._abandoned: set[asyncio.Future[Any]] = set()
+        # The most reads in flight if samples are read one by one; more of them wait in a queue.
+        self.concurrency: int = READS_MOST
+        self.queues: bool = self._read_many is None
+        self._slots: _Slots | None = None
 
     async def read(self, indices: Sequence[int], read_many: ReadMany | None = None) -> ReadResult:
         """Return the encoded samples; an exception for each that failed. ``read_many``: in place of the source's.
@@ -75,38 +103,78 @@ class AsyncReader:
                 if self._policy.retries:
                     await self._retry(indices, samples, result)
                 return samples
-        if len(indices) == 1:
-            return [await self._read_one(indices[0], result)]
         return await self._read_each(indices, result)
 
     async def _read_each(self, indices: Sequence[int], result: ReadResult) -> list[Any]:
-        """Return the results as ``gather`` does, in 6 us per read; ``gather`` takes 8, for a callback of each task."""
+        """Queue the reads, and return the results as ``gather`` does."""
         if not indices:
             return []
         loop = asyncio.get_running_loop()
-        all_read = loop.create_future()
-        samples: list[Any] = [None] * len(indices)
-        unread = len(indices)
-
-        async def read_at(at: int, index: int) -> None:
-            nonlocal unread
-            try:
-                samples[at] = await self._read_one(index, result)
-            except BaseException as error:  # noqa: BLE001 - the task was cancelled, below or by the user's code
-                samples[at] = error
-            unread -= 1
-            if not unread and not all_read.done():
-                all_read.set_result(None)
-
-        tasks = [loop.create_task(read_at(at, index)) for at, index in enumerate(indices)]
+        if self._slots is None or self._slots.loop is not loop:
+            self._slots = _Slots(loop)
+        slots = self._slots
+        result.samples = [None] * len(indices)
+        reads = _Reads(indices, result, loop.create_future(), len(indices))
+        for at in range(len(indices)):
+            slots.queue.put_nowait((reads, at))
+        slots.chunks += 1
+        self._fill_slots(slots, len(indices))
         try:
-            await all_read
+            await reads.all_read
         except asyncio.CancelledError:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)  # none outlives this coroutine
+            reads.cancelled = True
+            if tasks := [task for task, reading in slots.tasks.items() if reading is reads]:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)  # none outlives this coroutine
             raise
-        return samples
+        finally:
+            slots.chunks -= 1
+            if not slots.chunks:
+                self._slots = None
+                for task in slots.tasks:
+                    task.cancel()
+        return result.samples
+
+    def _fill_slots(self, slots: _Slots, most: int) -> None:
+        for _ in range(min(most, self.concurrency - len(slots.tasks))):
+            task = slots.loop.create_task(self._run_slot(slots))
+            slots.tasks[task] = None
+            task.add_done_callback(partial(self._slot_ended, slots))
+
+    def _slot_ended(self, slots: _Slots, task: asyncio.Task[None]) -> None:
+        del slots.tasks[task]
+        if slots.chunks:
+            self._fill_slots(slots, slots.queue.qsize())
+
+    async def _run_slot(self, slots: _Slots) -> None:
+        """Read one sample of the queue after another.
+
+        The objects of many tasks that begin at once start garbage collections; a full one takes 100 ms in a process
+        that has imported torch. And no read waits for the slowest one of the chunk before.
+        """
+        reads: _Reads | None = None
+        task: Any = asyncio.current_task()
+        with ended_by(lambda: reads is None or reads.cancelled):
+            while len(slots.tasks) <= self.concurrency:
+                slots.tasks[task] = reads = None
+                reads, at = await slots.queue.get()
+                if reads.cancelled:
+                    continue
+                slots.tasks[task], result, started = reads, reads.result, time.perf_counter()
+                try:
+                    result.samples[at] = await self._read_one(reads.indices[at], result)
+                    if task.cancelling():
+                        await clear_cancellation()
+                except BaseException as error:  # noqa: BLE001 - cancelled, by the engine or the user's code
+                    result.samples[at] = error
+                result.reading_s += time.perf_counter() - started
+                reads.left -= 1
+                if not reads.left and not reads.all_read.done():
+                    reads.all_read.set_result(None)
+                if reads.cancelled or isinstance(result.samples[at], GeneratorExit):
+                    return
+                del result  # has samples
 
     async def _retry(self, indices: Sequence[int], samples: list[Any], result: ReadResult) -> None:
         """Read samples again whose error in ``read_many`` is transient."""
@@ -131,9 +199,8 @@ class AsyncReader:
                 result.retries += 1
                 await asyncio.sleep(backoff_s(attempt, self._jitter))
             try:
-                if self._policy.read_timeout_s is None:
-                    return await self._source.read(index)
-                return await self._limited(self._source.read(index))
+                read = (self._read_uncopied or self._source.read)(index)
+                return await (read if self._policy.read_timeout_s is None else self._limited(read))
             except BaseException as error:  # the user's coroutine may raise anything; it is raised again with a name
                 if is_cancelled():
                     raise

@@ -184,6 +184,10 @@ class Fetcher(ABC):
         least, most = self._sizer.job_sizes(limits.decode_threads)
         return least, min(most, limits.read_concurrency)
 
+    def limit_reads(self, concurrency: int) -> bool:
+        """Let at most so many reads be in flight; return whether others wait in a queue of this fetcher."""
+        return False
+
     def max_running(self, threads: int) -> int:
         """Return how many of ``threads`` decode threads are worth using now."""
         return threads

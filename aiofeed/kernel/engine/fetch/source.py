@@ -45,6 +45,8 @@ from aiofeed.kernel.sampling.epochs import Step
 SLOW_READ_S = 0.010
 SLOW_READ_CHUNKS = 8
 SLOW_READ_LEAST = 8
+# If reads wait in a queue, none pauses: a chunk costs as much as two reads.
+QUEUED_CHUNKS = 4
 # Samples that decode faster than this are small: a read takes a few microseconds, most of them under the GIL. Well
 # above what Pillow takes for 64 x 64 pixels (120 us): with a threshold near the average, threads would change between
 # both ways of reading, and interfere half of the time.
@@ -130,8 +132,14 @@ class SourceFetcher(Fetcher):
             return sys.maxsize, sys.maxsize
         least, most = super().job_sizes(limits)
         if self._read_s > SLOW_READ_S:
-            most = min(most, max(SLOW_READ_LEAST, limits.read_concurrency // SLOW_READ_CHUNKS))
+            chunks = QUEUED_CHUNKS if self._reader.queues else SLOW_READ_CHUNKS
+            most = min(most, max(SLOW_READ_LEAST, limits.read_concurrency // chunks))
         return least, most
+
+    def limit_reads(self, concurrency: int) -> bool:
+        """Queue reads if the source reads samples one by one."""
+        self._reader.concurrency = concurrency
+        return self._reader.queues
 
     def key(self, index: int) -> str:
         """Return the source's name for a sample; "sample 3" if the source raises."""
