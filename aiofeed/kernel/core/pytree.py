@@ -9,11 +9,14 @@ import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from itertools import chain
 from typing import Any
 
 Leaf = Callable[[Any], Any]
 
 _MAIN_MODULES = ("__main__", "__mp_main__")
+_BUILT_IN = (tuple, list, dict)
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 def is_namedtuple(value: object) -> bool:
@@ -111,10 +114,18 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
+def is_flat_plain(tree: Any) -> bool:
+    """Return whether ``tree`` is a tuple, list or dict of numbers, strings and ``None``, which are quick to tell."""
+    return type(tree) in _BUILT_IN and _PLAIN.issuperset(map(type, tree.values() if type(tree) is dict else tree))
+
+
 def total_nbytes(tree: Any) -> int:
     """Total bytes of the arrays and tensors of a tree; sparse tensors count as 0."""
-    if type(tree) is tuple or type(tree) is list:  # several times as fast as ``leaves``
-        return sum(map(total_nbytes, tree))
+    if type(tree) in _BUILT_IN:  # several times as fast as ``leaves``
+        parts = [*tree.values()] if type(tree) is dict else tree
+        if {*map(type, parts)} == {dict}:
+            parts = [*chain.from_iterable(map(dict.values, parts))]
+        return 0 if is_flat_plain(parts) else sum(map(total_nbytes, parts))
     if isinstance(tree, tuple | list | Mapping) or is_dataclass_instance(tree):
         return sum(map(total_nbytes, leaves(tree)))
     try:

@@ -17,7 +17,7 @@ import numpy as np
 
 from aiofeed.kernel.core.errors import CollateError
 from aiofeed.kernel.core.formatting import format_error, kind_of
-from aiofeed.kernel.core.pytree import is_namedtuple, like_list, like_mapping, map_leaves, total_nbytes
+from aiofeed.kernel.core.pytree import is_flat_plain, is_namedtuple, like_list, like_mapping, map_leaves, total_nbytes
 from aiofeed.kernel.core.types import Collate, HostTensor, Row
 from aiofeed.kernel.runtime.buffers import BufferLease, array
 from aiofeed.kernel.runtime.tensors import NUMBER_DTYPES, as_array, as_tensor, is_plain, is_tensor, stage
@@ -116,7 +116,7 @@ class DefaultCollateBuilder(BatchBuilder):
         if root is None:
             with self._lock:
                 if self.kept is None and self._root is None:
-                    if self.may_keep and _has_small_tensor(sample):
+                    if self.may_keep and (is_flat_plain(sample) or _has_small_tensor(sample)):
                         self.kept = [None] * self._samples
                     else:
                         self._root = _node(sample, self._samples, self._lease)
@@ -463,6 +463,7 @@ class SampleList(BatchBuilder):
     def __init__(self, samples: int, *, copies: bool = False) -> None:
         self.samples: list[Any] = [None] * samples
         self._copies = copies
+        self.kept = None if copies else self.samples
 
     def put(self, position: int, sample: Any) -> None:
         """Store one sample."""
@@ -498,6 +499,7 @@ class CollateBatchBuilder(SampleList):
     def _build(self, keys: Sequence[str], positions: Positions) -> Any:
         samples = pick(self.samples, positions)
         self.samples: list[Any] = []
+        self.kept = None
         try:
             batch = self._collate_fn(samples)
         except BaseException as error:  # the user's function may raise anything; it is chained and named
