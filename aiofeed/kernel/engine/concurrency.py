@@ -15,9 +15,9 @@ from aiofeed.kernel.engine.tuning.tuner import Tuner
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.thread_pool import ThreadPool
 
-# The decode threads yield to the training when a finished batch has waited at this many more of the batches that were
-# planned than not: they are ahead, and not only because the first step compiles. A feeder that does not keep up goes on
-# at the normal priority, so that other programs cannot starve it.
+# The decode threads yield to the training when a finished batch has waited for the consumer at more of the planned
+# batches than not: at this many more, and those that a pause of the training leaves ready. A feeder that does not keep
+# up goes on at the normal priority, so that other programs cannot starve it.
 AHEAD_BATCHES = 16
 
 log: logging.Logger = logging.getLogger("aiofeed.engine")
@@ -51,8 +51,9 @@ class Concurrency:
 
     def resize_executor(self) -> None:
         """Let as many threads decode as are useful, or as the user specified; called for each batch."""
-        self._ahead = max(self._ahead + (1 if self.admission.buffer.waiting else -1), 0)
-        self.executor.yields = self.executor.yields or self._ahead >= AHEAD_BATCHES
+        buffer = self.admission.buffer
+        self._ahead = max(self._ahead + (1 if buffer.waiting else -1), 0)
+        self.executor.yields = self.executor.yields or self._ahead >= AHEAD_BATCHES + buffer.prefetch_batches
         max_running = self.admission.limits.decode_threads
         if self.tuner is None or not self.tuner.decoding.given:
             max_running = self.fetcher.max_running(max_running)

@@ -385,12 +385,13 @@ def test_decode_threads_yield_when_they_are_ahead() -> None:
     admission = Admission(limits, batch_size=1, budget=MemoryBudget(1 << 20), buffer=buffer)
     fetcher: Any = SimpleNamespace(max_running=lambda threads: threads)
     concurrency = Concurrency(admission, fetcher, pool, None, None)
-    for waiting in [1] * (AHEAD_BATCHES - 1) + [0] * AHEAD_BATCHES + [1, 0] * AHEAD_BATCHES:
+    most = AHEAD_BATCHES + buffer.prefetch_batches
+    for waiting in [1] * (most - 1) + [0] * most + [1, 0] * most:
         buffer.waiting = waiting
         concurrency.resize_executor()
         assert not pool.yields
     buffer.waiting = 2
-    for _ in range(AHEAD_BATCHES):
+    for _ in range(most):
         assert not pool.yields
         concurrency.resize_executor()
     buffer.waiting = 0
