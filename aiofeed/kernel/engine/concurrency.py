@@ -18,7 +18,7 @@ from aiofeed.kernel.runtime.thread_pool import ThreadPool
 # The decode threads yield to the training when a finished batch has waited for the consumer at more of the planned
 # batches than not: at this many more, and those that a pause of the training leaves ready. A feeder that does not keep
 # up goes on at the normal priority, so that other programs cannot starve it.
-AHEAD_BATCHES = 16
+AHEAD_BATCHES = 8
 
 log: logging.Logger = logging.getLogger("aiofeed.engine")
 
