@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from itertools import chain
 from typing import Any
 
 Leaf = Callable[[Any], Any]
@@ -124,7 +123,7 @@ def total_nbytes(tree: Any) -> int:
     if type(tree) in _BUILT_IN:  # several times as fast as ``leaves``
         parts = [*tree.values()] if type(tree) is dict else tree
         if {*map(type, parts)} == {dict}:
-            parts = [*chain.from_iterable(map(dict.values, parts))]
+            parts = [leaf for part in parts for leaf in part.values()]
         return 0 if is_flat_plain(parts) else sum(map(total_nbytes, parts))
     if isinstance(tree, tuple | list | Mapping) or is_dataclass_instance(tree):
         return sum(map(total_nbytes, leaves(tree)))

@@ -381,8 +381,7 @@ class ThreadPool(ThreadPoolExecutor):
                 work = None
                 continue
             if self.yields and not lowered and self.host is None:
-                machine.lower_priority()
-                lowered = True
+                lowered = machine.lower_priority()
             future, fn, args, kwargs = work
             if future.set_running_or_notify_cancel():
                 future.ident = threading.get_ident()

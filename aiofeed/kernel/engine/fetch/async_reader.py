@@ -7,7 +7,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from aiofeed.kernel.core.failure_policy import FailurePolicy, backoff_s
@@ -187,7 +186,7 @@ def total_bytes(samples: Sequence[Any]) -> int:
     if kinds == {tuple} and len(set(map(len, samples))) == 1:
         return sum(map(total_bytes, zip(*samples, strict=True)))  # 256 rows of a table: in a tenth of the time
     if kinds == {dict}:
-        return total_bytes([*chain.from_iterable(map(dict.values, samples))])
+        return total_bytes([value for sample in samples for value in sample.values()])
     return sum(map(nbytes, samples))
 
 

@@ -107,7 +107,6 @@ class SourceFetcher(Fetcher):
             self._decode_many = getattr(decoder, "decode_many_into", None)
         self._takes_rng = takes_rng(self._decoder)
         self._takes_seed = bool(getattr(decoder, "takes_seed", False))
-        self._waits = traits_of(source).indexed  # a stream's items are in memory
         self._read_s = 0.0
 
     def reading_ahead(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
@@ -147,7 +146,7 @@ class SourceFetcher(Fetcher):
         started = time.perf_counter()
         result = await self._reader.read(indices)
         self._sizer.observe_bytes(result.nbytes, len(indices))
-        result.waited = self._waits
+        result.waited = traits_of(self._source).indexed  # the items of a stream are in memory
         if not result.retries:  # pauses between attempts are not the storage's time
             self._read_s += (time.perf_counter() - started - self._read_s) * 0.2
         return result
