@@ -463,7 +463,7 @@ class SampleList(BatchBuilder):
     def __init__(self, samples: int, *, copies: bool = False) -> None:
         self.samples: list[Any] = [None] * samples
         self._copies = copies
-        self.kept = None if copies else self.samples
+        self.kept: list[Any] | None = None if copies else self.samples
 
     def put(self, position: int, sample: Any) -> None:
         """Store one sample."""
@@ -499,7 +499,7 @@ class CollateBatchBuilder(SampleList):
     def _build(self, keys: Sequence[str], positions: Positions) -> Any:
         samples = pick(self.samples, positions)
         self.samples: list[Any] = []
-        self.kept = None
+        self.kept: list[Any] | None = None
         try:
             batch = self._collate_fn(samples)
         except BaseException as error:  # the user's function may raise anything; it is chained and named
