@@ -177,15 +177,15 @@ def collate_plain(samples: list[Any]) -> Any:
 
     if set(map(type, samples)) != {tuple}:
         return torch.utils.data.default_collate(samples)
-    batch = []
-    for column in zip(*samples, strict=True):
+    batch, columns = [], list[Any](zip(*samples, strict=True))
+    for column in columns:
         (kind, *others) = set(map(type, column))
         if kind is torch.Tensor and not others:
             batch.append(torch.stack(column))
         elif (kind is int or kind is float) and not others:
             batch.append(torch.from_numpy(np.array(column, NUMBER_DTYPES[kind])))
         else:
-            batch.append(torch.utils.data.default_collate(list(column)))
+            batch.append(torch.utils.data.default_collate(column))
     return batch
 
 
