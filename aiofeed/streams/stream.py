@@ -8,6 +8,7 @@ import json
 import logging
 import os
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence, Sized
+from itertools import islice
 from typing import Any
 
 from aiofeed.kernel.core.errors import FeedError, ReadError, StateError, as_exception
@@ -18,7 +19,7 @@ from aiofeed.kernel.runtime.cancellation import clear_cancellation
 from aiofeed.kernel.runtime.thread_pool import ThreadPool
 from aiofeed.kernel.sampling.schedule import Schedule
 from aiofeed.plans.length_plans import LengthPlan
-from aiofeed.streams.stream_epochs import Blocks, ItemBlock, ItemNumber, Measured, Shard, Snapshot, StreamOrder
+from aiofeed.streams.stream_epochs import Blocks, ItemBlock, Measured, Shard, Snapshot, StreamOrder, items_of
 
 log: logging.Logger = logging.getLogger("aiofeed.sources")
 
@@ -152,7 +153,7 @@ class Stream:
 
     async def read_many(self, indices: Sequence[int]) -> list[Any]:
         """Return the items of ``ItemNumber``s."""
-        return [index.item for index in indices if isinstance(index, ItemNumber)]
+        return items_of(indices)
 
     def first_item(self, item: int) -> int:
         """Return the number of the first item to read for one in the order of the epoch: the start of its group."""
@@ -317,23 +318,22 @@ class StreamReader:
         return snapshot_of(self._stateful.state_dict(), self._epoch, self._number)
 
     def _read(self, block: ItemBlock, count: int, keep: bool) -> None:
-        snapshot = None
-        for left in range(count, 0, -1):
-            if self._stopped:
-                return
-            if left == 1 and keep:
-                snapshot = self._capture()
-            item = next(self._iterator, _END)
-            if item is _END:
-                block.ended = True
-                return
-            if keep:
-                self._keep(block, item)
-            self._number += 1
-        block.snapshot = snapshot
+        if not self._stopped and self._read_run(block, count - 1, keep):
+            snapshot = self._capture() if keep else None
+            if self._read_run(block, 1, keep):
+                block.snapshot = snapshot
 
-    def _keep(self, block: ItemBlock, item: Any) -> None:
-        block.items.append(item if self._measure is None else (item, self._measure(self._number, item)))
+    def _read_run(self, block: ItemBlock, count: int, keep: bool) -> bool:
+        """Read items until ``count`` are read, the iterable ends, or the reader is closed; return whether all are."""
+        append, measure, end = block.items.append, self._measure, self._number + count
+        for item in islice(self._iterator, count):
+            if keep:
+                append(item if measure is None else (item, measure(self._number, item)))
+            self._number += 1
+            if self._stopped:
+                return False
+        block.ended = self._number < end
+        return not block.ended
 
     async def _read_async(self, count: int, keep: bool) -> ItemBlock:
         block, snapshot = ItemBlock(), None
@@ -349,7 +349,7 @@ class StreamReader:
                     block.ended = True
                     return block
                 if keep:
-                    self._keep(block, item)
+                    block.items.append(item if self._measure is None else (item, self._measure(self._number, item)))
                 self._number += 1
             block.snapshot = snapshot
         except BaseException as error:  # noqa: BLE001 - the user's iterable may raise anything; the consumer raises it

@@ -22,7 +22,7 @@ from aiofeed.kernel.core.validation import check_epoch, check_int_from, counted
 from aiofeed.kernel.sampling.epochs import EpochEnds, EpochStart, EpochStream, Step
 from aiofeed.kernel.sampling.feed_order import FeedOrder, check_shard, find_shard
 from aiofeed.kernel.sampling.lister import STREAM_SAMPLES
-from aiofeed.kernel.sampling.order import epoch_seed, feistel, sequential
+from aiofeed.kernel.sampling.order import epoch_seed, feistel
 from aiofeed.kernel.sampling.schedule import Position, Schedule
 from aiofeed.kernel.sampling.state import EpochProgress, InOrder, json_dict
 from aiofeed.plans.length_plans import LengthPlan
@@ -47,6 +47,34 @@ class ItemNumber(int):
         index = cls(number)
         index.item = item
         return index
+
+
+@dataclass(frozen=True, eq=False)
+class ItemNumbers(Sequence[int]):
+    """The numbers of items with the items: ``ItemNumber``s, which are made only if one of them is asked for.
+
+    Args:
+        numbers: The numbers of the items in their stream.
+        items: The items.
+    """
+
+    numbers: Sequence[int]
+    items: list[Any]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return ItemNumbers(self.numbers[at], self.items[at])
+        return ItemNumber.of(self.numbers[at], self.items[at])
+
+
+def items_of(indices: Sequence[int]) -> list[Any]:
+    """Return the items of ``ItemNumber``s."""
+    if isinstance(indices, ItemNumbers):
+        return indices.items
+    return [index.item for index in indices if isinstance(index, ItemNumber)]
 
 
 @dataclass(frozen=True)
@@ -380,12 +408,14 @@ class ItemWindow:
         self._group = stream.shuffle_buffer
         self._batch = schedule.batch_size * schedule.world_size
         self.block: int = -(-samples * schedule.world_size // max(self._group, 1)) * max(self._group, 1)
-        # The positions up to `_ordered` have their items. Those of this rank are in `_own`.
+        # The positions up to `_ordered` have their items.
         self.read: int = stream.first_item(first)
         self.length: int = self.read
         self._complete = self._ordered = self.read
         self._unordered: list[Any] = []
-        self._own: dict[int, Any] = {}
+        # The items of this rank that are not planned, and their numbers.
+        self._items: list[Any] = []
+        self._numbers: list[int] = []
         self._last: Any = None
         self.points: list[PlanPoint] = []
         self._seed = epoch_seed(schedule.seed, start.epoch)
@@ -399,20 +429,24 @@ class ItemWindow:
             self._put_in_order(items[first : first + (group or usable)])
         self._unordered = items[usable:]
 
-    def _put_in_order(self, items: Sequence[Any]) -> None:
+    def _put_in_order(self, items: list[Any]) -> None:
         first, count, schedule = self._ordered, len(items), self._schedule
-        order = self._order_of(count)
         next_own = max(first, self._start.consumed)
         next_own += (self._start.consumed + schedule.rank - next_own) % schedule.world_size
-        for position in range(next_own, first + count, schedule.world_size):
-            self._own[position] = ItemNumber.of(first + order[position - first], items[order[position - first]])
-        self._last = ItemNumber.of(first + order[-1], items[order[-1]])
+        own, numbers = slice(next_own - first, None, schedule.world_size), self._next_numbers(count)
+        if self._group:
+            items = [items[number - first] for number in numbers]
+        self._numbers += numbers[own]
+        self._items += items[own]
+        self._last = ItemNumbers([numbers[-1]], items[-1:])
         self._complete = self._ordered = first + count
 
-    def _order_of(self, count: int) -> Sequence[int]:
-        """Return the order of the next items."""
-        order = feistel(count, self._seed, self._ordered // self._group) if self._group else sequential
-        numbers: list[int] = order(np.arange(count)).tolist()
+    def _next_numbers(self, count: int) -> Sequence[int]:
+        """Return the numbers of the next items in the order of the epoch."""
+        first = self._ordered
+        if not self._group:
+            return range(first, first + count)
+        numbers: list[int] = (first + feistel(count, self._seed, first // self._group)(np.arange(count))).tolist()
         return numbers
 
     def ready_batches(self, block: ItemBlock) -> int:
@@ -438,7 +472,12 @@ class ItemWindow:
         """
         schedule = replace(self._schedule, length=self.length)
         positions = schedule.positions(self._start.consumed, number).tolist()
-        indices = [self._own.pop(position, self._last) for position in positions]
+        size = len(positions)
+        padding = max(size - len(self._items), 0)
+        indices = ItemNumbers(
+            self._numbers[:size] + self._last.numbers * padding, self._items[:size] + self._last.items * padding
+        )
+        del self._numbers[:size], self._items[:size]
         return BatchPlan(number, indices, positions, self._seed, ReplacementsFromBatch(indices))
 
 
@@ -459,6 +498,8 @@ class PlanWindow(ItemWindow):
         planner, seed = PLANNERS.get(type(plan), PackPlanner), self._seed if stream.shuffle_buffer else None
         self._planner = planner(plan, point, schedule.drop_last, seed, self.points)
         self._complete = point.batches
+        # The batches of this rank by their number.
+        self._own: dict[int, Entries] = {}
 
     def add(self, block: ItemBlock) -> None:
         """Add the items of a block; items that are not those of a loaded state are an error of the block."""
@@ -472,10 +513,10 @@ class PlanWindow(ItemWindow):
 
     def _put_in_order(self, items: Sequence[Any]) -> None:
         first = self._ordered
-        for at in self._order_of(len(items)):
-            item, length = items[at]
+        for number in self._next_numbers(len(items)):
+            item, length = items[number - first]
             self._ordered += 1
-            self._keep(self._planner.add(self._ordered - 1, ItemNumber.of(first + at, item), length))
+            self._keep(self._planner.add(self._ordered - 1, ItemNumber.of(number, item), length))
 
     def _keep(self, batches: list[Entries]) -> None:
         for self._last in batches:

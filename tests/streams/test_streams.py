@@ -610,6 +610,48 @@ def test_an_iterable_dataset() -> None:
     assert epoch_of(Sized(4), decode=lambda item: item * 2) == [[0, 2], [4, 6]]
 
 
+def as_dicts(n: int) -> Iterator[dict[str, Any]]:
+    for number in range(n):
+        yield {"id": number, "text": f"line {number}"}
+
+
+@pytest.mark.parametrize("shuffle_buffer", [0, 3])
+def test_items_that_nothing_decodes(shuffle_buffer: int) -> None:
+    """They are collated by default_collate's rules, or given to collate_fn, whose result is the batch itself."""
+    stream = Stream(functools.partial(as_dicts, 7), shuffle_buffer=shuffle_buffer)
+    made: list[list[dict[str, Any]]] = []
+
+    def collate(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        made.append(items)
+        return items
+
+    with feeder(stream, batch_size=3, collate_fn=collate) as one, feeder(stream, batch_size=3) as other:
+        for batch, collated in zip(one, other, strict=True):
+            assert any(batch is items for items in made)
+            assert {key: value.tolist() if key == "id" else value for key, value in collated.items()} == {
+                key: [item[key] for item in batch] for key in ("id", "text")
+            }
+
+
+def test_items_that_do_not_fit_together_are_named() -> None:
+    """The error names the first of them; a batch of one structure may follow one of another."""
+    items: list[Any] = [{"a": 1}, {"a": 2}, {"b": 1}, {"b": 2}, {"a": 3}, {"b": 4}]
+    with feeder(Stream(items)) as one:
+        batches = iter(one)
+        assert [list(next(batches)), list(next(batches))] == [["a"], ["b"]]
+        with pytest.raises(FeedError, match=r"the key 'a'.*list\[5\]"):
+            next(batches)
+
+
+def test_an_item_that_is_an_exception() -> None:
+    """It is that sample's error, wherever it is in the batch."""
+    items = [0, ValueError("lost"), 2, 3, 4, ValueError("gone")]
+    with pytest.raises(ReadError, match=r"list\[1\].*lost"):
+        epoch_of(Stream(items), batch_size=3)
+    skipping = FailurePolicy("skip", max_failures=3)
+    assert epoch_of(Stream(items), batch_size=3, on_error=skipping) == [[0, 2], [3, 4]]
+
+
 def test_samples_are_decoded_in_the_decode_threads() -> None:
     """Not in the thread that reads; a decoder with `rng` gets a generator that depends on the position only."""
     names: set[str] = set()

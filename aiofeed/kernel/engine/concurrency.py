@@ -15,6 +15,11 @@ from aiofeed.kernel.engine.tuning.tuner import Tuner
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.thread_pool import ThreadPool
 
+# The decode threads yield to the training when a finished batch has waited for the consumer at more of the planned
+# batches than not: at this many more, and those that a pause of the training leaves ready. A feeder that does not keep
+# up goes on at the normal priority, so that other programs cannot starve it.
+AHEAD_BATCHES = 8
+
 log: logging.Logger = logging.getLogger("aiofeed.engine")
 
 
@@ -37,13 +42,18 @@ class Concurrency:
     on_gil_limit: Callable[[GilLimit], None] | None
     # When no finished batch waited, as far as is known.
     _empty_at: float = field(default=0.0, init=False)
+    # Batches that were planned while a finished one waited, less others.
+    _ahead: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         if self.tuner is not None:
             self.apply(self.tuner)
 
     def resize_executor(self) -> None:
-        """Let as many threads decode as are useful, or as the user specified."""
+        """Let as many threads decode as are useful, or as the user specified; called for each batch."""
+        buffer = self.admission.buffer
+        self._ahead = max(self._ahead + (1 if buffer.waiting else -1), 0)
+        self.executor.yields = self.executor.yields or self._ahead >= AHEAD_BATCHES + buffer.prefetch_batches
         max_running = self.admission.limits.decode_threads
         if self.tuner is None or not self.tuner.decoding.given:
             max_running = self.fetcher.max_running(max_running)

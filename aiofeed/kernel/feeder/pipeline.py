@@ -144,6 +144,8 @@ class StreamingPipeline(LoopProducer):
         }
         if self._remote_assembly is not None:
             return partial(self._remote_assembly, **options)
+        if config.collate_fn is not None and not hasattr(config.collate_fn, "new_builder"):
+            options["wrap"] = unchanged  # the user's function makes no HostTensor; with a device, the copier takes them
         options |= {
             "new_builder": self._new_builder,
             "policy": config.policy,

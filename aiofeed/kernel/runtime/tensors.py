@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.kernel.core.pytree import map_leaves
+from aiofeed.kernel.core.pytree import is_flat_plain, map_leaves
 from aiofeed.kernel.core.types import HostTensor
 from aiofeed.kernel.runtime.buffers import BufferLease, array
 
@@ -104,7 +104,7 @@ def unchanged(batch: Any) -> Any:
 
 def as_tensors(batch: Any) -> Any:
     """Return a batch with a tensor in place of each ``HostTensor``; container types stay."""
-    return map_leaves(lambda leaf: as_tensor(leaf) if type(leaf) is HostTensor else leaf, batch)
+    return map_leaves(lambda leaf: as_tensor(leaf) if type(leaf) is HostTensor else leaf, batch, is_flat_plain)
 
 
 def is_plain(dtype: np.dtype[Any]) -> bool:

@@ -166,9 +166,11 @@ class ThreadPool(ThreadPoolExecutor):
         core_waits: For each thread that runs, by its native identifier, the seconds for which it had waited for a core
             when it began.
         host: A thread to use as the first one, if it is free.
+        yields: Whether the threads, except that of a host, lower their priority before the next job; for good.
     """
 
     host: ThreadHost | None = None
+    yields: bool = False
 
     def __init__(self, name: str, max_threads: int, max_running: int | None = None) -> None:
         self.name = name
@@ -371,12 +373,15 @@ class ThreadPool(ThreadPoolExecutor):
                 self._core_wait_s += machine.core_wait_s(thread) - self.core_waits.pop(thread)
 
     def _run_jobs(self) -> None:
+        lowered = False
         work: _Work | Callable[[], None] | None = None
         while (work := work or self._next()) is not None:
             if not isinstance(work, tuple):
                 work()  # for the host
                 work = None
                 continue
+            if self.yields and not lowered and self.host is None:
+                lowered = machine.lower_priority()
             future, fn, args, kwargs = work
             if future.set_running_or_notify_cancel():
                 future.ident = threading.get_ident()

@@ -8,7 +8,7 @@ import typing
 import pytest
 import torch
 
-from aiofeed.kernel.core.pytree import leaves, map_leaves
+from aiofeed.kernel.core.pytree import is_flat_plain, leaves, map_leaves, total_nbytes
 
 
 class Pair(typing.NamedTuple):
@@ -58,3 +58,28 @@ def test_nodes(tree):
 def test_leaves(tree):
     """Tuples of other classes, texts and classes are mapped as they are."""
     assert map_leaves(lambda leaf: [leaf], tree) == [tree]
+
+
+@pytest.mark.parametrize(
+    ("tree", "nbytes"),
+    [
+        ([1, "ab", b"c", None, 2.5, True], 0),
+        ([{"a": 1, "b": "x"}, {"a": 2, "b": "y"}], 0),
+        ([{"a": 1}, {"a": torch.zeros(3)}], 12),
+        ([{"a": [torch.zeros(2), {"b": torch.zeros(1)}]}, (torch.zeros(3), 1)], 24),
+        ({"a": {"b": torch.zeros(2)}, "c": ["x"] * 3}, 8),
+        ([collections.OrderedDict(a=torch.zeros(1)), Sample(torch.zeros(1), Pair(1, torch.zeros(1)))], 12),
+        ([], 0),
+        ({}, 0),
+        (torch.zeros(5), 20),
+    ],
+)
+def test_total_nbytes(tree, nbytes):
+    """The bytes of all arrays and tensors, wherever they are."""
+    assert total_nbytes(tree) == nbytes
+
+
+def test_flat_plain():
+    """A built-in container of numbers and strings, and nothing else."""
+    assert all(map(is_flat_plain, [(), [1, "a"], {"a": None}, (b"x", 2.5, True)]))
+    assert not any(map(is_flat_plain, [1, "a", [[1]], {"a": torch.zeros(1)}, Items([1]), Pair(1, 2)]))

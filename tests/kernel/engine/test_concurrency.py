@@ -8,15 +8,19 @@ import logging
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from aiofeed import Feeder, FromDataset, Limits
+from aiofeed.kernel.core.limits import resolve_limits
 from aiofeed.kernel.core.types import Row
 from aiofeed.kernel.engine import decode_stage
-from aiofeed.kernel.engine.concurrency import Concurrency, JobTimer
+from aiofeed.kernel.engine.admission import Admission, MemoryBudget
+from aiofeed.kernel.engine.batch import ReorderBuffer
+from aiofeed.kernel.engine.concurrency import AHEAD_BATCHES, Concurrency, JobTimer
 from aiofeed.kernel.engine.tuning import reads
 from aiofeed.kernel.engine.tuning.score import JobTiming
 from aiofeed.kernel.engine.tuning.tuner import Tuner
@@ -372,3 +376,24 @@ def test_small_batches_use_all_threads() -> None:
     with Feeder(Numbers(), decode=decode, batch_size=BATCH, limits=Limits(decode_threads=threads)) as feeder:
         assert sum(len(batch) for batch in feeder) == SAMPLES
     assert all_active.is_set()
+
+
+def test_decode_threads_yield_when_they_are_ahead() -> None:
+    """For good, when batches have waited for the consumer for long enough; not if they wait now and then."""
+    buffer, pool = ReorderBuffer(in_order=True, prefetch_batches=4), ThreadPool("test", 2)
+    limits = resolve_limits(Limits(), batch_size=1, cpus=2, free_memory=1 << 30)
+    admission = Admission(limits, batch_size=1, budget=MemoryBudget(1 << 20), buffer=buffer)
+    fetcher: Any = SimpleNamespace(max_running=lambda threads: threads)
+    concurrency = Concurrency(admission, fetcher, pool, None, None)
+    most = AHEAD_BATCHES + buffer.prefetch_batches
+    for waiting in [1] * (most - 1) + [0] * most + [1, 0] * most:
+        buffer.waiting = waiting
+        concurrency.resize_executor()
+        assert not pool.yields
+    buffer.waiting = 2
+    for _ in range(most):
+        assert not pool.yields
+        concurrency.resize_executor()
+    buffer.waiting = 0
+    concurrency.resize_executor()
+    assert pool.yields

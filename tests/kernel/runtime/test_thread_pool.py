@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 import threading
 import time
 import weakref
@@ -11,10 +13,12 @@ from types import SimpleNamespace
 import pytest
 
 from aiofeed.kernel.runtime import machine
+from aiofeed.kernel.runtime.machine import LOWER_BY
 from aiofeed.kernel.runtime.thread_pool import (
     BACKLOG_RUNS,
     RESIZE_INTERVAL_S,
     STARVING_INTERVAL_S,
+    HostedRun,
     ReadPoolSizer,
     ThreadPool,
     gil_wait_s,
@@ -143,6 +147,38 @@ def test_max_running_bounds_the_running_jobs_and_can_be_changed() -> None:
     assert all(future.result(5) for future in futures)
     pool.stop()
     assert pool.join(5)
+
+
+def priority() -> int:
+    return os.getpriority(os.PRIO_PROCESS, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
+def test_threads_that_yield_lower_their_priority_once() -> None:
+    """Each before its next job, also a thread that another such thread has started; that of a host never."""
+    pool, hosted, usual = ThreadPool("test", 2), ThreadPool("test", 1), priority()
+    hosted.host = NoHost()
+    assert pool.submit(priority).result(5) == usual
+    both = threading.Barrier(2)
+    pool.yields = hosted.yields = True
+
+    def meet() -> int:
+        both.wait(5)
+        return priority()
+
+    for _ in range(2):
+        assert [job.result(5) for job in [pool.submit(meet), pool.submit(meet)]] == [min(usual + LOWER_BY, 19)] * 2
+    assert hosted.submit(priority).result(5) == priority() == usual
+    for each in (pool, hosted):
+        each.stop()
+        assert each.join(5)
+
+
+class NoHost:
+    """A thread that is that of another pool."""
+
+    def host(self, run: HostedRun) -> bool:
+        return False
 
 
 def test_waiting_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,6 +259,8 @@ def total_bytes(samples: Sequence[Any]) -> int:
         return 0
     if kinds == {tuple} and len(set(map(len, samples))) == 1:
         return sum(map(total_bytes, zip(*samples, strict=True)))  # 256 rows of a table: in a tenth of the time
+    if kinds == {dict}:
+        return total_bytes([value for sample in samples for value in sample.values()])
     return sum(map(nbytes, samples))
 
 

@@ -17,10 +17,10 @@ import numpy as np
 
 from aiofeed.kernel.core.errors import CollateError
 from aiofeed.kernel.core.formatting import format_error, kind_of
-from aiofeed.kernel.core.pytree import is_namedtuple, like_list, like_mapping, map_leaves, total_nbytes
+from aiofeed.kernel.core.pytree import is_flat_plain, is_namedtuple, like_list, like_mapping, map_leaves, total_nbytes
 from aiofeed.kernel.core.types import Collate, Gathered, HostTensor, Row
 from aiofeed.kernel.runtime.buffers import BufferLease, array
-from aiofeed.kernel.runtime.tensors import NUMBER_DTYPES, as_array, as_tensor, is_plain, is_tensor, stage
+from aiofeed.kernel.runtime.tensors import NUMBER_DTYPES, as_array, as_tensor, as_tensors, is_plain, is_tensor, stage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -120,7 +120,7 @@ class DefaultCollateBuilder(BatchBuilder):
         if root is None:
             with self._lock:
                 if self.kept is None and self._root is None:
-                    if self.may_keep and _has_small_tensor(sample):
+                    if self.may_keep and (is_flat_plain(sample) or _has_small_tensor(sample)):
                         self.kept = [None] * self._samples
                     else:
                         self._root = _node(sample, self._samples, self._lease)
@@ -181,15 +181,15 @@ def collate_plain(samples: list[Any]) -> Any:
 
     if set(map(type, samples)) != {tuple}:
         return torch.utils.data.default_collate(samples)
-    batch = []
-    for column in zip(*samples, strict=True):
+    batch, columns = [], list[Any](zip(*samples, strict=True))
+    for column in columns:
         (kind, *others) = set(map(type, column))
         if kind is torch.Tensor and not others:
             batch.append(torch.stack(column))
         elif (kind is int or kind is float) and not others:
             batch.append(torch.from_numpy(np.array(column, NUMBER_DTYPES[kind])))
         else:
-            batch.append(torch.utils.data.default_collate(list(column)))
+            batch.append(torch.utils.data.default_collate(column))
     return batch
 
 
@@ -467,6 +467,7 @@ class SampleList(BatchBuilder):
     def __init__(self, samples: int, *, copies: bool = False) -> None:
         self.samples: list[Any] = [None] * samples
         self._copies = copies
+        self.kept: list[Any] | None = None if copies else self.samples
 
     def put(self, position: int, sample: Any) -> None:
         """Store one sample."""
@@ -516,9 +517,10 @@ class CollateBatchBuilder(SampleList):
         gathered, self._gathered = self._gathered, None
         if gathered is not None:
             batch, self.nbytes = gathered.batch(self._lease)
-            return batch
+            return batch if self._staged else as_tensors(batch)
         samples = pick(self.samples, positions)
         self.samples: list[Any] = []
+        self.kept: list[Any] | None = None
         try:
             batch = self._collate_fn(samples)
         except BaseException as error:  # the user's function may raise anything; it is chained and named

@@ -162,6 +162,7 @@ class SourceFetcher(Fetcher):
             read_many = partial(self._look_ahead.read, plan, start)
         result = await self._reader.read(indices, read_many)
         self._sizer.observe_bytes(result.nbytes, len(indices))
+        result.waited = traits_of(self._source).indexed  # the items of a stream are in memory
         if not result.retries:  # pauses between attempts are not the storage's time
             self._read_s += (time.perf_counter() - started - self._read_s) * 0.2
         return result
@@ -199,7 +200,7 @@ class SourceFetcher(Fetcher):
         else:
             if isinstance(chunk.values, Gathered):
                 chunk.values = list(chunk.values)
-            reached = chunk.decode_each(place or self._decode_one(chunk))
+            reached = self._place_all(chunk, place or self._decode_one(chunk), keep=place is None)
         seconds, cpu_s = time.perf_counter() - started, time.thread_time() - cpu_started
         chunk.outcome.decode_s += seconds
         chunk.outcome.decode_cpu_s += cpu_s
@@ -260,6 +261,17 @@ class SourceFetcher(Fetcher):
                 builder.put(position, self.target(indices[position]))
 
         return chunk.decode_each(place)
+
+    def _place_all(self, chunk: Chunk, place: Place, *, keep: bool) -> int:
+        """Place samples one by one; the items of a stream together, if the batch keeps them as they are."""
+        kinds = set(map(type, chunk.values)) if keep and self._may_keep and self.target is None else {BaseException}
+        if chunk.control.deadline is not None or any(issubclass(kind, BaseException | Uncopied) for kind in kinds):
+            return chunk.decode_each(place)
+        reached, first, count = chunk.decode_each(place, 0, 1), chunk.positions[0], len(chunk.positions)
+        if chunk.ended or chunk.builder.kept is None:
+            return reached if chunk.ended else chunk.decode_each(place, reached)
+        chunk.builder.kept[first + 1 : first + count] = chunk.values[1:]
+        return count
 
     def _decode_one(self, chunk: Chunk) -> Place:
         """A function that decodes one sample into the batch: tiny samples gain from tests made once per chunk."""
