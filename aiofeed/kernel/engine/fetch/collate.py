@@ -52,8 +52,8 @@ class BatchBuilder(ABC):
     def put(self, position: int, sample: Any) -> None:
         """Store one sample; of a sample whose row is filled already, its target."""
 
-    def put_gathered(self, first: int, samples: Any) -> bool:
-        """Store samples that may be ``Gathered``; returns whether it did that."""
+    def put_gathered(self, samples: Gathered) -> bool:
+        """Store all samples of the batch, if they may be stored so; return whether they are."""
         return False
 
     def rows_of(self, layout: Any, *, targets: bool) -> tuple[NDArray[Any], Callable[[int, Any], None]] | None:
@@ -506,12 +506,10 @@ class CollateBatchBuilder(SampleList):
         self.nbytes: int = 0
         self._gathered: Gathered | None = None
 
-    def put_gathered(self, first: int, samples: Any) -> bool:
+    def put_gathered(self, samples: Gathered) -> bool:
         """Store all samples of the batch."""
-        if isinstance(samples, Gathered) and len(samples) == len(self.samples):
-            self._gathered = samples
-            return True
-        return False
+        self._gathered = samples if len(samples) == len(self.samples) else None
+        return self._gathered is not None
 
     def _build(self, keys: Sequence[str], positions: Positions) -> Any:
         gathered, self._gathered = self._gathered, None

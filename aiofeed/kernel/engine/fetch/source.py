@@ -188,18 +188,19 @@ class SourceFetcher(Fetcher):
 
         ``None``: decode them into the batch.
         """
-        if isinstance(chunk.values, Gathered):
-            chunk.outcome.decode_s += chunk.values.seconds
-        else:
+        gathered = chunk.values if isinstance(chunk.values, Gathered) else None
+        if gathered is None:
             self._read_now(chunk)
+        else:
+            chunk.outcome.decode_s += gathered.seconds
         started, cpu_started = time.perf_counter(), time.thread_time()
         if place is None and (errors := self._decode_all(chunk)) is not None:
             reached = self._put_all(chunk, errors)
-        elif place is None and chunk.builder.put_gathered(chunk.positions[0], chunk.values):
-            reached = len(chunk.values)
+        elif gathered is not None and place is None and chunk.builder.put_gathered(gathered):
+            reached = len(gathered)
         else:
-            if isinstance(chunk.values, Gathered):
-                chunk.values = list(chunk.values)
+            if gathered is not None:
+                chunk.values = list(gathered)
             reached = self._place_all(chunk, place or self._decode_one(chunk), keep=place is None)
         seconds, cpu_s = time.perf_counter() - started, time.thread_time() - cpu_started
         chunk.outcome.decode_s += seconds
