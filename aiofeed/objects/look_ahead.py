@@ -123,7 +123,7 @@ class LookAhead:
             return await self._source.read_many(indices)
         stop = start + len(indices)
         whole = len(indices) == len(noted.indices)
-        shards = noted.numbers if whole else set(noted.shards[start:stop].tolist())
+        shards = noted.numbers if whole or self.gathers else set(noted.shards[start:stop].tolist())
         if unfinished := [noted.reads[shard] for shard in shards if not noted.reads[shard].done()]:
             await asyncio.wait(unfinished)  # which does not cancel them if this coroutine is cancelled
         noted.left -= len(indices)
@@ -131,7 +131,11 @@ class LookAhead:
             self._upcoming.noted.pop(plan, None)
         samples = noted.samples
         if isinstance(samples, Gathered):
-            return samples if whole and not noted.failed else await self._source.read_many(indices)
+            if noted.failed:
+                return await self._source.read_many(indices)
+            if whole:
+                return samples
+            samples = noted.samples = list(samples)
         found, samples[start:stop] = samples[start:stop], [None] * len(indices)
         unread = [index for index, sample in zip(indices, found, strict=True) if sample is _UNREAD]
         read = iter(await self._source.read_many(unread) if unread else ())

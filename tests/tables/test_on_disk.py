@@ -235,3 +235,21 @@ def test_columns_may_have_another_order_in_each_file(tmp_path: Path) -> None:
     for batch in batches:
         check(batch)
     assert sorted(rows_of(batches)) == sorted([*range(40), *range(40)])
+
+
+def test_samples_that_are_read_one_by_one_are_gathered_once(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `in_order="samples"`, if reads are slow."""
+    monkeypatch.setattr("aiofeed.sample_order.sample_assembly.SLOW_GROUP_S", 0.0)
+    monkeypatch.setattr("aiofeed.sample_order.sample_assembly.FAST_READ_S", 0.0)
+    reads = []
+    read_many = ParquetRows.read_many
+    monkeypatch.setattr(
+        ParquetRows, "read_many", lambda self, indices: reads.append(indices) or read_many(self, indices)
+    )
+    with new_feeder(paths, shuffle=True, in_order="samples") as feeder:
+        for _ in range(2):
+            batches = list(feeder)
+            assert sorted(rows_of(batches)) == list(range(ROWS))
+            for batch in batches:
+                check(batch)
+    assert not reads
