@@ -121,14 +121,14 @@ class LookAhead:
         noted = self._upcoming.noted.get(plan)
         if noted is None:
             return await self._source.read_many(indices)
+        noted.left -= len(indices)
+        if not noted.left:
+            self._upcoming.noted.pop(plan, None)
         stop = start + len(indices)
         whole = len(indices) == len(noted.indices)
         shards = noted.numbers if whole or self.gathers else set(noted.shards[start:stop].tolist())
         if unfinished := [noted.reads[shard] for shard in shards if not noted.reads[shard].done()]:
             await asyncio.wait(unfinished)  # which does not cancel them if this coroutine is cancelled
-        noted.left -= len(indices)
-        if not noted.left:
-            self._upcoming.noted.pop(plan, None)
         samples = noted.samples
         if isinstance(samples, Gathered):
             if noted.failed:
