@@ -299,7 +299,6 @@ class GatheredRows(Gathered):
         placed = _like(self._blocks, self._count, lease)
         for (_, block), (_, out) in zip(self._blocks, placed, strict=True):
             np.take(block, rows, axis=1, out=out, mode="clip")
-        self._blocks = []
         columns = _by_name(placed)
         batch = {name: HostTensor(columns[name], pinned=lease.pinned) for name in self._names}
         return batch, sum(block.nbytes for _, block in placed)

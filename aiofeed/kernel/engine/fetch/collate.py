@@ -513,8 +513,9 @@ class CollateBatchBuilder(SampleList):
         return False
 
     def _build(self, keys: Sequence[str], positions: Positions) -> Any:
-        if self._gathered is not None:
-            batch, self.nbytes = self._gathered.batch(self._lease)
+        if (gathered := self._gathered) is not None:
+            self._gathered = None
+            batch, self.nbytes = gathered.batch(self._lease)
             return batch
         samples = pick(self.samples, positions)
         self.samples: list[Any] = []
