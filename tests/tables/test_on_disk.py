@@ -13,6 +13,8 @@ import torch
 
 import aiofeed
 from aiofeed.shards.parquet import ParquetRows
+from aiofeed.shards.urls import Shard
+from tests.support.fault_server import FaultServer
 from tests.support.simulated_device import SimulatedDevice
 
 pa = pytest.importorskip("pyarrow")
@@ -253,3 +255,33 @@ def test_samples_that_are_read_one_by_one_are_gathered_once(paths: list[str], mo
             for batch in batches:
                 check(batch)
     assert not reads
+
+
+def test_row_groups_at_urls_are_read_no_faster_than_they_are_decoded(
+    tmp_path: Path, object_server: FaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if each batch needs all of them: those that were read are in memory."""
+    pq.write_table(pa.table(columns(ROWS)), tmp_path / "x.parquet", row_group_size=10)
+    object_server.objects = {"bucket/x.parquet": (tmp_path / "x.parquet").read_bytes()}
+    table = aiofeed.Table("s3://bucket/x.parquet", options=object_server.options)
+    read, decode = Shard.read, ParquetRows._decode_rows
+    begun = most = 0
+
+    async def count(self: Any, ranges: Any) -> Any:
+        nonlocal begun, most
+        begun += 1
+        most = max(most, begun)
+        return await read(self, ranges)
+
+    def count_down(self: Any, *arguments: Any) -> Any:
+        nonlocal begun
+        found = decode(self, *arguments)
+        begun -= 1
+        return found
+
+    monkeypatch.setattr(Shard, "read", count)
+    monkeypatch.setattr(ParquetRows, "_decode_rows", count_down)
+    limits = aiofeed.Limits(decode_threads=1)
+    with aiofeed.Feeder(table, batch_size=BATCH, shuffle=True, limits=limits) as feeder:
+        assert sorted(rows_of(feeder)) == list(range(ROWS))
+    assert 1 <= most <= 2
