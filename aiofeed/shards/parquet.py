@@ -273,8 +273,13 @@ class ParquetRows(Shards):
 
     async def _read_rows(self, shard: Shard, group: int, chosen: Sequence[int]) -> Any:
         """Column chunks of a row group, by their numbers."""
+        file = await self._parts_of(shard, group, chosen)
+        return await asyncio.to_thread(self._decode_rows, shard, group, chosen, file)
+
+    async def _parts_of(self, shard: Shard, group: int, chosen: Sequence[int]) -> _PartsOfFile:
         ranges = self._chunks_of(shard, group, chosen)
-        return await asyncio.to_thread(self._decode_rows, shard, group, chosen, ranges, await shard.read(ranges))
+        parts = await shard.read(ranges)
+        return _PartsOfFile(shard.size, {start: part for (start, _), part in zip(ranges, parts, strict=True)})
 
     def _chunks_of(self, shard: Shard, group: int, chosen: Sequence[int]) -> list[tuple[int, int]]:
         """Return the ranges of column chunks."""
@@ -290,23 +295,13 @@ class ParquetRows(Shards):
         check_expanded(f"{shard.url}: row group {group}", nbytes, sum(end - start for start, end in ranges))
         return ranges
 
-    def _decode_rows(
-        self,
-        shard: Shard,
-        group: int,
-        chosen: Sequence[int],
-        ranges: Sequence[tuple[int, int]],
-        parts: Sequence[bytes] | None,
-    ) -> Any:
-        """Return the table of column chunks, of which there are the bytes; ``None``: of a file."""
+    def _decode_rows(self, shard: Shard, group: int, chosen: Sequence[int], file: Any) -> Any:
+        """Return the table of column chunks in a file; ``None``: in that of the shard, on disk."""
         metadata = shard.extra.metadata
-        if parts is None:
-            shard.read_now([])  # raises if the file has changed; pyarrow reads it without the GIL
         try:
-            if parts is None:
+            if file is None:
+                shard.read_now([])  # raises if the file has changed; pyarrow reads it without the GIL
                 file = arrow().OSFile(shard.key)
-            else:
-                file = _PartsOfFile(shard.size, {start: part for (start, _), part in zip(ranges, parts, strict=True)})
             table = _read_row_group(file, metadata, group, chosen)
         except Exception as error:  # noqa: BLE001 - pyarrow's errors
             raise ValueError(f"{shard.url}: row group {group}: {error}") from None

@@ -244,21 +244,13 @@ class GatheredRows(Gathered):
     """
 
     def __init__(self, names: Sequence[str], count: int, memory: BufferLease) -> None:
-        self.nbytes: int = 0
-        self.seconds: float = 0.0
+        super().__init__(count)
         self._names = names
-        self._count = count
         self._memory = memory
         self._lock = threading.Lock()
         self._blocks: Blocks = []
         self._places = np.empty(count, np.int64)  # of the rows that have come
         self._written = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, at: Any) -> Any:
-        return list(self)[at]
 
     def __iter__(self) -> Iterator[Any]:
         batch, _ = self.batch(HostBufferPool(0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -14,7 +14,6 @@ import numpy as np
 
 from aiofeed.common.blocking import run_blocking
 from aiofeed.kernel.core.types import Gathered
-from aiofeed.kernel.engine.fetch.fetcher import RunJob
 from aiofeed.kernel.sources.parts import Parts
 from aiofeed.objects.reader import GAP_BYTES, run_all
 from aiofeed.shards.base import RecentParts, Shards
@@ -72,22 +71,16 @@ class GatheredWindows(Gathered):
     """
 
     def __init__(self, dtype: np.dtype[Any], count: int, memory: object = None) -> None:
+        super().__init__(count)
         self._dtype = dtype
-        self._count = count
         self.parts: list[tuple[NDArray[np.int64], NDArray[Any], NDArray[np.int64]]] = []
 
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, at: Any) -> Any:
-        found: list[Any] = [None] * self._count
+    def __iter__(self) -> Iterator[Any]:
+        found: list[Any] = [None] * len(self)
         for places, windows, rows in self.parts:
             for place, row in zip(places.tolist(), rows.tolist(), strict=True):
                 found[place] = windows[row].astype(self._dtype).tobytes()
-        return found[at]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self[:])
+        return iter(found)
 
     def add(self, places: NDArray[np.int64], ranges: Ranges, starts: NDArray[np.int64]) -> None:
         """Add windows at their places, of which there are the first tokens."""
@@ -119,7 +112,8 @@ class RemoteTokens(Tokens, ParquetRows):
         self.documents: list[NDArray[np.int64] | None] = [shard.extra.layout.documents for shard in self._shards]
         dtypes = [np.dtype(shard.extra.layout.dtype) for shard in self._shards]
         self._dtype = dtypes[0] if len(set(dtypes)) == 1 else np.result_type(*dtypes)
-        self._window_bytes = self._needed * self._dtype.itemsize
+        self.gathered_bytes: int = self._needed * self._dtype.itemsize
+        self.new_gathered = partial(GatheredWindows, self._dtype)
         ranges = [first + _ranges(shard.extra) for shard, first in zip(self._shards, self._starts, strict=False)]
         # An array for bisect, which compares numpy's numbers slowly.
         self._ranges = array("q", np.concatenate([*ranges, self._starts[-1:]]).tobytes())
@@ -205,7 +199,7 @@ class RemoteTokens(Tokens, ParquetRows):
 
     def nbytes(self, index: int, /) -> int:
         """Return the bytes of a window."""
-        return self._window_bytes
+        return self.gathered_bytes
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Return the bytes of windows, in one dtype for all files, or the error of each that cannot be read."""
@@ -230,34 +224,17 @@ class RemoteTokens(Tokens, ParquetRows):
         ordered = np.sort(rows * shard.extra.stride)
         parted = np.diff(ordered, prepend=ordered[0] - self._needed - gap - 1) > self._needed + gap
         firsts, lasts = ordered[parted], ordered[np.roll(parted, -1)] + self._needed
-        parts = [
-            np.frombuffer(part, shard.extra.layout.dtype) for part in await self._read_tokens(shard, firsts, lasts)
-        ]
-        return firsts, [np.lib.stride_tricks.sliding_window_view(part, self._needed) for part in parts]
+        read, windows = await self._read_tokens(shard, firsts, lasts), np.lib.stride_tricks.sliding_window_view
+        return firsts, [windows(np.frombuffer(part, shard.extra.layout.dtype), self._needed) for part in read]
 
-    @property
-    def new_gathered(self) -> Callable[..., GatheredWindows]:
-        """Makes the windows of a batch."""
-        return partial(GatheredWindows, self._dtype)
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of a window."""
-        return self._window_bytes
-
-    async def gather_ahead(
-        self,
-        indices: NDArray[np.int64],
-        targets: Sequence[tuple[GatheredWindows, NDArray[np.int64]]],
-        run: RunJob | None = None,
-    ) -> None:
+    async def gather_ahead(self, indices: Any, targets: Sequence[tuple[GatheredWindows, Any]], run: Any = None) -> None:
         """Read windows of one file for their batches."""
         number = int(np.searchsorted(self._starts, indices[0], side="right")) - 1
         shard, rows = self._shards[number], indices - self._starts[number]
         ranges, starts, at = await self._read_joined(shard, rows), rows * shard.extra.stride, 0
         for gathered, places in targets:
             gathered.add(places, ranges, starts[at : at + len(places)])
-            gathered.nbytes += self._window_bytes * len(places)
+            gathered.nbytes += self.gathered_bytes * len(places)
             at += len(places)
 
     async def _read_tokens(self, shard: Shard, firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> list[bytes]:
