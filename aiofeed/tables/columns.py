@@ -193,12 +193,13 @@ class Columns:
         Raises:
             NoTensorsError: A column has none.
         """
-        found = {}
+        return {name: column.take(rows) for name, column in self._numbers()}
+
+    def _numbers(self) -> Iterator[tuple[str, NumberColumn]]:
         for name, column in self.columns.items():
             if isinstance(column, ValueColumn):
                 raise NoTensorsError(no_tensors(name, column.problem))
-            found[name] = column.take(rows)
-        return found
+            yield name, column
 
     def blocks(self, rows: NDArray[np.int64]) -> Blocks:
         """Return rows of all columns, those of one dtype and shape together, which one call copies later.
@@ -206,19 +207,15 @@ class Columns:
         Raises:
             NoTensorsError: A column has none.
         """
-        alike: dict[Any, list[NumberColumn]] = {}
-        names: dict[Any, list[str]] = {}
-        for name, column in self.columns.items():
-            if isinstance(column, ValueColumn):
-                raise NoTensorsError(no_tensors(name, column.problem))
-            alike.setdefault((column.dtype, column.shape), []).append(column)
-            names.setdefault((column.dtype, column.shape), []).append(name)
+        alike: dict[Any, dict[str, NumberColumn]] = {}
+        for name, column in self._numbers():
+            alike.setdefault((column.dtype, column.shape), {})[name] = column
         blocks = []
         for (dtype, shape), columns in alike.items():
             block = np.empty((len(columns), len(rows), *shape), dtype)
-            for part, column in zip(block, columns, strict=True):
+            for part, column in zip(block, columns.values(), strict=True):
                 column.take_into(part, rows)
-            blocks.append((names[dtype, shape], block))
+            blocks.append((list(columns), block))
         return blocks
 
     def rows(self, rows: NDArray[np.int64]) -> list[dict[str, Any]]:
