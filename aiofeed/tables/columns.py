@@ -242,6 +242,8 @@ class GatheredRows(Gathered):
 
     def __init__(self, names: Sequence[str], count: int, memory: BufferLease) -> None:
         super().__init__(count)
+        self.nbytes: int = 0
+        self.seconds: float = 0.0
         self._names = names
         self._memory = memory
         self._lock = threading.Lock()

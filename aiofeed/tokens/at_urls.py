@@ -113,7 +113,7 @@ class RemoteTokens(Tokens, ParquetRows):
         dtypes = [np.dtype(shard.extra.layout.dtype) for shard in self._shards]
         self._dtype = dtypes[0] if len(set(dtypes)) == 1 else np.result_type(*dtypes)
         self.gathered_bytes: int = self._needed * self._dtype.itemsize
-        self.new_gathered = partial(GatheredWindows, self._dtype)
+        self.new_gathered: Any = partial(GatheredWindows, self._dtype)
         ranges = [first + _ranges(shard.extra) for shard, first in zip(self._shards, self._starts, strict=False)]
         # An array for bisect, which compares numpy's numbers slowly.
         self._ranges = array("q", np.concatenate([*ranges, self._starts[-1:]]).tobytes())
