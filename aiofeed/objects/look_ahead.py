@@ -60,7 +60,7 @@ class LookAhead:
         # Whether a shard is read whole, however few of its samples are wanted.
         self._whole = bool(getattr(source, "reads_whole_shards", False))
         self._starts: NDArray[np.int64] = np.asarray(source.shard_starts)
-        self._upcoming = _UpcomingSamples(self, asyncio.to_thread)
+        self._upcoming = _UpcomingSamples(self, asyncio.to_thread, 1)
         self.memory: HostBufferPool = HostBufferPool(SPARE)
         self._told = False
 
@@ -71,7 +71,7 @@ class LookAhead:
         ``run`` calls a function in one of so many decode threads.
         """
         # Not those of the last call: the next epoch's block may begin before this one ends.
-        self._upcoming = upcoming = _UpcomingSamples(self, run)
+        self._upcoming = upcoming = _UpcomingSamples(self, run, threads)
         try:
             yield self._follow(iter(steps), upcoming, threads)
         finally:
@@ -125,14 +125,14 @@ class LookAhead:
         noted = self._upcoming.noted.get(plan)
         if noted is None:
             return await self._source.read_many(indices)
+        noted.left -= len(indices)
+        if not noted.left:
+            self._upcoming.noted.pop(plan, None)
         stop = start + len(indices)
         whole = len(indices) == len(noted.indices)
         shards = noted.numbers if whole or self.gathers else set(noted.shards[start:stop].tolist())
         if unfinished := [noted.reads[shard] for shard in shards if not noted.reads[shard].done()]:
             await asyncio.wait(unfinished)  # which does not cancel them if this coroutine is cancelled
-        noted.left -= len(indices)
-        if not noted.left:
-            self._upcoming.noted.pop(plan, None)
         samples = noted.samples
         if isinstance(samples, Gathered):
             if noted.failed:
@@ -184,7 +184,7 @@ class _Noted:
 class _UpcomingSamples:
     """The samples of the plans that one run of an engine has taken from the order early."""
 
-    def __init__(self, ahead: LookAhead, run: RunJob) -> None:
+    def __init__(self, ahead: LookAhead, run: RunJob, threads: int) -> None:
         self._ahead = ahead
         self._run = run
         self._source = ahead._source
@@ -197,7 +197,8 @@ class _UpcomingSamples:
         """The most shards that a plan has samples of."""
         self.times: Counter[int] = Counter()
         """How often a shard was read in the epoch."""
-        self._turn = asyncio.Semaphore(GROUPS)
+        # Of shards that are read whole, all bytes are in memory until a thread has decoded them.
+        self._turn = asyncio.Semaphore(2 * threads if ahead._whole else GROUPS)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -98,30 +97,24 @@ class WindowOrder(ComputedOrder):
         seed = epoch_seed(self._seed, epoch)
 
         @lru_cache(maxsize=2)
-        def dealt(group: int) -> Int64:
-            """Return the samples of a group in order, a list: for each row of a table to compute it takes longer."""
-            start, end = int(groups[group - 1]) if group else 0, int(groups[group])
-            samples = np.arange(start, end)
-            turn = samples % self._width
-            turns = np.argsort(turn, kind="stable")
-            for first, last in pairwise(np.searchsorted(turn[turns], range(self._width + 1)).tolist()):
+        def dealt(start: int, size: int) -> Permutation:
+            """Return the permutation of a group, in a list: for each row of a table to compute it takes longer."""
+            listed, first = np.arange(size), 0
+            for turn in range(self._width):
+                own = listed[(turn - start) % self._width :: self._width]
                 number = mix64(seed ^ mix64(start + first))
-                samples[turns[first:last]] = (
-                    start + first + shuffled(last - first, number >> 1, 0)(np.arange(last - first))
-                )
-            return samples
+                own[:] = first + shuffled(len(own), number >> 1, 0)(np.arange(len(own)))
+                first += len(own)
+            return listed.take
 
         def indices(positions: Int64) -> Int64:
             found = np.empty_like(positions)
             numbers = np.searchsorted(groups, positions, side="right")
             for group in np.unique(numbers).tolist():
                 start = int(groups[group - 1]) if group else 0
-                at = np.flatnonzero(numbers == group)
-                mixed = (
-                    dealt(group)[positions[at] - start]
-                    if self._dealt
-                    else start + feistel(int(groups[group]) - start, mix64(seed ^ group), 0)(positions[at] - start)
-                )
+                size, at = int(groups[group]) - start, np.flatnonzero(numbers == group)
+                mix = dealt(start, size) if self._dealt else feistel(size, mix64(seed ^ group), 0)
+                mixed = start + mix(positions[at] - start)
                 shard = np.searchsorted(ends, mixed, side="right")
                 found[at] = first[shard] + mixed - np.where(shard > 0, ends[shard - 1], 0)
             return found

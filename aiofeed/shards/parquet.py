@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from aiofeed.objects.reader import run_all
 from aiofeed.shards.arrow import arrow, is_text
 from aiofeed.shards.base import RecentParts, Shards
 from aiofeed.shards.urls import Shard, Urls
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 # Most footers are shorter, so that one request reads them.
 _TAIL_BYTES = 64 << 10
@@ -82,7 +79,10 @@ class ParquetRows(Shards):
     """
 
     _blocking = False
+    looks_ahead: bool = True
     reads_whole_shards = True
+    shard_starts: Any = None
+    """The index of the first row of each row group, and the number of rows."""
     target: Callable[[int], Any]
 
     def __init__(
@@ -114,7 +114,7 @@ class ParquetRows(Shards):
         starts = [
             first + shard.extra.first[:-1] for first, shard in zip(self._parts.starts, self._shards, strict=False)
         ]
-        self._group_starts: NDArray[np.int64] = np.unique(np.concatenate([*starts, [len(self)]]))
+        self.shard_starts = np.unique(np.concatenate([*starts, [len(self)]]))
         if self._columns is None and self._data is None:
             self._check_alike()
         if target is not None:
@@ -140,16 +140,6 @@ class ParquetRows(Shards):
         """Return the compressed bytes of a row, on the average of its file."""
         shard, _ = self._find(index)
         return shard.size // self._samples(shard)
-
-    @property
-    def shard_starts(self) -> Any:
-        """The index of the first row of each row group, and the number of rows."""
-        return self._group_starts
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether rows are read before their batches begin, those of a row group together: always."""
-        return True
 
     async def _footer(self, shard: Shard) -> Any:
         """pyarrow's description of a file."""
@@ -273,8 +263,13 @@ class ParquetRows(Shards):
 
     async def _read_rows(self, shard: Shard, group: int, chosen: Sequence[int]) -> Any:
         """Column chunks of a row group, by their numbers."""
+        file = await self._parts_of(shard, group, chosen)
+        return await asyncio.to_thread(self._decode_rows, shard, group, chosen, file)
+
+    async def _parts_of(self, shard: Shard, group: int, chosen: Sequence[int]) -> _PartsOfFile:
         ranges = self._chunks_of(shard, group, chosen)
-        return await asyncio.to_thread(self._decode_rows, shard, group, chosen, ranges, await shard.read(ranges))
+        parts = await shard.read(ranges)
+        return _PartsOfFile(shard.size, {start: part for (start, _), part in zip(ranges, parts, strict=True)})
 
     def _chunks_of(self, shard: Shard, group: int, chosen: Sequence[int]) -> list[tuple[int, int]]:
         """Return the ranges of column chunks."""
@@ -290,23 +285,13 @@ class ParquetRows(Shards):
         check_expanded(f"{shard.url}: row group {group}", nbytes, sum(end - start for start, end in ranges))
         return ranges
 
-    def _decode_rows(
-        self,
-        shard: Shard,
-        group: int,
-        chosen: Sequence[int],
-        ranges: Sequence[tuple[int, int]],
-        parts: Sequence[bytes] | None,
-    ) -> Any:
-        """Return the table of column chunks, of which there are the bytes; ``None``: of a file."""
+    def _decode_rows(self, shard: Shard, group: int, chosen: Sequence[int], file: Any) -> Any:
+        """Return the table of column chunks in a file; ``None``: in that of the shard, on disk."""
         metadata = shard.extra.metadata
-        if parts is None:
-            shard.read_now([])  # raises if the file has changed; pyarrow reads it without the GIL
         try:
-            if parts is None:
+            if file is None:
+                shard.read_now([])  # raises if the file has changed; pyarrow reads it without the GIL
                 file = arrow().OSFile(shard.key)
-            else:
-                file = _PartsOfFile(shard.size, {start: part for (start, _), part in zip(ranges, parts, strict=True)})
             table = _read_row_group(file, metadata, group, chosen)
         except Exception as error:  # noqa: BLE001 - pyarrow's errors
             raise ValueError(f"{shard.url}: row group {group}: {error}") from None

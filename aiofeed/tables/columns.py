@@ -193,12 +193,13 @@ class Columns:
         Raises:
             NoTensorsError: A column has none.
         """
-        found = {}
+        return {name: column.take(rows) for name, column in self._numbers()}
+
+    def _numbers(self) -> Iterator[tuple[str, NumberColumn]]:
         for name, column in self.columns.items():
             if isinstance(column, ValueColumn):
                 raise NoTensorsError(no_tensors(name, column.problem))
-            found[name] = column.take(rows)
-        return found
+            yield name, column
 
     def blocks(self, rows: NDArray[np.int64]) -> Blocks:
         """Return rows of all columns, those of one dtype and shape together, which one call copies later.
@@ -207,9 +208,7 @@ class Columns:
             NoTensorsError: A column has none.
         """
         alike: dict[Any, dict[str, NumberColumn]] = {}
-        for name, column in self.columns.items():
-            if isinstance(column, ValueColumn):
-                raise NoTensorsError(no_tensors(name, column.problem))
+        for name, column in self._numbers():
             alike.setdefault((column.dtype, column.shape), {})[name] = column
         blocks = []
         for (dtype, shape), columns in alike.items():
@@ -242,21 +241,15 @@ class GatheredRows(Gathered):
     """
 
     def __init__(self, names: Sequence[str], count: int, memory: BufferLease) -> None:
+        super().__init__(count)
         self.nbytes: int = 0
         self.seconds: float = 0.0
         self._names = names
-        self._count = count
         self._memory = memory
         self._lock = threading.Lock()
         self._blocks: Blocks = []
         self._places = np.empty(count, np.int64)  # of the rows that have come
         self._written = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, at: Any) -> Any:
-        return list(self)[at]
 
     def __iter__(self) -> Iterator[Any]:
         batch, _ = self.batch(HostBufferPool(0))
@@ -294,12 +287,13 @@ class GatheredRows(Gathered):
         """Return the tensors of the columns, and their bytes."""
         rows = np.empty_like(self._places)
         rows[self._places] = np.arange(self._count)
-        placed = _like(self._blocks, self._count, lease)
-        for (_, block), (_, out) in zip(self._blocks, placed, strict=True):
-            np.take(block, rows, axis=1, out=out, mode="clip")
-        columns = _by_name(placed)
-        batch = {name: HostTensor(columns[name], pinned=lease.pinned) for name in self._names}
-        return batch, sum(block.nbytes for _, block in placed)
+        batch, nbytes, columns = {}, 0, _by_name(self._blocks)
+        for name in self._names:
+            # Arrays of their own: one that the user keeps does not keep the others.
+            out = array(lease, columns[name].shape, columns[name].dtype)
+            batch[name] = HostTensor(np.take(columns[name], rows, axis=0, out=out, mode="clip"), pinned=lease.pinned)
+            nbytes += out.nbytes
+        return batch, nbytes
 
 
 def _by_name(blocks: Blocks) -> dict[str, NDArray[Any]]:

@@ -58,16 +58,13 @@ class ParquetTable(ParquetRows, Table):
         group = int(np.searchsorted(shard.extra.first, row, side="right")) - 1
         rows = indices - (indices[0] - row) - shard.extra.first[group]
         # A file is read in the thread.
-        parts = None if shard.local else await shard.read(self._chunks_of(shard, group, shard.extra.leaves))
-        await run(self._spread, shard, group, parts, rows, targets)
+        file = None if shard.local else await self._parts_of(shard, group, shard.extra.leaves)
+        await run(self._spread, shard, group, file, rows, targets)
 
-    def _spread(self, shard: Shard, group: int, parts: Any, rows: Any, targets: Any) -> None:
-        started, ranges = time.perf_counter(), self._chunks_of(shard, group, shard.extra.leaves)
-        table = self._decode_rows(shard, group, shard.extra.leaves, ranges, parts)
-        nulls = [column for column in table.column_names if table.column(column).null_count]
-        if nulls:
-            raise ValueError(f"{nulls} have null values")  # of which samples, `read_many` finds out
-        taken = Columns.of(table).blocks(rows)
+    def _spread(self, shard: Shard, group: int, file: Any, rows: Any, targets: Any) -> None:
+        started, leaves = time.perf_counter(), shard.extra.leaves
+        ranges, table = self._chunks_of(shard, group, leaves), self._decode_rows(shard, group, leaves, file)
+        taken = Columns.of(table).blocks(rows)  # raises if there are null values; of which rows, `read_many` finds out
         nbytes, seconds, at = sum(end - start for start, end in ranges), time.perf_counter() - started, 0
         for gathered, places in targets:
             share = len(places) / len(rows)

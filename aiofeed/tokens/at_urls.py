@@ -6,7 +6,7 @@ import ctypes
 import os
 import posixpath
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -15,7 +15,6 @@ import numpy as np
 
 from aiofeed.common.blocking import run_blocking
 from aiofeed.kernel.core.types import Gathered
-from aiofeed.kernel.engine.fetch.fetcher import RunJob
 from aiofeed.kernel.sources.parts import Parts
 from aiofeed.objects.reader import GAP_BYTES, run_all
 from aiofeed.shards.base import RecentParts, Shards
@@ -67,17 +66,12 @@ class GatheredWindows(Gathered):
     """
 
     def __init__(self, tokens: int, dtype: np.dtype[Any], count: int, memory: object = None) -> None:
+        super().__init__(count)
         self.nbytes: int = 0
         self._tokens = tokens
         self._dtype = dtype
         self._addresses = np.zeros(count, np.int64)
         self._ranges: list[Any] = []  # have the memory
-
-    def __len__(self) -> int:
-        return len(self._addresses)
-
-    def __getitem__(self, at: Any) -> Any:
-        return list(self)[at]
 
     def __iter__(self) -> Iterator[bytes]:
         return (window.tobytes() for window in self.windows())
@@ -122,7 +116,8 @@ class RemoteTokens(Tokens, ParquetRows):
         self.documents: list[NDArray[np.int64] | None] = [shard.extra.layout.documents for shard in self._shards]
         dtypes = [np.dtype(shard.extra.layout.dtype) for shard in self._shards]
         self._dtype = dtypes[0] if len(set(dtypes)) == 1 else np.result_type(*dtypes)
-        self._window_bytes = self._needed * self._dtype.itemsize
+        self.gathered_bytes: int = self._needed * self._dtype.itemsize
+        self.new_gathered: Any = partial(GatheredWindows, self._needed, self._dtype)
         ranges = [first + _ranges(shard.extra) for shard, first in zip(self._shards, self._starts, strict=False)]
         # An array for bisect, which compares numpy's numbers slowly.
         self._ranges = array("q", np.concatenate([*ranges, self._starts[-1:]]).tobytes())
@@ -208,7 +203,7 @@ class RemoteTokens(Tokens, ParquetRows):
 
     def nbytes(self, index: int, /) -> int:
         """Return the bytes of a window."""
-        return self._window_bytes
+        return self.gathered_bytes
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Return the bytes of windows, in one dtype for all files, or the error of each that cannot be read."""
@@ -229,22 +224,7 @@ class RemoteTokens(Tokens, ParquetRows):
         found = iter(gathered.windows(~np.isin(np.arange(len(rows)), list(errors))))
         return [errors[place] if place in errors else next(found).tobytes() for place in range(len(rows))]
 
-    @property
-    def new_gathered(self) -> Callable[..., GatheredWindows]:
-        """Makes the windows of a batch."""
-        return partial(GatheredWindows, self._needed, self._dtype)
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of a window."""
-        return self._window_bytes
-
-    async def gather_ahead(
-        self,
-        indices: NDArray[np.int64],
-        targets: Sequence[tuple[GatheredWindows, NDArray[np.int64]]],
-        run: RunJob | None = None,
-    ) -> None:
+    async def gather_ahead(self, indices: Any, targets: Sequence[tuple[GatheredWindows, Any]], run: Any = None) -> None:
         """Read windows of one file for their batches."""
         number = int(np.searchsorted(self._starts, indices[0], side="right")) - 1
         shard, dtype, at = self._shards[number], self._dtype, 0

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiofeed.tables.columns import Columns, NoTensorsError, NumberColumn, ValueColumn, collate_rows
+from aiofeed.kernel.runtime.buffers import HostBufferPool
+from aiofeed.tables.columns import Columns, GatheredRows, NoTensorsError, NumberColumn, ValueColumn, collate_rows
 
 arrow: Any = pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.integration
@@ -85,3 +86,20 @@ def test_rows_of_several_tables() -> None:
     assert collate_rows([(first, 3), (second, 1), (first, 0)])["a"].tolist() == [3, 11, 0]
     with pytest.raises(NoTensorsError, match=r"column 'a' has arrays of different shapes, \[\] and \[2\]"):
         collate_rows([(first, 0), (Columns({"a": np.zeros((1, 2))}), 0)])
+
+
+def test_rows_of_other_dtypes() -> None:
+    """A column has the dtype of the first row, and is written beside others that have the same one."""
+    parts = [Columns({"x": np.arange(3), "y": np.arange(3, dtype=dtype) * 2}) for dtype in (np.int64, np.float32)]
+    batch = collate_rows([(parts[0], 1), (parts[1], 2), (parts[0], 0)])
+    assert {name: column.tolist() for name, column in batch.items()} == {"x": [1, 2, 0], "y": [2, 4, 0]}
+
+
+def test_rows_that_are_gathered_can_be_looked_at() -> None:
+    """Their batch is made afterwards all the same: a message on what a feeder waits for goes through the samples."""
+    memory = HostBufferPool(0)
+    rows = GatheredRows(["x"], 2, memory)
+    rows.put(np.array([1, 0]), Columns({"x": np.arange(5)}).blocks(np.array([3, 4])))
+    assert [columns.rows(np.array([row])) for columns, row in rows] == [[{"x": 4}], [{"x": 3}]]
+    batch, _ = rows.batch(memory)
+    assert batch["x"].memory.tolist() == [4, 3]

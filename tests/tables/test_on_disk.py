@@ -14,7 +14,9 @@ import torch
 import aiofeed
 from aiofeed.kernel.runtime.buffers import HostBufferPool
 from aiofeed.shards.parquet import ParquetRows
+from aiofeed.shards.urls import Shard
 from aiofeed.tables.columns import GatheredRows
+from tests.support.fault_server import FaultServer
 from tests.support.simulated_device import SimulatedDevice
 
 pa = pytest.importorskip("pyarrow")
@@ -252,9 +254,7 @@ def test_columns_may_have_another_order_in_each_file(tmp_path: Path) -> None:
     assert sorted(rows_of(batches)) == sorted([*range(40), *range(40)])
 
 
-def test_samples_that_are_read_one_by_one_are_gathered_once(
-    paths: list[str], decoded: Counter[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_that_are_read_one_by_one_are_gathered_once(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With `in_order="samples"`, if reads are slow."""
     monkeypatch.setattr("aiofeed.sample_order.sample_assembly.SLOW_GROUP_S", 0.0)
     monkeypatch.setattr("aiofeed.sample_order.sample_assembly.FAST_READ_S", 0.0)
@@ -270,4 +270,33 @@ def test_samples_that_are_read_one_by_one_are_gathered_once(
             for batch in batches:
                 check(batch)
     assert not reads
-    assert max(decoded.values()) <= 3
+
+
+def test_row_groups_at_urls_are_read_no_faster_than_they_are_decoded(
+    tmp_path: Path, object_server: FaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if each batch needs all of them: those that were read are in memory."""
+    pq.write_table(pa.table(columns(ROWS)), tmp_path / "x.parquet", row_group_size=10)
+    object_server.objects = {"bucket/x.parquet": (tmp_path / "x.parquet").read_bytes()}
+    table = aiofeed.Table("s3://bucket/x.parquet", options=object_server.options)
+    read, decode = Shard.read, ParquetRows._decode_rows
+    begun = most = 0
+
+    async def count(self: Any, ranges: Any) -> Any:
+        nonlocal begun, most
+        begun += 1
+        most = max(most, begun)
+        return await read(self, ranges)
+
+    def count_down(self: Any, *arguments: Any) -> Any:
+        nonlocal begun
+        found = decode(self, *arguments)
+        begun -= 1
+        return found
+
+    monkeypatch.setattr(Shard, "read", count)
+    monkeypatch.setattr(ParquetRows, "_decode_rows", count_down)
+    limits = aiofeed.Limits(decode_threads=1)
+    with aiofeed.Feeder(table, batch_size=BATCH, shuffle=True, limits=limits) as feeder:
+        assert sorted(rows_of(feeder)) == list(range(ROWS))
+    assert 1 <= most <= 2

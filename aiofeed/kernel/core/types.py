@@ -134,6 +134,16 @@ class Gathered(Sequence[Any], ABC):
     nbytes: int = 0
     seconds: float = 0.0
 
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._count
+
+    def __getitem__(self, at: Any) -> Any:
+        return list(self)[at]
+
     def batch(self, lease: Any) -> tuple[Any, int]:
         """Return the batch, of ``HostTensor`` in memory of a lease, and its bytes; unless a decoder makes the batch."""
         raise NotImplementedError

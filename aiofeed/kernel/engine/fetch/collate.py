@@ -512,8 +512,8 @@ class CollateBatchBuilder(SampleList):
         return self._gathered is not None
 
     def _build(self, keys: Sequence[str], positions: Positions) -> Any:
-        gathered, self._gathered = self._gathered, None
-        if gathered is not None:
+        if (gathered := self._gathered) is not None:
+            self._gathered = None
             batch, self.nbytes = gathered.batch(self._lease)
             return batch if self._staged else as_tensors(batch)
         samples = pick(self.samples, positions)

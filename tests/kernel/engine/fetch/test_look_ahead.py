@@ -206,6 +206,24 @@ def test_reads_over_their_time_limit_fail_alone() -> None:
         assert len(next(iter(feeder))) == 8
 
 
+def test_a_read_that_is_given_up_keeps_no_samples() -> None:
+    """A read over its time limit is cancelled, and the samples of its batch go."""
+
+    async def check() -> None:
+        source = Sharded()
+        source.held_back = asyncio.Event()
+        ahead = LookAhead(source, 1 << 20)
+        plans = [BatchPlan(at, [at * SHARD], [at], 0) for at in range(3)]
+        with ahead.reading_ahead(plans, asyncio.to_thread, 1) as steps:
+            for plan in steps:
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0):
+                        await ahead.read(plan, 0, plan.indices)
+            assert not ahead._upcoming.noted
+
+    asyncio.run(check())
+
+
 def test_samples_that_come_several_times_are_read_for_each_window() -> None:
     """Draws with replacement may have a sample twice among those that are needed soon."""
     source = Sharded()
