@@ -105,7 +105,7 @@ class AsyncReader:
                 return samples
         return await self._read_each(indices, result)
 
-    async def _read_each(self, indices: Sequence[int], result: ReadResult) -> list[Any]:
+    async def _read_each(self, indices: Sequence[int], result: ReadResult) -> Any:
         """Queue the reads, and return the results as ``gather`` does."""
         if not indices:
             return []
@@ -167,7 +167,7 @@ class AsyncReader:
                     if task.cancelling():
                         await clear_cancellation()
                 except BaseException as error:  # noqa: BLE001 - cancelled, by the engine or the user's code
-                    result.samples[at] = error
+                    result.samples[at] = error.with_traceback(None)  # which refers to this frame
                 result.reading_s += time.perf_counter() - started
                 reads.left -= 1
                 if not reads.left and not reads.all_read.done():
