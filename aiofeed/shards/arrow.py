@@ -5,6 +5,10 @@ from __future__ import annotations
 import codecs
 import importlib
 import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -19,9 +23,34 @@ def arrow(module: str = "pyarrow") -> Any:
         ImportError: It is not installed.
     """
     try:
-        return importlib.import_module(module)
+        with _interrupts_held():
+            return importlib.import_module(module)
     except ImportError:
         raise ImportError('Parquet, Arrow and such files need pyarrow: pip install "aiofeed[parquet]"') from None
+
+
+@cache
+def load_pandas() -> None:
+    """Let pyarrow import pandas if it is installed, which it does for the first array that becomes numpy's."""
+    with _interrupts_held():
+        arrow().array([0]).to_numpy()
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Deliver Ctrl-C at the end of the block: it is lost while pyarrow is imported, or imports pandas."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or handler is None:
+        yield
+        return
+    pressed: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if pressed:
+        signal.raise_signal(signal.SIGINT)
 
 
 def is_text(head: bytes, least: int) -> bool:

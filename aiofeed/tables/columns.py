@@ -14,7 +14,7 @@ import numpy as np
 
 from aiofeed.kernel.core.types import Gathered, HostTensor
 from aiofeed.kernel.runtime.buffers import BufferLease, HostBufferPool, array
-from aiofeed.shards.arrow import arrow
+from aiofeed.shards.arrow import arrow, load_pandas
 
 if TYPE_CHECKING:
     import torch
@@ -333,6 +333,7 @@ def collate_rows(samples: Sequence[tuple[Columns, int]]) -> dict[str, torch.Tens
 def _column(column: Any) -> NumberColumn | ValueColumn:
     if isinstance(column, np.ndarray):
         return NumberColumn([column])
+    load_pandas()
     try:
         # Not array([], type), which some types lack.
         return NumberColumn([_array(chunk) for chunk in column.chunks or [arrow().nulls(0, column.type)]])
