@@ -333,7 +333,6 @@ def collate_rows(samples: Sequence[tuple[Columns, int]]) -> dict[str, torch.Tens
 def _column(column: Any) -> NumberColumn | ValueColumn:
     if isinstance(column, np.ndarray):
         return NumberColumn([column])
-    load_pandas()
     try:
         # Not array([], type), which some types lack.
         return NumberColumn([_array(chunk) for chunk in column.chunks or [arrow().nulls(0, column.type)]])
@@ -372,10 +371,10 @@ def _array(chunk: Any) -> NDArray[Any]:
         # Hugging Face's Array2D has a shape, of which the first size may be unknown.
         shape = getattr(kind, "shape", None)
         chunk = chunk.storage
-    if types.is_boolean(chunk.type):
-        return chunk.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
-    if types.is_integer(chunk.type) or types.is_floating(chunk.type):
-        return chunk.to_numpy()  # type: ignore[no-any-return]
+    is_bits = types.is_boolean(chunk.type)
+    if is_bits or types.is_integer(chunk.type) or types.is_floating(chunk.type):
+        load_pandas()
+        return chunk.to_numpy(zero_copy_only=not is_bits)  # type: ignore[no-any-return]
     if not is_list(chunk.type):
         what = "has encoded files" if is_encoded(kind) else f"has the type {kind}"
         raise NoTensorsError(what)

@@ -234,14 +234,11 @@ class RemoteTokens(Tokens, ParquetRows):
         ordered = np.sort(starts)
         parted = np.diff(ordered, prepend=ordered[0] - self._needed - gap - 1) > self._needed + gap
         firsts, lasts = ordered[parted], ordered[np.roll(parted, -1)] + self._needed
-        parts = [
-            np.frombuffer(part, shard.extra.layout.dtype) for part in await self._read_tokens(shard, firsts, lasts)
-        ]
-        parts = [part if part.dtype == dtype else part.astype(dtype) for part in parts]
+        read = await self._read_tokens(shard, firsts, lasts)
+        parts = [np.frombuffer(part, shard.extra.layout.dtype).astype(dtype, copy=False) for part in read]
         numbers = np.searchsorted(firsts, starts, side="right") - 1
-        addresses = (
-            np.array([part.ctypes.data for part in parts])[numbers] + (starts - firsts[numbers]) * dtype.itemsize
-        )
+        addresses = np.array([part.ctypes.data for part in parts])[numbers]
+        addresses += (starts - firsts[numbers]) * dtype.itemsize
         for gathered, places in targets:
             gathered.add(places, addresses[at : at + len(places)], parts)
             at += len(places)

@@ -58,9 +58,9 @@ class Limits:
         memory_bytes: Encoded plus decoded bytes in flight, including finished batches that wait. One batch may always
             proceed. Default: a quarter of the free memory, at most 4 GiB.
         lookahead_bytes: Encoded bytes of samples in shards at URLs that are read before their batches begin, so that
-            one request reads several ranges of a shard, also if the order is shuffled. Of Parquet files, also on disk,
-            it is bytes of rows, so that a row group is decoded once for several batches. They come on top of
-            ``memory_bytes``. Default: a quarter of ``memory_bytes``, at most 256 MiB.
+            one request reads several ranges of a shard, also if the order is shuffled. Of Parquet files, also on disk:
+            bytes of rows, and two row groups more, so that a row group is decoded once for several batches. They come
+            on top of ``memory_bytes``. Default: a quarter of ``memory_bytes``, at most 256 MiB.
         device_batches: Batches copied, or being copied, to the device before the consumer asks for them. Default: 2. Up
             to 4 more batches may be held by work still queued on the device.
 

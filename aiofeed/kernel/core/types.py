@@ -65,6 +65,9 @@ class Source(Protocol[EncodedT_co]):
     ``looks_ahead`` and ``nbytes(index) -> int``
         If ``looks_ahead`` is true, samples of one shard that are in the order soon are read by one ``read_many`` before
         their batches begin; ``nbytes`` returns the encoded bytes of a sample. Needs ``shard_starts``.
+    ``reads_whole_shards``
+        Whether reading any samples of a shard reads all of it: the look-ahead then waits for all that are needed soon,
+        and with ``shuffle="window"`` each rank has shards of its own.
     ``version(index) -> str``
         Changes with the bytes of the sample. With the ``key`` it names the sample in an ``EncodedCache``. Called in
         threads, before each read.

@@ -136,15 +136,14 @@ def core_wait_s(thread: int) -> float:
         return 0.0
 
 
-def lower_priority() -> bool:
-    """Let other threads of this process run before the calling one where cores are short, on Linux; return True.
+def lower_priority() -> None:
+    """Let other threads of this process run before the calling one where cores are short; only Linux has this.
 
     Only a process with rights can undo it, and threads that this one starts inherit it.
     """
     if sys.platform == "linux":  # elsewhere this is the priority of the process
         with contextlib.suppress(OSError):  # a sandbox may refuse it
             os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getpid()) + LOWER_BY)
-    return True
 
 
 def threads_cpu_s(threads: Iterable[int]) -> float:

@@ -381,7 +381,8 @@ class ThreadPool(ThreadPoolExecutor):
                 work = None
                 continue
             if self.yields and not lowered and self.host is None:
-                lowered = machine.lower_priority()
+                machine.lower_priority()
+                lowered = True
             future, fn, args, kwargs = work
             if future.set_running_or_notify_cancel():
                 future.ident = threading.get_ident()

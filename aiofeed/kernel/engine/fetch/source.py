@@ -265,8 +265,8 @@ class SourceFetcher(Fetcher):
 
     def _place_all(self, chunk: Chunk, place: Place, *, keep: bool) -> int:
         """Place samples one by one; the items of a stream together, if the batch keeps them as they are."""
-        kinds = set(map(type, chunk.values)) if keep and self._may_keep and self.target is None else {BaseException}
-        if chunk.control.deadline is not None or any(issubclass(kind, BaseException | Uncopied) for kind in kinds):
+        together = keep and self._may_keep and self.target is None and chunk.control.deadline is None
+        if not together or any(issubclass(kind, BaseException | Uncopied) for kind in set(map(type, chunk.values))):
             return chunk.decode_each(place)
         reached, first, count = chunk.decode_each(place, 0, 1), chunk.positions[0], len(chunk.positions)
         if chunk.ended or chunk.builder.kept is None:
