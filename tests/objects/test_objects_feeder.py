@@ -240,6 +240,7 @@ def test_throttling(files, object_server, expected):
 
 def test_a_server_that_dies_and_comes_back(files, object_server, expected):
     """A server that is away in an epoch delays it, and nothing is lost."""
+    object_server.schedule = lambda request: Fault(delay_s=0.02)  # reads are in flight when it stops
     found = []
     with new_feeder(files, limits=aiofeed.Limits(read_concurrency=16, prefetch_batches=1)) as feeder:
         for number, batch in enumerate(feeder):
