@@ -154,13 +154,18 @@ class Assembly:
         return self.busy
 
     def release_returned(self) -> None:
-        """Release the batches that were returned and for which the loop was not woken."""
+        """Release, in a callback of the loop, the batches that were returned and for which the loop was not woken."""
+        if self._returned:
+            # An error in it is none of the batch whose task is running.
+            asyncio.get_running_loop().call_soon(self._release_returned)
+
+    def _release_returned(self) -> None:
         for item in [self._returned.popleft() for _ in range(len(self._returned))]:  # `returned` calls this again
             release(item)
 
     def returned(self, item: ReadyBatch) -> None:
         """A batch has left the queue: release those before it, too."""
-        self.release_returned()
+        self._release_returned()
 
     def stop(self) -> None:
         """End running jobs and drop unfinished work: the engine has ended, and the feeder may keep it."""

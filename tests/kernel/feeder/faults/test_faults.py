@@ -11,6 +11,7 @@ import random
 import sys
 import textwrap
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib import metadata
@@ -669,9 +670,20 @@ def test_memory_is_not_freed_after_the_device_has_failed(
     del kept
 
 
+@pytest.mark.parametrize("decode_s", [0.0, 0.003])
 @pytest.mark.parametrize("device", [False, True])
-def test_an_error_in_a_callback_of_the_loop_is_raised(device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An allocation that fails in a callback of aiofeed ends the feed with an error; the consumer does not wait."""
+def test_an_error_in_a_callback_of_the_loop_is_raised(
+    device: bool, decode_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An allocation that fails in a callback of aiofeed ends the feed with an error; the consumer does not wait.
+
+    While slow samples are decoded, taken batches are released when a job ends, not by a wake of the loop.
+    """
+
+    def slow_number(sample: Any) -> torch.Tensor:
+        time.sleep(decode_s)
+        return number(sample)
+
     returned, calls = Engine.returned, Counter[str]()
 
     def fail_once(engine: Engine, item: Any) -> None:
@@ -681,7 +693,7 @@ def test_an_error_in_a_callback_of_the_loop_is_raised(device: bool, monkeypatch:
         returned(engine, item)
 
     monkeypatch.setattr(Engine, "returned", fail_once)
-    feeder = Feeder(Numbers(200), decode=number, batch_size=4, device=SimulatedDevice() if device else None)
+    feeder = Feeder(Numbers(200), decode=slow_number, batch_size=4, device=SimulatedDevice() if device else None)
     with feeder, pytest.raises(WorkerDiedError, match="MemoryError: no memory for a callback"):
         list(feeder)
 
