@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.kernel.core.types import BatchPlan, Gathered
+from aiofeed.kernel.core.types import BatchPlan, Gathered, Members
 from aiofeed.kernel.engine.fetch.fetcher import RunJob
 from aiofeed.kernel.runtime.buffers import HostBufferPool
 from aiofeed.kernel.sampling.epochs import EpochStart, Step
@@ -54,6 +54,7 @@ class LookAhead:
     def __init__(self, source: Any, limit_bytes: int) -> None:
         self._source = source
         self._limit_bytes = limit_bytes
+        self._read_planned = Members.of(source).read_planned
         self.new_gathered: Callable[..., Gathered] | None = getattr(source, "new_gathered", None)
         self.gathers: bool = self.new_gathered is not None
         self._sample_bytes = source.gathered_bytes if self.gathers else source.nbytes(0)
@@ -116,15 +117,19 @@ class LookAhead:
         # ones come when as many shards are read as one plan has samples of. Large shards are read one ahead, whatever
         # the limit: otherwise they would be read again and again.
         shard_bytes = self._sample_bytes * len(self._source) / (len(self._starts) - 1)
-        near = 2 * threads * shard_bytes
+        near = self.at_once(threads) * shard_bytes
         limit = min(self._limit_bytes + 2 * shard_bytes, near + 2 * mixed * shard_bytes)
         return min(near, max(self._limit_bytes / 2, shard_bytes)), limit
 
-    async def read(self, plan: BatchPlan, start: int, indices: Sequence[int]) -> Any:
+    def at_once(self, threads: int) -> int:
+        """Return how many shards that are read whole are read at the same time."""
+        return max(2 * threads, getattr(self._source, "shards_at_once", 0))
+
+    async def read(self, indices: Sequence[int], plan: BatchPlan, start: int) -> Any:
         """Return the samples ``indices`` of a plan, of which they begin at position ``start``."""
         noted = self._upcoming.noted.get(plan)
         if noted is None:
-            return await self._source.read_many(indices)
+            return await self._read(indices, plan, start)
         noted.left -= len(indices)
         if not noted.left:
             self._upcoming.noted.pop(plan, None)
@@ -136,14 +141,19 @@ class LookAhead:
         samples = noted.samples
         if isinstance(samples, Gathered):
             if noted.failed:
-                return await self._source.read_many(indices)
+                return await self._read(indices, plan, start)
             if whole:
-                return samples
+                return list(samples) if samples.errors else samples
             samples = noted.samples = list(samples)
         found, samples[start:stop] = samples[start:stop], [None] * len(indices)
         unread = [index for index, sample in zip(indices, found, strict=True) if sample is _UNREAD]
         read = iter(await self._source.read_many(unread) if unread else ())
         return [next(read) if sample is _UNREAD else sample for sample in found]
+
+    async def _read(self, indices: Sequence[int], plan: BatchPlan, start: int) -> Any:
+        if self._read_planned is not None:
+            return await self._read_planned(indices, plan, start)
+        return await self._source.read_many(indices)
 
     def tell(self) -> None:
         """Log once that shards are read again and again."""
@@ -198,7 +208,7 @@ class _UpcomingSamples:
         self.times: Counter[int] = Counter()
         """How often a shard was read in the epoch."""
         # Of shards that are read whole, all bytes are in memory until a thread has decoded them.
-        self._turn = asyncio.Semaphore(2 * threads if ahead._whole else GROUPS)
+        self._turn = asyncio.Semaphore(ahead.at_once(threads) if ahead._whole else GROUPS)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:
@@ -211,12 +221,16 @@ class _UpcomingSamples:
     def note(self, plan: BatchPlan) -> int:
         """Note the samples of a plan, and return their bytes."""
         indices, source = np.asarray(plan.indices, np.int64), self._source
-        shards = np.searchsorted(self._ahead._starts, indices, side="right")
         new_gathered = self._ahead.new_gathered
-        samples = new_gathered(len(indices), self._ahead.memory) if new_gathered else [_UNREAD] * len(indices)
+        samples: Any = new_gathered(indices, self._ahead.memory, plan) if new_gathered else [_UNREAD] * len(indices)
+        places, shards = (new_gathered and samples.shards) or (None, None)
+        if shards is None:
+            shards = np.searchsorted(self._ahead._starts, indices, side="right")
         noted = self.noted[plan] = _Noted(indices, shards, samples, self.epoch)
         order = np.argsort(shards, kind="stable")
         found = shards[order]
+        if places is not None:
+            order = places[order]
         firsts = [0, *(np.flatnonzero(found[1:] != found[:-1]) + 1).tolist()]
         noted.numbers = found[firsts].tolist()
         self.mixed = max(self.mixed, len(firsts))
@@ -232,7 +246,7 @@ class _UpcomingSamples:
         for number in noted.numbers:
             if number not in noted.reads:
                 group = self._groups.pop((noted.epoch, number))
-                task = asyncio.get_running_loop().create_task(self._read_group(group))
+                task = asyncio.get_running_loop().create_task(self._read_group(number, group))
                 for each, _ in group:
                     each.reads[number] = task
                 self._tasks.add(task)
@@ -241,14 +255,14 @@ class _UpcomingSamples:
                 if self._ahead._whole and self.times[number] == OFTEN:
                     self._ahead.tell()
 
-    async def _read_group(self, group: Sequence[tuple[_Noted, NDArray[np.int64]]]) -> None:
+    async def _read_group(self, number: int, group: Sequence[tuple[_Noted, NDArray[np.int64]]]) -> None:
         """Read samples of one shard. If the source raises, the engine reads them when their batch begins."""
         async with self._turn:
             indices = np.concatenate([noted.indices[places] for noted, places in group])
             try:
                 if self._ahead.gathers:
                     targets = [(noted.samples, places) for noted, places in group]
-                    await self._source.gather_ahead(indices, targets, self._run)
+                    await self._source.gather_ahead(indices, targets, self._run, number)
                     return
                 values = list(await self._source.read_many(indices.tolist()))
             except asyncio.CancelledError:

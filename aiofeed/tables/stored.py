@@ -7,7 +7,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,8 @@ class ParquetTable(ParquetRows, Table):
     @property
     def new_gathered(self) -> Callable[..., GatheredRows] | None:
         """Makes the rows of a batch; ``None`` if samples are rows for ``decode=`` or ``collate_fn=``."""
-        return partial(GatheredRows, list(self._problems())) if self._whole else None
+        names = list(self._problems())
+        return (lambda indices, memory, _: GatheredRows(names, len(indices), memory)) if self._whole else None
 
     @cached_property
     def gathered_bytes(self) -> float:
@@ -52,7 +53,7 @@ class ParquetTable(ParquetRows, Table):
         nbytes: int = sum(memory_of(group.column(leaf)) for group in groups for leaf in first.leaves)
         return max(nbytes / int(first.first[-1]), 1.0)
 
-    async def gather_ahead(self, indices: Any, targets: Sequence[tuple[GatheredRows, Any]], run: Any) -> None:
+    async def gather_ahead(self, indices: Any, targets: Sequence[tuple[GatheredRows, Any]], run: Any, _: Any) -> None:
         """Write rows of one row group into their batches."""
         shard, row = self._find(int(indices[0]))
         group = int(np.searchsorted(shard.extra.first, row, side="right")) - 1

@@ -62,15 +62,15 @@ class GatheredWindows(Gathered):
     Args:
         tokens: Tokens of a window.
         dtype: Their dtype.
-        count: How many windows there are.
+        indices: Which windows they are.
     """
 
-    def __init__(self, tokens: int, dtype: np.dtype[Any], count: int, memory: object = None) -> None:
-        super().__init__(count)
+    def __init__(self, tokens: int, dtype: np.dtype[Any], indices: Sequence[int], *_: object) -> None:
+        super().__init__(len(indices))
         self.nbytes: int = 0
         self._tokens = tokens
         self._dtype = dtype
-        self._addresses = np.zeros(count, np.int64)
+        self._addresses = np.zeros(len(indices), np.int64)
         self._ranges: list[Any] = []  # have the memory
 
     def __iter__(self) -> Iterator[bytes]:
@@ -208,7 +208,7 @@ class RemoteTokens(Tokens, ParquetRows):
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Return the bytes of windows, in one dtype for all files, or the error of each that cannot be read."""
         rows, errors = np.asarray(indices, np.int64), dict[int, Exception]()
-        gathered = self.new_gathered(len(indices))
+        gathered = self.new_gathered(indices)
         numbers = np.searchsorted(self._starts, rows, side="right") - 1
 
         async def read_file(number: int) -> None:
@@ -224,7 +224,7 @@ class RemoteTokens(Tokens, ParquetRows):
         found = iter(gathered.windows(~np.isin(np.arange(len(rows)), list(errors))))
         return [errors[place] if place in errors else next(found).tobytes() for place in range(len(rows))]
 
-    async def gather_ahead(self, indices: Any, targets: Sequence[tuple[GatheredWindows, Any]], run: Any = None) -> None:
+    async def gather_ahead(self, indices: Any, targets: Sequence[tuple[GatheredWindows, Any]], *_: Any) -> None:
         """Read windows of one file for their batches."""
         number = int(np.searchsorted(self._starts, indices[0], side="right")) - 1
         shard, dtype, at = self._shards[number], self._dtype, 0

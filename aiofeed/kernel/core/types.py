@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from numpy.typing import NDArray
 
@@ -53,6 +55,9 @@ class Source(Protocol[EncodedT_co]):
     ``async read_many(indices) -> list``
         Reads several samples at once. An entry may be an ``Exception``, which fails that sample only. If it exists, it
         replaces ``read``, which is called only if ``read_many`` raises or a sample is read again.
+    ``async read_planned(indices, plan, start) -> list``
+        For samples that depend on random numbers: replaces ``read_many`` where the ``BatchPlan`` is known, which has
+        ``indices`` from its position ``start`` on.
     ``async open()`` / ``async aclose()``
         Called once before the first read and once after the last, on the engine's loop.
     ``answers_at_once`` and ``read_now(indices) -> list``
@@ -67,7 +72,8 @@ class Source(Protocol[EncodedT_co]):
         their batches begin; ``nbytes`` returns the encoded bytes of a sample. Needs ``shard_starts``.
     ``reads_whole_shards``
         Whether reading any samples of a shard reads all of it: the look-ahead then waits for all that are needed soon,
-        and with ``shuffle="window"`` each rank has shards of its own.
+        and with ``shuffle="window"`` each rank has shards of its own. ``shards_at_once``, which may be absent, is how
+        many are read at the same time, if that is more than two for each decode thread.
     ``version(index) -> str``
         Changes with the bytes of the sample. With the ``key`` it names the sample in an ``EncodedCache``. Called in
         threads, before each read.
@@ -124,18 +130,23 @@ class Uncopied(NamedTuple):
 class Gathered(Sequence[Any], ABC):
     """All samples of a batch that a source gathers, part by part, in arrays: a sequence of samples.
 
-    A source with ``looks_ahead`` whose attribute ``new_gathered(count, memory)`` is not ``None`` makes them, and writes
-    samples of one shard into those of several batches, by ``async gather_ahead(indices, targets, run)``: ``targets``
-    has, for each batch, its ``Gathered`` and the places of the next samples of ``indices`` in it, in ascending order;
-    ``run`` calls a function in a decode thread. If it raises, the batches are read by ``read_many``.
+    A source with ``looks_ahead`` whose attribute ``new_gathered(indices, memory, plan)`` is not ``None`` makes them,
+    and writes samples of one shard into those of several batches, by ``async gather_ahead(indices, targets, run,
+    shard)``: ``targets`` has, for each batch, its ``Gathered`` and the places of the next samples of ``indices`` in it,
+    in ascending order; ``run`` calls a function in a decode thread. If it raises, the batches are read again.
 
     Attributes:
         nbytes: Encoded bytes that were read.
         seconds: What decoding them took.
+        errors: By place, the error of each sample that could not be read; they are in the sequence, too.
+        shards: If samples need several shards, or others than those that ``shard_starts`` says: places of samples, and
+            the number of a shard that each of them needs.
     """
 
     nbytes: int = 0
     seconds: float = 0.0
+    errors: Mapping[int, Exception] = MappingProxyType({})
+    shards: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -158,6 +169,7 @@ class Members(NamedTuple):
     open: Callable[[], Awaitable[None]] | None
     aclose: Callable[[], Awaitable[None]] | None
     read_many: Callable[[Sequence[int]], Awaitable[Sequence[Any]]] | None
+    read_planned: Callable[..., Awaitable[Sequence[Any]]] | None
     read_now: Callable[[Sequence[int]], Sequence[Any]] | None
     target: Callable[[int], Any] | None
     version: Callable[[int], str] | None

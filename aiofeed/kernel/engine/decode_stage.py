@@ -212,7 +212,7 @@ class DecodeStage:
     async def _attempt(self, batch: Batch, plan: BatchPlan, position: int) -> FeedError | None:
         """Read and decode the sample at ``position`` of ``plan`` into its place in ``batch``; returns its error."""
         async with self.read_slot():
-            read = await self.fetcher.read(plan.indices[position : position + 1])
+            read = await self.fetcher.read(plan.indices[position : position + 1], plan, position)
         batch.count_read(read)
         assert batch.builder is not None
         limit_s = self.fetcher.limit_s

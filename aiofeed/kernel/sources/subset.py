@@ -23,6 +23,7 @@ Indices: TypeAlias = "slice | Sequence[int] | Sequence[bool] | NDArray[Any] | to
 
 # Methods of a source that get an index or several.
 _INDEXED = ("target", "version", "nbytes", "read_many", "read_now")
+_INDEXED_FIRST = ("gathered", "first_tokens", "new_gathered", "gather_ahead", "read_planned")
 
 
 class IndexedSource(Sized):
@@ -103,8 +104,8 @@ class Subset(IndexedSource):
             return [value[row] for row in self.rows.tolist()]
         if name in _INDEXED and value is not None:  # Tokens at URLs have no read_now
             return lambda indices: value(self.rows.take(indices).tolist())
-        if name in ("gathered", "first_tokens", "gather_ahead"):
-            return lambda indices, *more: value(self.rows[indices], *more)
+        if name in _INDEXED_FIRST and value is not None:
+            return lambda indices, *more, **named: value(self.rows[indices], *more, **named)
         if name in ("shard_starts", "looks_ahead") and not self._ascending:
             raise AttributeError(f"the samples of {self!r} are not in the order of its shards: no {name}")
         return np.unique(np.searchsorted(self.rows, value)).tolist() if name == "shard_starts" else value

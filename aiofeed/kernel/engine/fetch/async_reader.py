@@ -16,6 +16,7 @@ from aiofeed.kernel.engine.tuning.reads import READS_MOST
 from aiofeed.kernel.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 
 ReadMany: TypeAlias = Callable[[Sequence[int]], Awaitable[Sequence[Any]]]
+ReadAgain: TypeAlias = Callable[[int], Awaitable[Any]]
 
 
 @dataclass(eq=False)
@@ -68,20 +69,26 @@ class AsyncReader:
         self.queues: bool = self._read_many is None
         self._slots: _Slots | None = None
 
-    async def read(self, indices: Sequence[int], read_many: ReadMany | None = None) -> ReadResult:
-        """Return the encoded samples; an exception for each that failed. ``read_many``: in place of the source's.
+    async def read(
+        self, indices: Sequence[int], read_many: ReadMany | None = None, read_again: ReadAgain | None = None
+    ) -> ReadResult:
+        """Return the encoded samples; an exception for each that failed.
+
+        ``read_many`` is in place of the source's, and so is ``read_again``, which gets a position in ``indices``.
 
         Raises:
             CancelledError: The task was cancelled, even if the source caught the cancellation.
         """
         result = ReadResult()
-        result.samples = await self._read(indices, result, read_many or self._read_many)
+        result.samples = await self._read(indices, result, read_many or self._read_many, read_again)
         if (task := asyncio.current_task()) is not None and task.cancelling():
             await clear_cancellation()
         result.nbytes = total_bytes(result.samples)
         return result
 
-    async def _read(self, indices: Sequence[int], result: ReadResult, read_many: ReadMany | None) -> Any:
+    async def _read(
+        self, indices: Sequence[int], result: ReadResult, read_many: ReadMany | None, read_again: ReadAgain | None
+    ) -> Any:
         if read_many is not None:
             try:
                 found = await self._limited(read_many(indices))
@@ -101,7 +108,7 @@ class AsyncReader:
                     wrong = f"read_many returned {len(samples)} samples for {len(indices)} indices"
                     return [ValueError(wrong)] * len(indices)
                 if self._policy.retries:
-                    await self._retry(indices, samples, result)
+                    await self._retry(indices, samples, result, read_again)
                 return samples
         return await self._read_each(indices, result)
 
@@ -176,7 +183,9 @@ class AsyncReader:
                     return
                 del result  # has samples
 
-    async def _retry(self, indices: Sequence[int], samples: list[Any], result: ReadResult) -> None:
+    async def _retry(
+        self, indices: Sequence[int], samples: list[Any], result: ReadResult, read_again: ReadAgain | None
+    ) -> None:
         """Read samples again whose error in ``read_many`` is transient."""
         failed = [
             at
@@ -184,11 +193,20 @@ class AsyncReader:
             if isinstance(sample, BaseException) and self._policy.is_transient(sample)
         ]
         if failed:
-            reads = [self._read_one(indices[at], result, failed=samples[at]) for at in failed]
+            again = [partial(read_again, at) if read_again else None for at in failed]
+            reads = [
+                self._read_one(indices[at], result, samples[at], read) for at, read in zip(failed, again, strict=True)
+            ]
             for at, sample in zip(failed, await asyncio.gather(*reads), strict=True):
                 samples[at] = sample
 
-    async def _read_one(self, index: int, result: ReadResult, failed: BaseException | None = None) -> Any:
+    async def _read_one(
+        self,
+        index: int,
+        result: ReadResult,
+        failed: BaseException | None = None,
+        read_again: Callable[[], Awaitable[Any]] | None = None,
+    ) -> Any:
         """Return one sample, or the error of the last attempt; ``failed`` is the error of an attempt made before."""
         attempt = 0
         while True:
@@ -199,7 +217,7 @@ class AsyncReader:
                 result.retries += 1
                 await asyncio.sleep(backoff_s(attempt, self._jitter))
             try:
-                read = (self._read_uncopied or self._source.read)(index)
+                read = read_again() if read_again else (self._read_uncopied or self._source.read)(index)
                 return await (read if self._policy.read_timeout_s is None else self._limited(read))
             except BaseException as error:  # the user's coroutine may raise anything; it is raised again with a name
                 if is_cancelled():

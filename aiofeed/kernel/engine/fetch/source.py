@@ -97,6 +97,7 @@ class SourceFetcher(Fetcher):
         self.target: Callable[[int], Any] | None = members.target
         # Reads the samples of later steps; to the reader it is the source.
         self._look_ahead: Any = None
+        self._read_planned = members.read_planned
         if lookahead_bytes and getattr(source, "looks_ahead", False):
             self._look_ahead = _load_addon("LookAhead", "looks_ahead = True")(source, lookahead_bytes)
         self._gathers: bool = self._look_ahead is not None and self._look_ahead.gathers
@@ -157,15 +158,24 @@ class SourceFetcher(Fetcher):
         if self._reads_inline():
             return ReadResult([UNREAD] * len(indices), waited=False)
         started = time.perf_counter()
-        read_many = None
-        if self._look_ahead is not None and plan is not None:
-            read_many = partial(self._look_ahead.read, plan, start)
-        result = await self._reader.read(indices, read_many)
+        read_many = self._read_planned if self._look_ahead is None else self._look_ahead.read
+        if read_many is None or plan is None:
+            result = await self._reader.read(indices)
+        else:
+            again = None if self._read_planned is None else partial(self._read_again, plan, start)
+            result = await self._reader.read(indices, partial(read_many, plan=plan, start=start), again)
         self._sizer.observe_bytes(result.nbytes, len(indices))
         result.waited = traits_of(self._source).indexed  # the items of a stream are in memory
         if not result.retries:  # pauses between attempts are not the storage's time
             self._read_s += (time.perf_counter() - started - self._read_s) * 0.2
         return result
+
+    async def _read_again(self, plan: BatchPlan, start: int, at: int) -> Any:
+        assert self._read_planned is not None
+        [sample] = await self._read_planned(plan.indices[start + at : start + at + 1], plan, start + at)
+        if isinstance(sample, BaseException):
+            raise sample
+        return sample
 
     def _reads_inline(self) -> bool:
         """Return whether the decode job should read.

@@ -175,9 +175,9 @@ def test_samples_that_are_noted_and_not_begun_are_read_at_once() -> None:
         with ahead.reading_ahead(plans, asyncio.to_thread, 1) as steps:
             for _ in range(2):
                 next(steps)
-            values = await ahead.read(BatchPlan(10, [], [], 0), 0, [9 * SHARD, 0])
+            values = await ahead.read([9 * SHARD, 0], BatchPlan(10, [], [], 0), 0)
             assert [int.from_bytes(value[:2], "little") for value in values] == [9 * SHARD, 0]
-            rest = [await ahead.read(plan, 0, plan.indices) for plan in [plans[1], *steps]]
+            rest = [await ahead.read(plan.indices, plan, 0) for plan in [plans[1], *steps]]
         assert [int.from_bytes(value[:2], "little") for [value] in rest] == list(range(SHARD, SAMPLES, SHARD))
 
     asyncio.run(check())
@@ -218,7 +218,7 @@ def test_a_read_that_is_given_up_keeps_no_samples() -> None:
             for plan in steps:
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0):
-                        await ahead.read(plan, 0, plan.indices)
+                        await ahead.read(plan.indices, plan, 0)
             assert not ahead._upcoming.noted
 
     asyncio.run(check())
