@@ -130,6 +130,7 @@ class Arrays(GroupedSource):
 
     def _windows_of(self, name: str, parts: Any, offsets: Any, pad: Any) -> DenseField:
         dims, named, first = parts[0].dims, dict[int, Any](), parts[0].name
+        axis: Any
         for axis in (*self._windows, *self._tiles):
             if not isinstance(axis, int) and dims is None:
                 raise ValueError(f"{first} has no names of axes: give numbers in place of {axis!r}")

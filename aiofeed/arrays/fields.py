@@ -241,7 +241,8 @@ class SparseRows(DeferredTensor):
         """Make the tensor of copies of its parts."""
         import torch
 
-        return torch.sparse_csr_tensor(*map(copy, map(HostTensor, self._parts)), self._size, check_invariants=False)
+        starts, columns, values = map(copy, map(HostTensor, self._parts))
+        return torch.sparse_csr_tensor(starts, columns, values, self._size, check_invariants=False)
 
 
 Field: TypeAlias = DenseField | SparseField

@@ -169,7 +169,7 @@ def array_of(document: Any, reader: ObjectReader) -> ChunkedArray:
     found: Any = (ArrayV3Metadata if v3 else ArrayV2Metadata).from_dict(document)
     attributes, fill, dtype = dict(found.attributes), found.fill_value, found.dtype.to_native_dtype()
     known: dict[str, Any] = {"name": name, "attributes": attributes, "chunks": tuple(found.chunks)}
-    axes, decoders, sharding = tuple(range(len(found.shape))), list[Decode](), {}
+    axes, decoders, sharding = tuple(range(len(found.shape))), list[Decode](), dict[str, Any]()
     if v3:
         dims, codecs = found.dimension_names, document["codecs"]
         if codecs[0]["name"] == "sharding_indexed" and len(codecs) == 1:
