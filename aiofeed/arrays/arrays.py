@@ -237,7 +237,7 @@ class Arrays(GroupedSource):
     def key(self, index: int, /) -> str:
         """Return the array of the first field and the position of the sample."""
         places = ", ".join(f"{axis}={at}" for axis, at in self.position(index).items())
-        return f"{self._sources[0].first.name}[{places}]"
+        return f"{next(iter(self.fields.values())).name}[{places}]"
 
     def position(self, index: int, /) -> dict[Any, int]:
         """Return the position of a sample along each axis; of a tile, its first one, unless that is random."""

@@ -56,14 +56,19 @@ class DenseField:
         pad: The value beyond the array.
 
     Attributes:
+        name: That of the array in messages.
         sources: The joined arrays that the field is made of.
         shape: The shape of a sample.
         nbytes: Bytes of a sample.
     """
 
     def __init__(self, joined: Joined, selections: Sequence[Selection], pad: float | None) -> None:
+        self.name: str = joined.first.name
         self.sources: list[Joined] = [joined]
-        self._pad = pad
+        try:
+            self._pad = None if pad is None else np.asarray(pad, joined.dtype)
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"Arrays(pad={pad}) is no value of {joined.first.name}, {joined.dtype}") from None
         self._axes = [each.axis for each in selections]
         self._full = [len(each.offsets) for each in selections]
         self._blocks = list(itertools.product(*[each.runs() for each in selections]))
@@ -144,11 +149,12 @@ class SparseField:
         dense: Whether samples are rows with all columns.
 
     Attributes:
-        sources, shape, nbytes: As of ``DenseField``; values and columns.
+        name, sources, shape, nbytes: As of ``DenseField``; values and columns.
         rows: Where each row begins in the values, and their end.
     """
 
     def __init__(self, parts: Sequence[SparseMatrix], selection: Selection, *, dense: bool) -> None:
+        self.name: str = parts[0].name
         self.sources: list[Joined] = [Joined([each.values for each in parts]), Joined([each.columns for each in parts])]
         self._axis = selection.axis
         self._offset, self._count = selection.offsets[0], len(selection.offsets)
