@@ -276,7 +276,7 @@ class Arrays(GroupedSource):
         """
         import torch
 
-        from aiofeed.kernel.feeder.feeder import Feeder
+        from aiofeed import Feeder
 
         chosen = np.random.default_rng(seed).choice(len(self), min(samples, len(self)), replace=False)
         found: dict[str, list[torch.Tensor]] = {name: [] for name in self.fields}
