@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -102,10 +103,16 @@ class Arrays(GroupedSource):
         # By axis: the range of offsets; the size of a tile; the length.
         self._windows = {axis: [0] for axis in ([sample] if isinstance(sample, str | int) else sample)}
         self._tiles, self._lengths = dict(tile or {}), dict[Any, int]()
+        if both := [axis for axis in self._tiles if axis in self._windows]:
+            raise ValueError(f"Arrays: the axes {both} are named in sample= and in tile=")
+        if stride and (not tile or (isinstance(stride, Mapping) and not stride.keys() <= self._tiles.keys())):
+            raise ValueError(f"Arrays(stride={stride!r}) needs a size for each of its axes in tile=")
         self._fields: dict[str, Field] = {}
         for name, given in arrays.items():
             parts, offsets = opener.open(name, given), window.get(name) if isinstance(window, Mapping) else window
             is_matrix = isinstance(parts[0], SparseMatrix)
+            if is_matrix and pad is not None:
+                raise ValueError(f"Arrays: {name!r} is sparse, and pad= is for other arrays")
             make = self._rows_of if is_matrix else self._windows_of
             self._fields[name] = make(name, parts, offsets, sparse == "dense" if is_matrix else pad)
         self.categories: dict[str, list[str]] = opener.categories
@@ -158,15 +165,17 @@ class Arrays(GroupedSource):
     def _select(self, name: str, axis: Any, given: Any) -> Selection:
         """Return the window of a field along an axis of samples."""
         if isinstance(given, Mapping):
+            if not given.keys() <= self._windows.keys():
+                raise ValueError(f"Arrays(window=): {name!r} has {list(given)}, and sample= {list(self._windows)}")
             given = given.get(axis)
         elif axis != next(iter(self._windows)):
             given = None
-        kept = given is not None and not isinstance(given, int)
-        offsets = list(given) if kept else [given or 0]
-        if not offsets or not all(isinstance(offset, int) for offset in offsets):
+        kept = isinstance(given, Iterable)
+        offsets = [*given] if kept else [given or 0]
+        if not offsets or not all(isinstance(offset, Integral) for offset in offsets):
             raise TypeError(f"Arrays(window=) takes ranges, ints and lists of ints; {name!r} has {given!r}")
-        self._windows[axis] += offsets
-        return Selection(axis, offsets, kept)
+        self._windows[axis] += map(int, offsets)
+        return Selection(axis, self._windows[axis][-len(offsets) :], kept)
 
     def _lay_out(self, stride: Any, pad: float | None) -> None:
         """Number the samples: those of one block of chunks, a shard, come together."""
