@@ -190,11 +190,11 @@ class _Remote(io.RawIOBase):
         identity = shard.reader.identity
         self._kept = cache_path(identity and f"{identity} {shard.key} {shard.info} {path}", "hdf5")
         self._blocks: dict[int, bytes] = {}
-        self._parts: dict[tuple[int, int], bytes] = {}
+        self._parts: dict[tuple[int, int], bytes | memoryview] = {}
         with contextlib.suppress(OSError, ValueError, KeyError):
             if self._kept is not None:
                 with np.load(self._kept, allow_pickle=False) as found:
-                    places, data = found["places"].tolist(), found["data"].tobytes()
+                    places, data = found["places"].tolist(), memoryview(found["data"])
                 for start, end in places:
                     self._parts[start, end], data = data[: end - start], data[end - start :]
         self._new = not self._parts
