@@ -149,7 +149,9 @@ async def open_zarr(reader: ObjectReader) -> dict[str, Any]:
         return {"": found.get("attributes", {})}
     try:
         return {"": array_of(found, reader)}
-    except (KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # zarr raises any
+        if name in str(error):
+            raise
         raise ValueError(f"{name}: its metadata are damaged: {error!r}") from None
 
 
