@@ -325,10 +325,10 @@ class Arrays(GroupedSource):
         try:
             await run(write, None if part.local else await part.read(chunk))
         except Exception as error:  # noqa: BLE001 - the error of each of these samples
-            where = f"{part.name}, chunk {'.'.join(map(str, chunk))}"
-            kind = type(error) if type(error) in (OSError, MemoryError) else ValueError
-            keep = isinstance(error, OSError) and type(error) is not OSError
-            named = error.with_traceback(None) if keep else kind(f"{where}: {error}")
+            named: Exception = error.with_traceback(None)
+            if type(error) is OSError or not isinstance(error, OSError):
+                text = f"{part.name}, chunk {'.'.join(map(str, chunk))}: {error}"
+                named = OSError(error.errno, text) if isinstance(error, OSError) else ValueError(text)
             for gathered, places in targets:
                 gathered.errors.update(dict.fromkeys(places.tolist(), named))
 
