@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-# A shard, for shuffle="window", has at least so many samples.
+# A shard, for shuffle="window", has at least so many samples; of windows so many chunks, up to so many bytes.
 LEAST_SAMPLES = 64
+LEAST_CHUNKS = 8
+SHARD_BYTES = 8 << 20
 # Chunks are read at the same time up to so many bytes, and so many chunks.
 READ_BYTES = 32 << 20
 READS = 128
@@ -119,8 +121,8 @@ class Arrays(GroupedSource):
         self._sources = [source for field in self._fields.values() for source in field.sources]
         self._numbers = np.cumsum([0, *[np.prod(each.grid, dtype=np.int64) for each in self._sources]])
         self._selection = repr((window, sample, tile, stride, pad, decode_cf, sparse))
-        self._lay_out(stride, pad)
         self.gathered_bytes: int = max(sum(field.nbytes for field in self._fields.values()), 1)
+        self._lay_out(stride, pad)
         chunk_bytes = max(part.chunk_bytes for source in self._sources for part in source.parts)
         self.shards_at_once: int = max(1, min(READS, READ_BYTES // max(chunk_bytes, 1)))
 
@@ -205,6 +207,9 @@ class Arrays(GroupedSource):
         counts = [int(bounds[-1]) for bounds in self._bounds]
         each = np.prod([count / (len(bounds) - 1) for count, bounds in zip(counts, self._bounds, strict=True)])
         several = max(int(LEAST_SAMPLES / each), 1)
+        if len(set(next(iter(self._windows.values())))) > 1:
+            # Samples at a border need the chunks of two shards: few borders, but no large shards.
+            several = max(several, min(LEAST_CHUNKS, int(SHARD_BYTES / (each * self.gathered_bytes))))
         self._bounds[0] = np.unique([*self._bounds[0][:-1:several], counts[0]])
         self._grid = [len(bounds) - 1 for bounds in self._bounds]
         lengths = np.ones(1, np.int64)
