@@ -221,10 +221,10 @@ class Arrays(GroupedSource):
         # A chunk with very many samples makes several shards: the first batch waits for the samples of a shard.
         most = max(int(SHARD_BYTES / self.gathered_bytes / (each * (len(self._bounds[0]) - 1) / counts[0])), 1)
         pairs = pairwise([*self._bounds[0][:-1:several].tolist(), counts[0]])
-        cuts = [
+        firsts = [
             cut for start, end in pairs for cut in range(start, end, most if end - start > 2 * most else end - start)
         ]
-        self._bounds[0] = np.array([*cuts, counts[0]])
+        self._bounds[0] = np.array([*firsts, counts[0]])
         self._grid = [len(bounds) - 1 for bounds in self._bounds]
         lengths = np.ones(1, np.int64)
         for bounds in self._bounds:
