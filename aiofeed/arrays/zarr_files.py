@@ -18,6 +18,7 @@ import numpy as np
 from aiofeed.arrays.chunked import Chunk, ChunkedArray, opened
 from aiofeed.kernel.sources.file_io import MAX_BYTES, ReadRules, read_file
 from aiofeed.objects.reader import ObjectReader, read_ranges
+from aiofeed.shards.base import RecentParts
 from aiofeed.shards.urls import parse_json
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ class ZarrArray(ChunkedArray):
     counts: tuple[int, ...] = ()
     index_first: bool = False
     index_checked: bool = False
-    _indexes: dict[str, NDArray[np.uint64]] = field(default_factory=dict)
+    # The indexes of shards, at URLs and in folders.
+    _indexes: RecentParts = field(default_factory=RecentParts)
+    _of_files: dict[str, NDArray[np.uint64]] = field(default_factory=dict)
 
     async def read(self, chunk: Chunk) -> Any:
         """Return the encoded bytes of a chunk; ``None`` if it is not stored."""
@@ -57,10 +60,8 @@ class ZarrArray(ChunkedArray):
             if not self.counts:
                 return bytes(await self.reader.read_buffer(self.key(chunk), MAX_BYTES))
             key, inner = self._in_shard(chunk)
-            if key not in self._indexes:
-                start, end = self._place_of_index(0 if self.index_first else (await self.reader.head(key)).size)
-                self._indexes[key] = self._index(*await self.reader.read_ranges(key, [start], [end]))
-            start, size = self._indexes[key][inner].tolist()
+            index = await self._indexes.get(key, lambda: self._read_index(key))
+            start, size = index[inner].tolist()
             return None if start == _EMPTY else (await self.reader.read_ranges(key, [start], [start + size]))[0]
         except FileNotFoundError:
             return None
@@ -72,9 +73,9 @@ class ZarrArray(ChunkedArray):
                 return read_file(self.reader.url(self.key(chunk)), ReadRules())
             key, inner = self._in_shard(chunk)
             path = self.reader.url(key)
-            if key not in self._indexes:
-                self._indexes[key] = self._index(*read_ranges(path, [self._place_of_index(os.path.getsize(path))]))
-            start, size = self._indexes[key][inner].tolist()
+            if key not in self._of_files:
+                self._of_files[key] = self._index(*read_ranges(path, [self._place_of_index(os.path.getsize(path))]))
+            start, size = self._of_files[key][inner].tolist()
             return None if start == _EMPTY else read_ranges(path, [(start, start + size)])[0]
         except FileNotFoundError:
             return None
@@ -82,6 +83,10 @@ class ZarrArray(ChunkedArray):
     def _in_shard(self, chunk: Chunk) -> tuple[str, Chunk]:
         at, inner = zip(*map(divmod, chunk, self.counts), strict=True)
         return self.key(at), inner
+
+    async def _read_index(self, key: str) -> NDArray[np.uint64]:
+        start, end = self._place_of_index(0 if self.index_first else (await self.reader.head(key)).size)
+        return self._index(*await self.reader.read_ranges(key, [start], [end]))
 
     def _place_of_index(self, size: int) -> tuple[int, int]:
         nbytes = 16 * int(np.prod(self.counts)) + 4 * self.index_checked
