@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -79,6 +80,7 @@ class Arrays(GroupedSource):
     looks_ahead = True
     reads_whole_shards = True
     data = None
+    _apart = True
 
     def __init__(
         self,
@@ -226,13 +228,13 @@ class Arrays(GroupedSource):
             found[axis] = first + (bounds[at] + within) * step
         return found
 
-    def _starts(self, indices: NDArray[np.int64], plan: BatchPlan | None, first: int) -> Starts:
-        """Return where samples begin, which the plan has from its position ``first`` on."""
+    def _starts(self, indices: NDArray[np.int64], plan: BatchPlan | None, places: Sequence[int] | None) -> Starts:
+        """Return where samples begin, which the plan has at some places."""
         starts = {**self._positions(indices), None: 0 * indices}
         if self._random:
             if plan is None:
-                raise ValueError("Arrays: random tiles are those of the epoch of a feeder")
-            positions = plan.positions[first : first + len(indices)]
+                raise ValueError("random tiles are others in each epoch: no cache can keep them")
+            positions = plan.positions if places is None else [plan.positions[place] for place in places]
             seeds = [sample_seed(plan.epoch_seed, position) for position in positions]
             for number, (axis, count) in enumerate(self._random.items()):
                 starts[axis] = np.array([(mix64(seed + number) * count) >> 64 for seed in seeds], np.int64)
@@ -265,6 +267,10 @@ class Arrays(GroupedSource):
             digest.update(f"\n{os.path.basename(part.name)} {part.shape} {part.dtype}".encode())
         return digest.hexdigest()[:32]
 
+    def nbytes(self, index: int, /) -> int:
+        """Return the bytes of a sample."""
+        return self.gathered_bytes
+
     def storage_statistics(self) -> StorageStatistics | None:
         """Return the requests for arrays at URLs in this process; ``None`` for files."""
         return statistics_of({id(part.reader): part.reader for part in self._parts() if part.reader}.values())
@@ -272,9 +278,11 @@ class Arrays(GroupedSource):
     def _parts(self) -> Iterator[ChunkedArray]:
         return (part for source in self._sources for part in source.parts)
 
-    def in_batches(self) -> Arrays:
-        """Return the source itself, whose batches are gathered."""
-        return self
+    def in_batches(self) -> Self:
+        """Return the source whose batches are gathered."""
+        found = copy.copy(self)
+        found._apart = False
+        return found
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Any:
         """Return a batch of samples."""
@@ -306,10 +314,14 @@ class Arrays(GroupedSource):
 
     # --- reading
 
-    def new_gathered(self, indices: Any, memory: BufferLease, plan: BatchPlan | None, first: int = 0) -> GatheredArrays:
-        """Make memory for the samples of a batch."""
-        starts = self._starts(np.asarray(indices, np.int64), plan, first)
-        return GatheredArrays(self._fields, self._numbers, starts, memory)
+    def new_gathered(
+        self, indices: Any, memory: BufferLease, plan: BatchPlan | None, places: Sequence[int] | None = None
+    ) -> GatheredArrays:
+        """Make memory for the samples of a batch, or for those at some places of it."""
+        starts = self._starts(np.asarray(indices, np.int64), plan, places)
+        gathered = GatheredArrays(self._fields, self._numbers, starts, memory)
+        gathered.apart = self._apart
+        return gathered
 
     async def gather_ahead(self, indices: Any, targets: Any, run: Any, shard: int) -> None:
         """Read and decode a chunk, and write it into the samples that need it."""
@@ -337,21 +349,23 @@ class Arrays(GroupedSource):
             for gathered, places in targets:
                 gathered.errors.update(dict.fromkeys(places.tolist(), named))
 
-    async def read_planned(self, indices: Sequence[int], plan: BatchPlan | None, start: int) -> list[Any]:
+    async def read_planned(
+        self, indices: Sequence[int], plan: BatchPlan | None, places: Sequence[int] | None
+    ) -> list[Any]:
         """Return samples, or the error of each that cannot be read."""
-        gathered = self.new_gathered(indices, HostBufferPool(0), plan, start)
-        (places, numbers), turn = gathered.shards, asyncio.Semaphore(self.shards_at_once)
+        gathered = self.new_gathered(indices, HostBufferPool(0), plan, places)
+        (needing, numbers), turn = gathered.shards, asyncio.Semaphore(self.shards_at_once)
 
         async def gather(number: int) -> None:
             async with turn:
-                await self.gather_ahead(None, [(gathered, places[numbers == number])], asyncio.to_thread, number)
+                await self.gather_ahead(None, [(gathered, needing[numbers == number])], asyncio.to_thread, number)
 
         await run_all([gather(number) for number in np.unique(numbers).tolist()])
         return list(gathered)
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """``read_planned`` without a plan."""
-        return await self.read_planned(indices, None, 0)
+        return await self.read_planned(indices, None, None)
 
 
 def _moments(parts: torch.Tensor) -> dict[str, torch.Tensor]:
