@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import warnings
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -284,15 +283,14 @@ def test_a_server_that_fails_is_no_missing_array(server: FaultServer) -> None:
             remote(server, name)
 
 
+@pytest.mark.filterwarnings("ignore:Numcodecs codecs:UserWarning")
 def test_codecs_that_are_not_read_at_urls(server: FaultServer, files: Path) -> None:
     """They are named; on disk zarr reads them."""
     codec = zarr.codecs.numcodecs.LZMA()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        zarr.create_array(files / "lzma.zarr", name="x", shape=X.shape, dtype="f4", compressors=[codec])[...] = X
-        server.objects = files_of(files)
+    zarr.create_array(files / "lzma.zarr", name="x", shape=X.shape, dtype="f4", compressors=[codec])[...] = X
+    server.objects = files_of(files)
         with pytest.raises(ValueError, match=r"lzma\.zarr/x: the codec 'numcodecs\.lzma' is not read at URLs"):
-            remote(server, "lzma.zarr/x")
+        remote(server, "lzma.zarr/x")
 
 
 def test_requests_are_counted(server: FaultServer) -> None:
