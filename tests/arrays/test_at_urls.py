@@ -289,7 +289,7 @@ def test_codecs_that_are_not_read_at_urls(server: FaultServer, files: Path) -> N
     codec = zarr.codecs.numcodecs.LZMA()
     zarr.create_array(files / "lzma.zarr", name="x", shape=X.shape, dtype="f4", compressors=[codec])[...] = X
     server.objects = files_of(files)
-        with pytest.raises(ValueError, match=r"lzma\.zarr/x: the codec 'numcodecs\.lzma' is not read at URLs"):
+    with pytest.raises(ValueError, match=r"lzma\.zarr/x: the codec 'numcodecs\.lzma' is not read at URLs"):
         remote(server, "lzma.zarr/x")
 
 

@@ -154,8 +154,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a list": ({"arrays": {"x": [[1, 2]]}}, TypeError, r"takes paths, URLs and arrays of .*not .*list"),
     "sparse": ({"sparse": "coo"}, ValueError, r"sparse=.*'dense' and 'csr', got 'coo'"),
     "stride": ({"tile": {1: 2}, "stride": "shuffled"}, ValueError, r"stride=.*'random', got 'shuffled'"),
-    "a stride of 0": ({"tile": {1: 2}, "stride": {1: 0}}, ValueError, "stride of 0 along 1"),
-    "a tile of 0": ({"tile": {1: 0}}, ValueError, "tiles of 0"),
+    "a stride of 0": ({"tile": {1: 2}, "stride": {1: 0}}, ValueError, r"stride=.*1 or more along 1, got 0"),
+    "a tile of 0": ({"tile": {1: 0}}, ValueError, r"tile=.*1 or more, got 0"),
     "a large tile": ({"tile": {1: 5}}, ValueError, "along 1 there are 4 positions, and a sample needs 5"),
     "a large random tile": (
         {"tile": {1: 5}, "stride": "random"}, ValueError, "along 1 there are 4 positions, and a sample needs 5"
@@ -198,10 +198,15 @@ def test_fields_of_different_lengths() -> None:
 
 
 def test_random_tiles_are_those_of_an_epoch() -> None:
-    """A sample that is read alone has no place."""
+    """No cache keeps them, and a sample that is read alone has no place."""
     source = aiofeed.Arrays({"x": X}, tile={1: 2}, stride="random")
-    with pytest.raises(ValueError, match="random tiles are those of the epoch of a feeder"):
+    with pytest.raises(ValueError, match="random tiles are others in each epoch"):
         asyncio.run(source.read_many([0]))
+    with (
+        aiofeed.Feeder(source, decode=dict, batch_size=2, cache="host") as feeder,
+        pytest.raises(aiofeed.FeedError, match="random tiles are others in each epoch: no cache can keep them"),
+    ):
+        list(feeder)
 
 
 @pytest.mark.parametrize("package", ["h5py", "imagecodecs", "numcodecs", "zarr"])

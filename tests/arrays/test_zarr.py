@@ -36,7 +36,7 @@ def compressors_v3() -> Any:
     )
     zstd = st.builds(codecs.ZstdCodec, level=st.integers(0, 5), checksum=st.booleans())
     gzip = st.builds(codecs.GzipCodec, level=st.integers(0, 9))
-    plain = st.lists(st.one_of(blosc, zstd, gzip, st.just(codecs.Crc32cCodec())), max_size=1)  # TODO 2
+    plain = st.lists(st.one_of(blosc, zstd, gzip, st.just(codecs.Crc32cCodec())), max_size=2)
     return plain
 
 
