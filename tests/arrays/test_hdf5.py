@@ -6,14 +6,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import aiofeed
 from tests.support.arrays import Asked, check_epoch, numbers, selections
 from tests.support.hdf5_files import layouts
 
 h5py = pytest.importorskip("h5py")
+imagecodecs = pytest.importorskip("imagecodecs")
 
 ORDERS = (False, True, "window:2")
 
@@ -36,3 +39,82 @@ def test_windows_equal_h5py(data: Any) -> None:
                 values[name] = layout.write(group, name, numbers(shape, layout.dtype))
                 given_arrays[name] = f"{path}::g/{name}"
         check_epoch(asked, given_arrays, values, shuffle=data.draw(st.sampled_from(ORDERS)))
+
+
+# --- what else a file may have ----------------------------------------------------------------------------------------
+
+X = np.arange(60, dtype="i4").reshape(20, 3)
+
+
+def check(path: Path, name: str = "x", **arguments: Any) -> None:
+    """An epoch has what h5py reads."""
+    with h5py.File(path) as file:
+        expected = file[name][...]
+    asked = Asked(dict(enumerate(expected.shape)), windows={"x": {0: range(-2, 1)}})
+    check_epoch(asked, {"x": f"{path}::{name}"}, {"x": expected}, shuffle=True, **arguments)
+
+
+@pytest.mark.parametrize("version", ["earliest", "latest"])
+def test_a_data_set_that_was_resized(version: str, tmp_path: Path) -> None:
+    """Smaller, and larger again."""
+    for kind, sizes in {"smaller": [7], "larger": [31], "both": [5, 23]}.items():
+        with h5py.File(path := tmp_path / f"{kind}.h5", "w", libver=version) as file:
+            data = file.create_dataset("x", data=X, chunks=(4, 2), maxshape=(None, None), fillvalue=-1)
+            for size in sizes:
+                data.resize(size, 0)
+        check(path)
+
+
+def test_links_and_groups(tmp_path: Path) -> None:
+    """A soft link, and a name with dots, blanks and other letters, in groups."""
+    with h5py.File(path := tmp_path / "f.h5", "w", track_order=True) as file:
+        file["a/b c/größe.x"] = X
+        file["soft"] = h5py.SoftLink("/a/b c/größe.x")
+        file["hard"] = file["a/b c/größe.x"]
+    for name in ("a/b c/größe.x", "/a/b c/größe.x", "soft", "hard"):
+        check(path, name)
+
+
+def test_the_only_array_needs_no_name(tmp_path: Path) -> None:
+    """Whatever the ending of the file's name is, with two colons."""
+    with h5py.File(tmp_path / "f.dat", "w") as file:
+        file["group/x"] = X
+    (tmp_path / "f.h5").write_bytes((tmp_path / "f.dat").read_bytes())
+    for given in (f"{tmp_path}/f.h5", tmp_path / "f.h5", f"{tmp_path}/f.dat::", f"{tmp_path}/f.dat::group/x"):
+        check_epoch(Asked({0: 20, 1: 3}), {"x": given}, {"x": X})
+
+
+@pytest.mark.parametrize("kind", ["enum", "bool", "complex"])
+def test_types_that_h5py_makes(kind: str, tmp_path: Path) -> None:
+    """Enumerations are integers, and complex numbers are pairs in the file."""
+    dtype = {"enum": h5py.enum_dtype({"A": 0, "B": 1}, "u1"), "bool": "?", "complex": "c8"}[kind]
+    with h5py.File(path := tmp_path / "f.h5", "w") as file:
+        file.create_dataset("x", data=(X % 2).astype("u1" if kind == "enum" else dtype), dtype=dtype, chunks=(3, 2))
+    check(path)
+
+
+def test_lists_of_a_fixed_length(tmp_path: Path) -> None:
+    """They are one more axis, or refused by name."""
+    with h5py.File(path := tmp_path / "f.h5", "w") as file:
+        file.create_dataset("x", (4,), "(3,)f4", chunks=(2,))
+    with pytest.raises(ValueError, match=r"f\.h5::x"):
+        aiofeed.Arrays({"x": f"{path}::x"})
+
+
+def test_bitshuffle(tmp_path: Path) -> None:
+    """With LZ4 inside, as its HDF5 filter writes it: blocks of values with their sizes before them."""
+    values, block = np.arange(64 * 8, dtype="<i4").reshape(64, 8), 128
+    with h5py.File(path := tmp_path / "f.h5", "w") as file:
+        known = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        known.set_chunk((32, 8))
+        known.set_filter(32008, h5py.h5z.FLAG_OPTIONAL, (0, 4, 4, block, 2))
+        space, kind = h5py.h5s.create_simple(values.shape), h5py.h5t.py_create(values.dtype)
+        data = h5py.h5d.create(file.id, b"x", kind, space, known)
+        for at in (0, 32):
+            part = values[at : at + 32].reshape(-1)
+            packed = part.nbytes.to_bytes(8, "big") + (4 * block).to_bytes(4, "big")
+            for start in range(0, len(part), block):
+                encoded = imagecodecs.lz4_encode(imagecodecs.bitshuffle_encode(part[start : start + block]).tobytes())
+                packed += len(encoded).to_bytes(4, "big") + encoded
+            data.write_direct_chunk((at, 0), packed)
+    check_epoch(Asked({0: 64, 1: 8}), {"x": f"{path}::x"}, {"x": values})

@@ -93,6 +93,7 @@ class Layout:
         kind: "chunked" by h5py; "packed" here, with ``filters`` and ``masks``; "contiguous", "compact" or "never".
         options: Arguments of ``create_dataset``.
         missing: Chunks of rows that are not written.
+        early: Whether all chunks are stored when the data set is made.
     """
 
     kind: str
@@ -103,6 +104,7 @@ class Layout:
     masks: Sequence[int | None] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     missing: Collection[int] = ()
+    early: bool = False
 
     def write(self, file: Any, name: str, values: Any) -> Any:
         """Write values; returns those that the data set has, by h5py if that knows the filters."""
@@ -114,6 +116,9 @@ class Layout:
             del options["fillvalue"]
             options["dcpl"] = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
             options["dcpl"].set_layout(h5py.h5d.COMPACT)
+        if self.early:
+            options["dcpl"] = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            options["dcpl"].set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         data = file.create_dataset(name, values.shape, self.dtype, **options)
         for at in range(0, len(values) if self.kind != "never" else 0, self.chunks[0]):
             if at // self.chunks[0] not in self.missing:
@@ -136,9 +141,10 @@ def layouts(draw: Any, shape: Sequence[int]) -> Layout:
         layout.masks = draw(st.lists(masks, min_size=1, max_size=4))
     if kind == "chunked":
         layout.missing = draw(st.sets(st.integers(0, 9), max_size=3))
+        layout.early = draw(st.booleans())
         layout.options = {
             "chunks": chunks,
-            "maxshape": (None, *shape[1:]),
+            "maxshape": draw(st.sampled_from([None, (None, *shape[1:]), (None,) * len(shape)])),
             "compression": draw(st.sampled_from([None, "gzip", "lzf", 9])),
             "shuffle": draw(st.booleans()),
             "fletcher32": draw(st.booleans()),
