@@ -16,7 +16,6 @@ from tests.support.arrays import Asked, check_epoch, numbers, selections
 from tests.support.hdf5_files import layouts
 
 h5py = pytest.importorskip("h5py")
-imagecodecs = pytest.importorskip("imagecodecs")
 
 ORDERS = (False, True, "window:2")
 
@@ -99,22 +98,3 @@ def test_lists_of_a_fixed_length(tmp_path: Path) -> None:
         file.create_dataset("x", (4,), "(3,)f4", chunks=(2,))
     with pytest.raises(ValueError, match=r"f\.h5::x"):
         aiofeed.Arrays({"x": f"{path}::x"})
-
-
-def test_bitshuffle(tmp_path: Path) -> None:
-    """With LZ4 inside, as its HDF5 filter writes it: blocks of values with their sizes before them."""
-    values, block = np.arange(64 * 8, dtype="<i4").reshape(64, 8), 128
-    with h5py.File(path := tmp_path / "f.h5", "w") as file:
-        known = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        known.set_chunk((32, 8))
-        known.set_filter(32008, h5py.h5z.FLAG_OPTIONAL, (0, 4, 4, block, 2))
-        space, kind = h5py.h5s.create_simple(values.shape), h5py.h5t.py_create(values.dtype)
-        data = h5py.h5d.create(file.id, b"x", kind, space, known)
-        for at in (0, 32):
-            part = values[at : at + 32].reshape(-1)
-            packed = part.nbytes.to_bytes(8, "big") + (4 * block).to_bytes(4, "big")
-            for start in range(0, len(part), block):
-                encoded = imagecodecs.lz4_encode(imagecodecs.bitshuffle_encode(part[start : start + block]).tobytes())
-                packed += len(encoded).to_bytes(4, "big") + encoded
-            data.write_direct_chunk((at, 0), packed)
-    check_epoch(Asked({0: 64, 1: 8}), {"x": f"{path}::x"}, {"x": values})

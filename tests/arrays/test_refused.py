@@ -54,6 +54,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: hdf5(folder, lambda file: file.create_dataset("x", data=X.astype(int), scaleoffset=4)),
         r"f\.h5::x.*scale-offset",
     ),
+    "bitshuffle": (lambda folder: hdf5(folder, lambda file: with_filter(32008, file)), r"f\.h5::x.*32008"),
     "another filter": (lambda folder: hdf5(folder, lambda file: with_filter(32026, file)), r"f\.h5::x.*32026"),
     "virtual": (lambda folder: hdf5(folder, virtual), r"f\.h5::x is a view of other files: pass a list"),
     "external": (
