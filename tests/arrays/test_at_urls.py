@@ -132,9 +132,8 @@ def test_only_the_chunks_of_samples_are_read(kind: str, server: FaultServer) -> 
     with aiofeed.Feeder(source[:2], batch_size=2) as feeder:
         assert rows_of(feeder) == [2, 3]
         if kind in ("Zarr 2", "Zarr 3"):
-            assert {each.key[-5:] for each in reads(server) if "json" not in each.key and ".z" not in each.key[-9:]} <= {
-                "0.0.0", "0/0/0"
-            }  # fmt: skip
+            keys = {each.key for each in reads(server)}
+            assert not any(key.endswith((".0.0", "/0/0")) for key in keys if not key.endswith(("0.0.0", "0/0/0")))
         if kind != "contiguous":
             assert 0 < feeder.statistics().bytes_read <= X[:CHUNK].nbytes * 2
 
@@ -170,7 +169,10 @@ def test_an_object_that_changes_is_noticed(kind: str, server: FaultServer) -> No
         assert next(iter(feeder))["row"][0] == 2
     for key in [key for key in server.objects if key.endswith((".h5", "c/0/0/0"))]:
         server.objects[key] = bytes(len(server.objects[key]))
-    with aiofeed.Feeder(source, batch_size=7) as feeder, pytest.raises(ReadError, match="has changed|damaged|checksum|decompress"):
+    with (
+        aiofeed.Feeder(source, batch_size=7) as feeder,
+        pytest.raises(ReadError, match=r"has changed|damaged|checksum|decompress"),
+    ):
         list(feeder)
 
 

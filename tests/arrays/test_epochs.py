@@ -1,4 +1,4 @@
-"""Epochs of ``Arrays``: order, ranks, resume, parts, mixtures, caches, processes, devices; each chunk is decoded once."""
+"""Epochs of ``Arrays``: order, ranks, resume, parts, mixtures, caches, processes and devices."""
 
 from __future__ import annotations
 
@@ -105,7 +105,9 @@ def test_each_chunk_is_decoded_once(arrays: dict[str, Any], decoded: Counter[Any
     assert set(decoded.values()) <= {1, 2}  # 2: the next epoch has begun
 
 
-def test_an_order_by_windows_decodes_each_chunk_once_with_little_room(arrays: dict[str, Any], decoded: Counter[Any]) -> None:
+def test_an_order_by_windows_decodes_each_chunk_once_with_little_room(
+    arrays: dict[str, Any], decoded: Counter[Any]
+) -> None:
     """A chunk is needed twice where two windows meet."""
     limits = aiofeed.Limits(lookahead_bytes=400_000)
     with aiofeed.Feeder(new(arrays)[: LAST - FIRST], batch_size=BATCH, shuffle="window:1", limits=limits) as feeder:
@@ -289,7 +291,7 @@ def test_a_transform_and_a_decoder(arrays: dict[str, Any], tmp_path: Path) -> No
 
 def test_an_encoded_cache_is_refused_or_works(arrays: dict[str, Any], tmp_path: Path) -> None:
     """Files are on disk already."""
-    with pytest.raises((TypeError, ValueError), match="EncodedCache|leave it out"):
+    with pytest.raises((TypeError, ValueError), match=r"EncodedCache|leave it out"):
         aiofeed.Feeder(new(arrays), batch_size=4, cache=aiofeed.EncodedCache(tmp_path / "c", max_bytes=1 << 20))
 
 

@@ -1,4 +1,4 @@
-"""Damaged chunks and files: an error that names the file and the chunk, or exactly the samples that need it are left out."""
+"""Damaged chunks: an error that names the file and the chunk, or exactly the samples that need it are left out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 import aiofeed
 from aiofeed.errors import ReadError
-from tests.support.hdf5_files import BLOSC, FLETCHER32, GZIP, LZ4, LZF, SHUFFLE, ZSTD, pack
+from tests.support.hdf5_files import BLOSC, FLETCHER32, GZIP, LZ4, SHUFFLE, ZSTD, pack
 
 zarr = pytest.importorskip("zarr", minversion="3")
 numcodecs = pytest.importorskip("numcodecs")
@@ -90,8 +90,14 @@ DAMAGED: dict[str, Callable[[Path], str]] = {
         f"Zarr 2, {name}": lambda folder, codec=codec: zarr_array(folder, half, zarr_format=2, compressors=codec)
         for name, codec in V2.items()
     },
-    **{f"Zarr 3, {name}": lambda folder, codec=codec: zarr_array(folder, half, compressors=codec) for name, codec in V3.items()},
-    **{f"HDF5, {name}": lambda folder, filters=filters: hdf5_array(folder, half, filters) for name, filters in HDF5.items()},
+    **{
+        f"Zarr 3, {name}": lambda folder, codec=codec: zarr_array(folder, half, compressors=codec)
+        for name, codec in V3.items()
+    },
+    **{
+        f"HDF5, {name}": lambda folder, filters=filters: hdf5_array(folder, half, filters)
+        for name, filters in HDF5.items()
+    },
     "Zarr 2, empty": lambda folder: zarr_array(folder, lambda data: b"", zarr_format=2),
     "Zarr 3, more": lambda folder: zarr_array(folder, lambda data: data * 2, compressors=None),
     "Zarr 3, crc32c, a bit": lambda folder: zarr_array(folder, flipped, compressors=V3["crc32c"]),
@@ -142,7 +148,10 @@ def test_a_damaged_index_of_a_shard(tmp_path: Path) -> None:
         return data[:-20] + b"\1" + data[-19:]
 
     source = aiofeed.Arrays({"x": zarr_array(tmp_path, spoil, shards=(8, 64))})
-    with aiofeed.Feeder(source, batch_size=8) as feeder, pytest.raises(ReadError, match=r"a\.zarr/x, chunk 0\.0.*checksum"):
+    with (
+        aiofeed.Feeder(source, batch_size=8) as feeder,
+        pytest.raises(ReadError, match=r"a\.zarr/x, chunk 0\.0.*checksum"),
+    ):
         list(feeder)
     with aiofeed.Feeder(source, batch_size=9, on_error=aiofeed.FailurePolicy("skip", max_failures=8)) as feeder:
         assert [int(row) // 64 for batch in feeder for row in batch["x"][:, 0]] == list(range(8, 16))
@@ -188,7 +197,9 @@ BOMBS: dict[str, Callable[[Path], str]] = {
     "Zarr 2, zlib": lambda folder: zarr_array(
         folder, lambda _: numcodecs.Zlib(9).encode(bytes(64 << 20)), zarr_format=2, compressors=V2["zlib"]
     ),
-    "Zarr 3, zstd": lambda folder: zarr_array(folder, lambda _: imagecodecs.zstd_encode(bytes(64 << 20)), compressors=V3["zstd"]),
+    "Zarr 3, zstd": lambda folder: zarr_array(
+        folder, lambda _: imagecodecs.zstd_encode(bytes(64 << 20)), compressors=V3["zstd"]
+    ),
     "Zarr 2, bz2": lambda folder: zarr_array(
         folder, lambda _: numcodecs.BZ2().encode(bytes(64 << 20)), zarr_format=2, compressors=V2["bz2"]
     ),

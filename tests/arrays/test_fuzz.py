@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +36,9 @@ def write_zarr(folder: Path) -> dict[str, str]:
     values, known = numbers((6, 5), "<i4"), {"shape": (6, 5), "dtype": "<i4", "chunks": (2, 3)}
     zarr.create_array(folder / "a", **known, zarr_format=2)[...] = values
     zarr.create_array(folder / "b", **known, zarr_format=3, shards=(4, 3))[...] = values
-    zarr.create_array(folder / "c", **known, compressors=None, attributes={"_FillValue": 3, "scale_factor": 0.5})[...] = values
+    zarr.create_array(folder / "c", **known, compressors=None, attributes={"_FillValue": 3, "scale_factor": 0.5})[
+        ...
+    ] = values
     return {name: str(folder / name) for name in "abc"}
 
 
@@ -46,8 +47,7 @@ def read(arrays: dict[str, str]) -> None:
     for name, path in arrays.items():
         try:
             source = aiofeed.Arrays({name: path})
-        except (ValueError, OSError, TypeError) as error:
-            assert str(error)
+        except (ValueError, OSError, TypeError):
             continue
         with aiofeed.Feeder(source, batch_size=4, on_error=aiofeed.FailurePolicy("skip", max_failures=1.0)) as feeder:
             try:

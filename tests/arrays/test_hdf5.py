@@ -79,8 +79,8 @@ def test_the_only_array_needs_no_name(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "f.dat", "w") as file:
         file["group/x"] = X
     (tmp_path / "f.h5").write_bytes((tmp_path / "f.dat").read_bytes())
-    for given in (f"{tmp_path}/f.h5", tmp_path / "f.h5", f"{tmp_path}/f.dat::", f"{tmp_path}/f.dat::group/x"):
-        check_epoch(Asked({0: 20, 1: 3}), {"x": given}, {"x": X})
+    for path in (f"{tmp_path}/f.h5", tmp_path / "f.h5", f"{tmp_path}/f.dat::", f"{tmp_path}/f.dat::group/x"):
+        check_epoch(Asked({0: 20, 1: 3}), {"x": path}, {"x": X})
 
 
 @pytest.mark.parametrize("kind", ["enum", "bool", "complex"])

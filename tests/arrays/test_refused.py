@@ -83,7 +83,8 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: hdf5(folder, lambda file: file.create_dataset("x", data=h5py.Empty("f4"))), r"f\.h5::x"
     ),
     "HDF5, no rows": (
-        lambda folder: hdf5(folder, lambda file: file.create_dataset("x", (0, 4), "f4", maxshape=(None, 4))), r"f\.h5::x.*no values"
+        lambda folder: hdf5(folder, lambda file: file.create_dataset("x", (0, 4), "f4", maxshape=(None, 4))),
+        r"f\.h5::x.*no values",
     ),
     "HDF5, no columns": (
         lambda folder: hdf5(folder, lambda file: file.create_dataset("x", (4, 0), "f4")), r"f\.h5::x.*no values"
@@ -92,7 +93,8 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: hdf5(folder, lambda file: file.create_dataset("temperature", data=X)), r"f\.h5.*temperature"
     ),
     "HDF5, several": (
-        lambda folder: hdf5(folder, lambda file: file.update({"a": X, "b": X}))[:-3], r"f\.h5.*name one of its arrays.*'a'"
+        lambda folder: hdf5(folder, lambda file: file.update({"a": X, "b": X}))[:-3],
+        r"f\.h5.*name one of its arrays.*'a'",
     ),
     "HDF5, a group": (
         lambda folder: hdf5(folder, lambda file: file.create_group("x")), r"f\.h5::x is a group: name an array in it"
@@ -113,8 +115,12 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "Zarr, text": (lambda folder: str(write(folder / "x" / "zarr.json", b"hello").parent), r"x/zarr\.json"),
     "Zarr, a list": (lambda folder: str(write(folder / "x" / "zarr.json", b"[1]").parent), r"x/zarr\.json"),
     "Zarr, half": (lambda folder: str(write(folder / "x" / ".zarray", b'{"shape": [4], "chu').parent), r"x/\.zarray"),
-    "Zarr, little": (lambda folder: str(write(folder / "x" / ".zarray", b'{"shape": [4], "zarr_format": 2}').parent), r"/x"),
-    "dtypes": (lambda folder: [zarr_of(folder, X), zarr_of(folder, X.astype("f4"))], r"a1\.zarr/x has the dtype float32"),
+    "Zarr, little": (
+        lambda folder: str(write(folder / "x" / ".zarray", b'{"shape": [4], "zarr_format": 2}').parent), r"/x"
+    ),
+    "dtypes": (
+        lambda folder: [zarr_of(folder, X), zarr_of(folder, X.astype("f4"))], r"a1\.zarr/x has the dtype float32"
+    ),
     "shapes": (lambda folder: [zarr_of(folder, X), zarr_of(folder, X[:, :3])], r"a1\.zarr/x .*3.*a0\.zarr/x .*4"),
     "chunks": (lambda folder: [zarr_of(folder, X), zarr_of(folder, X, chunks=(2, 2))], r"a1\.zarr/x .*chunks"),
     "axes": (lambda folder: [zarr_of(folder, X), zarr_of(folder, X[:, 0])], r"a1\.zarr/x"),
@@ -128,7 +134,9 @@ def write(path: Path, data: bytes) -> Path:
     return path
 
 
-@pytest.mark.filterwarnings("ignore::zarr.errors.UnstableSpecificationWarning", "ignore:.*does not have a Zarr V3:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::zarr.errors.UnstableSpecificationWarning", "ignore:.*does not have a Zarr V3:UserWarning"
+)
 @pytest.mark.parametrize("name", FILES)
 def test_files(name: str, tmp_path: Path) -> None:
     """A file that cannot be read is named when the source is made."""
@@ -213,7 +221,10 @@ def test_random_tiles_are_those_of_an_epoch() -> None:
 @pytest.mark.parametrize("package", ["h5py", "imagecodecs", "numcodecs", "zarr"])
 def test_packages_that_are_missing(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says what to install."""
-    find, saved = importlib.util.find_spec, {name: each for name, each in sys.modules.items() if "aiofeed.arrays" in name}
+    find, saved = (
+        importlib.util.find_spec,
+        {name: each for name, each in sys.modules.items() if "aiofeed.arrays" in name},
+    )
     for name in saved:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == package else find(name, *more))

@@ -27,7 +27,9 @@ ROWS, WIDTH = 40, 7
 TYPES = ["B cell", "T cell", "monocyte"]
 
 
-def cells(rows: int = ROWS, *, seed: int = 0, density: float = 0.3, dtype: str = "float32", index: str = "int32") -> Any:
+def cells(
+    rows: int = ROWS, *, seed: int = 0, density: float = 0.3, dtype: str = "float32", index: str = "int32"
+) -> Any:
     """A matrix, some rows of which are empty."""
     random = np.random.default_rng(seed)
     values = random.integers(1, 99, (rows, WIDTH)) * (random.random((rows, WIDTH)) < density)
@@ -53,7 +55,11 @@ def write_group(file: Any, matrix: Any, types: Any, create: Callable[..., Any], 
 
 
 def in_hdf5(group: Any, name: str, values: Any, chunk: int) -> None:
-    chunks = {} if isinstance(values, list) or not len(values) else {"chunks": (min(chunk, len(values)),), "compression": "gzip"}
+    chunks = (
+        {}
+        if isinstance(values, list) or not len(values)
+        else {"chunks": (min(chunk, len(values)),), "compression": "gzip"}
+    )
     group.create_dataset(name, data=values, maxshape=(None,) if chunks else None, **chunks)
 
 
@@ -127,7 +133,10 @@ def test_rows_and_columns(name: str, writer: str, tmp_path: Path) -> None:
 @given(st.data())
 def test_rows_equal_scipy(data: Any) -> None:
     """Of several files of any lengths, dtypes and chunks, in windows of rows and any order."""
-    dtype, index = data.draw(st.sampled_from(["float32", "float64", "int32", "uint8"])), data.draw(st.sampled_from(["i4", "i8"]))
+    dtype, index = (
+        data.draw(st.sampled_from(["float32", "float64", "int32", "uint8"])),
+        data.draw(st.sampled_from(["i4", "i8"])),
+    )
     name = data.draw(st.sampled_from(FILES))
     lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
     density, chunk = data.draw(st.sampled_from([0, 0.1, 0.6, 1])), data.draw(st.integers(1, 20))
@@ -138,19 +147,25 @@ def test_rows_equal_scipy(data: Any) -> None:
     layout = data.draw(st.sampled_from(["dense", "csr"]))
     window = data.draw(st.sampled_from([None, low, range(low, high + 1)])) if layout == "dense" else None
     offsets = window if isinstance(window, range) else [window or 0]
-    places = [row for row in range(len(whole)) if row + min(0, *offsets, 0) >= 0 and row + max(0, *offsets, 0) < len(whole)]
+    places = [
+        row for row in range(len(whole)) if row + min(0, *offsets, 0) >= 0 and row + max(0, *offsets, 0) < len(whole)
+    ]
     if not places:
         return
     with tempfile.TemporaryDirectory() as folder:
         files = [save(Path(folder, f"{at}{name}"), part, chunk=chunk) for at, part in enumerate(parts)]
         given_arrays = {"x": [f"{file}X" for file in files], "row": np.arange(len(whole))}
         source = aiofeed.Arrays(given_arrays, window={"x": window} if window is not None else None, sparse=layout)
-        with aiofeed.Feeder(source, batch_size=4, shuffle=data.draw(st.sampled_from([False, True, "window"]))) as feeder:
+        with aiofeed.Feeder(
+            source, batch_size=4, shuffle=data.draw(st.sampled_from([False, True, "window"]))
+        ) as feeder:
             rows = []
             for batch in feeder:
                 x = batch["x"]
                 assert x.layout == (torch.strided if layout == "dense" else torch.sparse_csr)
-                for sample, row in zip((x if layout == "dense" else x.to_dense()).numpy(), batch["row"].tolist(), strict=True):
+                for sample, row in zip(
+                    (x if layout == "dense" else x.to_dense()).numpy(), batch["row"].tolist(), strict=True
+                ):
                     expected = whole[[row + offset for offset in offsets]]
                     assert_same(sample, expected if isinstance(window, range) else expected[0])
                     rows.append(row)
@@ -167,7 +182,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 # The simulated device has no sparse tensors.
-@pytest.mark.parametrize(("name", "layout"), [(n, kind) for n in OPTIONS for kind in ("dense", "csr") if (n, kind) != ("device", "csr")])
+@pytest.mark.parametrize(
+    ("name", "layout"), [(n, kind) for n in OPTIONS for kind in ("dense", "csr") if (n, kind) != ("device", "csr")]
+)
 @pytest.mark.usefixtures("forked_workers")
 def test_options_of_the_feeder(name: str, layout: str, tmp_path: Path) -> None:
     """With other engines and policies an epoch has every row once."""
@@ -255,7 +272,10 @@ def test_columns_out_of_range(column: int, tmp_path: Path) -> None:
     row = int(np.searchsorted(matrix.indptr, 20, side="right")) - 1
     for layout in ("dense", "csr"):
         source = aiofeed.Arrays({"x": path, "row": np.arange(ROWS)}, sparse=layout)
-        with aiofeed.Feeder(source, batch_size=3) as feeder, pytest.raises(ReadError, match=r"bad\.h5ad.*chunk 1.*columns"):
+        with (
+            aiofeed.Feeder(source, batch_size=3) as feeder,
+            pytest.raises(ReadError, match=r"bad\.h5ad.*chunk 1.*columns"),
+        ):
             list(feeder)
         policy = aiofeed.FailurePolicy("skip", max_failures=ROWS)
         with aiofeed.Feeder(source, batch_size=ROWS, on_error=policy) as feeder:

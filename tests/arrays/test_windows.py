@@ -115,10 +115,17 @@ def test_names_of_axes(kind: str, stride: Any, weather: tuple[Path, Any]) -> Non
 def test_the_shapes_of_batches() -> None:
     """An int drops the axis, a list of one keeps it; scalars come as such."""
     x = np.arange(40.0).reshape(10, 4)
-    source = aiofeed.Arrays({"a": x, "b": x, "c": x, "d": np.float32(3)}, window={"a": [1], "b": 1, "c": range(-1, 3, 2)})
+    source = aiofeed.Arrays(
+        {"a": x, "b": x, "c": x, "d": np.float32(3)}, window={"a": [1], "b": 1, "c": range(-1, 3, 2)}
+    )
     with aiofeed.Feeder(source, batch_size=3) as feeder:
         batch = next(iter(feeder))
-    assert {name: list(tensor.shape) for name, tensor in batch.items()} == {"a": [3, 1, 4], "b": [3, 4], "c": [3, 2, 4], "d": [3]}
+    assert {name: list(tensor.shape) for name, tensor in batch.items()} == {
+        "a": [3, 1, 4],
+        "b": [3, 4],
+        "c": [3, 2, 4],
+        "d": [3],
+    }
     assert batch["d"].dtype == torch.float32
     assert all(tensor.is_contiguous() for tensor in batch.values())
     assert repr(source) == "Arrays(8 samples of a [1, 4], b [4], c [2, 4], d [])"
@@ -127,7 +134,13 @@ def test_the_shapes_of_batches() -> None:
 def test_one_window_for_all_fields() -> None:
     """And its own for each."""
     x = np.arange(10)
-    for window, first in ((range(-2, 1), [0, 1, 2]), ([-2, 0], [0, 2]), (-2, 0), (None, 0), ({"x": {0: [1, 3]}}, [1, 3])):
+    for window, first in (
+        (range(-2, 1), [0, 1, 2]),
+        ([-2, 0], [0, 2]),
+        (-2, 0),
+        (None, 0),
+        ({"x": {0: [1, 3]}}, [1, 3]),
+    ):
         with aiofeed.Feeder(aiofeed.Arrays({"x": x}, window=window), batch_size=1) as feeder:
             assert next(iter(feeder))["x"][0].tolist() == first
 
@@ -150,9 +163,16 @@ def test_statistics(tmp_path: Path) -> None:
     source = aiofeed.Arrays({"x": str(tmp_path / "x"), "y": np.arange(50, dtype="i2")})
     found = source.statistics()
     assert set(found) == {"x", "y"}
-    assert {name: tensor.dtype for name, tensor in found["x"].items()} == dict.fromkeys(("mean", "std", "min", "max"), torch.float64)
+    assert {name: tensor.dtype for name, tensor in found["x"].items()} == dict.fromkeys(
+        ("mean", "std", "min", "max"), torch.float64
+    )
     for name, values in (("x", x), ("y", np.arange(50))):
-        expected = {"mean": np.nanmean(values), "std": np.nanstd(values), "min": np.nanmin(values), "max": np.nanmax(values)}
+        expected = {
+            "mean": np.nanmean(values),
+            "std": np.nanstd(values),
+            "min": np.nanmin(values),
+            "max": np.nanmax(values),
+        }
         assert {each: float(found[name][each]) for each in expected} == pytest.approx(expected)
     some = [source.statistics(10, seed=seed)["y"]["mean"] for seed in (1, 1, 3)]
     assert some[0] == some[1] != some[2]
@@ -170,6 +190,10 @@ def test_a_glob_is_in_order(tmp_path: Path) -> None:
     """Of the names of files."""
     for at in (2, 0, 1):
         zarr.create_array(tmp_path / f"{at}.zarr", name="g/x", data=np.arange(3 * at, 3 * at + 3), chunks=(3,))
-    for given in (f"{tmp_path}/*.zarr/g/x", f"{tmp_path}/{{0..2}}.zarr/g/x", [f"{tmp_path}/{at}.zarr/g/x" for at in range(3)]):
-        with aiofeed.Feeder(aiofeed.Arrays({"x": given}), batch_size=9) as feeder:
+    for array in (
+        f"{tmp_path}/*.zarr/g/x",
+        f"{tmp_path}/{{0..2}}.zarr/g/x",
+        [f"{tmp_path}/{at}.zarr/g/x" for at in range(3)],
+    ):
+        with aiofeed.Feeder(aiofeed.Arrays({"x": array}), batch_size=9) as feeder:
             assert next(iter(feeder))["x"].tolist() == list(range(9))

@@ -19,7 +19,8 @@ zarr = pytest.importorskip("zarr", minversion="3")
 numcodecs = pytest.importorskip("numcodecs")
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:Numcodecs codecs are not in the Zarr:UserWarning", "ignore::zarr.errors.UnstableSpecificationWarning",
+    "ignore:Numcodecs codecs are not in the Zarr:UserWarning",
+    "ignore::zarr.errors.UnstableSpecificationWarning",
     "ignore:Combining a `sharding_indexed` codec:UserWarning",
 )
 
@@ -63,7 +64,13 @@ def layouts(draw: Any, axes: int) -> dict[str, Any]:
     if draw(st.booleans()):
         filters = st.sampled_from([None, [numcodecs.Shuffle(np.dtype(dtype).itemsize)]])
         order = draw(st.sampled_from("CF"))
-        return {**known, "zarr_format": 2, "compressors": draw(compressors_v2()), "filters": draw(filters), "order": order}
+        return {
+            **known,
+            "zarr_format": 2,
+            "compressors": draw(compressors_v2()),
+            "filters": draw(filters),
+            "order": order,
+        }
     if draw(st.booleans()):
         known["shards"] = tuple(chunk * draw(st.integers(1, 3)) for chunk in chunks)
         known["shards"] = {"shape": known["shards"], "index_location": draw(st.sampled_from(["start", "end"]))}

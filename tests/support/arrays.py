@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 import aiofeed
 
-DTYPES = [f"{order}{kind}" for kind in ("i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16") for order in "<>"]
+DTYPES = [
+    f"{order}{kind}" for kind in ("i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16") for order in "<>"
+]
 DTYPES += ["|b1", "|i1", "|u1"]
 """All dtypes of NumPy that torch has, in both byte orders."""
 
@@ -21,9 +23,11 @@ def numbers(shape: Sequence[int], dtype: Any = "<f4", seed: int = 0) -> Any:
     """Values that differ, among them negative ones and, of floats, NaN and infinity."""
     kind, random = np.dtype(dtype), np.random.default_rng(seed)
     if kind.kind in "iub":
-        return random.integers(0, 256, (*shape, kind.itemsize), np.uint8).view(kind.newbyteorder("="))[..., 0].astype(
-            kind
-        ) if kind.kind != "b" else random.integers(0, 2, shape).astype(kind)
+        return (
+            random.integers(0, 256, (*shape, kind.itemsize), np.uint8).view(kind.newbyteorder("="))[..., 0].astype(kind)
+            if kind.kind != "b"
+            else random.integers(0, 2, shape).astype(kind)
+        )
     values = random.normal(size=shape).astype(kind)
     flat = values.reshape(-1)
     flat[::7], flat[3::11] = np.nan, np.inf
@@ -102,7 +106,7 @@ class Asked:
                 offsets = [given or 0] if given is None or isinstance(given, int) else given
                 if given is None or isinstance(given, int):
                     dropped.append(number)
-            wanted.append(np.array(offsets) + (position[axis] if axis in position else 0))
+            wanted.append(np.array(offsets) + position.get(axis, 0))
         inside = [(each >= 0) & (each < size) for each, size in zip(wanted, values.shape, strict=True)]
         out = np.full([len(each) for each in wanted], 0 if self.pad is None else self.pad, values.dtype)
         out[np.ix_(*inside)] = values[np.ix_(*[each[mask] for each, mask in zip(wanted, inside, strict=True)])]
@@ -130,10 +134,10 @@ def check_epoch(
     found = []
     for number, sample in enumerate(samples):
         first = np.unravel_index(int(np.asarray(sample["at"]).reshape(-1)[0]), tuple(asked.sizes.values()))
-        position = {
-            axis: int(first[list(asked.sizes).index(axis)]) for axis in (*asked.sample, *asked.tile)
-        }
-        found.append(tuple(-1 if asked.stride == "random" and axis in asked.tile else position[axis] for axis in position))
+        position = {axis: int(first[list(asked.sizes).index(axis)]) for axis in (*asked.sample, *asked.tile)}
+        found.append(
+            tuple(-1 if asked.stride == "random" and axis in asked.tile else position[axis] for axis in position)
+        )
         if not arguments.get("shuffle") and asked.stride != "random":
             assert source.position(number) == position
         for name, array in values.items():
