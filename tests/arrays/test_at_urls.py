@@ -300,3 +300,34 @@ def test_requests_are_counted(server: FaultServer) -> None:
     with aiofeed.Feeder(remote(server, "v3.zarr/g/x"), batch_size=6) as feeder:
         rows_of(feeder)
         assert feeder.statistics().storage.requests >= ROWS // CHUNK  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "garbage", "a folder"])
+def test_a_damaged_cache_folder(damage: str, server: FaultServer) -> None:
+    """The index is read again, and kept again."""
+    remote(server, "f.h5::g/x")
+    kept = [path for path in Path(os.environ["AIOFEED_CACHE"]).rglob("*") if path.is_file()]
+    assert kept
+    for path in kept:
+        data = path.read_bytes()
+        path.unlink()
+        if damage == "a folder":
+            path.mkdir()
+        else:
+            path.write_bytes({"empty": b"", "half": data[: len(data) // 2], "garbage": bytes(len(data))}[damage])
+    with aiofeed.Feeder(remote(server, "f.h5::g/x"), batch_size=7) as feeder:
+        assert rows_of(feeder) == list(range(2, ROWS))
+    if damage != "a folder":
+        since = len(server.requests)
+        remote(server, "f.h5::g/x")
+        assert reads(server, since) == []
+
+
+def test_a_cache_folder_that_cannot_be_written(
+    server: FaultServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing is kept, and all is well."""
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("AIOFEED_CACHE", str(tmp_path / "file"))
+    with aiofeed.Feeder(remote(server, "f.h5::g/x"), batch_size=7) as feeder:
+        assert rows_of(feeder) == list(range(2, ROWS))
