@@ -59,6 +59,7 @@ _HOMES: dict[str, dict[str, str]] = {
         "Tensors": "aiofeed.resident.tensors",
         "Tokens": "aiofeed.tokens.windows",
         "Table": "aiofeed.tables.table",
+        "Arrays": "aiofeed.arrays.arrays",
         "Clips": "aiofeed.media.clips",
         "Episodes": "aiofeed.episodes.episodes",
         "Mixture": "aiofeed.mixtures.mixture",

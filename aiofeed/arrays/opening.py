@@ -1,0 +1,164 @@
+"""Opens what users pass to ``Arrays``: paths, URLs, globs, lists, and arrays that are opened already."""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aiofeed.arrays.chunked import ChunkedArray, opened, scaling_of
+from aiofeed.arrays.hdf5 import open_hdf5
+from aiofeed.arrays.zarr_files import array_of, open_zarr
+from aiofeed.common.blocking import run_blocking
+from aiofeed.objects.reader import ObjectReader, run_all
+from aiofeed.objects.urls import is_remote
+from aiofeed.shards.urls import ShardFinder, expand_braces
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+HDF5_FILES = (".h5", ".hdf5", ".hdf", ".he5", ".nc", ".nc4", ".h5ad", ".mat")
+
+
+@dataclass(eq=False)
+class SparseMatrix:
+    """A CSR matrix: values, their columns, and where each row begins in these."""
+
+    name: str
+    shape: tuple[int, int]
+    values: ChunkedArray
+    columns: ChunkedArray
+    starts: NDArray[np.int64]
+
+
+@dataclass(eq=False)
+class Categories:
+    """Codes of a column of categories, and their names."""
+
+    codes: ChunkedArray
+    names: list[str]
+
+
+class Opener:
+    """Opens arrays.
+
+    Args:
+        decode_cf: Whether packed values are unpacked.
+        store: An obstore store in place of those of the URLs.
+        options: Arguments of ``obstore.store.from_url``.
+    """
+
+    def __init__(self, decode_cf: bool, store: Any, options: Mapping[str, Any] | None) -> None:
+        self._decode_cf = decode_cf
+        self._storage: dict[str, Any] = {"store": store, "options": options}
+        self._finder = ShardFinder(store, options)
+
+    def open(self, field: str, given: Any) -> list[Any]:
+        """Return the parts of a field: arrays, matrices, or columns of categories.
+
+        Raises:
+            TypeError: It is no array.
+            FileNotFoundError: There is none.
+            ValueError: It is damaged, or packed in a way that is unknown.
+        """
+        several = given if isinstance(given, list | tuple) else [given]
+        if not several:
+            raise ValueError(f"Arrays: {field!r} is a list without arrays")
+        parts = run_blocking(lambda: self._open_all(several))
+        for part in parts:
+            if isinstance(part, list):
+                raise ValueError(f"Arrays: {field!r} has texts, of which torch has no tensors")
+            if self._decode_cf and isinstance(part, ChunkedArray):
+                part.scaling = scaling_of(part)
+        return parts
+
+    async def _open_all(self, several: Sequence[Any]) -> list[Any]:
+        found = [each for given in several for each in (_expand(given) if _is_path(given) else [given])]
+        return await run_all([self._open(each) for each in found])
+
+    async def _open(self, given: Any) -> Any:
+        if not _is_path(given):
+            return await self._adopt(given)
+        file, two_colons, inner = os.fspath(given).partition("::")
+        is_hdf5 = two_colons or PurePath(file.partition("?")[0]).suffix.lower() in HDF5_FILES
+        if is_hdf5:
+            nodes = await open_hdf5(self._finder.shard(file), inner.strip("/"))
+        else:
+            nodes = await open_zarr(ObjectReader(file.rstrip("/"), **self._storage))
+        node = nodes[""]
+        if not isinstance(node, dict):
+            return node
+
+        async def child(name: str) -> Any:
+            return nodes[name] if is_hdf5 else await self._open(f"{file.rstrip('/')}/{name}")
+
+        kind = node.get("encoding-type")
+        if kind == "csr_matrix":
+            starts = (await read_all(await child("indptr"))).astype(np.int64)
+            values, columns = await child("data"), await child("indices")
+            rows, width = np.asarray(node["shape"]).tolist()
+            if len(starts) != rows + 1 or starts[0] or (np.diff(starts) < 0).any() or starts[-1] != values.shape[0]:
+                raise ValueError(f"{given}: its rows do not fit its values: it is damaged")
+            return SparseMatrix(str(given), (rows, width), values, columns, starts)
+        if kind == "categorical":
+            names = await child("categories")
+            names = names if isinstance(names, list) else (await read_all(names)).tolist()
+            return Categories(await child("codes"), list(map(str, names)))
+        raise ValueError(f"{given} is {f'a {kind}' if kind else 'a group'}: name an array in it")
+
+    async def _adopt(self, given: Any) -> Any:
+        kind = f"{type(given).__module__.partition('.')[0]}.{type(given).__name__}"
+        if kind == "h5py.Dataset":
+            return await self._open(f"{given.file.filename}::{given.name}")
+        if kind == "zarr.Array":
+            store = type(given.store).__name__
+            if store == "LocalStore":
+                reader = ObjectReader(os.path.join(given.store.root, given.path))
+                return array_of(given.metadata.to_dict(), reader, given.metadata)
+            if store == "ObjectStore":
+                reader = ObjectReader(given.path, store=given.store.store)
+                return array_of(given.metadata.to_dict(), reader, given.metadata)
+            return opened(given, given.name or store, chunks=given.chunks, attributes=dict(given.attrs))
+        if not hasattr(given, "shape") or not hasattr(given, "dtype"):
+            raise TypeError(
+                f"Arrays takes paths and URLs of arrays, or arrays of zarr, h5py, xarray, dask and NumPy, not {kind}"
+            )
+        return opened(given, str(getattr(given, "name", None) or kind))
+
+
+async def read_all(array: ChunkedArray) -> NDArray[Any]:
+    """Return an array with one axis."""
+    found = []
+    for at in range(-(-array.shape[0] // max(array.chunks[0], 1))):
+        data = await asyncio.to_thread(array.read_now, (at,)) if array.local else await array.read((at,))
+        left = array.shape[0] - at * array.chunks[0]
+        values = array.decode(data, (at,))
+        found.append(np.broadcast_to(values, array.chunks) if values.ndim == 0 else values[:left])
+    return np.concatenate(found)[: array.shape[0]] if found else np.empty(0, array.dtype)
+
+
+def _is_path(given: Any) -> bool:
+    return isinstance(given, str | os.PathLike)
+
+
+def _expand(given: Any) -> list[str]:
+    """Return the arrays that braces and stars in a path name."""
+    found: list[str] = []
+    for each in expand_braces(os.fspath(given)):
+        file, two_colons, inner = each.partition("::")
+        if "*" not in file:
+            found.append(each)
+            continue
+        if is_remote(file):
+            raise ValueError(f"{each!r}: a glob is for paths; name arrays at URLs with {{00..11}} or a list")
+        matches = sorted(glob.glob(file, recursive=True))
+        if not matches:
+            raise FileNotFoundError(f"no array matches {file!r}")
+        found += [f"{match}{two_colons}{inner}" for match in matches]
+    return found
