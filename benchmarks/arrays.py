@@ -2,16 +2,18 @@
 
 Windows of 4 steps of a weather of 4,000 steps of 64 x 64 float32, smooth noise that compresses to 0.6, in chunks of 16
 steps, in batches of 32 in random order: in HDF5 with gzip and shuffle, and in Zarr with blosc (zstd). ``DataLoader``
-has two workers, each of which opens the array. With ``shuffle=True`` the look-ahead has a quarter of the data, so that
-chunks are decoded again when they come back; ``"window"`` decodes each once. The same Zarr in a store that answers
-after 20 ms, where ``DataLoader`` gets 256 samples. Rows of a CSR matrix, 40,000 cells of 300 genes out of 4,000, in
-annbatch's own layout and beside its loader, as sparse batches of 1,024 with their labels; with zarrs on the local disk.
+has two workers, each of which opens the array. With ``shuffle=True`` the look-ahead has the bytes of a quarter of the
+array, so that chunks are decoded again when they come back; ``"window"`` decodes each once. The same Zarr in a store
+that answers after 20 ms, where ``DataLoader`` gets 256 samples. Rows of a CSR matrix, 40,000 cells of 300 genes out of
+4,000, in annbatch's own layout and beside its loader, as sparse batches of 1,024 with their labels; on the local disk
+with zarrs.
 
 annbatch and xbatcher take part if AIOFEED_ARRAYS_PYTHON is the path of an interpreter with annbatch[zarrs,torch],
-xbatcher, h5py, obstore and psutil. Memory is the peak beyond that of the first batch, in chunks of a window.
+xbatcher, obstore and psutil. Memory is the peak above the imports, in look-aheads with the samples of a window; and
+beyond that of the first batch, in chunks of a window.
 
 Targets: HDF5 1.3 times ``DataLoader`` shuffled and 6 times with windows, Zarr 2 and 6 times; in the store 30 times, and
-0.9 of the local array; annbatch's rows 1.0 of annbatch, and twice in the store; memory of the look-ahead, twice.
+0.9 of the local array; rows as fast as from annbatch, and twice in the store; memory of two look-aheads.
 """
 
 from __future__ import annotations
@@ -42,23 +44,25 @@ PEERS = "AIOFEED_ARRAYS_PYTHON"
 STEPS, SIDE, CHUNK, WINDOW, BATCH = 4_000, 64, 16, 4, 32
 CELLS, GENES, PER_CELL, ROWS = 40_000, 4_000, 300, 1_024
 STORED_SAMPLES = 256
+WINDOW_SAMPLES = 16 * 64
+"""The samples that ``shuffle="window"`` mixes: 16 shards of 64, which is 4 chunks."""
 LOADER, XBATCHER, ANNBATCH, STORE = "DataLoader, 2 workers", "xbatcher, 2 workers", "annbatch", "20 ms"
 ORDERS = {"shuffled": (True, 1), "window": ("window", 4)}
 """The argument ``shuffle=``, and the epochs of a round."""
+IMPORTS = ("torch", "uvloop", "h5py", "imagecodecs", "zarr", "aiofeed:Feeder", "aiofeed:Arrays")
 
 
 def run(settings: Settings) -> list[Figure]:
     steps = settings.size(STEPS, 64)
     folder = generate(settings.data / f"arrays-{steps}", lambda made: write_weather(made, steps))
-    lookahead = steps * SIDE * SIDE
     figures = []
     for name, array, targets in (
         ("HDF5", f"{folder / 'weather.h5'}::t2m", (1.3, 6)),
         ("Zarr", str(folder / "weather.zarr/t2m"), (2, 6)),
     ):
-        options = {"array": array, "lookahead": lookahead}
         contenders = [
-            *(Contender(label, windows, {**options, "order": label}) for label in ORDERS),
+            Contender("shuffled", windows, {"array": array, "order": "shuffled", "lookahead": steps * SIDE * SIDE}),
+            Contender("window", windows, {"array": array, "order": "window"}),
             Contender(LOADER, data_loader, {"array": array}),
         ]
         if name == "Zarr" and PEERS in os.environ:
@@ -72,21 +76,20 @@ def run(settings: Settings) -> list[Figure]:
             if XBATCHER in race:
                 figures.append(race.speed(label, XBATCHER, target, f"{name}, {label}"))
         figures += race.rates("samples", name)
-    figures += [*stored(settings, folder, lookahead), *memory(settings, folder)]
+    figures += [*stored(settings, folder), *memory(settings, folder)]
     if PEERS in os.environ:
         return figures + cells(settings)
     print(f"Without {PEERS} there are no figures beside xbatcher and annbatch.")
     return figures
 
 
-def stored(settings: Settings, folder: Path, lookahead: int) -> list[Figure]:
+def stored(settings: Settings, folder: Path) -> list[Figure]:
     """Zarr from a store, beside ``DataLoader`` and beside the local array."""
     with server("--folder", str(folder), "--delay", str(DELAY_S)) as port:
         there = {"array": "weather.zarr/t2m", "port": port}
-        options = {"lookahead": lookahead, "order": "window"}
         contenders = [
-            Contender(STORE, windows, {**there, **options}),
-            Contender("local", windows, {"array": str(folder / "weather.zarr/t2m"), **options}),
+            Contender(STORE, windows, {**there, "order": "window"}),
+            Contender("local", windows, {"array": str(folder / "weather.zarr/t2m"), "order": "window"}),
             Contender(LOADER, data_loader, {**there, "samples": settings.size(STORED_SAMPLES, 4)}),
         ]
         race = interleave(contenders, settings)
@@ -94,15 +97,17 @@ def stored(settings: Settings, folder: Path, lookahead: int) -> list[Figure]:
 
 
 def memory(settings: Settings, folder: Path) -> list[Figure]:
-    """The peak beyond that of the first batch, in the bytes of a window's chunks."""
-    window = 16 * CHUNK * SIDE * SIDE * 4
+    """The peak above the imports in look-aheads of a window, and beyond that of the first batch in its chunks."""
+    chunks = WINDOW_SAMPLES * SIDE * SIDE * 4
+    lookahead = chunks * WINDOW
     figures = []
     for name, array in (("HDF5", "weather.h5::t2m"), ("Zarr", "weather.zarr/t2m")):
-        options = {"array": str(folder / array), "lookahead": window}
-        contender = Contender(name, first_and_rest, options, ("torch", "aiofeed:Arrays"))
+        contender = Contender(name, first_and_rest, {"array": str(folder / array), "lookahead": lookahead}, IMPORTS)
         found = [measure_memory(contender, settings, (1, 1))[0] for _ in range(min(2, settings.rounds))]
-        beyond = tuple((most - first) / window for first, most in found)
-        figures.append(Figure(f"memory / chunks of the window, {name}", beyond, target=at_most(2)))
+        peaks = tuple(most / lookahead for _, most in found)
+        beyond = tuple((most - first) / chunks for first, most in found)
+        figures.append(Figure(f"memory / look-ahead, {name}", peaks, target=at_most(2)))
+        figures.append(Figure(f"memory beyond the first batch / chunks of the window, {name}", beyond))
     return figures
 
 
@@ -137,7 +142,7 @@ def samples_in(batch: Any) -> int:
     return len(batch["x"])
 
 
-def feeder_of(array: str, shuffle: Any, lookahead: int, port: int | None = None) -> aiofeed.Feeder[Any]:
+def feeder_of(array: str, shuffle: Any, lookahead: int | None, port: int | None = None) -> aiofeed.Feeder[Any]:
     import aiofeed
 
     place, options = (array, None) if port is None else (f"s3://bucket/{array}", options_of(port))
@@ -165,7 +170,9 @@ def measured(feeder: aiofeed.Feeder[Any], count: int, samples_in: Callable[[Any]
         yield measure
 
 
-def windows(array: str, order: str, lookahead: int, port: int | None = None) -> AbstractContextManager[Measure]:
+def windows(
+    array: str, order: str, lookahead: int | None = None, port: int | None = None
+) -> AbstractContextManager[Measure]:
     shuffle, count = ORDERS[order]
     return measured(feeder_of(array, shuffle, lookahead, port), count, samples_in)
 
@@ -241,7 +248,10 @@ def rows(folder: str, port: int | None = None) -> AbstractContextManager[Measure
 
 
 def annbatch(folder: str, port: int | None = None) -> AbstractContextManager[Measure]:
-    """Its loader with the arguments of its documentation, and zarrs, which it advises for the local disk only."""
+    """Its loader with the arguments of its documentation, and zarrs, which it advises for the local disk only.
+
+    Zarr's default of 10 reads at a time halves its speed in the store.
+    """
     import torch
     import zarr
     from annbatch import DatasetCollection, Loader  # type: ignore[import-not-found, unused-ignore]
@@ -251,6 +261,7 @@ def annbatch(folder: str, port: int | None = None) -> AbstractContextManager[Mea
         zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})
         group = zarr.open_group(f"{folder}/cells.zarr", mode="r")
     else:
+        zarr.config.set({"async.concurrency": 64})
         store = ObjectStore(new_store(options_of(port)), read_only=True)
         group = zarr.open_group(store, path="cells.zarr", mode="r")
     loader = Loader(batch_size=ROWS, chunk_size=32, preload_nchunks=256, shuffle=True, to="torch")
@@ -258,7 +269,7 @@ def annbatch(folder: str, port: int | None = None) -> AbstractContextManager[Mea
 
     def batches() -> Iterator[Any]:
         for batch in chain.from_iterable(loader for _ in range(4)):
-            yield batch["X"], torch.from_numpy(batch["obs"]["cell_type"].cat.codes.to_numpy())
+            yield batch["X"], torch.tensor(batch["obs"]["cell_type"].cat.codes.to_numpy())
 
     return epochs(batches, lambda batch: len(batch[1]))
 
@@ -277,7 +288,7 @@ def write_weather(folder: Path, steps: int) -> None:
     """Write smooth noise, which changes by a tenth of its deviation from step to step, to HDF5 and Zarr."""
     import h5py
     import numpy as np
-    import zarr
+    import zarr.codecs
 
     numbers, axes = np.random.default_rng(0), ("time", "lat", "lon")
     waves = [np.fft.fftfreq(steps) * steps / 40, np.fft.fftfreq(SIDE) * SIDE, np.fft.rfftfreq(SIDE) * SIDE]
