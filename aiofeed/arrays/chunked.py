@@ -1,4 +1,4 @@
-"""An array in chunks, which are read and decoded one by one, and arrays that are joined along an axis."""
+"""Arrays in chunks, which are read and decoded one by one, and arrays that are joined along an axis."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Chunk: TypeAlias = tuple[int, ...]
+"""The place of a chunk in the grid of an array."""
 
 # The size of the chunks of an array that has none.
 CHUNK_BYTES = 1 << 20
@@ -33,10 +34,10 @@ class ChunkedArray(ABC):
         shape: Its shape.
         chunks: The shape of a chunk; those at the end may reach beyond the array.
         dtype: The dtype of what is stored.
-        dims: The names of its axes, if they have names.
+        dims: The names of its axes, if all have names.
         fill: The value in chunks that are not stored.
-        attributes: What is known about it, by name.
-        version: Changes with its contents, as far as that is known.
+        attributes: What is known about it.
+        scaling: How values are unpacked.
     """
 
     name: str
@@ -46,37 +47,42 @@ class ChunkedArray(ABC):
     dims: tuple[str, ...] | None = None
     fill: Any = 0
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    version: str = ""
     scaling: Scaling | None = None
-    local: bool = True
-    """Whether ``read_now`` reads a chunk; otherwise ``read`` does."""
+    reader: Any = None
+    """Reads its files; ``None``: there are none."""
+
+    @property
+    def local(self) -> bool:
+        """Whether ``read_now`` reads a chunk; otherwise ``read`` does."""
+        return self.reader is None or bool(self.reader.is_local)
 
     async def read(self, chunk: Chunk) -> Any:
         """Return the encoded bytes of a chunk; ``None`` if it is not stored."""
         raise NotImplementedError
 
+    @abstractmethod
     def read_now(self, chunk: Chunk) -> Any:
         """``read`` in the calling thread."""
-        raise NotImplementedError
 
     @abstractmethod
-    def unpack(self, data: Any, chunk: Chunk) -> NDArray[Any]:
-        """Return the stored values of a chunk."""
+    def unpack(self, data: Any, nbytes: int, chunk: Chunk) -> Any:
+        """Return the stored values of a chunk; ``nbytes`` are those of a decoded one."""
 
-    def decode(self, data: Any, chunk: Chunk) -> NDArray[Any] | Any:
-        """Return the values of a chunk, or the one value of all of it.
+    def decode(self, data: Any, chunk: Chunk) -> Any:
+        """Return the values of a chunk as an array; without axes if all values are one.
 
         Raises:
             ValueError: The chunk is damaged.
         """
-        values = np.asarray(self.fill, self.dtype)
-        if data is not None:
-            values = self.unpack(data, chunk)
+        if data is None:
+            values: Any = np.asarray(self.fill, self.dtype)
+        else:
+            nbytes = check_expanded(self.name, self.chunk_bytes, len(data))
+            try:
+                values = self.unpack(data, nbytes, chunk)
+            except (RuntimeError, EOFError) as error:
+                raise ValueError(f"its bytes cannot be decompressed: {error}") from None
         return values if self.scaling is None else self.scaling.apply(values)
-
-    def where(self, chunk: Chunk) -> str:
-        """Return the name of a chunk in messages."""
-        return f"{self.name}, chunk {'.'.join(map(str, chunk))}"
 
     @property
     def chunk_bytes(self) -> int:
@@ -84,67 +90,64 @@ class ChunkedArray(ABC):
         return math.prod(self.chunks) * self.dtype.itemsize
 
     @property
-    def result_dtype(self) -> np.dtype[Any]:
+    def sample_dtype(self) -> np.dtype[Any]:
         """The dtype of samples."""
         return (self.dtype if self.scaling is None else self.scaling.dtype).newbyteorder("=")
-
-    def expected(self, data: Any) -> int:
-        """Return the bytes of a decoded chunk, if so much may be made of ``data``."""
-        return check_expanded(self.name, self.chunk_bytes, len(data))
 
 
 @dataclass(eq=False, kw_only=True)
 class OpenedArray(ChunkedArray):
-    """An array of any library that is opened or in memory: a part of it is read by an index."""
+    """An array of any library that is opened or in memory: parts of it are read by slices."""
 
     array: Any
 
     def read_now(self, chunk: Chunk) -> Any:
-        """Return the chunk."""
+        """Return a chunk."""
         slices = tuple(slice(at * size, (at + 1) * size) for at, size in zip(chunk, self.chunks, strict=True))
         return np.asarray(self.array[slices])
 
-    def unpack(self, data: Any, chunk: Chunk) -> NDArray[Any]:
-        """Return the chunk."""
-        return data  # type: ignore[no-any-return]
+    def decode(self, data: Any, chunk: Chunk) -> Any:
+        """Return the chunk, which is decoded."""
+        return data if self.scaling is None else self.scaling.apply(data)
+
+    def unpack(self, data: Any, nbytes: int, chunk: Chunk) -> Any:
+        """Return the chunk, which is decoded."""
+        return data
 
 
-def opened(array: Any, name: str, **known: Any) -> OpenedArray:
-    """Return an opened array by its attributes ``shape`` and ``dtype``; its chunks are those that it names."""
-    shape, dtype = tuple(array.shape), np.dtype(array.dtype)
-    dims = getattr(array, "dims", None)
-    sizes = getattr(array, "chunksize", None) or dict(getattr(array, "encoding", {})).get("preferred_chunks")
-    if isinstance(sizes, Mapping):
-        sizes = [sizes.get(dim, size) for dim, size in zip(dims or (), shape, strict=True)]
-    found = sizes or known.pop("chunks", None) or rows_of(shape, dtype)
-    known.setdefault("dims", tuple(map(str, dims)) if isinstance(dims, tuple) else None)
-    known.setdefault("version", str(getattr(array, "encoding", {}).get("source", "")))
-    return OpenedArray(array=array, name=name, shape=shape, chunks=tuple(found), dtype=dtype, **known)
+def opened(array: Any, name: str, chunks: Any = None, **known: Any) -> OpenedArray:
+    """Return an array that has ``shape``, ``dtype`` and slices; its chunks are those that it names, if any."""
+    shape, dims, encoding = tuple(array.shape), getattr(array, "dims", None), getattr(array, "encoding", {})
+    chunks = chunks or getattr(array, "chunksize", None) or encoding.get("preferred_chunks")
+    if isinstance(chunks, Mapping):
+        chunks = [chunks.get(dim, size) for dim, size in zip(dims or (), shape, strict=True)]
+    if dims is not None:
+        known["dims"] = tuple(map(str, dims))
+    dtype = np.dtype(array.dtype)
+    return OpenedArray(
+        array=array, name=name, shape=shape, chunks=tuple(chunks or rows_of(shape, dtype)), dtype=dtype, **known
+    )
 
 
 def rows_of(shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:
     """Return the shape of parts along the first axis of about a MiB."""
-    row_bytes = math.prod(shape[1:]) * dtype.itemsize
-    return (max(1, min(CHUNK_BYTES // max(row_bytes, 1), shape[0])), *shape[1:]) if shape else ()
+    rows = CHUNK_BYTES // max(math.prod(shape[1:]) * dtype.itemsize, 1)
+    return (max(1, min(rows, shape[0])), *shape[1:]) if shape else ()
 
 
 @dataclass
 class Scaling:
-    """What the CF conventions say of packed values: ``value * factor + offset``, and those that are missing.
-
-    dtypes are those of xarray.
-    """
+    """How the CF conventions unpack values: ``value * factor + offset``, and NaN for those that are missing."""
 
     dtype: np.dtype[Any]
+    stored: np.dtype[Any]
     factor: Any = None
     offset: Any = None
     missing: tuple[Any, ...] = ()
-    unsigned: np.dtype[Any] | None = None
 
     def apply(self, values: Any) -> Any:
-        """Return values, with NaN where one is missing."""
-        if self.unsigned is not None:
-            values = values.view(self.unsigned)
+        """Return values that are unpacked."""
+        values = values.view(self.stored)
         found = values.astype(self.dtype)
         for value in self.missing:
             found = np.where(values == value, np.asarray(np.nan, self.dtype), found)
@@ -156,98 +159,91 @@ class Scaling:
 
 
 def scaling_of(array: ChunkedArray) -> Scaling | None:
-    """Return how an array is packed, by its attributes; ``None`` if it is not."""
-    found, dtype = array.attributes, array.dtype
+    """Return how an array is packed, by its attributes; ``None`` if it is not. The dtype is that of xarray."""
+    attributes, dtype = array.attributes, array.dtype
     if dtype.kind not in "iuf":
         return None
-    factor, offset = (found[name] if name in found else None for name in ("scale_factor", "add_offset"))
-    factor, offset = (each if each is None else np.asarray(each).reshape(-1)[0] for each in (factor, offset))
-    unsigned = None
-    if str(found.get("_Unsigned", "")).lower() in ("true", "false") and dtype.kind in "iu":
-        kind = "u" if str(found["_Unsigned"]).lower() == "true" else "i"
-        unsigned = np.dtype(f"{dtype.str[0]}{kind}{dtype.itemsize}") if kind != dtype.kind else None
-    stored = dtype if unsigned is None else unsigned
+    factor, offset = (_number(attributes.get(name)) for name in ("scale_factor", "add_offset"))
+    stored = dtype
+    if dtype.kind in "iu" and (sign := {"true": "u", "false": "i"}.get(str(attributes.get("_Unsigned")).lower())):
+        stored = np.dtype(f"{dtype.str[0]}{sign}{dtype.itemsize}")
     missing: list[Any] = []
-    for name in ("_FillValue", "missing_value"):
-        for value in np.asarray(_plain(found[name], dtype)).reshape(-1).tolist() if name in found else ():
-            value = np.asarray(value).astype(dtype).view(stored)[()]
-            if value not in missing:
-                missing.append(value)
-    if factor is None and offset is None and not missing:
-        return None if unsigned is None else Scaling(stored, unsigned=unsigned)
+    for value in (attributes.get("_FillValue"), attributes.get("missing_value")):
+        if isinstance(value, str) and dtype.kind == "f":  # how xarray writes numbers of Zarr
+            value = struct.unpack("<d", base64.standard_b64decode(value))[0]
+        found = np.empty(0) if value is None else np.asarray(value).reshape(-1)
+        missing += [each for each in found.astype(dtype).view(stored) if each not in missing]
+    wide = dtype.itemsize > (4 if dtype.kind == "f" else 2)
     if factor is None and offset is None:
-        wide = dtype.itemsize > (4 if dtype.kind == "f" else 2)
-        chosen = np.float64 if wide else np.float32
-    elif factor is not None and offset is not None and factor.dtype == offset.dtype and factor.dtype.kind == "f":
+        if not missing:
+            return None if stored == dtype else Scaling(stored, stored)
+        chosen: Any = np.float64 if wide else np.float32
+    elif offset is None:
+        chosen = factor.dtype
+    elif factor is not None and factor.dtype == offset.dtype and factor.dtype.kind == "f":
         chosen = np.float64 if dtype.itemsize == 4 and dtype.kind in "iu" else factor.dtype
     else:
-        chosen = np.float64 if offset is not None else factor.dtype
-    return Scaling(np.dtype(chosen), factor, offset, tuple(missing), unsigned)
+        chosen = np.float64
+    return Scaling(np.dtype(chosen), stored, factor, offset, tuple(missing))
 
 
-def _plain(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return a value of JSON; xarray writes numbers of Zarr in base 64."""
-    if isinstance(value, str) and dtype.kind == "f":
-        return struct.unpack("<d", base64.standard_b64decode(value))[0]
-    return value
+def _number(value: Any) -> Any:
+    return None if value is None else np.asarray(value).reshape(-1)[0]
 
 
 class Joined:
     """Arrays that are joined along an axis.
 
     Args:
-        parts: The arrays. They agree in dtype, and in shape and chunks but for the axis.
+        parts: The arrays. They agree in dtype, and but for the axis in shape and chunks.
         axis: The axis.
 
     Attributes:
         bounds: For each axis, where its chunks begin, and its end.
+        grid: Chunks along each axis.
 
     Raises:
-        ValueError: An array differs from the first one.
+        ValueError: An array differs from the first one, or torch has no such dtype.
     """
 
-    def __init__(self, parts: Sequence[ChunkedArray], axis: int) -> None:
+    def __init__(self, parts: Sequence[ChunkedArray], axis: int = 0) -> None:
         self.parts = parts
         self.axis = axis
         self.first: ChunkedArray = parts[0]
-        self.dims: tuple[str, ...] | None = self.first.dims
-        self.dtype: np.dtype[Any] = self.first.result_dtype
+        self.dtype: np.dtype[Any] = self.first.sample_dtype
         if not is_plain(self.dtype):
             raise ValueError(f"{self.first.name} has the dtype {self.first.dtype}, of which torch has no tensors")
+        wanted = _layout(self.first, axis)
         for part in parts:
-            for what, of in (("dtype", _dtype), ("shape", _shape), ("chunks", _chunks)):
-                if (found := of(part, axis)) != (wanted := of(self.first, axis)):
-                    raise ValueError(f"{part.name} has the {what} {found}, and {self.first.name} {wanted}")
-        lengths = [part.shape[axis] if part.shape else 1 for part in parts]
-        self.starts: NDArray[np.int64] = np.cumsum([0, *lengths])
-        self.shape: tuple[int, ...] = (*self.first.shape[:axis], int(self.starts[-1]), *self.first.shape[axis + 1 :])
-        self.bounds: list[NDArray[np.int64]] = [
-            np.append(np.arange(0, size, max(chunk, 1)), size)
-            for size, chunk in zip(self.shape, self.first.chunks, strict=True)
-        ]
-        # The chunks of each part along the axis.
-        own = [np.arange(0, length, max(part.chunks[axis], 1)) for part, length in zip(parts, lengths, strict=True)]
-        self._counts = np.cumsum([0, *map(len, own)])
-        along = np.concatenate([start + each for start, each in zip(self.starts, own, strict=False)])
-        self.bounds[axis] = np.append(along, self.shape[axis])
+            if (found := _layout(part, axis)) != wanted:
+                raise ValueError(f"{part.name} has {found}, and {self.first.name} {wanted}")
+        shape = list(self.first.shape)
+        self.bounds: list[NDArray[np.int64]] = list(map(_cuts, shape, self.first.chunks))
+        self._counts = np.zeros(1, np.int64)
+        if shape:
+            ends = np.cumsum([part.shape[axis] for part in parts])
+            shape[axis] = int(ends[-1])
+            own = [_cuts(part.shape[axis], part.chunks[axis])[:-1] for part in parts]
+            self._counts = np.cumsum([0, *map(len, own)])
+            self.bounds[axis] = np.append(np.concatenate([own[0], *map(np.add, ends, own[1:])]), ends[-1])
+        self.shape: tuple[int, ...] = tuple(shape)
         self.grid: tuple[int, ...] = tuple(len(bounds) - 1 for bounds in self.bounds)
 
     def find(self, number: int) -> tuple[ChunkedArray, Chunk, list[tuple[int, int]]]:
-        """Return the array of a chunk, its place in that, and for each axis where it begins and ends."""
+        """Return the array of a chunk, its place in that, and for each axis where it begins and ends in all."""
         at = [int(each) for each in np.unravel_index(number, self.grid)]
         place = [(int(bounds[k]), int(bounds[k + 1])) for bounds, k in zip(self.bounds, at, strict=True)]
-        part = int(np.searchsorted(self._counts, at[self.axis], side="right")) - 1
-        at[self.axis] -= int(self._counts[part])
+        part = 0
+        if at:
+            part = int(np.searchsorted(self._counts, at[self.axis], side="right")) - 1
+            at[self.axis] -= int(self._counts[part])
         return self.parts[part], tuple(at), place
 
 
-def _dtype(part: ChunkedArray, axis: int) -> Any:
-    return part.result_dtype
+def _cuts(size: int, chunk: int) -> NDArray[np.int64]:
+    return np.append(np.arange(0, size, max(chunk, 1)), size)
 
 
-def _shape(part: ChunkedArray, axis: int) -> Any:
-    return [*part.shape[:axis], "any", *part.shape[axis + 1 :]]
-
-
-def _chunks(part: ChunkedArray, axis: int) -> Any:
-    return [*part.chunks[:axis], "any", *part.chunks[axis + 1 :]]
+def _layout(part: ChunkedArray, axis: int) -> str:
+    shape, chunks = ([*sizes[:axis], "any", *sizes[axis + 1 :]] for sizes in (part.shape, part.chunks))
+    return f"the dtype {part.sample_dtype}, the shape {shape} and chunks {chunks}".replace("'any'", "any")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -20,7 +19,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Starts: TypeAlias = "Mapping[Any, NDArray[np.int64]]"
-"""For each axis where the samples of a batch begin."""
+"""For each axis where the samples of a batch begin; for the axis ``None`` zeros."""
+Place: TypeAlias = Sequence[tuple[int, int]]
+"""Where a chunk begins and ends along each axis."""
 Needs: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.int64]]"
 """Places of samples, and the number of a chunk that each of them needs."""
 
@@ -36,308 +37,218 @@ class Selection:
     """
 
     axis: Any
-    offsets: NDArray[np.int64]
+    offsets: Sequence[int]
     kept: bool = True
 
-    @property
-    def run(self) -> bool:
-        """Whether the offsets ascend by one."""
-        return bool((np.diff(self.offsets) == 1).all())
+    def runs(self) -> list[tuple[Any, int, int, int]]:
+        """Return the axis and, for each run of offsets, the first one, their number and the place of the first."""
+        cuts = np.flatnonzero(np.diff(self.offsets) != 1) + 1
+        firsts, ends = [0, *cuts.tolist()], [*cuts.tolist(), len(self.offsets)]
+        return [(self.axis, self.offsets[first], end - first, first) for first, end in zip(firsts, ends, strict=True)]
 
 
-class Field(ABC):
-    """A field of samples.
-
-    Attributes:
-        sources: The joined arrays that it is made of.
-        shape: The shape of a sample.
-        dtype: Its dtype.
-    """
-
-    sources: list[Joined]
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    @abstractmethod
-    def needs(self, starts: Starts, count: int) -> list[Needs]:
-        """Return the chunks that the samples of a batch need, of each joined array."""
-
-    @abstractmethod
-    def cuts(self, axis: Any) -> NDArray[np.int64] | None:
-        """Return where the chunks along an axis begin, and its end; ``None`` if the field lacks the axis."""
-
-    @abstractmethod
-    def new(self, starts: Starts, count: int, memory: BufferLease) -> Values:
-        """Return memory for the samples of a batch."""
-
-
-class Values(ABC):
-    """The values of a field in a batch."""
-
-    @abstractmethod
-    def put(self, source: int, places: NDArray[np.int64], place: Sequence[tuple[int, int]], values: Any) -> None:
-        """Write a chunk, of which ``place`` says where it is, into samples."""
-
-    @abstractmethod
-    def sample(self, at: int) -> Any:
-        """Return one sample."""
-
-    @abstractmethod
-    def batch(self, lease: BufferLease) -> tuple[Any, int]:
-        """Return the tensor of the batch, and its bytes."""
-
-
-class DenseField(Field):
+class DenseField:
     """Windows of an array.
 
     Args:
         joined: The array.
         selections: What a sample has of each axis.
         pad: The value beyond the array.
+
+    Attributes:
+        sources: The joined arrays that the field is made of.
+        shape: The shape of a sample.
+        nbytes: Bytes of a sample.
     """
 
     def __init__(self, joined: Joined, selections: Sequence[Selection], pad: float | None) -> None:
         self.sources: list[Joined] = [joined]
-        self.selections = selections
-        self.pad = pad
-        self.dtype: np.dtype[Any] = joined.dtype
-        self.full: tuple[int, ...] = tuple(len(each.offsets) for each in selections)
+        self._pad = pad
+        self._axes = [each.axis for each in selections]
+        self._full = [len(each.offsets) for each in selections]
+        self._blocks = list(itertools.product(*[each.runs() for each in selections]))
         self.shape: tuple[int, ...] = tuple(len(each.offsets) for each in selections if each.kept)
+        self.nbytes: int = math.prod(self.shape) * joined.dtype.itemsize
 
     def cuts(self, axis: Any) -> NDArray[np.int64] | None:
-        """Return where the chunks along an axis begin, and its end."""
-        found = zip(self.selections, self.sources[0].bounds, strict=True)
-        return next((bounds for each, bounds in found if each.axis == axis and axis is not None), None)
+        """Return where the chunks along an axis begin, and its end; ``None`` if the field lacks the axis."""
+        return self.sources[0].bounds[self._axes.index(axis)] if axis in self._axes else None
 
-    def needs(self, starts: Starts, count: int) -> list[Needs]:
-        """Return the chunks that samples need."""
-        joined, firsts, lasts = self.sources[0], [], []
-        inside = np.ones(count, bool)
-        for each, bounds, size in zip(self.selections, joined.bounds, joined.shape, strict=True):
-            begin = _begin(starts, each.axis, count)
-            low, high = begin + each.offsets.min(), begin + each.offsets.max()
-            inside &= (high >= 0) & (low < size)
-            firsts.append(np.searchsorted(bounds, low.clip(0, size - 1), side="right") - 1)
-            lasts.append(np.searchsorted(bounds, high.clip(0, size - 1), side="right") - 1)
-        places, numbers = [], []
-        spans = [range(int((last - first).max(initial=0)) + 1) for first, last in zip(firsts, lasts, strict=True)]
-        for steps in itertools.product(*spans):
-            chunks = [first + step for first, step in zip(firsts, steps, strict=True)]
-            chosen = inside.copy()
-            for each, chunk, last, bounds in zip(self.selections, chunks, lasts, joined.bounds, strict=True):
-                chosen &= chunk <= last
-                if not each.run:
-                    rows = _begin(starts, each.axis, count)[:, None] + each.offsets
-                    found = np.minimum(chunk, len(bounds) - 2)
-                    chosen &= ((rows >= bounds[found][:, None]) & (rows < bounds[found + 1][:, None])).any(axis=1)
-            places.append(np.flatnonzero(chosen))
-            at = tuple(chunk[chosen] for chunk in chunks)
-            numbers.append(np.ravel_multi_index(at, joined.grid) if at else np.zeros(chosen.sum(), np.int64))
-        return [(np.concatenate(places), np.concatenate(numbers))]
+    def needs(self, starts: Starts) -> list[Needs]:
+        """Return the chunks that samples need, of each joined array."""
+        [joined], found = self.sources, []
+        for block in self._blocks:
+            lengths, firsts, counts = np.ones_like(starts[None]), [], []
+            for (axis, offset, length, _), bounds in zip(block, joined.bounds, strict=True):
+                low = starts[axis] + offset
+                last = np.searchsorted(bounds, (low + length - 1).clip(0, bounds[-1] - 1), side="right")
+                firsts.append(np.searchsorted(bounds, low.clip(0, bounds[-1] - 1), side="right") - 1)
+                counts.append(np.where((low + length > 0) & (low < bounds[-1]), last - firsts[-1], 0))
+                lengths *= counts[-1]
+            rows, within = expand(lengths)
+            at: list[Any] = []
+            for first, count in zip(reversed(firsts), reversed(counts), strict=True):
+                within, step = np.divmod(within, count[rows])
+                at.insert(0, first[rows] + step)
+            found.append(np.stack([rows, np.ravel_multi_index(tuple(at), joined.grid) if at else 0 * rows]))
+        places, numbers = np.unique(np.concatenate(found, axis=1), axis=1) if len(found) > 1 else found[0]
+        return [(places, numbers)]
 
-    def new(self, starts: Starts, count: int, memory: BufferLease) -> DenseValues:
+    def new(self, starts: Starts, memory: BufferLease) -> list[NDArray[Any]]:
         """Return memory for the samples of a batch."""
-        return DenseValues(self, starts, array(memory, (count, *self.full), self.dtype))
+        out = array(memory, (len(starts[None]), *self._full), self.sources[0].dtype)
+        if self._pad is not None:
+            out[...] = self._pad
+        return [out]
 
+    def put(self, memory: Any, starts: Starts, source: int, places: Any, place: Place, values: Any) -> None:
+        """Write a chunk of a joined array into samples."""
+        for block in self._blocks:
+            inside, bounds = np.ones(len(places), bool), []
+            for (axis, offset, length, at), (low, high) in zip(block, place, strict=True):
+                begin = starts[axis][places] + offset
+                first, last = np.maximum(begin, low), np.minimum(begin + length, high)
+                inside &= first < last
+                bounds.append(np.stack([first - begin + at, last - begin + at, first - low, last - low], axis=1))
+            slices = [[(slice(a, b), slice(c, d)) for a, b, c, d in each[inside].tolist()] for each in bounds]
+            for at, *pairs in zip(places[inside].tolist(), *slices, strict=True):
+                part = values[tuple(inner for _, inner in pairs)] if values.ndim else values
+                memory[0][(at, *(outer for outer, _ in pairs))] = part
 
-class DenseValues(Values):
-    """Windows of an array in a batch."""
+    def samples(self, memory: Any, starts: Starts) -> Any:
+        """Return the samples of a batch."""
+        return memory[0].reshape(len(memory[0]), *self.shape)
 
-    def __init__(self, field: DenseField, starts: Starts, out: NDArray[Any]) -> None:
-        self._field = field
-        self._out = out
-        self._begins = [_begin(starts, each.axis, len(out)) for each in field.selections]
-        self._runs = all(each.run for each in field.selections)
-        if field.pad is not None:
-            out[...] = field.pad
-
-    def put(self, source: int, places: NDArray[np.int64], place: Sequence[tuple[int, int]], values: Any) -> None:
-        """Write a chunk into samples."""
-        columns = zip(self._field.selections, self._begins, place, strict=True)
-        if self._runs:
-            slices = []
-            for each, begins, (low, high) in columns:
-                begin = begins[places] + each.offsets[0]
-                first, last = np.maximum(begin, low), np.minimum(begin + len(each.offsets), high)
-                pairs = zip(first - begin, last - begin, first - low, last - low, strict=True)
-                slices.append([(slice(a, b), slice(c, d)) for a, b, c, d in pairs])
-            parts = zip(*slices, strict=True) if slices else itertools.repeat((), len(places))
-            for at, part in zip(places.tolist(), parts, strict=True):
-                inner = tuple(each for each, _ in part)
-                self._out[(at, *inner)] = values[tuple(each for _, each in part)] if values.ndim else values
-            return
-        chosen = []
-        for each, begins, (low, high) in columns:
-            rows = begins[places][:, None] + each.offsets
-            chosen.append([(np.flatnonzero((row >= low) & (row < high)), row, low) for row in rows])
-        for at, part in zip(places.tolist(), zip(*chosen, strict=True), strict=True):
-            target = np.ix_(*[found for found, _, _ in part])
-            source_rows = np.ix_(*[row[found] - low for found, row, low in part])
-            self._out[at][target] = values[source_rows] if values.ndim else values
-
-    def _rows(self) -> NDArray[Any]:
-        return self._out.reshape(len(self._out), *self._field.shape)
-
-    def sample(self, at: int) -> Any:
-        """Return one sample."""
-        return self._rows()[at]
-
-    def batch(self, lease: BufferLease) -> tuple[Any, int]:
-        """Return the tensor of the batch, and its bytes."""
-        out = self._rows()
+    def batch(self, memory: Any, starts: Starts, lease: BufferLease) -> HostTensor:
+        """Return the tensor of a batch."""
+        out = self.samples(memory, starts)
         if lease.pinned:
             pinned = array(lease, out.shape, out.dtype)
             pinned[...] = out
             out = pinned
-        return HostTensor(out, pinned=lease.pinned), out.nbytes
+        return HostTensor(out, pinned=lease.pinned)
+
+    def collate(self, samples: Sequence[Any]) -> HostTensor:
+        """Return the tensor of some samples."""
+        return HostTensor(np.stack(samples))
 
 
-class SparseField(Field):
+class SparseField:
     """Rows of CSR matrices.
 
     Args:
         parts: The matrices, one below the other.
         selection: What a sample has of the rows.
         dense: Whether samples are rows with all columns.
-        width: Columns.
+
+    Attributes:
+        sources, shape, nbytes: As of ``DenseField``; values and columns.
+        rows: Where each row begins in the values, and their end.
     """
 
     def __init__(self, parts: Sequence[SparseMatrix], selection: Selection, *, dense: bool) -> None:
-        for part in parts:
-            if part.shape[1] != parts[0].shape[1]:
-                raise ValueError(f"{part.name} has {part.shape[1]} columns, and {parts[0].name} {parts[0].shape[1]}")
-        self.sources: list[Joined] = [
-            Joined([part.values for part in parts], 0),
-            Joined([part.columns for part in parts], 0),
-        ]
-        self.selection = selection
-        self.dense = dense
-        self.width: int = parts[0].shape[1]
-        starts = [part.starts[:-1] + first for part, first in zip(parts, self.sources[0].starts, strict=False)]
-        self.rows: NDArray[np.int64] = np.concatenate([*starts, self.sources[0].starts[-1:]])
-        """Where each row begins in the values, and their end."""
-        self.dtype: np.dtype[Any] = self.sources[0].dtype
-        self.shape: tuple[int, ...] = (*[len(selection.offsets)] * selection.kept, self.width)
+        self.sources: list[Joined] = [Joined([each.values for each in parts]), Joined([each.columns for each in parts])]
+        self._axis = selection.axis
+        self._offset, self._count = selection.offsets[0], len(selection.offsets)
+        self._dense = dense
+        self._width = parts[0].width
+        if other := next((part for part in parts if part.width != self._width), None):
+            raise ValueError(f"{other.name} has {other.width} columns, and {parts[0].name} {self._width}")
+        ends = np.cumsum([part.values.shape[0] for part in parts])
+        self.rows: NDArray[np.int64] = np.concatenate(
+            [part.starts[:-1] + end - part.values.shape[0] for part, end in zip(parts, ends, strict=True)] + [ends[-1:]]
+        )
+        self.shape: tuple[int, ...] = (*[self._count] * selection.kept, self._width)
+        each = sum(source.shape[0] * source.dtype.itemsize for source in self.sources)
+        self.nbytes: int = each * self._count // max(len(self.rows) - 1, 1)
 
     def cuts(self, axis: Any) -> NDArray[np.int64] | None:
         """Return the rows in which chunks of values begin, and the number of rows."""
-        if axis != self.selection.axis:
-            return None
         found = np.searchsorted(self.rows, self.sources[0].bounds[0][:-1], side="right") - 1
-        return np.unique(np.append(np.minimum(found, len(self.rows) - 2), len(self.rows) - 1))
+        rows = len(self.rows) - 1
+        return np.unique([*found.clip(0, rows - 1), rows]) if axis == self._axis else None
 
-    def spans(self, starts: Starts) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return where the values of each sample begin and end."""
-        first = starts[self.selection.axis] + self.selection.offsets[0]
-        return self.rows[first], self.rows[first + len(self.selection.offsets)]
+    def _spans(self, starts: Starts) -> tuple[Any, Any, Any]:
+        """Return where the values of samples begin and end in all, and where they end in the batch."""
+        first = starts[self._axis] + self._offset
+        begin, end = self.rows[first], self.rows[first + self._count]
+        return begin, end, np.cumsum(end - begin)
 
-    def needs(self, starts: Starts, count: int) -> list[Needs]:
-        """Return the chunks that samples need."""
-        begin, end = self.spans(starts)
-        found = []
+    def needs(self, starts: Starts) -> list[Needs]:
+        """Return the chunks that samples need, of values and of columns."""
+        (begin, end, _), found = self._spans(starts), []
         for source in self.sources:
             first = np.searchsorted(source.bounds[0], begin, side="right") - 1
-            chunks = np.where(end > begin, np.searchsorted(source.bounds[0], end - 1, side="right") - first, 0)
-            places, within = _runs(chunks)
+            last = np.searchsorted(source.bounds[0], end - 1, side="right")
+            places, within = expand(np.where(end > begin, last - first, 0))
             found.append((places, first[places] + within))
         return found
 
-    def new(self, starts: Starts, count: int, memory: BufferLease) -> SparseValues:
-        """Return memory for the rows of a batch."""
-        return SparseValues(self, starts, memory)
+    def new(self, starts: Starts, memory: BufferLease) -> list[NDArray[Any]]:
+        """Return memory for the values and columns of a batch."""
+        count = int(self._spans(starts)[2][-1])
+        return [array(memory, (count,), source.dtype) for source in self.sources]
 
-
-class SparseValues(Values):
-    """Rows of CSR matrices in a batch: values and columns of all rows, one after the other."""
-
-    def __init__(self, field: SparseField, starts: Starts, memory: BufferLease) -> None:
-        self._field = field
-        self._begin, self._end = field.spans(starts)
-        self._ends = np.cumsum(self._end - self._begin)
-        count = int(self._ends[-1]) if len(self._ends) else 0
-        dtypes = [source.dtype for source in field.sources]
-        self._flat = [array(memory, (count,), dtype) for dtype in dtypes]
-        rows = starts[field.selection.axis][:, None] + field.selection.offsets
-        self._lengths = np.diff(field.rows)[rows.reshape(-1)]
-
-    def put(self, source: int, places: NDArray[np.int64], place: Sequence[tuple[int, int]], values: Any) -> None:
+    def put(self, memory: Any, starts: Starts, source: int, places: Any, place: Place, values: Any) -> None:
         """Write a chunk of values or of columns into rows."""
+        begin, end, ends = (each[places] for each in self._spans(starts))
         [(low, high)] = place
-        if (
-            source
-            and values.size
-            and not 0 <= values[: high - low].min() <= values[: high - low].max() < self._field.width
-        ):
-            raise ValueError(f"a column is not one of {self._field.width}")
-        begin, end = self._begin[places], self._end[places]
-        first, last = np.maximum(begin, low), np.minimum(end, high)
-        row, within = _runs(last - first)
-        target = within + (self._ends[places] - end + first)[row]
-        self._flat[source][target] = values[within + (first - low)[row]] if values.ndim else values
+        first = np.maximum(begin, low)
+        row, within = expand(np.minimum(end, high) - first)
+        found = values[within + (first - low)[row]] if values.ndim else values
+        if source and found.size and not 0 <= found.min() <= found.max() < self._width:
+            raise ValueError(f"it has columns beyond the {self._width} of the matrix")
+        memory[source][within + (ends - end + first)[row]] = found
 
-    def sample(self, at: int) -> Any:
-        """Return one sample: a row, or the columns that have values, and these."""
-        end = int(self._ends[at])
-        begin = end - int(self._end[at] - self._begin[at])
-        values, columns = (each[begin:end] for each in self._flat)
-        if not self._field.dense:
-            return columns, values
-        rows = len(self._field.selection.offsets)
-        found = _dense(
-            np.zeros((rows, self._field.width), self._field.dtype), self._lengths[at * rows :][:rows], columns, values
-        )
-        return found.reshape(self._field.shape)
+    def _rows_of(self, memory: Any, starts: Starts, out: NDArray[Any]) -> NDArray[Any]:
+        rows = (starts[self._axis][:, None] + self._offset + np.arange(self._count)).reshape(-1)
+        out[...] = 0
+        out[expand(self.rows[rows + 1] - self.rows[rows])[0], memory[1]] = memory[0]
+        return out.reshape(-1, *self.shape)
 
-    def batch(self, lease: BufferLease) -> tuple[Any, int]:
-        """Return the rows, and their bytes."""
-        values, columns = self._flat
-        if self._field.dense:
-            out = array(lease, (len(self._lengths), self._field.width), self._field.dtype)
-            out[...] = 0
-            out = _dense(out, self._lengths, columns, values).reshape(len(self._begin), *self._field.shape)
-            return HostTensor(out, pinned=lease.pinned), out.nbytes
-        found = SparseRows(np.append(0, self._ends), columns, values, self._field.width)
-        return found, values.nbytes + columns.nbytes
+    def samples(self, memory: Any, starts: Starts) -> Any:
+        """Return the samples of a batch: rows, or the columns that have values, and these."""
+        if self._dense:
+            shape = (len(starts[None]) * self._count, self._width)
+            return self._rows_of(memory, starts, np.empty(shape, self.sources[0].dtype))
+        cuts = self._spans(starts)[2][:-1]
+        return list(zip(np.split(memory[1], cuts), np.split(memory[0], cuts), strict=True))
+
+    def batch(self, memory: Any, starts: Starts, lease: BufferLease) -> Any:
+        """Return the tensor of a batch."""
+        if not self._dense:
+            return SparseRows(self._spans(starts)[2], memory[1], memory[0], self._width)
+        out = array(lease, (len(starts[None]) * self._count, self._width), self.sources[0].dtype)
+        return HostTensor(self._rows_of(memory, starts, out), pinned=lease.pinned)
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """Return the tensor of some samples."""
+        if self._dense:
+            return HostTensor(np.stack(samples))
+        columns, values = zip(*samples, strict=True)
+        ends = np.cumsum([len(each) for each in columns])
+        return SparseRows(ends, np.concatenate(columns), np.concatenate(values), self._width)
 
 
 class SparseRows(DeferredTensor):
-    """A batch of rows that becomes one sparse tensor."""
+    """Rows that become one ``torch.sparse_csr`` tensor."""
 
-    def __init__(self, starts: Any, columns: NDArray[Any], values: NDArray[Any], width: int) -> None:
-        self._parts = (starts.astype(np.int64), columns.astype(np.int64), values)
-        self._width = width
+    def __init__(self, ends: NDArray[Any], columns: NDArray[Any], values: NDArray[Any], width: int) -> None:
+        self._parts = [np.append(0, ends), columns.astype(np.int64), values]
+        self._size = (len(ends), width)
 
     def arrive(self, copy: Any) -> Any:
-        """Make the tensor, ``torch.sparse_csr``, of copies of its parts."""
+        """Make the tensor of copies of its parts."""
         import torch
 
-        starts, columns, values = (copy(HostTensor(np.ascontiguousarray(part))) for part in self._parts)
-        return torch.sparse_csr_tensor(starts, columns, values, (len(starts) - 1, self._width), check_invariants=False)
+        starts, columns, values = map(copy, map(HostTensor, self._parts))
+        return torch.sparse_csr_tensor(starts, columns, values, self._size, check_invariants=False)
 
 
-def _begin(starts: Starts, axis: Any, count: int) -> NDArray[np.int64]:
-    return np.zeros(count, np.int64) if axis is None else starts[axis]
+Field: TypeAlias = DenseField | SparseField
 
 
-def _runs(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def expand(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return for each element of runs the number of its run, and its place in that."""
     rows = np.repeat(np.arange(len(lengths)), lengths)
     return rows, np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-
-
-def _dense(out: NDArray[Any], lengths: NDArray[np.int64], columns: NDArray[Any], values: NDArray[Any]) -> NDArray[Any]:
-    out[np.repeat(np.arange(len(lengths)), lengths), columns] = values
-    return out
-
-
-def nbytes_of(fields: Sequence[Field]) -> int:
-    """Return the bytes of a sample; of sparse rows, those of an average one."""
-    found = 0
-    for field in fields:
-        if isinstance(field, SparseField):
-            rows = len(field.rows) - 1
-            each = sum(source.shape[0] * source.dtype.itemsize for source in field.sources)
-            found += each * len(field.selection.offsets) // max(rows, 1)
-        else:
-            found += math.prod(field.shape) * field.dtype.itemsize
-    return max(found, 1)

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
-import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import imagecodecs
 import numpy as np
 
-from aiofeed.arrays.chunked import Chunk, ChunkedArray, OpenedArray, opened, rows_of
+from aiofeed.arrays.chunked import Chunk, ChunkedArray, opened, rows_of
 from aiofeed.common.cache_folder import cache_path, write_cached
 from aiofeed.shards.urls import Shard
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# What is read of a file at a URL at once, to find its chunks.
-BLOCK_BYTES = 1 << 20
+# What is read at once of a file at a URL, to find its chunks.
+BLOCK_BYTES = 64 << 10
 
-_DEFLATE, _SHUFFLE, _FLETCHER32, _LZF, _BLOSC, _LZ4, _ZSTD = 1, 2, 3, 32000, 32001, 32004, 32015
-_REFUSED = {4: "szip", 5: "nbit", 6: "scale-offset", 32008: "bitshuffle", 32013: "zfp", 32026: "blosc2"}
+_DEFLATE, _SHUFFLE, _FLETCHER32 = 1, 2, 3
+# Filters that compress; each function gets the most bytes that it may return.
+_COMPRESSORS: dict[int, Callable[[Any, int], Any]] = {
+    _DEFLATE: lambda data, most: imagecodecs.deflate_decode(data, raw=False, out=most),
+    32000: lambda data, most: imagecodecs.lzf_decode(data, header=False, out=most),
+    32001: lambda data, most: imagecodecs.blosc_decode(data, out=most),
+    32004: lambda data, most: imagecodecs.lz4h5_decode(data, out=most),
+    32015: lambda data, most: imagecodecs.zstd_decode(data, out=most),
+}
+_REFUSED = {4: "szip", 5: "nbit", 6: "scale-offset"}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -33,266 +42,195 @@ class HDF5Array(ChunkedArray):
     Args:
         shard: The file.
         filters: The numbers of its filters, in the order in which they were applied.
-        table: By the number of a chunk: the first byte, 0 if it is not stored, the bytes, and the filters left out.
+        table: [*grid, 3]: the first byte of each chunk, 0 if it is not stored; its bytes; and the filters left out.
     """
 
     shard: Shard
     filters: list[int]
     table: NDArray[np.int64]
 
-    def __post_init__(self) -> None:
-        self.local: bool = self.shard.local
-        self._grid = tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunks, strict=True))
-
-    def _range(self, chunk: Chunk) -> list[tuple[int, int]]:
-        start, size, _ = self.table[np.ravel_multi_index(chunk, self._grid)].tolist()
+    def _ranges(self, chunk: Chunk) -> list[tuple[int, int]]:
+        start, size, _ = self.table[chunk].tolist()
         return [(start, start + size)] if start else []
 
     async def read(self, chunk: Chunk) -> Any:
         """Return the encoded bytes of a chunk; ``None`` if it is not stored."""
-        ranges = self._range(chunk)
+        ranges = self._ranges(chunk)
         return (await self.shard.read(ranges))[0] if ranges else None
 
     def read_now(self, chunk: Chunk) -> Any:
         """``read`` in the calling thread."""
-        ranges = self._range(chunk)
+        ranges = self._ranges(chunk)
         return self.shard.read_now(ranges)[0] if ranges else None
 
-    def unpack(self, data: Any, chunk: Chunk) -> NDArray[Any]:
+    def unpack(self, data: Any, nbytes: int, chunk: Chunk) -> Any:
         """Return the stored values of a chunk."""
-        number = np.ravel_multi_index(chunk, self._grid)
-        nbytes, left_out = self.expected(data), int(self.table[number][2])
-        for place in reversed(range(len(self.filters))):
-            if not left_out >> place & 1:
-                data = _undo(self.filters[place], data, nbytes, self.dtype.itemsize)
-        if len(data) != nbytes and not self.filters:  # a part of a contiguous data set
-            return np.frombuffer(data, self.dtype).reshape(-1, *self.chunks[1:])
-        return np.frombuffer(data, self.dtype).reshape(self.chunks)
+        left_out = int(self.table[chunk][2])
+        for at in reversed(range(len(self.filters))):
+            number = self.filters[at]
+            if left_out >> at & 1:
+                continue
+            if number == _SHUFFLE:
+                data = _unshuffled(data, self.dtype.itemsize)
+            elif number == _FLETCHER32:
+                data, stored = data[:-4], bytes(data[-4:])
+                if imagecodecs.h5checksum_fletcher32(data).to_bytes(4, "little") != stored:
+                    raise ValueError("its checksum is wrong")
+            else:
+                data = _COMPRESSORS[number](data, nbytes + 4 * (_FLETCHER32 in self.filters[:at]))
+        # The last part of a contiguous data set is shorter.
+        shape = self.chunks if self.filters or len(data) == nbytes else (-1, *self.chunks[1:])
+        return np.frombuffer(data, self.dtype).reshape(shape)
 
 
-def _undo(number: int, data: Any, nbytes: int, itemsize: int) -> Any:
-    """Return the bytes that a filter was applied to, at most ``nbytes`` and a checksum."""
-    if number == _FLETCHER32:
-        data, stored = data[:-4], int.from_bytes(data[-4:], "little")
-        if imagecodecs.h5checksum_fletcher32(data) != stored:
-            raise ValueError("its checksum is wrong")
-        return data
-    if number == _SHUFFLE:
-        planes = np.frombuffer(data, np.uint8)[: len(data) // itemsize * itemsize].reshape(itemsize, -1)
-        found = np.empty((planes.shape[1], itemsize), np.uint8)
-        for place, plane in enumerate(planes):  # three times as fast as a transposed copy
-            found[:, place] = plane
-        return found.reshape(-1)
-    # A checksum may be inside of what is compressed.
-    out = np.empty(nbytes + 4, np.uint8)
-    try:
-        if number == _DEFLATE:
-            return imagecodecs.deflate_decode(data, raw=False, out=out)
-        if number == _LZF:
-            return imagecodecs.lzf_decode(data, header=False, out=out)
-        decode = {_BLOSC: imagecodecs.blosc_decode, _LZ4: imagecodecs.lz4h5_decode, _ZSTD: imagecodecs.zstd_decode}
-        return decode[number](data, out=out)
-    except RuntimeError as error:
-        raise ValueError(f"its bytes cannot be decompressed: {error}") from None
+def _unshuffled(data: Any, itemsize: int) -> Any:
+    """Put the bytes of each number together again."""
+    planes = np.frombuffer(data, np.uint8).reshape(itemsize, -1)
+    found = np.empty((planes.shape[1], itemsize), np.uint8)
+    for at, plane in enumerate(planes):  # three times as fast as a transposed copy
+        found[:, at] = plane
+    return found.reshape(-1)
 
 
 async def open_hdf5(shard: Shard, path: str) -> dict[str, Any]:
-    """Return what a file has at a path: a ``ChunkedArray``, or a group of those, by name.
+    """Return the array at a path, under the name ""; or the attributes of the group there, and its arrays by name.
 
     Raises:
         ValueError: There is nothing, the file is damaged, or a filter is unknown.
     """
     await shard.open()
-    where = None
-    if not shard.local:
-        identity = shard.reader.identity
-        where = cache_path(identity and f"{identity} {shard.key} {shard.info} {path}", "hdf5")
-    if where is not None and (found := await asyncio.to_thread(_load, where)) is not None:
-        nodes = found
-    else:
-        loop = asyncio.get_running_loop()
-        file = shard.reader.url(shard.key) if shard.local else _Remote(shard, loop)
-        nodes = await asyncio.to_thread(_describe, file, path, shard.url)
-        if where is not None:
-            parts = io.BytesIO()
-            tables = {f"{at}": table for at, (_, table) in enumerate(nodes)}
-            np.savez(parts, nodes=np.array(json.dumps([node for node, _ in nodes])), **tables)  # type: ignore[arg-type]
-            await asyncio.to_thread(write_cached, where, [parts.getvalue()], f"{shard.url}: its index is not kept")
-    return {node["path"]: _array(shard, node, table) for node, table in nodes}
+    file = shard.key if shard.local else _Remote(shard, asyncio.get_running_loop(), path)
+    nodes = await asyncio.to_thread(_describe, file, path, shard)
+    if isinstance(file, _Remote):
+        await asyncio.to_thread(file.keep)
+    return nodes
 
 
-def _array(shard: Shard, node: dict[str, Any], table: NDArray[Any]) -> Any:
-    attributes = {
-        key: np.array(value[1], value[0]) if type(value) is list and type(value[1]) is list else value
-        for key, value in node["attributes"].items()
-    }
-    if node["kind"] == "group":
-        return attributes
-    if node["kind"] == "text":
-        return table.tolist()
-    name, dims = node["name"], node["dims"]
-    known = {"attributes": attributes, "dims": tuple(dims) if dims else None, "version": shard.version}
-    if node["kind"] == "values":
-        return opened(table, name, **known)
-    dtype = np.dtype(node["dtype"])
-    fill = np.frombuffer(bytes.fromhex(node["fill"]), dtype)[0]
-    shape, chunks = tuple(node["shape"]), tuple(node["chunks"])
-    filters = node["filters"]
-    return HDF5Array(
-        name=name,
-        shape=shape,
-        chunks=chunks,
-        dtype=dtype,
-        fill=fill,
-        shard=shard,
-        filters=filters,
-        table=table,
-        **known,
-    )
-
-
-def _load(path: Any) -> Any:
-    try:
-        with np.load(path, allow_pickle=False) as found:
-            return [(node, found[f"{at}"]) for at, node in enumerate(json.loads(str(found["nodes"])))]
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _describe(file: Any, path: str, name: str) -> list[Any]:
-    """Return the nodes at a path and in the group there, each with its table."""
+def _describe(file: Any, path: str, shard: Shard) -> dict[str, Any]:
     import h5py
 
     try:
-        opened_file = h5py.File(file, "r")
+        root = h5py.File(file, "r")
     except OSError as error:
-        raise ValueError(f"{name}: h5py cannot open it: {error}") from None
-    with opened_file as root:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise ValueError(f"{shard}: h5py cannot open it: {error}") from None
+    with root:
         if not path:
-            names: list[str] = []
-            root.visititems(lambda each, node: names.append(each) if isinstance(node, h5py.Dataset) else None)
-            if len(names) != 1:
+            arrays: list[str] = []
+            root.visititems(lambda name, node: arrays.append(name) if isinstance(node, h5py.Dataset) else None)
+            if len(arrays) != 1:
                 raise ValueError(
-                    f"{name}: name one of its data sets: {', '.join(f'{name}::{each}' for each in names[:20])}"
+                    f"{shard}: name one of its arrays, as in '{shard}::{min(arrays, default='x')}': {arrays}"
                 )
-            [path] = names
-        if path not in root:
-            raise ValueError(f"{name}: there is no {path!r} in it; there are {sorted(root)}")
-        node = root[path]
+            [path] = arrays
+        if (node := root.get(path)) is None:
+            raise ValueError(f"{shard}: there is no {path!r} in it; there are {sorted(root)}")
         if isinstance(node, h5py.Dataset):
-            return [_describe_data(node, "", name)]
-        group = {"kind": "group", "path": "", "dims": None, "attributes": _attributes(node)}
-        inner = [(each, node[each]) for each in node if isinstance(node.get(each), h5py.Dataset)]
-        return [(group, np.empty(0)), *[_describe_data(found, each, name) for each, found in inner]]
+            return {"": _array_of(node, shard)}
+        inner = {name: node[name] for name in node if isinstance(node.get(name), h5py.Dataset)}
+        return {"": _attributes(node), **{name: _array_of(each, shard) for name, each in inner.items()}}
 
 
-def _describe_data(data: Any, path: str, name: str) -> Any:
+def _array_of(data: Any, shard: Shard) -> Any:
+    """Return a data set as an array, or as a list if it has texts."""
     import h5py
 
-    where = f"{name}::{data.name.lstrip('/')}"
-    scales = [scale[0].name if len(scale) else scale.label for scale in data.dims]
-    # A coordinate of NetCDF is its own axis.
-    dims = [each.rpartition("/")[2] for each in ([data.name] if data.is_scale and data.ndim == 1 else scales)]
-    node = {
-        "path": path,
-        "dims": dims if all(dims) else None,
-        "attributes": _attributes(data),
-        "kind": "chunks",
-        "name": where,
-    }
-    properties, shape = data.id.get_create_plist(), list(data.shape or ())
     if h5py.check_string_dtype(data.dtype) is not None:
-        return {**node, "kind": "text"}, np.array(data.asstr()[...], str)
-    layout, filters = properties.get_layout(), [properties.get_filter(at) for at in range(properties.get_nfilters())]
-    if layout == h5py.h5d.VIRTUAL or properties.get_external_count():
-        raise ValueError(f"{where} is a view of other files: pass the list of these")
+        return np.asarray(data.asstr()[...]).tolist()
+    name, properties, dtype = f"{shard}::{data.name.lstrip('/')}", data.id.get_create_plist(), data.dtype
+    # A coordinate of NetCDF is its own axis.
+    scales = [scale[0].name if len(scale) else scale.label for scale in data.dims]
+    dims = [each.rpartition("/")[2] for each in ([data.name] if data.is_scale and data.ndim == 1 else scales)]
+    known: Any = {"name": name, "dims": tuple(dims) if all(dims) else None, "attributes": _attributes(data)}
+    if properties.get_layout() == h5py.h5d.VIRTUAL or properties.get_external_count():
+        raise ValueError(f"{name} is a view of other files: pass a list of these")
+    filters = [properties.get_filter(at) for at in range(properties.get_nfilters())]
     for number, _, _, label in filters:
-        if number not in (_DEFLATE, _SHUFFLE, _FLETCHER32, _LZF, _BLOSC, _LZ4, _ZSTD):
-            known = _REFUSED.get(number) or label.decode(errors="replace")
-            raise ValueError(f"{where} is compressed by {known!r} (filter {number}), which aiofeed does not read")
-    if not shape or 0 in shape or layout == h5py.h5d.COMPACT:
-        return {**node, "kind": "values"}, np.asarray(data[...])
-    dtype = data.dtype
-    if layout == h5py.h5d.CHUNKED:
-        chunks = list(data.chunks)
-        grid = [-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True)]
-        table = np.zeros((math.prod(grid), 3), np.int64)
+        if number not in (_SHUFFLE, _FLETCHER32, *_COMPRESSORS):
+            what = _REFUSED.get(number) or label.decode(errors="replace")
+            raise ValueError(f"{name} is compressed by {what!r}, filter {number}, which aiofeed does not read")
+    if not data.size or not data.shape or properties.get_layout() == h5py.h5d.COMPACT:
+        return opened(np.asarray(data[...]), **known)
+    if chunks := data.chunks:
+        table = np.zeros((*[-(-size // chunk) for size, chunk in zip(data.shape, chunks, strict=True)], 3), np.int64)
 
         def add(found: Any) -> None:
-            at = [start // chunk for start, chunk in zip(found.chunk_offset, chunks, strict=True)]
-            table[np.ravel_multi_index(at, grid)] = found.byte_offset, found.size, found.filter_mask
+            at = tuple(start // chunk for start, chunk in zip(found.chunk_offset, chunks, strict=True))
+            table[at] = found.byte_offset, found.size, found.filter_mask
 
         data.id.chunk_iter(add)
     else:
-        chunks = list(rows_of(shape, dtype))
-        row_bytes = math.prod(shape[1:]) * dtype.itemsize
-        firsts = np.arange(0, shape[0], chunks[0])
+        chunks, row_bytes = rows_of(data.shape, dtype), math.prod(data.shape[1:]) * dtype.itemsize
+        rows = np.minimum(np.arange(0, data.shape[0] + chunks[0], chunks[0]), data.shape[0])
         start = data.id.get_offset()
-        table = np.zeros((len(firsts), 3), np.int64)
-        if start is not None:
-            table[:, 0] = start + firsts * row_bytes
-            table[:, 1] = (np.minimum(firsts + chunks[0], shape[0]) - firsts) * row_bytes
-    fill = np.zeros(1, dtype) if dtype.hasobject else np.full(1, data.fillvalue, dtype)
-    numbers = [number for number, *_ in filters]
-    found = {"shape": shape, "chunks": chunks, "dtype": dtype.str, "fill": fill.tobytes().hex(), "filters": numbers}
-    return {**node, **found}, table
+        columns = (
+            (0 * rows[1:], 0 * rows[1:])
+            if start is None
+            else (start + rows[:-1] * row_bytes, np.diff(rows) * row_bytes)
+        )
+        table = np.stack([*columns, 0 * rows[1:]], axis=1).reshape(-1, *[1] * (data.ndim - 1), 3)
+    known.update(shape=data.shape, chunks=chunks, dtype=dtype, fill=None if dtype.hasobject else data.fillvalue)
+    return HDF5Array(shard=shard, reader=shard.reader, filters=[number for number, *_ in filters], table=table, **known)
 
 
 def _attributes(node: Any) -> dict[str, Any]:
-    """Return attributes that are texts or a few numbers, as JSON has them, with the dtype of numbers."""
     found = {}
     for name in node.attrs:
-        try:
-            value = np.asarray(node.attrs[name])
-        except (OSError, TypeError):  # of a type that h5py does not know
-            continue
-        if value.size <= 64 and value.dtype.kind in "OSU":
-            value = [
-                each.decode(errors="replace") if isinstance(each, bytes) else str(each) for each in value.reshape(-1)
-            ]
-            found[name] = value[0] if len(value) == 1 else value
-        elif value.size <= 64 and value.dtype.kind in "iuf":
-            found[name] = [value.dtype.str, value.reshape(-1).tolist()]
+        with contextlib.suppress(OSError, TypeError):  # of a type that h5py does not know
+            found[name] = node.attrs[name]
     return found
 
 
 class _Remote(io.RawIOBase):
-    """A file at a URL that h5py reads in blocks."""
+    """A file at a URL, of which h5py reads some parts; these are kept in the cache folder."""
 
-    def __init__(self, shard: Shard, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, shard: Shard, loop: asyncio.AbstractEventLoop, path: str) -> None:
         self._shard = shard
         self._loop = loop
-        self._blocks: dict[int, bytes] = {}
         self._at = 0
+        identity = shard.reader.identity
+        self._kept = cache_path(identity and f"{identity} {shard.key} {shard.info} {path}", "hdf5")
+        self._blocks: dict[int, bytes] = {}
+        self._parts: dict[tuple[int, int], bytes] = {}
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if self._kept is not None:
+                with np.load(self._kept, allow_pickle=False) as found:
+                    places, data = found["places"].tolist(), found["data"].tobytes()
+                for start, end in places:
+                    self._parts[start, end], data = data[: end - start], data[end - start :]
+        self._new = not self._parts
+
+    def keep(self) -> None:
+        """Keep the parts that were read, if they were not."""
+        if self._kept is not None and self._new:
+            file, data = io.BytesIO(), np.frombuffer(b"".join(self._parts.values()), np.uint8)
+            np.savez(file, places=np.array(list(self._parts)), data=data)
+            write_cached(self._kept, [file.getvalue()], f"{self._shard}: the places of its chunks are not kept")
 
     def seek(self, offset: int, whence: int = 0) -> int:
         """Set the position."""
-        self._at = offset + (self._at if whence == 1 else self._shard.size if whence == 2 else 0)
+        self._at = offset + (0, self._at, self._shard.size)[whence]
         return self._at
 
     def tell(self) -> int:
         """Return the position."""
         return self._at
 
-    def readable(self) -> bool:
-        """Return that it is."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return that it is."""
-        return True
-
     def readinto(self, buffer: Any) -> int:
         """Read from the position on."""
-        view, done = memoryview(buffer).cast("B"), 0
-        while done < len(view) and self._at < self._shard.size:
-            number, start = divmod(self._at, BLOCK_BYTES)
-            if number not in self._blocks:
-                first = number * BLOCK_BYTES
-                ranges = [(first, min(first + BLOCK_BYTES, self._shard.size))]
-                [self._blocks[number]] = asyncio.run_coroutine_threadsafe(self._shard.read(ranges), self._loop).result()
-            part = self._blocks[number][start : start + len(view) - done]
-            view[done : done + len(part)] = part
-            done += len(part)
-            self._at += len(part)
-        return done
+        start, end = self._at, min(self._at + len(buffer), self._shard.size)
+        if (start, end) not in self._parts:
+            first = start // BLOCK_BYTES * BLOCK_BYTES
+            data = b"".join(map(self._block, range(first, end, BLOCK_BYTES)))
+            self._parts[start, end] = data[start - first : end - first]
+            self._new = True
+        buffer[: end - start] = self._parts[start, end]
+        self._at = end
+        return end - start
+
+    def _block(self, start: int) -> bytes:
+        if start not in self._blocks:
+            read = self._shard.read([(start, min(start + BLOCK_BYTES, self._shard.size))])
+            [self._blocks[start]] = asyncio.run_coroutine_threadsafe(read, self._loop).result()
+        return self._blocks[start]

@@ -14,7 +14,7 @@ import numpy as np
 
 from aiofeed.arrays.chunked import ChunkedArray, opened, scaling_of
 from aiofeed.arrays.hdf5 import open_hdf5
-from aiofeed.arrays.zarr_files import array_of, open_zarr
+from aiofeed.arrays.zarr_files import open_zarr
 from aiofeed.common.blocking import run_blocking
 from aiofeed.objects.reader import ObjectReader, run_all
 from aiofeed.objects.urls import is_remote
@@ -31,18 +31,10 @@ class SparseMatrix:
     """A CSR matrix: values, their columns, and where each row begins in these."""
 
     name: str
-    shape: tuple[int, int]
+    width: int
     values: ChunkedArray
     columns: ChunkedArray
     starts: NDArray[np.int64]
-
-
-@dataclass(eq=False)
-class Categories:
-    """Codes of a column of categories, and their names."""
-
-    codes: ChunkedArray
-    names: list[str]
 
 
 class Opener:
@@ -54,7 +46,10 @@ class Opener:
         options: Arguments of ``obstore.store.from_url``.
     """
 
+    categories: dict[str, list[str]]
+
     def __init__(self, decode_cf: bool, store: Any, options: Mapping[str, Any] | None) -> None:
+        self.categories = {}
         self._decode_cf = decode_cf
         self._storage: dict[str, Any] = {"store": store, "options": options}
         self._finder = ShardFinder(store, options)
@@ -70,7 +65,7 @@ class Opener:
         several = given if isinstance(given, list | tuple) else [given]
         if not several:
             raise ValueError(f"Arrays: {field!r} is a list without arrays")
-        parts = run_blocking(lambda: self._open_all(several))
+        parts = run_blocking(lambda: self._open_all(field, several))
         for part in parts:
             if isinstance(part, list):
                 raise ValueError(f"Arrays: {field!r} has texts, of which torch has no tensors")
@@ -78,13 +73,13 @@ class Opener:
                 part.scaling = scaling_of(part)
         return parts
 
-    async def _open_all(self, several: Sequence[Any]) -> list[Any]:
+    async def _open_all(self, field: str, several: Sequence[Any]) -> list[Any]:
         found = [each for given in several for each in (_expand(given) if _is_path(given) else [given])]
-        return await run_all([self._open(each) for each in found])
+        return await run_all([self._open(field, each) for each in found])
 
-    async def _open(self, given: Any) -> Any:
+    async def _open(self, field: str, given: Any) -> Any:
         if not _is_path(given):
-            return await self._adopt(given)
+            return await self._adopt(field, given)
         file, two_colons, inner = os.fspath(given).partition("::")
         is_hdf5 = two_colons or PurePath(file.partition("?")[0]).suffix.lower() in HDF5_FILES
         if is_hdf5:
@@ -96,7 +91,7 @@ class Opener:
             return node
 
         async def child(name: str) -> Any:
-            return nodes[name] if is_hdf5 else await self._open(f"{file.rstrip('/')}/{name}")
+            return nodes[name] if is_hdf5 else await self._open(field, f"{file.rstrip('/')}/{name}")
 
         kind = node.get("encoding-type")
         if kind == "csr_matrix":
@@ -105,30 +100,28 @@ class Opener:
             rows, width = np.asarray(node["shape"]).tolist()
             if len(starts) != rows + 1 or starts[0] or (np.diff(starts) < 0).any() or starts[-1] != values.shape[0]:
                 raise ValueError(f"{given}: its rows do not fit its values: it is damaged")
-            return SparseMatrix(str(given), (rows, width), values, columns, starts)
+            return SparseMatrix(str(given), width, values, columns, starts)
         if kind == "categorical":
             names = await child("categories")
             names = names if isinstance(names, list) else (await read_all(names)).tolist()
-            return Categories(await child("codes"), list(map(str, names)))
+            if self.categories.setdefault(field, names) != names:
+                raise ValueError(f"{given} has other categories than other parts of {field!r}")
+            return await child("codes")
         raise ValueError(f"{given} is {f'a {kind}' if kind else 'a group'}: name an array in it")
 
-    async def _adopt(self, given: Any) -> Any:
+    async def _adopt(self, field: str, given: Any) -> Any:
         kind = f"{type(given).__module__.partition('.')[0]}.{type(given).__name__}"
         if kind == "h5py.Dataset":
-            return await self._open(f"{given.file.filename}::{given.name}")
+            return await self._open(field, f"{given.file.filename}::{given.name}")
         if kind == "zarr.Array":
-            store = type(given.store).__name__
-            if store == "LocalStore":
-                reader = ObjectReader(os.path.join(given.store.root, given.path))
-                return array_of(given.metadata.to_dict(), reader, given.metadata)
-            if store == "ObjectStore":
-                reader = ObjectReader(given.path, store=given.store.store)
-                return array_of(given.metadata.to_dict(), reader, given.metadata)
-            return opened(given, given.name or store, chunks=given.chunks, attributes=dict(given.attrs))
-        if not hasattr(given, "shape") or not hasattr(given, "dtype"):
-            raise TypeError(
-                f"Arrays takes paths and URLs of arrays, or arrays of zarr, h5py, xarray, dask and NumPy, not {kind}"
-            )
+            store, kind = given.store, type(given.store).__name__
+            if kind == "LocalStore":
+                return await self._open(field, os.path.join(store.root, given.path))
+            if kind == "ObjectStore":
+                return (await open_zarr(ObjectReader(given.path, store=store.store)))[""]
+            return opened(given, given.name or kind, given.chunks, attributes=dict(given.attrs))
+        if not (hasattr(given, "shape") and hasattr(given, "dtype")):
+            raise TypeError(f"Arrays takes paths, URLs and arrays of zarr, h5py, xarray, dask and NumPy, not {kind}")
         return opened(given, str(getattr(given, "name", None) or kind))
 
 

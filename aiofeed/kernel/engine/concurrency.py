@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from aiofeed.kernel.engine.admission import Admission
 from aiofeed.kernel.engine.fetch.fetcher import Fetcher
@@ -113,6 +114,12 @@ class JobTimer:
         threads = self._threads if self._threads == _busy_threads(self._pool) else 0
         pool_cpu = machine.threads_cpu_s(self._pool.core_waits) - self._pool_cpu
         return JobTiming(samples, wall, cpu, threads, nbytes, max(pool_cpu, 0.0))
+
+
+def run_timed(pool: ThreadPool, function: Callable[..., Any], *arguments: Any) -> tuple[Any, JobTiming]:
+    """Return the result of a job of no batch, and its timing as one sample."""
+    timer = JobTimer(pool)
+    return function(*arguments), timer.job(1)
 
 
 def _busy_threads(pool: ThreadPool) -> int:

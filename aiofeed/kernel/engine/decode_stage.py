@@ -21,7 +21,7 @@ from typing import Any
 from aiofeed.kernel.core.errors import BatchFailedError, CollateError, FeedError, SampleError
 from aiofeed.kernel.core.failure_policy import FailurePolicy
 from aiofeed.kernel.core.failures import FailureCounter
-from aiofeed.kernel.core.types import BatchPlan
+from aiofeed.kernel.core.types import BatchPlan, Gathered
 from aiofeed.kernel.engine.batch import Batch, BatchKeys
 from aiofeed.kernel.engine.concurrency import JobTimer
 from aiofeed.kernel.engine.fetch.collate import BatchBuilder
@@ -130,7 +130,9 @@ class DecodeStage:
         self, batch: Batch, start: int, encoded: list[Any], deadline: JobDeadline | None = None
     ) -> ChunkOutcome:
         """Decode a chunk, and finish the batch if it is the last one; runs in a decode thread."""
-        timer = JobTimer(self.executor) if self.tuner is not None and self.tuner.listening else None
+        # The work for a batch that is gathered was done, and timed, in other jobs.
+        timed = self.tuner is not None and not isinstance(encoded, Gathered) and self.tuner.listening
+        timer = JobTimer(self.executor) if timed else None
         samples, began, alone = len(encoded), time.perf_counter(), self.executor.alone
         core_wait_s = machine.core_wait_s(threading.get_native_id()) if alone else 0.0
         batch.under_way[start] = "decoding", began, start + samples, encoded

@@ -38,7 +38,7 @@ from aiofeed.kernel.core.statistics import EpochStats
 from aiofeed.kernel.core.types import BatchPlan
 from aiofeed.kernel.engine.admission import Admission, MemoryBudget
 from aiofeed.kernel.engine.batch import Batch, ReorderBuffer
-from aiofeed.kernel.engine.concurrency import Concurrency
+from aiofeed.kernel.engine.concurrency import Concurrency, run_timed
 from aiofeed.kernel.engine.fetch.fetcher import Fetcher
 from aiofeed.kernel.engine.tuning.gil import GilLimit
 from aiofeed.kernel.engine.tuning.jobs import batches_at_once
@@ -96,9 +96,14 @@ class Assembly:
         return self._fetcher.reading_ahead(steps, self._run_job, self._executor.max_threads)
 
     async def _run_job(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a job of no batch; like those of batches, it releases batches that were taken meanwhile."""
+        """Run a job of no batch; like those of batches, it is timed, and releases batches that were taken meanwhile."""
+        tuner = self._tuner
         try:
-            return await self._executor.run(function, *arguments)
+            if tuner is None or not tuner.decoding.listening:
+                return await self._executor.run(function, *arguments)
+            result, job = await self._executor.run(run_timed, self._executor, function, *arguments)
+            self._concurrency.observe_job(tuner, job, saturated=not self._buffer.waiting)
+            return result
         finally:
             self.release_returned()
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data import IterableDataset
 
+    from aiofeed.arrays.arrays import Arrays
     from aiofeed.cache.disk import DiskCache, EncodedCache
     from aiofeed.cache.host import HostCache
     from aiofeed.kernel.core.types import Decoder, RandomDecoder, Source
@@ -65,7 +66,16 @@ if TYPE_CHECKING:
     Encoded: TypeAlias = Source[EncodedT] | IterableDataset[EncodedT] | Mixture
     Decode: TypeAlias = Decoder[EncodedT, Any] | RandomDecoder[EncodedT, Any]
     Decoded: TypeAlias = (
-        MapDataset[Any] | FromDataset | Tensors | Tokens | Table | Clips | Stream | IterableDataset[Any] | Mixture
+        MapDataset[Any]
+        | FromDataset
+        | Arrays
+        | Tensors
+        | Tokens
+        | Table
+        | Clips
+        | Stream
+        | IterableDataset[Any]
+        | Mixture
     )
     Shard: TypeAlias = tuple[int, int] | tuple[str | tuple[str, ...], DeviceMesh] | DeviceMesh | Literal["auto"] | None
     SequenceSplit: TypeAlias = (
@@ -149,10 +159,11 @@ class Feeder(Generic[BatchT]):
 
     Args:
         source: A ``Source`` (``ImageFolder``, ``Files`` or your own), a torch map-style ``Dataset``, ``Tensors``,
-            ``Tokens``, a ``Table``, ``Clips`` of videos, a ``Mixture`` of several sources, a ``Stream``, or an
-            ``IterableDataset``, which becomes a ``Stream``.
+            ``Arrays``, ``Tokens``, a ``Table``, ``Clips`` of videos, a ``Mixture`` of several sources, a ``Stream``, or
+            an ``IterableDataset``, which becomes a ``Stream``.
         decode: A ``Decoder``, e.g. ``DecodeImage(size=224)``. Leave it out for a ``Dataset``, which returns decoded
-            items, for ``Tokens``, ``Clips`` and a ``Table`` of numbers, and for a ``Stream`` of decoded items.
+            items, for ``Arrays``, ``Tokens``, ``Clips`` and a ``Table`` of numbers, and for a ``Stream`` of decoded
+            items.
         batch_size: Samples per batch; or a plan that forms batches by the lengths of samples: ``Buckets``,
             ``TokenBudget``, ``Balanced`` or ``Pack``.
         batch_sampler: An iterable of lists of indices, such as torch's ``BatchSampler``, listed once per epoch. Rank r

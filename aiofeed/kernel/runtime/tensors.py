@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.kernel.core.pytree import is_flat_plain, map_leaves
-from aiofeed.kernel.core.types import HostTensor
+from aiofeed.kernel.core.types import DeferredTensor, HostTensor
 from aiofeed.kernel.runtime.buffers import BufferLease, array
 
 if TYPE_CHECKING:
@@ -103,8 +103,14 @@ def unchanged(batch: Any) -> Any:
 
 
 def as_tensors(batch: Any) -> Any:
-    """Return a batch with a tensor in place of each ``HostTensor``; container types stay."""
-    return map_leaves(lambda leaf: as_tensor(leaf) if type(leaf) is HostTensor else leaf, batch, is_flat_plain)
+    """Return a batch with a tensor in place of each ``HostTensor`` and ``DeferredTensor``; container types stay."""
+    return map_leaves(_as_tensor_leaf, batch, is_flat_plain)
+
+
+def _as_tensor_leaf(leaf: Any) -> Any:
+    if type(leaf) is HostTensor:
+        return as_tensor(leaf)
+    return leaf.arrive(as_tensor) if isinstance(leaf, DeferredTensor) else leaf
 
 
 def is_plain(dtype: np.dtype[Any]) -> bool:
