@@ -7,6 +7,7 @@ from aiofeed import exporters as exporters
 from aiofeed import processes as processes
 from aiofeed import reports as reports
 from aiofeed import testing as testing
+from aiofeed.arrays.arrays import Arrays as Arrays
 from aiofeed.cache.disk import DiskCache as DiskCache
 from aiofeed.cache.disk import EncodedCache as EncodedCache
 from aiofeed.cache.host import HostCache as HostCache

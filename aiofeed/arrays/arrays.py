@@ -237,7 +237,7 @@ class Arrays(GroupedSource):
     def key(self, index: int, /) -> str:
         """Return the array of the first field and the position of the sample."""
         places = ", ".join(f"{axis}={at}" for axis, at in self.position(index).items())
-        return f"{self._sources[0].first.name}[{places}]"
+        return f"{next(iter(self.fields.values())).name}[{places}]"
 
     def position(self, index: int, /) -> dict[Any, int]:
         """Return the position of a sample along each axis; of a tile, its first one, unless that is random."""
@@ -276,7 +276,7 @@ class Arrays(GroupedSource):
         """
         import torch
 
-        from aiofeed.kernel.feeder.feeder import Feeder
+        from aiofeed import Feeder
 
         chosen = np.random.default_rng(seed).choice(len(self), min(samples, len(self)), replace=False)
         found: dict[str, list[torch.Tensor]] = {name: [] for name in self.fields}
@@ -362,8 +362,7 @@ class GatheredArrays(Gathered):
         super().__init__(len(starts[None]))
         self.errors = {}
         self._fields = fields
-        self._starts = starts
-        self._values = {name: field.new(starts, memory) for name, field in fields.items()}
+        self._states = {name: field.new(starts, memory) for name, field in fields.items()}
         self._sources = [(name, at) for name, field in fields.items() for at in range(len(field.sources))]
         needs = [each for field in fields.values() for each in field.needs(starts)]
         self.shards = (
@@ -374,14 +373,14 @@ class GatheredArrays(Gathered):
     def put(self, number: int, places: NDArray[np.int64], place: Any, values: Any) -> None:
         """Write a chunk of a joined array into samples; from any thread."""
         name, source = self._sources[number]
-        self._fields[name].put(self._values[name], self._starts, source, places, place, values)
+        self._fields[name].put(self._states[name], source, places, place, values)
 
     def __iter__(self) -> Iterator[Any]:
-        found = {name: field.samples(self._values[name], self._starts) for name, field in self._fields.items()}
+        found = {name: field.samples(self._states[name]) for name, field in self._fields.items()}
         for at in range(len(self)):
             yield self.errors.get(at) or {name: samples[at] for name, samples in found.items()}
 
     def batch(self, lease: BufferLease) -> tuple[Any, int]:
         """Return the tensors of the fields, and their bytes."""
-        found = {name: field.batch(self._values[name], self._starts, lease) for name, field in self._fields.items()}
+        found = {name: field.batch(self._states[name], lease) for name, field in self._fields.items()}
         return found, sum(field.nbytes for field in self._fields.values()) * len(self)

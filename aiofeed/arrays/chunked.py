@@ -217,6 +217,9 @@ class Joined:
         for part in parts:
             if (found := _layout(part, axis)) != wanted:
                 raise ValueError(f"{part.name} has {found}, and {self.first.name} {wanted}")
+        for part in parts:
+            for size, chunk in zip(part.shape, part.chunks, strict=True):
+                check_expanded(part.name, 8 * size // max(chunk, 1), 0)  # a damaged file may claim any shape
         shape = list(self.first.shape)
         self.bounds: list[NDArray[np.int64]] = list(map(_cuts, shape, self.first.chunks))
         self._counts = np.zeros(1, np.int64)

@@ -56,14 +56,19 @@ class DenseField:
         pad: The value beyond the array.
 
     Attributes:
+        name: That of the array in messages.
         sources: The joined arrays that the field is made of.
         shape: The shape of a sample.
         nbytes: Bytes of a sample.
     """
 
     def __init__(self, joined: Joined, selections: Sequence[Selection], pad: float | None) -> None:
+        self.name: str = joined.first.name
         self.sources: list[Joined] = [joined]
-        self._pad = pad
+        try:
+            self._pad = None if pad is None else np.asarray(pad, joined.dtype)
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"Arrays(pad={pad}) is no value of {joined.first.name}, {joined.dtype}") from None
         self._axes = [each.axis for each in selections]
         self._full = [len(each.offsets) for each in selections]
         self._blocks = list(itertools.product(*[each.runs() for each in selections]))
@@ -94,34 +99,36 @@ class DenseField:
         places, numbers = np.unique(np.concatenate(found, axis=1), axis=1) if len(found) > 1 else found[0]
         return [(places, numbers)]
 
-    def new(self, starts: Starts, memory: BufferLease) -> list[NDArray[Any]]:
-        """Return memory for the samples of a batch."""
+    def new(self, starts: Starts, memory: BufferLease) -> Any:
+        """Return memory for the samples of a batch, and where they begin, as lists."""
         out = array(memory, (len(starts[None]), *self._full), self.sources[0].dtype)
         if self._pad is not None:
             out[...] = self._pad
-        return [out]
+        return out, {axis: starts[axis].tolist() for axis in self._axes}
 
-    def put(self, memory: Any, starts: Starts, source: int, places: Any, place: Place, values: Any) -> None:
+    def put(self, state: Any, source: int, places: NDArray[np.int64], place: Place, values: Any) -> None:
         """Write a chunk of a joined array into samples."""
-        for block in self._blocks:
-            inside, bounds = np.ones(len(places), bool), []
-            for (axis, offset, length, at), (low, high) in zip(block, place, strict=True):
-                begin = starts[axis][places] + offset
-                first, last = np.maximum(begin, low), np.minimum(begin + length, high)
-                inside &= first < last
-                bounds.append(np.stack([first - begin + at, last - begin + at, first - low, last - low], axis=1))
-            slices = [[(slice(a, b), slice(c, d)) for a, b, c, d in each[inside].tolist()] for each in bounds]
-            for at, *pairs in zip(places[inside].tolist(), *slices, strict=True):
-                part = values[tuple(inner for _, inner in pairs)] if values.ndim else values
-                memory[0][(at, *(outer for outer, _ in pairs))] = part
+        out, starts = state
+        # Mostly few samples of a batch: numpy would take longer.
+        for block, at in itertools.product(self._blocks, places.tolist()):
+            outer, inner = [at], []
+            for (axis, offset, length, first), (low, high) in zip(block, place, strict=True):
+                begin = starts[axis][at] + offset
+                start, end = max(begin, low), min(begin + length, high)
+                if start >= end:
+                    break
+                outer.append(slice(start - begin + first, end - begin + first))
+                inner.append(slice(start - low, end - low))
+            else:
+                out[tuple(outer)] = values[tuple(inner)] if values.ndim else values
 
-    def samples(self, memory: Any, starts: Starts) -> Any:
+    def samples(self, state: Any) -> Any:
         """Return the samples of a batch."""
-        return memory[0].reshape(len(memory[0]), *self.shape)
+        return state[0].reshape(len(state[0]), *self.shape)
 
-    def batch(self, memory: Any, starts: Starts, lease: BufferLease) -> HostTensor:
+    def batch(self, state: Any, lease: BufferLease) -> HostTensor:
         """Return the tensor of a batch."""
-        out = self.samples(memory, starts)
+        out = self.samples(state)
         if lease.pinned:
             pinned = array(lease, out.shape, out.dtype)
             pinned[...] = out
@@ -142,11 +149,12 @@ class SparseField:
         dense: Whether samples are rows with all columns.
 
     Attributes:
-        sources, shape, nbytes: As of ``DenseField``; values and columns.
+        name, sources, shape, nbytes: As of ``DenseField``; values and columns.
         rows: Where each row begins in the values, and their end.
     """
 
     def __init__(self, parts: Sequence[SparseMatrix], selection: Selection, *, dense: bool) -> None:
+        self.name: str = parts[0].name
         self.sources: list[Joined] = [Joined([each.values for each in parts]), Joined([each.columns for each in parts])]
         self._axis = selection.axis
         self._offset, self._count = selection.offsets[0], len(selection.offsets)
@@ -168,15 +176,14 @@ class SparseField:
         rows = len(self.rows) - 1
         return np.unique([*found.clip(0, rows - 1), rows]) if axis == self._axis else None
 
-    def _spans(self, starts: Starts) -> tuple[Any, Any, Any]:
-        """Return where the values of samples begin and end in all, and where they end in the batch."""
+    def _spans(self, starts: Starts) -> tuple[Any, Any]:
+        """Return where the values of samples begin and end."""
         first = starts[self._axis] + self._offset
-        begin, end = self.rows[first], self.rows[first + self._count]
-        return begin, end, np.cumsum(end - begin)
+        return self.rows[first], self.rows[first + self._count]
 
     def needs(self, starts: Starts) -> list[Needs]:
         """Return the chunks that samples need, of values and of columns."""
-        (begin, end, _), found = self._spans(starts), []
+        (begin, end), found = self._spans(starts), []
         for source in self.sources:
             first = np.searchsorted(source.bounds[0], begin, side="right") - 1
             last = np.searchsorted(source.bounds[0], end - 1, side="right")
@@ -184,42 +191,46 @@ class SparseField:
             found.append((places, first[places] + within))
         return found
 
-    def new(self, starts: Starts, memory: BufferLease) -> list[NDArray[Any]]:
-        """Return memory for the values and columns of a batch."""
-        count = int(self._spans(starts)[2][-1])
-        return [array(memory, (count,), source.dtype) for source in self.sources]
+    def new(self, starts: Starts, memory: BufferLease) -> Any:
+        """Return memory for the values and columns of a batch, where samples begin and end, and the lengths of rows."""
+        begin, end = self._spans(starts)
+        rows = (starts[self._axis][:, None] + self._offset + np.arange(self._count)).reshape(-1)
+        flat = [array(memory, (int((end - begin).sum()),), source.dtype) for source in self.sources]
+        return flat, begin, end, self.rows[rows + 1] - self.rows[rows]
 
-    def put(self, memory: Any, starts: Starts, source: int, places: Any, place: Place, values: Any) -> None:
+    def put(self, state: Any, source: int, places: NDArray[np.int64], place: Place, values: Any) -> None:
         """Write a chunk of values or of columns into rows."""
-        begin, end, ends = (each[places] for each in self._spans(starts))
+        flat, begin, end, _ = state
+        shift = (np.cumsum(end - begin) - end)[places]  # from the place in all to that in the batch
         [(low, high)] = place
-        first = np.maximum(begin, low)
-        row, within = expand(np.minimum(end, high) - first)
+        first = np.maximum(begin[places], low)
+        row, within = expand(np.minimum(end[places], high) - first)
         found = values[within + (first - low)[row]] if values.ndim else values
         if source and found.size and not 0 <= found.min() <= found.max() < self._width:
             raise ValueError(f"it has columns beyond the {self._width} of the matrix")
-        memory[source][within + (ends - end + first)[row]] = found
+        flat[source][within + (first + shift)[row]] = found
 
-    def _rows_of(self, memory: Any, starts: Starts, out: NDArray[Any]) -> NDArray[Any]:
-        rows = (starts[self._axis][:, None] + self._offset + np.arange(self._count)).reshape(-1)
+    def _dense_rows(self, state: Any, out: NDArray[Any]) -> NDArray[Any]:
+        (values, columns), _, _, lengths = state
         out[...] = 0
-        out[expand(self.rows[rows + 1] - self.rows[rows])[0], memory[1]] = memory[0]
+        out[expand(lengths)[0], columns] = values
         return out.reshape(-1, *self.shape)
 
-    def samples(self, memory: Any, starts: Starts) -> Any:
+    def samples(self, state: Any) -> Any:
         """Return the samples of a batch: rows, or the columns that have values, and these."""
+        (values, columns), begin, end, lengths = state
         if self._dense:
-            shape = (len(starts[None]) * self._count, self._width)
-            return self._rows_of(memory, starts, np.empty(shape, self.sources[0].dtype))
-        cuts = self._spans(starts)[2][:-1]
-        return list(zip(np.split(memory[1], cuts), np.split(memory[0], cuts), strict=True))
+            return self._dense_rows(state, np.empty((len(lengths), self._width), values.dtype))
+        cuts = np.cumsum(end - begin)[:-1]
+        return list(zip(np.split(columns, cuts), np.split(values, cuts), strict=True))
 
-    def batch(self, memory: Any, starts: Starts, lease: BufferLease) -> Any:
+    def batch(self, state: Any, lease: BufferLease) -> Any:
         """Return the tensor of a batch."""
+        (values, columns), begin, end, lengths = state
         if not self._dense:
-            return SparseRows(self._spans(starts)[2], memory[1], memory[0], self._width)
-        out = array(lease, (len(starts[None]) * self._count, self._width), self.sources[0].dtype)
-        return HostTensor(self._rows_of(memory, starts, out), pinned=lease.pinned)
+            return SparseRows(np.cumsum(end - begin), columns, values, self._width)
+        out = array(lease, (len(lengths), self._width), values.dtype)
+        return HostTensor(self._dense_rows(state, out), pinned=lease.pinned)
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """Return the tensor of some samples."""

@@ -77,7 +77,9 @@ class HDF5Array(ChunkedArray):
                 if imagecodecs.h5checksum_fletcher32(data).to_bytes(4, "little") != stored:
                     raise ValueError("its checksum is wrong")
             else:
-                data = _COMPRESSORS[number](data, nbytes + 4 * (_FLETCHER32 in self.filters[:at]))
+                # What one filter makes of another one's result may be longer than the chunk.
+                longer = bool({*self.filters[:at]} - {_SHUFFLE})
+                data = _COMPRESSORS[number](data, nbytes + (nbytes // 16 + 1024) * longer)
         # The last part of a contiguous data set is shorter.
         shape = self.chunks if self.filters or len(data) == nbytes else (-1, *self.chunks[1:])
         return np.frombuffer(data, self.dtype).reshape(shape)
@@ -163,13 +165,9 @@ def _array_of(data: Any, shard: Shard) -> Any:
     else:
         chunks, row_bytes = rows_of(data.shape, dtype), math.prod(data.shape[1:]) * dtype.itemsize
         rows = np.minimum(np.arange(0, data.shape[0] + chunks[0], chunks[0]), data.shape[0])
-        start = data.id.get_offset()
-        columns = (
-            (0 * rows[1:], 0 * rows[1:])
-            if start is None
-            else (start + rows[:-1] * row_bytes, np.diff(rows) * row_bytes)
-        )
-        table = np.stack([*columns, 0 * rows[1:]], axis=1).reshape(-1, *[1] * (data.ndim - 1), 3)
+        starts, is_stored = rows[:-1] * row_bytes + (data.id.get_offset() or 0), data.id.get_storage_size() > 0
+        table = np.stack([starts * is_stored, np.diff(rows) * row_bytes, 0 * starts], axis=1)
+        table = table.reshape(-1, *[1] * (data.ndim - 1), 3)
     known.update(shape=data.shape, chunks=chunks, dtype=dtype, fill=None if dtype.hasobject else data.fillvalue)
     return HDF5Array(shard=shard, reader=shard.reader, filters=[number for number, *_ in filters], table=table, **known)
 

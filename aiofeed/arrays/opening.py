@@ -16,6 +16,7 @@ from aiofeed.arrays.chunked import ChunkedArray, opened, scaling_of
 from aiofeed.arrays.hdf5 import open_hdf5
 from aiofeed.arrays.zarr_files import open_zarr
 from aiofeed.common.blocking import run_blocking
+from aiofeed.common.progress_bar import LoadProgress
 from aiofeed.objects.reader import ObjectReader, run_all
 from aiofeed.objects.urls import is_remote
 from aiofeed.shards.urls import ShardFinder, expand_braces
@@ -75,7 +76,16 @@ class Opener:
 
     async def _open_all(self, field: str, several: Sequence[Any]) -> list[Any]:
         found = [each for given in several for each in (_expand(given) if _is_path(given) else [given])]
-        return await run_all([self._open(field, each) for each in found])
+        total = len(found)
+        progress = LoadProgress("opening arrays", "arrays", total, lambda done: f"opened {done} of {total} arrays")
+
+        async def open_one(each: Any) -> Any:
+            opened_one = await self._open(field, each)
+            progress.add()
+            return opened_one
+
+        with progress:
+            return await run_all(map(open_one, found))
 
     async def _open(self, field: str, given: Any) -> Any:
         if not _is_path(given):
@@ -91,9 +101,11 @@ class Opener:
             return node
 
         async def child(name: str) -> Any:
-            return nodes[name] if is_hdf5 else await self._open(field, f"{file.rstrip('/')}/{name}")
+            return nodes[name] if name in nodes else await self._open(field, f"{str(given).rstrip('/')}/{name}")
 
         kind = node.get("encoding-type")
+        if kind == "nullable-string-array":
+            return await child("values")
         if kind == "csr_matrix":
             starts = (await read_all(await child("indptr"))).astype(np.int64)
             values, columns = await child("data"), await child("indices")

@@ -160,7 +160,7 @@ class LookAhead:
         if not self._told:
             self._told = True
             log.warning(
-                "%r: the order needs so many row groups at a time that each is decoded several times in an epoch; "
+                "%r: the order needs so many of its parts at a time that each is decoded several times in an epoch; "
                 'shuffle="window" decodes each once, and a larger Limits(lookahead_bytes=...) than %d MiB fewer times',
                 self._source,
                 self._limit_bytes >> 20,

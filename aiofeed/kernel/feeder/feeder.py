@@ -65,18 +65,8 @@ if TYPE_CHECKING:
     EncodedT = TypeVar("EncodedT")
     Encoded: TypeAlias = Source[EncodedT] | IterableDataset[EncodedT] | Mixture
     Decode: TypeAlias = Decoder[EncodedT, Any] | RandomDecoder[EncodedT, Any]
-    Decoded: TypeAlias = (
-        MapDataset[Any]
-        | FromDataset
-        | Arrays
-        | Tensors
-        | Tokens
-        | Table
-        | Clips
-        | Stream
-        | IterableDataset[Any]
-        | Mixture
-    )
+    Gathered: TypeAlias = Arrays | Tensors | Tokens | Table | Clips
+    Decoded: TypeAlias = MapDataset[Any] | FromDataset | Gathered | Stream | IterableDataset[Any] | Mixture
     Shard: TypeAlias = tuple[int, int] | tuple[str | tuple[str, ...], DeviceMesh] | DeviceMesh | Literal["auto"] | None
     SequenceSplit: TypeAlias = (
         tuple[int | str, int | DeviceMesh] | tuple[int | str, int | DeviceMesh, Literal["zigzag"]]
