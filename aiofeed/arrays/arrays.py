@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -102,18 +103,24 @@ class Arrays(GroupedSource):
         # By axis: the range of offsets; the size of a tile; the length.
         self._windows = {axis: [0] for axis in ([sample] if isinstance(sample, str | int) else sample)}
         self._tiles, self._lengths = dict(tile or {}), dict[Any, int]()
-        self.fields: dict[str, Field] = {}
+        if both := [axis for axis in self._tiles if axis in self._windows]:
+            raise ValueError(f"Arrays: the axes {both} are named in sample= and in tile=")
+        if stride and (not tile or (isinstance(stride, Mapping) and not stride.keys() <= self._tiles.keys())):
+            raise ValueError(f"Arrays(stride={stride!r}) needs a size for each of its axes in tile=")
+        self._fields: dict[str, Field] = {}
         for name, given in arrays.items():
             parts, offsets = opener.open(name, given), window.get(name) if isinstance(window, Mapping) else window
             is_matrix = isinstance(parts[0], SparseMatrix)
+            if is_matrix and pad is not None:
+                raise ValueError(f"Arrays: {name!r} is sparse, and pad= is for other arrays")
             make = self._rows_of if is_matrix else self._windows_of
-            self.fields[name] = make(name, parts, offsets, sparse == "dense" if is_matrix else pad)
+            self._fields[name] = make(name, parts, offsets, sparse == "dense" if is_matrix else pad)
         self.categories: dict[str, list[str]] = opener.categories
-        self._sources = [source for field in self.fields.values() for source in field.sources]
+        self._sources = [source for field in self._fields.values() for source in field.sources]
         self._numbers = np.cumsum([0, *[np.prod(each.grid, dtype=np.int64) for each in self._sources]])
         self._selection = repr((window, sample, tile, stride, pad, decode_cf, sparse))
         self._lay_out(stride, pad)
-        self.gathered_bytes: int = max(sum(field.nbytes for field in self.fields.values()), 1)
+        self.gathered_bytes: int = max(sum(field.nbytes for field in self._fields.values()), 1)
         chunk_bytes = max(part.chunk_bytes for source in self._sources for part in source.parts)
         self.shards_at_once: int = max(1, min(READS, READ_BYTES // max(chunk_bytes, 1)))
 
@@ -158,15 +165,17 @@ class Arrays(GroupedSource):
     def _select(self, name: str, axis: Any, given: Any) -> Selection:
         """Return the window of a field along an axis of samples."""
         if isinstance(given, Mapping):
+            if not given.keys() <= self._windows.keys():
+                raise ValueError(f"Arrays(window=): {name!r} has {list(given)}, and sample= {list(self._windows)}")
             given = given.get(axis)
         elif axis != next(iter(self._windows)):
             given = None
-        kept = given is not None and not isinstance(given, int)
-        offsets = list(given) if kept else [given or 0]
-        if not offsets or not all(isinstance(offset, int) for offset in offsets):
+        kept = isinstance(given, Iterable)
+        offsets = [*given] if kept else [given or 0]
+        if not offsets or not all(isinstance(offset, Integral) for offset in offsets):
             raise TypeError(f"Arrays(window=) takes ranges, ints and lists of ints; {name!r} has {given!r}")
-        self._windows[axis] += offsets
-        return Selection(axis, offsets, kept)
+        self._windows[axis] += map(int, offsets)
+        return Selection(axis, self._windows[axis][-len(offsets) :], kept)
 
     def _lay_out(self, stride: Any, pad: float | None) -> None:
         """Number the samples: those of one block of chunks, a shard, come together."""
@@ -189,7 +198,7 @@ class Arrays(GroupedSource):
             if count < 1:
                 raise ValueError(f"Arrays: along {axis!r} there are {length} positions, and a sample needs {size}")
             if axis not in self._random:
-                largest = sorted(self.fields.values(), key=lambda field: field.nbytes, reverse=True)
+                largest = sorted(self._fields.values(), key=lambda field: field.nbytes, reverse=True)
                 cuts = next(found for field in largest if (found := field.cuts(axis)) is not None)
                 self._axes.append((axis, first, step))
                 self._bounds.append(np.unique([*(-(-(cuts[:-1] - first) // step)).clip(0, count - 1), 0, count]))
@@ -231,13 +240,13 @@ class Arrays(GroupedSource):
         return int(self.shard_starts[-1])
 
     def __repr__(self) -> str:
-        fields = ", ".join(f"{name} {list(field.shape)}" for name, field in self.fields.items())
+        fields = ", ".join(f"{name} {list(field.shape)}" for name, field in self._fields.items())
         return f"Arrays({counted(len(self), 'sample')} of {fields})"
 
     def key(self, index: int, /) -> str:
         """Return the array of the first field and the position of the sample."""
         places = ", ".join(f"{axis}={at}" for axis, at in self.position(index).items())
-        return f"{next(iter(self.fields.values())).name}[{places}]"
+        return f"{next(iter(self._fields.values())).name}[{places}]"
 
     def position(self, index: int, /) -> dict[Any, int]:
         """Return the position of a sample along each axis; of a tile, its first one, unless that is random."""
@@ -264,7 +273,7 @@ class Arrays(GroupedSource):
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Any:
         """Return a batch of samples."""
-        found = {name: field.collate([sample[name] for sample in samples]) for name, field in self.fields.items()}
+        found = {name: field.collate([sample[name] for sample in samples]) for name, field in self._fields.items()}
         return as_tensors(found)
 
     def statistics(self, samples: int = 1000, seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
@@ -279,7 +288,7 @@ class Arrays(GroupedSource):
         from aiofeed import Feeder
 
         chosen = np.random.default_rng(seed).choice(len(self), min(samples, len(self)), replace=False)
-        found: dict[str, list[torch.Tensor]] = {name: [] for name in self.fields}
+        found: dict[str, list[torch.Tensor]] = {name: [] for name in self._fields}
         with Feeder(self[np.sort(chosen)], batch_size=16, seed=seed) as feeder:
             for batch in feeder:
                 for name, tensor in batch.items():
@@ -295,7 +304,7 @@ class Arrays(GroupedSource):
     def new_gathered(self, indices: Any, memory: BufferLease, plan: BatchPlan | None, first: int = 0) -> GatheredArrays:
         """Make memory for the samples of a batch."""
         starts = self._starts(np.asarray(indices, np.int64), plan, first)
-        return GatheredArrays(self.fields, self._numbers, starts, memory)
+        return GatheredArrays(self._fields, self._numbers, starts, memory)
 
     async def gather_ahead(self, indices: Any, targets: Any, run: Any, shard: int) -> None:
         """Read and decode a chunk, and write it into the samples that need it."""

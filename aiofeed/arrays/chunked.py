@@ -147,10 +147,9 @@ class Scaling:
 
     def apply(self, values: Any) -> Any:
         """Return values that are unpacked."""
-        values = values.view(self.stored)
-        found = values.astype(self.dtype)
-        for value in self.missing:
-            found = np.where(values == value, np.asarray(np.nan, self.dtype), found)
+        found = values.view(self.stored).astype(self.dtype)
+        if self.missing:
+            found[np.isin(found, self.missing)] = np.nan
         if self.factor is not None:
             found *= self.factor
         if self.offset is not None:
@@ -167,28 +166,29 @@ def scaling_of(array: ChunkedArray) -> Scaling | None:
     stored = dtype
     if dtype.kind in "iu" and (sign := {"true": "u", "false": "i"}.get(str(attributes.get("_Unsigned")).lower())):
         stored = np.dtype(f"{dtype.str[0]}{sign}{dtype.itemsize}")
-    missing: list[Any] = []
+    missing, has_fill = list[Any](), False
     for value in (attributes.get("_FillValue"), attributes.get("missing_value")):
         if isinstance(value, str) and dtype.kind == "f":  # how xarray writes numbers of Zarr
             value = struct.unpack("<d", base64.standard_b64decode(value))[0]
         found = np.empty(0) if value is None else np.asarray(value).reshape(-1)
-        missing += [each for each in found.astype(dtype).view(stored) if each not in missing]
-    wide = dtype.itemsize > (4 if dtype.kind == "f" else 2)
-    if factor is None and offset is None:
-        if not missing:
-            return None if stored == dtype else Scaling(stored, stored)
-        chosen: Any = np.float64 if wide else np.float32
-    elif offset is None:
-        chosen = factor.dtype
-    elif factor is not None and factor.dtype == offset.dtype and factor.dtype.kind == "f":
-        chosen = np.float64 if dtype.itemsize == 4 and dtype.kind in "iu" else factor.dtype
-    else:
-        chosen = np.float64
+        numbers = found[found == found]  # NaN marks nothing, but the dtype stays
+        missing += numbers.astype(dtype).view(stored).astype(np.float64).tolist()
+        has_fill |= len(numbers) > 0 or (len(found) > 0 and dtype.kind == "f")
+    chosen: Any = stored
+    if missing and factor is None and offset is None:
+        chosen = stored if dtype.kind == "f" else np.float32 if dtype.itemsize <= 2 else np.float64
+    elif (missing or not has_fill) and not (factor is None and offset is None):
+        alike = np.dtype(type(factor)) == np.dtype(type(offset)) and np.dtype(type(factor)).kind == "f"
+        wide = dtype.itemsize == 4 and dtype.kind in "iu"
+        chosen = type(factor) if offset is None or (alike and not wide) else np.float64
+    elif factor is None and offset is None and stored == dtype:
+        return None
     return Scaling(np.dtype(chosen), stored, factor, offset, tuple(missing))
 
 
 def _number(value: Any) -> Any:
-    return None if value is None else np.asarray(value).reshape(-1)[0]
+    # One of JSON does not widen float16.
+    return value if value is None or type(value) in (int, float) else np.asarray(value).reshape(-1)[0]
 
 
 class Joined:

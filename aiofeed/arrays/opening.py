@@ -68,8 +68,10 @@ class Opener:
             raise ValueError(f"Arrays: {field!r} is a list without arrays")
         parts = run_blocking(lambda: self._open_all(field, several))
         for part in parts:
-            if isinstance(part, list):
-                raise ValueError(f"Arrays: {field!r} has texts, of which torch has no tensors")
+            if isinstance(part, list) or isinstance(part, SparseMatrix) != isinstance(parts[0], SparseMatrix):
+                raise ValueError(
+                    f"Arrays: {field!r} has texts, or sparse matrices beside arrays: torch has no such tensors"
+                )
             if self._decode_cf and isinstance(part, ChunkedArray):
                 part.scaling = scaling_of(part)
         return parts
