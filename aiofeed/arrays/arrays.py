@@ -311,14 +311,16 @@ class Arrays(GroupedSource):
         number = int(np.searchsorted(self._numbers, shard, side="right")) - 1
         part, chunk, place = self._sources[number].find(shard - int(self._numbers[number]))
 
-        def write(data: Any) -> None:
-            started = time.perf_counter()
+        def write(data: Any) -> int:
+            started, cpu_started = time.perf_counter(), time.thread_time()
             data = part.read_now(chunk) if part.local else data
             values = part.decode(data, chunk)
             for gathered, places in targets:
                 gathered.put(number, places, place, values)
             targets[0][0].nbytes += len(data) if isinstance(data, bytes) else 0
             targets[0][0].seconds += time.perf_counter() - started
+            targets[0][0].cpu_seconds += time.thread_time() - cpu_started
+            return sum(len(places) for _, places in targets)
 
         try:
             await run(write, None if part.local else await part.read(chunk))

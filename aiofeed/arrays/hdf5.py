@@ -32,6 +32,7 @@ _COMPRESSORS: dict[int, Callable[[Any, int], Any]] = {
     32004: lambda data, most: imagecodecs.lz4h5_decode(data, out=most),
     32015: lambda data, most: imagecodecs.zstd_decode(data, out=most),
 }
+_ATTRIBUTES = ("scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned", "encoding-type", "shape")
 _REFUSED = {4: "szip", 5: "nbit", 6: "scale-offset"}
 
 
@@ -112,26 +113,29 @@ def _describe(file: Any, path: str, shard: Shard) -> dict[str, Any]:
     import h5py
 
     try:
-        root = h5py.File(file, "r")
-    except OSError as error:
-        if isinstance(error, FileNotFoundError):
+        with h5py.File(file, "r") as root:
+            return _nodes(root, path, shard)
+    except Exception as error:  # of a damaged file, h5py raises any
+        if str(shard) in str(error) or (isinstance(error, OSError) and type(error) is not OSError):
             raise
-        raise ValueError(f"{shard}: h5py cannot open it: {error}") from None
-    with root:
-        if not path:
-            arrays: list[str] = []
-            root.visititems(lambda name, node: arrays.append(name) if isinstance(node, h5py.Dataset) else None)
-            if len(arrays) != 1:
-                raise ValueError(
-                    f"{shard}: name one of its arrays, as in '{shard}::{min(arrays, default='x')}': {arrays}"
-                )
-            [path] = arrays
-        if (node := root.get(path)) is None:
-            raise ValueError(f"{shard}: there is no {path!r} in it; there are {sorted(root)}")
-        if isinstance(node, h5py.Dataset):
-            return {"": _array_of(node, shard)}
-        inner = {name: node[name] for name in node if isinstance(node.get(name), h5py.Dataset)}
-        return {"": _attributes(node), **{name: _array_of(each, shard) for name, each in inner.items()}}
+        raise ValueError(f"{shard} is damaged, or no HDF5 file: {error}") from None
+
+
+def _nodes(root: Any, path: str, shard: Shard) -> dict[str, Any]:
+    import h5py
+
+    if not path:
+        arrays: list[str] = []
+        root.visititems(lambda name, node: arrays.append(name) if isinstance(node, h5py.Dataset) else None)
+        if len(arrays) != 1:
+            raise ValueError(f"{shard}: name one of its arrays, '{shard}::{min(arrays, default='x')}': {arrays}")
+        [path] = arrays
+    if (node := root.get(path)) is None:
+        raise ValueError(f"{shard}: there is no {path!r} in it; there are {sorted(root)}")
+    if isinstance(node, h5py.Dataset):
+        return {"": _array_of(node, shard)}
+    inner = {name: node[name] for name in node if isinstance(node.get(name), h5py.Dataset)}
+    return {"": _attributes(node), **{name: _array_of(each, shard) for name, each in inner.items()}}
 
 
 def _array_of(data: Any, shard: Shard) -> Any:
@@ -141,8 +145,9 @@ def _array_of(data: Any, shard: Shard) -> Any:
     if h5py.check_string_dtype(data.dtype) is not None:
         return np.asarray(data.asstr()[...]).tolist()
     name, properties, dtype = f"{shard}::{data.name.lstrip('/')}", data.id.get_create_plist(), data.dtype
+    labels = "DIMENSION_LABELS" in data.attrs
     # A coordinate of NetCDF is its own axis.
-    scales = [scale[0].name if len(scale) else scale.label for scale in data.dims]
+    scales = [scale[0].name if len(scale) else scale.label if labels else "" for scale in data.dims]
     dims = [each.rpartition("/")[2] for each in ([data.name] if data.is_scale and data.ndim == 1 else scales)]
     known: Any = {"name": name, "dims": tuple(dims) if all(dims) else None, "attributes": _attributes(data)}
     if properties.get_layout() == h5py.h5d.VIRTUAL or properties.get_external_count():
@@ -173,11 +178,8 @@ def _array_of(data: Any, shard: Shard) -> Any:
 
 
 def _attributes(node: Any) -> dict[str, Any]:
-    found = {}
-    for name in node.attrs:
-        with contextlib.suppress(OSError, TypeError):  # of a type that h5py does not know
-            found[name] = node.attrs[name]
-    return found
+    # Not all: HDF5 may crash at damaged texts.
+    return {name: node.attrs[name] for name in _ATTRIBUTES if name in node.attrs}
 
 
 class _Remote(io.RawIOBase):
@@ -190,11 +192,11 @@ class _Remote(io.RawIOBase):
         identity = shard.reader.identity
         self._kept = cache_path(identity and f"{identity} {shard.key} {shard.info} {path}", "hdf5")
         self._blocks: dict[int, bytes] = {}
-        self._parts: dict[tuple[int, int], bytes] = {}
+        self._parts: dict[tuple[int, int], bytes | memoryview] = {}
         with contextlib.suppress(OSError, ValueError, KeyError):
             if self._kept is not None:
                 with np.load(self._kept, allow_pickle=False) as found:
-                    places, data = found["places"].tolist(), found["data"].tobytes()
+                    places, data = found["places"].tolist(), memoryview(found["data"])
                 for start, end in places:
                     self._parts[start, end], data = data[: end - start], data[end - start :]
         self._new = not self._parts

@@ -121,7 +121,10 @@ class Opener:
             if self.categories.setdefault(field, names) != names:
                 raise ValueError(f"{given} has other categories than other parts of {field!r}")
             return await child("codes")
-        raise ValueError(f"{given} is {f'a {kind}' if kind else 'a group'}: name an array in it")
+        is_folder = await asyncio.to_thread(os.path.isdir, file)
+        names = nodes if is_hdf5 or not is_folder else await asyncio.to_thread(os.listdir, file)
+        inside = sorted(name for name in names if name and not name.startswith((".", "zarr.json")))
+        raise ValueError(f"{given} is {f'a {kind}' if kind else 'a group'}: name an array in it; there are {inside}")
 
     async def _adopt(self, field: str, given: Any) -> Any:
         kind = f"{type(given).__module__.partition('.')[0]}.{type(given).__name__}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -138,14 +140,19 @@ async def open_zarr(reader: ObjectReader) -> dict[str, Any]:
     for name in () if found else (".zarray", ".zgroup"):
         if not found and (found := await _read_json(reader, name)):
             found["attributes"] = await _read_json(reader, ".zattrs") or {}
+    name = reader.url("").rstrip("/")
+    if not found and reader.is_local and not await asyncio.to_thread(os.path.exists, name):
+        raise FileNotFoundError(errno.ENOENT, "there is no such array", name)
     if not found:
-        raise ValueError(f"{reader.url('')} is no Zarr array: it has neither zarr.json nor .zarray")
+        raise ValueError(f"{name} is no Zarr array: it has neither zarr.json nor .zarray")
     if "shape" not in found:
         return {"": found.get("attributes", {})}
     try:
         return {"": array_of(found, reader)}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{reader.url('')}: its metadata are damaged: {error!r}") from None
+    except Exception as error:  # zarr raises any
+        if name in str(error):
+            raise
+        raise ValueError(f"{name}: its metadata are damaged: {error!r}") from None
 
 
 async def _read_json(reader: ObjectReader, key: str) -> Any:

@@ -244,6 +244,7 @@ class GatheredRows(Gathered):
         super().__init__(count)
         self.nbytes: int = 0
         self.seconds: float = 0.0
+        self.cpu_seconds: float = 0.0
         self._names = names
         self._memory = memory
         self._lock = threading.Lock()
@@ -256,10 +257,12 @@ class GatheredRows(Gathered):
         columns = Columns({name: tensor.memory for name, tensor in batch.items()})
         return iter([(columns, row) for row in range(self._count)])
 
-    def put(self, places: NDArray[np.int64], blocks: Blocks, nbytes: float = 0, seconds: float = 0) -> None:
+    def put(
+        self, places: NDArray[np.int64], blocks: Blocks, nbytes: float = 0, seconds: float = 0, cpu_s: float = 0
+    ) -> None:
         """Write rows of all columns that have the given places; from any thread.
 
-        ``nbytes`` and ``seconds``: what was read for them, and the time that it took.
+        ``nbytes``, ``seconds`` and ``cpu_s``: what was read for them, the time that it took, and on the processor.
 
         Raises:
             NoTensorsError: They differ in shape from rows that came before.
@@ -270,6 +273,7 @@ class GatheredRows(Gathered):
             self._written = at.stop
             self.nbytes += int(nbytes)
             self.seconds += seconds
+            self.cpu_seconds += cpu_s
         self._places[at] = places
         outs = self._blocks
         if [names for names, _ in outs] != [names for names, _ in blocks]:

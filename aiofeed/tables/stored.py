@@ -62,16 +62,18 @@ class ParquetTable(ParquetRows, Table):
         file = None if shard.local else await self._parts_of(shard, group, shard.extra.leaves)
         await run(self._spread, shard, group, file, rows, targets)
 
-    def _spread(self, shard: Shard, group: int, file: Any, rows: Any, targets: Any) -> None:
-        started, leaves = time.perf_counter(), shard.extra.leaves
+    def _spread(self, shard: Shard, group: int, file: Any, rows: Any, targets: Any) -> int:
+        started, cpu_started, leaves = time.perf_counter(), time.thread_time(), shard.extra.leaves
         ranges, table = self._chunks_of(shard, group, leaves), self._decode_rows(shard, group, leaves, file)
         taken = Columns.of(table).blocks(rows)  # raises if there are null values; of which rows, `read_many` finds out
-        nbytes, seconds, at = sum(end - start for start, end in ranges), time.perf_counter() - started, 0
+        nbytes, at = sum(end - start for start, end in ranges), 0
+        seconds, cpu_s = time.perf_counter() - started, time.thread_time() - cpu_started
         for gathered, places in targets:
             share = len(places) / len(rows)
             blocks = [(names, block[:, at : at + len(places)]) for names, block in taken]
-            gathered.put(places, blocks, share * nbytes, share * seconds)
+            gathered.put(places, blocks, share * nbytes, share * seconds, share * cpu_s)
             at += len(places)
+        return len(rows)
 
     def _take(self, shard: Shard, table: Any, first: int, rows: Sequence[int]) -> list[Any]:
         table = take_rows(table, [row - first for row in rows])

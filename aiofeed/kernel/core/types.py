@@ -133,11 +133,13 @@ class Gathered(Sequence[Any], ABC):
     A source with ``looks_ahead`` whose attribute ``new_gathered(indices, memory, plan)`` is not ``None`` makes them,
     and writes samples of one shard into those of several batches, by ``async gather_ahead(indices, targets, run,
     shard)``: ``targets`` has, for each batch, its ``Gathered`` and the places of the next samples of ``indices`` in it,
-    in ascending order; ``run`` calls a function in a decode thread. If it raises, the batches are read again.
+    in ascending order; ``run`` calls a function in a decode thread, which returns how many samples it wrote. If it
+    raises, the batches are read again.
 
     Attributes:
         nbytes: Encoded bytes that were read.
         seconds: What decoding them took.
+        cpu_seconds: What of that was processor time.
         errors: By place, the error of each sample that could not be read; they are in the sequence, too.
         shards: If samples need several shards, or others than those that ``shard_starts`` says: places of samples, and
             the number of a shard that each of them needs.
@@ -145,6 +147,7 @@ class Gathered(Sequence[Any], ABC):
 
     nbytes: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     errors: Mapping[int, Exception] = MappingProxyType({})
     shards: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 

@@ -117,9 +117,10 @@ class JobTimer:
 
 
 def run_timed(pool: ThreadPool, function: Callable[..., Any], *arguments: Any) -> tuple[Any, JobTiming]:
-    """Return the result of a job of no batch, and its timing as one sample."""
+    """Return the result of a job of no batch, the number of samples that it wrote, and its timing."""
     timer = JobTimer(pool)
-    return function(*arguments), timer.job(1)
+    samples = function(*arguments)
+    return samples, timer.job(samples)
 
 
 def _busy_threads(pool: ThreadPool) -> int:

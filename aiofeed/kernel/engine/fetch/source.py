@@ -203,6 +203,7 @@ class SourceFetcher(Fetcher):
             self._read_now(chunk)
         else:
             chunk.outcome.decode_s += gathered.seconds
+            chunk.outcome.decode_cpu_s += gathered.cpu_seconds
         started, cpu_started = time.perf_counter(), time.thread_time()
         if place is None and (errors := self._decode_all(chunk)) is not None:
             reached = self._put_all(chunk, errors)
