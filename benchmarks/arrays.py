@@ -53,34 +53,38 @@ IMPORTS = ("torch", "uvloop", "h5py", "imagecodecs", "zarr", "aiofeed:Feeder", "
 
 
 def run(settings: Settings) -> list[Figure]:
-    steps = settings.size(STEPS, 64)
-    folder = generate(settings.data / f"arrays-{steps}", lambda made: write_weather(made, steps))
-    figures = []
-    for name, array, targets in (
-        ("HDF5", f"{folder / 'weather.h5'}::t2m", (1.3, 6)),
-        ("Zarr", str(folder / "weather.zarr/t2m"), (2, 6)),
-    ):
-        contenders = [
-            Contender("shuffled", windows, {"array": array, "order": "shuffled", "lookahead": steps * SIDE * SIDE}),
-            Contender("window", windows, {"array": array, "order": "window"}),
-            Contender(LOADER, data_loader, {"array": array}),
-        ]
-        if name == "Zarr" and PEERS in os.environ:
-            contenders.append(Contender(XBATCHER, xbatcher, {"array": array}, python=os.environ[PEERS]))
-        race = interleave(contenders, settings)
-        for label, target in zip(ORDERS, targets, strict=True):
-            figures += [
-                race.speed(label, LOADER, target, f"{name}, {label}"),
-                race.cpu(label, LOADER, None, f"{name}, {label}"),
-            ]
-            if XBATCHER in race:
-                figures.append(race.speed(label, XBATCHER, target, f"{name}, {label}"))
-        figures += race.rates("samples", name)
+    folder = weather(settings)
+    figures = compared(settings, "HDF5", f"{folder / 'weather.h5'}::t2m", (1.3, 6))
+    figures += compared(settings, "Zarr", str(folder / "weather.zarr/t2m"), (2, 6))
     figures += [*stored(settings, folder), *memory(settings, folder)]
     if PEERS in os.environ:
         return figures + cells(settings)
     print(f"Without {PEERS} there are no figures beside xbatcher and annbatch.")
     return figures
+
+
+def weather(settings: Settings) -> Path:
+    steps = settings.size(STEPS, 64)
+    return generate(settings.data / f"arrays-{steps}", lambda made: write_weather(made, steps))
+
+
+def compared(settings: Settings, name: str, array: str, targets: tuple[float, float]) -> list[Figure]:
+    """Windows of one file in both orders, beside ``DataLoader`` and, of Zarr, xbatcher."""
+    lookahead = settings.size(STEPS, 64) * SIDE * SIDE
+    contenders = [
+        Contender("shuffled", windows, {"array": array, "order": "shuffled", "lookahead": lookahead}),
+        Contender("window", windows, {"array": array, "order": "window"}),
+        Contender(LOADER, data_loader, {"array": array}),
+    ]
+    if name == "Zarr" and PEERS in os.environ:
+        contenders.append(Contender(XBATCHER, xbatcher, {"array": array}, python=os.environ[PEERS]))
+    race = interleave(contenders, settings)
+    figures = []
+    for order, target in zip(ORDERS, targets, strict=True):
+        case = f"{name}, {order}"
+        figures += [race.speed(order, other, target, case) for other in (LOADER, XBATCHER) if other in race]
+        figures.append(race.cpu(order, LOADER, None, case))
+    return figures + race.rates("samples", name)
 
 
 def stored(settings: Settings, folder: Path) -> list[Figure]:
