@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -29,8 +30,10 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-# A shard, for shuffle="window", has at least so many samples.
+# A shard, for shuffle="window", has at least so many samples; of windows so many chunks, up to so many bytes.
 LEAST_SAMPLES = 64
+LEAST_CHUNKS = 8
+SHARD_BYTES = 8 << 20
 # Chunks are read at the same time up to so many bytes, and so many chunks.
 READ_BYTES = 32 << 20
 READS = 128
@@ -77,6 +80,7 @@ class Arrays(GroupedSource):
     looks_ahead = True
     reads_whole_shards = True
     data = None
+    _apart = True
 
     def __init__(
         self,
@@ -119,8 +123,8 @@ class Arrays(GroupedSource):
         self._sources = [source for field in self._fields.values() for source in field.sources]
         self._numbers = np.cumsum([0, *[np.prod(each.grid, dtype=np.int64) for each in self._sources]])
         self._selection = repr((window, sample, tile, stride, pad, decode_cf, sparse))
-        self._lay_out(stride, pad)
         self.gathered_bytes: int = max(sum(field.nbytes for field in self._fields.values()), 1)
+        self._lay_out(stride, pad)
         chunk_bytes = max(part.chunk_bytes for source in self._sources for part in source.parts)
         self.shards_at_once: int = max(1, min(READS, READ_BYTES // max(chunk_bytes, 1)))
 
@@ -205,6 +209,9 @@ class Arrays(GroupedSource):
         counts = [int(bounds[-1]) for bounds in self._bounds]
         each = np.prod([count / (len(bounds) - 1) for count, bounds in zip(counts, self._bounds, strict=True)])
         several = max(int(LEAST_SAMPLES / each), 1)
+        if len(set(next(iter(self._windows.values())))) > 1:
+            # Samples at a border need the chunks of two shards: few borders, but no large shards.
+            several = max(several, min(LEAST_CHUNKS, int(SHARD_BYTES / (each * self.gathered_bytes))))
         self._bounds[0] = np.unique([*self._bounds[0][:-1:several], counts[0]])
         self._grid = [len(bounds) - 1 for bounds in self._bounds]
         lengths = np.ones(1, np.int64)
@@ -221,13 +228,13 @@ class Arrays(GroupedSource):
             found[axis] = first + (bounds[at] + within) * step
         return found
 
-    def _starts(self, indices: NDArray[np.int64], plan: BatchPlan | None, first: int) -> Starts:
-        """Return where samples begin, which the plan has from its position ``first`` on."""
+    def _starts(self, indices: NDArray[np.int64], plan: BatchPlan | None, places: Sequence[int] | None) -> Starts:
+        """Return where samples begin, which the plan has at some places."""
         starts = {**self._positions(indices), None: 0 * indices}
         if self._random:
             if plan is None:
-                raise ValueError("Arrays: random tiles are those of the epoch of a feeder")
-            positions = plan.positions[first : first + len(indices)]
+                raise ValueError("random tiles are others in each epoch: no cache can keep them")
+            positions = plan.positions if places is None else [plan.positions[place] for place in places]
             seeds = [sample_seed(plan.epoch_seed, position) for position in positions]
             for number, (axis, count) in enumerate(self._random.items()):
                 starts[axis] = np.array([(mix64(seed + number) * count) >> 64 for seed in seeds], np.int64)
@@ -260,6 +267,10 @@ class Arrays(GroupedSource):
             digest.update(f"\n{os.path.basename(part.name)} {part.shape} {part.dtype}".encode())
         return digest.hexdigest()[:32]
 
+    def nbytes(self, index: int, /) -> int:
+        """Return the bytes of a sample."""
+        return self.gathered_bytes
+
     def storage_statistics(self) -> StorageStatistics | None:
         """Return the requests for arrays at URLs in this process; ``None`` for files."""
         return statistics_of({id(part.reader): part.reader for part in self._parts() if part.reader}.values())
@@ -267,9 +278,11 @@ class Arrays(GroupedSource):
     def _parts(self) -> Iterator[ChunkedArray]:
         return (part for source in self._sources for part in source.parts)
 
-    def in_batches(self) -> Arrays:
-        """Return the source itself, whose batches are gathered."""
-        return self
+    def in_batches(self) -> Self:
+        """Return the source whose batches are gathered."""
+        found = copy.copy(self)
+        found._apart = False
+        return found
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Any:
         """Return a batch of samples."""
@@ -301,10 +314,14 @@ class Arrays(GroupedSource):
 
     # --- reading
 
-    def new_gathered(self, indices: Any, memory: BufferLease, plan: BatchPlan | None, first: int = 0) -> GatheredArrays:
-        """Make memory for the samples of a batch."""
-        starts = self._starts(np.asarray(indices, np.int64), plan, first)
-        return GatheredArrays(self._fields, self._numbers, starts, memory)
+    def new_gathered(
+        self, indices: Any, memory: BufferLease, plan: BatchPlan | None, places: Sequence[int] | None = None
+    ) -> GatheredArrays:
+        """Make memory for the samples of a batch, or for those at some places of it."""
+        starts = self._starts(np.asarray(indices, np.int64), plan, places)
+        gathered = GatheredArrays(self._fields, self._numbers, starts, memory)
+        gathered.apart = self._apart
+        return gathered
 
     async def gather_ahead(self, indices: Any, targets: Any, run: Any, shard: int) -> None:
         """Read and decode a chunk, and write it into the samples that need it."""
@@ -325,28 +342,30 @@ class Arrays(GroupedSource):
         try:
             await run(write, None if part.local else await part.read(chunk))
         except Exception as error:  # noqa: BLE001 - the error of each of these samples
-            where = f"{part.name}, chunk {'.'.join(map(str, chunk))}"
-            kind = type(error) if type(error) in (OSError, MemoryError) else ValueError
-            keep = isinstance(error, OSError) and type(error) is not OSError
-            named = error.with_traceback(None) if keep else kind(f"{where}: {error}")
+            named: Exception = error.with_traceback(None)
+            if type(error) is OSError or not isinstance(error, OSError):
+                text = f"{part.name}, chunk {'.'.join(map(str, chunk))}: {error}"
+                named = OSError(error.errno, text) if isinstance(error, OSError) else ValueError(text)
             for gathered, places in targets:
                 gathered.errors.update(dict.fromkeys(places.tolist(), named))
 
-    async def read_planned(self, indices: Sequence[int], plan: BatchPlan | None, start: int) -> list[Any]:
+    async def read_planned(
+        self, indices: Sequence[int], plan: BatchPlan | None, places: Sequence[int] | None
+    ) -> list[Any]:
         """Return samples, or the error of each that cannot be read."""
-        gathered = self.new_gathered(indices, HostBufferPool(0), plan, start)
-        (places, numbers), turn = gathered.shards, asyncio.Semaphore(self.shards_at_once)
+        gathered = self.new_gathered(indices, HostBufferPool(0), plan, places)
+        (needing, numbers), turn = gathered.shards, asyncio.Semaphore(self.shards_at_once)
 
         async def gather(number: int) -> None:
             async with turn:
-                await self.gather_ahead(None, [(gathered, places[numbers == number])], asyncio.to_thread, number)
+                await self.gather_ahead(None, [(gathered, needing[numbers == number])], asyncio.to_thread, number)
 
         await run_all([gather(number) for number in np.unique(numbers).tolist()])
         return list(gathered)
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """``read_planned`` without a plan."""
-        return await self.read_planned(indices, None, 0)
+        return await self.read_planned(indices, None, None)
 
 
 def _moments(parts: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -35,7 +35,7 @@ class ZarrArray(ChunkedArray):
 
     Args:
         key: Returns the key of a chunk, or of a shard if there are shards.
-        decoders: Undo the codecs, in the order in which they were applied.
+        decoders: What undoes the codecs, in the order in which they were applied; by name, which can be pickled.
         axes: The order of the axes in a chunk.
         counts: Chunks of a shard along each axis; none: there are no shards.
         index_first: Whether the index of a shard is at its beginning.
@@ -43,7 +43,7 @@ class ZarrArray(ChunkedArray):
     """
 
     key: Callable[[Chunk], str]
-    decoders: list[Decode]
+    decoders: list[str | Decode]
     axes: tuple[int, ...]
     counts: tuple[int, ...] = ()
     index_first: bool = False
@@ -95,7 +95,9 @@ class ZarrArray(ChunkedArray):
         """Return the stored values of a chunk."""
         for at in reversed(range(len(self.decoders))):
             # What one codec makes of another one's result may be longer than the chunk.
-            data = self.decoders[at](data, nbytes + (nbytes // 16 + 1024) * bool(at))
+            name_or_function = self.decoders[at]
+            decode = _DECODERS[name_or_function] if isinstance(name_or_function, str) else name_or_function
+            data = decode(data, nbytes + (nbytes // 16 + 1024) * bool(at))
         if self.dtype.hasobject:
             return data
         shape = [self.chunks[axis] for axis in self.axes]
@@ -124,10 +126,10 @@ _DECODERS: dict[str, Decode] = {
 }
 
 
-def _decoder(codec: Mapping[str, Any], *, alone: bool) -> Decode:
+def _decoder(codec: Mapping[str, Any], *, alone: bool) -> str | Decode:
     """Return what undoes a codec of version 2; ``alone``: it makes the decoded chunk."""
-    found = _DECODERS.get(codec["id"]) if alone else None
-    return found or partial(_by_numcodecs, numcodecs.get_codec(codec))
+    name: str = codec["id"]
+    return name if alone and name in _DECODERS else partial(_by_numcodecs, numcodecs.get_codec(codec))
 
 
 async def open_zarr(reader: ObjectReader) -> dict[str, Any]:
@@ -177,7 +179,7 @@ def array_of(document: Any, reader: ObjectReader) -> ChunkedArray:
     found: Any = (ArrayV3Metadata if v3 else ArrayV2Metadata).from_dict(document)
     attributes, fill, dtype = dict(found.attributes), found.fill_value, found.dtype.to_native_dtype()
     known: dict[str, Any] = {"name": name, "attributes": attributes, "chunks": tuple(found.chunks)}
-    axes, decoders, sharding = tuple(range(len(found.shape))), list[Decode](), dict[str, Any]()
+    axes, decoders, sharding = tuple(range(len(found.shape))), list[str | Decode](), dict[str, Any]()
     if v3:
         dims, codecs = found.dimension_names, document["codecs"]
         if codecs[0]["name"] == "sharding_indexed" and len(codecs) == 1:
@@ -193,7 +195,7 @@ def array_of(document: Any, reader: ObjectReader) -> ChunkedArray:
             elif codec["name"] == "bytes":
                 dtype = dtype.newbyteorder(">" if settings.get("endian") == "big" else "<")
             elif codec["name"] in _DECODERS:
-                decoders.append(_DECODERS[codec["name"]])
+                decoders.append(codec["name"])
             elif reader.is_local:
                 import zarr
 

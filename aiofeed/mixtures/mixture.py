@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any, Literal, TypeAlias
 
 from aiofeed.kernel.core.statistics import StorageStatistics
-from aiofeed.kernel.core.types import Members, Source, Traits, public, traits_of
+from aiofeed.kernel.core.types import BatchPlan, Members, Source, Traits, public, traits_of
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, counted, explain_arguments
 from aiofeed.kernel.sampling.trail import digest
 from aiofeed.kernel.sources.dataset import FromDataset, MapDataset, is_iterable_dataset, is_map_dataset
@@ -270,9 +270,16 @@ class CombinedSource(_Combined):
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Read several samples, those of each source together."""
+        return await self.read_planned(indices, None, range(len(indices)))
+
+    async def read_planned(self, indices: Sequence[int], plan: BatchPlan | None, places: Sequence[int]) -> list[Any]:
+        """``read_many`` for a batch that has the samples at ``places``."""
+        given = places
 
         async def read_part(number: int, places: list[int], local: list[int]) -> tuple[list[int], Sequence[Any]]:
             source = self._sources[number]
+            if plan is not None and (read_planned := Members.of(source).read_planned) is not None:
+                return places, await read_planned(local, plan, [given[place] for place in places])
             if hasattr(source, "read_many"):
                 return places, await source.read_many(local)
             return places, await asyncio.gather(*map(source.read, local), return_exceptions=True)

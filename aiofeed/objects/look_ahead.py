@@ -143,7 +143,7 @@ class LookAhead:
             if noted.failed:
                 return await self._read(indices, plan, start)
             if whole:
-                return list(samples) if samples.errors else samples
+                return list(samples) if samples.errors or samples.apart else samples
             samples = noted.samples = list(samples)
         found, samples[start:stop] = samples[start:stop], [None] * len(indices)
         unread = [index for index, sample in zip(indices, found, strict=True) if sample is _UNREAD]
@@ -152,7 +152,7 @@ class LookAhead:
 
     async def _read(self, indices: Sequence[int], plan: BatchPlan, start: int) -> Any:
         if self._read_planned is not None:
-            return await self._read_planned(indices, plan, start)
+            return await self._read_planned(indices, plan, range(start, start + len(indices)))
         return await self._source.read_many(indices)
 
     def tell(self) -> None:

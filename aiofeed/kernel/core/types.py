@@ -55,9 +55,9 @@ class Source(Protocol[EncodedT_co]):
     ``async read_many(indices) -> list``
         Reads several samples at once. An entry may be an ``Exception``, which fails that sample only. If it exists, it
         replaces ``read``, which is called only if ``read_many`` raises or a sample is read again.
-    ``async read_planned(indices, plan, start) -> list``
+    ``async read_planned(indices, plan, places) -> list``
         For samples that depend on random numbers: replaces ``read_many`` where the ``BatchPlan`` is known, which has
-        ``indices`` from its position ``start`` on.
+        ``indices`` at ``places``.
     ``async open()`` / ``async aclose()``
         Called once before the first read and once after the last, on the engine's loop.
     ``answers_at_once`` and ``read_now(indices) -> list``
@@ -140,6 +140,7 @@ class Gathered(Sequence[Any], ABC):
         nbytes: Encoded bytes that were read.
         seconds: What decoding them took.
         cpu_seconds: What of that was processor time.
+        apart: Whether the engine gets samples one by one, for the user's ``collate_fn=``.
         errors: By place, the error of each sample that could not be read; they are in the sequence, too.
         shards: If samples need several shards, or others than those that ``shard_starts`` says: places of samples, and
             the number of a shard that each of them needs.
@@ -148,6 +149,7 @@ class Gathered(Sequence[Any], ABC):
     nbytes: int = 0
     seconds: float = 0.0
     cpu_seconds: float = 0.0
+    apart: bool = False
     errors: Mapping[int, Exception] = MappingProxyType({})
     shards: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 

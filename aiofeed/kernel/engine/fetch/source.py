@@ -158,12 +158,13 @@ class SourceFetcher(Fetcher):
         if self._reads_inline():
             return ReadResult([UNREAD] * len(indices), waited=False)
         started = time.perf_counter()
-        read_many = self._read_planned if self._look_ahead is None else self._look_ahead.read
-        if read_many is None or plan is None:
-            result = await self._reader.read(indices)
-        else:
-            again = None if self._read_planned is None else partial(self._read_again, plan, start)
-            result = await self._reader.read(indices, partial(read_many, plan=plan, start=start), again)
+        read_many = read_again = None
+        if plan is not None and self._read_planned is not None:
+            read_many = partial(self._read_planned, plan=plan, places=range(start, start + len(indices)))
+            read_again = partial(self._read_again, plan, start)
+        if plan is not None and self._look_ahead is not None:
+            read_many = partial(self._look_ahead.read, plan=plan, start=start)
+        result = await self._reader.read(indices, read_many, read_again)
         self._sizer.observe_bytes(result.nbytes, len(indices))
         result.waited = traits_of(self._source).indexed  # the items of a stream are in memory
         if not result.retries:  # pauses between attempts are not the storage's time
@@ -172,7 +173,7 @@ class SourceFetcher(Fetcher):
 
     async def _read_again(self, plan: BatchPlan, start: int, at: int) -> Any:
         assert self._read_planned is not None
-        [sample] = await self._read_planned(plan.indices[start + at : start + at + 1], plan, start + at)
+        [sample] = await self._read_planned([plan.indices[start + at]], plan, [start + at])
         if isinstance(sample, BaseException):
             raise sample
         return sample
