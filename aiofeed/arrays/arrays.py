@@ -8,6 +8,7 @@ import hashlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 LEAST_SAMPLES = 64
 LEAST_CHUNKS = 8
 SHARD_BYTES = 8 << 20
+SAMPLE_BYTES = 4 << 10
 # Chunks are read at the same time up to so many bytes, and so many chunks.
 READ_BYTES = 32 << 20
 READS = 128
@@ -105,10 +107,13 @@ class Arrays(GroupedSource):
             raise ValueError(f"Arrays(window=) names {unknown}, and the fields are {list(arrays)}")
         opener = Opener(decode_cf, store, options)
         # By axis: the range of offsets; the size of a tile; the length.
-        self._windows = {axis: [0] for axis in ([sample] if isinstance(sample, str | int) else sample)}
+        axes = [sample] if isinstance(sample, str | int) else list(sample)
+        self._windows = {axis: [0] for axis in axes}
         self._tiles, self._lengths = dict(tile or {}), dict[Any, int]()
-        if both := [axis for axis in self._tiles if axis in self._windows]:
-            raise ValueError(f"Arrays: the axes {both} are named in sample= and in tile=")
+        if not axes or len({*axes, *self._tiles}) < len(axes) + len(self._tiles):
+            raise ValueError(f"Arrays: sample={sample!r} and tile={tile!r} must name one axis, and none twice")
+        if wrong := [size for size in self._tiles.values() if not isinstance(size, int) or size < 1]:
+            raise ValueError(f"Arrays(tile=): a size must be 1 or more, got {wrong[0]!r}")
         if stride and (not tile or (isinstance(stride, Mapping) and not stride.keys() <= self._tiles.keys())):
             raise ValueError(f"Arrays(stride={stride!r}) needs a size for each of its axes in tile=")
         self._fields: dict[str, Field] = {}
@@ -123,7 +128,8 @@ class Arrays(GroupedSource):
         self._sources = [source for field in self._fields.values() for source in field.sources]
         self._numbers = np.cumsum([0, *[np.prod(each.grid, dtype=np.int64) for each in self._sources]])
         self._selection = repr((window, sample, tile, stride, pad, decode_cf, sparse))
-        self.gathered_bytes: int = max(sum(field.nbytes for field in self._fields.values()), 1)
+        # To write a sample takes as long as to copy so many bytes.
+        self.gathered_bytes: int = max(sum(field.nbytes for field in self._fields.values()), SAMPLE_BYTES)
         self._lay_out(stride, pad)
         chunk_bytes = max(part.chunk_bytes for source in self._sources for part in source.parts)
         self.shards_at_once: int = max(1, min(READS, READ_BYTES // max(chunk_bytes, 1)))
@@ -192,8 +198,8 @@ class Arrays(GroupedSource):
             length, size, first, step = self._lengths[axis], self._tiles.get(axis, 1), 0, 1
             if axis in self._tiles:
                 step = self._tiles[axis] if not isinstance(stride, Mapping) else stride.get(axis, size)
-                if min(size, step) < 1:
-                    raise ValueError(f"Arrays: tiles of {size} and a stride of {step} along {axis!r} are below 1")
+                if not isinstance(step, int) or step < 1:
+                    raise ValueError(f"Arrays(stride=) must be 1 or more along {axis!r}, got {step!r}")
                 if stride == "random":
                     self._random[axis], size = max(length - size, 0) + 1, size if pad is None else 0
             elif pad is None:
@@ -212,7 +218,13 @@ class Arrays(GroupedSource):
         if len(set(next(iter(self._windows.values())))) > 1:
             # Samples at a border need the chunks of two shards: few borders, but no large shards.
             several = max(several, min(LEAST_CHUNKS, int(SHARD_BYTES / (each * self.gathered_bytes))))
-        self._bounds[0] = np.unique([*self._bounds[0][:-1:several], counts[0]])
+        # A chunk with very many samples makes several shards: the first batch waits for the samples of a shard.
+        most = max(int(SHARD_BYTES / self.gathered_bytes / (each * (len(self._bounds[0]) - 1) / counts[0])), 1)
+        pairs = pairwise([*self._bounds[0][:-1:several].tolist(), counts[0]])
+        firsts = [
+            cut for start, end in pairs for cut in range(start, end, most if end - start > 2 * most else end - start)
+        ]
+        self._bounds[0] = np.array([*firsts, counts[0]])
         self._grid = [len(bounds) - 1 for bounds in self._bounds]
         lengths = np.ones(1, np.int64)
         for bounds in self._bounds:

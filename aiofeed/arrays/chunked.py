@@ -14,6 +14,7 @@ import numpy as np
 
 from aiofeed.kernel.core.validation import check_expanded
 from aiofeed.kernel.runtime.tensors import is_plain
+from aiofeed.kernel.sources.file_io import MAX_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -220,6 +221,8 @@ class Joined:
         for part in parts:
             for size, chunk in zip(part.shape, part.chunks, strict=True):
                 check_expanded(part.name, 8 * size // max(chunk, 1), 0)  # a damaged file may claim any shape
+            if part.chunk_bytes > MAX_BYTES:
+                raise ValueError(f"{part.name} has chunks of {part.chunk_bytes} bytes, and {MAX_BYTES} are allowed")
         shape = list(self.first.shape)
         self.bounds: list[NDArray[np.int64]] = list(map(_cuts, shape, self.first.chunks))
         self._counts = np.zeros(1, np.int64)

@@ -80,10 +80,10 @@ class HDF5Array(ChunkedArray):
             else:
                 # What one filter makes of another one's result may be longer than the chunk.
                 longer = bool({*self.filters[:at]} - {_SHUFFLE})
-                data = _COMPRESSORS[number](data, nbytes + (nbytes // 16 + 1024) * longer)
+                data = _COMPRESSORS[number](data, nbytes + (nbytes + 1024) * longer)
         # The last part of a contiguous data set is shorter.
-        shape = self.chunks if self.filters or len(data) == nbytes else (-1, *self.chunks[1:])
-        return np.frombuffer(data, self.dtype).reshape(shape)
+        rows = self.chunks[0] if len(data) == nbytes else self.shape[0] - chunk[0] * self.chunks[0]
+        return np.frombuffer(data, self.dtype).reshape(rows, *self.chunks[1:])
 
 
 def _unshuffled(data: Any, itemsize: int) -> Any:

@@ -109,10 +109,15 @@ class Opener:
         if kind == "nullable-string-array":
             return await child("values")
         if kind == "csr_matrix":
-            starts = (await read_all(await child("indptr"))).astype(np.int64)
-            values, columns = await child("data"), await child("indices")
-            rows, width = np.asarray(node["shape"]).tolist()
-            if len(starts) != rows + 1 or starts[0] or (np.diff(starts) < 0).any() or starts[-1] != values.shape[0]:
+            starts, values, columns = [await child(name) for name in ("indptr", "data", "indices")]
+            try:
+                rows, width = np.asarray(node["shape"]).tolist()
+                starts = (await read_all(starts)).astype(np.int64, casting="same_kind")
+                fits = len(starts) == rows + 1 and not starts[0] and not (np.diff(starts) < 0).any() and width >= 0
+                fits &= values.shape == columns.shape == (starts[-1],) and columns.dtype.kind in "iu"
+            except (KeyError, TypeError, ValueError):
+                fits = False
+            if not fits:
                 raise ValueError(f"{given}: its rows do not fit its values: it is damaged")
             return SparseMatrix(str(given), width, values, columns, starts)
         if kind == "categorical":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
+import lzma
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +18,8 @@ import numpy as np
 from aiofeed.arrays.chunked import Chunk, ChunkedArray, opened
 from aiofeed.kernel.sources.file_io import MAX_BYTES, ReadRules, read_file
 from aiofeed.objects.reader import ObjectReader, read_ranges
+from aiofeed.shards.base import RecentParts
+from aiofeed.shards.urls import parse_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,7 +50,9 @@ class ZarrArray(ChunkedArray):
     counts: tuple[int, ...] = ()
     index_first: bool = False
     index_checked: bool = False
-    _indexes: dict[str, NDArray[np.uint64]] = field(default_factory=dict)
+    # The indexes of shards, at URLs and in folders.
+    _indexes: RecentParts = field(default_factory=RecentParts)
+    _of_files: dict[str, NDArray[np.uint64]] = field(default_factory=dict)
 
     async def read(self, chunk: Chunk) -> Any:
         """Return the encoded bytes of a chunk; ``None`` if it is not stored."""
@@ -56,10 +60,8 @@ class ZarrArray(ChunkedArray):
             if not self.counts:
                 return bytes(await self.reader.read_buffer(self.key(chunk), MAX_BYTES))
             key, inner = self._in_shard(chunk)
-            if key not in self._indexes:
-                start, end = self._place_of_index(0 if self.index_first else (await self.reader.head(key)).size)
-                self._indexes[key] = self._index(*await self.reader.read_ranges(key, [start], [end]))
-            start, size = self._indexes[key][inner].tolist()
+            index = await self._indexes.get(key, lambda: self._read_index(key))
+            start, size = index[inner].tolist()
             return None if start == _EMPTY else (await self.reader.read_ranges(key, [start], [start + size]))[0]
         except FileNotFoundError:
             return None
@@ -71,9 +73,9 @@ class ZarrArray(ChunkedArray):
                 return read_file(self.reader.url(self.key(chunk)), ReadRules())
             key, inner = self._in_shard(chunk)
             path = self.reader.url(key)
-            if key not in self._indexes:
-                self._indexes[key] = self._index(*read_ranges(path, [self._place_of_index(os.path.getsize(path))]))
-            start, size = self._indexes[key][inner].tolist()
+            if key not in self._of_files:
+                self._of_files[key] = self._index(*read_ranges(path, [self._place_of_index(os.path.getsize(path))]))
+            start, size = self._of_files[key][inner].tolist()
             return None if start == _EMPTY else read_ranges(path, [(start, start + size)])[0]
         except FileNotFoundError:
             return None
@@ -81,6 +83,10 @@ class ZarrArray(ChunkedArray):
     def _in_shard(self, chunk: Chunk) -> tuple[str, Chunk]:
         at, inner = zip(*map(divmod, chunk, self.counts), strict=True)
         return self.key(at), inner
+
+    async def _read_index(self, key: str) -> NDArray[np.uint64]:
+        start, end = self._place_of_index(0 if self.index_first else (await self.reader.head(key)).size)
+        return self._index(*await self.reader.read_ranges(key, [start], [end]))
 
     def _place_of_index(self, size: int) -> tuple[int, int]:
         nbytes = 16 * int(np.prod(self.counts)) + 4 * self.index_checked
@@ -97,7 +103,7 @@ class ZarrArray(ChunkedArray):
             # What one codec makes of another one's result may be longer than the chunk.
             name_or_function = self.decoders[at]
             decode = _DECODERS[name_or_function] if isinstance(name_or_function, str) else name_or_function
-            data = decode(data, nbytes + (nbytes // 16 + 1024) * bool(at))
+            data = decode(data, nbytes + (8 * nbytes + 1024) * bool(at))
         if self.dtype.hasobject:
             return data
         shape = [self.chunks[axis] for axis in self.axes]
@@ -117,19 +123,22 @@ def _by_numcodecs(codec: Any, data: Any, nbytes: int) -> Any:
 
 
 _DECODERS: dict[str, Decode] = {
+    "bz2": lambda data, nbytes: imagecodecs.bz2_decode(data, out=nbytes),
     "blosc": lambda data, nbytes: imagecodecs.blosc_decode(data, out=nbytes),
     "crc32c": _without_crc32c,
     "gzip": lambda data, nbytes: imagecodecs.gzip_decode(data, out=nbytes),
+    "lz4": lambda data, nbytes: imagecodecs.lz4_decode(data[4:], out=nbytes),
+    "lzma": lambda data, nbytes: lzma.LZMADecompressor().decompress(data, nbytes),
     "vlen-utf8": lambda data, nbytes: numcodecs.VLenUTF8().decode(data),
     "zlib": lambda data, nbytes: imagecodecs.deflate_decode(data, raw=False, out=nbytes),
     "zstd": lambda data, nbytes: imagecodecs.zstd_decode(data, out=nbytes),
 }
 
 
-def _decoder(codec: Mapping[str, Any], *, alone: bool) -> str | Decode:
-    """Return what undoes a codec of version 2; ``alone``: it makes the decoded chunk."""
+def _decoder(codec: Mapping[str, Any]) -> str | Decode:
+    """Return what undoes a codec of version 2."""
     name: str = codec["id"]
-    return name if alone and name in _DECODERS else partial(_by_numcodecs, numcodecs.get_codec(codec))
+    return name if name in _DECODERS else partial(_by_numcodecs, numcodecs.get_codec(codec))
 
 
 async def open_zarr(reader: ObjectReader) -> dict[str, Any]:
@@ -159,7 +168,7 @@ async def open_zarr(reader: ObjectReader) -> dict[str, Any]:
 
 async def _read_json(reader: ObjectReader, key: str) -> Any:
     try:
-        found = json.loads(await reader.read(key))
+        found = parse_json(reader.url(key), await reader.read(key))
     except (FileNotFoundError, NotADirectoryError, PermissionError):  # S3 denies access to keys that do not exist
         return None
     if not isinstance(found, dict):
@@ -208,8 +217,7 @@ def array_of(document: Any, reader: ObjectReader) -> ChunkedArray:
             document["compressor"],
             document["filters"] or [],
         )
-        decoders = [_decoder(codec, alone=False) for codec in filters]
-        decoders += [_decoder(compressor, alone=not filters)] if compressor else []
+        decoders = [_decoder(codec) for codec in [*filters, *[compressor] * bool(compressor)]]
         axes = axes if document["order"] == "C" else axes[::-1]
         if dims and fill is not None:
             attributes.setdefault("_FillValue", fill)  # xarray moves it there

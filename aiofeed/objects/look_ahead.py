@@ -252,7 +252,7 @@ class _UpcomingSamples:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
                 self.times[number] += 1
-                if self._ahead._whole and self.times[number] == OFTEN:
+                if self._ahead._whole and self.times[number] == OFTEN and self.mixed > 2:
                     self._ahead.tell()
 
     async def _read_group(self, number: int, group: Sequence[tuple[_Noted, NDArray[np.int64]]]) -> None:
