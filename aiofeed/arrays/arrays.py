@@ -357,7 +357,8 @@ class Arrays(GroupedSource):
             named: Exception = error.with_traceback(None)
             if type(error) is OSError or not isinstance(error, OSError):
                 text = f"{part.name}, chunk {'.'.join(map(str, chunk))}: {error}"
-                named = OSError(error.errno, text) if isinstance(error, OSError) else ValueError(text)
+                code = [error.errno] if isinstance(error, OSError) and error.errno else []
+                named = (OSError if isinstance(error, OSError) else ValueError)(*code, text)
             for gathered, places in targets:
                 gathered.errors.update(dict.fromkeys(places.tolist(), named))
 

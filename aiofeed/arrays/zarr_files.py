@@ -122,13 +122,14 @@ def _by_numcodecs(codec: Any, data: Any, nbytes: int) -> Any:
     return codec.decode(data)
 
 
+# bz2 and lzma cut what is longer.
 _DECODERS: dict[str, Decode] = {
-    "bz2": lambda data, nbytes: imagecodecs.bz2_decode(data, out=nbytes),
+    "bz2": lambda data, nbytes: imagecodecs.bz2_decode(data, out=nbytes + 1),
     "blosc": lambda data, nbytes: imagecodecs.blosc_decode(data, out=nbytes),
     "crc32c": _without_crc32c,
     "gzip": lambda data, nbytes: imagecodecs.gzip_decode(data, out=nbytes),
     "lz4": lambda data, nbytes: imagecodecs.lz4_decode(data[4:], out=nbytes),
-    "lzma": lambda data, nbytes: lzma.LZMADecompressor().decompress(data, nbytes),
+    "lzma": lambda data, nbytes: lzma.LZMADecompressor().decompress(data, nbytes + 1),
     "vlen-utf8": lambda data, nbytes: numcodecs.VLenUTF8().decode(data),
     "zlib": lambda data, nbytes: imagecodecs.deflate_decode(data, raw=False, out=nbytes),
     "zstd": lambda data, nbytes: imagecodecs.zstd_decode(data, out=nbytes),
@@ -190,7 +191,7 @@ def array_of(document: Any, reader: ObjectReader) -> ChunkedArray:
     known: dict[str, Any] = {"name": name, "attributes": attributes, "chunks": tuple(found.chunks)}
     axes, decoders, sharding = tuple(range(len(found.shape))), list[str | Decode](), dict[str, Any]()
     if v3:
-        dims, codecs = found.dimension_names, document["codecs"]
+        dims, codecs = found.dimension_names if axes else (), document["codecs"]
         if codecs[0]["name"] == "sharding_indexed" and len(codecs) == 1:
             inner = codecs[0]["configuration"]
             codecs, known["chunks"] = inner["codecs"], tuple(inner["chunk_shape"])
@@ -221,7 +222,7 @@ def array_of(document: Any, reader: ObjectReader) -> ChunkedArray:
         axes = axes if document["order"] == "C" else axes[::-1]
         if dims and fill is not None:
             attributes.setdefault("_FillValue", fill)  # xarray moves it there
-    known["dims"] = tuple(dims) if dims and None not in dims else None
+    known["dims"] = None if dims is None or None in dims else tuple(dims)
     return ZarrArray(
         shape=tuple(found.shape),
         dtype=dtype,

@@ -16,7 +16,7 @@ from aiofeed.kernel.engine.tuning.reads import READS_MOST
 from aiofeed.kernel.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 
 ReadMany: TypeAlias = Callable[[Sequence[int]], Awaitable[Sequence[Any]]]
-ReadAgain: TypeAlias = Callable[[int], Awaitable[Any]]
+ReadAt: TypeAlias = Callable[[int], Awaitable[Any]]
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class ReadResult:
 class _Reads:
     """The reads of a chunk: what they have in common while they are in the queue and in slots."""
 
-    indices: Sequence[int]
+    read_at: ReadAt
     result: ReadResult
     all_read: asyncio.Future[None]
     left: int
@@ -70,24 +70,25 @@ class AsyncReader:
         self._slots: _Slots | None = None
 
     async def read(
-        self, indices: Sequence[int], read_many: ReadMany | None = None, read_again: ReadAgain | None = None
+        self, indices: Sequence[int], read_many: ReadMany | None = None, read_at: ReadAt | None = None
     ) -> ReadResult:
         """Return the encoded samples; an exception for each that failed.
 
-        ``read_many`` is in place of the source's, and so is ``read_again``, which gets a position in ``indices``.
+        ``read_many`` is in place of the source's, and ``read_at``, which gets a position in ``indices``, of ``read``.
 
         Raises:
             CancelledError: The task was cancelled, even if the source caught the cancellation.
         """
         result = ReadResult()
-        result.samples = await self._read(indices, result, read_many or self._read_many, read_again)
+        read_at = read_at or (lambda at: (self._read_uncopied or self._source.read)(indices[at]))
+        result.samples = await self._read(indices, result, read_many or self._read_many, read_at)
         if (task := asyncio.current_task()) is not None and task.cancelling():
             await clear_cancellation()
         result.nbytes = total_bytes(result.samples)
         return result
 
     async def _read(
-        self, indices: Sequence[int], result: ReadResult, read_many: ReadMany | None, read_again: ReadAgain | None
+        self, indices: Sequence[int], result: ReadResult, read_many: ReadMany | None, read_at: ReadAt
     ) -> Any:
         if read_many is not None:
             try:
@@ -108,24 +109,24 @@ class AsyncReader:
                     wrong = f"read_many returned {len(samples)} samples for {len(indices)} indices"
                     return [ValueError(wrong)] * len(indices)
                 if self._policy.retries:
-                    await self._retry(indices, samples, result, read_again)
+                    await self._retry(samples, result, read_at)
                 return samples
-        return await self._read_each(indices, result)
+        return await self._read_each(len(indices), result, read_at)
 
-    async def _read_each(self, indices: Sequence[int], result: ReadResult) -> Any:
+    async def _read_each(self, count: int, result: ReadResult, read_at: ReadAt) -> Any:
         """Queue the reads, and return the results as ``gather`` does."""
-        if not indices:
+        if not count:
             return []
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots.loop is not loop:
             self._slots = _Slots(loop)
         slots = self._slots
-        result.samples = [None] * len(indices)
-        reads = _Reads(indices, result, loop.create_future(), len(indices))
-        for at in range(len(indices)):
+        result.samples = [None] * count
+        reads = _Reads(read_at, result, loop.create_future(), count)
+        for at in range(count):
             slots.queue.put_nowait((reads, at))
         slots.chunks += 1
-        self._fill_slots(slots, len(indices))
+        self._fill_slots(slots, count)
         try:
             await reads.all_read
         except asyncio.CancelledError:
@@ -170,7 +171,7 @@ class AsyncReader:
                     continue
                 slots.tasks[task], result, started = reads, reads.result, time.perf_counter()
                 try:
-                    result.samples[at] = await self._read_one(reads.indices[at], result)
+                    result.samples[at] = await self._read_one(partial(reads.read_at, at), result)
                     if task.cancelling():
                         await clear_cancellation()
                 except BaseException as error:  # noqa: BLE001 - cancelled, by the engine or the user's code
@@ -183,9 +184,7 @@ class AsyncReader:
                     return
                 del result  # has samples
 
-    async def _retry(
-        self, indices: Sequence[int], samples: list[Any], result: ReadResult, read_again: ReadAgain | None
-    ) -> None:
+    async def _retry(self, samples: list[Any], result: ReadResult, read_at: ReadAt) -> None:
         """Read samples again whose error in ``read_many`` is transient."""
         failed = [
             at
@@ -193,19 +192,12 @@ class AsyncReader:
             if isinstance(sample, BaseException) and self._policy.is_transient(sample)
         ]
         if failed:
-            again = [partial(read_again, at) if read_again else None for at in failed]
-            reads = [
-                self._read_one(indices[at], result, samples[at], read) for at, read in zip(failed, again, strict=True)
-            ]
+            reads = [self._read_one(partial(read_at, at), result, samples[at]) for at in failed]
             for at, sample in zip(failed, await asyncio.gather(*reads), strict=True):
                 samples[at] = sample
 
     async def _read_one(
-        self,
-        index: int,
-        result: ReadResult,
-        failed: BaseException | None = None,
-        read_again: Callable[[], Awaitable[Any]] | None = None,
+        self, begin: Callable[[], Awaitable[Any]], result: ReadResult, failed: BaseException | None = None
     ) -> Any:
         """Return one sample, or the error of the last attempt; ``failed`` is the error of an attempt made before."""
         attempt = 0
@@ -217,7 +209,7 @@ class AsyncReader:
                 result.retries += 1
                 await asyncio.sleep(backoff_s(attempt, self._jitter))
             try:
-                read = read_again() if read_again else (self._read_uncopied or self._source.read)(index)
+                read = begin()
                 return await (read if self._policy.read_timeout_s is None else self._limited(read))
             except BaseException as error:  # the user's coroutine may raise anything; it is raised again with a name
                 if is_cancelled():

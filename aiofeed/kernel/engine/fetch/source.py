@@ -158,20 +158,20 @@ class SourceFetcher(Fetcher):
         if self._reads_inline():
             return ReadResult([UNREAD] * len(indices), waited=False)
         started = time.perf_counter()
-        read_many = read_again = None
+        read_many = read_at = None
         if plan is not None and self._read_planned is not None:
             read_many = partial(self._read_planned, plan=plan, places=range(start, start + len(indices)))
-            read_again = partial(self._read_again, plan, start)
+            read_at = partial(self._read_at, plan, start)
         if plan is not None and self._look_ahead is not None:
             read_many = partial(self._look_ahead.read, plan=plan, start=start)
-        result = await self._reader.read(indices, read_many, read_again)
+        result = await self._reader.read(indices, read_many, read_at)
         self._sizer.observe_bytes(result.nbytes, len(indices))
         result.waited = traits_of(self._source).indexed  # the items of a stream are in memory
         if not result.retries:  # pauses between attempts are not the storage's time
             self._read_s += (time.perf_counter() - started - self._read_s) * 0.2
         return result
 
-    async def _read_again(self, plan: BatchPlan, start: int, at: int) -> Any:
+    async def _read_at(self, plan: BatchPlan, start: int, at: int) -> Any:
         assert self._read_planned is not None
         [sample] = await self._read_planned([plan.indices[start + at]], plan, [start + at])
         if isinstance(sample, BaseException):
