@@ -16,6 +16,7 @@ MODULES = (
     "memory",
     "tables",
     "parquet",
+    "arrays",
     "media",
     "episodes",
     "cache",

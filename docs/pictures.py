@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/gallery.md, docs/recipes/ and docs/robots.md.
+"""Draws the pictures of docs/gallery.md, docs/recipes/, docs/robots.md and docs/arrays.md.
 
     python docs/pictures.py
 
@@ -506,6 +506,36 @@ def window() -> str:
     return svg("The windows around row 6 of an episode", low + 50, [*shapes, *first_line, *second_line, note])
 
 
+# --- arrays -----------------------------------------------------------------------------------------------------------
+
+
+def windows_in_chunks() -> str:
+    """Chunks of an array, the windows of two samples, the chunks that these need, and the batch of them."""
+    times, rows, long, high = 24, 4, 8, 2
+    samples = {(13, 0): "sample 1", (16, 3): "sample 2"}
+    left, top, cell, row = 62, 66, 16, 22
+    used = {(row, now + step): "b" if step == 1 else "a" for now, row in samples for step in range(-3, 2)}
+    needed = {(row // high, time // long) for row, time in used}
+    shapes = [text(left, top - 18, "time"), text(left - 8, top + 16, "tiles", anchor="end")]
+    shapes += [text(left + at * cell + 7, top - 4, str(at), "small", "middle") for at in range(0, times, 4)]
+    for at in range(rows):
+        for time in range(times):
+            kind = used.get((at, time), "e" if (at // high, time // long) in needed else "none")
+            shapes.append(rect(left + time * cell, top + at * row, cell - 2, row - 2, kind))
+    for down in range(rows // high):
+        for across in range(times // long):
+            x, y = left + across * long * cell - 1, top + down * high * row - 1
+            shapes.append(f'<path class="line" d="M{x} {y}h{long * cell}v{high * row}h{-long * cell}z"/>')
+    low = top + rows * row
+    for (now, at), name in samples.items():
+        shapes.append(rect(left + (now - 3) * cell - 2, top + at * row - 2, 5 * cell + 2, row + 2, "ring"))
+        shapes.append(text(left + (now + 2) * cell + 4, top + at * row + 14, name))
+    for x, size, label, note in ((left, 170, "x: [2, 4, 16, 16]", "range(-3, 1)"), (270, 150, "y: [2, 16, 16]", "1")):
+        shapes += [*box(x, low + 36, size, label, note), arrow(x + size / 2, low + 6, x + size / 2, low + 33)]
+    first = legend(low + 98, [("a", "window of x"), ("b", "window of y"), ("e", "chunks of the batch")])
+    return svg("A batch of two samples, made of three chunks", low + 112, [*shapes, *first])
+
+
 def pictures() -> dict[str, str]:
     """The text of each picture by the name of its file."""
     return {
@@ -515,6 +545,7 @@ def pictures() -> dict[str, str]:
         "gallery-way.svg": way(),
         **recipes(),
         "robots-window.svg": window(),
+        "arrays-picture.svg": windows_in_chunks(),
     }
 
 

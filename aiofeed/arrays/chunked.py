@@ -163,33 +163,48 @@ def scaling_of(array: ChunkedArray) -> Scaling | None:
     attributes, dtype = array.attributes, array.dtype
     if dtype.kind not in "iuf":
         return None
-    factor, offset = (_number(attributes.get(name)) for name in ("scale_factor", "add_offset"))
+    factor, offset = (_numbers(array, name)[:1] for name in ("scale_factor", "add_offset"))
     stored = dtype
     if dtype.kind in "iu" and (sign := {"true": "u", "false": "i"}.get(str(attributes.get("_Unsigned")).lower())):
         stored = np.dtype(f"{dtype.str[0]}{sign}{dtype.itemsize}")
-    missing, has_fill = list[Any](), False
-    for value in (attributes.get("_FillValue"), attributes.get("missing_value")):
-        if isinstance(value, str) and dtype.kind == "f":  # how xarray writes numbers of Zarr
-            value = struct.unpack("<d", base64.standard_b64decode(value))[0]
-        found = np.empty(0) if value is None else np.asarray(value).reshape(-1)
-        numbers = found[found == found]  # NaN marks nothing, but the dtype stays
-        missing += numbers.astype(dtype).view(stored).astype(np.float64).tolist()
-        has_fill |= len(numbers) > 0 or (len(found) > 0 and dtype.kind == "f")
-    chosen: Any = stored
-    if missing and factor is None and offset is None:
+    missing, has_fill, marks = list[Any](), False, False
+    for name in ("_FillValue", "missing_value"):
+        given = np.asarray(_numbers(array, name))
+        found = given[given == given]  # NaN marks nothing, but the dtype stays
+        has_fill |= len(found) > 0 or (len(given) > 0 and dtype.kind == "f")
+        marks |= len(found) > 0
+        with np.errstate(invalid="ignore", over="ignore"):
+            if name == "_FillValue" and stored != dtype:
+                found = found.astype(dtype).view(stored)
+            missing += found[found.astype(stored) == found].astype(np.float64).tolist()
+    chosen: Any = np.float64
+    kinds = {np.dtype(type(each)) for each in factor + offset}
+    alone = not offset and (not marks or {kind.kind for kind in kinds} == {"f"})
+    wide = dtype.itemsize == 4 and dtype.kind in "iu"
+    conforming = factor and kinds in ({np.dtype(np.float32)}, {np.dtype(np.float64)}) and not wide
+    if not kinds:
+        if not marks:
+            return None if stored == dtype else Scaling(stored, stored)
         chosen = stored if dtype.kind == "f" else np.float32 if dtype.itemsize <= 2 else np.float64
-    elif (missing or not has_fill) and not (factor is None and offset is None):
-        alike = np.dtype(type(factor)) == np.dtype(type(offset)) and np.dtype(type(factor)).kind == "f"
-        wide = dtype.itemsize == 4 and dtype.kind in "iu"
-        chosen = type(factor) if offset is None or (alike and not wide) else np.float64
-    elif factor is None and offset is None and stored == dtype:
-        return None
-    return Scaling(np.dtype(chosen), stored, factor, offset, tuple(missing))
+    elif has_fill and not marks:
+        chosen = stored
+    elif alone or conforming:
+        [chosen] = kinds
+    return Scaling(np.dtype(chosen), stored, next(iter(factor), None), next(iter(offset), None), tuple(missing))
 
 
-def _number(value: Any) -> Any:
-    # One of JSON does not widen float16.
-    return value if value is None or type(value) in (int, float) else np.asarray(value).reshape(-1)[0]
+def _numbers(array: ChunkedArray, name: str) -> list[Any]:
+    """Return the numbers in an attribute."""
+    value = array.attributes.get(name)
+    try:
+        if isinstance(value, str) and name == "_FillValue":  # how xarray writes numbers of Zarr
+            value = struct.unpack("<d", base64.standard_b64decode(value))[0]
+        found = np.asarray([] if value is None else value).reshape(-1)
+        found.astype(np.float64)
+    except (TypeError, ValueError, struct.error):
+        raise ValueError(f"{array.name}: its attribute {name} is no number: {value!r}") from None
+    # A number of JSON does not widen float16.
+    return [value] if type(value) in (int, float) else list(found)
 
 
 class Joined:

@@ -33,7 +33,10 @@ _COMPRESSORS: dict[int, Callable[[Any, int], Any]] = {
     32015: lambda data, most: imagecodecs.zstd_decode(data, out=most),
 }
 _ATTRIBUTES = ("scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned", "encoding-type", "shape")
-_REFUSED = {4: "szip", 5: "nbit", 6: "scale-offset"}
+_REFUSED = {
+    **{4: "szip", 5: "nbit", 6: "scale-offset", 307: "bzip2"},
+    **{32008: "bitshuffle", 32013: "zfp", 32026: "blosc2"},
+}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -88,11 +91,13 @@ class HDF5Array(ChunkedArray):
 
 def _unshuffled(data: Any, itemsize: int) -> Any:
     """Put the bytes of each number together again."""
-    planes = np.frombuffer(data, np.uint8).reshape(itemsize, -1)
+    given = np.frombuffer(data, np.uint8)
+    rest = given[len(given) // itemsize * itemsize :]
+    planes = given[: len(given) - len(rest)].reshape(itemsize, -1)
     found = np.empty((planes.shape[1], itemsize), np.uint8)
     for at, plane in enumerate(planes):  # three times as fast as a transposed copy
         found[:, at] = plane
-    return found.reshape(-1)
+    return np.append(found, rest) if len(rest) else found.reshape(-1)
 
 
 async def open_hdf5(shard: Shard, path: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""A cache folder of its own for each test; zarr's event loop, which stays, has been started."""
+"""A cache folder of its own for each test; the event loops of zarr and obstore, which stay, have been started."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture(autouse=True, scope="session")
-def started_zarr() -> None:
-    """Zarr has been used once."""
+def started() -> None:
+    """Zarr and obstore have been used once."""
     zarr = pytest.importorskip("zarr", minversion="3")
     zarr.create_array({}, shape=(1,), dtype="i4")[:] = np.zeros(1, "i4")
+    store = pytest.importorskip("obstore.store").MemoryStore()
+    store.put("a", b"")
+    asyncio.run(store.get_async("a"))
 
 
 @pytest.fixture
