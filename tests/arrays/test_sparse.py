@@ -293,6 +293,8 @@ def test_what_sparse_rows_lack(tmp_path: Path) -> None:
     for arguments in ({"window": [0, 2]}, {"window": [-1, 0], "sparse": "csr"}):
         with pytest.raises(ValueError, match=r"'x' is sparse: its window is a range of step 1"):
             aiofeed.Arrays({"x": path}, **arguments)
+    with pytest.raises(ValueError, match="'x' is sparse, and pad= is for other arrays"):
+        aiofeed.Arrays({"x": path}, pad=0)
     narrow = save(tmp_path / "n.h5ad", cells()[:, :5])
     with pytest.raises(ValueError, match=r"n\.h5ad::X has 5 columns, and .*c\.h5ad::X 7"):
         aiofeed.Arrays({"x": [path, f"{narrow}X"]})

@@ -112,6 +112,23 @@ def test_names_of_axes(kind: str, stride: Any, weather: tuple[Path, Any]) -> Non
         assert source.key(len(source) - 1).endswith("t2m[time=18, lat=4, lon=4]")
 
 
+@pytest.mark.parametrize("kind", ["w.nc", "w2.zarr", "w3.zarr"])
+def test_arrays_that_xarray_has_opened(kind: str, weather: tuple[Path, Any]) -> None:
+    """Are read by their slices, in the chunks of the file; xarray has unpacked them."""
+    xarray = pytest.importorskip("xarray")
+    folder, values = weather
+    options = {"engine": "h5netcdf"} if kind == "w.nc" else {"engine": "zarr", "consolidated": False}
+    with xarray.open_dataset(folder / kind, **options) as opened:
+        source = aiofeed.Arrays(
+            {"x": opened["t2m"], "land": opened["land"], "at": opened["time"]}, sample="time", window={"x": range(2)}
+        )
+        with aiofeed.Feeder(source, batch_size=6, shuffle="window") as feeder:
+            samples = list(samples_of(feeder))
+    for sample in samples:
+        assert_same(sample["x"], values["t2m"].values[int(sample["at"]) :][:2])
+    assert sorted(int(sample["at"]) for sample in samples) == list(range(TIME - 1))
+
+
 def test_the_shapes_of_batches() -> None:
     """An int drops the axis, a list of one keeps it; scalars come as such."""
     x = np.arange(40.0).reshape(10, 4)
