@@ -137,6 +137,15 @@ def arrow_started() -> None:
         csv.read_csv(io.BytesIO(b"a\n1\n"))
 
 
+@pytest.fixture(scope="session")
+def zarr_started() -> None:
+    """Have zarr, if there is one, make an array: it starts an event loop in a thread and keeps it."""
+    with contextlib.suppress(ImportError):
+        import zarr
+
+        zarr.create_array({}, shape=(1,), dtype="int8")
+
+
 LeftT = TypeVar("LeftT", bound=Sized)
 
 

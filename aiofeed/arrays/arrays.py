@@ -109,11 +109,13 @@ class Arrays(GroupedSource):
         # By axis: the range of offsets; the size of a tile; the length.
         axes = [sample] if isinstance(sample, str | int) else list(sample)
         self._windows = {axis: [0] for axis in axes}
-        self._tiles, self._lengths = dict(tile or {}), dict[Any, int]()
+        self._tiles, self._lengths, self._names = dict(tile or {}), dict[Any, int](), set[str]()
         if not axes or len({*axes, *self._tiles}) < len(axes) + len(self._tiles):
             raise ValueError(f"Arrays: sample={sample!r} and tile={tile!r} must name one axis, and none twice")
-        if wrong := [size for size in self._tiles.values() if not isinstance(size, int) or size < 1]:
+        if wrong := [size for size in self._tiles.values() if not isinstance(size, Integral) or size < 1]:
             raise ValueError(f"Arrays(tile=): a size must be 1 or more, got {wrong[0]!r}")
+        if not isinstance(stride, Mapping | str | None):
+            raise TypeError(f'Arrays(stride=) is a dict of ints or "random", got {stride!r}')
         if stride and (not tile or (isinstance(stride, Mapping) and not stride.keys() <= self._tiles.keys())):
             raise ValueError(f"Arrays(stride={stride!r}) needs a size for each of its axes in tile=")
         self._fields: dict[str, Field] = {}
@@ -148,6 +150,7 @@ class Arrays(GroupedSource):
     def _windows_of(self, name: str, parts: Any, offsets: Any, pad: Any) -> DenseField:
         dims, named, first = parts[0].dims, dict[int, Any](), parts[0].name
         axis: Any
+        self._names.update(dims or ())
         for axis in (*self._windows, *self._tiles):
             if not isinstance(axis, int) and dims is None:
                 raise ValueError(f"{first} has no names of axes: give numbers in place of {axis!r}")
@@ -194,11 +197,11 @@ class Arrays(GroupedSource):
         self._bounds: list[NDArray[np.int64]] = []  # in positions, of the shards along each axis
         for axis in (*self._windows, *self._tiles):
             if axis not in self._lengths:
-                raise ValueError(f"Arrays: no array has the axis {axis!r}")
+                raise ValueError(f"Arrays: no array has the axis {axis!r}; there are {sorted(self._names)}")
             length, size, first, step = self._lengths[axis], self._tiles.get(axis, 1), 0, 1
             if axis in self._tiles:
                 step = self._tiles[axis] if not isinstance(stride, Mapping) else stride.get(axis, size)
-                if not isinstance(step, int) or step < 1:
+                if not isinstance(step, Integral) or step < 1:
                     raise ValueError(f"Arrays(stride=) must be 1 or more along {axis!r}, got {step!r}")
                 if stride == "random":
                     self._random[axis], size = max(length - size, 0) + 1, size if pad is None else 0

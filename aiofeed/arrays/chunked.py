@@ -122,7 +122,7 @@ def opened(array: Any, name: str, chunks: Any = None, **known: Any) -> OpenedArr
     chunks = chunks or getattr(array, "chunksize", None) or encoding.get("preferred_chunks")
     if isinstance(chunks, Mapping):
         chunks = [chunks.get(dim, size) for dim, size in zip(dims or (), shape, strict=True)]
-    if dims is not None:
+    if isinstance(dims, tuple):
         known["dims"] = tuple(map(str, dims))
     dtype = np.dtype(array.dtype)
     return OpenedArray(

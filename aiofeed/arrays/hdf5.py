@@ -137,9 +137,12 @@ def _nodes(root: Any, path: str, shard: Shard) -> dict[str, Any]:
         [path] = arrays
     if (node := root.get(path)) is None:
         raise ValueError(f"{shard}: there is no {path!r} in it; there are {sorted(root)}")
+    if node.file.filename != root.filename:
+        raise ValueError(f"{shard}::{path} is a link to {node.file.filename}: name that file")
     if isinstance(node, h5py.Dataset):
         return {"": _array_of(node, shard)}
-    inner = {name: node[name] for name in node if isinstance(node.get(name), h5py.Dataset)}
+    hard = [name for name in node if isinstance(node.get(name, getlink=True), h5py.HardLink)]
+    inner = {name: node[name] for name in hard if isinstance(node.get(name), h5py.Dataset)}
     return {"": _attributes(node), **{name: _array_of(each, shard) for name, each in inner.items()}}
 
 
@@ -157,6 +160,9 @@ def _array_of(data: Any, shard: Shard) -> Any:
     known: Any = {"name": name, "dims": tuple(dims) if all(dims) else None, "attributes": _attributes(data)}
     if properties.get_layout() == h5py.h5d.VIRTUAL or properties.get_external_count():
         raise ValueError(f"{name} is a view of other files: pass a list of these")
+    # h5py reads some types as the next larger one.
+    if data.id.get_type() != h5py.h5t.py_create(dtype, logical=True):
+        raise ValueError(f"{name} has a type of numbers that NumPy lacks, read by h5py as {dtype}")
     filters = [properties.get_filter(at) for at in range(properties.get_nfilters())]
     for number, _, _, label in filters:
         if number not in (_SHUFFLE, _FLETCHER32, *_COMPRESSORS):

@@ -134,6 +134,10 @@ class Opener:
     async def _adopt(self, field: str, given: Any) -> Any:
         kind = f"{type(given).__module__.partition('.')[0]}.{type(given).__name__}"
         if kind == "h5py.Dataset":
+            if given.file.driver != "sec2":  # in memory, for example
+                return opened(given, given.name, given.chunks, attributes=dict(given.attrs))
+            if given.file.mode != "r":
+                given.file.flush()
             return await self._open(field, f"{given.file.filename}::{given.name}")
         if kind == "zarr.Array":
             store, kind = given.store, type(given.store).__name__
@@ -142,6 +146,8 @@ class Opener:
             if kind == "ObjectStore":
                 return (await open_zarr(ObjectReader(given.path, store=store.store)))[""]
             return opened(given, given.name or kind, given.chunks, attributes=dict(given.attrs))
+        if isinstance(given, np.ma.MaskedArray):
+            raise TypeError("Arrays: torch has no masked tensors: fill the array, array.filled(...)")
         if not (hasattr(given, "shape") and hasattr(given, "dtype")):
             raise TypeError(f"Arrays takes paths, URLs and arrays of zarr, h5py, xarray, dask and NumPy, not {kind}")
         return opened(given, str(getattr(given, "name", None) or kind))

@@ -189,9 +189,11 @@ def array_of(document: Any, reader: ObjectReader) -> ChunkedArray:
     found: Any = (ArrayV3Metadata if v3 else ArrayV2Metadata).from_dict(document)
     attributes, fill, dtype = dict(found.attributes), found.fill_value, found.dtype.to_native_dtype()
     known: dict[str, Any] = {"name": name, "attributes": attributes, "chunks": tuple(found.chunks)}
+    dims = found.dimension_names if v3 else attributes.get("_ARRAY_DIMENSIONS")
+    known["dims"] = () if not found.shape else None if dims is None or None in dims else tuple(dims)
     axes, decoders, sharding = tuple(range(len(found.shape))), list[str | Decode](), dict[str, Any]()
     if v3:
-        dims, codecs = found.dimension_names if axes else (), document["codecs"]
+        codecs = document["codecs"]
         if codecs[0]["name"] == "sharding_indexed" and len(codecs) == 1:
             inner = codecs[0]["configuration"]
             codecs, known["chunks"] = inner["codecs"], tuple(inner["chunk_shape"])
@@ -213,16 +215,11 @@ def array_of(document: Any, reader: ObjectReader) -> ChunkedArray:
             else:
                 raise ValueError(f"{name}: the codec {codec['name']!r} is not read at URLs")
     else:
-        dims, compressor, filters = (
-            attributes.get("_ARRAY_DIMENSIONS"),
-            document["compressor"],
-            document["filters"] or [],
-        )
+        compressor, filters = document["compressor"], document["filters"] or []
         decoders = [_decoder(codec) for codec in [*filters, *[compressor] * bool(compressor)]]
         axes = axes if document["order"] == "C" else axes[::-1]
         if dims and fill is not None:
             attributes.setdefault("_FillValue", fill)  # xarray moves it there
-    known["dims"] = None if dims is None or None in dims else tuple(dims)
     return ZarrArray(
         shape=tuple(found.shape),
         dtype=dtype,

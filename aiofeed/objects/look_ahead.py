@@ -161,7 +161,7 @@ class LookAhead:
             self._told = True
             log.warning(
                 "%r: the order needs so many of its parts at a time that each is decoded several times in an epoch; "
-                'shuffle="window" decodes each once, and a larger Limits(lookahead_bytes=...) than %d MiB fewer times',
+                'shuffle="window" needs fewer, and a larger Limits(lookahead_bytes=...) than %d MiB has room for more',
                 self._source,
                 self._limit_bytes >> 20,
             )

@@ -263,7 +263,7 @@ def test_all_contenders_decode_to_the_same_pixels(inputs: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
-def test_every_benchmark_runs(name: str, inputs: Path, obstore_started: None) -> None:
+def test_every_benchmark_runs(name: str, inputs: Path, obstore_started: None, zarr_started: None) -> None:
     # Only one benchmark uses processes, as in real runs; importing torch in all of them would take too long.
     settings = harness.Settings(rounds=1, quick=True, data=inputs, own_processes=name == "slow_reads")
     result = __main__.run(name, settings)

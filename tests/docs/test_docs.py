@@ -30,14 +30,15 @@ if TYPE_CHECKING:
 
     from tests.support.fault_server import FaultServer
 
-pytestmark = pytest.mark.usefixtures("accelerator_started", "arrow_started")
+pytestmark = pytest.mark.usefixtures("accelerator_started", "arrow_started", "zarr_started")
 
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 NEEDS = {
-    "docs/choose.md": ("datasets", "pyarrow"),
+    "docs/arrays.md": ("h5netcdf", "h5py", "xarray", "zarr"),
+    "docs/choose.md": ("datasets", "h5py", "pyarrow", "zarr"),
     "docs/table.md": ("pyarrow",),
     "docs/media.md": ("av",),
     "docs/monitoring.md": ("lightning", "opentelemetry.sdk", "prometheus_client", "tensorboard"),

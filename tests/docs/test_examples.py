@@ -446,6 +446,27 @@ def test_push_dot_learns_and_is_resumed_with_its_next_moments(run: Callable[...,
     assert "the batches are those of one uninterrupted training: True" in output
 
 
+# --- weather, single_cells --------------------------------------------------------------------------------------------
+
+
+def test_weather_is_forecast_better_than_by_persistence(run: Callable[..., str]) -> None:
+    """After an epoch, the error in a year that the model has not seen is smaller than that of no change."""
+    pytest.importorskip("zarr")
+    output = run("weather.py", "--epochs", "1")
+    found = re.search(r"error in the other year ([0-9.]+) K, of persistence ([0-9.]+) K$", output, re.MULTILINE)
+    assert found is not None
+    assert float(found[1]) < 0.8 * float(found[2])
+
+
+def test_single_cells_are_told_apart(run: Callable[..., str]) -> None:
+    """Dense and sparse batches of the same rows train the same classifier."""
+    pytest.importorskip("h5py")
+    output = run("single_cells.py", "--epochs", "2")
+    dense, sparse = re.findall(r"^accuracy on other cells: ([0-9.]+)%$", output, re.MULTILINE)
+    assert dense == sparse
+    assert float(dense) > 90
+
+
 # --- several_devices --------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""The pictures of docs/gallery.md, docs/recipes/ and docs/robots.md: as docs/pictures.py draws; pages show them."""
+"""The pictures of docs/gallery.md, docs/recipes/, docs/robots.md and docs/arrays.md, as docs/pictures.py draws them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def pictures(script: dict[str, Any]) -> dict[str, str]:
 def test_committed_pictures_equal_the_drawn_ones(pictures: dict[str, str]) -> None:
     """`python docs/pictures.py` draws them again."""
     committed = [*DOCS.glob("gallery-*.svg"), *DOCS.glob("recipes/*.svg"), *DOCS.glob("robots-*.svg")]
+    committed += DOCS.glob("arrays-*.svg")
     assert sorted(pictures) == sorted(path.relative_to(DOCS).as_posix() for path in committed)
     for file, drawn in pictures.items():
         assert (DOCS / file).read_text(encoding="utf-8") == drawn, file
