@@ -218,7 +218,7 @@ class Arrays(GroupedSource):
         counts = [int(bounds[-1]) for bounds in self._bounds]
         each = np.prod([count / (len(bounds) - 1) for count, bounds in zip(counts, self._bounds, strict=True)])
         several = max(int(LEAST_SAMPLES / each), 1)
-        if len(set(next(iter(self._windows.values())))) > 1:
+        if len(set(next(iter(self._windows.values())))) > 1 or isinstance(largest[0], SparseField):
             # Samples at a border need the chunks of two shards: few borders, but no large shards.
             several = max(several, min(LEAST_CHUNKS, int(SHARD_BYTES / (each * self.gathered_bytes))))
         # A chunk with very many samples makes several shards: the first batch waits for the samples of a shard.

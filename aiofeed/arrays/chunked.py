@@ -39,6 +39,7 @@ class ChunkedArray(ABC):
         fill: The value in chunks that are not stored.
         attributes: What is known about it.
         scaling: How values are unpacked.
+        limit: The columns of the matrix whose columns of values these are.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ChunkedArray(ABC):
     fill: Any = 0
     attributes: Mapping[str, Any] = field(default_factory=dict)
     scaling: Scaling | None = None
+    limit: int | None = None
     reader: Any = None
     """Reads its files; ``None``: there are none."""
 
@@ -83,6 +85,11 @@ class ChunkedArray(ABC):
                 values = self.unpack(data, nbytes, chunk)
             except (RuntimeError, EOFError) as error:
                 raise ValueError(f"its bytes cannot be decompressed: {error}") from None
+        return self._finish(values)
+
+    def _finish(self, values: Any) -> Any:
+        if self.limit is not None and values.size and not 0 <= values.min() <= values.max() < self.limit:
+            raise ValueError(f"it has columns beyond the {self.limit} of the matrix")
         return values if self.scaling is None else self.scaling.apply(values)
 
     @property
@@ -109,7 +116,7 @@ class OpenedArray(ChunkedArray):
 
     def decode(self, data: Any, chunk: Chunk) -> Any:
         """Return the chunk, which is decoded."""
-        return data if self.scaling is None else self.scaling.apply(data)
+        return self._finish(data)
 
     def unpack(self, data: Any, nbytes: int, chunk: Chunk) -> Any:
         """Return the chunk, which is decoded."""

@@ -160,6 +160,8 @@ class SparseField:
         self._offset, self._count = selection.offsets[0], len(selection.offsets)
         self._dense = dense
         self._width = parts[0].width
+        for part in parts:
+            part.columns.limit = self._width
         if other := next((part for part in parts if part.width != self._width), None):
             raise ValueError(f"{other.name} has {other.width} columns, and {parts[0].name} {self._width}")
         ends = np.cumsum([part.values.shape[0] for part in parts])
@@ -192,33 +194,31 @@ class SparseField:
         return found
 
     def new(self, starts: Starts, memory: BufferLease) -> Any:
-        """Return memory for the values and columns of a batch, where samples begin and end, and the lengths of rows."""
+        """Return memory for the values and columns of a batch, where samples begin and end, the lengths of rows, and lists."""
         begin, end = self._spans(starts)
         rows = (starts[self._axis][:, None] + self._offset + np.arange(self._count)).reshape(-1)
         flat = [array(memory, (int((end - begin).sum()),), source.dtype) for source in self.sources]
-        return flat, begin, end, self.rows[rows + 1] - self.rows[rows]
+        lists = (begin.tolist(), end.tolist(), (np.cumsum(end - begin) - end + begin).tolist())
+        return flat, begin, end, self.rows[rows + 1] - self.rows[rows], lists
 
     def put(self, state: Any, source: int, places: NDArray[np.int64], place: Place, values: Any) -> None:
         """Write a chunk of values or of columns into rows."""
-        flat, begin, end, _ = state
-        shift = (np.cumsum(end - begin) - end)[places]  # from the place in all to that in the batch
-        [(low, high)] = place
-        first = np.maximum(begin[places], low)
-        row, within = expand(np.minimum(end[places], high) - first)
-        found = values[within + (first - low)[row]] if values.ndim else values
-        if source and found.size and not 0 <= found.min() <= found.max() < self._width:
-            raise ValueError(f"it has columns beyond the {self._width} of the matrix")
-        flat[source][within + (first + shift)[row]] = found
+        (flat, *_, (begins, ends, firsts)), [(low, high)] = state, place
+        # Mostly few rows of a batch: numpy would take longer.
+        for at in places.tolist():
+            begin, end = max(begins[at], low), min(ends[at], high)
+            first = firsts[at] + begin - begins[at]
+            flat[source][first : first + end - begin] = values[begin - low : end - low] if values.ndim else values
 
     def _dense_rows(self, state: Any, out: NDArray[Any]) -> NDArray[Any]:
-        (values, columns), _, _, lengths = state
+        (values, columns), _, _, lengths, _ = state
         out[...] = 0
         out[expand(lengths)[0], columns] = values
         return out.reshape(-1, *self.shape)
 
     def samples(self, state: Any) -> Any:
         """Return the samples of a batch: rows, or the columns that have values, and these."""
-        (values, columns), begin, end, lengths = state
+        (values, columns), begin, end, lengths, _ = state
         if self._dense:
             return self._dense_rows(state, np.empty((len(lengths), self._width), values.dtype))
         cuts = np.cumsum(end - begin)[:-1]
@@ -226,7 +226,7 @@ class SparseField:
 
     def batch(self, state: Any, lease: BufferLease) -> Any:
         """Return the tensor of a batch."""
-        (values, columns), begin, end, lengths = state
+        (values, columns), begin, end, lengths, _ = state
         if not self._dense:
             return SparseRows(np.cumsum(end - begin), columns, values, self._width)
         out = array(lease, (len(lengths), self._width), values.dtype)

@@ -17,6 +17,7 @@ from aiofeed.arrays.hdf5 import open_hdf5
 from aiofeed.arrays.zarr_files import open_zarr
 from aiofeed.common.blocking import run_blocking
 from aiofeed.common.progress_bar import LoadProgress
+from aiofeed.kernel.sources.file_io import check_path
 from aiofeed.objects.reader import ObjectReader, run_all
 from aiofeed.objects.urls import is_remote
 from aiofeed.shards.urls import ShardFinder, expand_braces
@@ -173,6 +174,7 @@ def _expand(given: Any) -> list[str]:
     found: list[str] = []
     for each in expand_braces(os.fspath(given)):
         file, two_colons, inner = each.partition("::")
+        check_path(file)
         if "*" not in file:
             found.append(each)
             continue

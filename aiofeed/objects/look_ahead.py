@@ -116,7 +116,7 @@ class LookAhead:
         # Of shards that are read whole, those that the threads decode now and next, and all samples of these. The last
         # ones come when as many shards are read as one plan has samples of. Large shards are read one ahead, whatever
         # the limit: otherwise they would be read again and again.
-        shard_bytes = self._sample_bytes * len(self._source) / (len(self._starts) - 1)
+        shard_bytes = self._sample_bytes * len(self._source) / max(len(self._starts) - 1, 1)
         near = self.at_once(threads) * shard_bytes
         limit = min(self._limit_bytes + 2 * shard_bytes, near + 2 * mixed * shard_bytes)
         return min(near, max(self._limit_bytes / 2, shard_bytes)), limit
