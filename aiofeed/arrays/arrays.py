@@ -36,6 +36,7 @@ LEAST_SAMPLES = 64
 LEAST_CHUNKS = 8
 SHARD_BYTES = 8 << 20
 SAMPLE_BYTES = 4 << 10
+FARTHEST = 1 << 40  # offset of a window
 # Chunks are read at the same time up to so many bytes, and so many chunks.
 READ_BYTES = 32 << 20
 READS = 128
@@ -129,7 +130,7 @@ class Arrays(GroupedSource):
         self.categories: dict[str, list[str]] = opener.categories
         self._sources = [source for field in self._fields.values() for source in field.sources]
         self._numbers = np.cumsum([0, *[np.prod(each.grid, dtype=np.int64) for each in self._sources]])
-        self._selection = repr((window, sample, tile, stride, pad, decode_cf, sparse))
+        self._selection = repr((list(arrays), window, sample, tile, stride, pad, decode_cf, sparse))
         # To write a sample takes as long as to copy so many bytes.
         self.gathered_bytes: int = max(sum(field.nbytes for field in self._fields.values()), SAMPLE_BYTES)
         self._lay_out(stride, pad)
@@ -185,7 +186,7 @@ class Arrays(GroupedSource):
             given = None
         kept = isinstance(given, Iterable)
         offsets = [*given] if kept else [given or 0]
-        if not offsets or not all(isinstance(offset, Integral) for offset in offsets):
+        if not offsets or not all(isinstance(offset, Integral) and abs(int(offset)) < FARTHEST for offset in offsets):
             raise TypeError(f"Arrays(window=) takes ranges, ints and lists of ints; {name!r} has {given!r}")
         self._windows[axis] += map(int, offsets)
         return Selection(axis, self._windows[axis][-len(offsets) :], kept)
@@ -278,6 +279,10 @@ class Arrays(GroupedSource):
     def fingerprint(self) -> str:
         """Names, shapes and dtypes of the arrays, and what a sample has of them."""
         digest = hashlib.sha256(self._selection.encode())
+        if len(self._axes) > 1:
+            digest.update(
+                b"".join(bounds.tobytes() for bounds in self._bounds)
+            )  # the numbers of samples depend on them
         for part in self._parts():
             digest.update(f"\n{os.path.basename(part.name)} {part.shape} {part.dtype}".encode())
         return digest.hexdigest()[:32]
@@ -305,7 +310,7 @@ class Arrays(GroupedSource):
         return as_tensors(found)
 
     def statistics(self, samples: int = 1000, seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
-        """Return ``mean``, ``std``, ``min`` and ``max`` of the values of each field that are not NaN, float64.
+        """Return ``mean``, ``std``, ``min`` and ``max`` of the values of each real field that are not NaN, float64.
 
         Args:
             samples: So many samples are read, drawn at random; all if there are fewer.
@@ -320,11 +325,14 @@ class Arrays(GroupedSource):
         with Feeder(self[np.sort(chosen)], batch_size=16, seed=seed) as feeder:
             for batch in feeder:
                 for name, tensor in batch.items():
+                    if tensor.is_complex():
+                        continue
                     values = (tensor if tensor.layout is torch.strided else tensor.to_dense()).double()
                     values = values[~values.isnan()]
                     if len(values):
-                        sums = values.sum(), values.square().sum(), values.min(), values.max()
-                        found[name].append(torch.stack([torch.tensor(float(len(values))).double(), *sums]))
+                        count, mean = torch.tensor(len(values)).double(), values.mean()
+                        squares = (values - mean).square().sum()
+                        found[name].append(torch.stack([count, mean, squares, values.min(), values.max()]))
         return {name: _moments(torch.stack(parts)) for name, parts in found.items() if parts}
 
     # --- reading
@@ -385,9 +393,10 @@ class Arrays(GroupedSource):
 
 
 def _moments(parts: torch.Tensor) -> dict[str, torch.Tensor]:
-    count, total, squares = parts[:, :3].sum(0)
-    mean = total / count
-    found = {"mean": mean, "std": (squares / count - mean.square()).clamp(min=0).sqrt()}
+    counts, means, squares = parts[:, :3].unbind(1)
+    mean = (counts * means).sum() / counts.sum()
+    deviations = squares.sum() + (counts * (means - mean).square()).sum()
+    found = {"mean": mean, "std": (deviations / counts.sum()).sqrt()}
     return {**found, "min": parts[:, 3].min(), "max": parts[:, 4].max()}
 
 

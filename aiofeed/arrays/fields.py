@@ -194,7 +194,7 @@ class SparseField:
         return found
 
     def new(self, starts: Starts, memory: BufferLease) -> Any:
-        """Return memory for the values and columns of a batch, where samples begin and end, the lengths of rows, and lists."""
+        """Return memory for the values and columns of a batch, where samples are, and the lengths of rows."""
         begin, end = self._spans(starts)
         rows = (starts[self._axis][:, None] + self._offset + np.arange(self._count)).reshape(-1)
         flat = [array(memory, (int((end - begin).sum()),), source.dtype) for source in self.sources]

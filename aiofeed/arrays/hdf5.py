@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import math
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -204,12 +205,13 @@ class _Remote(io.RawIOBase):
         self._kept = cache_path(identity and f"{identity} {shard.key} {shard.info} {path}", "hdf5")
         self._blocks: dict[int, bytes] = {}
         self._parts: dict[tuple[int, int], bytes | memoryview] = {}
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             if self._kept is not None:
-                with np.load(self._kept, allow_pickle=False) as found:
-                    places, data = found["places"].tolist(), memoryview(found["data"])
-                for start, end in places:
-                    self._parts[start, end], data = data[: end - start], data[end - start :]
+                found = np.load(io.BytesIO(self._kept.read_bytes()), allow_pickle=False)
+                places, data = found["places"].tolist(), memoryview(found["data"])
+                if sum(end - start for start, end in places) == len(data):
+                    for start, end in places:
+                        self._parts[start, end], data = data[: end - start], data[end - start :]
         self._new = not self._parts
 
     def keep(self) -> None:

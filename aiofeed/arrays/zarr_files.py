@@ -18,6 +18,7 @@ import numpy as np
 from aiofeed.arrays.chunked import Chunk, ChunkedArray, opened
 from aiofeed.kernel.sources.file_io import MAX_BYTES, ReadRules, read_file
 from aiofeed.objects.reader import ObjectReader, read_ranges
+from aiofeed.objects.requests import changed
 from aiofeed.shards.base import RecentParts
 from aiofeed.shards.urls import parse_json
 
@@ -52,7 +53,7 @@ class ZarrArray(ChunkedArray):
     index_checked: bool = False
     # The indexes of shards, at URLs and in folders.
     _indexes: RecentParts = field(default_factory=RecentParts)
-    _of_files: dict[str, NDArray[np.uint64]] = field(default_factory=dict)
+    _of_files: dict[str, tuple[NDArray[np.uint64], tuple[int, int]]] = field(default_factory=dict)
 
     async def read(self, chunk: Chunk) -> Any:
         """Return the encoded bytes of a chunk; ``None`` if it is not stored."""
@@ -73,11 +74,19 @@ class ZarrArray(ChunkedArray):
                 return read_file(self.reader.url(self.key(chunk)), ReadRules())
             key, inner = self._in_shard(chunk)
             path = self.reader.url(key)
+            status = os.stat(path)
+            version = status.st_mtime_ns, status.st_size
             if key not in self._of_files:
-                self._of_files[key] = self._index(*read_ranges(path, [self._place_of_index(os.path.getsize(path))]))
-            start, size = self._of_files[key][inner].tolist()
+                index = self._index(*read_ranges(path, [self._place_of_index(status.st_size)]))
+                self._of_files[key] = index, version
+            index, known = self._of_files[key]
+            if version != known:
+                raise changed(path)
+            start, size = index[inner].tolist()
             return None if start == _EMPTY else read_ranges(path, [(start, start + size)])[0]
         except FileNotFoundError:
+            if not os.path.isdir(self.reader.url("")):
+                raise  # not a chunk that is not stored
             return None
 
     def _in_shard(self, chunk: Chunk) -> tuple[str, Chunk]:

@@ -231,7 +231,7 @@ class _UpcomingSamples:
         found = shards[order]
         if places is not None:
             order = places[order]
-        firsts = [0, *(np.flatnonzero(found[1:] != found[:-1]) + 1).tolist()]
+        firsts = np.flatnonzero(np.diff(found, prepend=-1)).tolist()
         noted.numbers = found[firsts].tolist()
         self.mixed = max(self.mixed, len(firsts))
         for number, (first, end) in zip(noted.numbers, pairwise([*firsts, len(order)]), strict=True):
