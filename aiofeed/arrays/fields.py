@@ -245,7 +245,9 @@ class SparseRows(DeferredTensor):
     """Rows that become one ``torch.sparse_csr`` tensor."""
 
     def __init__(self, ends: NDArray[Any], columns: NDArray[Any], values: NDArray[Any], width: int) -> None:
-        self._parts = [np.append(0, ends), columns.astype(np.int64), values]
+        # torch takes both, and most files have int32.
+        columns = columns if columns.dtype in (np.int32, np.int64) else columns.astype(np.int64)
+        self._parts = [np.append(0, ends).astype(columns.dtype), columns, values]
         self._size = (len(ends), width)
 
     def arrive(self, copy: Any) -> Any:
