@@ -48,8 +48,8 @@ class Arrays(GroupedSource):
 
     Arrays are Zarr (versions 2 and 3), HDF5 and NetCDF4, on disk or at URLs. Each chunk is read by its own range
     request and decoded in threads, without HDF5's library, its lock and its handles: processes may be forked. With
-    ``shuffle="window"`` each chunk is decoded once in an epoch; ``shuffle=True`` decodes it for each look-ahead that
-    needs it. Needs ``pip install "aiofeed[arrays]"``.
+    ``shuffle="window"`` each chunk is decoded once in an epoch, or for both shards if it is at the border of two;
+    ``shuffle=True`` decodes it for each look-ahead that needs it. Needs ``pip install "aiofeed[arrays]"``.
 
     Args:
         arrays: By the name of a field, an array: a path or URL of a Zarr array, ``"era5.zarr/t2m"``, or of a data set,
@@ -107,8 +107,8 @@ class Arrays(GroupedSource):
         if isinstance(window, Mapping) and (unknown := [name for name in window if name not in arrays]):
             raise ValueError(f"Arrays(window=) names {unknown}, and the fields are {list(arrays)}")
         opener = Opener(decode_cf, store, options)
-        # By axis: the range of offsets; the size of a tile; the length.
         axes = [sample] if isinstance(sample, str | int) else list(sample)
+        # By axis: all offsets; the size of a tile; the length. And the names of axes, for messages.
         self._windows = {axis: [0] for axis in axes}
         self._tiles, self._lengths, self._names = dict(tile or {}), dict[Any, int](), set[str]()
         if not axes or len({*axes, *self._tiles}) < len(axes) + len(self._tiles):
@@ -193,6 +193,7 @@ class Arrays(GroupedSource):
 
     def _lay_out(self, stride: Any, pad: float | None) -> None:
         """Number the samples: those of one block of chunks, a shard, come together."""
+        largest = sorted(self._fields.values(), key=lambda field: field.nbytes, reverse=True)
         self._random: dict[Any, int] = {}
         self._axes: list[tuple[Any, int, int]] = []  # with the first position, and from one to the next
         self._bounds: list[NDArray[np.int64]] = []  # in positions, of the shards along each axis
@@ -212,7 +213,6 @@ class Arrays(GroupedSource):
             if count < 1:
                 raise ValueError(f"Arrays: along {axis!r} there are {length} positions, and a sample needs {size}")
             if axis not in self._random:
-                largest = sorted(self._fields.values(), key=lambda field: field.nbytes, reverse=True)
                 cuts = next(found for field in largest if (found := field.cuts(axis)) is not None)
                 self._axes.append((axis, first, step))
                 self._bounds.append(np.unique([*(-(-(cuts[:-1] - first) // step)).clip(0, count - 1), 0, count]))
@@ -280,9 +280,8 @@ class Arrays(GroupedSource):
         """Names, shapes and dtypes of the arrays, and what a sample has of them."""
         digest = hashlib.sha256(self._selection.encode())
         if len(self._axes) > 1:
-            digest.update(
-                b"".join(bounds.tobytes() for bounds in self._bounds)
-            )  # the numbers of samples depend on them
+            # The number of a sample depends on them.
+            digest.update(b"".join(bounds.tobytes() for bounds in self._bounds))
         for part in self._parts():
             digest.update(f"\n{os.path.basename(part.name)} {part.shape} {part.dtype}".encode())
         return digest.hexdigest()[:32]
