@@ -429,6 +429,9 @@ class Feeder(Generic[BatchT]):
     def epochs(self, n: int) -> Iterator[int]:
         """Yield the numbers of the remaining epochs up to ``n - 1``; iterate the feeder once for each.
 
+        Epochs are counted from 0 over the life of the feeder and its states: a second ``epochs(3)`` yields none, and a
+        log line says so. ``set_epoch(0)`` begins again. Epochs of which only one batch was looked at do not count.
+
         Each next epoch is read while the last batches of the one before are consumed, so there is no pause between
         epochs. Nothing is read beyond the last epoch.
 
