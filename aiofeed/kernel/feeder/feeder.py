@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from aiofeed import _load_addon
+from aiofeed import _hint_at, _load_addon
 from aiofeed.kernel.core.errors import StateError
 from aiofeed.kernel.core.failure_policy import Action, FailurePolicy
 from aiofeed.kernel.core.failures import Failure, FailureLog
@@ -389,6 +389,20 @@ class Feeder(Generic[BatchT]):
     def __iter__(self) -> FeedIterator[BatchT]:
         """Start an epoch; close the open iterator."""
         return self._session.begin()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            hint = "" if name.startswith("_") else _hint_at("Feeder", name)
+            raise AttributeError(f"'Feeder' object has no attribute {name!r}{hint}", name=name, obj=self)
+
+        def __getitem__(self, index: object) -> Any:
+            raise TypeError(
+                "a Feeder is a loader, without items: next(iter(feeder)) is a batch, feeder.dataset the source"
+            )
+
+        def __next__(self) -> Any:
+            raise TypeError("a Feeder is no iterator: batches = iter(feeder) begins an epoch, next(batches) is a batch")
 
     def __aiter__(self) -> FeedIterator[BatchT]:
         """Start an epoch; close the open iterator."""

@@ -139,14 +139,11 @@ class FeederSession(Generic[BatchT]):
             self.checkpoint.set_epoch(0, live=self.live)
         epoch = self.order.normalize(self.checkpoint.next_position()).epoch
         if epoch > last or (epoch and not chosen):
+            n, left = last + 1, "no epoch" if epoch > last else counted(last + 1 - epoch, "epoch")
             log.warning(
-                "feeder.epochs(%d) %s: it counts from epoch 0, and the next epoch of this feeder is %d. For %d more epochs "
-                "write feeder.epochs(%d); to begin again, call feeder.set_epoch(0) before it",
-                last + 1,
-                "yields no epoch" if epoch > last else f"yields {counted(last + 1 - epoch, 'epoch')}",
-                epoch,
-                last + 1,
-                epoch + last + 1,
+                "feeder.epochs(%d) yields %s: it counts from epoch 0, and the next epoch of this feeder is %d. For %d "
+                "more write feeder.epochs(%d); to begin again, call feeder.set_epoch(0) before it",
+                *(n, left, epoch, n, epoch + n),
             )
         try:
             while epoch <= last:

@@ -345,9 +345,7 @@ def test_epochs_yields_the_numbers(make: MakeFeeder) -> None:
     assert [(epoch, flat(feeder)) for epoch in feeder.epochs(4)] == [(3, shuffled(6, 3))]
 
 
-def test_epochs_says_that_it_goes_on_after_earlier_epochs(
-    make: MakeFeeder, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_epochs_says_that_it_goes_on_after_earlier_epochs(make: MakeFeeder, caplog: pytest.LogCaptureFixture) -> None:
     """epochs(n) after earlier epochs of the feeder logs what it yields, and what to write for n more."""
     feeder = make(Watched(6), shuffle=True)
     flat(feeder)

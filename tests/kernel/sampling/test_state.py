@@ -828,6 +828,24 @@ def test_the_shard_comes_from_the_environment_when_first_needed(
     assert feeder.state_dict()["world_size"] == 2
 
 
+@pytest.mark.parametrize("prefix", ["SLURM_PROCID SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE"])
+def test_a_task_of_several_without_a_rank_is_warned(
+    make: MakeFeeder, no_launcher: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, prefix: str
+) -> None:
+    """A task of srun or mpirun that gets all samples logs what to set; one with a shard does not."""
+    task, tasks = prefix.split()
+    no_launcher.setenv(task, "1")
+    no_launcher.setenv(tasks, "4")
+    assert flat(make(shard=(1, 4))) == [1, 5, 9]
+    assert caplog.text == ""
+    assert flat(make(shard="auto")) == list(range(10))
+    assert f"task 1 of 4 ({task}, {tasks}) gets all samples" in caplog.text
+    caplog.clear()
+    no_launcher.setenv(tasks, "1")
+    assert flat(make(shard="auto")) == list(range(10))
+    assert caplog.text == ""
+
+
 def test_torch_distributed_comes_before_the_environment(
     make: MakeFeeder, no_launcher: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
