@@ -44,7 +44,7 @@ Feeder(torch.utils.data.ConcatDataset([folder]), decode=image, batch_size=2) #: 
 Feeder("train.parquet", batch_size=2) #: did you mean aiofeed.Table('train.parquet')
 Feeder("s3://bucket/train-{000..009}.tar.gz", batch_size=2) #: aiofeed.TarShards('s3://bucket
 Feeder("train.zarr/", batch_size=2) #: aiofeed.Arrays(
-Feeder("a.mp4", batch_size=2) #: aiofeed.Clips(['a.mp4'])
+Feeder("a.mp4", batch_size=2) #: aiofeed.Clips(aiofeed.Files(['a.mp4'])
 Feeder(fed, batch_size=2) #: pass its dataset
 [*aiofeed.DataLoader(fed, batch_size=2)] #: a Feeder is a loader
 fed[0] #: next(iter(feeder))

@@ -73,17 +73,17 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "StreamingDataset TFRecordDataset": "aiofeed.MDSShards and aiofeed.TFRecordShards read shards",
     },
 }
-# Classes for paths, by their ends.
+# Sources of paths, by their ends.
 _PATHS: Mapping[tuple[str, ...], str] = {
-    (".parquet", ".arrow", ".feather", ".lance"): "Table",
-    (".tar", ".tar.gz", ".tgz"): "TarShards",
-    (".zip",): "ZipShards",
-    (".tfrecord", ".tfrecords"): "TFRecordShards",
-    (".h5", ".hdf5", ".nc", ".zarr", ".h5ad"): "Arrays",
-    (".bin",): "Tokens",
-    (".mp4", ".mkv", ".avi", ".webm", ".mov"): "Clips",
-    (".csv", ".tsv", ".json", ".jsonl", ".txt"): "Manifest",
-    (".jpg", ".jpeg", ".png", ".npy", ".wav", ".flac"): "Files",
+    (".parquet", ".arrow", ".feather", ".lance"): "Table({!r})",
+    (".tar", ".tar.gz", ".tgz"): "TarShards({!r})",
+    (".zip",): "ZipShards({!r})",
+    (".tfrecord", ".tfrecords"): "TFRecordShards({!r})",
+    (".h5", ".hdf5", ".nc", ".zarr", ".h5ad"): 'Arrays({{"x": {!r}}})',
+    (".bin",): "Tokens({!r}, ...)",
+    (".mp4", ".mkv", ".avi", ".webm", ".mov"): "Clips(aiofeed.Files([{!r}]), ...)",
+    (".csv", ".tsv", ".json", ".jsonl", ".txt"): "Manifest({!r})",
+    (".jpg", ".jpeg", ".png", ".npy", ".wav", ".flac"): "Files([{!r}])",
 }
 
 
@@ -105,9 +105,8 @@ def _instead_of(source: Any) -> str:
     if isinstance(source, str | bytes | os.PathLike):
         path = os.fspath(source)
         end = os.fsdecode(path).lower().rstrip("/")
-        name = next((name for ends, name in _PATHS.items() if end.endswith(ends)), "ImageFolder")
-        given = [path] if name in ("Files", "Clips") else path
-        return f"a source is an object, got the path {path!r}; did you mean aiofeed.{name}({given!r})?"
+        call = next((call for ends, call in _PATHS.items() if end.endswith(ends)), "ImageFolder({!r})")
+        return f"a source is an object, got the path {path!r}; did you mean aiofeed.{call.format(path)}?"
     if isinstance(source, Mapping) and _has_names(source):
         return (
             f"a feeder asks a source for samples 0, 1, ..., and this {kind} has the keys {list(source)[:8]}: pass one "
