@@ -94,7 +94,7 @@ def hint_at(owner: str, name: Any) -> str:
     for names, way in _NAMES[owner].items():
         if name in names.split():
             return f": {way}"
-    public = {each.lower(): each for each in aiofeed.__all__} if owner == "aiofeed" else {}
+    public = {each.lower(): each for each in dir(aiofeed)} if owner == "aiofeed" else {}
     near = difflib.get_close_matches(name.lower(), public, n=1, cutoff=0.8)
     return f"; did you mean aiofeed.{public[near[0]]}?" if near else ""
 
