@@ -109,10 +109,11 @@ class LeRobotData:
 
     def _columns(self, table: Any, episodes: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Return the rows of some episodes in a file."""
-        columns = Columns.of(table).columns
-        for name, column in columns.items():
+        columns = dict[str, NumberColumn]()
+        for name, column in Columns.of(table).columns.items():
             if not isinstance(column, NumberColumn):
                 raise ValueError(f"column {name!r} {column.problem}: leave it out with features=")
+            columns[name] = column
         chosen = np.flatnonzero(np.isin(columns["episode_index"].take(np.arange(len(table))).reshape(-1), episodes))
         found: dict[str, NDArray[Any]] = {name: column.take(chosen) for name, column in columns.items()}
         for name, values in found.items():
