@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +24,14 @@ from aiofeed.shards.arrow import arrow, is_text
 from aiofeed.shards.base import RecentParts, Shards
 from aiofeed.shards.urls import Shard, Urls
 
-# Most footers are shorter, so that one request reads them.
+log: logging.Logger = logging.getLogger("aiofeed.shards")
+
+_HIVE = "Table(pyarrow.dataset.dataset(folder, partitioning='hive').to_table()) has the values of folders as columns"
+# What the footer of a file with encrypted columns ends with, and pyarrow does not count: a nonce and a tag.
 _SIGNATURE_BYTES = 28
+# parquet-mr before 1.2.9.
+_OLD_WRITER = re.compile(r"parquet-mr(?! version (1\.2\.9|1\.2\.\d\d|1\.[3-9]|1\.\d\d|[2-9]))")
+# Most footers are shorter, so that one request reads them.
 _TAIL_BYTES = 64 << 10
 
 # From this on, numbers are faster by ``take`` than each by itself: 256 rows of 18 in a quarter of the time, two rows in
@@ -118,6 +126,9 @@ class ParquetRows(Shards):
         self.shard_starts = np.unique(np.concatenate([*starts, [len(self)]]))
         if self._columns is None and self._data is None:
             self._check_alike()
+            named = {part.partition("=")[0] for part in self._shards[0].url.split("/")[:-1] if "=" in part}
+            if folders := sorted(named.difference(_names(self._shards[0]))):
+                log.warning("%s: no column for %s, which its folders name: %s", self._shards[0].url, folders, _HIVE)
         if target is not None:
             self.target = self._target
 
@@ -179,7 +190,8 @@ class ParquetRows(Shards):
         for name in [*(names if wanted is None else wanted), *targets]:
             known = found.data if name == self._data and name not in targets else leaves(metadata, [name])
             if not known or (name in targets and name not in names):
-                raise ValueError(f"there is no column {name!r}; there are {names}")
+                hint = f"; {_HIVE}" if f"/{name}=" in shard.url else ""
+                raise ValueError(f"there is no column {name!r}; there are {names}{hint}")
             if counts[name] > 1:
                 raise ValueError(f"{counts[name]} columns have the name {name!r}")
         found.leaves = leaves(metadata, wanted)
@@ -281,13 +293,15 @@ class ParquetRows(Shards):
         """Return the ranges of column chunks."""
         described = shard.extra.metadata.row_group(group)
         chunks = [described.column(number) for number in chosen]
+        # The sizes of these writers leave out the header of a dictionary, for which pyarrow reads on (PARQUET-816).
+        more = 100 if _OLD_WRITER.match(shard.extra.metadata.created_by or "") else 0
         ranges, nbytes = [], 0
         for chunk in chunks:
             nbytes += memory_of(chunk)
             start = chunk.data_page_offset
             if chunk.dictionary_page_offset is not None:  # 0 if there is none
                 start = min(start, chunk.dictionary_page_offset or start)
-            ranges.append((start, start + chunk.total_compressed_size))
+            ranges.append((start, min(start + chunk.total_compressed_size + more, shard.size)))
         check_expanded(f"{shard.url}: row group {group}", nbytes, sum(end - start for start, end in ranges))
         return ranges
 
@@ -330,7 +344,9 @@ def _names(shard: Shard) -> list[str]:
 
 def _read_row_group(file: Any, metadata: Any, group: int, chosen: Sequence[int]) -> Any:
     # Its reader takes numbers. The names of `read_row_group` are ambiguous: "a" is a part of "a.b", too.
-    opened = arrow("pyarrow.parquet").ParquetFile(file, metadata=metadata, pre_buffer=False)
+    # INT96 has years that nanoseconds have not, in which they would wrap around.
+    options = {"pre_buffer": False, "coerce_int96_timestamp_unit": "us"}
+    opened = arrow("pyarrow.parquet").ParquetFile(file, metadata=metadata, **options)
     # A column that is nested has several chunks, which are read together.
     step = len(chosen) if any("." in metadata.schema.column(number).path for number in chosen) else TOGETHER
     tables = [

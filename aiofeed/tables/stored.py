@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from aiofeed.kernel.core.types import Traits
+from aiofeed.shards.arrow import stored_type
 from aiofeed.shards.parquet import ParquetRows, memory_of
 from aiofeed.shards.urls import Shard
 from aiofeed.streams.stream import Stream
@@ -88,7 +89,7 @@ class ParquetTable(ParquetRows, Table):
         for name in self._columns or schemas[0].names:
             kind = schemas[0].field(name).type
             for shard, schema in zip(self._shards, schemas, strict=True):
-                if schema.field(name).type != kind:
+                if stored_type(schema.field(name).type) != stored_type(kind):
                     raise ValueError(
                         f"{shard.url}: column {name!r} has the type {schema.field(name).type}, and {kind} in "
                         f"{self._shards[0].url}"

@@ -7,6 +7,7 @@ import base64
 import pickle
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -249,3 +250,98 @@ def test_plain_columns_beside_an_encrypted_one_are_read(encrypted: str) -> None:
     """The columns that are chosen decide."""
     [batch] = Feeder(Table(encrypted, ["x"]), batch_size=100)
     assert batch["x"].tolist() == list(range(100))
+
+
+# --- files of several writers -----------------------------------------------------------------------------------------
+
+
+def stored(name: str) -> list[Any]:
+    """Types that Parquet stores in the same way, and writers name differently in Arrow's schema."""
+    pa = pytest.importorskip("pyarrow")
+    numbers = pa.int32()
+    return {
+        "list": [
+            pa.list_(numbers),
+            pa.large_list(numbers),
+            pa.list_(numbers, 2),
+            pa.list_(pa.field("element", numbers)),
+        ],
+        "text": [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())],
+        "bytes": [pa.binary(), pa.large_binary()],
+        "struct": [pa.struct([("a", pa.string())]), pa.struct([("a", pa.large_string())])],
+    }[name]
+
+
+VALUES = {"list": [[1, 2], [3, 4]], "text": ["x", "y"], "bytes": [b"x", b"y"], "struct": [{"a": "x"}, {"a": "y"}]}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_files_of_several_writers_are_one_table(tmp_path: Path, name: str) -> None:
+    """Types of Arrow that Parquet stores alike may differ between the files of a table."""
+    paths = []
+    for number, kind in enumerate(stored(name)):
+        paths.append(str(tmp_path / f"{number}.parquet"))
+        is_dictionary = arrow().types.is_dictionary(kind)
+        plain = arrow().array(VALUES[name], kind.value_type if is_dictionary else kind)
+        column = plain.dictionary_encode() if is_dictionary else plain
+        arrow("pyarrow.parquet").write_table(arrow().table({"v": column}), paths[-1])
+    [rows] = Feeder(Table(paths), batch_size=100, collate_fn=list)
+    values = [row["v"].tolist() if name == "list" else row["v"] for row in rows]
+    assert values == VALUES[name] * len(paths)
+    if name == "list":
+        [batch] = Feeder(Table(paths), batch_size=100)
+        assert batch["v"].tolist() == VALUES[name] * len(paths)
+
+
+def test_other_numbers_in_another_file_are_refused(tmp_path: Path) -> None:
+    """Parquet stores them differently."""
+    for number, kind in enumerate(("int32", "float32")):
+        arrow("pyarrow.parquet").write_table(arrow().table({"v": np.ones(2, kind)}), tmp_path / f"{number}.parquet")
+    with pytest.raises(ValueError, match=r"1\.parquet: column 'v' has the type float, and int32 in"):
+        Feeder(Table(f"{tmp_path}/*.parquet"), batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("version", "reads_on"), [("1.2.8", True), ("1.0.0", True), ("1.2.9", False), ("1.13.1", False)]
+)
+def test_column_chunks_of_old_writers_are_longer_than_they_say(
+    tmp_path: Path, version: str, reads_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pyarrow reads up to 100 bytes behind a column chunk of parquet-mr before 1.2.9."""
+    path = tmp_path / "t.parquet"
+    wanted = arrow().table({"x": list(range(300)), "y": list(range(300))})
+    arrow("pyarrow.parquet").write_table(wanted, path, store_schema=False)
+    name = arrow("pyarrow.parquet").read_metadata(path).created_by.encode()
+    written = f"parquet-mr version {version} (build 0)"[: len(name)].ljust(len(name)).encode()
+    path.write_bytes(path.read_bytes().replace(name, written))
+    source = Table(str(path))
+    ranges = source._chunks_of(source._shards[0], 0, [0])
+    described = arrow("pyarrow.parquet").read_metadata(path).row_group(0).column(0)
+    assert (ranges[0][1] - ranges[0][0] > described.total_compressed_size) == reads_on
+    assert [row for rows in Feeder(source, batch_size=50, collate_fn=list) for row in rows] == wanted.to_pylist()
+
+
+def test_times_of_96_bits_do_not_wrap_around(tmp_path: Path) -> None:
+    """INT96 has years that 64 bits of nanoseconds do not have; they come as microseconds."""
+    times = [datetime(1600, 1, 1), datetime(3000, 1, 2, 3, 4, 5, 678901), datetime(2020, 1, 1)]
+    table = arrow().table({"t": arrow().array(times, arrow().timestamp("us"))})
+    arrow("pyarrow.parquet").write_table(table, tmp_path / "t.parquet", use_deprecated_int96_timestamps=True)
+    [rows] = Feeder(Table(str(tmp_path / "t.parquet")), batch_size=4, collate_fn=list)
+    assert [row["t"] for row in rows] == times
+
+
+def test_folders_of_a_partition_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The values in names of folders are no columns; a log line, or the error of a missing column, says what has them."""
+    for year in (1, 2):
+        (tmp_path / f"y={year}").mkdir()
+        arrow("pyarrow.parquet").write_table(arrow().table({"x": [year]}), tmp_path / f"y={year}" / "t.parquet")
+    pattern = f"{tmp_path}/*/t.parquet"
+    Table(pattern, ["x"])
+    assert caplog.text == ""
+    Table(pattern)
+    assert "no column for ['y'], which its folders name: Table(pyarrow.dataset.dataset(" in caplog.text
+    with pytest.raises(ValueError, match=r"there is no column 'y'; there are \['x'\]; Table\(pyarrow\.dataset"):
+        Table(pattern, ["x", "y"])
+    whole = arrow("pyarrow.dataset").dataset(str(tmp_path), partitioning="hive").to_table()
+    [batch] = Feeder(Table(whole), batch_size=4)
+    assert batch["y"].tolist() == [1, 2]
