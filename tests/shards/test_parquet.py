@@ -304,9 +304,7 @@ def test_other_numbers_in_another_file_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "reads_on"), [("1.2.8", True), ("1.0.0", True), ("1.2.9", False), ("1.13.1", False)]
 )
-def test_column_chunks_of_old_writers_are_longer_than_they_say(
-    tmp_path: Path, version: str, reads_on: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_column_chunks_of_old_writers_are_longer_than_they_say(tmp_path: Path, version: str, reads_on: bool) -> None:
     """pyarrow reads up to 100 bytes behind a column chunk of parquet-mr before 1.2.9."""
     path = tmp_path / "t.parquet"
     wanted = arrow().table({"x": list(range(300)), "y": list(range(300))})
@@ -331,7 +329,7 @@ def test_times_of_96_bits_do_not_wrap_around(tmp_path: Path) -> None:
 
 
 def test_folders_of_a_partition_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The values in names of folders are no columns; a log line, or the error of a missing column, says what has them."""
+    """The values in names of folders are no columns; a log line, or the error of a missing one, says what has them."""
     for year in (1, 2):
         (tmp_path / f"y={year}").mkdir()
         arrow("pyarrow.parquet").write_table(arrow().table({"x": [year]}), tmp_path / f"y={year}" / "t.parquet")
