@@ -11,11 +11,13 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from numbers import Real
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from aiofeed.kernel.core.errors import StateError
+from aiofeed.kernel.core.formatting import kind_of
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_positive_int, counted
 from aiofeed.kernel.sampling.lister import Lister, Plan
@@ -101,12 +103,41 @@ class LengthPlan(Plan):
         Raises:
             TypeError, ValueError: It is no int from 1, or the sample cannot be in a batch.
         """
-        how = self.length
-        found: object = how(sample) if callable(how) else first_length(sample if how is None else sample[how])
-        what = f"the length of sample {number}, of its first tensor or by {type(self).__name__}(length=),"
+        how, plan = self.length, type(self).__name__
+        found: object = how(sample) if callable(how) else self.length_in(sample, number)
+        what = f"the length of sample {number}, of its first tensor or by {plan}(length=),"
         length = check_positive_int(what, found)
         self._check(np.array([length]), number)
         return length
+
+    def length_in(self, sample: Any, number: int) -> int:
+        """Return the length of a sample, of its first part or of the one that ``length=`` names.
+
+        Raises:
+            ValueError: It has none; the message has the line to write.
+        """
+        how, part = self.length, sample
+        is_table = hasattr(type(sample), "columns")
+        if how is not None:
+            try:
+                part = None if is_table else sample[how]
+            except (LookupError, TypeError):  # it has no such part
+                part = None
+        if (found := first_length(part)) is not None:
+            return found
+        kind, line, names = kind_of(sample), "len(sample)", list(sample) if isinstance(sample, Mapping) else []
+        if is_table:
+            kind += f" of {counted(len(sample), 'row')} (better give its rows as dicts)"
+            line = f"len(sample[{how or 'tokens'!r}][0])"
+        elif names:
+            sized = [name for name in names if hasattr(sample[name], "__len__")]
+            name = how if how in names else [*sized, *names][0]
+            kind, line = f"a dict of {names}", f"len(sample[{name!r}])" if name in sized else f"sample[{name!r}]"
+        raise ValueError(
+            f"{type(self).__name__}(length={how!r}) finds no length in sample {number}, {kind}"
+            f"{', which is measured before decode=' if self.streams else ''}: pass a function that returns it, "
+            f"{type(self).__name__}(..., length=lambda sample: {line})"
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._describe()})"
@@ -370,9 +401,16 @@ class TokenBudget(LengthPlan):
 
 def first_length(sample: Any) -> int | None:
     """Return the first dimension of the first tensor, array or list of numbers in a sample; ``None`` without one."""
-    if shape := getattr(sample, "shape", ()):
+    if hasattr(type(sample), "columns"):
+        return None  # a table, whose rows are no tokens
+    # Nor are the values of a row of pandas, or texts.
+    if (shape := getattr(sample, "shape", ())) and getattr(getattr(sample, "dtype", None), "kind", "") not in (
+        "O",
+        "S",
+        "U",
+    ):
         return int(shape[0])
-    if isinstance(sample, list) and all(isinstance(each, int | float) for each in sample[:1]):
+    if isinstance(sample, list) and all(isinstance(each, Real) for each in sample[:1]):
         return len(sample)
     parts = sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, list | tuple) else ()
     return next((found for part in parts if (found := first_length(part)) is not None), None)
