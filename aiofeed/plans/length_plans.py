@@ -404,11 +404,8 @@ def first_length(sample: Any) -> int | None:
     if hasattr(type(sample), "columns"):
         return None  # a table, whose rows are no tokens
     # Nor are the values of a row of pandas, or texts.
-    if (shape := getattr(sample, "shape", ())) and getattr(getattr(sample, "dtype", None), "kind", "") not in (
-        "O",
-        "S",
-        "U",
-    ):
+    kind = getattr(getattr(sample, "dtype", None), "kind", "i")
+    if (shape := getattr(sample, "shape", ())) and kind not in "OSU":
         return int(shape[0])
     if isinstance(sample, list) and all(isinstance(each, Real) for each in sample[:1]):
         return len(sample)
