@@ -50,8 +50,8 @@ def pad_collate(
 
     Without ``parts``, each sequence of one dimension is padded, and those that are as long as the first one. The mask
     is that of the first one; if ``value`` is a dict, of the first one that it names. Lists beside tensors or arrays are
-    not padded. A batch that this does not fit raises an error that shows the ``parts`` to write, and so does
-    ``multiple_of`` with several sequences of which ``value`` names none.
+    not padded. An error shows the ``parts`` to write if a batch does not fit this, if the first one has more dimensions
+    than another one of other lengths, and for ``multiple_of`` with several sequences of which ``value`` names none.
 
     Args:
         value: The padding; for samples that are dicts, also a value per key (0 for keys without one); for tuples and
@@ -161,15 +161,16 @@ class PadCollate:
             )
         sure = [*named] or (arrays if len(arrays) == 1 else [])
         first, ragged = (sure or arrays)[0], [name for name in found if len(set(lengths[name])) > 1]
-        padded = {*sure}
-        if self.parts is None:
-            padded |= {MASK}.intersection(known)
-        if self.parts is None and self.multiple_of == 1:
-            is_flat = {name: max(part.ndim for part in found[name]) == 1 for name in known}
-            padded |= {name for name in known if is_flat[name] or lengths[name] == lengths[first]}
-        unsure = not sure and (self.multiple_of > 1 or (ragged and first not in ragged))
-        if unsure or not padded.issuperset(ragged):
-            names = tuple(name for name in found if name in sure or name in ragged) or tuple(arrays)
+        dims = {name: max(part.ndim for part in found[name]) for name in known}
+        others = [name for name in known if lengths[name] != lengths[first]]
+        padded = {*sure} if self.parts else {*sure}.union({MASK}.intersection(known))
+        if not self.parts and self.multiple_of == 1:
+            padded.update(name for name in known if name not in others or dims[name] == 1)
+        # An image has more dimensions than a text or boxes, so its mask would be one of channels.
+        unsure = self.multiple_of > 1 or (ragged and first not in ragged) or any(dims[n] < dims[first] for n in others)
+        if (unsure and not sure) or not padded.issuperset(ragged):
+            flat = [name for name in arrays if dims[name] == min(dims[each] for each in arrays)]
+            names = tuple(name for name in found if name in sure or name in ragged) or tuple(flat)
             raise TypeError(
                 f"pad_collate cannot know which of the parts {list(found)} are sequences to pad: name them, as in "
                 f"pad_collate(parts={names!r}, ...)"
