@@ -104,13 +104,13 @@ class LengthPlan(Plan):
             TypeError, ValueError: It is no int from 1, or the sample cannot be in a batch.
         """
         how, plan = self.length, type(self).__name__
-        found: object = how(sample) if callable(how) else self.length_in(sample, number)
+        found: object = how(sample) if callable(how) else self._length_in(sample, number)
         what = f"the length of sample {number}, of its first tensor or by {plan}(length=),"
         length = check_positive_int(what, found)
         self._check(np.array([length]), number)
         return length
 
-    def length_in(self, sample: Any, number: int) -> int:
+    def _length_in(self, sample: Any, number: int) -> int:
         """Return the length of a sample, of its first part or of the one that ``length=`` names.
 
         Raises:

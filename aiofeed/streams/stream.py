@@ -155,7 +155,7 @@ class Stream:
         """Return the items of ``ItemNumber``s."""
         return items_of(indices)
 
-    def measured(self, item: Any) -> Any:
+    def _measured(self, item: Any) -> Any:
         """Return the sample of an item, whose length a plan measures."""
         return item
 
@@ -330,7 +330,7 @@ class StreamReader:
     def _read_run(self, block: ItemBlock, count: int, keep: bool) -> bool:
         """Read items until ``count`` are read, the iterable ends, or the reader is closed; return whether all are."""
         append, measure, end = block.items.append, self._measure, self._number + count
-        sample_of = self._stream.measured
+        sample_of = self._stream._measured
         for item in islice(self._iterator, count):
             if keep:
                 append(item if measure is None else (item, measure(self._number, sample_of(item))))
@@ -354,7 +354,7 @@ class StreamReader:
                     block.ended = True
                     return block
                 if keep:
-                    sample_of, measure = self._stream.measured, self._measure
+                    sample_of, measure = self._stream._measured, self._measure
                     block.items.append(item if measure is None else (item, measure(self._number, sample_of(item))))
                 self._number += 1
             block.snapshot = snapshot

@@ -174,10 +174,10 @@ class StreamTable(Stream, Table):  # type: ignore[misc]
     def _new_order(self, schedule: Any, shard: Any, plan: Any) -> Any:
         if plan is not None and self._schema is not None and not callable(plan.length):
             row = {name: example_of(self._schema.field(name).type) for name in self._problems()}
-            plan.length_in(row if self.data is None else row[self.data], 0)
+            plan._length_in(row if self.data is None else row[self.data], 0)
         return super()._new_order(schedule, shard, plan)
 
-    def measured(self, item: Any) -> Any:
+    def _measured(self, item: Any) -> Any:
         """Return the sample of a row; the row itself is a table.
 
         Raises:
