@@ -10,6 +10,7 @@ import hashlib
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from numbers import Real
 from typing import Any, Literal, TypeAlias
@@ -103,9 +104,9 @@ class LengthPlan(Plan):
         Raises:
             TypeError, ValueError: It is no int from 1, or the sample cannot be in a batch.
         """
-        how, plan = self.length, type(self).__name__
+        how = self.length
         found: object = how(sample) if callable(how) else self._length_in(sample, number)
-        what = f"the length of sample {number}, of its first tensor or by {plan}(length=),"
+        what = f"the length of sample {number}, of its first tensor or by {type(self).__name__}(length=),"
         length = check_positive_int(what, found)
         self._check(np.array([length]), number)
         return length
@@ -116,27 +117,24 @@ class LengthPlan(Plan):
         Raises:
             ValueError: It has none; the message has the line to write.
         """
-        how, part = self.length, sample
+        how, part, plan = self.length, None, type(self).__name__
         is_table = hasattr(type(sample), "columns")
-        if how is not None:
-            try:
-                part = None if is_table else sample[how]
-            except (LookupError, TypeError):  # it has no such part
-                part = None
+        with suppress(LookupError, TypeError):  # a sample without this part
+            part = None if is_table else sample if how is None else sample[how]
         if (found := first_length(part)) is not None:
             return found
-        kind, line, names = kind_of(sample), "len(sample)", list(sample) if isinstance(sample, Mapping) else []
+        kind, line = kind_of(sample), "len(sample)"
         if is_table:
-            kind += f" of {counted(len(sample), 'row')} (better give its rows as dicts)"
-            line = f"len(sample[{how or 'tokens'!r}][0])"
-        elif names:
-            sized = [name for name in names if hasattr(sample[name], "__len__")]
-            name = how if how in names else [*sized, *names][0]
-            kind, line = f"a dict of {names}", f"len(sample[{name!r}])" if name in sized else f"sample[{name!r}]"
+            kind, line = f"{kind} of {counted(len(sample), 'row')}", f"len(sample[{how or 'tokens'!r}][0])"
+        elif isinstance(sample, Mapping):
+            ways = {
+                name: ("len(sample[{!r}])" if hasattr(each, "__len__") else "sample[{!r}]").format(name)
+                for name, each in sample.items()
+            }
+            kind, line = f"a dict of {list(sample)}", ways.get(how) or min(ways.values(), default=line)
         raise ValueError(
-            f"{type(self).__name__}(length={how!r}) finds no length in sample {number}, {kind}"
-            f"{', which is measured before decode=' if self.streams else ''}: pass a function that returns it, "
-            f"{type(self).__name__}(..., length=lambda sample: {line})"
+            f"{plan}(length={how!r}) finds no length in sample {number}, {kind}{', before decode=' * self.streams}: "
+            f"pass a function that returns it, {plan}(..., length=lambda sample: {line})"
         )
 
     def __repr__(self) -> str:

@@ -104,7 +104,7 @@ class PadCollate:
             if MASK in batch:
                 return batch
             return batch | {MASK if len(masks) == 1 else f"{name}_mask": mask for name, mask in masks.items()}
-        if isinstance(first, tuple | list) and not _is_numbers(first):
+        if isinstance(first, tuple) or (isinstance(first, list) and not all(isinstance(each, Real) for each in first)):
             batch, masks = self._collate(dict(enumerate(map(list, zip(*samples, strict=True)))))
         else:
             batch, masks = self._collate({0: samples})
@@ -127,13 +127,12 @@ class PadCollate:
         lengths = {name: [len(part) for part in parts] for name, parts in found.items()}
         padded, masked = self._decide(columns, found, lengths)
         totals = {name: -(-max(lengths[name]) // self.multiple_of) * self.multiple_of for name in padded}
-        batch = {
-            # An array may stand beside tensors, and a list is transposed.
-            name: default_collate(parts if isinstance(parts[0], list) else found.get(name, parts))
-            if name not in padded
-            else self._padded(name, found[name], totals[name])
-            for name, parts in columns.items()
-        }
+        batch = {}
+        for name, parts in columns.items():
+            if name in padded:
+                batch[name] = self._padded(name, found[name], totals[name])
+            else:  # arrays may stand beside tensors, and lists are transposed
+                batch[name] = default_collate(parts if isinstance(parts[0], list) else found.get(name, parts))
         return batch, {name: self._mask(lengths[name], totals[name]) for name in masked}
 
     def _decide(
@@ -145,35 +144,30 @@ class PadCollate:
             TypeError: There are no such parts, or the sizes of this batch show that they are others.
         """
         named = self.parts or [name for name in found if isinstance(self.value, Mapping) and name in self.value]
-        if missing := [name for name in self.parts or () if name not in found]:
-            raise TypeError(
-                f"pad_collate(parts={self.parts!r}): {missing[0]!r} must be a tensor, an array or a list of numbers in "
-                f"each sample, and such parts are {list(found)} of {list(columns)}"
-            )
         # Lists beside tensors, such as a size, are collated as by default_collate.
         solid = [name for name in found if not isinstance(columns[name][0], list)]
         known = [name for name in found if name in named or name in solid or not solid]
         arrays = [name for name in known if name != MASK] or known
-        if not arrays:
+        if not arrays or not set(named) <= found.keys():
             raise TypeError(
-                "pad_collate needs samples with a tensor or array of at least one dimension, or a list of numbers: "
-                "leave collate_fn= out for samples without one"
+                f"pad_collate(parts={self.parts!r}) needs samples with such tensors, arrays or lists of numbers; of "
+                f"{list(columns)}, these are {list(found)}: leave collate_fn= out for samples without one"
             )
         sure = [*named] or (arrays if len(arrays) == 1 else [])
         first, ragged = (sure or arrays)[0], [name for name in found if len(set(lengths[name])) > 1]
         dims = {name: max(part.ndim for part in found[name]) for name in known}
         others = [name for name in known if lengths[name] != lengths[first]]
-        padded = {*sure} if self.parts else {*sure}.union({MASK}.intersection(known))
-        if not self.parts and self.multiple_of == 1:
-            padded.update(name for name in known if name not in others or dims[name] == 1)
+        flat = [name for name in known if name == MASK or (self.multiple_of == 1 and dims[name] == 1)]
+        alike = [name for name in known if self.multiple_of == 1 and name not in others]
+        padded = {*sure} if self.parts else {*sure, *flat, *alike}
         # An image has more dimensions than a text or boxes, so its mask would be one of channels.
         unsure = self.multiple_of > 1 or (ragged and first not in ragged) or any(dims[n] < dims[first] for n in others)
         if (unsure and not sure) or not padded.issuperset(ragged):
-            flat = [name for name in arrays if dims[name] == min(dims[each] for each in arrays)]
-            names = tuple(name for name in found if name in sure or name in ragged) or tuple(flat)
+            names = [name for name in found if name in sure or name in ragged]
+            names = names or [name for name in arrays if dims[name] == min(dims.values())]
             raise TypeError(
                 f"pad_collate cannot know which of the parts {list(found)} are sequences to pad: name them, as in "
-                f"pad_collate(parts={names!r}, ...)"
+                f"pad_collate(parts={tuple(names)!r}, ...)"
             )
         return padded, self.parts or [first]
 
@@ -183,8 +177,7 @@ class PadCollate:
         # A sample without items may have another dtype: torch makes float32 of an empty list.
         # Nor has it the other dimensions.
         filled = [part for part in parts if len(part)] or parts[:1]
-        shapes = {part.shape[1:]: list(part.shape) for part in filled}
-        if len(shapes) > 1:
+        if len(shapes := {part.shape[1:]: list(part.shape) for part in filled}) > 1:
             raise TypeError(f"pad_collate pads dimension 0 only, and {name!r} has the shapes {[*shapes.values()]}")
         dtype = functools.reduce(torch.promote_types, [part.dtype for part in filled])
         padded = parts[0].new_full((len(parts), total, *filled[0].shape[1:]), self._value_of(name), dtype=dtype)
@@ -201,27 +194,19 @@ class PadCollate:
         return ((places.flip(0) if self.left else places) < torch.tensor(lengths)[:, None]).long()
 
 
-def _is_numbers(part: Any) -> bool:
-    return isinstance(part, list) and all(isinstance(each, Real) for each in part)
-
-
 def _sequences(parts: list[Any]) -> list[torch.Tensor] | None:
     """Return a column of tensors, arrays or lists of numbers as tensors; ``None`` if it has other parts."""
     import torch
 
-    found = []
-    for part in parts:
-        if isinstance(part, np.ndarray) and part.dtype.kind in "biufc":
-            part = torch.from_numpy(part)
-        elif isinstance(part, list):
-            try:
-                part = torch.tensor(part, dtype=None if part else torch.int64)
-            except (TypeError, ValueError):  # it has other things than numbers
-                return None
-        if not (isinstance(part, torch.Tensor) and part.ndim):
-            return None
-        found.append(part)
-    return found
+    if not all(isinstance(part, torch.Tensor | np.ndarray | list) for part in parts):
+        return None
+    try:
+        found = [
+            torch.as_tensor(part, dtype=torch.int64 if isinstance(part, list) and not part else None) for part in parts
+        ]
+    except (TypeError, ValueError):  # no numbers, or lists of lists of different lengths
+        return None
+    return found if all(part.ndim for part in found) else None
 
 
 @dataclass(frozen=True)
