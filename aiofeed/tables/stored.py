@@ -17,7 +17,7 @@ from aiofeed.shards.arrow import stored_type
 from aiofeed.shards.parquet import ParquetRows, memory_of
 from aiofeed.shards.urls import Shard
 from aiofeed.streams.stream import Stream
-from aiofeed.tables.columns import Columns, GatheredRows, ValueColumn, is_encoded, problem_of, take_rows
+from aiofeed.tables.columns import Columns, GatheredRows, ValueColumn, example_of, is_encoded, problem_of, take_rows
 from aiofeed.tables.table import Table, as_list, check_columns
 
 
@@ -171,6 +171,23 @@ class StreamTable(Stream, Table):  # type: ignore[misc]
     def _target(self, index: Any, /) -> Any:
         [row] = Columns.of(index.item.select(as_list(self._target_columns))).rows(np.arange(1))
         return row[self._target_columns] if isinstance(self._target_columns, str) else row
+
+    def _new_order(self, schedule: Any, shard: Any, plan: Any) -> Any:
+        if plan is not None and self._schema is not None and not callable(plan.length):
+            row = {name: example_of(self._schema.field(name).type) for name in self._problems()}
+            plan._length_in(row if self.data is None else row[self.data], 0)
+        return super()._new_order(schedule, shard, plan)
+
+    def _measured(self, item: Any) -> Any:
+        """Return the sample of a row; the row itself is a table.
+
+        Raises:
+            ValueError: It is null.
+        """
+        [sample] = self._samples_read(item)
+        if isinstance(sample, Exception):
+            raise sample
+        return sample
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Return the rows of ``ItemNumber``s."""
