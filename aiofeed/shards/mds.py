@@ -101,6 +101,12 @@ class CompressedShard(Shard):
         """Whether it is a file that is read as it is."""
         return self.plain and super().local
 
+    @property
+    def content(self) -> Content | None:
+        """What identifies its contents, which are not those of a shard that is not compressed."""
+        found = super().content if self.plain else self.packed.content
+        return found if self.plain or found is None else found._replace(kind=f"compressed-{found.kind}")
+
     async def open(self) -> None:
         """Find out which of both there is, its version and the size."""
         try:

@@ -21,12 +21,13 @@ from aiofeed.kernel.core.validation import (
     check_positive_int,
     explain_arguments,
 )
-from aiofeed.kernel.feeder.arguments import Arguments, FeederConfig, Processes, backend_of, new_config
+from aiofeed.kernel.feeder.arguments import Arguments, FeederConfig, Processes, backend_of, log, new_config
 from aiofeed.kernel.feeder.iterator import FeedIterator
 from aiofeed.kernel.feeder.rules import check, facts_of
 from aiofeed.kernel.feeder.session import FeederSession, OpenEpoch, Steps
 from aiofeed.kernel.runtime import threads
 from aiofeed.kernel.runtime.threads import JOIN_S
+from aiofeed.kernel.sampling.schedule import uncompared
 from aiofeed.kernel.sampling.state import Checkpoint, SavedState
 from aiofeed.kernel.sampling.trail import Trail
 from aiofeed.kernel.sources.subset import fingerprint_of
@@ -498,6 +499,8 @@ class Feeder(Generic[BatchT]):
         saved = SavedState.from_dict(state_dict)
         mine = self._state()
         saved.check_compatible(mine)
+        if missing := uncompared(saved.fingerprint, mine.fingerprint):
+            log.warning("the state was loaded, and %s", missing)
         position = self._order.resumed(saved.position, saved.sampler)
         if saved.sampler and saved.order == mine.order:
             self._order.load_sampler_state(saved.sampler)

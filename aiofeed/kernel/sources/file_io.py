@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -369,3 +370,54 @@ def group_reader() -> GroupReader | None:
     except (OSError, AttributeError) as error:
         _log.warning("%s cannot be used, so files are read without it: %s", LIBRARY, error)
         return None
+
+
+# --- Which data is this
+
+# Files, or parts of them, whose contents identify the data; and the bytes at the head, in the middle and at the end of
+# each. 256 files take 5 ms.
+SAMPLED = 256
+SAMPLE_BYTES = 4 << 10
+
+
+class Content(NamedTuple):
+    """A part of the data of a source, by which they are recognized.
+
+    Args:
+        place: The path of a file; as bytes, what is known about the part without reading it.
+        start: The first byte of the part in the file.
+        end: The byte after its last one; ``None``: the end of the file.
+        kind: What a digest of such parts is called.
+    """
+
+    place: str | bytes
+    start: int = 0
+    end: int | None = None
+    kind: str = "contents"
+
+    def sample(self) -> bytes:
+        """Return the size and some bytes of the part.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        if isinstance(self.place, bytes):
+            return self.place
+        descriptor = open_file(self.place)
+        try:
+            end = os.fstat(descriptor).st_size if self.end is None else self.end
+            size, starts, most = end - self.start, [self.start], 3 * SAMPLE_BYTES
+            if size > most:
+                most, starts = SAMPLE_BYTES, [self.start, self.start + size // 2, end - SAMPLE_BYTES]
+            found = [b"%d" % size]
+            for start in starts:
+                os.lseek(descriptor, start, os.SEEK_SET)
+                found.append(os.read(descriptor, min(most, max(end - start, 0))))
+            return b" ".join(found)
+        finally:
+            os.close(descriptor)
+
+
+def evenly(count: int, most: int = SAMPLED) -> list[int]:
+    """Return up to ``most`` of ``count`` positions, evenly chosen, with the first and the last one."""
+    return list(range(count)) if count <= most else [at * (count - 1) // max(most - 1, 1) for at in range(most)]

@@ -14,6 +14,7 @@ from aiofeed.kernel.core.types import traits_of, uncopied_reader_of
 from aiofeed.kernel.core.validation import check_seed, counted
 from aiofeed.kernel.sampling.order import shuffled
 from aiofeed.kernel.sampling.schedule import fingerprint
+from aiofeed.kernel.sources.file_io import Content, evenly
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +116,7 @@ class Subset(IndexedSource):
 
     def fingerprint(self) -> str:
         """Identifies the whole source and the indices."""
-        return part_fingerprint(fingerprint_of(self.whole, len(self.whole)), self.rows)
+        return part_fingerprint(names_of(self.whole, len(self.whole)), self.rows)
 
     def key(self, index: int, /) -> str:
         """Return the name of a sample in the whole source."""
@@ -141,6 +142,31 @@ class Subset(IndexedSource):
 
 
 def fingerprint_of(source: Any, length: int) -> str:
+    """Return ``names_of`` a source, with a digest of a sample of its contents.
+
+    The digest has what the source knows of its ``content_parts()``: for files their sizes and some of their bytes, for
+    objects their sizes and etags. It is left out if the source knows nothing, or a file cannot be read.
+    """
+    names, parts = names_of(source, length), content_parts_of(source)
+    known, files = ([part for part in parts if isinstance(part.place, kind)] for kind in (bytes, str))
+    chosen = known + [files[at] for at in evenly(len(files))]
+    digest = hashlib.sha256()
+    try:
+        for part in chosen:
+            digest.update(hashlib.sha256(part.sample()).digest())
+    except OSError:
+        return names
+    kinds = "+".join(sorted({part.kind for part in chosen}))
+    return f"{names} {kinds}={digest.hexdigest()[:32]}" if kinds else names
+
+
+def content_parts_of(source: Any) -> Sequence[Content]:
+    """Return the parts of a source whose contents identify it; none if they are not known."""
+    parts: Sequence[Content] = getattr(source, "content_parts", list)()
+    return parts
+
+
+def names_of(source: Any, length: int) -> str:
     """Return the source's own ``fingerprint()``, or a hash of its type, length and keys."""
     own = getattr(source, "fingerprint", None)
     if own is not None and (found := own()) is not None:
