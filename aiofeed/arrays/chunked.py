@@ -71,8 +71,10 @@ class ChunkedArray(ABC):
 
     def some_chunks(self, most: int, counts: Sequence[int] | int = 1) -> list[Chunk]:
         """Return up to ``most`` chunks, evenly chosen; of shards that have ``counts`` chunks along each axis."""
-        grid = [-(-size // max(chunk, 1)) for size, chunk in zip(self.shape, np.multiply(self.chunks, counts), strict=True)]
-        return list(zip(*(each.tolist() for each in np.unravel_index(evenly(math.prod(grid), most), grid)), strict=True))
+        chunks = np.multiply(self.chunks, counts).tolist()
+        grid = [-(-size // max(chunk, 1)) for size, chunk in zip(self.shape, chunks, strict=True)]
+        numbers = np.array(evenly(math.prod(grid), most), np.int64)
+        return list(map(tuple, np.transpose(np.unravel_index(numbers, grid)).tolist())) if grid else [()]
 
     @abstractmethod
     def read_now(self, chunk: Chunk) -> Any:

@@ -14,8 +14,8 @@ from aiofeed.kernel.core.types import BatchPlan, Members, Source, Traits, public
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, counted, explain_arguments
 from aiofeed.kernel.sampling.trail import digest
 from aiofeed.kernel.sources.dataset import FromDataset, MapDataset, is_iterable_dataset, is_map_dataset
-from aiofeed.kernel.sources.parts import Parts, in_order
 from aiofeed.kernel.sources.file_io import Content
+from aiofeed.kernel.sources.parts import Parts, in_order
 from aiofeed.kernel.sources.subset import content_parts_of, kind_of, names_of
 from aiofeed.mixtures.mixture_order import ChangingShares, ConstantShares, Interleaving, MixtureOrder, ShareBlocks
 

@@ -19,6 +19,7 @@ import numpy as np
 from aiofeed.common.foreign_names import check_foreign_name
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_expanded, explain_arguments
+from aiofeed.kernel.sources.file_io import Content
 from aiofeed.shards.arrow import arrow
 from aiofeed.shards.base import FieldShards, RecentParts, reason_of
 from aiofeed.shards.index import ShardIndex, ranges_of

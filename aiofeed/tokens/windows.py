@@ -191,9 +191,9 @@ class Tokens(IndexedSource):
         return fingerprint(name, len(self), self.key)
 
     def content_parts(self) -> list[Content]:
-        """Return the files, each after the dtype of its tokens."""
-        told = [[Content(tokens.dtype.str.encode()), Content(str(path))] for tokens, (path, *_) in zip(self.arrays, self._files, strict=True)]
-        return sum(told, [])
+        """Return the dtypes of the tokens, and the files."""
+        dtypes = ",".join([tokens.dtype.str for tokens in self.arrays])
+        return [Content(dtypes.encode()), *(Content(str(path)) for path, *_ in self._files)]
 
     def key(self, index: int, /) -> str:
         """Return the file and the tokens of a window, as in ``train.bin[2048:3072]``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -348,11 +349,15 @@ class Feeder(Generic[BatchT]):
         self._earlier_stats = EpochStats()
         # The iterator that ``steps`` goes on with.
         self._stepping: list[OpenEpoch] = []
-        self._fingerprint: str | None = None
+        self._fingerprint: Callable[[], str] = functools.cache(
+            functools.partial(fingerprint_of, self._source, self._length)
+        )
         self._session = self._new_session(config)
 
     def _new_session(self, config: FeederConfig) -> FeederSession[BatchT]:
-        return FeederSession(config, self._order, self._checkpoint, self._failures, self._earlier_stats)
+        return FeederSession(
+            config, self._order, self._checkpoint, self._failures, self._earlier_stats, self._fingerprint
+        )
 
     @property
     def _config(self) -> FeederConfig:
@@ -509,12 +514,10 @@ class Feeder(Generic[BatchT]):
         self._checkpoint.load(position, trail)
 
     def _state(self) -> SavedState:
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint_of(self._source, self._length)
         position = self._checkpoint.position
         schedule, sampler = self._order.schedule(self._length), self._order.sampler_state(position)
         trail = self._checkpoint.trail
-        return SavedState(schedule, position, self._fingerprint, self._config.in_order, sampler, trail)
+        return SavedState(schedule, position, self._fingerprint(), self._config.in_order, sampler, trail)
 
     def receipt(self) -> str:
         """Return a hash of the samples seen: of the source's fingerprint, the order, and the positions returned.

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -63,6 +63,7 @@ class FeederSession(Generic[BatchT]):
         checkpoint: The user's position; updated as batches are returned.
         failures: Receives the samples that failed.
         earlier_stats: Receives the statistics of ended epochs.
+        fingerprint: Returns that of the data, of which it reads some when it is first called.
     """
 
     config: FeederConfig
@@ -70,6 +71,7 @@ class FeederSession(Generic[BatchT]):
     checkpoint: Checkpoint
     failures: FailureLog
     earlier_stats: EpochStats
+    fingerprint: Callable[[], str]
 
     def __post_init__(self) -> None:
         config = self.config
@@ -205,6 +207,8 @@ class FeederSession(Generic[BatchT]):
             from aiofeed.kernel.sources.dataset_slots import check_iteration
 
             check_iteration(self.config.source)
+        if hasattr(self.config.source, "content_parts"):
+            self.fingerprint()  # of the data that are read now: later there may be others
         completed = self._finish_complete_epoch()
         if self._last_epoch is None:
             self.close_bar()
