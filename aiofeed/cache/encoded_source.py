@@ -21,7 +21,7 @@ from aiofeed.kernel.core.types import Members, Source, Uncopied
 log: logging.Logger = logging.getLogger("aiofeed.cache")
 
 # Members of the inner source that have nothing to do with reading.
-_PASSED = ("target", "open", "aclose", "shard_starts", "looks_ahead", "reads_whole_shards", "nbytes", "content_parts")
+_PASSED = ("target", "open", "aclose", "shard_starts", "looks_ahead", "reads_whole_shards", "nbytes")
 _MISSING: Any = object()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +30,6 @@ from aiofeed.kernel.runtime.threads import JOIN_S
 from aiofeed.kernel.sampling.schedule import uncompared
 from aiofeed.kernel.sampling.state import Checkpoint, SavedState
 from aiofeed.kernel.sampling.trail import Trail
-from aiofeed.kernel.sources.subset import fingerprint_of
 
 if TYPE_CHECKING:
     from typing import Required, TypeAlias, TypedDict, Unpack, overload
@@ -349,15 +347,10 @@ class Feeder(Generic[BatchT]):
         self._earlier_stats = EpochStats()
         # The iterator that ``steps`` goes on with.
         self._stepping: list[OpenEpoch] = []
-        self._fingerprint: Callable[[], str] = functools.cache(
-            functools.partial(fingerprint_of, self._source, self._length)
-        )
         self._session = self._new_session(config)
 
     def _new_session(self, config: FeederConfig) -> FeederSession[BatchT]:
-        return FeederSession(
-            config, self._order, self._checkpoint, self._failures, self._earlier_stats, self._fingerprint
-        )
+        return FeederSession(config, self._order, self._checkpoint, self._failures, self._earlier_stats, self._source)
 
     @property
     def _config(self) -> FeederConfig:
@@ -517,7 +510,7 @@ class Feeder(Generic[BatchT]):
         position = self._checkpoint.position
         schedule, sampler = self._order.schedule(self._length), self._order.sampler_state(position)
         trail = self._checkpoint.trail
-        return SavedState(schedule, position, self._fingerprint(), self._config.in_order, sampler, trail)
+        return SavedState(schedule, position, self._session.fingerprint, self._config.in_order, sampler, trail)
 
     def receipt(self) -> str:
         """Return a hash of the samples seen: of the source's fingerprint, the order, and the positions returned.

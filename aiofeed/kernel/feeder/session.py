@@ -7,8 +7,9 @@ import itertools
 import logging
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from aiofeed import _load_addon as load_addon
@@ -28,6 +29,7 @@ from aiofeed.kernel.sampling.order import BatchLists
 from aiofeed.kernel.sampling.schedule import Position
 from aiofeed.kernel.sampling.state import Checkpoint, EpochProgress
 from aiofeed.kernel.sampling.trail import order_digest
+from aiofeed.kernel.sources.subset import fingerprint_of
 
 BatchT = TypeVar("BatchT")
 
@@ -63,7 +65,7 @@ class FeederSession(Generic[BatchT]):
         checkpoint: The user's position; updated as batches are returned.
         failures: Receives the samples that failed.
         earlier_stats: Receives the statistics of ended epochs.
-        fingerprint: Returns that of the data, of which it reads some when it is first called.
+        source: The user's source, without a cache.
     """
 
     config: FeederConfig
@@ -71,7 +73,7 @@ class FeederSession(Generic[BatchT]):
     checkpoint: Checkpoint
     failures: FailureLog
     earlier_stats: EpochStats
-    fingerprint: Callable[[], str]
+    source: Any
 
     def __post_init__(self) -> None:
         config = self.config
@@ -97,6 +99,11 @@ class FeederSession(Generic[BatchT]):
         self._start_lock = EpochStartLock()
         if config.cache is not None:
             config.cache.free_with(self)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies the data."""
+        return fingerprint_of(self.source, self.config.length)
 
     @property
     def live(self) -> bool:
@@ -207,8 +214,8 @@ class FeederSession(Generic[BatchT]):
             from aiofeed.kernel.sources.dataset_slots import check_iteration
 
             check_iteration(self.config.source)
-        if hasattr(self.config.source, "content_parts"):
-            self.fingerprint()  # of the data that are read now: later there may be others
+        if hasattr(self.source, "content_parts"):
+            _ = self.fingerprint  # of the data that are read now: later there may be others
         completed = self._finish_complete_epoch()
         if self._last_epoch is None:
             self.close_bar()
