@@ -365,9 +365,11 @@ class Arrays(GroupedSource):
         def write(data: Any) -> int:
             started, cpu_started = time.perf_counter(), time.thread_time()
             if part.local:
-                data = part.read_now(chunk)
-                if part.metadata is not None:
-                    part.metadata.check()  # of the array that had this chunk: after reading
+                try:
+                    data = part.read_now(chunk)
+                finally:
+                    if part.metadata is not None:
+                        part.metadata.check()  # after reading: of the array that has this chunk
             values = part.decode(data, chunk)
             for gathered, places in targets:
                 gathered.put(number, places, place, values)
