@@ -49,8 +49,9 @@ class DiskCache:
     on a damaged disk, is decoded and written again. Nothing in the file is unpickled.
 
     A file of other data, of a decoder with other settings or of another version raises ``CacheError`` and is never
-    changed. Data are identified by the source's fingerprint (its own, or type, length and keys): files that are
-    replaced under the same names are not noticed.
+    changed. Data are identified by the source's fingerprint (its own, or type, length and keys) and by a sample of the
+    contents of files, as saved states are: see docs/ranks.md. The file of an earlier version, which has no such sample,
+    is used if the names agree, and a log line says so.
 
     With ``encoded=True`` the file has the bytes that the source reads, which are decoded and augmented in every epoch:
     for objects and shards at URLs, and with any decoder. Each sample is stored with its key and

@@ -403,19 +403,14 @@ class Content(NamedTuple):
         """
         if isinstance(self.place, bytes):
             return self.place
-        descriptor = open_file(self.place)
-        try:
-            end = os.fstat(descriptor).st_size if self.end is None else self.end
-            size, starts, most = end - self.start, [self.start], 3 * SAMPLE_BYTES
-            if size > most:
-                most, starts = SAMPLE_BYTES, [self.start, self.start + size // 2, end - SAMPLE_BYTES]
-            found = [b"%d" % size]
-            for start in starts:
-                os.lseek(descriptor, start, os.SEEK_SET)
-                found.append(os.read(descriptor, min(most, max(end - start, 0))))
-            return b" ".join(found)
-        finally:
-            os.close(descriptor)
+        with open(open_file(self.place), "rb", buffering=0) as file:
+            size = (os.fstat(file.fileno()).st_size if self.end is None else self.end) - self.start
+            is_small = size <= 3 * SAMPLE_BYTES
+            found = b"%d" % size
+            for at in (0,) if is_small else (0, size // 2, size - SAMPLE_BYTES):
+                file.seek(self.start + at)
+                found += file.read(max(size, 0) if is_small else SAMPLE_BYTES)
+            return found
 
 
 def evenly(count: int, most: int = SAMPLED) -> list[int]:
