@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import hashlib
 import logging
 import os
 import re
@@ -416,3 +417,15 @@ class Content(NamedTuple):
 def evenly(count: int, most: int = SAMPLED) -> list[int]:
     """Return up to ``most`` of ``count`` positions, evenly chosen, with the first and the last one."""
     return list(range(count)) if count <= most else [at * (count - 1) // max(most - 1, 1) for at in range(most)]
+
+
+def digest_of(parts: Sequence[Content]) -> str:
+    """Return the kinds of parts, and a digest of what is known about them and of some files.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    known, files = ([part for part in parts if isinstance(part.place, kind)] for kind in (bytes, str))
+    chosen = known + [files[at] for at in evenly(len(files))]
+    samples = b"".join([hashlib.sha256(part.sample()).digest() for part in chosen])
+    return f"{'+'.join(sorted({part.kind for part in chosen}))}={hashlib.sha256(samples).hexdigest()[:32]}"

@@ -152,18 +152,17 @@ class Files(IndexedSource):
 
         For a tuple of files: their paths, joined by ``" + "``.
         """
-        return self.paths[index] if self._width is None else " + ".join([self.paths[at] for at in self._files([index])])
+        return self.paths[index] if self._width is None else self._joined(index)
+
+    def _joined(self, index: int, root: int = 0) -> str:
+        return " + ".join([self.paths[at][root:] for at in self._files([index])])
 
     def fingerprint(self) -> str | None:
         """Return a hash of the paths of tuples, relative to their common folder; ``None``: keys identify the files."""
         if self._width is None:
             return None
         root = common_folder(self.paths)
-        return fingerprint(
-            type(self).__qualname__,
-            len(self),
-            lambda index: " + ".join([self.paths[at][root:] for at in self._files([index])]),
-        )
+        return fingerprint(type(self).__qualname__, len(self), lambda index: self._joined(index, root))
 
     def content_parts(self) -> list[Content]:
         """Return some of the files, or the sizes of some objects as far as they were listed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import reprlib
 from collections.abc import Mapping, Sequence, Sized
@@ -14,11 +15,12 @@ from aiofeed.kernel.core.types import traits_of, uncopied_reader_of
 from aiofeed.kernel.core.validation import check_seed, counted
 from aiofeed.kernel.sampling.order import shuffled
 from aiofeed.kernel.sampling.schedule import fingerprint
-from aiofeed.kernel.sources.file_io import Content, evenly
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
+
+    from aiofeed.kernel.sources.file_io import Content
 
 Indices: TypeAlias = "slice | Sequence[int] | Sequence[bool] | NDArray[Any] | torch.Tensor"
 
@@ -148,22 +150,17 @@ def fingerprint_of(source: Any, length: int) -> str:
     objects their sizes and etags. It is left out if the source knows nothing, or a file cannot be read.
     """
     names, parts = names_of(source, length), content_parts_of(source)
-    known, files = ([part for part in parts if isinstance(part.place, kind)] for kind in (bytes, str))
-    chosen = known + [files[at] for at in evenly(len(files))]
-    digest = hashlib.sha256()
-    try:
-        for part in chosen:
-            digest.update(hashlib.sha256(part.sample()).digest())
-    except OSError:
-        return names
-    kinds = "+".join(sorted({part.kind for part in chosen}))
-    return f"{names} {kinds}={digest.hexdigest()[:32]}" if kinds else names
+    if parts:
+        from aiofeed.kernel.sources.file_io import digest_of
+
+        with contextlib.suppress(OSError):
+            return f"{names} {digest_of(parts)}"
+    return names
 
 
 def content_parts_of(source: Any) -> Sequence[Content]:
     """Return the parts of a source whose contents identify it; none if they are not known."""
-    parts: Sequence[Content] = getattr(source, "content_parts", list)()
-    return parts
+    return getattr(source, "content_parts", list)()  # type: ignore[no-any-return]
 
 
 def names_of(source: Any, length: int) -> str:
