@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -215,7 +216,8 @@ class FeederSession(Generic[BatchT]):
 
             check_iteration(self.config.source)
         if hasattr(self.source, "content_parts"):
-            _ = self.fingerprint  # of the data that are read now: later there may be others
+            with contextlib.suppress(Exception):  # of damaged data: their samples have the error
+                _ = self.fingerprint  # of the data that are read now: later there may be others
         completed = self._finish_complete_epoch()
         if self._last_epoch is None:
             self.close_bar()

@@ -149,11 +149,11 @@ def fingerprint_of(source: Any, length: int) -> str:
     The digest has what the source knows of its ``content_parts()``: for files their sizes and some of their bytes, for
     objects their sizes and etags. It is left out if the source knows nothing, or a file cannot be read.
     """
-    names, parts = names_of(source, length), content_parts_of(source)
-    if parts:
-        from aiofeed.kernel.sources.file_io import digest_of
+    names = names_of(source, length)
+    with contextlib.suppress(Exception):  # of damaged data, the libraries that read them raise any
+        if parts := content_parts_of(source):
+            from aiofeed.kernel.sources.file_io import digest_of
 
-        with contextlib.suppress(OSError):
             return f"{names} {digest_of(parts)}"
     return names
 
