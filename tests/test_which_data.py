@@ -18,8 +18,10 @@ import aiofeed
 from aiofeed import Feeder
 from aiofeed.errors import StateError
 from aiofeed.kernel.core.types import traits_of
+from aiofeed.kernel.sampling.schedule import uncompared
 from aiofeed.kernel.sources.file_io import SAMPLE_BYTES, SAMPLED
 from aiofeed.kernel.sources.subset import fingerprint_of, names_of
+from tests.support.fault_server import FaultServer
 from tests.support.shard_files import tfrecord, write_tar
 from tests.support.states import edited_state
 
@@ -298,6 +300,20 @@ def test_places_that_are_compared(place: str, number: int, tmp_path: Path) -> No
     assert fingerprint_of(source, len(source)) != before
 
 
+def test_objects_are_recognized_by_what_was_asked_already(object_server: FaultServer, tmp_path: Path) -> None:
+    """At URLs sizes and etags identify shards, without another request; a state of files loads there and the reverse."""
+    prints = []
+    for which in (0, 0, 1):
+        object_server.objects["bucket/a.tar"] = tar(tmp_path, which).read_bytes()
+        source = aiofeed.TarShards("s3://bucket/a.tar", options=object_server.options)
+        requests = source.storage_statistics().requests
+        prints.append(fingerprint_of(source, COUNT))
+        assert source.storage_statistics().requests == requests
+    assert prints[0] == prints[1] != prints[2]
+    assert uncompared(prints[0], prints[2]) is None
+    assert uncompared(fingerprint_of(aiofeed.TarShards(tar(tmp_path, 0)), COUNT), prints[0])
+
+
 def test_a_missing_file(tmp_path: Path) -> None:
     """If a file cannot be read, names and sizes identify the data."""
     paths = files(tmp_path, 0)
@@ -309,7 +325,6 @@ def test_a_missing_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("old", [False, True])
 def test_a_cache_is_of_one_folder(old: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A ``DiskCache`` is refused for other contents, and one of an earlier version is used with a log line."""
-    monkey = pytest.MonkeyPatch()
     path, seen = tmp_path / "x.cache", []
 
     def epoch(which: int) -> None:
@@ -319,7 +334,7 @@ def test_a_cache_is_of_one_folder(old: bool, tmp_path: Path, caplog: pytest.LogC
         with Feeder(source, decode=double, batch_size=40, cache=aiofeed.DiskCache(path)) as feeder:
             seen.extend(float(batch[0, 0]) for batch in feeder)
 
-    with monkey.context() as patched:
+    with pytest.MonkeyPatch.context() as patched:
         if old:
             patched.setattr("aiofeed.cache.disk.fingerprint_of", names_of)
         epoch(1)

@@ -160,7 +160,7 @@ def fingerprint_of(source: Any, length: int) -> str:
 
 def content_parts_of(source: Any) -> Sequence[Content]:
     """Return the parts of a source whose contents identify it; none if they are not known."""
-    return getattr(source, "content_parts", list)()  # type: ignore[no-any-return]
+    return getattr(source, "content_parts", list)()
 
 
 def names_of(source: Any, length: int) -> str:
