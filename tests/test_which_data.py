@@ -301,7 +301,7 @@ def test_places_that_are_compared(place: str, number: int, tmp_path: Path) -> No
 
 
 def test_objects_are_recognized_by_what_was_asked_already(object_server: FaultServer, tmp_path: Path) -> None:
-    """At URLs sizes and etags identify shards, without another request; a state of files loads there and the reverse."""
+    """At URLs sizes and etags identify shards, without another request; those of files are not comparable."""
     prints = []
     for which in (0, 0, 1):
         object_server.objects["bucket/a.tar"] = tar(tmp_path, which).read_bytes()
