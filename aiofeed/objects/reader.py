@@ -31,6 +31,7 @@ from aiofeed.objects.requests import (
     RequestMonitor,
     changed,
     fault_of,
+    is_of_obstore,
     other_size,
     percentile,
     too_short,
@@ -344,7 +345,9 @@ class ObjectReader:
             open_requests.add(request := object())
             try:
                 return await attempt(store)
-            except Exception as error:  # noqa: BLE001 - obstore's errors; raised below without credentials
+            except BaseException as error:  # raised below without credentials
+                if not is_of_obstore(error):
+                    raise
                 fault = fault_of(error, partial(self._client.redact, query=query), self.url(key))
             finally:
                 open_requests.discard(request)

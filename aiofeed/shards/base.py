@@ -20,6 +20,7 @@ from aiofeed.common.grouped_source import GroupedSource
 from aiofeed.common.progress_bar import LoadProgress
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.validation import check_callable, counted
+from aiofeed.kernel.engine.fetch.user_errors import pointer_hint
 from aiofeed.kernel.sources.file_io import Content
 from aiofeed.kernel.sources.files import AT_ONCE_S
 from aiofeed.kernel.sources.parts import Parts, in_order
@@ -179,7 +180,7 @@ class Shards(GroupedSource, ABC):
                     await shard.open()
                     await self._index(shard)
                 except indexing.DAMAGED as error:
-                    raise ValueError(f"{shard.url}: {reason_of(error)}") from error
+                    raise ValueError(f"{shard.url}: {reason_of(error)}{pointer_hint(shard.url)}") from error
             if shard.samples not in (None, self._samples(shard)):
                 found = counted(self._samples(shard), "sample")
                 raise ValueError(f"{shard.url}: it has {found}, the list of shards has {shard.samples}")

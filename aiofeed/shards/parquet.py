@@ -23,6 +23,7 @@ from aiofeed.shards.base import RecentParts, Shards
 from aiofeed.shards.urls import Shard, Urls
 
 # Most footers are shorter, so that one request reads them.
+_SIGNATURE_BYTES = 28
 _TAIL_BYTES = 64 << 10
 
 # From this on, numbers are faster by ``take`` than each by itself: 256 rows of 18 in a quarter of the time, two rows in
@@ -141,8 +142,8 @@ class ParquetRows(Shards):
         shard, _ = self._find(index)
         return shard.size // self._samples(shard)
 
-    async def _footer(self, shard: Shard) -> Any:
-        """pyarrow's description of a file."""
+    async def _footer(self, shard: Shard) -> tuple[Any, bool]:
+        """pyarrow's description of a file, and whether some of its columns may be encrypted."""
         tail = await self._tail(shard, _TAIL_BYTES)
         length = int.from_bytes(tail[-8:-4], "little") + 8
         if not tail.endswith(b"PAR1") or length > shard.size:
@@ -150,19 +151,22 @@ class ParquetRows(Shards):
             if is_text(tail.lstrip(bytes(range(0x80, 0xC0))), least=1):
                 raise ValueError(
                     "this is text, and not a Parquet file: for a list of paths pass aiofeed.Manifest(path); for rows, "
-                    "Table(pyarrow.csv.read_csv(path)) or a dataset of datasets.load_dataset"
+                    "Table(pyarrow.csv.read_csv(path)), Table(pyarrow.json.read_json(path)) for lines of JSON, or a "
+                    "dataset of datasets.load_dataset"
                 )
             raise ValueError("this is not a Parquet file, or it is truncated or encrypted")
         check_expanded("the footer", length, 0)
         if length > len(tail):
             tail = await self._tail(shard, length)
         try:
-            return arrow("pyarrow.parquet").read_metadata(io.BytesIO(tail))
+            metadata = arrow("pyarrow.parquet").read_metadata(io.BytesIO(tail))
         except Exception as error:  # noqa: BLE001 - pyarrow's errors
             raise ValueError(f"its footer is damaged: {error}") from None
+        # A file with encrypted columns whose footer is plain signs it, behind what pyarrow reads of it.
+        return metadata, length - 8 - metadata.serialized_size >= _SIGNATURE_BYTES
 
     async def _index(self, shard: Shard) -> None:
-        metadata = await self._footer(shard)
+        metadata, signed = await self._footer(shard)
         rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         shard.extra = found = RowGroups(metadata, np.cumsum([0, *rows]))
         fields, wanted = metadata.schema.to_arrow_schema(), self._columns
@@ -179,6 +183,8 @@ class ParquetRows(Shards):
             if counts[name] > 1:
                 raise ValueError(f"{counts[name]} columns have the name {name!r}")
         found.leaves = leaves(metadata, wanted)
+        if signed:
+            check_readable(shard, metadata, [*found.leaves, *leaves(metadata, targets)])
         if targets:
             async with self._scanning:
                 groups, chosen = range(metadata.num_row_groups), leaves(metadata, targets)
@@ -298,6 +304,17 @@ class ParquetRows(Shards):
         if table.num_rows != (rows := metadata.row_group(group).num_rows):
             raise ValueError(f"{shard.url}: row group {group} has {table.num_rows} rows of {rows}")
         return table
+
+
+def check_readable(shard: Shard, metadata: Any, chosen: Sequence[int]) -> None:
+    """Raise ``ValueError`` for an encrypted column: to ask pyarrow for its description would end the process."""
+    try:
+        if not os.path.isfile(shard.key):
+            raise OSError("files with encrypted columns are read from disk only")
+        for group in range(min(metadata.num_row_groups, 1)):
+            _read_row_group(arrow().OSFile(shard.key), metadata, group, chosen)
+    except (arrow().ArrowException, OSError) as error:
+        raise ValueError(f"a column is encrypted; choose others with columns= ({error})") from None
 
 
 def memory_of(chunk: Any) -> int:

@@ -270,7 +270,9 @@ class Manifest(Files):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(path, str | os.PathLike):
-            raise TypeError(f"Manifest needs the path or URL of a file, got {path!r}; Files takes lists")
+            raise TypeError(
+                f"""Manifest needs the path or URL of a file, got {path!r}; Files takes lists, or frame["path"]"""
+            )
         plain = target is not None and (isinstance(target, str) or not isinstance(target, Sequence))
         targets: list[Any] = [target] if plain else list(target or ())
         ranges = [each for each in (start, end, length) if each is not None]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.common.blocking import run_blocking
+from aiofeed.kernel.engine.fetch.user_errors import pointer_hint
 from aiofeed.kernel.runtime.machine import free_memory
 from aiofeed.kernel.sources.file_io import SAMPLED, Content
 from aiofeed.shards.arrow import arrow
@@ -204,4 +205,5 @@ def mapped(path: str) -> Any:
             found.validate()
             return found
         except (arrow().ArrowException, OSError, ValueError) as error:
-            raise ValueError(f"{path}: it is no Arrow file, or a truncated one: {error}") from None
+            reason = f"it is no Arrow file, or a truncated one: {error}{pointer_hint(path)}"
+            raise ValueError(f"{path}: {reason}") from None

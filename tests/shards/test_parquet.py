@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import aiofeed
 from aiofeed import Feeder, ParquetRows, Table
 from aiofeed.kernel.core import validation
 from aiofeed.shards import base
@@ -195,3 +198,54 @@ def test_a_row_group_with_other_rows_than_the_footer_says(
     source, read = ParquetRows(tmp_path / "x.parquet"), parquet_module._read_row_group
     monkeypatch.setattr(parquet_module, "_read_row_group", lambda *arguments: read(*arguments).slice(0, 2))
     assert {str(each) for each in read_all(source)} == {f"{tmp_path}/x.parquet: row group 0 has 2 rows of 3"}
+
+
+# --- encrypted columns ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def encrypted(tmp_path: Path) -> str:
+    """A file with a plain footer, a plain column "x" and an encrypted one, "secret"."""
+    encryption = pytest.importorskip("pyarrow.parquet.encryption")
+
+    class Client(encryption.KmsClient):  # type: ignore[misc]
+        def __init__(self, _: Any) -> None:
+            super().__init__()
+
+        def wrap_key(self, key: bytes, master: str) -> bytes:
+            return base64.b64encode(master.encode() + key)
+
+        def unwrap_key(self, wrapped: bytes, master: str) -> bytes:
+            return base64.b64decode(wrapped)[len(master) :]
+
+    how = encryption.EncryptionConfiguration(footer_key="f", column_keys={"c": ["secret"]}, plaintext_footer=True)
+    factory = encryption.CryptoFactory(lambda _: Client(_))
+    properties = factory.file_encryption_properties(encryption.KmsConnectionConfig(), how)
+    table = arrow().table({"x": list(range(100)), "secret": [[1, 2, 3, 4]] * 100})
+    path = str(tmp_path / "t.parquet")
+    with arrow("pyarrow.parquet").ParquetWriter(path, table.schema, encryption_properties=properties) as writer:
+        writer.write_table(table)
+    return path
+
+
+USES: dict[str, Callable[[str], Any]] = {
+    "Table": Table,
+    "ParquetRows": ParquetRows,
+    "data": lambda path: ParquetRows(path, data="secret"),
+    "target": lambda path: ParquetRows(path, data="x", target="secret"),
+    "Manifest": lambda path: aiofeed.Manifest(path, "secret"),
+    "Tokens": lambda path: aiofeed.Tokens(path, 4, column="secret"),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_an_encrypted_column_is_an_error_that_names_the_file(encrypted: str, name: str) -> None:
+    """pyarrow ends the process if it is asked for the description of such a column."""
+    with pytest.raises(ValueError, match=r"t\.parquet: .*[Dd]ecrypt"):
+        USES[name](encrypted)
+
+
+def test_plain_columns_beside_an_encrypted_one_are_read(encrypted: str) -> None:
+    """The columns that are chosen decide."""
+    [batch] = Feeder(Table(encrypted, ["x"]), batch_size=100)
+    assert batch["x"].tolist() == list(range(100))

@@ -27,7 +27,7 @@ _PERMANENT = frozenset(getattr(errno, name) for name in _PERMANENT_NAMES if hasa
 
 
 @public
-@explain_arguments()
+@explain_arguments({"retry": "pass retries=", "timeout": "pass read_timeout_s=", "max_errors": "pass max_failures="})
 @dataclass(frozen=True)
 class FailurePolicy:
     """What to do with samples that cannot be read or decoded.

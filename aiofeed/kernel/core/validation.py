@@ -34,8 +34,8 @@ Ways: TypeAlias = Mapping[str, str | Callable[[Any], str]]
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number of things for a message: ``"1 sample"``, ``"2 batches"``."""
-    return f"{number} {noun}" + ("es" if noun.endswith(("s", "ch")) else "s") * (number != 1)
+    """Return a number of things for a message: ``"1 sample"``, ``"2 batches"``, ``"3 epochs"``."""
+    return f"{number} {noun}" + ("es" if noun.endswith(("s", "tch")) else "s") * (number != 1)
 
 
 def number_from_environment(name: str, default: int) -> int:

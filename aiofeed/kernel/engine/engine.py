@@ -5,8 +5,8 @@ A batch passes through these steps, all on the engine's event loop except decodi
 1. ``_plan`` takes the next batch plan. It alone waits for limited resources: for room for a batch, then for reads.
    Batches acquire resources in order and release them in order, so there is no circular wait.
 2. ``Assembly.begin`` starts the batch: ``ChunkAssembly`` reads and decodes its chunks (``chunks.py``),
-   ``SampleAssembly`` fills it with the samples that are ready first (``samples.py``), ``RemoteAssembly`` sends its plan
-   to a worker process (``workers/remote_assembly.py``).
+   ``SampleAssembly`` fills it with the samples that are ready first (``sample_order/``), ``RemoteAssembly`` sends its
+   plan to a worker process (``workers/remote_assembly.py``).
 3. The assembly passes the batch, or one with an error, to ``finished``.
 4. ``_deliver`` puts finished batches into the queue, in order unless ``in_order=False``. A batch with an error becomes
    a ``FeedFailure``, after which nothing is delivered.

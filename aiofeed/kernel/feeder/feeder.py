@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from aiofeed import _load_addon
+from aiofeed import _hint_at, _load_addon
 from aiofeed.kernel.core.errors import StateError
 from aiofeed.kernel.core.failure_policy import Action, FailurePolicy
 from aiofeed.kernel.core.failures import Failure, FailureLog
@@ -389,6 +389,20 @@ class Feeder(Generic[BatchT]):
         """Start an epoch; close the open iterator."""
         return self._session.begin()
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            hint = "" if name.startswith("_") else _hint_at("Feeder", name)
+            raise AttributeError(f"'Feeder' object has no attribute {name!r}{hint}", name=name, obj=self)
+
+        def __getitem__(self, index: object) -> Any:
+            raise TypeError(
+                "a Feeder is a loader, without items: next(iter(feeder)) is a batch, feeder.dataset the source"
+            )
+
+        def __next__(self) -> Any:
+            raise TypeError("a Feeder is no iterator: batches = iter(feeder) begins an epoch, next(batches) is a batch")
+
     def __aiter__(self) -> FeedIterator[BatchT]:
         """Start an epoch; close the open iterator."""
         return iter(self)
@@ -427,6 +441,9 @@ class Feeder(Generic[BatchT]):
 
     def epochs(self, n: int) -> Iterator[int]:
         """Yield the numbers of the remaining epochs up to ``n - 1``; iterate the feeder once for each.
+
+        Epochs are counted from 0 over the life of the feeder and its states: a second ``epochs(3)`` yields none, and a
+        log line says so. ``set_epoch(0)`` begins again. Epochs of which only one batch was looked at do not count.
 
         Each next epoch is read while the last batches of the one before are consumed, so there is no pause between
         epochs. Nothing is read beyond the last epoch.

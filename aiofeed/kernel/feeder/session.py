@@ -18,6 +18,7 @@ from aiofeed.kernel.core.errors import FeedError
 from aiofeed.kernel.core.failures import FailureLog
 from aiofeed.kernel.core.statistics import EpochStats, FeedStatistics
 from aiofeed.kernel.core.types import Members, traits_of
+from aiofeed.kernel.core.validation import counted
 from aiofeed.kernel.engine.memory import Memory, SmallItems
 from aiofeed.kernel.feeder.arguments import FeederConfig
 from aiofeed.kernel.feeder.iterator import Delivery, EpochObserver, EpochStartLock, FeedIterator, clocks, take_end
@@ -89,6 +90,8 @@ class FeederSession(Generic[BatchT]):
         # Epochs completed one after the other, and the last epoch of a running `epochs`.
         self._completed_in_a_row = 0
         self._last_epoch: int | None = None
+        # Whether no epoch so far was chosen, and of none more than a batch was taken, to look at it.
+        self._only_looks = self.checkpoint.next_position() == Position()
         # The batches that running steps will take from the next iterator on.
         self._steps_left = 0
         self._hinted = False
@@ -141,7 +144,17 @@ class FeederSession(Generic[BatchT]):
 
     def epochs(self, last: int) -> Iterator[int]:
         """Yield the numbers of the epochs up to ``last``; meanwhile each next epoch is read ahead."""
+        chosen = self.checkpoint.chosen
+        if self._only_looks and not chosen and self._epoch is not None and self._epoch.looked_at:
+            self.checkpoint.set_epoch(0, live=self.live)
         epoch = self.order.normalize(self.checkpoint.next_position()).epoch
+        if epoch > last or (epoch and not chosen):
+            n, left = last + 1, "no epoch" if epoch > last else counted(last + 1 - epoch, "epoch")
+            log.warning(
+                "feeder.epochs(%d) yields %s: it counts from epoch 0, and the next epoch of this feeder is %d. For %d "
+                "more write feeder.epochs(%d); to begin again, call feeder.set_epoch(0) before it",
+                *(n, left, epoch, n, epoch + n),
+            )
         try:
             while epoch <= last:
                 self._last_epoch = last
@@ -251,6 +264,7 @@ class FeederSession(Generic[BatchT]):
         # In this order, a thread that reads the totals meanwhile counts no epoch twice.
         ended, self.stats = self.stats, stats
         self.earlier_stats.add(ended)
+        self._only_looks &= not self.checkpoint.chosen and (self._epoch is None or self._epoch.looked_at)
         self.checkpoint.on_iter(start.epoch)
         self.failures.begin()
         self._epoch = epoch

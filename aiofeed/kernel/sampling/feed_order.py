@@ -14,7 +14,7 @@ import numpy as np
 
 from aiofeed.kernel.core.errors import StateError
 from aiofeed.kernel.core.statistics import EpochStats, Event, new_events
-from aiofeed.kernel.core.validation import check_int_from, counted
+from aiofeed.kernel.core.validation import check_int_from, counted, number_from_environment
 from aiofeed.kernel.sampling.epochs import EpochStart, EpochStream
 from aiofeed.kernel.sampling.lister import Lister
 from aiofeed.kernel.sampling.order import BatchLists, EpochList
@@ -23,8 +23,10 @@ from aiofeed.kernel.sampling.state import json_dict
 
 log: logging.Logger = logging.getLogger("aiofeed.sampling")
 
-# The index list of a shuffled epoch of this length takes 80 MB and 0.1 s to make.
-LARGE_EPOCH = 10_000_000
+# The index list of a shuffled epoch of this length takes 240 MB, and seconds to make.
+LARGE_EPOCH = 30_000_000
+# Variables with the number of this task and of all tasks, of launchers that set no RANK and WORLD_SIZE.
+_TASKS = {"SLURM_PROCID": "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE"}
 
 
 class FeedOrder:
@@ -180,8 +182,8 @@ class FeedOrder:
     def _suggest_keyed(self, schedule: Schedule) -> None:
         if schedule.shuffle is True and schedule.length > LARGE_EPOCH and not self._suggested:
             self._suggested = True
-            log.info(
-                "shuffle=True makes a list of %d indices (%d MiB) per epoch; shuffle='keyed' computes them instead",
+            log.warning(
+                "shuffle=True makes a list of %d indices (%d MiB) before each epoch; shuffle='keyed' begins at once",
                 schedule.length,
                 schedule.length * 8 >> 20,
             )
@@ -248,6 +250,11 @@ def find_shard() -> tuple[int, int]:
         return shard
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if not rank or not world_size:  # an empty variable is one that is not set
+        for names in _TASKS.items():
+            task, tasks = (number_from_environment(name, 0) for name in names)
+            if tasks > 1:
+                way = "initialise torch.distributed first, set RANK and WORLD_SIZE, or pass shard=(rank, world_size)"
+                log.warning("task %d of %d (%s, %s) gets all samples: for a part each, %s", task, tasks, *names, way)
         return (0, 1)
     try:
         shard = check_shard((int(rank), int(world_size)))

@@ -83,6 +83,8 @@ class SavedState:
             "position": self.position.consumed,
             "handed_out": sorted(self.position.ahead),
             **asdict(self.schedule),
+            # Where the state of any rank serves all, it is the same on all.
+            "rank": 0 if self.in_order is True and self.schedule.pad else self.schedule.rank,
             "in_order": self.in_order,
             "fingerprint": self.fingerprint,
             "sampler": self.sampler,
@@ -366,6 +368,11 @@ class EpochProgress:
     def complete(self) -> bool:
         """Whether all batches were returned."""
         return self._left + len(self._following) == self._surplus
+
+    @property
+    def looked_at(self) -> bool:
+        """Whether no more than one batch of several was returned."""
+        return self.returned <= 1 and not self.complete
 
     def position(self) -> Position:
         """Return the position after the batches that were returned."""

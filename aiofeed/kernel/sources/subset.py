@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Indices: TypeAlias = "slice | Sequence[int] | Sequence[bool] | NDArray[Any] | torch.Tensor"
 
+# Methods that datasets of other libraries have.
+_OTHERS = {"map", "filter", "select", "take", "skip", "shuffle", "batch", "shard", "random_split", "train_test_split"}
 # Methods of a source that get an index or several.
 _INDEXED = ("target", "version", "nbytes", "read_many", "read_now")
 _INDEXED_FIRST = ("gathered", "first_tokens", "new_gathered", "gather_ahead", "read_planned")
@@ -76,6 +78,13 @@ class IndexedSource(Sized):
 
     def _part(self, rows: NDArray[np.int64]) -> Self:
         return Subset(self, rows)  # type: ignore[return-value]
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            hint = ": Feeder has decode=, shuffle=, batch_size= and shard=, a source source[indices] and split()"
+            text = f"{type(self).__name__!r} object has no attribute {name!r}{hint * (name in _OTHERS)}"
+            raise AttributeError(text, name=name, obj=self)
 
 
 class Subset(IndexedSource):

@@ -33,7 +33,7 @@ from aiofeed.kernel.core.types import (
 from aiofeed.kernel.engine.fetch.async_reader import AsyncReader, ReadResult, total_bytes
 from aiofeed.kernel.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, RowBatchBuilder, misfit_error
 from aiofeed.kernel.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, Place, RunJob, seed_of
-from aiofeed.kernel.engine.fetch.user_errors import bytes_hint, sample_error, untrace
+from aiofeed.kernel.engine.fetch.user_errors import bytes_hint, pointer_hint, sample_error, untrace
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.buffers import BufferLease
 from aiofeed.kernel.runtime.tensors import unchanged
@@ -332,7 +332,8 @@ class SourceFetcher(Fetcher):
         if (misfit := misfit_error(error, key)) is not None:
             return misfit
         if not reading:
-            return sample_error(DecodeError, error, key, index, bytes_hint(error), traced=self.stop_at_error)
+            hint = bytes_hint(error) or pointer_hint(key)
+            return sample_error(DecodeError, error, key, index, hint, traced=self.stop_at_error)
         hint = ""
         if isinstance(error, TypeError) and "await" in format_error(error):
             hint = f" ({type(self._source).__name__}.read is not an `async def`; a source needs one)"
