@@ -14,8 +14,9 @@ from aiofeed.kernel.core.types import BatchPlan, Members, Source, Traits, public
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, counted, explain_arguments
 from aiofeed.kernel.sampling.trail import digest
 from aiofeed.kernel.sources.dataset import FromDataset, MapDataset, is_iterable_dataset, is_map_dataset
+from aiofeed.kernel.sources.file_io import Content
 from aiofeed.kernel.sources.parts import Parts, in_order
-from aiofeed.kernel.sources.subset import fingerprint_of, kind_of
+from aiofeed.kernel.sources.subset import content_parts_of, kind_of, names_of
 from aiofeed.mixtures.mixture_order import ChangingShares, ConstantShares, Interleaving, MixtureOrder, ShareBlocks
 
 Weights: TypeAlias = "Mapping[str, float] | Sequence[float]"
@@ -244,7 +245,11 @@ class CombinedSource(_Combined):
 
     def fingerprint(self) -> str:
         """Identifies all sources, with their names."""
-        return digest(*[f"{name}={fingerprint_of(source, len(source))}" for name, source in self.sources.items()])
+        return digest(*[f"{name}={names_of(source, len(source))}" for name, source in self.sources.items()])
+
+    def content_parts(self) -> list[Content]:
+        """Return those of all sources."""
+        return [part for source in self._sources for part in content_parts_of(source)]
 
     def _version(self, index: int, /) -> str:
         number, local = self._parts.find(index)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import reprlib
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from aiofeed.kernel.core.validation import check_positive_int
 from aiofeed.kernel.engine.fetch.collate import BatchBuilder, MisfitError, Positions
 from aiofeed.kernel.runtime.buffers import BufferLease, array
 from aiofeed.kernel.runtime.tensors import as_array
-from aiofeed.kernel.sources.subset import fingerprint_of
+from aiofeed.kernel.sources.subset import fingerprint_of, names_of
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     from aiofeed.plans.length_plans import LengthPlan
     from aiofeed.plans.packing import Fill
+
+log: logging.Logger = logging.getLogger("aiofeed.sampling")
 
 _CALLED = "call it: collate_fn=aiofeed.pad_collate()"
 MASK = "attention_mask"
@@ -368,15 +371,22 @@ def measure_lengths(plan: LengthPlan, a: Any, new_feeder: Any) -> None:
                 progress.add()
         return np.array(lengths, np.int64)
 
-    data = fingerprint_of(source, samples), dataset_identity(getattr(source, "dataset", None))
+    named = dataset_identity(getattr(source, "dataset", None))
     try:
         how = [identity(each) if callable(each) else repr(each) for each in (a.decode, plan.length)]
-        path = cache_path(" ".join([*data, *how]), "lengths")
+        # The second one is that of an earlier version.
+        both = [
+            cache_path(" ".join([of(source, samples), named, *how]), "lengths") for of in (fingerprint_of, names_of)
+        ]
     except TypeError:  # a function with settings that are not known
-        path = None
-    some = range(0, samples, max(samples // 8, 1))
-    cached = np.zeros(0, np.int64) if path is None or not path.exists() else np.fromfile(path, np.int64)
+        both = [None]
+    some, path = range(0, samples, max(samples // 8, 1)), both[0]
+    known = next((each for each in both if each is not None and each.exists()), None)
+    cached = np.zeros(0, np.int64) if known is None else np.fromfile(known, np.int64)
     if len(cached) == samples and np.array_equal(measure(some), cached[some]):
+        if path is not None and known != path:
+            log.warning("%s: lengths of an earlier version are used, and only some could be compared: %s", name, known)
+            write_cached(path, [cached.tobytes()], f"the lengths of {source!r} are not cached")
         return plan.use(cached)
     lengths = measure(range(samples))
     if path is not None:

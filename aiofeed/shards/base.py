@@ -21,6 +21,7 @@ from aiofeed.common.progress_bar import LoadProgress
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.validation import check_callable, counted
 from aiofeed.kernel.engine.fetch.user_errors import pointer_hint
+from aiofeed.kernel.sources.file_io import Content
 from aiofeed.kernel.sources.files import AT_ONCE_S
 from aiofeed.kernel.sources.parts import Parts, in_order
 from aiofeed.objects.reader import run_all, statistics_of
@@ -125,6 +126,10 @@ class Shards(GroupedSource, ABC):
             name = os.path.basename(shard.key)
             digest.update(f"\n{name} {shard.size} {self._samples(shard)} {keys}".encode("utf-8", "surrogatepass"))
         return digest.hexdigest()[:32]
+
+    def content_parts(self) -> list[Content]:
+        """Return what identifies the contents of the shards."""
+        return [shard.content for shard in self._shards if shard.content is not None]
 
     def storage_statistics(self) -> StorageStatistics | None:
         """Return the requests for shards at URLs in this process; ``None`` for files."""

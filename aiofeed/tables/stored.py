@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import glob
 import importlib
 import os
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from aiofeed.kernel.core.types import Traits
+from aiofeed.kernel.sources.file_io import Content
 from aiofeed.shards.arrow import stored_type
 from aiofeed.shards.parquet import ParquetRows, memory_of
 from aiofeed.shards.urls import Shard
@@ -127,6 +129,10 @@ class LanceTable(Table):
 
     def _take(self, indices: list[int]) -> list[Any]:
         return self._samples_read(self._dataset.take(indices, columns=self._chosen))
+
+    def content_parts(self) -> list[Content]:
+        """Return the files of a dataset on disk."""
+        return list(map(Content, sorted(glob.glob(f"{glob.escape(self.name)}/data/**/*.lance", recursive=True))))
 
     def fingerprint(self) -> str:
         """Name, version, number of rows and columns of the dataset."""

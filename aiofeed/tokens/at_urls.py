@@ -105,6 +105,7 @@ class RemoteTokens(Tokens, ParquetRows):
     looks_ahead: bool = True
     read_now: None = None  # type: ignore[assignment]
     read: Any = Shards.read
+    content_parts: Any = Shards.content_parts
 
     def _open(self, files: list[tuple[Any, str, int]], vocab: int | None = None) -> None:
         """Find and open the objects, each with the dtype of raw tokens and the stride."""

@@ -21,15 +21,15 @@ from aiofeed.kernel.core.validation import (
     check_positive_int,
     explain_arguments,
 )
-from aiofeed.kernel.feeder.arguments import Arguments, FeederConfig, Processes, backend_of, new_config
+from aiofeed.kernel.feeder.arguments import Arguments, FeederConfig, Processes, backend_of, log, new_config
 from aiofeed.kernel.feeder.iterator import FeedIterator
 from aiofeed.kernel.feeder.rules import check, facts_of
 from aiofeed.kernel.feeder.session import FeederSession, OpenEpoch, Steps
 from aiofeed.kernel.runtime import threads
 from aiofeed.kernel.runtime.threads import JOIN_S
+from aiofeed.kernel.sampling.schedule import uncompared
 from aiofeed.kernel.sampling.state import Checkpoint, SavedState
 from aiofeed.kernel.sampling.trail import Trail
-from aiofeed.kernel.sources.subset import fingerprint_of
 
 if TYPE_CHECKING:
     from typing import Required, TypeAlias, TypedDict, Unpack, overload
@@ -347,11 +347,10 @@ class Feeder(Generic[BatchT]):
         self._earlier_stats = EpochStats()
         # The iterator that ``steps`` goes on with.
         self._stepping: list[OpenEpoch] = []
-        self._fingerprint: str | None = None
         self._session = self._new_session(config)
 
     def _new_session(self, config: FeederConfig) -> FeederSession[BatchT]:
-        return FeederSession(config, self._order, self._checkpoint, self._failures, self._earlier_stats)
+        return FeederSession(config, self._order, self._checkpoint, self._failures, self._earlier_stats, self._source)
 
     @property
     def _config(self) -> FeederConfig:
@@ -515,6 +514,8 @@ class Feeder(Generic[BatchT]):
         saved = SavedState.from_dict(state_dict)
         mine = self._state()
         saved.check_compatible(mine)
+        if missing := uncompared(saved.fingerprint, mine.fingerprint):
+            log.warning("the state was loaded, and %s", missing)
         position = self._order.resumed(saved.position, saved.sampler)
         if saved.sampler and saved.order == mine.order:
             self._order.load_sampler_state(saved.sampler)
@@ -523,12 +524,10 @@ class Feeder(Generic[BatchT]):
         self._checkpoint.load(position, trail)
 
     def _state(self) -> SavedState:
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint_of(self._source, self._length)
         position = self._checkpoint.position
         schedule, sampler = self._order.schedule(self._length), self._order.sampler_state(position)
         trail = self._checkpoint.trail
-        return SavedState(schedule, position, self._fingerprint, self._config.in_order, sampler, trail)
+        return SavedState(schedule, position, self._session.fingerprint, self._config.in_order, sampler, trail)
 
     def receipt(self) -> str:
         """Return a hash of the samples seen: of the source's fingerprint, the order, and the positions returned.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from aiofeed import _load_addon as load_addon
@@ -29,6 +31,7 @@ from aiofeed.kernel.sampling.order import BatchLists
 from aiofeed.kernel.sampling.schedule import Position
 from aiofeed.kernel.sampling.state import Checkpoint, EpochProgress
 from aiofeed.kernel.sampling.trail import order_digest
+from aiofeed.kernel.sources.subset import fingerprint_of
 
 BatchT = TypeVar("BatchT")
 
@@ -64,6 +67,7 @@ class FeederSession(Generic[BatchT]):
         checkpoint: The user's position; updated as batches are returned.
         failures: Receives the samples that failed.
         earlier_stats: Receives the statistics of ended epochs.
+        source: The user's source, without a cache.
     """
 
     config: FeederConfig
@@ -71,6 +75,7 @@ class FeederSession(Generic[BatchT]):
     checkpoint: Checkpoint
     failures: FailureLog
     earlier_stats: EpochStats
+    source: Any
 
     def __post_init__(self) -> None:
         config = self.config
@@ -98,6 +103,11 @@ class FeederSession(Generic[BatchT]):
         self._start_lock = EpochStartLock()
         if config.cache is not None:
             config.cache.free_with(self)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies the data."""
+        return fingerprint_of(self.source, self.config.length)
 
     @property
     def live(self) -> bool:
@@ -218,6 +228,9 @@ class FeederSession(Generic[BatchT]):
             from aiofeed.kernel.sources.dataset_slots import check_iteration
 
             check_iteration(self.config.source)
+        if hasattr(self.source, "content_parts"):
+            with contextlib.suppress(Exception):  # of damaged data: their samples have the error
+                _ = self.fingerprint  # of the data that are read now: later there may be others
         completed = self._finish_complete_epoch()
         if self._last_epoch is None:
             self.close_bar()

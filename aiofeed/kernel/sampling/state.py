@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from aiofeed.kernel.core.errors import StateError
 from aiofeed.kernel.core.validation import check_bool, check_epoch, check_int_from, check_positive_int, check_seed
-from aiofeed.kernel.sampling.schedule import Position, Returned, Schedule, check_shuffle
+from aiofeed.kernel.sampling.schedule import Position, Returned, Schedule, check_shuffle, uncompared
 from aiofeed.kernel.sampling.trail import Trail, digest
 
 T = TypeVar("T")
@@ -166,7 +166,7 @@ class SavedState:
         fixed = ("seed", "shuffle", "drop_last", "pad", *([] if changed else ["length"]))
         values = [(name, getattr(self.schedule, name), getattr(mine.schedule, name)) for name in fixed]
         differences += [f"{name}: {saved!r} in the state, {own!r} here" for name, saved, own in values if saved != own]
-        if self.fingerprint != mine.fingerprint and not changed:
+        if uncompared(self.fingerprint, mine.fingerprint) is None and not changed:
             differences.append(
                 f"fingerprint of the source: {self.fingerprint!r} in the state, {mine.fingerprint!r} here (another "
                 f"type of source, other data, or other names of samples)"

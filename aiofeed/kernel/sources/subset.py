@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import reprlib
 from collections.abc import Mapping, Sequence, Sized
@@ -18,6 +19,8 @@ from aiofeed.kernel.sampling.schedule import fingerprint
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
+
+    from aiofeed.kernel.sources.file_io import Content
 
 Indices: TypeAlias = "slice | Sequence[int] | Sequence[bool] | NDArray[Any] | torch.Tensor"
 
@@ -124,7 +127,7 @@ class Subset(IndexedSource):
 
     def fingerprint(self) -> str:
         """Identifies the whole source and the indices."""
-        return part_fingerprint(fingerprint_of(self.whole, len(self.whole)), self.rows)
+        return part_fingerprint(names_of(self.whole, len(self.whole)), self.rows)
 
     def key(self, index: int, /) -> str:
         """Return the name of a sample in the whole source."""
@@ -150,6 +153,26 @@ class Subset(IndexedSource):
 
 
 def fingerprint_of(source: Any, length: int) -> str:
+    """Return ``names_of`` a source, with a digest of a sample of its contents.
+
+    The digest has what the source knows of its ``content_parts()``: for files their sizes and some of their bytes, for
+    objects their sizes and etags. It is left out if the source knows nothing, or a file cannot be read.
+    """
+    names = names_of(source, length)
+    with contextlib.suppress(Exception):  # of damaged data, the libraries that read them raise any
+        if parts := content_parts_of(source):
+            from aiofeed.kernel.sources.file_io import digest_of
+
+            return f"{names} {digest_of(parts)}"
+    return names
+
+
+def content_parts_of(source: Any) -> Sequence[Content]:
+    """Return the parts of a source whose contents identify it; none if they are not known."""
+    return getattr(source, "content_parts", list)()
+
+
+def names_of(source: Any, length: int) -> str:
     """Return the source's own ``fingerprint()``, or a hash of its type, length and keys."""
     own = getattr(source, "fingerprint", None)
     if own is not None and (found := own()) is not None:
