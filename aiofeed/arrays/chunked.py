@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from aiofeed.common.mapped import MappedFiles, file_of
 from aiofeed.kernel.core.validation import check_expanded
 from aiofeed.kernel.runtime.tensors import is_plain
 from aiofeed.kernel.sources.file_io import MAX_BYTES
@@ -108,9 +109,11 @@ class OpenedArray(ChunkedArray):
     """An array of any library that is opened or in memory: parts of it are read by slices."""
 
     array: Any
+    mapped: MappedFiles
 
     def read_now(self, chunk: Chunk) -> Any:
         """Return a chunk."""
+        self.mapped.check()
         slices = tuple(slice(at * size, (at + 1) * size) for at, size in zip(chunk, self.chunks, strict=True))
         return np.asarray(self.array[slices])
 
@@ -133,7 +136,13 @@ def opened(array: Any, name: str, chunks: Any = None, **known: Any) -> OpenedArr
         known["dims"] = tuple(map(str, dims))
     dtype = np.dtype(array.dtype)
     return OpenedArray(
-        array=array, name=name, shape=shape, chunks=tuple(chunks or rows_of(shape, dtype)), dtype=dtype, **known
+        array=array,
+        name=name,
+        shape=shape,
+        chunks=tuple(chunks or rows_of(shape, dtype)),
+        dtype=dtype,
+        mapped=MappedFiles([(file_of(array), 1)]),
+        **known,
     )
 
 

@@ -11,14 +11,15 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aiofeed.kernel.core.errors import DeviceCopyError, IteratorClosedError, SampleError
+from aiofeed.kernel.core.errors import DeviceCopyError, IteratorClosedError, ReadError, SampleError
 from aiofeed.kernel.core.types import traits_of
 from aiofeed.kernel.core.validation import check_returned
 from aiofeed.kernel.devices.backend import poll, poll_pauses
+from aiofeed.kernel.engine.fetch.user_errors import sample_error
 from aiofeed.kernel.engine.memory import Memory
 from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
 from aiofeed.kernel.sampling.epochs import EpochStart, EpochStream
@@ -68,9 +69,21 @@ class ResidentData:
             if self.backend is None:
                 self.windows = HostWindows(source, *sizes)
             else:
+                source.mapped.check()
                 kind = DeviceTokenWindows if traits_of(source).rows else DeviceWindows
                 self.windows = kind(self.backend, with_own_rows(source), *sizes)
         return self.windows
+
+    def read_error(self, error: OSError, indices: Iterable[int]) -> SampleError:
+        """Return the error of the first of some samples that cannot be read, of the data if there are none."""
+        source, failed = self.source, 0
+        for failed in indices:
+            try:
+                if traits_of(source).rows:
+                    source.read_now([failed])
+            except OSError:
+                break
+        return sample_error(ReadError, error, source.key(failed), failed)
 
     def clear(self, timeout_s: float) -> None:
         """Drop the uploaded data, after ``DeviceWindows.close``; ``open`` uploads it again."""
@@ -200,6 +213,7 @@ class WindowQueue(BatchQueue[QueueItem]):
         if self._changing:
             self.items.append(FeedFailure(IteratorClosedError(_INTERRUPTED)))
             return
+        batch_range: BatchRange | None = None
         try:
             windows = self._data.open()
             while (epoch := self._to_make(windows)) is not None:
@@ -226,6 +240,10 @@ class WindowQueue(BatchQueue[QueueItem]):
                 items[0].device_backlog = waited
             self.items.extend(items)
             self._changing = False
+        except OSError as error:  # a mapped file that became shorter
+            indices = [] if batch_range is None else batch_range.indices.tolist()
+            named = self._data.read_error(error, indices)
+            self.items.append(FeedFailure(named, failures=(named,)))
         except Exception as error:  # noqa: BLE001 - the consumer raises it
             self.items.append(FeedFailure(error, failures=(error,) if isinstance(error, SampleError) else ()))
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from aiofeed import _load_addon
+from aiofeed.common.mapped import MappedFiles
 from aiofeed.kernel.core.types import Row, Traits, public
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.kernel.runtime.buffers import HostBufferPool, array
@@ -33,11 +34,6 @@ if TYPE_CHECKING:
 MEMORY_SHARE = 2
 # Tokens of each of three parts of a file that are compared with ``vocab``.
 CHECKED_TOKENS = 1 << 16
-
-
-def _same(indices: Sequence[int]) -> list[Any]:
-    """Return the indices: the decoder gathers tokens."""
-    return [*indices]
 
 
 @public
@@ -122,17 +118,21 @@ class Tokens(IndexedSource):
         """The mapped tokens of each file."""
         self.documents: list[NDArray[np.int64] | None] = []
         """The first token of each document of each file, and the number of tokens; ``None`` without documents."""
+        mapped = []
         for path, dtype, stride in files:
             tokens, layout = open_tokens(path, dtype)
             layout.checked(str(path), needed, targets=self.targets)
             # A view, in which windows may overlap.
             self._windows.append(np.lib.stride_tricks.sliding_window_view(tokens, needed)[::stride])
+            mapped.append(([(str(path), layout.offset + tokens.nbytes)], len(self._windows[-1])))
             self.arrays.append(tokens)
             self.documents.append(layout.documents)
             if vocab is not None:
                 for start in checked_places(len(tokens)):
                     check_vocab(str(path), start, tokens[start : start + CHECKED_TOKENS], vocab)
         self._starts = np.cumsum([0, *map(len, self._windows)])
+        self.mapped = MappedFiles(mapped)
+        """The files of windows."""
         self.in_memory: bool = sum(tokens.nbytes for tokens in self.arrays) * MEMORY_SHARE <= free_memory()
         """Whether the operating system can keep the files in memory."""
         self.form_batch: Callable[[list[Any]], Any] | None = None if self.targets else operator.itemgetter(0)
@@ -178,7 +178,7 @@ class Tokens(IndexedSource):
         return super().__getitem__(indices)
 
     def _read_at_once(self, index: int) -> Any:
-        return index
+        return self._checked([index])[0]
 
     @property
     def shard_starts(self) -> Sequence[int] | NDArray[np.int64]:
@@ -199,13 +199,18 @@ class Tokens(IndexedSource):
 
     async def read(self, index: int, /) -> Any:
         """Return the index: the decoder gathers tokens."""
-        return index
+        return self._read_at_once(index)
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Return the indices: the decoder gathers tokens."""
-        return list(indices)
+        return self._checked(indices)
 
-    read_now: Callable[[Sequence[int]], list[Any]] | None = staticmethod(_same)
+    def _checked(self, indices: Sequence[int]) -> list[Any]:
+        self.mapped.check(indices)
+        return [*indices]
+
+    read_now: Callable[..., list[Any]] | None = _checked
+    """``read_many`` in the calling thread."""
 
     @property
     def decoder(self) -> TokenDecoder:
@@ -219,6 +224,7 @@ class Tokens(IndexedSource):
 
     def gathered(self, indices: NDArray[np.int64], memory: HostBufferPool) -> list[NDArray[Any]]:
         """Return windows as ``[x]`` or ``[x, y]``."""
+        self.mapped.check(indices)
         parts = list(array(memory, (1 + self.targets, len(indices), self.block), np.dtype(np.int64)))
         self.gather(indices, *parts)
         return parts
