@@ -25,6 +25,8 @@ Chunk: TypeAlias = tuple[int, ...]
 
 # The size of the chunks of an array that has none.
 CHUNK_BYTES = 1 << 20
+# Positions and numbers of chunks, and sums of some of them, must be int64.
+MOST_CHUNKS = 1 << 56
 
 
 @dataclass(eq=False, kw_only=True)
@@ -226,13 +228,14 @@ def _numbers(array: ChunkedArray, name: str) -> list[Any]:
 class Joined:
     """Arrays that are joined along an axis.
 
+    Where chunks are is computed: a file may claim any number of them.
+
     Args:
-        parts: The arrays. They agree in dtype, and but for the axis in shape and chunks.
+        parts: The arrays. They agree in dtype, and but for the axis in shape. Each has chunks of its own.
         axis: The axis.
 
     Attributes:
-        bounds: For each axis, where its chunks begin, and its end.
-        grid: Chunks along each axis.
+        count: The number of chunks.
 
     Raises:
         ValueError: An array differs from the first one, or torch has no such dtype.
@@ -249,38 +252,86 @@ class Joined:
         for part in parts:
             if (found := _layout(part, axis)) != wanted:
                 raise ValueError(f"{part.name} has {found}, and {self.first.name} {wanted}")
-        for part in parts:
-            for size, chunk in zip(part.shape, part.chunks, strict=True):
-                check_expanded(part.name, 8 * size // max(chunk, 1), 0)  # a damaged file may claim any shape
             if part.chunk_bytes > MAX_BYTES:
                 raise ValueError(f"{part.name} has chunks of {part.chunk_bytes} bytes, and {MAX_BYTES} are allowed")
         shape = list(self.first.shape)
-        self.bounds: list[NDArray[np.int64]] = list(map(_cuts, shape, self.first.chunks))
-        self._counts = np.zeros(1, np.int64)
+        # The joined axis is the slowest in the numbers of chunks.
+        self._order = [axis, *[other for other in range(len(shape)) if other != axis]] if shape else []
+        grids = [[-(-part.shape[at] // max(part.chunks[at], 1)) for at in self._order] for part in parts]
+        sizes = [part.shape[axis] for part in parts] if shape else []
+        self.count: int = sum(map(math.prod, grids))
+        if max(self.count, sum(sizes), *shape, 0) > MOST_CHUNKS:
+            raise ValueError(f"{self.first.name} claims {self.count} chunks and the shape {shape}: it is damaged")
         if shape:
-            ends = np.cumsum([part.shape[axis] for part in parts])
-            shape[axis] = int(ends[-1])
-            own = [_cuts(part.shape[axis], part.chunks[axis])[:-1] for part in parts]
-            self._counts = np.cumsum([0, *map(len, own)])
-            self.bounds[axis] = np.append(np.concatenate([own[0], *map(np.add, ends, own[1:])]), ends[-1])
+            shape[axis] = sum(sizes)
         self.shape: tuple[int, ...] = tuple(shape)
-        self.grid: tuple[int, ...] = tuple(len(bounds) - 1 for bounds in self.bounds)
+        self._grids, self._chunks = (np.array(each, np.int64) for each in (grids, [part.chunks for part in parts]))
+        # Of each part: its first number of a chunk; along the axis its first position, and its first chunk.
+        self._numbers, self._starts, self._firsts = (
+            np.cumsum([0, *each]) for each in (map(math.prod, grids), sizes, [grid[0] for grid in grids if grid])
+        )
+
+    def along(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number, along the joined axis, of the chunk that has each position."""
+        part = np.searchsorted(self._starts[1:], positions, side="right")
+        return self._firsts[part] + (positions - self._starts[part]) // self._chunks[part, self.axis]  # type: ignore[no-any-return]
+
+    def cuts(self, axis: int, most: int) -> NDArray[np.int64]:
+        """Return where chunks along an axis begin, of more than ``most`` only some, and its end."""
+        joined, chunks = axis == self.axis, self._chunks[:, axis]
+        count = int(self._firsts[-1]) if joined else int(self._grids[0][self._order.index(axis)])
+        at = np.arange(0, count, -(-count // most) or 1)
+        part = np.searchsorted(self._firsts[1:], at, side="right") if joined else 0 * at
+        starts = self._starts[part] + (at - self._firsts[part]) * chunks[part] if joined else at * chunks[0]
+        return np.append(starts, self.shape[axis])
+
+    def needed(
+        self, boxes: int, begins: Sequence[Any], ends: Sequence[Any]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the chunks of boxes: the number of the box, and that of the chunk; none of what is beyond the array.
+
+        ``begins`` and ``ends`` have for each axis those of all boxes.
+        """
+        rows, part, numbers = np.arange(boxes), None, np.zeros(boxes, np.int64)
+        for place, axis in enumerate(self._order):
+            begin, end, size = begins[axis][rows], ends[axis][rows], self.shape[axis]
+            first, last = begin.clip(0, size - 1), (end - 1).clip(0, size - 1)
+            if part is None:
+                first, last = self.along(first), self.along(last)
+            else:
+                first, last = first // self._chunks[part, axis], last // self._chunks[part, axis]
+            again, within = expand(np.where((begin < end.clip(None, size)) & (end > 0), last - first + 1, 0))
+            rows, at = rows[again], first[again] + within
+            if part is None:
+                part = np.searchsorted(self._firsts[1:], at, side="right")
+                numbers = at - self._firsts[part]
+            else:
+                part = part[again]
+                numbers = numbers[again] * self._grids[part, place] + at
+        return rows, numbers if part is None else numbers + self._numbers[part]
 
     def find(self, number: int) -> tuple[ChunkedArray, Chunk, list[tuple[int, int]]]:
         """Return the array of a chunk, its place in that, and for each axis where it begins and ends in all."""
-        at = [int(each) for each in np.unravel_index(number, self.grid)]
-        place = [(int(bounds[k]), int(bounds[k + 1])) for bounds, k in zip(self.bounds, at, strict=True)]
-        part = 0
+        part = int(np.searchsorted(self._numbers[1:], number, side="right"))
+        inner, array, at = number - int(self._numbers[part]), self.parts[part], [0] * len(self._order)
+        for axis, count in zip(reversed(self._order), self._grids[part][::-1].tolist(), strict=True):
+            inner, at[axis] = divmod(inner, count)
+        place = [
+            (k * chunk, min((k + 1) * chunk, size))
+            for k, chunk, size in zip(at, array.chunks, array.shape, strict=True)
+        ]
         if at:
-            part = int(np.searchsorted(self._counts, at[self.axis], side="right")) - 1
-            at[self.axis] -= int(self._counts[part])
-        return self.parts[part], tuple(at), place
+            start = int(self._starts[part])
+            place[self.axis] = place[self.axis][0] + start, place[self.axis][1] + start
+        return array, tuple(at), place
 
 
-def _cuts(size: int, chunk: int) -> NDArray[np.int64]:
-    return np.append(np.arange(0, size, max(chunk, 1)), size)
+def expand(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return for each element of runs the number of its run, and its place in that."""
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    return rows, np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 def _layout(part: ChunkedArray, axis: int) -> str:
-    shape, chunks = ([*sizes[:axis], "any", *sizes[axis + 1 :]] for sizes in (part.shape, part.chunks))
-    return f"the dtype {part.sample_dtype}, the shape {shape} and chunks {chunks}".replace("'any'", "any")
+    shape = [*part.shape[:axis], "any", *part.shape[axis + 1 :]]
+    return f"the dtype {part.sample_dtype} and the shape {shape}".replace("'any'", "any")
