@@ -215,9 +215,8 @@ class Arrays(GroupedSource):
             if axis not in self._random:
                 cuts = next(found for field in largest if (found := field.cuts(axis)) is not None)
                 self._axes.append((axis, first, step))
-                self._bounds.append(
-                    np.unique(np.append((-(-(cuts[:-1] - first) // step)).clip(0, count - 1), [0, count]))
-                )
+                ascending = np.r_[0, (-(-(cuts[:-1] - first) // step)).clip(0, count - 1), count]
+                self._bounds.append(ascending[np.diff(ascending, prepend=-1) > 0])  # numpy.unique takes seconds
         counts = [int(bounds[-1]) for bounds in self._bounds]
         if math.prod(counts) > MOST_CHUNKS:
             raise ValueError(f"{largest[0].name} claims {math.prod(counts)} samples: it is damaged")

@@ -257,7 +257,7 @@ class Joined:
         shape = list(self.first.shape)
         # The joined axis is the slowest in the numbers of chunks.
         self._order = [axis, *[other for other in range(len(shape)) if other != axis]] if shape else []
-        grids = [[-(-part.shape[at] // max(part.chunks[at], 1)) for at in self._order] for part in parts]
+        grids = [[grid_of(part.shape, part.chunks)[at] for at in self._order] for part in parts]
         sizes = [part.shape[axis] for part in parts] if shape else []
         self.count: int = sum(map(math.prod, grids))
         if max(self.count, sum(sizes), *shape, 0) > MOST_CHUNKS:
@@ -265,7 +265,7 @@ class Joined:
         if shape:
             shape[axis] = sum(sizes)
         self.shape: tuple[int, ...] = tuple(shape)
-        self._grids, self._chunks = (np.array(each, np.int64) for each in (grids, [part.chunks for part in parts]))
+        self._grids, self._chunks = np.array(grids, np.int64), np.array([part.chunks for part in parts]).clip(1)
         # Of each part: its first number of a chunk; along the axis its first position, and its first chunk.
         self._numbers, self._starts, self._firsts = (
             np.cumsum([0, *each]) for each in (map(math.prod, grids), sizes, [grid[0] for grid in grids if grid])
@@ -324,6 +324,11 @@ class Joined:
             start = int(self._starts[part])
             place[self.axis] = place[self.axis][0] + start, place[self.axis][1] + start
         return array, tuple(at), place
+
+
+def grid_of(shape: Sequence[int], chunks: Sequence[int]) -> tuple[int, ...]:
+    """Return how many chunks an array has along each axis."""
+    return tuple(-(-size // max(chunk, 1)) for size, chunk in zip(shape, chunks, strict=True))
 
 
 def expand(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
