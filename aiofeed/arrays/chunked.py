@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Chunk: TypeAlias = tuple[int, ...]
 """The place of a chunk in the grid of an array."""
+Needs: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.int64]]"
+"""Numbers of samples, or of boxes, and for each the number of a chunk that it needs."""
 
 # The size of the chunks of an array that has none.
 CHUNK_BYTES = 1 << 20
@@ -254,76 +256,52 @@ class Joined:
                 raise ValueError(f"{part.name} has {found}, and {self.first.name} {wanted}")
             if part.chunk_bytes > MAX_BYTES:
                 raise ValueError(f"{part.name} has chunks of {part.chunk_bytes} bytes, and {MAX_BYTES} are allowed")
-        shape = list(self.first.shape)
-        # The joined axis is the slowest in the numbers of chunks.
-        self._order = [axis, *[other for other in range(len(shape)) if other != axis]] if shape else []
-        grids = [[grid_of(part.shape, part.chunks)[at] for at in self._order] for part in parts]
-        sizes = [part.shape[axis] for part in parts] if shape else []
-        self.count: int = sum(map(math.prod, grids))
-        if max(self.count, sum(sizes), *shape, 0) > MOST_CHUNKS:
-            raise ValueError(f"{self.first.name} claims {self.count} chunks and the shape {shape}: it is damaged")
+        grids, shape = [grid_of(part.shape, part.chunks) for part in parts], list(self.first.shape)
         if shape:
-            shape[axis] = sum(sizes)
+            shape[axis] = sum(part.shape[axis] for part in parts)
         self.shape: tuple[int, ...] = tuple(shape)
-        self._grids, self._chunks = np.array(grids, np.int64), np.array([part.chunks for part in parts]).clip(1)
-        # Of each part: its first number of a chunk; along the axis its first position, and its first chunk.
-        self._numbers, self._starts, self._firsts = (
-            np.cumsum([0, *each]) for each in (map(math.prod, grids), sizes, [grid[0] for grid in grids if grid])
-        )
-
-    def along(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number, along the joined axis, of the chunk that has each position."""
-        part = np.searchsorted(self._starts[1:], positions, side="right")
-        return self._firsts[part] + (positions - self._starts[part]) // self._chunks[part, self.axis]  # type: ignore[no-any-return]
+        self.count: int = sum(map(math.prod, grids))
+        if max(self.count, *shape, 0) > MOST_CHUNKS:
+            raise ValueError(f"{self.first.name} claims {self.count} chunks and the shape {shape}: it is damaged")
+        # By part and axis; the numbers of its chunks follow those of the part before.
+        self._grids, self._sizes = np.array(grids, np.int64), np.array([part.shape for part in parts], np.int64)
+        self._chunks = np.array([part.chunks for part in parts], np.int64).clip(1)
+        self._starts = np.zeros_like(self._sizes)
+        self._ends = np.cumsum(self._sizes[:, axis] if shape else [0])
+        self._starts[1:, axis : axis + 1] = self._ends[:-1, None]
+        self._numbers = np.cumsum([0, *map(math.prod, grids)])
 
     def cuts(self, axis: int, most: int) -> NDArray[np.int64]:
         """Return where chunks along an axis begin, of more than ``most`` only some, and its end."""
-        joined, chunks = axis == self.axis, self._chunks[:, axis]
-        count = int(self._firsts[-1]) if joined else int(self._grids[0][self._order.index(axis)])
-        at = np.arange(0, count, -(-count // most) or 1)
-        part = np.searchsorted(self._firsts[1:], at, side="right") if joined else 0 * at
-        starts = self._starts[part] + (at - self._firsts[part]) * chunks[part] if joined else at * chunks[0]
-        return np.append(starts, self.shape[axis])
+        grids = self._grids[: None if axis == self.axis else 1, axis]
+        step = -(-int(grids.sum()) // most)
+        part, at = expand(-(-grids // step))
+        return np.append(self._starts[part, axis] + at * step * self._chunks[part, axis], self.shape[axis])
 
-    def needed(
-        self, boxes: int, begins: Sequence[Any], ends: Sequence[Any]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the chunks of boxes: the number of the box, and that of the chunk; none of what is beyond the array.
-
-        ``begins`` and ``ends`` have for each axis those of all boxes.
-        """
-        rows, part, numbers = np.arange(boxes), None, np.zeros(boxes, np.int64)
-        for place, axis in enumerate(self._order):
-            begin, end, size = begins[axis][rows], ends[axis][rows], self.shape[axis]
-            first, last = begin.clip(0, size - 1), (end - 1).clip(0, size - 1)
-            if part is None:
-                first, last = self.along(first), self.along(last)
-            else:
-                first, last = first // self._chunks[part, axis], last // self._chunks[part, axis]
-            again, within = expand(np.where((begin < end.clip(None, size)) & (end > 0), last - first + 1, 0))
-            rows, at = rows[again], first[again] + within
-            if part is None:
-                part = np.searchsorted(self._firsts[1:], at, side="right")
-                numbers = at - self._firsts[part]
-            else:
-                part = part[again]
-                numbers = numbers[again] * self._grids[part, place] + at
-        return rows, numbers if part is None else numbers + self._numbers[part]
+    def needed(self, boxes: int, begins: Sequence[Any], ends: Sequence[Any]) -> Needs:
+        """Return the chunks that boxes need, of which there is for each axis where all begin and end."""
+        rows, part = np.arange(boxes), np.zeros(boxes, np.int64)
+        if self.shape:
+            bounds = (at.clip(0, self.shape[self.axis] - 1) for at in (begins[self.axis], ends[self.axis] - 1))
+            first, last = (np.searchsorted(self._ends, at, side="right") for at in bounds)
+            rows, within = expand(last - first + 1)
+            part = first[rows] + within
+        numbers = 0 * rows
+        for axis in range(len(self.shape)):
+            start, size, chunk = (each[part, axis] for each in (self._starts, self._sizes, self._chunks))
+            begin, end = (begins[axis][rows] - start).clip(0), np.minimum(ends[axis][rows] - start, size)
+            again, within = expand(np.where(begin < end, -(-end // chunk) - begin // chunk, 0))
+            numbers = numbers[again] * self._grids[part, axis][again] + (begin // chunk)[again] + within
+            rows, part = rows[again], part[again]
+        return rows, numbers + self._numbers[part]
 
     def find(self, number: int) -> tuple[ChunkedArray, Chunk, list[tuple[int, int]]]:
         """Return the array of a chunk, its place in that, and for each axis where it begins and ends in all."""
         part = int(np.searchsorted(self._numbers[1:], number, side="right"))
-        inner, array, at = number - int(self._numbers[part]), self.parts[part], [0] * len(self._order)
-        for axis, count in zip(reversed(self._order), self._grids[part][::-1].tolist(), strict=True):
-            inner, at[axis] = divmod(inner, count)
-        place = [
-            (k * chunk, min((k + 1) * chunk, size))
-            for k, chunk, size in zip(at, array.chunks, array.shape, strict=True)
-        ]
-        if at:
-            start = int(self._starts[part])
-            place[self.axis] = place[self.axis][0] + start, place[self.axis][1] + start
-        return array, tuple(at), place
+        at = np.array(np.unravel_index(number - self._numbers[part], tuple(self._grids[part])), np.int64)
+        low, end = self._starts[part] + at * self._chunks[part], self._starts[part] + self._sizes[part]
+        high = np.minimum(low + self._chunks[part], end)
+        return self.parts[part], tuple(at.tolist()), list(zip(low.tolist(), high.tolist(), strict=True))
 
 
 def grid_of(shape: Sequence[int], chunks: Sequence[int]) -> tuple[int, ...]:

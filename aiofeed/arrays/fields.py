@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from aiofeed.arrays.chunked import Joined, expand
+from aiofeed.arrays.chunked import Joined, Needs, expand
 from aiofeed.arrays.opening import SparseMatrix
 from aiofeed.kernel.core.types import DeferredTensor, HostTensor
 from aiofeed.kernel.runtime.buffers import BufferLease, array
@@ -25,8 +25,6 @@ Starts: TypeAlias = "Mapping[Any, NDArray[np.int64]]"
 """For each axis where the samples of a batch begin; for the axis ``None`` zeros."""
 Place: TypeAlias = Sequence[tuple[int, int]]
 """Where a chunk begins and ends along each axis."""
-Needs: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.int64]]"
-"""Places of samples, and the number of a chunk that each of them needs."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class MappedFiles:
 
     def __init__(self, files: Iterable[tuple[Iterable[tuple[str, int]], int]]) -> None:
         given = list(files)
-        self._files = [[_known(*each) for each in paths] for paths, _ in given]
+        self._files = [[(os.path.abspath(path), nbytes, os.stat(path)) for path, nbytes in paths] for paths, _ in given]
         self._ends = list(accumulate(rows for _, rows in given))
 
     def check(self, rows: Sequence[int] | np.ndarray[Any, Any] | None = None) -> None:
@@ -36,14 +36,9 @@ class MappedFiles:
                 status = os.stat(path)
             except (FileNotFoundError, NotADirectoryError, PermissionError):
                 continue
-            if status.st_size < nbytes and (status.st_dev, status.st_ino) == known:
+            if status.st_size < nbytes and os.path.samestat(status, known):
                 message = f"the file became shorter while it was mapped: from {nbytes} to {status.st_size} bytes"
                 raise OSError(errno.EBUSY, message, path)
-
-
-def _known(path: str, nbytes: int) -> tuple[str, int, tuple[int, int]]:
-    status = os.stat(path)
-    return os.path.abspath(path), nbytes, (status.st_dev, status.st_ino)
 
 
 def file_of(array: Any) -> list[tuple[str, int]]:
