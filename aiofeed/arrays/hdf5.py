@@ -17,6 +17,7 @@ import numpy as np
 
 from aiofeed.arrays.chunked import Chunk, ChunkedArray, grid_of, opened, rows_of
 from aiofeed.common.cache_folder import cache_path, write_cached
+from aiofeed.common.unreadable import naming_file
 from aiofeed.kernel.core.validation import check_expanded
 from aiofeed.shards.urls import Shard
 
@@ -135,7 +136,7 @@ def _describe(file: Any, path: str, shard: Shard) -> dict[str, Any]:
     import h5py
 
     try:
-        with h5py.File(file, "r") as root:
+        with naming_file(str(shard)), h5py.File(file, "r") as root:
             return _nodes(root, path, shard)
     except Exception as error:  # of a damaged file, h5py raises any
         if str(shard) in str(error) or (isinstance(error, OSError) and type(error) is not OSError):

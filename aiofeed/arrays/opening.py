@@ -17,6 +17,7 @@ from aiofeed.arrays.hdf5 import open_hdf5
 from aiofeed.arrays.zarr_files import open_zarr
 from aiofeed.common.blocking import run_blocking
 from aiofeed.common.progress_bar import LoadProgress
+from aiofeed.common.unreadable import naming_file
 from aiofeed.kernel.core.validation import check_expanded
 from aiofeed.kernel.sources.file_io import check_path
 from aiofeed.objects.reader import ObjectReader, run_all
@@ -102,7 +103,8 @@ class Opener:
         if is_hdf5:
             nodes = await open_hdf5(self._finder.shard(file), inner.strip("/"))
         else:
-            nodes = await open_zarr(ObjectReader(file.rstrip("/"), **self._storage))
+            with naming_file(file):
+                nodes = await open_zarr(ObjectReader(file.rstrip("/"), **self._storage))
         node = nodes[""]
         if not isinstance(node, dict):
             return node

@@ -16,6 +16,7 @@ import numpy as np
 
 from aiofeed import _load_addon
 from aiofeed.common.mapped import MappedFiles
+from aiofeed.common.unreadable import naming_file
 from aiofeed.kernel.core.types import Row, Traits, public
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.kernel.runtime.buffers import HostBufferPool, array
@@ -24,7 +25,7 @@ from aiofeed.kernel.sampling.schedule import fingerprint
 from aiofeed.kernel.sources.file_io import check_path
 from aiofeed.kernel.sources.subset import IndexedSource, Indices
 from aiofeed.objects.urls import is_remote, redacted, split_url
-from aiofeed.tokens.formats import CHECKED_BYTES, DTYPES, TokenLayout, check_vocab, layout_of
+from aiofeed.tokens.formats import CHECKED_BYTES, DTYPES, DefaultDtype, TokenLayout, check_vocab, layout_of
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +91,7 @@ class Tokens(IndexedSource):
         self,
         paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
         block: int,
-        dtype: str = "uint16",
+        dtype: str = DefaultDtype("uint16"),
         stride: int | None = None,
         targets: bool = False,
         vocab: int | None = None,
@@ -102,7 +103,7 @@ class Tokens(IndexedSource):
         self.block: int = check_positive_int("Tokens(block=...)", block)
         self.targets: bool = check_bool("Tokens(targets=...)", targets)
         step = self.block if stride is None else check_positive_int("Tokens(stride=...)", stride)
-        name = _dtype_name(dtype)
+        name = dtype if isinstance(dtype, DefaultDtype) else _dtype_name(dtype)
         checked = None if vocab is None else check_positive_int("Tokens(vocab=...)", vocab)
         self._storage: tuple[Any, Any] = store, options
         if column is not None:
@@ -120,7 +121,8 @@ class Tokens(IndexedSource):
         """The first token of each document of each file, and the number of tokens; ``None`` without documents."""
         mapped = []
         for path, dtype, stride in files:
-            tokens, layout = open_tokens(path, dtype)
+            with naming_file(str(path)):
+                tokens, layout = open_tokens(path, dtype)
             layout.checked(str(path), needed, targets=self.targets)
             # A view, in which windows may overlap.
             self._windows.append(np.lib.stride_tricks.sliding_window_view(tokens, needed)[::stride])
@@ -178,7 +180,7 @@ class Tokens(IndexedSource):
         return super().__getitem__(indices)
 
     def _read_at_once(self, index: int) -> Any:
-        return self._checked([index])[0]
+        return self.read_now([index])[0]
 
     @property
     def shard_starts(self) -> Sequence[int] | NDArray[np.int64]:
@@ -203,14 +205,12 @@ class Tokens(IndexedSource):
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Return the indices: the decoder gathers tokens."""
-        return self._checked(indices)
+        return self.read_now(indices)
 
-    def _checked(self, indices: Sequence[int]) -> list[Any]:
+    def read_now(self, indices: Sequence[int], /) -> list[Any]:
+        """``read_many`` in the calling thread. Raises ``OSError`` if a file became shorter."""
         self.mapped.check(indices)
         return [*indices]
-
-    read_now: Callable[..., list[Any]] | None = _checked
-    """``read_many`` in the calling thread."""
 
     @property
     def decoder(self) -> TokenDecoder:
