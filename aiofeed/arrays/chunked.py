@@ -284,7 +284,7 @@ class Joined:
         if self.shape:
             bounds = (at.clip(0, self.shape[self.axis] - 1) for at in (begins[self.axis], ends[self.axis] - 1))
             first, last = (np.searchsorted(self._ends, at, side="right") for at in bounds)
-            rows, within = expand(last - first + 1)
+            rows, within = expand((last - first + 1).clip(0))
             part = first[rows] + within
         numbers = 0 * rows
         for axis in range(len(self.shape)):
