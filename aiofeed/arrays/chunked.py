@@ -281,7 +281,7 @@ class Joined:
     def needed(self, boxes: int, begins: Sequence[Any], ends: Sequence[Any]) -> Needs:
         """Return the chunks that boxes need, of which there is for each axis where all begin and end."""
         rows, part = np.arange(boxes), np.zeros(boxes, np.int64)
-        if self.shape:
+        if len(self.parts) > 1:
             bounds = (at.clip(0, self.shape[self.axis] - 1) for at in (begins[self.axis], ends[self.axis] - 1))
             first, last = (np.searchsorted(self._ends, at, side="right") for at in bounds)
             rows, within = expand((last - first + 1).clip(0))
@@ -298,10 +298,13 @@ class Joined:
     def find(self, number: int) -> tuple[ChunkedArray, Chunk, list[tuple[int, int]]]:
         """Return the array of a chunk, its place in that, and for each axis where it begins and ends in all."""
         part = int(np.searchsorted(self._numbers[1:], number, side="right"))
-        at = np.array(np.unravel_index(number - self._numbers[part], tuple(self._grids[part])), np.int64)
-        low, end = self._starts[part] + at * self._chunks[part], self._starts[part] + self._sizes[part]
-        high = np.minimum(low + self._chunks[part], end)
-        return self.parts[part], tuple(at.tolist()), list(zip(low.tolist(), high.tolist(), strict=True))
+        chunk, place, left = list[int](), list[tuple[int, int]](), number - int(self._numbers[part])
+        layout = (each[part].tolist() for each in (self._grids, self._chunks, self._starts, self._sizes))
+        for count, size, start, length in reversed(list(zip(*layout, strict=True))):
+            left, at = divmod(left, count)
+            chunk.insert(0, at)
+            place.insert(0, (start + at * size, start + min((at + 1) * size, length)))
+        return self.parts[part], tuple(chunk), place
 
 
 def grid_of(shape: Sequence[int], chunks: Sequence[int]) -> tuple[int, ...]:

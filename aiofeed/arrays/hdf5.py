@@ -8,6 +8,7 @@ import io
 import math
 import zipfile
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -68,9 +69,11 @@ class HDF5Array(ChunkedArray):
         if self.numbers is None:
             first, most = chunk[0] * self.chunk_bytes, self.chunk_bytes
             return [[start + first, min(size - first, most), mask] for start, size, mask in self.table.tolist()]
-        number = np.ravel_multi_index(chunk, grid_of(self.shape, self.chunks))
-        first, end = np.searchsorted(self.numbers, [number, number + 1])
-        return self.table[first:end].tolist()  # type: ignore[no-any-return]
+        number = 0
+        for at, count in zip(chunk, grid_of(self.shape, self.chunks), strict=True):
+            number = number * count + at
+        first = bisect_left(self.numbers, number)
+        return self.table[first : bisect_right(self.numbers, number, first)].tolist()  # type: ignore[no-any-return]
 
     def _ranges(self, chunk: Chunk) -> list[tuple[int, int]]:
         return [(start, start + size) for start, size, _ in self._places(chunk)]

@@ -17,6 +17,7 @@ import numcodecs
 import numpy as np
 
 from aiofeed.arrays.chunked import Chunk, ChunkedArray, opened
+from aiofeed.kernel.core.validation import check_expanded
 from aiofeed.kernel.sources.file_io import MAX_BYTES, ReadRules, read_file
 from aiofeed.objects.reader import ObjectReader, read_ranges
 from aiofeed.objects.requests import changed
@@ -101,7 +102,7 @@ class ZarrArray(ChunkedArray):
         return self._index(*await self.reader.read_ranges(key, [start], [end]))
 
     def _place_of_index(self, size: int) -> tuple[int, int]:
-        nbytes = 16 * math.prod(self.counts) + 4 * self.index_checked
+        nbytes = check_expanded(f"the index of {self.name}", 16 * math.prod(self.counts) + 4 * self.index_checked, 0)
         return (0, nbytes) if self.index_first else (max(size - nbytes, 0), size)
 
     def _index(self, data: bytes) -> NDArray[np.uint64]:
