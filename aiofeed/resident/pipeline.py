@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -74,16 +74,15 @@ class ResidentData:
                 self.windows = kind(self.backend, with_own_rows(source), *sizes)
         return self.windows
 
-    def read_error(self, error: OSError, indices: Iterable[int]) -> SampleError:
-        """Return the error of the first of some samples that cannot be read, of the data if there are none."""
-        source, failed = self.source, 0
-        for failed in indices:
+    def read_error(self, error: OSError, batch_range: BatchRange | None) -> SampleError:
+        """Return the error of the first sample of a range whose file became shorter."""
+        failed = 0
+        for failed in batch_range.indices.tolist() if batch_range and traits_of(self.source).rows else ():
             try:
-                if traits_of(source).rows:
-                    source.read_now([failed])
+                self.source.read_now([failed])
             except OSError:
                 break
-        return sample_error(ReadError, error, source.key(failed), failed)
+        return sample_error(ReadError, error, self.source.key(failed), failed)
 
     def clear(self, timeout_s: float) -> None:
         """Drop the uploaded data, after ``DeviceWindows.close``; ``open`` uploads it again."""
@@ -240,12 +239,9 @@ class WindowQueue(BatchQueue[QueueItem]):
                 items[0].device_backlog = waited
             self.items.extend(items)
             self._changing = False
-        except OSError as error:  # a mapped file that became shorter
-            indices = [] if batch_range is None else batch_range.indices.tolist()
-            named = self._data.read_error(error, indices)
-            self.items.append(FeedFailure(named, failures=(named,)))
         except Exception as error:  # noqa: BLE001 - the consumer raises it
-            self.items.append(FeedFailure(error, failures=(error,) if isinstance(error, SampleError) else ()))
+            failed = self._data.read_error(error, batch_range) if isinstance(error, OSError) else error
+            self.items.append(FeedFailure(failed, failures=(failed,) if isinstance(failed, SampleError) else ()))
 
     def _to_make(self, windows: Windows) -> _EpochWindows | None:
         """Return the epoch of which a window must be made before the next items can be queued; ``None`` if none."""
