@@ -21,7 +21,9 @@ def naming_file(path: str) -> Iterator[None]:
     except OSError as error:
         if type(error) is not OSError or not error.errno:  # FileNotFoundError and others name it, as those of URLs do
             raise
-        text = f"cannot read {path!r}: [Errno {error.errno}] {os.strerror(error.errno)}"
-        named = UnreadableFileError(text, key=path, index=-1, stage="read")
+        reason = (
+            error if error.filename else f"[Errno {error.errno}] {os.strerror(error.errno)}"
+        )  # without HDF5's lines
+        named = UnreadableFileError(f"cannot read {path!r}: {reason}", key=path, index=-1, stage="read")
         named.errno = error.errno
         raise named from error
