@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # A seek discards the frames in the decoder's queue, usually 2 to 4, which then have to be decoded again.
 SEEK_FRAMES = 4
-# Frames in the indexes that a decoder keeps: 8 bytes each.
+# Frames in the indexes that a decoder keeps: 20 bytes each.
 MOST_INDEXED = 8 << 20
 # The bytes at both ends of a file by which, with its size, an index is found again. The tables of MP4 are at one end.
 IDENTITY_BYTES = 1 << 16
@@ -185,12 +185,14 @@ class ClipDecoder:
             places.setdefault(timestamp, []).append(place)
         for seek, timestamps in index.runs(np.unique(wanted)):
             missing = set(timestamps)
-            # A second time from the start: formats without an index of their own may seek too far.
-            for start in (seek, int(index.timestamps[0]) - round(1 / stream.time_base)):
-                for timestamp, frame in _frames(container, stream, start, missing):
-                    first, *copies = places[timestamp]
-                    self._render(frame, out[first])
-                    out[copies] = out[first]
+            # A second time from the start: formats without an index of their own may seek too far, or into a packet.
+            first_packet = int(index.timestamps[0]) - round(1 / stream.time_base)
+            for start in (seek, first_packet):
+                with contextlib.suppress(*[SeekError] * (start != first_packet)):
+                    for timestamp, frame in _frames(container, stream, index, start, missing):
+                        first, *copies = places[timestamp]
+                        self._render(frame, out[first])
+                        out[copies] = out[first]
                 if not missing:
                     break
             else:
@@ -229,10 +231,32 @@ class VideoIndex(NamedTuple):
     Args:
         timestamps: The timestamp of each frame, ascending.
         keys: The numbers of key frames, ascending.
+        packets: The timestamps of packets, in the order of decoding.
+        sizes: Their bytes.
+        is_counted: Whether frames are found by counting from the start, as their timestamps may be of others.
     """
 
     timestamps: NDArray[np.int64]
     keys: NDArray[np.int64]
+    packets: NDArray[np.int64]
+    sizes: NDArray[np.int32]
+    is_counted: bool
+
+    def place(self, packet: Any, before: int | None) -> int:
+        """Return the number of a packet behind packet ``before``; of the first one after a seek if that is ``None``.
+
+        Raises:
+            ValueError: It is none, or another one: the seek has ended within a packet.
+        """
+        behind_key = True
+        if before is None:
+            before = int(np.flatnonzero(self.packets == packet.pts).min(initial=len(self.packets))) - 1
+            behind_key = packet.is_keyframe or before < 0
+        at = before + 1
+        is_known = at < len(self.packets) and (self.packets[at], self.sizes[at]) == (packet.pts, packet.size)
+        if not (is_known and behind_key):
+            raise SeekError("the packets of the video differ after a seek: encode it again, or copy it to MP4")
+        return at
 
     def runs(self, wanted: NDArray[np.int64]) -> Iterator[tuple[int, list[int]]]:
         """Split ascending frames into runs: the timestamp of the key frame before each, to seek to, and theirs."""
@@ -244,24 +268,43 @@ class VideoIndex(NamedTuple):
 
 def _new_index(container: Any, stream: Any) -> VideoIndex:
     packets = packets_of(container, stream)
+    # AVI has no timestamps. Those that FFmpeg makes are wrong if a packet has two frames, as of DivX and XviD.
+    is_counted = container.format.name == "avi" and bool(stream.codec_context.has_b_frames)
+    if is_counted:
+        for number, packet in enumerate(packets):
+            packet.pts = number
     if any(packet.pts is None for packet in packets):
         raise ValueError("the frames of the video have no timestamps: put it into a container, such as MP4")
     shown = sorted((packet.pts, packet.is_keyframe) for packet in packets if not packet.is_discard)
     if not shown:
         raise ValueError("the video has no frames")
-    keys = [number for number, (_, is_key) in enumerate(shown) if is_key] or [0]
-    return VideoIndex(np.array([timestamp for timestamp, _ in shown], np.int64), np.array(keys, np.int64))
+    keys = [number for number, (_, is_key) in enumerate(shown) if is_key and not is_counted] or [0]
+    return VideoIndex(
+        np.array([timestamp for timestamp, _ in shown], np.int64),
+        np.array(keys, np.int64),
+        np.array([packet.pts for packet in packets], np.int64),
+        np.array([packet.size for packet in packets], np.int32),
+        is_counted,
+    )
 
 
-def _frames(container: Any, stream: Any, start: int, missing: set[int]) -> Iterator[tuple[int, Any]]:
+class SeekError(ValueError):
+    """A seek has not led to a packet of the index."""
+
+
+def _frames(container: Any, stream: Any, index: VideoIndex, start: int, missing: set[int]) -> Iterator[tuple[int, Any]]:
     """Decode from a key frame on, until there is a frame for each timestamp of ``missing``, which are removed."""
-    context, previous = stream.codec_context, None
-    skips = context.codec.name in SKIPPING
+    context, previous, at = stream.codec_context, None, None
+    skips = context.codec.name in SKIPPING and not index.is_counted
     container.seek(start, stream=stream)
     for packet in container.demux(stream):
+        if packet.size and not index.is_counted:
+            at = index.place(packet, at)
         if skips:
             context.skip_frame = "DEFAULT" if packet.pts in missing else "NONREF"
         for frame in context.decode(packet):
+            if index.is_counted:
+                frame.pts = 0 if previous is None else previous + 1
             if frame.pts is None or (previous is not None and frame.pts <= previous):
                 raise ValueError("the timestamps of the video are wrong: encode it again, or copy it to MP4")
             previous = frame.pts

@@ -21,7 +21,18 @@ from aiofeed.errors import DecodeError, ReadError
 from aiofeed.media import clips
 from aiofeed.media.clips import ClipDecoder, VideoIndex
 from aiofeed.media.container import import_av
-from tests.support.media_files import WIDTH, cut, numbers_in, picture_of, shortened, sound, turned, video
+from tests.support.media_files import (
+    WIDTH,
+    cut,
+    numbers_in,
+    packed_avi,
+    picture_of,
+    remuxed,
+    shortened,
+    sound,
+    turned,
+    video,
+)
 from tests.support.mutations import mutated
 from tests.support.simulated_device import SimulatedDevice
 
@@ -38,6 +49,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "mkv": {"container": "matroska"},
     "ts": {"container": "mpegts"},
     "avi": {"container": "avi", "codec": "mpeg4", "bf": "2"},
+    "avi without b-frames": {"container": "avi", "codec": "mpeg4", "bf": "0"},
+    "h264 in avi": {"container": "avi"},
+    "packed avi": {},
+    "program stream": {"container": "mpeg", "codec": "mpeg1video"},
+    "dvd": {"container": "vob", "codec": "mpeg2video", "bf": "2"},
     "h265": {"codec": "libx265", "x265-params": "log-level=none"},
     "vp9": {"container": "webm", "codec": "libvpx-vp9", "deadline": "realtime", "cpu-used": "8"},
 }
@@ -88,8 +104,9 @@ def assert_equal(found: Sequence[Any], expected: Sequence[Any]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_frames_of_every_clip_are_those_of_the_video(kind: str) -> None:
     """Frame i of a clip is frame start + i * stride of the video, for every start, stride, codec and container."""
-    data = video(**KINDS[kind])
+    data = packed_avi() if kind == "packed avi" else video(**KINDS[kind])
     assert numbers_in(decode(data, 60, 1, 1, SIZE)[0]) == list(range(60))
+    assert [numbers_in(decode(data, 1, 1, 60, SIZE)[at])[0] for at in (0, 13, 31, 59)] == [0, 13, 31, 59]
     for frames, stride in ((4, 1), (3, 7), (3, 29)):
         last = 60 - 1 - (frames - 1) * stride
         found = decode(data, frames, stride, last + 1, SIZE)
@@ -305,10 +322,11 @@ def test_the_clips_of_a_video_share_one_open_file(mp4: bytes, monkeypatch: pytes
 
 def test_runs_seek_where_that_decodes_fewer_frames() -> None:
     """A run ends where the key frame before the next frame is further than a seek costs."""
-    index = VideoIndex(np.arange(0, 600, 10), np.arange(0, 60, 12))
+    nothing = np.array([]), np.array([]), False
+    index = VideoIndex(np.arange(0, 600, 10), np.arange(0, 60, 12), *nothing)
     assert list(index.runs(np.array([13, 14, 22, 25]))) == [(120, [130, 140, 220, 250])]
     assert list(index.runs(np.array([2, 30, 59]))) == [(0, [20]), (240, [300]), (480, [590])]
-    late = VideoIndex(np.arange(10), np.array([3]))  # begins without a key frame
+    late = VideoIndex(np.arange(10), np.array([3]), *nothing)  # begins without a key frame
     assert list(late.runs(np.array([1]))) == [(3, [1])]
 
 
@@ -445,7 +463,7 @@ def bad_file(kind: str) -> bytes:
         case "no timestamps":
             return video(container="h264")
         case "wrong timestamps":
-            return video(container="avi")
+            return remuxed(video(), "matroska", lambda packets: packets)
         case _:
             start = header_first.index(b"mdat") + 4
             return header_first[:start] + bytes(len(header_first) - start)

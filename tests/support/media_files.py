@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+from collections.abc import Callable
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,44 @@ def video(
             output.mux(audio.encode(_audio_frame(np.zeros((1, 16000), np.float32), 16000)))
             output.mux(audio.encode(None))
     return file.getvalue()
+
+
+def remuxed(
+    data: bytes, container: str, change: Callable[[list[tuple[bytes, bool]]], list[tuple[bytes, bool]]]
+) -> bytes:
+    """The packets of an MP4 file, changed as (bytes, is key frame), one each 25th of a second, without other timestamps."""
+    import av
+
+    file = io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(file, "w", format=container) as output:
+        given: Any = source.streams.video[0]
+        stream: Any = output.add_stream_from_template(given)
+        packets = [(bytes(packet), packet.is_keyframe) for packet in source.demux(given) if packet.size]
+        first, *others = change(packets)
+        extra = (given.codec_context.extradata or b"") if given.codec.name == "mpeg4" else b""
+        for number, (content, is_key) in enumerate([(extra + first[0], first[1]), *others]):
+            packet = av.Packet(content)
+            packet.stream, packet.time_base, packet.is_keyframe = stream, Fraction(1, 25), is_key
+            packet.pts = packet.dts = number
+            output.mux(packet)
+    return file.getvalue()
+
+
+def packed_avi(frames: int = 60) -> bytes:
+    """An AVI file of MPEG-4 whose B-frames are in the packet of the frame before, as DivX and XviD write it."""
+
+    def pack(packets: list[tuple[bytes, bool]]) -> list[tuple[bytes, bool]]:
+        # Two bits behind the start code say what a frame is: 0 for I, 1 for P, 2 for B.
+        is_b = [data[data.index(b"\0\0\1\xb6") + 4] >> 6 == 2 for data, _ in packets] + [False]
+        found: list[tuple[bytes, bool]] = []
+        for at, (data, is_key) in enumerate(packets):
+            if is_b[at]:
+                found.append((b"\0\0\1\xb6\x5f\x18", False))  # no picture
+            else:
+                found.append((data + packets[at + 1][0] if is_b[at + 1] else data, is_key))
+        return [(b"\0\0\1\xb2DivX503b1393p" + found[0][0], True), *found[1:]]
+
+    return remuxed(video(frames, codec="mpeg4", bf="1"), "avi", pack)
 
 
 def turned(data: bytes, matrix: bytes = TURNED) -> bytes:
