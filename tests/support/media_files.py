@@ -67,7 +67,7 @@ def video(
 def remuxed(
     data: bytes, container: str, change: Callable[[list[tuple[bytes, bool]]], list[tuple[bytes, bool]]]
 ) -> bytes:
-    """The packets of an MP4 file, changed as (bytes, is key frame), one each 25th of a second, without other timestamps."""
+    """The packets of an MP4 file, changed as (bytes, is key frame), one each 25th of a second."""
     import av
 
     file = io.BytesIO()
