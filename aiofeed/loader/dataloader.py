@@ -20,10 +20,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from aiofeed import _load_addon as load_addon
 from aiofeed.kernel.core.failure_policy import Action, FailurePolicy
+from aiofeed.kernel.core.failures import FailureCounter
 from aiofeed.kernel.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES, Limits
 from aiofeed.kernel.core.statistics import EpochStats
 from aiofeed.kernel.core.types import Source, Transform, public
-from aiofeed.kernel.core.validation import check_collate_fn, check_returned, explain_arguments
+from aiofeed.kernel.core.validation import check_collate_fn, check_returned, explain_arguments, length_of
 from aiofeed.kernel.feeder.iterator import Delivery, EpochObserver, FeedIterator
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.queue import ReadyBatch
@@ -42,8 +43,9 @@ if TYPE_CHECKING:
     from aiofeed.kernel.feeder.feeder import Feeder
     from aiofeed.reports.explanation import Explanation
 
-# Batches that a feeder gets at a time from a sampler without a length.
+# The most batches that a feeder gets at a time from a sampler, which may be endless; the first of several parts is short.
 _PART_BATCHES = 1024
+_FIRST_PART_BATCHES = 64
 T_co = TypeVar("T_co", covariant=True)
 _in_torch = in_place_of(torch.utils.data.DataLoader._get_iterator)
 _SOURCES = "write aiofeed.Feeder(source, decode=..., batch_size=..., shuffle=...), which needs no workers"
@@ -428,9 +430,10 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def _next_batch(self) -> Any:
         if self._feed is None:
-            if self._batches is None:
+            if self._batches is not None:
+                return self._batches.next()
+            if not self._continues():
                 raise StopIteration
-            return self._batches.next()
         try:
             return next(self._feed)
         except StopIteration:
@@ -441,11 +444,11 @@ class LoaderIterator(_BaseDataLoaderIter):
     def _continues(self) -> bool:
         """Return whether the feed goes on: with the next part of the sampler, or after an error of the dataset."""
         if self._epochs.feeder is not None:
-            if self._feed is not None and not self._left:
-                self._feed, self._numbers = self._epochs.feeder.next_part()
-                self._left = len(self._numbers)
-                return self._feed is not None
-            return False
+            if self._left:
+                return False
+            self._feed, self._numbers = self._epochs.feeder.next_part()
+            self._left = len(self._numbers) or -1  # -1: the epoch is over
+            return self._feed is not None
         if not isinstance(self._batches, WorkerBatches) or not self._batches.continues():
             return False
         self._start_feed(self._batches)
@@ -514,12 +517,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 
 
 def _has_length(loader: DataLoader[Any]) -> bool:
-    if loader._dataset_kind == _DatasetKind.Map:
-        return True
-    try:
-        return len(loader.dataset) >= 0  # type: ignore[arg-type]
-    except TypeError:
-        return False
+    return loader._dataset_kind == _DatasetKind.Map or length_of(loader.dataset) is not None
 
 
 def _has_indices(loader: DataLoader[Any]) -> bool:
@@ -572,12 +570,19 @@ class _FeederEpochs:
             self._make(loader)
         # `next` only: iter() would restart a sampler of Lightning, and == of two batches may be an array.
         self._planned = enumerate(itertools.starmap(indices.__next__, itertools.repeat(())))
-        try:
-            self._part_batches = max(len(loader), _PART_BATCHES)
-        except TypeError:  # the sampler has no length
-            self._part_batches = _PART_BATCHES
-        self._position = position
+        self._first = _FIRST_PART_BATCHES if (length_of(loader) or _PART_BATCHES + 1) > _PART_BATCHES else _PART_BATCHES
+        self._failures = FailureCounter(self.feeder._config.policy, len(self.feeder._config.source))
+        self._failed_before, self._position = len(self.feeder.failures), position
+        if position.batches and position.batches == self._part_end(position.batches - 1):
+            # The state was saved before the next part was read: the generators have to be those of that time.
+            for _ in itertools.islice(self._planned, position.batches):
+                pass
+            return None, []
         return self.next_part()
+
+    def _part_end(self, batch: int) -> int:
+        """Return the number after the last batch of a part. It depends on nothing else, so that a resume reads alike."""
+        return min(max(self._first, 1 << batch.bit_length()), (batch // _PART_BATCHES + 1) * _PART_BATCHES)
 
     def next_part(self) -> tuple[FeedIterator[Any] | None, list[int]]:
         """Start an epoch of the feeder over the next batches of the sampler, which may be endless.
@@ -585,8 +590,19 @@ class _FeederEpochs:
         Returns its iterator, ``None`` if nothing is left, and the numbers of its batches.
         """
         position, listing = self._position, time.perf_counter()
-        left = ((n, each) for n, each in self._planned if n >= position.batches and n not in position.later)
-        part = dict(itertools.islice(left, self._part_batches))
+        # max_failures is for the epoch; the feeder counts those of a part.
+        if new := self.feeder.failures[self._failed_before :]:
+            self._failures.count(each.error for each in new)
+            self._failed_before += len(new)
+            if error := self._failures.too_many(new[-1].error):
+                self._planned = iter(())
+                raise error
+        part: dict[int, Any] = {}
+        for number, each in self._planned:
+            if number >= position.batches and number not in position.later:
+                part[number] = each
+            if number >= position.batches and number + 1 == self._part_end(number):
+                break
         self._listed[:] = itertools.chain.from_iterable(part.values()) if self._of_one_size else part.values()
         if not part:
             return None, []
