@@ -32,7 +32,7 @@ from aiofeed.kernel.sources.dataset import FromDataset
 from aiofeed.kernel.sources.subset import IndexedSource
 from aiofeed.loader.prefetch import IterableProducer, Prefetch
 from aiofeed.loader.run.hook import in_place_of
-from aiofeed.loader.workers.batches import CLOSED, InProcessBatches, WorkerBatches
+from aiofeed.loader.workers.batches import CLOSED, Indices, InProcessBatches, WorkerBatches
 from aiofeed.loader.workers.state import LoaderPosition, LoaderState, OrderState, Progress, saved_dataset
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from aiofeed.kernel.feeder.feeder import Feeder
     from aiofeed.reports.explanation import Explanation
 
-# The most batches that a feeder gets at a time from a sampler, which may be endless; the first of several parts is short.
+# The most batches that a feeder gets at a time from a sampler, which may be endless, and those of the first part.
 _PART_BATCHES = 1024
 _FIRST_PART_BATCHES = 64
 T_co = TypeVar("T_co", covariant=True)
@@ -429,16 +429,16 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._feed = self._epochs.bridge.start(new_pull, partial(_PulledObserver, batches, batches.epoch))
 
     def _next_batch(self) -> Any:
-        if self._feed is None:
-            if self._batches is not None:
-                return self._batches.next()
-            if not self._continues():
-                raise StopIteration
-        try:
-            return next(self._feed)
-        except StopIteration:
-            if not self._continues():
-                raise
+        if self._feed is None and self._batches is not None:
+            return self._batches.next()
+        if self._feed is not None:
+            try:
+                return next(self._feed)
+            except StopIteration:
+                pass
+        if not self._continues():
+            raise StopIteration
+        assert self._feed is not None
         return next(self._feed)
 
     def _continues(self) -> bool:
@@ -568,20 +568,20 @@ class _FeederEpochs:
         """Start an epoch; see ``next_part``."""
         if self._collate_fn is not loader.collate_fn:
             self._make(loader)
-        # `next` only: iter() would restart a sampler of Lightning, and == of two batches may be an array.
-        self._planned = enumerate(itertools.starmap(indices.__next__, itertools.repeat(())))
+        self._indices = Indices(indices)
         self._first = _FIRST_PART_BATCHES if (length_of(loader) or _PART_BATCHES + 1) > _PART_BATCHES else _PART_BATCHES
         self._failures = FailureCounter(self.feeder._config.policy, len(self.feeder._config.source))
-        self._failed_before, self._position = len(self.feeder.failures), position
-        if position.batches and position.batches == self._part_end(position.batches - 1):
+        self._failed_before, self._later, self._number = len(self.feeder.failures), position.later, position.batches
+        for _ in range(self._number):
+            self._indices.take()
+            self._indices.taken.clear()
+        if self._number and self._number == self._part_end(self._number - 1):
             # The state was saved before the next part was read: the generators have to be those of that time.
-            for _ in itertools.islice(self._planned, position.batches):
-                pass
             return None, []
         return self.next_part()
 
     def _part_end(self, batch: int) -> int:
-        """Return the number after the last batch of a part. It depends on nothing else, so that a resume reads alike."""
+        """Return the end of the part with a batch. It depends on nothing else, so that a resume reads alike."""
         return min(max(self._first, 1 << batch.bit_length()), (batch // _PART_BATCHES + 1) * _PART_BATCHES)
 
     def next_part(self) -> tuple[FeedIterator[Any] | None, list[int]]:
@@ -589,23 +589,26 @@ class _FeederEpochs:
 
         Returns its iterator, ``None`` if nothing is left, and the numbers of its batches.
         """
-        position, listing = self._position, time.perf_counter()
+        listing, taken, end = time.perf_counter(), self._indices.taken, self._part_end(self._number)
         # max_failures is for the epoch; the feeder counts those of a part.
-        if new := self.feeder.failures[self._failed_before :]:
-            self._failures.count(each.error for each in new)
-            self._failed_before += len(new)
-            if error := self._failures.too_many(new[-1].error):
-                self._planned = iter(())
-                raise error
-        part: dict[int, Any] = {}
-        for number, each in self._planned:
-            if number >= position.batches and number not in position.later:
-                part[number] = each
-            if number >= position.batches and number + 1 == self._part_end(number):
+        new = self.feeder.failures[self._failed_before :]
+        self._failures.count(each.error for each in new)
+        self._failed_before += len(new)
+        if new and (error := self._failures.too_many(new[-1].error)):
+            self._indices = Indices(iter(()))
+            raise error
+        while (known := len(taken)) < end - self._number:
+            self._indices.take()
+            if len(taken) == known:
                 break
+        part = {number: each for number, each in enumerate(taken, self._number) if number not in self._later}
         self._listed[:] = itertools.chain.from_iterable(part.values()) if self._of_one_size else part.values()
         if not part:
+            if self._indices.cut:
+                self._indices.end(self._number)
             return None, []
         iterator = iter(self.feeder)
+        self._number += len(taken)
+        taken.clear()
         iterator.add_order(listing)
         return iterator, list(part)

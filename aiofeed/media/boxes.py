@@ -1,4 +1,4 @@
-"""Boxes, keypoints and masks of the objects of a picture: checked, moved with its view, and clipped. Pure arithmetic."""
+"""Boxes, keypoints and masks of objects: checked, moved with the view of a picture, and clipped. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 _OVERHANG = 1.0
 # The classes of torchvision.tv_tensors, and names of entries, that have places in a picture.
 _PLACE_TYPES = {"BoundingBoxes", "KeyPoints", "Mask"}
-_PLACE_NAMES = re.compile(r"box|polygon|segment|contour|landmark|keypoint|corner|mask|^rles?$|^counts$|^[xy]_?(min|max|\d)$")
+_PLACE_NAMES = re.compile(
+    r"box|polygon|segment|contour|landmark|keypoint|corner|mask|^rles?$|^counts$|^[xy]_?(min|max|\d)$"
+)
 
 
 class Objects:
@@ -100,9 +102,7 @@ class Objects:
     def _take(self, numbers: NDArray[np.int64]) -> None:
         assert self.boxes is not None
         self.boxes, self.kept = self.boxes[numbers], self.kept[numbers]
-        self.keypoints, self.masks = (
-            None if each is None else each[numbers] for each in (self.keypoints, self.masks)
-        )
+        self.keypoints, self.masks = (None if each is None else each[numbers] for each in (self.keypoints, self.masks))
 
 
 def check_no_places(name: str, value: Any, width: int, height: int, *, is_label: bool) -> None:
@@ -123,8 +123,8 @@ def check_no_places(name: str, value: Any, width: int, height: int, *, is_label:
         raise ValueError(
             f'"{name}" of the target looks like places in the picture, which would not move with crop and flip: pass '
             f'"boxes" (left, upper, right, lower), "keypoints" [N, K, 2 or 3] or "masks" [N, H, W], of polygons and '
-            f"RLE by pycocotools' annToMask. If it has no places, choose a name without \"box\", \"mask\" and the like, "
-            f"and name it in DecodePair(labels=...) if it has one item per box, or else put it into a dict"
+            f'RLE by pycocotools\' annToMask. If it has none, choose a name without "box", "mask" and the like, and '
+            f"name it in DecodePair(labels=...) if it has one item per box, or else put it into a dict"
         )
 
 

@@ -67,8 +67,8 @@ class DecodePair:
         flip_pairs: The numbers of left and right keypoints, which a mirrored image exchanges: ``[(1, 2), (3, 4)]``.
         augment: Changes the sample after crop and flip, with its own random numbers: a transform of torchvision's v2,
             or of albumentations 2 with ``bbox_params`` and ``keypoint_params`` if there are boxes and keypoints, or a
-            callable that gets a dict with "image", "mask", "boxes", "keypoints", "masks" and, with boxes, "labels", their
-            numbers, as tensors, and the sample's generator if it has a keyword ``rng``. It returns such a dict.
+            callable that gets a dict with "image", "mask", "boxes", "keypoints", "masks" and, with boxes, "labels",
+            their numbers, as tensors, and the sample's generator if it has a keyword ``rng``. It returns such a dict.
             ``flip_pairs`` does not apply to it.
 
     Raises:
@@ -267,7 +267,7 @@ class DecodePair:
     def _kept(self, name: str, values: Any, kept: NDArray[np.int64], count: int) -> Any:
         """Return the items of an entry of the target that belong to boxes that are kept; others unchanged."""
         is_list = hasattr(values, "__len__") and not isinstance(values, str | bytes | Mapping)
-        items = len(values) if is_list and getattr(values, "ndim", 1) else None
+        items = len(values) if is_list and getattr(values, "ndim", None) != 0 else None
         if name not in self.labels:
             if items == count > len(kept) and name not in _OF_PICTURES:
                 raise ValueError(

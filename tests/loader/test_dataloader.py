@@ -260,7 +260,8 @@ LENGTHS = [10**10, 2000, ValueError, NotImplementedError, RuntimeError]
 @pytest.mark.parametrize("kind", ["sampler", "batch_sampler"])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(
-    "options", [{"threads": 2}, {"cache": "host"}, {"on_error": "skip"}, {"engine": "process:1"}, {}, {"num_workers": 1}]
+    "options",
+    [{"threads": 2}, {"cache": "host"}, {"on_error": "skip"}, {"engine": "process:1"}, {}, {"num_workers": 1}],
 )
 @pytest.mark.usefixtures("forked_workers")
 def test_a_long_sampler_is_read_as_it_goes(options: dict[str, Any], length: Any, kind: str) -> None:
@@ -307,6 +308,45 @@ def test_generators_of_long_samplers_are_resumed(monkeypatch: pytest.MonkeyPatch
     resumed = new_loader(1)
     resumed.load_state_dict(state)
     assert same(list(itertools.islice(resumed, 20 - taken)), expected[taken:])
+
+
+class InterruptedOnce:
+    """A sampler that Ctrl-C interrupts once, at its eighth index, and that goes on."""
+
+    def __init__(self) -> None:
+        self.number, self.interrupts = -1, 1
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self.number == 6 and self.interrupts:
+            self.interrupts = 0
+            raise KeyboardInterrupt
+        self.number += 1
+        return self.number % 20
+
+
+@pytest.mark.parametrize("endless", [False, True])
+def test_ctrl_c_in_a_later_part_loses_no_batch(monkeypatch: pytest.MonkeyPatch, endless: bool) -> None:
+    """If a sampler is interrupted, the next call goes on with the same batch, or says that it cannot."""
+    monkeypatch.setattr("aiofeed.loader.dataloader._PART_BATCHES", 3)
+
+    def generated() -> Iterator[int]:
+        yield from range(7)
+        raise KeyboardInterrupt
+
+    batches = iter(DataLoader(Plain(20), sampler=InterruptedOnce() if endless else generated(), threads=1))
+    expected = list(itertools.islice(torch_data.DataLoader(Plain(20)), 12))
+    assert same(list(itertools.islice(batches, 6)), expected[:6])
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    if endless:
+        assert same(list(itertools.islice(batches, 6)), expected[6:])
+    else:
+        assert same([next(batches)], expected[6:7])
+        with pytest.raises(FeedError, match="the sampler was interrupted at batch 7"):
+            next(batches)
 
 
 def test_failures_count_in_all_parts_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -366,7 +366,7 @@ BAD_TARGETS: list[tuple[dict[str, Any], str]] = [
     ({"boxes": [], "keypoints": [[[1, 2]]]}, '"keypoints" of the target has 1 items'),
     ({"keypoints": [[1, 2]]}, r"must be \[N, K, 2\] or \[N, K, 3\], got \[1, 2\]"),
     ({"boxes": [], "masks": np.zeros((1, 30, 40))}, '"masks" of the target has 1 items'),
-    ({"masks": np.zeros((1, 40, 30))}, r'"masks" of the target must be numbers \[N, 30, 40\].*got float64 \[1, 40, 30\]'),
+    ({"masks": np.zeros((1, 40, 30))}, r'"masks" of the target must be numbers \[N, 30, 40\].*got float64 \[1, 40, 30'),
     ({"boxes": [[0, 0, 5, 5]], "masks": [[[1.0, 2.0]], [[1.0]]]}, '"masks" of the target must be numbers'),
     ({"masks": [{"counts": "", "size": [30, 40]}]}, '"masks" of the target must be numbers .*annToMask'),
     ({"image": 3}, r"the target has \['image'\]"),

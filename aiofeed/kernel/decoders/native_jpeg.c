@@ -478,7 +478,9 @@ static int render_lines(work_t *work, const picture_t *picture, int components) 
 
 /* --- one picture */
 
-/* Prepare the axes of a plane, and extend the range of block rows that are needed; 0: no memory, or out of bounds. */
+#define MOST_ENLARGED 2
+
+/* Prepare the axes of a plane, and extend the range of block rows that are needed; 0: not for this decoder. */
 static int plan_plane(work_t *work, const picture_t *picture, int part, int *top, int *bottom) {
     struct jpeg_decompress_struct *info = &work->info;
     jpeg_component_info *component = &info->comp_info[part];
@@ -505,6 +507,11 @@ static int plan_plane(work_t *work, const picture_t *picture, int part, int *top
         double own = fmax((down[1] - down[0]) / out_high, scale_y);
         higher = scale_y == 0.5 && down[1] - down[0] < 0.5 * out_high ? DOUBLED : sqrt(1 + own * own - scale_y * scale_y);
     }
+    /* Pillow cuts saturated colours off before it enlarges the picture, and this after it: below 45 dB PSNR where small
+     * chroma is enlarged much. */
+    if ((scale_x < 1 || scale_y < 1) && out_wide * scale_x > MOST_ENLARGED * (across[1] - across[0]) &&
+        out_high * scale_y > MOST_ENLARGED * (down[1] - down[0]))
+        return 0;
     plane->across = &work->axes[part ? 2 : 0];
     plane->down = &work->axes[part ? 3 : 1];
     /* The chroma planes share their axes; files with chroma planes of different sizes are rare. */
