@@ -311,37 +311,37 @@ def test_generators_of_long_samplers_are_resumed(monkeypatch: pytest.MonkeyPatch
 
 
 class InterruptedOnce:
-    """A sampler that Ctrl-C interrupts once, at its eighth index, and that goes on."""
+    """A batch sampler that Ctrl-C interrupts once, at its eighth batch, and that goes on."""
 
     def __init__(self) -> None:
         self.number, self.interrupts = -1, 1
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[list[int]]:
         return self
 
-    def __next__(self) -> int:
+    def __next__(self) -> list[int]:
         if self.number == 6 and self.interrupts:
             self.interrupts = 0
             raise KeyboardInterrupt
         self.number += 1
-        return self.number % 20
+        return [self.number % 20]
 
 
-@pytest.mark.parametrize("endless", [False, True])
-def test_ctrl_c_in_a_later_part_loses_no_batch(monkeypatch: pytest.MonkeyPatch, endless: bool) -> None:
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_ctrl_c_in_a_later_part_loses_no_batch(monkeypatch: pytest.MonkeyPatch, goes_on: bool) -> None:
     """If a sampler is interrupted, the next call goes on with the same batch, or says that it cannot."""
     monkeypatch.setattr("aiofeed.loader.dataloader._PART_BATCHES", 3)
 
-    def generated() -> Iterator[int]:
-        yield from range(7)
+    def generated() -> Iterator[list[int]]:
+        yield from ([number] for number in range(7))
         raise KeyboardInterrupt
 
-    batches = iter(DataLoader(Plain(20), sampler=InterruptedOnce() if endless else generated(), threads=1))
+    batches = iter(DataLoader(Plain(20), batch_sampler=InterruptedOnce() if goes_on else generated(), threads=1))
     expected = list(itertools.islice(torch_data.DataLoader(Plain(20)), 12))
     assert same(list(itertools.islice(batches, 6)), expected[:6])
     with pytest.raises(KeyboardInterrupt):
         next(batches)
-    if endless:
+    if goes_on:
         assert same(list(itertools.islice(batches, 6)), expected[6:])
     else:
         assert same([next(batches)], expected[6:7])

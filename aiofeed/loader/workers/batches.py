@@ -71,12 +71,13 @@ class Indices:
         """Take the next one, if there is one."""
         if self.cut:
             return
+        known = len(self.taken)
         try:
             # One call to C code: Ctrl-C loses no index. islice would call iter(), which restarts Lightning's samplers.
             self.taken.extend(itertools.starmap(self._sampler.__next__, [()]))
         except BaseException as error:
             # A generator that an exception has left is at its end.
-            ended = not self.taken and getattr(self._sampler, "gi_frame", self) is None
+            ended = len(self.taken) == known and getattr(self._sampler, "gi_frame", self) is None
             inside: Any = error.__traceback__ and error.__traceback__.tb_next
             self.cut = ended and bool(inside) and not isinstance(error, Exception)
             raise
