@@ -37,6 +37,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("es" if noun.endswith(("s", "tch")) else "s") * (number != 1)
 
 
+def length_of(value: Any) -> int | None:
+    """Return the length of a sampler, a data set or a loader; ``None`` if it is not known."""
+    try:
+        return len(value)
+    except Exception:  # noqa: BLE001 - of the user's __len__, which may raise anything: torch does not call it
+        return None
+
+
 def number_from_environment(name: str, default: int) -> int:
     """Return the number in an environment variable, or the first of a list such as "8(x2),4".
 
