@@ -174,6 +174,12 @@ class Delivery:
             add_note(error, f"in transform= of batch {item.number}: it gets whole batches, decode= gets samples")
             raise
 
+    def leave_out(self, item: ReadyBatch) -> None:
+        """Allow one more batch to be produced in place of one of which nothing is left. May be repeated."""
+        if item.lease is not None:
+            item.lease.give_back()
+        self.producer.take(item)
+
     def waiting_for(self) -> tuple[Any, ...]:
         """See ``Producer.waiting_for``."""
         if self._copy_thread is not None and self.producer.queue.items:
@@ -222,10 +228,20 @@ _INTERRUPTED = (
 
 
 class EpochObserver:
-    """Receives the events of an iterator. This base class stops the delivery at the end of the epoch."""
+    """Receives the events of an iterator. This base class stops the delivery at the end of the epoch.
+
+    Attributes:
+        resumed: Whether batches of the epoch were returned before this iterator.
+    """
+
+    resumed: bool = False
 
     def __init__(self, delivery: Delivery) -> None:
         self._delivery = delivery
+
+    def leaves_out(self, item: ReadyBatch) -> bool:
+        """Act before a batch of which nothing is left is left out; False: raise its error in its place."""
+        return False
 
     def returning(self, item: ReadyBatch) -> None:
         """Act before a batch is returned; twice for the same batch if ``next`` is interrupted and repeated."""
@@ -271,6 +287,8 @@ class FeedIterator(Generic[BatchT_co]):
         self._last_returned: tuple[float, int, int] | None = None
         # Further batches of the last item, see `ReadyBatch`.
         self._following: list[Any] = []
+        # Numbers of batches that were left out, for who has other numbers for them and deletes these.
+        self.left_out: list[int] = []
 
     def __repr__(self) -> str:
         status = "ended" if self._finished else "open" if self.live else "closed"
@@ -319,13 +337,17 @@ class FeedIterator(Generic[BatchT_co]):
             )
         self._running = True
         try:
-            try:
-                item = self._queue.peek(long_waits.LONG_WAIT_S)
-            except Empty:
-                self._log_wait()
-                item = self._queue.peek()
-            if self._delivery.closed is not None:
-                self._raise_if_closed()  # `close` in another thread may have dropped the batches before this item
+            while True:
+                try:
+                    item = self._queue.peek(long_waits.LONG_WAIT_S)
+                except Empty:
+                    self._log_wait()
+                    item = self._queue.peek()
+                if self._delivery.closed is not None:
+                    self._raise_if_closed()  # `close` in another thread may have dropped the batches before this item
+                if type(item) is not ReadyBatch or item.error is None:
+                    break
+                self._leave_out(item)
             if type(item) is not ReadyBatch:
                 try:
                     self._end(item, asked)
@@ -357,6 +379,9 @@ class FeedIterator(Generic[BatchT_co]):
         try:
             asked = time.perf_counter()
             item = await self._queue.peek_async(self._log_wait)
+            while type(item) is ReadyBatch and item.error is not None and self._delivery.closed is None:
+                self._leave_out(item)
+                item = await self._queue.peek_async(self._log_wait)
             woken_at = self._queue.woken_at
             # Other tasks may block the event loop after the item has arrived.
             loop_delay_s = time.perf_counter() - woken_at if woken_at > asked else 0.0
@@ -421,6 +446,23 @@ class FeedIterator(Generic[BatchT_co]):
         if stats.batches == 1:
             stats.first_batch_s, stats.first_stall_s = now - self._started, stats.stall_s
         return batch
+
+    def _leave_out(self, item: ReadyBatch) -> None:
+        """Count a batch of which nothing is left, or put its error in its place, if it must not be left out."""
+        assert item.error is not None
+        leaves_out, items = self.observer.leaves_out(item), self._queue.items
+        if leaves_out:
+            self._delivery.leave_out(item)
+            # As in `__next__`: from here to the deletion the interpreter runs no signal handler.
+            self.observer.returned(item)
+            self.left_out += (item.number,)
+            self._stats.batches_left_out += 1
+            if items and items[0] is item:
+                del items[0]
+            return
+        failure = FeedFailure(item.error, item.number, item.failures)
+        if items and items[0] is item:
+            items[0] = failure
 
     def _add_step(self, ended: float) -> None:
         """Add the consumer's step with the batch that was returned last."""
