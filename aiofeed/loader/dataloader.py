@@ -441,8 +441,7 @@ class LoaderIterator(_BaseDataLoaderIter):
     def _continues(self) -> bool:
         """Return whether the feed goes on: with the next part of the sampler, or after an error of the dataset."""
         if self._epochs.feeder is not None:
-            self._count_left_out()
-            if self._feed is not None and not self._left:
+            if self._feed is not None and self._left == self._feed.left_out:
                 self._feed, self._numbers = self._epochs.feeder.next_part()
                 self._left = len(self._numbers)
                 return self._feed is not None
@@ -483,16 +482,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             stats.first_batch_s, stats.first_stall_s = stats.wall_s, stats.stall_s
         self._loader = None
         if self._batches is None and self._feed is not None:
-            self._count_left_out()
             self._left -= 1
             self._progress.add(self._numbers[self._feed.number], in_order=self._in_order)
-
-    def _count_left_out(self) -> None:
-        """Count batches of a feeder that were left out: a resumed epoch does not make them again."""
-        assert self._feed is not None
-        while self._feed.left_out:
-            self._progress.failed(self._numbers[self._feed.left_out.pop()], 0, None)
-            self._left -= 1
 
     def __aiter__(self) -> LoaderIterator:
         return self
@@ -538,12 +529,6 @@ def _has_indices(loader: DataLoader[Any]) -> bool:
 # --- batches of a feeder ---
 
 
-class _Listed(list[Any]):
-    """What a sampler has listed for one of so many ranks."""
-
-    num_replicas: int = 1
-
-
 class _FeederEpochs:
     """Runs the epochs of a ``DataLoader`` on a ``Feeder``, in the order of the loader's sampler."""
 
@@ -564,9 +549,7 @@ class _FeederEpochs:
         workers = loader.num_workers if threads is None else 0
         self._collate_fn = loader.collate_fn
         # The indices of the coming epoch; lists of them if a batch sampler of the user's makes the batches.
-        self._listed = _Listed()
-        for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
-            self._listed.num_replicas = getattr(sampler, "num_replicas", self._listed.num_replicas)
+        self._listed: list[Any] = []
         self._of_one_size = type(loader.batch_sampler) is BatchSampler
         order: dict[str, Any] = {"batch_sampler": self._listed}
         if self._of_one_size:
@@ -575,7 +558,8 @@ class _FeederEpochs:
             FromDataset(loader.dataset, threads=1 if threads is None else threads),  # type: ignore[arg-type]
             **order,
             collate_fn=None if loader.collate_fn is default_collate else loader.collate_fn,
-            shard=None,
+            # Of a sampler's list each rank has its part already.
+            shard=(0, getattr(loader.sampler, "num_replicas", 1)) if self._of_one_size else None,
             in_order=loader.in_order,
             engine=engine or cast("Any", f"process:{workers}" if workers else "thread"),
             **options,

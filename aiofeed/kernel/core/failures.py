@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from aiofeed.kernel.core.errors import OF_CODE, BatchFailedError, SampleError, TooManyFailures
+from aiofeed.kernel.core.errors import OF_CODE, SampleError, TooManyFailures
 from aiofeed.kernel.core.failure_policy import FailurePolicy
 from aiofeed.kernel.core.statistics import EpochStats
 from aiofeed.kernel.core.types import public_in
-from aiofeed.kernel.core.validation import counted
 
 log: logging.Logger = logging.getLogger("aiofeed.core")
 
@@ -132,15 +131,6 @@ class FailureLog:
         more = "; further failures are only listed in feeder.failures" if self._logged == LOGGED_MOST else ""
         log.warning("%s: %s%s", self._treatment, error, more)
 
-    def nothing_left(self, epoch: int) -> BatchFailedError:
-        """Return the error of an epoch all of whose batches were left out."""
-        error = BatchFailedError(
-            f"all {len(self._seen)} samples of epoch {epoch} failed, so there is no batch; the first: {self._first}; "
-            f"feeder.failures lists them"
-        )
-        error.__cause__ = self._first
-        return error
-
     def summarise(self, epoch: int, counters: EpochStats) -> None:
         """Log the number of failures of an epoch that has ended, if any."""
         if not self._seen:
@@ -148,12 +138,11 @@ class FailureLog:
         stages = ", ".join(f"{count} to {stage}" for stage, count in sorted(self._epoch.items()))
         failed = len(self._seen)
         log.warning(
-            "epoch %d: %s %s, %d returned%s; the first: %s; feeder.failures lists them",
+            "epoch %d: %s %s, %d returned; the first: %s; feeder.failures lists them",
             epoch,
             f"1 sample failed ({stages}) and was" if failed == 1 else f"{failed} samples failed ({stages}) and were",
             self._treatment,
             counters.samples,
-            f"; left out: {counted(counters.batches_left_out, 'batch')}" if counters.batches_left_out else "",
             self._first,
         )
 

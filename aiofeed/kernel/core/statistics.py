@@ -245,9 +245,8 @@ class FeedStatistics:
             f"first batch {self.first_batch_s * 1000:.0f} ms"
         )
         if self.failures or self.retries:
-            text += f"; {self.failures} failed, {self.retries} retried"
-        if self.batches_left_out:
-            text += f"; {counted(self.batches_left_out, 'batch')} left out"
+            left_out = f", {counted(self.batches_left_out, 'batch')} left out" if self.batches_left_out else ""
+            text += f"; {self.failures} failed, {self.retries} retried{left_out}"
         if self.gil_us:
             text += f"; GIL-bound: {self.gil_us:.0f} us per sample, at most {1e6 / self.gil_us:,.0f} samples/s"
         if self.by_source:

@@ -475,7 +475,8 @@ class _SessionObserver(EpochObserver):
 
     def leaves_out(self, item: ReadyBatch) -> bool:
         session, epoch = self._session, self._epoch.start.epoch
-        if not session.order.may_differ():
+        alone = self._epoch.one_left and not session.stats.batches and not self.resumed
+        if alone or not session.order.may_differ():
             return False
         self.returning(item)
         if session.stats.batches_left_out < LOGGED_MOST:
@@ -502,10 +503,7 @@ class _SessionObserver(EpochObserver):
         session._completed_in_a_row = 0
 
     def ended(self) -> None:
-        session, stats = self._session, self._session.stats
-        session._epoch_ended(self._epoch)
-        if stats.batches_left_out and not stats.batches and not self.resumed:
-            raise session.failures.nothing_left(self._epoch.start.epoch)
+        self._session._epoch_ended(self._epoch)
 
 
 def _new_memory(config: FeederConfig) -> Memory | None:
