@@ -15,7 +15,7 @@ import aiofeed
 from aiofeed.kernel.core.types import hides_secrets
 from aiofeed.objects.urls import redacted
 
-URL = "https://user:p@ss-SECRET@127.0.0.1:1/train/?sig=SECRETSECRET&x=1"
+URL = "ftp://user:p@ss-SECRET@127.0.0.1:1/train/?sig=SECRETSECRET&x=1"
 FORMS: dict[str, Any] = {"str": URL, "list": [URL], "dict": {URL: 1}, "tuple": (URL, 2)}
 VALID: dict[str, Any] = {"source": aiofeed.Tensors(torch.arange(8)), "batch_size": 2}
 
@@ -40,7 +40,7 @@ def shown_by(function: Callable[..., Any], *arguments: Any, **named: Any) -> str
     return ""
 
 
-@pytest.mark.parametrize("name", public_calls())
+@pytest.mark.parametrize("name", list(public_calls()))
 def test_no_argument_shows_its_secret(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A URL as any argument, alone or within another object, is in no message with its password or signature."""
     monkeypatch.chdir(tmp_path)
