@@ -358,11 +358,12 @@ class FeedIterator(Generic[BatchT_co]):
             raise RuntimeError("another task is already waiting for this iterator; only one can")
         self._running = True
         try:
+            taken: Any
             asked = time.perf_counter()
             peek = partial(self._queue.peek_async, self._log_wait)
-            while (batch := self._take(await peek(), asked, StopAsyncIteration)) is _LEFT_OUT:
+            while (taken := self._take(await peek(), asked, StopAsyncIteration)) is _LEFT_OUT:
                 pass
-            return batch
+            return taken  # type: ignore[no-any-return]
         finally:
             self._running = False
 
