@@ -126,6 +126,26 @@ def packets_of(container: Any, stream: Any) -> list[Any]:
     return packets
 
 
+def frame_order(
+    stamps: NDArray[Any], flags: NDArray[Any], discarded: NDArray[Any]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the number of each frame's packet, and that of the packet of the key frame before it, ascending.
+
+    Args:
+        stamps: When the frame of each packet is shown.
+        flags: Whether each packet is a key frame.
+        discarded: Whether the frame of each packet is not shown.
+    """
+    order = np.argsort(stamps, kind="stable")
+    order = order[~discarded[order]]
+    # The key frame before a frame may be discarded: a video that was cut is decoded from before its beginning.
+    numbers = np.union1d(0, np.flatnonzero(flags))
+    before = np.searchsorted(numbers, order, side="right") - 1
+    # Frames that are shown before the key frame are of the group before it.
+    before = np.maximum(before - (stamps[numbers[before]] > stamps[order]), 0)
+    return order, np.minimum.accumulate(numbers[before][::-1])[::-1]
+
+
 def _stated_seconds(container: Any, stream: Any) -> float:
     """The end of a stream by the header of the file; 0 if it is not stated, or estimated from the size of the file."""
     if container.format.name in ("wav", "flac"):

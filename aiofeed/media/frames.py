@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from aiofeed.media.container import SKIPPING, colours, demuxed, import_av, open_media
+from aiofeed.media.container import SKIPPING, colours, demuxed, frame_order, import_av, open_media
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -227,14 +227,7 @@ def read_index(size: int, read: Callable[[int, int], bytes]) -> FrameIndex:
         if any(packet[0] is None for packet in packets) or all(discarded for _, _, discarded, *_ in packets):
             raise ValueError("the video has no frames, or they have no timestamps")
         stamps, flags, discarded, starts, sizes = (np.array(column) for column in zip(*packets, strict=True))
-        order = np.argsort(stamps, kind="stable")
-        order = order[~discarded[order]]
-        # The key frame before a frame may be discarded: a video that was cut is decoded from before its beginning.
-        numbers = np.union1d(0, np.flatnonzero(flags))
-        before = np.searchsorted(numbers, order, side="right") - 1
-        # Frames that are shown before the key frame are of the group before it.
-        before = np.maximum(before - (stamps[numbers[before]] > stamps[order]), 0)
-        keys = np.minimum.accumulate(numbers[before][::-1])[::-1]
+        order, keys = frame_order(stamps, flags, discarded)
         series = stamps[order], order, keys, stamps, flags, starts, sizes
         return FrameIndex(kind, float(stream.time_base), *series)
 
