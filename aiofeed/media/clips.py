@@ -1,8 +1,9 @@
 """``Clips``: clips of the videos of a source.
 
-A clip needs few of a video's frames. The index of a video, its timestamps and key frames, is made once, by reading all
-packets without decoding them. A clip is then read from the key frame before it, and of the frames that it leaves out,
-only those are decoded that others refer to.
+A clip needs few of a video's frames. The index of a video, its packets and key frames, is made once, by reading all
+packets without decoding them; if they do not state when their frames are shown, by decoding the video. A clip is then read
+from the key frame before it. The packets there must be those of the index. Of the frames that the clip leaves out, only
+those are decoded that others refer to.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Clips:
         size: An int resizes the shorter side and crops the centre, size x size; (height, width) does not preserve the
             aspect ratio.
 
-    A video without frames or timestamps, a truncated one and a file that is no video are a ``DecodeError``, which names
+    A video without frames, a truncated one and a file that is no video are a ``DecodeError``, which names
     the file.
 
     Raises:
@@ -199,13 +200,14 @@ class ClipDecoder:
             missing = index.order[frames].tolist()
             # A seek may lead elsewhere, and the frame there may need others before it.
             for first, seek in ((key, index.seeks[key]), (key, None), (0, None)):
-                again = open_media(data, "video", _STATED)
-                opened = contextlib.nullcontext((container, stream)) if seek is not None else again
-                # The next attempt has the error of a damaged file again.
-                with contextlib.suppress(import_av().FFmpegError, ValueError), opened as (file, of_file):
-                    if seek is not None:
+                found: tuple[Any, Any] = container, stream
+                # An error of the last attempt is that of a damaged video.
+                with contextlib.ExitStack() as opened, contextlib.suppress(import_av().FFmpegError, ValueError):
+                    if seek is None:
+                        found = opened.enter_context(open_media(data, "video", _STATED))
+                    else:
                         container.seek(seek, stream=stream)
-                    for number, frame in _frames(file, of_file, index, first, missing):
+                    for number, frame in _frames(*found, index, first, missing):
                         place, *copies = places[number]
                         self._render(frame, out[place])
                         out[copies] = out[place]
@@ -213,10 +215,8 @@ class ClipDecoder:
                     break
             else:
                 number = int(np.flatnonzero(index.order == missing[0])[0])
-                raise ValueError(
-                    f"frame {number} of {len(index.order)} cannot be decoded: the video is damaged, or its timestamps are "
-                    f"wrong: encode it again"
-                )
+                what = f"frame {number} of {len(index.order)} cannot be decoded"
+                raise ValueError(f"{what}: the video is damaged, or its timestamps are wrong: encode it again")
 
     def _render(self, frame: Any, out: NDArray[np.uint8]) -> None:
         """Write a frame into ``out``, [3, H, W]."""
@@ -253,7 +253,7 @@ class VideoIndex(NamedTuple):
         shown: When the frame of each packet is shown: a timestamp, or a number of its own.
         checksums: The checksum of each packet.
         seeks: The time to seek to for the packet of each key frame; ``None`` if the file states none.
-        skips: Whether each packet is one frame, so that single ones may be left out.
+        skips: Whether frames may be left out: each packet is one, and the decoder can.
     """
 
     order: NDArray[Any]
@@ -273,25 +273,23 @@ class VideoIndex(NamedTuple):
 def _new_index(data: Media, container: Any, stream: Any) -> VideoIndex:
     packets, context = packets_of(container, stream), stream.codec_context
     checksums = np.array([zlib.crc32(packet) for packet in packets], np.uint32)
-    shown, hidden = [packet.pts for packet in packets], np.array([packet.is_discard for packet in packets], bool)
-    if None in shown and not context.has_b_frames:
-        shown = [packet.dts for packet in packets]
-    # AVI, MPEG and files copied from them state no time at which a frame is shown, or that at which it is decoded.
-    # A packet of MPEG-4 may have two frames, and another one none.
-    skips = None not in shown and len({*shown}) == len(shown)
-    if skips and context.has_b_frames:
-        skips = context.codec.name != "mpeg4" and shown != sorted(shown)
-    if not skips:
-        shown = _shown_by_decoding(data, checksums)
-        hidden = shown < 0
+    shown = [packet.pts if packet.pts is not None or context.has_b_frames else packet.dts for packet in packets]
+    # AVI, MPEG and files copied from them state no time at which a frame is shown, or that at which it is decoded. A
+    # packet of MPEG-4 may have two frames, and another one none.
+    stated = None not in shown and len({*shown}) == len(shown)
+    if stated and context.has_b_frames:
+        stated = context.codec.name != "mpeg4" and shown != sorted(shown)
+    places = np.array(shown, np.int64) if stated else _shown_by_decoding(data, checksums)
+    hidden = np.array([packet.is_discard for packet in packets], bool) if stated else places < 0
     if hidden.all():
         raise ValueError("the video has no frames")
-    flags = np.array([packet.is_keyframe for packet in packets], bool)
-    order, keys = frame_order(np.array(shown, np.int64), flags, hidden)
-    times = [packet.pts if packet.dts is None else packet.dts for packet in packets]  # FFmpeg seeks by the latter
+    order, keys = frame_order(places, np.array([packet.is_keyframe for packet in packets], bool), hidden)
+    # FFmpeg seeks by the time of decoding, in MP4 by that of showing.
+    shows = "mp4" in container.format.name
+    times = [packet.pts if shows or packet.dts is None else packet.dts for packet in packets]
     seeks = {key: next((time for time in times[key::-1] if time is not None), None) for key in {*keys.tolist()}}
-    series = order.astype(np.int32), keys.astype(np.int32), np.array(shown, np.int64), checksums
-    return VideoIndex(*series, seeks, skips)
+    skips = stated and context.codec.name in SKIPPING
+    return VideoIndex(order.astype(np.int32), keys.astype(np.int32), places, checksums, seeks, skips)
 
 
 def _shown_by_decoding(data: Media, checksums: NDArray[Any]) -> NDArray[np.int64]:
@@ -313,12 +311,10 @@ def _decoded(
     Frames that are not ``wanted`` are left out if no other frame needs them; ``None``: all frames are wanted.
     """
     context, number = stream.codec_context, first
-    skips = wanted is not None and context.codec.name in SKIPPING
     for packet in container.demux(stream):
-        is_next = packet.size and number < len(checksums) and zlib.crc32(packet) == checksums[number]
-        if is_next:
+        if packet.size and number < len(checksums) and zlib.crc32(packet) == checksums[number]:
             packet.pts, packet.dts = number, None
-            if skips:
+            if wanted is not None:
                 context.skip_frame = "DEFAULT" if number in wanted else "NONREF"
             yield from context.decode(packet)
             number += 1

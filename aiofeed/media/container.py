@@ -26,8 +26,9 @@ Media: TypeAlias = "bytes | str | os.PathLike[str]"
 _OPTIONS = {"protocol_whitelist": "none"}
 # Opens without decoding a first frame, which takes 3.4 of 4.1 ms for 320 x 240 of high quality.
 KNOWN_OPTIONS: Mapping[str, str] = {"skip_frame": "all", "probesize": "20000"}
-# Decoders for which `skip_frame` may change from packet to packet. That of AV1 keeps the first value.
-SKIPPING: frozenset[str] = frozenset({"h264", "hevc", "mpeg4"})
+# Decoders for which `skip_frame` may change from packet to packet. That of AV1 keeps the first value; that of MPEG-4
+# loses the second frame of a packet with two.
+SKIPPING: frozenset[str] = frozenset({"h264", "hevc"})
 # The last packet may end this much before the end that a header states.
 TOLERANCE_S = 1.0
 # What a packet takes in memory beside its bytes.

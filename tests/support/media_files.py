@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 BITS = 8
 WIDTH, HEIGHT = 128, 96
 # Faces the viewer after a turn by 90 degrees clockwise, as phones store it.
+# A frame of MPEG-4 without contents, at 25 frames per second.
+_EMPTY = bytes([0, 0, 1, 0xB6, 0b01010000, 0b01011111])
 TURNED = struct.pack(">9i", 0, 0x10000, 0, -0x10000, 0, 0, 0, 0, 0x40000000)
 
 
@@ -41,10 +44,15 @@ def video(
     timestamps: list[int] | None = None,
     sound: bool = False,
     container_options: dict[str, str] | None = None,
+    packed: bool = False,
     **options: str,
 ) -> bytes:
-    """A video of 25 frames per second; ``timestamps`` are in 25ths of a second."""
+    """A video of 25 frames per second; ``timestamps`` are in 25ths of a second; ``packed``: of DivX, with B-frames."""
     import av
+
+    if packed:
+        given = video(frames, container="avi", codec="mpeg4", key_every=key_every, **options)
+        return _packed(given, container)
 
     file = io.BytesIO()
     with av.open(file, "w", format=container, container_options=container_options or {}) as output:
@@ -60,6 +68,35 @@ def video(
         if audio is not None:
             output.mux(audio.encode(_audio_frame(np.zeros((1, 16000), np.float32), 16000)))
             output.mux(audio.encode(None))
+    return file.getvalue()
+
+
+def _packed(data: bytes, container: str) -> bytes:
+    """MPEG-4 as DivX and Xvid pack it: a packet has a P-frame and the B-frame before it, a later one none."""
+    import av
+
+    def kind_of(packet: bytes) -> int:
+        return packet[packet.index(b"\0\0\1\xb6") + 4] >> 6
+
+    file, packets = io.BytesIO(), list[bytes]()
+    with av.open(io.BytesIO(data)) as source, av.open(file, "w", format=container) as output:
+        given = source.streams.video[0]
+        stream: Any = output.add_stream_from_template(given)
+        # The decoder looks for packed frames if the packets name DivX and end with "p".
+        texts = [re.sub(rb"Lavc[0-9.]+", b"DivX503b1393p", bytes(packet)) for packet in source.demux(given)]
+        for text in filter(None, texts):
+            if kind_of(text) != 2:
+                packets.append(text)
+            elif kind_of(packets[-1]) != 2 and packets[-1] != _EMPTY:
+                packets[-1] += text
+                packets.append(_EMPTY)
+            else:
+                packets[-1:] = [text, _EMPTY]
+        for number, text in enumerate(packets):
+            packet = av.Packet(text)
+            packet.stream, packet.pts, packet.dts, packet.time_base = stream, number, number, Fraction(1, 25)
+            packet.is_keyframe = kind_of(text) == 0
+            output.mux(packet)
     return file.getvalue()
 
 
