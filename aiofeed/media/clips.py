@@ -1,9 +1,9 @@
 """``Clips``: clips of the videos of a source.
 
 A clip needs few of a video's frames. The index of a video, its packets and key frames, is made once, by reading all
-packets without decoding them; if they do not state when their frames are shown, by decoding the video. A clip is then read
-from the key frame before it. The packets there must be those of the index. Of the frames that the clip leaves out, only
-those are decoded that others refer to.
+packets without decoding them; if they do not state when their frames are shown, by decoding the video. A clip is then
+read from the key frame before it. The packets there must be those of the index. Of the frames that the clip leaves out,
+only those are decoded that others refer to.
 """
 
 from __future__ import annotations
