@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import copy
 import hashlib
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from aiofeed.arrays.chunked import ChunkedArray, Joined, Scaling
-from aiofeed.arrays.fields import DenseField, Field, Selection, SparseField, Starts
+from aiofeed.arrays.chunked import MOST_CHUNKS, ChunkedArray, Joined, Scaling, expand
+from aiofeed.arrays.fields import MOST_SHARDS, DenseField, Field, Selection, SparseField, Starts
 from aiofeed.arrays.opening import Opener, SparseMatrix
 from aiofeed.common.grouped_source import GroupedSource
 from aiofeed.kernel.core.random_numbers import mix64
@@ -130,7 +130,7 @@ class Arrays(GroupedSource):
             self._fields[name] = make(name, parts, offsets, sparse == "dense" if is_matrix else pad)
         self.categories: dict[str, list[str]] = opener.categories
         self._sources = [source for field in self._fields.values() for source in field.sources]
-        self._numbers = np.cumsum([0, *[np.prod(each.grid, dtype=np.int64) for each in self._sources]])
+        self._numbers = np.cumsum([0, *[each.count for each in self._sources]])
         self._selection = repr((list(arrays), window, sample, tile, stride, pad, decode_cf, sparse))
         # To write a sample takes as long as to copy so many bytes.
         self.gathered_bytes: int = max(sum(field.nbytes for field in self._fields.values()), SAMPLE_BYTES)
@@ -216,8 +216,11 @@ class Arrays(GroupedSource):
             if axis not in self._random:
                 cuts = next(found for field in largest if (found := field.cuts(axis)) is not None)
                 self._axes.append((axis, first, step))
-                self._bounds.append(np.unique([*(-(-(cuts[:-1] - first) // step)).clip(0, count - 1), 0, count]))
+                ascending = np.r_[0, (-(-(cuts[:-1] - first) // step)).clip(0, count - 1), count]
+                self._bounds.append(ascending[np.diff(ascending, prepend=-1) > 0])  # numpy.unique takes seconds
         counts = [int(bounds[-1]) for bounds in self._bounds]
+        if math.prod(counts) > MOST_CHUNKS:
+            raise ValueError(f"{largest[0].name} claims {math.prod(counts)} samples: it is damaged")
         each = np.prod([count / (len(bounds) - 1) for count, bounds in zip(counts, self._bounds, strict=True)])
         several = max(int(LEAST_SAMPLES / each), 1)
         if len(set(next(iter(self._windows.values())))) > 1 or isinstance(largest[0], SparseField):
@@ -225,11 +228,14 @@ class Arrays(GroupedSource):
             several = max(several, min(LEAST_CHUNKS, int(SHARD_BYTES / (each * self.gathered_bytes))))
         # A chunk with very many samples makes several shards: the first batch waits for the samples of a shard.
         most = max(int(SHARD_BYTES / self.gathered_bytes / (each * (len(self._bounds[0]) - 1) / counts[0])), 1)
-        pairs = pairwise([*self._bounds[0][:-1:several].tolist(), counts[0]])
-        firsts = [
-            cut for start, end in pairs for cut in range(start, end, most if end - start > 2 * most else end - start)
-        ]
-        self._bounds[0] = np.array([*firsts, counts[0]])
+        most = max(most, counts[0] // MOST_SHARDS)
+        firsts = self._bounds[0][:-1:several]
+        lengths = np.diff(firsts, append=counts[0])
+        pieces, within = expand(np.where(lengths > 2 * most, -(-lengths // most), 1))
+        self._bounds[0] = np.append(firsts[pieces] + within * most, counts[0])
+        while math.prod(len(bounds) - 1 for bounds in self._bounds) > MOST_SHARDS:
+            at = max(range(len(self._bounds)), key=lambda number: len(self._bounds[number]))
+            self._bounds[at] = np.append(self._bounds[at][:-1:2], counts[at])
         self._grid = [len(bounds) - 1 for bounds in self._bounds]
         lengths = np.ones(1, np.int64)
         for bounds in self._bounds:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from aiofeed.common.mapped import MappedFiles, file_of
 from aiofeed.kernel.core.validation import check_expanded
 from aiofeed.kernel.runtime.tensors import is_plain
 from aiofeed.kernel.sources.file_io import MAX_BYTES, Content, evenly
@@ -21,9 +22,13 @@ if TYPE_CHECKING:
 
 Chunk: TypeAlias = tuple[int, ...]
 """The place of a chunk in the grid of an array."""
+Needs: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.int64]]"
+"""Numbers of samples, or of boxes, and for each the number of a chunk that it needs."""
 
 # The size of the chunks of an array that has none.
 CHUNK_BYTES = 1 << 20
+# Positions and numbers of chunks, and sums of some of them, must be int64.
+MOST_CHUNKS = 1 << 56
 
 
 @dataclass(eq=False, kw_only=True)
@@ -121,9 +126,11 @@ class OpenedArray(ChunkedArray):
     """An array of any library that is opened or in memory: parts of it are read by slices."""
 
     array: Any
+    mapped: MappedFiles
 
     def read_now(self, chunk: Chunk) -> Any:
         """Return a chunk."""
+        self.mapped.check()
         slices = tuple(slice(at * size, (at + 1) * size) for at, size in zip(chunk, self.chunks, strict=True))
         return np.asarray(self.array[slices])
 
@@ -156,7 +163,13 @@ def opened(array: Any, name: str, chunks: Any = None, **known: Any) -> OpenedArr
         known["dims"] = tuple(map(str, dims))
     dtype = np.dtype(array.dtype)
     return OpenedArray(
-        array=array, name=name, shape=shape, chunks=tuple(chunks or rows_of(shape, dtype)), dtype=dtype, **known
+        array=array,
+        name=name,
+        shape=shape,
+        chunks=tuple(chunks or rows_of(shape, dtype)),
+        dtype=dtype,
+        mapped=MappedFiles([(file_of(array), 1)]),
+        **known,
     )
 
 
@@ -240,13 +253,14 @@ def _numbers(array: ChunkedArray, name: str) -> list[Any]:
 class Joined:
     """Arrays that are joined along an axis.
 
+    Where chunks are is computed: a file may claim any number of them.
+
     Args:
-        parts: The arrays. They agree in dtype, and but for the axis in shape and chunks.
+        parts: The arrays. They agree in dtype, and but for the axis in shape. Each has chunks of its own.
         axis: The axis.
 
     Attributes:
-        bounds: For each axis, where its chunks begin, and its end.
-        grid: Chunks along each axis.
+        count: The number of chunks.
 
     Raises:
         ValueError: An array differs from the first one, or torch has no such dtype.
@@ -263,38 +277,70 @@ class Joined:
         for part in parts:
             if (found := _layout(part, axis)) != wanted:
                 raise ValueError(f"{part.name} has {found}, and {self.first.name} {wanted}")
-        for part in parts:
-            for size, chunk in zip(part.shape, part.chunks, strict=True):
-                check_expanded(part.name, 8 * size // max(chunk, 1), 0)  # a damaged file may claim any shape
             if part.chunk_bytes > MAX_BYTES:
                 raise ValueError(f"{part.name} has chunks of {part.chunk_bytes} bytes, and {MAX_BYTES} are allowed")
-        shape = list(self.first.shape)
-        self.bounds: list[NDArray[np.int64]] = list(map(_cuts, shape, self.first.chunks))
-        self._counts = np.zeros(1, np.int64)
+        grids, shape = [grid_of(part.shape, part.chunks) for part in parts], list(self.first.shape)
         if shape:
-            ends = np.cumsum([part.shape[axis] for part in parts])
-            shape[axis] = int(ends[-1])
-            own = [_cuts(part.shape[axis], part.chunks[axis])[:-1] for part in parts]
-            self._counts = np.cumsum([0, *map(len, own)])
-            self.bounds[axis] = np.append(np.concatenate([own[0], *map(np.add, ends, own[1:])]), ends[-1])
+            shape[axis] = sum(part.shape[axis] for part in parts)
         self.shape: tuple[int, ...] = tuple(shape)
-        self.grid: tuple[int, ...] = tuple(len(bounds) - 1 for bounds in self.bounds)
+        self.count: int = sum(map(math.prod, grids))
+        if max(self.count, *shape, 0) > MOST_CHUNKS:
+            raise ValueError(f"{self.first.name} claims {self.count} chunks and the shape {shape}: it is damaged")
+        # By part and axis; the numbers of its chunks follow those of the part before.
+        self._grids, self._sizes = np.array(grids, np.int64), np.array([part.shape for part in parts], np.int64)
+        self._chunks = np.array([part.chunks for part in parts], np.int64).clip(1)
+        self._starts = np.zeros_like(self._sizes)
+        self._ends = np.cumsum(self._sizes[:, axis] if shape else [0])
+        self._starts[1:, axis : axis + 1] = self._ends[:-1, None]
+        self._numbers = np.cumsum([0, *map(math.prod, grids)])
+
+    def cuts(self, axis: int, most: int) -> NDArray[np.int64]:
+        """Return where chunks along an axis begin, of more than ``most`` only some, and its end."""
+        grids = self._grids[: None if axis == self.axis else 1, axis]
+        step = -(-int(grids.sum()) // most)
+        part, at = expand(-(-grids // step))
+        return np.append(self._starts[part, axis] + at * step * self._chunks[part, axis], self.shape[axis])
+
+    def needed(self, boxes: int, begins: Sequence[Any], ends: Sequence[Any]) -> Needs:
+        """Return the chunks that boxes need, of which there is for each axis where all begin and end."""
+        rows, part = np.arange(boxes), np.zeros(boxes, np.int64)
+        if len(self.parts) > 1:
+            bounds = (at.clip(0, self.shape[self.axis] - 1) for at in (begins[self.axis], ends[self.axis] - 1))
+            first, last = (np.searchsorted(self._ends, at, side="right") for at in bounds)
+            rows, within = expand((last - first + 1).clip(0))
+            part = first[rows] + within
+        numbers = 0 * rows
+        for axis in range(len(self.shape)):
+            start, size, chunk = (each[part, axis] for each in (self._starts, self._sizes, self._chunks))
+            begin, end = (begins[axis][rows] - start).clip(0), np.minimum(ends[axis][rows] - start, size)
+            again, within = expand(np.where(begin < end, -(-end // chunk) - begin // chunk, 0))
+            numbers = numbers[again] * self._grids[part, axis][again] + (begin // chunk)[again] + within
+            rows, part = rows[again], part[again]
+        return rows, numbers + self._numbers[part]
 
     def find(self, number: int) -> tuple[ChunkedArray, Chunk, list[tuple[int, int]]]:
         """Return the array of a chunk, its place in that, and for each axis where it begins and ends in all."""
-        at = [int(each) for each in np.unravel_index(number, self.grid)]
-        place = [(int(bounds[k]), int(bounds[k + 1])) for bounds, k in zip(self.bounds, at, strict=True)]
-        part = 0
-        if at:
-            part = int(np.searchsorted(self._counts, at[self.axis], side="right")) - 1
-            at[self.axis] -= int(self._counts[part])
-        return self.parts[part], tuple(at), place
+        part = int(np.searchsorted(self._numbers[1:], number, side="right"))
+        chunk, place, left = list[int](), list[tuple[int, int]](), number - int(self._numbers[part])
+        layout = (each[part].tolist() for each in (self._grids, self._chunks, self._starts, self._sizes))
+        for count, size, start, length in reversed(list(zip(*layout, strict=True))):
+            left, at = divmod(left, count)
+            chunk.insert(0, at)
+            place.insert(0, (start + at * size, start + min((at + 1) * size, length)))
+        return self.parts[part], tuple(chunk), place
 
 
-def _cuts(size: int, chunk: int) -> NDArray[np.int64]:
-    return np.append(np.arange(0, size, max(chunk, 1)), size)
+def grid_of(shape: Sequence[int], chunks: Sequence[int]) -> tuple[int, ...]:
+    """Return how many chunks an array has along each axis."""
+    return tuple(-(-size // max(chunk, 1)) for size, chunk in zip(shape, chunks, strict=True))
+
+
+def expand(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return for each element of runs the number of its run, and its place in that."""
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    return rows, np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 def _layout(part: ChunkedArray, axis: int) -> str:
-    shape, chunks = ([*sizes[:axis], "any", *sizes[axis + 1 :]] for sizes in (part.shape, part.chunks))
-    return f"the dtype {part.sample_dtype}, the shape {shape} and chunks {chunks}".replace("'any'", "any")
+    shape = [*part.shape[:axis], "any", *part.shape[axis + 1 :]]
+    return f"the dtype {part.sample_dtype} and the shape {shape}".replace("'any'", "any")

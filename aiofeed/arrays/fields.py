@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from aiofeed.arrays.chunked import Joined
+from aiofeed.arrays.chunked import Joined, Needs, expand
 from aiofeed.arrays.opening import SparseMatrix
 from aiofeed.kernel.core.types import DeferredTensor, HostTensor
 from aiofeed.kernel.runtime.buffers import BufferLease, array
@@ -18,12 +18,13 @@ from aiofeed.kernel.runtime.buffers import BufferLease, array
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+# A source has at most so many shards: 32 MiB for their first samples.
+MOST_SHARDS = 1 << 22
+
 Starts: TypeAlias = "Mapping[Any, NDArray[np.int64]]"
 """For each axis where the samples of a batch begin; for the axis ``None`` zeros."""
 Place: TypeAlias = Sequence[tuple[int, int]]
 """Where a chunk begins and ends along each axis."""
-Needs: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.int64]]"
-"""Places of samples, and the number of a chunk that each of them needs."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Selection:
 
     def runs(self) -> list[tuple[Any, int, int, int]]:
         """Return the axis and, for each run of offsets, the first one, their number and the place of the first."""
+        if isinstance(self.offsets, range) and self.offsets.step == 1:
+            return [(self.axis, self.offsets[0], len(self.offsets), 0)]  # not listed: of any length
         cuts = np.flatnonzero(np.diff(self.offsets) != 1) + 1
         firsts, ends = [0, *cuts.tolist()], [*cuts.tolist(), len(self.offsets)]
         return [(self.axis, self.offsets[first], end - first, first) for first, end in zip(firsts, ends, strict=True)]
@@ -77,25 +80,15 @@ class DenseField:
 
     def cuts(self, axis: Any) -> NDArray[np.int64] | None:
         """Return where the chunks along an axis begin, and its end; ``None`` if the field lacks the axis."""
-        return self.sources[0].bounds[self._axes.index(axis)] if axis in self._axes else None
+        return self.sources[0].cuts(self._axes.index(axis), MOST_SHARDS) if axis in self._axes else None
 
     def needs(self, starts: Starts) -> list[Needs]:
         """Return the chunks that samples need, of each joined array."""
         [joined], found = self.sources, []
         for block in self._blocks:
-            lengths, firsts, counts = np.ones_like(starts[None]), [], []
-            for (axis, offset, length, _), bounds in zip(block, joined.bounds, strict=True):
-                low = starts[axis] + offset
-                last = np.searchsorted(bounds, (low + length - 1).clip(0, bounds[-1] - 1), side="right")
-                firsts.append(np.searchsorted(bounds, low.clip(0, bounds[-1] - 1), side="right") - 1)
-                counts.append(np.where((low + length > 0) & (low < bounds[-1]), last - firsts[-1], 0))
-                lengths *= counts[-1]
-            rows, within = expand(lengths)
-            at: list[Any] = []
-            for first, count in zip(reversed(firsts), reversed(counts), strict=True):
-                within, step = np.divmod(within, count[rows])
-                at.insert(0, first[rows] + step)
-            found.append(np.stack([rows, np.ravel_multi_index(tuple(at), joined.grid) if at else 0 * rows]))
+            begins = [starts[axis] + offset for axis, offset, _, _ in block]
+            ends = [begin + length for begin, (_, _, length, _) in zip(begins, block, strict=True)]
+            found.append(np.stack(joined.needed(len(starts[None]), begins, ends)))
         places, numbers = np.unique(np.concatenate(found, axis=1), axis=1) if len(found) > 1 else found[0]
         return [(places, numbers)]
 
@@ -174,7 +167,7 @@ class SparseField:
 
     def cuts(self, axis: Any) -> NDArray[np.int64] | None:
         """Return the rows in which chunks of values begin, and the number of rows."""
-        found = np.searchsorted(self.rows, self.sources[0].bounds[0][:-1], side="right") - 1
+        found = np.searchsorted(self.rows, self.sources[0].cuts(0, MOST_SHARDS)[:-1], side="right") - 1
         rows = len(self.rows) - 1
         return np.unique([*found.clip(0, rows - 1), rows]) if axis == self._axis else None
 
@@ -185,13 +178,8 @@ class SparseField:
 
     def needs(self, starts: Starts) -> list[Needs]:
         """Return the chunks that samples need, of values and of columns."""
-        (begin, end), found = self._spans(starts), []
-        for source in self.sources:
-            first = np.searchsorted(source.bounds[0], begin, side="right") - 1
-            last = np.searchsorted(source.bounds[0], end - 1, side="right")
-            places, within = expand(np.where(end > begin, last - first, 0))
-            found.append((places, first[places] + within))
-        return found
+        begin, end = self._spans(starts)
+        return [source.needed(len(begin), [begin], [end]) for source in self.sources]
 
     def new(self, starts: Starts, memory: BufferLease) -> Any:
         """Return memory for the values and columns of a batch, where samples are, and the lengths of rows."""
@@ -259,9 +247,3 @@ class SparseRows(DeferredTensor):
 
 
 Field: TypeAlias = DenseField | SparseField
-
-
-def expand(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return for each element of runs the number of its run, and its place in that."""
-    rows = np.repeat(np.arange(len(lengths)), lengths)
-    return rows, np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)

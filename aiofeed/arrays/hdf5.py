@@ -7,6 +7,8 @@ import contextlib
 import io
 import math
 import zipfile
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import imagecodecs
 import numpy as np
 
-from aiofeed.arrays.chunked import Chunk, ChunkedArray, opened, rows_of
+from aiofeed.arrays.chunked import Chunk, ChunkedArray, grid_of, opened, rows_of
 from aiofeed.common.cache_folder import cache_path, write_cached
+from aiofeed.common.unreadable import naming_file
+from aiofeed.kernel.core.validation import check_expanded
 from aiofeed.kernel.sources.file_io import Content
 from aiofeed.shards.urls import Shard
 
@@ -24,6 +28,9 @@ if TYPE_CHECKING:
 
 # What is read at once of a file at a URL, to find its chunks.
 BLOCK_BYTES = 64 << 10
+
+# A text takes about so many in memory.
+TEXT_BYTES = 64
 
 _DEFLATE, _SHUFFLE, _FLETCHER32 = 1, 2, 3
 # Filters that compress; each function gets the most bytes that it may return.
@@ -48,16 +55,29 @@ class HDF5Array(ChunkedArray):
     Args:
         shard: The file.
         filters: The numbers of its filters, in the order in which they were applied.
-        table: [*grid, 3]: the first byte of each chunk, 0 if it is not stored; its bytes; and the filters left out.
+        table: [n, 3]: the first byte of each stored chunk, its bytes, and the filters left out; of a contiguous data
+            set the place of all.
+        numbers: The number of each of them in the grid, ascending; ``None``: the data set is contiguous.
     """
 
     shard: Shard
     filters: list[int]
     table: NDArray[np.int64]
+    numbers: NDArray[np.int64] | None
+
+    def _places(self, chunk: Chunk) -> list[list[int]]:
+        """Return the row of the table for a chunk; none if it is not stored."""
+        if self.numbers is None:
+            first, most = chunk[0] * self.chunk_bytes, self.chunk_bytes
+            return [[start + first, min(size - first, most), mask] for start, size, mask in self.table.tolist()]
+        number = 0
+        for at, count in zip(chunk, grid_of(self.shape, self.chunks), strict=True):
+            number = number * count + at
+        first = bisect_left(self.numbers, number)
+        return self.table[first : bisect_right(self.numbers, number, first)].tolist()  # type: ignore[no-any-return]
 
     def _ranges(self, chunk: Chunk) -> list[tuple[int, int]]:
-        start, size, _ = self.table[chunk].tolist()
-        return [(start, start + size)] if start else []
+        return [(start, start + size) for start, size, _ in self._places(chunk)]
 
     async def read(self, chunk: Chunk) -> Any:
         """Return the encoded bytes of a chunk; ``None`` if it is not stored."""
@@ -77,7 +97,7 @@ class HDF5Array(ChunkedArray):
 
     def unpack(self, data: Any, nbytes: int, chunk: Chunk) -> Any:
         """Return the stored values of a chunk."""
-        left_out = int(self.table[chunk][2])
+        left_out = self._places(chunk)[0][2]
         for at in reversed(range(len(self.filters))):
             number = self.filters[at]
             if left_out >> at & 1:
@@ -126,7 +146,7 @@ def _describe(file: Any, path: str, shard: Shard) -> dict[str, Any]:
     import h5py
 
     try:
-        with h5py.File(file, "r") as root:
+        with naming_file(str(shard)), h5py.File(file, "r") as root:
             return _nodes(root, path, shard)
     except Exception as error:  # of a damaged file, h5py raises any
         if str(shard) in str(error) or (isinstance(error, OSError) and type(error) is not OSError):
@@ -159,6 +179,7 @@ def _array_of(data: Any, shard: Shard) -> Any:
     import h5py
 
     if h5py.check_string_dtype(data.dtype) is not None:
+        check_expanded(f"{shard}::{data.name}", TEXT_BYTES * data.size, data.id.get_storage_size())
         return np.asarray(data.asstr()[...]).tolist()
     name, properties, dtype = f"{shard}::{data.name.lstrip('/')}", data.id.get_create_plist(), data.dtype
     labels = "DIMENSION_LABELS" in data.attrs
@@ -169,7 +190,8 @@ def _array_of(data: Any, shard: Shard) -> Any:
     if properties.get_layout() == h5py.h5d.VIRTUAL or properties.get_external_count():
         raise ValueError(f"{name} is a view of other files: pass a list of these")
     # h5py reads some types as the next larger one.
-    if data.id.get_type() != h5py.h5t.py_create(dtype, logical=True):
+    bits = getattr(h5py.h5t, f"STD_B{8 * dtype.itemsize}{'BE' if dtype.byteorder == '>' else 'LE'}", None)
+    if data.id.get_type() not in (h5py.h5t.py_create(dtype, logical=True), bits):  # bits: how PyTables has bools
         raise ValueError(f"{name} has a type of numbers that NumPy lacks, read by h5py as {dtype}")
     filters = [properties.get_filter(at) for at in range(properties.get_nfilters())]
     for number, _, _, label in filters:
@@ -179,21 +201,18 @@ def _array_of(data: Any, shard: Shard) -> Any:
     if not data.size or not data.shape or properties.get_layout() == h5py.h5d.COMPACT:
         return opened(np.asarray(data[...]), **known)
     if chunks := data.chunks:
-        table = np.zeros((*[-(-size // chunk) for size, chunk in zip(data.shape, chunks, strict=True)], 3), np.int64)
-
-        def add(found: Any) -> None:
-            at = tuple(start // chunk for start, chunk in zip(found.chunk_offset, chunks, strict=True))
-            table[at] = found.byte_offset, found.size, found.filter_mask
-
-        data.id.chunk_iter(add)
+        found = array("q")
+        data.id.chunk_iter(lambda one: found.extend((*one.chunk_offset, one.byte_offset, one.size, one.filter_mask)))
+        places, table = np.split(np.array(found, np.int64).reshape(-1, data.ndim + 3), [data.ndim], axis=1)
+        numbers: Any = np.ravel_multi_index(tuple((places // chunks).T), grid_of(data.shape, chunks))
+        table, numbers = table[order := np.argsort(numbers)], numbers[order]
     else:
-        chunks, row_bytes = rows_of(data.shape, dtype), math.prod(data.shape[1:]) * dtype.itemsize
-        rows = np.minimum(np.arange(0, data.shape[0] + chunks[0], chunks[0]), data.shape[0])
-        starts, is_stored = rows[:-1] * row_bytes + (data.id.get_offset() or 0), data.id.get_storage_size() > 0
-        table = np.stack([starts * is_stored, np.diff(rows) * row_bytes, 0 * starts], axis=1)
-        table = table.reshape(-1, *[1] * (data.ndim - 1), 3)
-    known.update(shape=data.shape, chunks=chunks, dtype=dtype, fill=None if dtype.hasobject else data.fillvalue)
-    return HDF5Array(shard=shard, reader=shard.reader, filters=[number for number, *_ in filters], table=table, **known)
+        chunks, numbers, stored = rows_of(data.shape, dtype), None, data.id.get_storage_size() > 0
+        table = np.array([[data.id.get_offset() or 0, math.prod(data.shape) * dtype.itemsize, 0]] * stored, np.int64)
+    is_undefined = properties.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED  # h5py gives zeros
+    known["fill"] = None if dtype.hasobject else 0 if is_undefined else data.fillvalue
+    known.update(shape=data.shape, chunks=chunks, dtype=dtype, filters=[number for number, *_ in filters])
+    return HDF5Array(shard=shard, reader=shard.reader, table=table, numbers=numbers, **known)
 
 
 def _attributes(node: Any) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from aiofeed.arrays.hdf5 import open_hdf5
 from aiofeed.arrays.zarr_files import open_zarr
 from aiofeed.common.blocking import run_blocking
 from aiofeed.common.progress_bar import LoadProgress
+from aiofeed.common.unreadable import naming_file
+from aiofeed.kernel.core.validation import check_expanded
 from aiofeed.kernel.sources.file_io import check_path
 from aiofeed.objects.reader import ObjectReader, run_all
 from aiofeed.objects.urls import is_remote
@@ -24,6 +26,9 @@ from aiofeed.shards.urls import ShardFinder, expand_braces
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+# A chunk that is not stored counts as so many bytes at least: to look for it takes time.
+UNSTORED_BYTES = 16 << 10
 
 HDF5_FILES = (".h5", ".hdf5", ".hdf", ".he5", ".nc", ".nc4", ".h5ad", ".mat")
 
@@ -98,7 +103,8 @@ class Opener:
         if is_hdf5:
             nodes = await open_hdf5(self._finder.shard(file), inner.strip("/"))
         else:
-            nodes = await open_zarr(ObjectReader(file.rstrip("/"), **self._storage))
+            with naming_file(file):
+                nodes = await open_zarr(ObjectReader(file.rstrip("/"), **self._storage))
         node = nodes[""]
         if not isinstance(node, dict):
             return node
@@ -156,9 +162,11 @@ class Opener:
 
 async def read_all(array: ChunkedArray) -> NDArray[Any]:
     """Return an array with one axis."""
-    found = []
+    found, unstored = [], 0
     for at in range(-(-array.shape[0] // max(array.chunks[0], 1))):
         data = await asyncio.to_thread(array.read_now, (at,)) if array.local else await array.read((at,))
+        if data is None:  # a file may claim any number of values that it does not have
+            unstored = check_expanded(array.name, unstored + max(array.chunk_bytes, UNSTORED_BYTES), 0)
         left = array.shape[0] - at * array.chunks[0]
         values = array.decode(data, (at,))
         found.append(np.broadcast_to(values, array.chunks) if values.ndim == 0 else values[:left])

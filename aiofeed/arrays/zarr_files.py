@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import lzma
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import numcodecs
 import numpy as np
 
 from aiofeed.arrays.chunked import Chunk, ChunkedArray, opened
+from aiofeed.kernel.core.validation import check_expanded
 from aiofeed.kernel.sources.file_io import MAX_BYTES, Content, ReadRules, read_file
 from aiofeed.objects.reader import ObjectReader, etag_of, read_ranges
 from aiofeed.objects.requests import changed
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 Decode: TypeAlias = Callable[[Any, int], Any]
 """Undoes a codec: gets what it made, and the bytes of a decoded chunk."""
 
+# Of numpy's arrays.
+MOST_AXES = 64
 # A chunk of a shard that is not stored.
 _EMPTY = 2**64 - 1
 
@@ -135,7 +139,7 @@ class ZarrArray(ChunkedArray):
         return self._index(*await self.reader.read_ranges(key, [start], [end]))
 
     def _place_of_index(self, size: int) -> tuple[int, int]:
-        nbytes = 16 * int(np.prod(self.counts)) + 4 * self.index_checked
+        nbytes = check_expanded(f"the index of {self.name}", 16 * math.prod(self.counts) + 4 * self.index_checked, 0)
         return (0, nbytes) if self.index_first else (max(size - nbytes, 0), size)
 
     def _index(self, data: bytes) -> NDArray[np.uint64]:
@@ -168,6 +172,10 @@ def _by_numcodecs(codec: Any, data: Any, nbytes: int) -> Any:
     return codec.decode(data)
 
 
+def _unpack_lzma(settings: Mapping[str, Any], data: Any, nbytes: int) -> Any:
+    return lzma.LZMADecompressor(**settings).decompress(data, nbytes + 1)
+
+
 # bz2 and lzma cut what is longer.
 _DECODERS: dict[str, Decode] = {
     "bz2": lambda data, nbytes: imagecodecs.bz2_decode(data, out=nbytes + 1),
@@ -175,7 +183,7 @@ _DECODERS: dict[str, Decode] = {
     "crc32c": _without_crc32c,
     "gzip": lambda data, nbytes: imagecodecs.gzip_decode(data, out=nbytes),
     "lz4": lambda data, nbytes: imagecodecs.lz4_decode(data[4:], out=nbytes),
-    "lzma": lambda data, nbytes: lzma.LZMADecompressor().decompress(data, nbytes + 1),
+    "lzma": partial(_unpack_lzma, {}),
     "vlen-utf8": lambda data, nbytes: numcodecs.VLenUTF8().decode(data),
     "zlib": lambda data, nbytes: imagecodecs.deflate_decode(data, raw=False, out=nbytes),
     "zstd": lambda data, nbytes: imagecodecs.zstd_decode(data, out=nbytes),
@@ -185,6 +193,8 @@ _DECODERS: dict[str, Decode] = {
 def _decoder(codec: Mapping[str, Any]) -> str | Decode:
     """Return what undoes a codec of version 2."""
     name: str = codec["id"]
+    if name == "lzma" and codec.get("format") == lzma.FORMAT_RAW:  # which does not name its filters
+        return partial(_unpack_lzma, {"format": lzma.FORMAT_RAW, "filters": codec["filters"]})
     return name if name in _DECODERS else partial(_by_numcodecs, numcodecs.get_codec(codec))
 
 
@@ -232,6 +242,8 @@ def array_of(document: Any, reader: ObjectReader) -> ChunkedArray:
     from zarr.core.metadata import ArrayV2Metadata, ArrayV3Metadata
 
     name, v3 = reader.url("").rstrip("/"), document["zarr_format"] == 3
+    if len(document["shape"]) > MOST_AXES:  # zarr takes half a minute for 100,000 axes
+        raise ValueError(f"{name} claims {len(document['shape'])} axes, and numpy has {MOST_AXES} at most")
     found: Any = (ArrayV3Metadata if v3 else ArrayV2Metadata).from_dict(document)
     attributes, fill, dtype = dict(found.attributes), found.fill_value, found.dtype.to_native_dtype()
     known: dict[str, Any] = {"name": name, "attributes": attributes, "chunks": tuple(found.chunks)}

@@ -313,7 +313,7 @@ async def _read_table(reader: ObjectReader, key: str, columns: Sequence[str] | N
 
     def read() -> Any:
         try:
-            with arrow("pyarrow.parquet").ParquetFile(file, memory_map=True) as opened:
+            with arrow("pyarrow.parquet").ParquetFile(file) as opened:
                 known = opened.schema_arrow.names
                 if missing := [name for name in columns or () if name not in known]:
                     raise ValueError(f"there is no column {missing[0]!r}; there are {known}")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import reprlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from aiofeed.kernel.core.formatting import brief
 from aiofeed.kernel.core.types import BatchPlan, HostTensor, public
 from aiofeed.kernel.core.validation import check_positive_int
 from aiofeed.kernel.engine.fetch.collate import BatchBuilder, MisfitError, Positions
@@ -74,7 +74,7 @@ def pad_collate(
     """
     values = value.values() if isinstance(value, Mapping) else value if isinstance(value, Sequence) else [value]
     if isinstance(value, str) or not all(isinstance(each, Real) or getattr(each, "ndim", 1) == 0 for each in values):
-        raise TypeError(f"pad_collate(value=) must be one or several numbers, got {reprlib.repr(value)}; {_CALLED}")
+        raise TypeError(f"pad_collate(value=) must be one or several numbers, got {brief(value)}; {_CALLED}")
     if side not in ("right", "left"):
         raise ValueError(f'pad_collate(side=) must be "right" or "left", got {side!r}')
     if multiple_of is not None:

@@ -18,6 +18,7 @@ import numpy as np
 from aiofeed.cache.layout import ItemLayout, Layout, NotCacheableError, Parts, as_bytes
 from aiofeed.cache.sample_codec import ItemCodec, item_layout, item_parts, new_codec
 from aiofeed.cache.store import EMPTY, WRITING, SampleStore
+from aiofeed.common.mapped import MappedFiles
 from aiofeed.kernel.core.errors import CacheError, DeviceCopyError
 from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.kernel.core.pytree import leaves, map_leaves
@@ -409,6 +410,7 @@ class CachedData:
 
     alias = False
     rows = None
+    mapped = MappedFiles(())
 
     def __init__(self, store: ResidentStore, axes: tuple[int, ...] | None, *, targets: bool) -> None:
         self.samples: int = store.cached_samples

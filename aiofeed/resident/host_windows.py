@@ -124,12 +124,13 @@ class _HostData:
         self._data, dtypes = zip(*map(_host_rows, source.tensors), strict=True)
         self.dtypes: Sequence[torch.dtype | None] | None = dtypes if any(dtypes) else None
         self._torch_rows = list(map(_torch_rows, self._data))
-        self._alias = source.alias
+        self._alias, self._mapped = source.alias, source.mapped
         self._rows = source.rows
 
     def gather(self, batch_range: BatchRange, memory: HostBufferPool) -> list[NDArray[Any]]:
         """Return the rows of a batch range, of each tensor: a copy, or with ``alias`` and without a shuffle a view."""
         indices = batch_range.indices
+        self._mapped.check()
         if self._rows is not None:
             indices = self._rows[indices]
         elif batch_range.run:

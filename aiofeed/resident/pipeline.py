@@ -15,10 +15,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aiofeed.kernel.core.errors import DeviceCopyError, IteratorClosedError, SampleError
+from aiofeed.kernel.core.errors import DeviceCopyError, IteratorClosedError, ReadError, SampleError
 from aiofeed.kernel.core.types import traits_of
 from aiofeed.kernel.core.validation import check_returned
 from aiofeed.kernel.devices.backend import poll, poll_pauses
+from aiofeed.kernel.engine.fetch.user_errors import sample_error
 from aiofeed.kernel.engine.memory import Memory
 from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
 from aiofeed.kernel.sampling.epochs import EpochStart, EpochStream
@@ -68,9 +69,20 @@ class ResidentData:
             if self.backend is None:
                 self.windows = HostWindows(source, *sizes)
             else:
+                source.mapped.check()
                 kind = DeviceTokenWindows if traits_of(source).rows else DeviceWindows
                 self.windows = kind(self.backend, with_own_rows(source), *sizes)
         return self.windows
+
+    def read_error(self, error: OSError, batch_range: BatchRange | None) -> SampleError:
+        """Return the error of the first sample of a range whose file became shorter."""
+        failed = 0
+        for failed in batch_range.indices.tolist() if batch_range and traits_of(self.source).rows else ():
+            try:
+                self.source.read_now([failed])
+            except OSError:
+                break
+        return sample_error(ReadError, error, self.source.key(failed), failed)
 
     def clear(self, timeout_s: float) -> None:
         """Drop the uploaded data, after ``DeviceWindows.close``; ``open`` uploads it again."""
@@ -200,6 +212,7 @@ class WindowQueue(BatchQueue[QueueItem]):
         if self._changing:
             self.items.append(FeedFailure(IteratorClosedError(_INTERRUPTED)))
             return
+        batch_range: BatchRange | None = None
         try:
             windows = self._data.open()
             while (epoch := self._to_make(windows)) is not None:
@@ -227,7 +240,8 @@ class WindowQueue(BatchQueue[QueueItem]):
             self.items.extend(items)
             self._changing = False
         except Exception as error:  # noqa: BLE001 - the consumer raises it
-            self.items.append(FeedFailure(error, failures=(error,) if isinstance(error, SampleError) else ()))
+            failed = self._data.read_error(error, batch_range) if isinstance(error, OSError) else error
+            self.items.append(FeedFailure(failed, failures=(failed,) if isinstance(failed, SampleError) else ()))
 
     def _to_make(self, windows: Windows) -> _EpochWindows | None:
         """Return the epoch of which a window must be made before the next items can be queued; ``None`` if none."""

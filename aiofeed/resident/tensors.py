@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from aiofeed.common.mapped import MappedFiles, file_of
 from aiofeed.kernel.core.formatting import kind_of
 from aiofeed.kernel.core.types import Traits, public
 from aiofeed.kernel.core.validation import check_bool
@@ -59,6 +60,7 @@ class Tensors(IndexedSource):
         if len(set(lengths)) > 1:
             raise ValueError(f"the tensors of Tensors differ in length: {lengths}")
         self.tensors = tensors
+        self.mapped = MappedFiles([([file for each in tensors for file in file_of(each)], lengths[0])])
         self.alias = alias
         self.on_host: bool = all(isinstance(each, np.ndarray) or each.device.type == "cpu" for each in tensors)
 

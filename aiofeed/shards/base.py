@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 from aiofeed.common.blocking import run_blocking
 from aiofeed.common.grouped_source import GroupedSource
 from aiofeed.common.progress_bar import LoadProgress
+from aiofeed.common.unreadable import naming_file
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.validation import check_callable, counted
 from aiofeed.kernel.engine.fetch.user_errors import pointer_hint
@@ -177,8 +178,9 @@ class Shards(GroupedSource, ABC):
         async def open_one(shard: Shard) -> None:
             async with turn:
                 try:
-                    await shard.open()
-                    await self._index(shard)
+                    with naming_file(shard.url):
+                        await shard.open()
+                        await self._index(shard)
                 except indexing.DAMAGED as error:
                     raise ValueError(f"{shard.url}: {reason_of(error)}{pointer_hint(shard.url)}") from error
             if shard.samples not in (None, self._samples(shard)):

@@ -17,6 +17,7 @@ import numpy as np
 
 from aiofeed.common.blocking import run_blocking
 from aiofeed.common.foreign_names import check_foreign_name
+from aiofeed.common.unreadable import naming_file
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_callable, check_expanded, check_positive_int, explain_arguments
 from aiofeed.kernel.sources.file_io import MAX_BYTES, Content, ReadRules, check_path, evenly, open_file, read_file
@@ -81,7 +82,8 @@ class TableFile:
             self.name: str = key
             self.folder: str = os.path.dirname(key)
             in_parts = self._format == "parquet" and self._compression is None
-            data = None if in_parts else read_file(key, ReadRules(sys.maxsize))
+            with naming_file(key):
+                data = None if in_parts else read_file(key, ReadRules(sys.maxsize))
         else:
             reader = ObjectReader(base, store=store, options=options)
             self.name, self.folder = reader.url(key), _parent(path)
@@ -183,9 +185,10 @@ class TableFile:
     def _errors(self) -> Iterator[None]:
         """Name the file in errors; in those of JSON Lines also the line, which pyarrow does not know."""
         try:
-            yield
+            with naming_file(self.name):
+                yield
         except (arrow().ArrowException, ValueError, EOFError, OSError) as error:
-            if isinstance(error, OSError) and error.filename is not None:
+            if isinstance(error, OSError) and (error.errno or error.filename is not None):
                 raise
             reason: Exception = error
             if self._format == "jsonl" and isinstance(error, ValueError):

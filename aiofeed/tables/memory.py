@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiofeed.common.blocking import run_blocking
+from aiofeed.common.mapped import MappedFiles, file_of
 from aiofeed.kernel.engine.fetch.user_errors import pointer_hint
 from aiofeed.kernel.runtime.machine import free_memory
 from aiofeed.kernel.sources.file_io import SAMPLED, Content
@@ -48,7 +49,9 @@ class MemoryTable(Table):
         paths = self._table if isinstance(self._table, list | tuple) else [self._table]
         are_paths = bool(paths) and all(isinstance(path, str | os.PathLike) for path in paths)
         self.name: str = os.fspath(paths[0]) if are_paths else "Table"
-        columns, self._rows = _columns_of(_mapped_all(paths) if are_paths else self._table)
+        files, table = _mapped_all(paths) if are_paths else (None, self._table)
+        columns, self._rows = _columns_of(table)
+        self._mapped = MappedFiles(files or _files_of(table))
         known, targets = [name for name, _ in columns], as_list(self._target_columns)
         chosen = self._chosen or (known if self.data is None else [self.data])
         check_columns(self.name, known, [*chosen, *targets])
@@ -75,7 +78,9 @@ class MemoryTable(Table):
 
     def read_now(self, indices: Sequence[int], /) -> list[Any]:
         """Return samples."""
-        return self._samples_of(self._columns, self._row_of(np.asarray(indices, np.int64)))
+        rows = self._row_of(np.asarray(indices, np.int64))
+        self._mapped.check(rows)
+        return self._samples_of(self._columns, rows)
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Return samples. Rows may have to be read from disk, which a thread does."""
@@ -94,7 +99,9 @@ class MemoryTable(Table):
 
     def gathered(self, indices: NDArray[np.int64], memory: object) -> list[NDArray[Any]]:
         """Return rows of each column."""
-        return list(self._columns.take(self._row_of(indices)).values())
+        rows = self._row_of(indices)
+        self._mapped.check(rows)
+        return list(self._columns.take(rows).values())
 
     def form_batch(self, rows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return a batch of rows of each column."""
@@ -181,16 +188,26 @@ def _converted(name: Any, values: Any) -> Any:
     return column if isinstance(column, arrow().ChunkedArray) else arrow().chunked_array([column])
 
 
+def _files_of(table: Any) -> list[Any]:
+    """Return the files that a table of Hugging Face or numpy maps, with their numbers of rows, for ``MappedFiles``."""
+    if _package(table) != "datasets":
+        return [(file_of(table), len(table))]
+    blocks = getattr(table.data, "blocks", [[table.data]])
+    files = [([each.path for each in block if hasattr(each, "path")], len(block[0])) for block in blocks]
+    return [([(path, os.path.getsize(path)) for path in paths], rows) for paths, rows in files]
+
+
 def _mapped_all(paths: Sequence[str | os.PathLike[str]]) -> Any:
-    """Map files, of which a text may be a glob, as one table."""
+    """Map files, of which a text may be a glob, as one table; return them for ``MappedFiles``, and the table."""
     if any(isinstance(path, str) and not os.path.exists(path) for path in paths):
         shards = run_blocking(lambda: ShardFinder(None, None).find(paths))
         if remote := [shard.url for shard in shards if not shard.local]:
             raise ValueError(f"{remote[0]}: Arrow files are read from disk only: download it, or write it as Parquet")
         paths = [shard.key for shard in shards]
     tables = [mapped(os.fspath(path)) for path in paths]
+    files = [([(path, os.path.getsize(path))], len(table)) for path, table in zip(paths, tables, strict=True)]
     try:
-        return tables[0] if len(tables) == 1 else arrow().concat_tables(tables)
+        return files, tables[0] if len(tables) == 1 else arrow().concat_tables(tables)
     except arrow().ArrowException as error:
         raise ValueError(f"{os.fspath(paths[0])} and other files differ in their columns: {error}") from None
 

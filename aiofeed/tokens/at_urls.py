@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from aiofeed.common.blocking import run_blocking
+from aiofeed.common.mapped import MappedFiles
 from aiofeed.kernel.core.types import Gathered
 from aiofeed.kernel.sources.parts import Parts
 from aiofeed.objects.reader import GAP_BYTES, run_all
@@ -272,6 +273,7 @@ class RemoteTokens(Tokens, ParquetRows):
             return tokens_of(rows.column(0).combine_chunks())
 
         if isinstance(lists, MappedLists):
+            lists.mapped.check()
             return lists.batches[number]
         return await self._tables.get((shard, number), read)  # type: ignore[no-any-return]
 
@@ -302,6 +304,7 @@ class MappedLists:
     def __init__(self, path: str, column: str) -> None:
         self._arguments = path, column
         table = mapped(path)
+        self.mapped = MappedFiles([([(path, os.path.getsize(path))], len(table))])
         self.dtype: str = dtype_of(table.schema, column)
         self.batches: list[NDArray[Any]] = [tokens_of(chunk) for chunk in table.column(column).chunks]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 import struct
 from dataclasses import dataclass
@@ -14,6 +15,15 @@ from aiofeed.shards.arrow import is_text
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+log: logging.Logger = logging.getLogger("aiofeed.sources")
+
+
+class DefaultDtype(str):
+    """The dtype of raw tokens if none is given: not of a ``.npy`` file without its header."""
+
+    __slots__ = ()
+
 
 DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64")
 
@@ -104,7 +114,7 @@ def layout_of(
     Raises:
         ValueError: The file is truncated, damaged or of another format or dtype.
     """
-    if suffix == ".npy" or head.startswith(NPY):
+    if head.startswith(NPY) or (suffix == ".npy" and isinstance(dtype, DefaultDtype)):
         return _npy_layout(name, size, head)
     if index is not None:
         return _megatron_layout(name, size, index, index_name)
@@ -136,7 +146,8 @@ def _npy_layout(name: str, size: int, head: bytes) -> TokenLayout:
         if file.tell() + nbytes > size:
             raise ValueError(f"it has {size} bytes of {file.tell() + nbytes}")
     except Exception as error:  # numpy parses the header as Python code, and raises errors of that
-        raise ValueError(f"{name} is no complete .npy file of numbers: {error}") from error
+        way = "" if head.startswith(NPY) else "; if it has raw tokens, as those of OLMo and dolma, pass dtype="
+        raise ValueError(f"{name} is no complete .npy file of numbers: {error}{way}") from error
     if len(shape) != 1 or dtype.name not in DTYPES:
         raise ValueError(f"{name} has {dtype} {list(shape)}: tokens are one-dimensional and {', '.join(DTYPES)}")
     return TokenLayout(dtype.str, file.tell(), shape[0])
@@ -224,4 +235,10 @@ def _megatron_layout(name: str, size: int, index: Any, index_name: str) -> Token
         raise ValueError(f"{index_name} is damaged: its documents are not in the order of its sequences")
     if not size:
         raise ValueError(f"{name} has no tokens")
+    begins, ends = len(firsts) > 0 and firsts[0] == 0, len(firsts) > 0 and firsts[-1] == sequences
+    if not begins or not ends:
+        log.warning(
+            "%s: its documents do not cover all %d sequences; the others are documents, too", index_name, sequences
+        )
+        firsts = np.r_[[0] * (not begins), firsts, [sequences] * (not ends)].astype(np.int64)
     return TokenLayout(dtype, 0, size // itemsize, starts[firsts])

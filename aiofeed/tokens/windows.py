@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from aiofeed import _load_addon
+from aiofeed.common.mapped import MappedFiles
+from aiofeed.common.unreadable import naming_file
 from aiofeed.kernel.core.types import Row, Traits, public
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.kernel.runtime.buffers import HostBufferPool, array
@@ -23,7 +25,7 @@ from aiofeed.kernel.sampling.schedule import fingerprint
 from aiofeed.kernel.sources.file_io import Content, check_path
 from aiofeed.kernel.sources.subset import IndexedSource, Indices
 from aiofeed.objects.urls import is_remote, redacted, split_url
-from aiofeed.tokens.formats import CHECKED_BYTES, DTYPES, TokenLayout, check_vocab, layout_of
+from aiofeed.tokens.formats import CHECKED_BYTES, DTYPES, DefaultDtype, TokenLayout, check_vocab, layout_of
 
 if TYPE_CHECKING:
     import torch
@@ -33,11 +35,6 @@ if TYPE_CHECKING:
 MEMORY_SHARE = 2
 # Tokens of each of three parts of a file that are compared with ``vocab``.
 CHECKED_TOKENS = 1 << 16
-
-
-def _same(indices: Sequence[int]) -> list[Any]:
-    """Return the indices: the decoder gathers tokens."""
-    return [*indices]
 
 
 @public
@@ -94,7 +91,7 @@ class Tokens(IndexedSource):
         self,
         paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
         block: int,
-        dtype: str = "uint16",
+        dtype: str = DefaultDtype("uint16"),
         stride: int | None = None,
         targets: bool = False,
         vocab: int | None = None,
@@ -106,7 +103,7 @@ class Tokens(IndexedSource):
         self.block: int = check_positive_int("Tokens(block=...)", block)
         self.targets: bool = check_bool("Tokens(targets=...)", targets)
         step = self.block if stride is None else check_positive_int("Tokens(stride=...)", stride)
-        name = _dtype_name(dtype)
+        name = dtype if isinstance(dtype, DefaultDtype) else _dtype_name(dtype)
         checked = None if vocab is None else check_positive_int("Tokens(vocab=...)", vocab)
         self._storage: tuple[Any, Any] = store, options
         if column is not None:
@@ -122,17 +119,22 @@ class Tokens(IndexedSource):
         """The mapped tokens of each file."""
         self.documents: list[NDArray[np.int64] | None] = []
         """The first token of each document of each file, and the number of tokens; ``None`` without documents."""
+        mapped = []
         for path, dtype, stride in files:
-            tokens, layout = open_tokens(path, dtype)
+            with naming_file(str(path)):
+                tokens, layout = open_tokens(path, dtype)
             layout.checked(str(path), needed, targets=self.targets)
             # A view, in which windows may overlap.
             self._windows.append(np.lib.stride_tricks.sliding_window_view(tokens, needed)[::stride])
+            mapped.append(([(str(path), layout.offset + tokens.nbytes)], len(self._windows[-1])))
             self.arrays.append(tokens)
             self.documents.append(layout.documents)
             if vocab is not None:
                 for start in checked_places(len(tokens)):
                     check_vocab(str(path), start, tokens[start : start + CHECKED_TOKENS], vocab)
         self._starts = np.cumsum([0, *map(len, self._windows)])
+        self.mapped = MappedFiles(mapped)
+        """The files of windows."""
         self.in_memory: bool = sum(tokens.nbytes for tokens in self.arrays) * MEMORY_SHARE <= free_memory()
         """Whether the operating system can keep the files in memory."""
         self.form_batch: Callable[[list[Any]], Any] | None = None if self.targets else operator.itemgetter(0)
@@ -178,7 +180,7 @@ class Tokens(IndexedSource):
         return super().__getitem__(indices)
 
     def _read_at_once(self, index: int) -> Any:
-        return index
+        return self.read_now([index])[0]
 
     @property
     def shard_starts(self) -> Sequence[int] | NDArray[np.int64]:
@@ -204,13 +206,16 @@ class Tokens(IndexedSource):
 
     async def read(self, index: int, /) -> Any:
         """Return the index: the decoder gathers tokens."""
-        return index
+        return self._read_at_once(index)
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Return the indices: the decoder gathers tokens."""
-        return list(indices)
+        return self.read_now(indices)
 
-    read_now: Callable[[Sequence[int]], list[Any]] | None = staticmethod(_same)
+    def read_now(self, indices: Sequence[int], /) -> list[Any]:
+        """``read_many`` in the calling thread. Raises ``OSError`` if a file became shorter."""
+        self.mapped.check(indices)
+        return [*indices]
 
     @property
     def decoder(self) -> TokenDecoder:
@@ -224,6 +229,7 @@ class Tokens(IndexedSource):
 
     def gathered(self, indices: NDArray[np.int64], memory: HostBufferPool) -> list[NDArray[Any]]:
         """Return windows as ``[x]`` or ``[x, y]``."""
+        self.mapped.check(indices)
         parts = list(array(memory, (1 + self.targets, len(indices), self.block), np.dtype(np.int64)))
         self.gather(indices, *parts)
         return parts

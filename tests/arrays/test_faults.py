@@ -76,6 +76,7 @@ def second_of_shard(data: bytes) -> bytes:
 V2: dict[str, Any] = {
     "blosc": numcodecs.Blosc(), "bz2": numcodecs.BZ2(), "gzip": numcodecs.GZip(), "lz4": numcodecs.LZ4(),
     "lzma": numcodecs.LZMA(), "none": None, "zlib": numcodecs.Zlib(), "zstd": numcodecs.Zstd(),
+    "raw lzma": numcodecs.LZMA(3, filters=[{"id": 33}]),
 }  # fmt: skip
 V3: dict[str, Any] = {
     "blosc": zarr.codecs.BloscCodec(), "gzip": zarr.codecs.GzipCodec(), "zstd": zarr.codecs.ZstdCodec(), "none": None,
@@ -194,6 +195,9 @@ def blosc_bomb(data: bytes) -> bytes:
 BOMBS: dict[str, Callable[[Path], str]] = {
     "Zarr 2, gzip": lambda folder: zarr_array(folder, gzip_bomb, zarr_format=2, compressors=V2["gzip"]),
     "Zarr 3, gzip": lambda folder: zarr_array(folder, gzip_bomb, compressors=V3["gzip"]),
+    "Zarr 2, raw lzma": lambda folder: zarr_array(
+        folder, lambda _: V2["raw lzma"].encode(bytes(64 << 20)), zarr_format=2, compressors=V2["raw lzma"]
+    ),
     "Zarr 2, zlib": lambda folder: zarr_array(
         folder, lambda _: numcodecs.Zlib(9).encode(bytes(64 << 20)), zarr_format=2, compressors=V2["zlib"]
     ),

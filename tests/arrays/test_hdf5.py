@@ -53,6 +53,37 @@ def check(path: Path, name: str = "x", **arguments: Any) -> None:
     check_epoch(asked, {"x": f"{path}::{name}"}, {"x": expected}, shuffle=True, **arguments)
 
 
+@pytest.mark.parametrize("chunks", [None, (3, 2)])
+def test_a_data_set_without_a_fill_value(chunks: Any, tmp_path: Path) -> None:
+    """As PyTables and MPI codes write them: what is not stored is 0, as of h5py."""
+    import ctypes
+
+    libraries = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libhdf5-" in line]
+    if not libraries:
+        pytest.skip("the library of HDF5 is not found")
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    undefine = ctypes.CDLL(libraries[0]).H5Pset_fill_value
+    undefine.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    assert undefine(properties.id, h5py.h5t.STD_I32LE.id, None) >= 0
+    if chunks:
+        properties.set_chunk(chunks)
+    with h5py.File(path := tmp_path / "f.h5", "w") as file:
+        space = h5py.h5s.create_simple(X.shape)
+        h5py.h5d.create(file.id, b"x", h5py.h5t.STD_I32LE, space, properties)
+        file["x"][4 if chunks else 0 :] = X[4 if chunks else 0 :]
+    check(path)
+
+
+@pytest.mark.parametrize("kind", ["STD_B8LE", "STD_B16BE", "STD_B32LE", "STD_B64BE"])
+def test_bit_fields(kind: str, tmp_path: Path) -> None:
+    """As PyTables writes bools; h5py reads unsigned integers."""
+    stored = getattr(h5py.h5t, kind)
+    with h5py.File(path := tmp_path / "f.h5", "w") as file:
+        data = h5py.h5d.create(file.id, b"x", stored, h5py.h5s.create_simple(X.shape))
+        data.write(h5py.h5s.ALL, h5py.h5s.ALL, X.astype(stored.dtype) % 2, mtype=stored)
+    check(path)
+
+
 @pytest.mark.parametrize("version", ["earliest", "latest"])
 def test_a_data_set_that_was_resized(version: str, tmp_path: Path) -> None:
     """Smaller, and larger again."""

@@ -122,7 +122,6 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: [zarr_of(folder, X), zarr_of(folder, X.astype("f4"))], r"a1\.zarr/x has the dtype float32"
     ),
     "shapes": (lambda folder: [zarr_of(folder, X), zarr_of(folder, X[:, :3])], r"a1\.zarr/x .*3.*a0\.zarr/x .*4"),
-    "chunks": (lambda folder: [zarr_of(folder, X), zarr_of(folder, X, chunks=(2, 2))], r"a1\.zarr/x .*chunks"),
     "axes": (lambda folder: [zarr_of(folder, X), zarr_of(folder, X[:, 0])], r"a1\.zarr/x"),
     "an empty list": (lambda folder: [], "'x' is a list without arrays"),
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -25,6 +26,9 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 ORDERS = (False, True, "window:2")
+RAW_LZMA = numcodecs.LZMA(
+    format=lzma.FORMAT_RAW, filters=[{"id": lzma.FILTER_DELTA, "dist": 4}, {"id": lzma.FILTER_LZMA2}]
+)
 
 
 def compressors_v3() -> Any:
@@ -51,7 +55,15 @@ def compressors_v2() -> Any:
         clevel=st.integers(0, 9),
         shuffle=st.sampled_from([numcodecs.Blosc.NOSHUFFLE, numcodecs.Blosc.SHUFFLE, numcodecs.Blosc.BITSHUFFLE]),
     )
-    others = [numcodecs.BZ2(), numcodecs.GZip(), numcodecs.LZ4(), numcodecs.LZMA(), numcodecs.Zlib(), numcodecs.Zstd()]
+    others = [
+        numcodecs.BZ2(),
+        numcodecs.GZip(),
+        numcodecs.LZ4(),
+        numcodecs.LZMA(),
+        RAW_LZMA,
+        numcodecs.Zlib(),
+        numcodecs.Zstd(),
+    ]
     return st.one_of(blosc, st.sampled_from([None, *others]))
 
 

@@ -43,6 +43,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "avi of H.264": {"container": "avi"},
     "packed B-frames": {"packed": True, "bf": "1", "container": "avi"},
     "packed B-frames, two": {"packed": True, "bf": "2", "container": "avi"},
+    "H.264 copied to mkv": {"container": "matroska", "copied": True},
+    "MPEG-4 copied to mp4": {"codec": "mpeg4", "bf": "2", "copied": True},
     "packed B-frames in mp4": {"packed": True, "bf": "2", "container": "mp4"},
     "program stream": {"container": "mpeg", "codec": "mpeg1video"},
     "program stream with B-frames": {"container": "vob", "codec": "mpeg2video", "bf": "2"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import struct
+from collections.abc import Callable
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -45,15 +46,18 @@ def video(
     sound: bool = False,
     container_options: dict[str, str] | None = None,
     packed: bool = False,
+    copied: bool = False,
     **options: str,
 ) -> bytes:
-    """A video of 25 frames per second; ``timestamps`` are in 25ths of a second; ``packed``: of DivX, with B-frames."""
+    """A video of 25 frames per second; ``timestamps`` are in 25ths of a second.
+
+    ``packed`` has B-frames as DivX packs them; ``copied`` has no times of showing, as copied from AVI.
+    """
     import av
 
-    if packed:
-        given = video(frames, container="avi", codec="mpeg4", key_every=key_every, **options)
-        return _packed(given, container)
-
+    if packed or copied:
+        given = video(frames, container="avi", codec="mpeg4" if packed else codec, key_every=key_every, **options)
+        return remuxed(given, container, _pack if packed else list)
     file = io.BytesIO()
     with av.open(file, "w", format=container, container_options=container_options or {}) as output:
         stream: Any = output.add_stream(codec, rate=25, options={"threads": "1", **options})
@@ -71,33 +75,34 @@ def video(
     return file.getvalue()
 
 
-def _packed(data: bytes, container: str) -> bytes:
-    """MPEG-4 as DivX and Xvid pack it: a packet has a P-frame and the B-frame before it, a later one none."""
+def remuxed(data: bytes, container: str, change: Callable[[list[bytes]], list[bytes]] = list) -> bytes:
+    """The packets of a video, one each 25th of a second by the time of decoding, without times of showing."""
     import av
 
-    def kind_of(packet: bytes) -> int:
-        return packet[packet.index(b"\0\0\1\xb6") + 4] >> 6
-
-    file, packets = io.BytesIO(), list[bytes]()
+    file = io.BytesIO()
     with av.open(io.BytesIO(data)) as source, av.open(file, "w", format=container) as output:
-        given = source.streams.video[0]
+        given: Any = source.streams.video[0]
         stream: Any = output.add_stream_from_template(given)
-        # The decoder looks for packed frames if the packets name DivX and end with "p".
-        texts = [re.sub(rb"Lavc[0-9.]+", b"DivX503b1393p", bytes(packet)) for packet in source.demux(given)]
-        for text in filter(None, texts):
-            if kind_of(text) != 2:
-                packets.append(text)
-            elif kind_of(packets[-1]) != 2 and packets[-1] != _EMPTY:
-                packets[-1] += text
-                packets.append(_EMPTY)
-            else:
-                packets[-1:] = [text, _EMPTY]
-        for number, text in enumerate(packets):
-            packet = av.Packet(text)
-            packet.stream, packet.pts, packet.dts, packet.time_base = stream, number, number, Fraction(1, 25)
-            packet.is_keyframe = kind_of(text) == 0
+        packets = [packet for packet in source.demux(given) if packet.size]
+        for number, content in enumerate(change([bytes(packet) for packet in packets])):
+            packet = av.Packet(content)
+            packet.stream, packet.time_base, packet.is_keyframe = stream, Fraction(1, 25), packets[number].is_keyframe
+            packet.pts = packet.dts = number
             output.mux(packet)
     return file.getvalue()
+
+
+def _pack(packets: list[bytes]) -> list[bytes]:
+    """Put B-frames of MPEG-4 into the packet of the frame before, as DivX and Xvid do; a later packet has none."""
+    # The decoder looks for packed frames if the packets name DivX and end with "p".
+    packets = [re.sub(rb"Lavc[0-9.]+", b"DivX503b1393p", packet) for packet in packets]
+    # Two bits behind the start code say what a frame is: 0 for I, 1 for P, 2 for B.
+    is_b = [packet[packet.index(b"\0\0\1\xb6") + 4] >> 6 == 2 for packet in packets] + [False]
+    found: list[bytes] = []
+    for at, packet in enumerate(packets):
+        held = packets[at + 1] if is_b[at + 1] else b""
+        found.append((held or _EMPTY) if is_b[at] else packet + held)
+    return found
 
 
 def turned(data: bytes, matrix: bytes = TURNED) -> bytes:

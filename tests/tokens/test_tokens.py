@@ -532,6 +532,54 @@ def test_tokens_beyond_the_vocabulary(place: int, wrong: int, tmp_path: Path) ->
         Tokens(path, BLOCK, "int32", vocab=50_257)
 
 
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", np.dtype(">u2")])
+def test_raw_tokens_named_npy(dtype: Any, way: str, tmp_path: Path) -> None:
+    """As OLMo and dolma write them, without the header: read with ``dtype=``, and refused with this advice without."""
+    path = tmp_path / "part-0-00000.npy"
+    NUMBERS.astype(dtype).tofile(path)
+    source = tokens_in(way, path, BLOCK, dtype=dtype)
+    for each in (source, pickle.loads(pickle.dumps(source)), source.joined([source])):
+        assert lists(Feeder(each[:5], batch_size=5)) == [windows()[:5]]
+    with pytest.raises(ValueError, match=r"00000\.npy is no complete \.npy file.*OLMo and dolma, pass dtype="):
+        Tokens(path, BLOCK)
+
+
+def test_the_header_of_npy_goes_first(tmp_path: Path) -> None:
+    """A file with a header has the dtype of that, whatever ``dtype=`` says, and text is no tokens."""
+    assert Tokens(save_npy(tmp_path / "a.npy", NUMBERS), BLOCK, dtype="uint16").arrays[0].tolist() == NUMBERS.tolist()
+    (tmp_path / "b.npy").write_text("Once upon a time\n" * 9)
+    with pytest.raises(ValueError, match=r"b\.npy is text"):
+        Tokens(tmp_path / "b.npy", BLOCK, dtype="uint16")
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "expected"),
+    [
+        ([0, 1, 3], [0, 300, 900]),
+        ([0, 0, 3, 3], [0, 0, 900, 900]),
+        ([0], [0, 900]),
+        ([0, 2], [0, 500, 900]),
+        ([], [0, 900]),
+        ([1, 3], [0, 300, 900]),
+        ([1, 2], [0, 300, 500, 900]),
+    ],
+)
+def test_documents_of_megatron_cover_the_tokens(
+    boundaries: list[int], expected: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Boundaries that are missing at the beginning or at the end are added, and a line in the log names the index."""
+    numbers = np.arange(900)
+    index = write_megatron(tmp_path / "a.bin", np.split(numbers, [300, 500])).with_suffix(".idx")
+    head = index.read_bytes()[: 34 + 12 * 3]
+    head = head[:26] + len(boundaries).to_bytes(8, "little") + head[34:]
+    index.write_bytes(head + np.array(boundaries, "<i8").tobytes())
+    [documents] = Tokens(tmp_path / "a.bin", BLOCK).documents
+    assert documents is not None
+    assert documents.tolist() == expected
+    complete = boundaries[:1] == [0] and boundaries[-1:] == [3]
+    assert [str(index) in record.message for record in caplog.records] == [True] * (not complete)
+
+
 def test_targets_need_one_token_more(tmp_path: Path) -> None:
     """A file of one window has no window with targets."""
     path = write_raw(tmp_path / "train.bin", NUMBERS[:BLOCK])

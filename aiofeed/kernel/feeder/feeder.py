@@ -13,7 +13,7 @@ from aiofeed.kernel.core.failure_policy import Action, FailurePolicy
 from aiofeed.kernel.core.failures import Failure, FailureLog
 from aiofeed.kernel.core.limits import Limits
 from aiofeed.kernel.core.statistics import EpochStats, FeedStatistics
-from aiofeed.kernel.core.types import public, traits_of
+from aiofeed.kernel.core.types import hides_secrets, public, traits_of
 from aiofeed.kernel.core.validation import (
     check_bool,
     check_epoch,
@@ -501,6 +501,7 @@ class Feeder(Generic[BatchT]):
         """
         return self._state().to_dict()
 
+    @hides_secrets
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make the next ``iter()`` go on from a state.
 

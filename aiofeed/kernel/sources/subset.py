@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import reprlib
 from collections.abc import Mapping, Sequence, Sized
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 
+from aiofeed.kernel.core.formatting import brief
 from aiofeed.kernel.core.types import traits_of, uncopied_reader_of
 from aiofeed.kernel.core.validation import check_seed, counted
 from aiofeed.kernel.sampling.order import shuffled
@@ -210,7 +210,7 @@ def _checked(source: IndexedSource, indices: Any) -> NDArray[np.int64]:
             f"batch_size=...); {name}[{indices}:{indices + 1}] is a source of this sample"
         )
     if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "biu"):
-        raise TypeError(f"{name}[...] takes a slice, a list of ints or a mask of bools, got {reprlib.repr(indices)}")
+        raise TypeError(f"{name}[...] takes a slice, a list of ints or a mask of bools, got {brief(indices)}")
     if rows.dtype == bool and len(rows) != length:
         mask, samples = counted(len(rows), "bool"), counted(length, "sample")
         raise IndexError(f"{name}[mask]: the mask has {mask}, and the source {samples}")

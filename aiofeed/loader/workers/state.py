@@ -13,6 +13,7 @@ import torch
 from torch.utils.data.dataloader import _DatasetKind, _get_distributed_settings
 
 from aiofeed.kernel.core.errors import StateError
+from aiofeed.kernel.core.validation import length_of
 from aiofeed.kernel.sampling.state import state_hint
 from aiofeed.loader.workers import random_state as rng
 from aiofeed.loader.workers.fetching import dataset_state, first_stateful
@@ -346,12 +347,8 @@ def _rank() -> int:
 
 
 def _batches(loader: Any) -> int | None:
-    if loader._dataset_kind == _DatasetKind.Iterable:
-        return None  # its length may be inaccurate
-    try:
-        return len(loader._index_sampler)
-    except TypeError:
-        return None
+    # The length of an iterable dataset may be inaccurate.
+    return None if loader._dataset_kind == _DatasetKind.Iterable else length_of(loader._index_sampler)
 
 
 def saved_dataset(loader: Any) -> Any:
