@@ -220,6 +220,8 @@ CONTAINERS: dict[str, Callable[[], bytes]] = {
     "cut in a group with frames in another order": lambda: cut(video(40, bf="2"), Fraction(15, 25)),
     "ends earlier": lambda: shortened(video(40, **SMALL)),
     "intra refresh": lambda: video(40, bf="0", **{"x264-params": "intra-refresh=1:keyint=10:scenecut=0"}),
+    "open groups": lambda: video(40, **{"x264-params": "open-gop=1:keyint=12:min-keyint=12:scenecut=0:bframes=3"}),
+    "MPEG-4 with B-frames": lambda: video(40, codec="mpeg4", bf="2"),
     "colours of the container": lambda: coloured(),
     "bytes behind a packet": lambda: video(24, codec="mpeg4", qmin="2", qmax="2"),
 }
@@ -740,6 +742,16 @@ def damaged(name: str, data: bytes, seed: int) -> bytes:
     """A damaged copy: of a video the header."""
     start = max(data.find(b"moov"), 0)
     return data[:start] + mutated(data[start:], seed, text="json" in name)
+
+
+@pytest.mark.parametrize("bf", ["1", "2"])
+def test_packets_of_two_frames_are_refused(bf: str, tmp_path: Path) -> None:
+    """Frames of packets that DivX has packed have the timestamps of others: an error, and no other frame."""
+    frames = data_set(tmp_path / "set", video(40, packed=True, bf=bf))
+    for source in (Episodes(tmp_path / "set"), Episodes(tmp_path / "set").sharing_frames()):
+        for at in range(1, len(frames)):
+            with pytest.raises(ValueError, match=r"0\.mp4: packets of the video have two frames.*encode it again"):
+                _ = source[at]
 
 
 @pytest.mark.parametrize("container", ["mpegts", "matroska", "avi"])
