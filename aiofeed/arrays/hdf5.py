@@ -11,6 +11,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import imagecodecs
@@ -40,7 +41,8 @@ _COMPRESSORS: dict[int, Callable[[Any, int], Any]] = {
     32004: lambda data, most: imagecodecs.lz4h5_decode(data, out=most),
     32015: lambda data, most: imagecodecs.zstd_decode(data, out=most),
 }
-_ATTRIBUTES = ("scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned", "encoding-type", "shape", "_index")
+_PACKED = ("scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned")
+_ATTRIBUTES = (*_PACKED, "encoding-type", "shape", "_index")
 # Of groups in the layout of AnnData, these arrays are described.
 _PARTS = ("data", "indices", "indptr", "codes", "categories", "values")
 # How NetCDF names a variable that has the name of a dimension but not its axis, and what a dimension without one says.
@@ -121,12 +123,11 @@ class HDF5Array(ChunkedArray):
         # The last part of a contiguous data set is shorter.
         rows = self.chunks[0] if len(data) == nbytes else self.shape[0] - chunk[0] * self.chunks[0]
         values = np.frombuffer(data, self.dtype).reshape(rows, *self.chunks[1:])
-        if self.written == self.shape:
-            return values
-        found, places = np.full(values.shape, self.fill, self.dtype), zip(self.written, chunk, self.chunks, strict=True)
-        inner = tuple(slice(max(length - at * size, 0)) for length, at, size in places)
-        found[inner] = values[inner]
-        return found
+        if self.written != self.shape:
+            ends = np.subtract(self.written, np.multiply(chunk, self.chunks)).clip(0, self.chunks)
+            beyond = [(0, size) for size in self.chunks - ends]
+            values = np.pad(values[tuple(map(slice, ends))], beyond, constant_values=self.fill)
+        return values
 
 
 def _unshuffled(data: Any, itemsize: int) -> Any:
@@ -163,11 +164,9 @@ def _describe(file: Any, path: str, shard: Shard) -> dict[str, Any]:
     except Exception as error:  # of a damaged file, h5py raises any
         if str(shard) in str(error) or (isinstance(error, OSError) and type(error) is not OSError):
             raise
-        with open(file, "rb") if shard.local else file as given:
-            given.seek(0)
-            head = given.read(4)
-        other = next((what for magic, what in _OTHER_FILES.items() if head.startswith(magic)), None)
-        raise ValueError(f"{shard} is {other or f'damaged, or no HDF5 file: {error}'}") from None
+        head = shard.read_now([(0, min(4, shard.size))])[0] if shard.local else file.block(0)
+        other = [what for magic, what in _OTHER_FILES.items() if head.startswith(magic)]
+        raise ValueError(f"{shard} is {(*other, f'damaged, or no HDF5 file: {error}')[0]}") from None
 
 
 def _nodes(root: Any, path: str, shard: Shard) -> dict[str, Any]:
@@ -199,7 +198,8 @@ def _nodes(root: Any, path: str, shard: Shard) -> dict[str, Any]:
 def _is_variable(node: Any) -> bool:
     import h5py
 
-    return isinstance(node, h5py.Dataset) and not str(attributes_of(node, ("NAME",)).get("NAME")).startswith(_NO_VARIABLE)
+    says = attributes_of(node, ("NAME",)) if isinstance(node, h5py.Dataset) else {"NAME": _NO_VARIABLE}
+    return not str(says.get("NAME")).startswith(_NO_VARIABLE)
 
 
 def _axes(data: Any) -> tuple[list[str], tuple[int, ...]]:
@@ -208,17 +208,16 @@ def _axes(data: Any) -> tuple[list[str], tuple[int, ...]]:
     The functions of HDF5 for this end the process if a label is no text of variable length.
     """
     known = attributes_of(data, ("CLASS", "DIMENSION_LIST", "DIMENSION_LABELS"))
-    scales = [_referred(data, each) for each in known.get("DIMENSION_LIST", ())]
+    scales = [_referred(data, each) for each in known.get("DIMENSION_LIST", ())][: data.ndim]
     if known.get("CLASS") == "DIMENSION_SCALE":  # a coordinate is its own axis
-        scales = [data]
+        scales = [data][: data.ndim]
     labels = [str(text(each)) for each in np.ravel(known.get("DIMENSION_LABELS", ()))]
     names, sizes = list[str](), list[int]()
-    for axis, size in enumerate(data.shape or ()):
-        scale = scales[axis] if axis < len(scales) else None
-        names.append(scale.name.rpartition("/")[2] if scale is not None else "".join(labels[axis : axis + 1]))
-        if scale is not None and data.maxshape[axis] is None and scale.maxshape[:1] == (None,):
+    for size, most, scale, label in zip_longest(data.shape or (), data.maxshape or (), scales, labels[: data.ndim]):
+        names.append(scale.name.rpartition("/")[2] if scale else label or "")
+        if scale and scale.maxshape[:1] == (most,) == (None,):
             users = [(_referred(data, each), at) for each, at in scale.attrs.get("REFERENCE_LIST", ())]
-            size = max(size, scale.shape[0], *[user.shape[at] for user, at in users if user is not None])
+            size = max(size, scale.shape[0], *[user.shape[at] for user, at in users if user])
         sizes.append(size)
     return names, tuple(sizes)
 
@@ -265,9 +264,8 @@ def _array_of(data: Any, shard: Shard) -> Any:
         table = np.array([[data.id.get_offset() or 0, math.prod(data.shape) * dtype.itemsize, 0]] * stored, np.int64)
     is_undefined = properties.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED  # h5py gives zeros
     known["fill"] = None if dtype.hasobject else 0 if is_undefined else data.fillvalue
-    known.update(shape=shape, written=data.shape, chunks=chunks, dtype=dtype)
-    known.update(shard=shard, reader=shard.reader, filters=[number for number, *_ in filters])
-    return HDF5Array(table=table, numbers=numbers, **known)
+    known.update(shape=shape, chunks=chunks, dtype=dtype, filters=[number for number, *_ in filters])
+    return HDF5Array(shard=shard, reader=shard.reader, table=table, numbers=numbers, written=data.shape, **known)
 
 
 def attributes_of(node: Any, names: Sequence[str] = _ATTRIBUTES) -> dict[str, Any]:
@@ -317,14 +315,15 @@ class _Remote(io.RawIOBase):
         start, end = self._at, min(self._at + len(buffer), self._shard.size)
         if (start, end) not in self._parts:
             first = start // BLOCK_BYTES * BLOCK_BYTES
-            data = b"".join(map(self._block, range(first, end, BLOCK_BYTES)))
+            data = b"".join(map(self.block, range(first, end, BLOCK_BYTES)))
             self._parts[start, end] = data[start - first : end - first]
             self._new = True
         buffer[: end - start] = self._parts[start, end]
         self._at = end
         return end - start
 
-    def _block(self, start: int) -> bytes:
+    def block(self, start: int) -> bytes:
+        """Return a part, which is read once."""
         if start not in self._blocks:
             read = self._shard.read([(start, min(start + BLOCK_BYTES, self._shard.size))])
             [self._blocks[start]] = asyncio.run_coroutine_threadsafe(read, self._loop).result()

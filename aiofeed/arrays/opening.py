@@ -34,9 +34,7 @@ UNSTORED_BYTES = 16 << 10
 # At URLs; on disk, each file is one of HDF5.
 HDF5_FILES = (".h5", ".hdf5", ".hdf", ".he5", ".nc", ".nc4", ".h5ad", ".h5mu", ".loom", ".mat", ".nwb")
 # Matrices of AnnData whose columns have the names in "var" beside them.
-_MATRIX = re.compile(r"(.*(?:/|::))(?:X|layers/[^/]+)")
-_XARRAY = {"xarray.DataArray", "xarray.Variable"}
-_KINDS = {"numpy.ndarray", "dask.Array", "h5py.Dataset", "zarr.Array", *_XARRAY}
+_MATRIX = re.compile(r"(/|::)(?:X|layers/[^/]+)$")
 
 
 @dataclass(eq=False)
@@ -90,18 +88,14 @@ class Opener:
         return parts
 
     async def _open_all(self, field: str, several: Sequence[Any], axis: Any) -> list[Any]:
-        found = [each for given in several for each in (_expand(given) if _is_path(given) else [_path_of(given)])]
+        found = [each for given in several for each in (_expand(given) if _is_path(given) else [given])]
         total = len(found)
         progress = LoadProgress("opening arrays", "arrays", total, lambda done: f"opened {done} of {total} arrays")
 
         async def open_one(each: Any) -> Any:
             opened_one = await self._open(field, each)
-            names = await self._column_names(field, each) if total > 1 and axis != 1 and _is_path(each) else None
-            if names is not None and self._columns.setdefault(field, names) != names:
-                raise ValueError(
-                    f"{each} has other columns than other parts of {field!r}, or in another order, by the names in "
-                    "'var': write the files with the same ones, adata[:, names]"
-                )
+            if total > 1 and axis != 1:
+                await self._check_columns(field, os.fspath(each) if _is_path(each) else getattr(opened_one, "name", ""))
             progress.add()
             return opened_one
 
@@ -110,14 +104,15 @@ class Opener:
 
     async def _open(self, field: str, given: Any) -> Any:
         if not _is_path(given):
-            return await self._adopt(given)
+            return await self._adopt(field, given)
         nodes = await self._nodes(os.fspath(given))
         node = nodes[""]
         if not isinstance(node, dict):
             return node
 
         async def child(name: str) -> Any:
-            return nodes[name] if nodes.get(name) is not None else await self._open(field, f"{str(given).rstrip('/')}/{name}")
+            known = nodes.get(name)
+            return await self._open(field, f"{str(given).rstrip('/')}/{name}") if known is None else known
 
         kind = node.get("encoding-type")
         if kind == "nullable-string-array":
@@ -154,63 +149,49 @@ class Opener:
         is_folder = isinstance(nodes[""], dict) and await asyncio.to_thread(os.path.isdir, file)
         return {**dict.fromkeys(await asyncio.to_thread(os.listdir, file) if is_folder else ()), **nodes}
 
-    async def _column_names(self, field: str, path: Any) -> list[str] | None:
-        """Return the names of the columns of a matrix in the layout of AnnData; ``None`` if it has none."""
-        if (found := _MATRIX.fullmatch(os.fspath(path).rstrip("/"))) is None:
-            return None
+    async def _check_columns(self, field: str, path: str) -> None:
+        """Compare the names of the columns of a matrix in the layout of AnnData with those of other parts."""
+        if (var := _MATRIX.sub(r"\1var", path.rstrip("/"))) == path.rstrip("/"):
+            return
         try:
-            nodes = await self._nodes(f"{found[1]}var")
-        except (FileNotFoundError, ValueError):
-            return None  # the matrix alone can be read
-        if not isinstance(nodes[""], dict) or nodes[""].get("encoding-type") != "dataframe":
-            return None
-        index = nodes[""].get("_index", "_index")
-        return await _texts(nodes.get(index) or await self._open(field, f"{found[1]}var/{index}"))
+            nodes = await self._nodes(var)
+            index = nodes[""]["_index"]
+        except (FileNotFoundError, KeyError, TypeError, ValueError):
+            return  # the columns have no names
+        names = await _texts(nodes.get(index) or await self._open(field, f"{var}/{index}"))
+        if self._columns.setdefault(field, names) != names:
+            raise ValueError(
+                f"{path} has columns of other names, by {var}, or in another order than other parts of {field!r}: "
+                "write the files with the same ones, adata[:, names]"
+            )
 
-    async def _adopt(self, given: Any) -> Any:
-        """Return an array that is opened.
-
-        Raises:
-            TypeError: It is no array of a known kind, whose slices are plain arrays of NumPy.
-        """
-        kinds = _kinds_of(given)
-        if kinds & _XARRAY:  # of lazy arrays, data would read all
-            inner = (given if given.chunks else given[(slice(0),) * given.ndim]).data
-        else:
-            inner = given
-        meta = getattr(inner, "_meta", inner) if kinds & {"dask.Array", *_XARRAY} else inner
-        if "numpy.MaskedArray" in _kinds_of(meta):
-            raise TypeError("Arrays: torch has no masked tensors: fill the array, array.filled(...)")
-        if not kinds & _KINDS or not kinds & {"h5py.Dataset", "zarr.Array"} and not isinstance(meta, np.ndarray):
-            kind = f"{type(meta).__module__.partition('.')[0]}.{type(meta).__name__}"
+    async def _adopt(self, field: str, given: Any) -> Any:
+        kinds = {f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in type(given).__mro__}
+        values = given
+        if kinds & {"xarray.DataArray", "xarray.Variable"}:  # of lazy ones, data would read all
+            values = (given if given.chunks else given[(slice(0),) * given.ndim]).data
+        values = getattr(values, "_meta", values)  # what chunks of dask are
+        is_plain = isinstance(values, np.ndarray | np.generic) and not isinstance(values, np.ma.MaskedArray)
+        if not is_plain and not kinds & {"h5py.Dataset", "h5py.AsTypeView", "zarr.Array", "pandas.Series"}:
+            kind = f"{type(values).__module__.partition('.')[0]}.{type(values).__name__}"
             raise TypeError(
-                f"Arrays takes paths, URLs and arrays of zarr, h5py, xarray, dask and NumPy, not {kind}: pass its path, "
-                "'file.nc::x', or an array of NumPy"
+                "Arrays takes paths, URLs and arrays of zarr, h5py, xarray, dask and NumPy without masks, "
+                f"not {kind}: pass its path, 'file.nc::x', or make it one of NumPy, as array.filled(...) does"
             )
         if "h5py.Dataset" in kinds:
-            return opened(given, given.name, given.chunks, attributes=attributes_of(given))
+            if given.file.driver != "sec2":  # in memory, for example
+                return opened(given, given.name, given.chunks, attributes=attributes_of(given))
+            if given.file.mode != "r":
+                given.file.flush()
+            return await self._open(field, f"{given.file.filename}::{given.name}")
         if "zarr.Array" in kinds:
-            if type(given.store).__name__ == "ObjectStore":
-                return (await open_zarr(ObjectReader(given.path, store=given.store.store)))[""]
-            return opened(given, given.name or "zarr.Array", given.chunks, **described(given.metadata))
+            store, kind = given.store, type(given.store).__name__
+            if kind == "LocalStore":
+                return await self._open(field, os.path.join(store.root, given.path))
+            if kind == "ObjectStore":
+                return (await open_zarr(ObjectReader(given.path, store=store.store)))[""]
+            return opened(given, given.name or kind, given.chunks, **described(given.metadata))
         return opened(given, str(getattr(given, "name", None) or type(given).__name__))
-
-
-def _kinds_of(given: Any) -> set[str]:
-    """Return the package and the name of each class that an object has."""
-    return {f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in type(given).__mro__}
-
-
-def _path_of(given: Any) -> Any:
-    """Return the path of an array of h5py or zarr on disk; other arrays as they are."""
-    kinds = _kinds_of(given)
-    if "h5py.Dataset" in kinds and given.file.driver == "sec2":  # not in memory, for example
-        if given.file.mode != "r":
-            given.file.flush()
-        return f"{given.file.filename}::{given.name}"
-    if "zarr.Array" in kinds and type(given.store).__name__ == "LocalStore":
-        return os.path.join(given.store.root, given.path)
-    return given
 
 
 async def _texts(given: Any) -> list[str]:

@@ -173,7 +173,7 @@ async def open_zarr(reader: ObjectReader) -> dict[str, Any]:
             found["attributes"] = await _read_json(reader, ".zattrs") or {}
     name = reader.url("").rstrip("/")
     if not found and reader.is_local and not await asyncio.to_thread(os.path.exists, name):
-        raise FileNotFoundError(errno.ENOENT, "there is no such array", name)
+        raise FileNotFoundError(errno.ENOENT, "there is no such array; one in a file is named after '::'", name)
     if not found:
         raise ValueError(f"{name} is no Zarr array: it has neither zarr.json nor .zarray")
     if "shape" not in found:
