@@ -33,7 +33,7 @@ def by_xarray(path: Path, name: str, **arguments: Any) -> Any:
         return dataset[name].values
 
 
-# --- attributes ---------------------------------------------------------------------------------------------------------
+# --- attributes -------------------------------------------------------------------------------------------------------
 
 UNSIGNED: dict[str, Any] = {
     "text": "true",
@@ -113,7 +113,7 @@ def test_dimensions_that_were_deleted(tmp_path: Path) -> None:
     assert whole(f"{path}::a").tolist() == [0, 1, 2, 3]
 
 
-# --- names and dimensions -----------------------------------------------------------------------------------------------
+# --- names and dimensions ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_the_only_variable_needs_no_name(tmp_path: Path) -> None:
     assert whole(path, sample="y").tolist() == [0, 1, 2, 3]
 
 
-# --- unlimited dimensions -----------------------------------------------------------------------------------------------
+# --- unlimited dimensions ---------------------------------------------------------------------------------------------
 
 SHORT: dict[str, Callable[[Any], tuple[dict[str, Any], dict[str, Any]]]] = {
     "chunks": lambda size: ({"data": np.arange(size, dtype="f4"), "chunks": (4,)}, {"_FillValue": np.float32([-1])}),
@@ -223,9 +223,15 @@ def test_unlimited_axes_without_dimensions_keep_their_length(tmp_path: Path) -> 
     assert [len(aiofeed.Arrays({"x": f"{path}::{name}"})) for name in ("free", "short")] == [4, 4]
 
 
-# --- other files --------------------------------------------------------------------------------------------------------
+# --- other files ------------------------------------------------------------------------------------------------------
 
-HEADS = {"NetCDF 3": b"CDF\x01", "64 bit": b"CDF\x02", "5": b"CDF\x05", "HDF 4": b"\x0e\x03\x13\x01", "zip": b"PK\x03\x04"}
+HEADS = {
+    "NetCDF 3": b"CDF\x01",
+    "64 bit": b"CDF\x02",
+    "5": b"CDF\x05",
+    "HDF 4": b"\x0e\x03\x13\x01",
+    "zip": b"PK\x03\x04",
+}
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -240,7 +246,7 @@ def test_files_of_other_formats(name: str, suffix: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".nwb", ".loom", ".h5mu", ".cdf", ""])
 def test_files_whose_array_is_not_named(suffix: str, tmp_path: Path) -> None:
-    """Any file is one of HDF5: its arrays are listed; a path that goes on behind it is refused with the way to write it."""
+    """Any file is one of HDF5, whose arrays are listed; a path that goes on behind it is refused with the way out."""
     with h5py.File(path := tmp_path / f"a{suffix}", "w") as file:
         file["acquisition/x"], file["acquisition/y"] = np.arange(4), np.arange(3)
     with pytest.raises(ValueError, match=r"name one of its arrays, '.*::acquisition/x': .*acquisition/y"):
