@@ -294,9 +294,8 @@ class CombinedSource(_Combined):
         parts = [caught(read_part(number, *part)) for number, part in self._parts.group(indices).items()]
         async with asyncio.TaskGroup() as group:
             reads = [group.create_task(part) for part in parts]
-        for _, error in (read.result() for read in reads):
-            if error is not None:
-                raise error
+        for error in [error for _, error in (read.result() for read in reads) if error is not None]:
+            raise error
         return in_order(len(indices), [read.result()[0] for read in reads])
 
     @property

@@ -165,6 +165,7 @@ class StreamOrder(FeedOrder):
         if plan is not None:
             self._batch_size, self._unit = plan, "batch"
         self._own_shard: Shard = shard
+        self._given = shard
         if shard is not None and shard != "auto":
             self._own_shard = check_shard(shard)
         self.stream = stream

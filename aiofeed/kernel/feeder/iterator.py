@@ -178,13 +178,6 @@ class Delivery:
             add_note(error, f"in transform= of batch {item.number}: it gets whole batches, decode= gets samples")
             raise
 
-    def leave_out(self, item: ReadyBatch) -> object:
-        """Let another batch be produced in place of one of which nothing is left. May be repeated."""
-        if item.lease is not None:
-            item.lease.give_back()
-        self.producer.take(item)
-        return _LEFT_OUT
-
     def waiting_for(self) -> tuple[Any, ...]:
         """See ``Producer.waiting_for``."""
         if self._copy_thread is not None and self.producer.queue.items:
@@ -390,7 +383,7 @@ class FeedIterator(Generic[BatchT_co]):
         if item.error is None:
             batch = self._return(item, asked, loop_delay_s)
         elif self.observer.leaves_out(item):
-            batch = self._delivery.leave_out(item)
+            batch = _LEFT_OUT
         else:
             self._queue.items.appendleft(FeedFailure(item.error, item.number, item.failures))
             return _LEFT_OUT

@@ -505,6 +505,9 @@ class _SessionObserver(EpochObserver):
         alone = self._epoch.one_left and not session.stats.batches and not self.resumed
         if alone or not session.order.may_differ():
             return False
+        if item.lease is not None:
+            item.lease.give_back()
+        self._delivery.producer.take(item)
         self.returning(item)
         if session.stats.batches_left_out < LOGGED_MOST:
             log.warning("epoch %d: batch %d is left out: all its samples were skipped", epoch, item.number)
