@@ -173,10 +173,9 @@ class Opener:
         values = getattr(values, "_meta", values)  # what chunks of dask are
         is_plain = isinstance(values, np.ndarray | np.generic) and not isinstance(values, np.ma.MaskedArray)
         if not is_plain and not kinds & {"h5py.Dataset", "h5py.AsTypeView", "zarr.Array", "pandas.Series"}:
-            kind = f"{type(values).__module__.partition('.')[0]}.{type(values).__name__}"
             raise TypeError(
                 "Arrays takes paths, URLs and arrays of zarr, h5py, xarray, dask and NumPy without masks, "
-                f"not {kind}: pass its path, 'file.nc::x', or make it one of NumPy, as array.filled(...) does"
+                f"not {_name_of(values)}: pass its path, 'file.nc::x', or make it one of NumPy, as array.filled(...) does"
             )
         if "h5py.Dataset" in kinds:
             if given.file.driver != "sec2":  # in memory, for example
@@ -191,7 +190,7 @@ class Opener:
             if kind == "ObjectStore":
                 return (await open_zarr(ObjectReader(given.path, store=store.store)))[""]
             return opened(given, given.name or kind, given.chunks, **described(given.metadata))
-        return opened(given, str(getattr(given, "name", None) or type(given).__name__))
+        return opened(given, str(getattr(given, "name", None) or _name_of(given)))
 
 
 async def _texts(given: Any) -> list[str]:
@@ -232,3 +231,8 @@ def _expand(given: Any) -> list[str]:
             raise FileNotFoundError(f"no array matches {file!r}")
         found += [f"{match}{two_colons}{inner}" for match in matches]
     return found
+
+
+def _name_of(value: Any) -> str:
+    """Return the name of a type with its package."""
+    return f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
