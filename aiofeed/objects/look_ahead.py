@@ -32,6 +32,13 @@ log: logging.Logger = logging.getLogger("aiofeed.sources")
 SOON = 8
 # The look-ahead may be this many times the bytes that the engine has received.
 GROWTH = 8
+# The look-ahead has a batch for each so many of its bytes: a smaller batch costs more in Python, 50 us and 3 KB, than to
+# decode shards again for the batches behind it.
+BATCH_BYTES = 8 << 10
+# So many batches are noted in any case, and before the first one so many at most, which takes half a second.
+LEAST_BATCHES, FIRST_BATCHES = 64, 8192
+# A sample that is an object of Python takes at least so many bytes, however few it has in a file.
+OBJECT_BYTES = 64
 # Shards that are read at the same time.
 GROUPS = 128
 # Free blocks of memory that are kept for samples that are gathered: fresh pages cost more than what is written to them.
@@ -57,7 +64,7 @@ class LookAhead:
         self._read_planned = Members.of(source).read_planned
         self.new_gathered: Callable[..., Gathered] | None = getattr(source, "new_gathered", None)
         self.gathers: bool = self.new_gathered is not None
-        self._sample_bytes = source.gathered_bytes if self.gathers else source.nbytes(0)
+        self._sample_bytes = source.gathered_bytes if self.gathers else max(source.nbytes(0), OBJECT_BYTES)
         # Whether a shard is read whole, however few of its samples are wanted.
         self._whole = bool(getattr(source, "reads_whole_shards", False))
         self._starts: NDArray[np.int64] = np.asarray(source.shard_starts)
@@ -82,16 +89,20 @@ class LookAhead:
         # Steps in order: first those whose samples are being read.
         soon: deque[tuple[Step, int]] = deque()
         later: deque[tuple[Step, int]] = deque()
-        soon_bytes = later_bytes = given_bytes = 0
+        soon_bytes = later_bytes = given_bytes = given = 0
         step: Step | None
         while True:
             near, limit = self._reach(upcoming.mixed, threads, given_bytes)
-            while (not later or soon_bytes + later_bytes < limit) and (step := next(steps, None)) is not None:
+            most = max(min(int(limit) // BATCH_BYTES, max(FIRST_BATCHES, GROWTH * given)), LEAST_BATCHES)
+            while not later or (soon_bytes + later_bytes < limit and len(soon) + len(later) < most):
+                if (step := next(steps, None)) is None:
+                    break
                 upcoming.epoch += isinstance(step, EpochStart)
                 later.append((step, upcoming.note(step) if isinstance(step, BatchPlan) else 0))
                 later_bytes += later[-1][1]
                 near, limit = self._reach(upcoming.mixed, threads, given_bytes)
-            while later and (not soon or soon_bytes < near):
+            upcoming.has_room = len(soon) + len(later) >= most
+            while later and (not soon or (soon_bytes < near and len(soon) < most / SOON)):
                 step, nbytes = later.popleft()
                 if isinstance(step, BatchPlan):
                     upcoming.read_soon(step)
@@ -105,6 +116,7 @@ class LookAhead:
             step, nbytes = soon.popleft()
             soon_bytes -= nbytes
             given_bytes += nbytes
+            given += 1
             yield step
 
     def _reach(self, mixed: int, threads: int, given_bytes: int) -> tuple[float, float]:
@@ -205,6 +217,8 @@ class _UpcomingSamples:
         """How many epochs have begun."""
         self.mixed = 0
         """The most shards that a plan has samples of."""
+        self.has_room = False
+        """Whether the look-ahead has room for more bytes, and ends by its number of batches."""
         self.times: Counter[int] = Counter()
         """How often a shard was read in the epoch."""
         # Of shards that are read whole, all bytes are in memory until a thread has decoded them.
@@ -236,9 +250,9 @@ class _UpcomingSamples:
         self.mixed = max(self.mixed, len(firsts))
         for number, (first, end) in zip(noted.numbers, pairwise([*firsts, len(order)]), strict=True):
             self._groups.setdefault((self.epoch, number), []).append((noted, order[first:end]))
-        return (
-            int(self._ahead._sample_bytes * len(indices)) if new_gathered else sum(map(source.nbytes, indices.tolist()))
-        )
+        if new_gathered:
+            return int(self._ahead._sample_bytes * len(indices))
+        return max(sum(map(source.nbytes, indices.tolist())), OBJECT_BYTES * len(indices))
 
     def read_soon(self, plan: BatchPlan) -> None:
         """Read the shards of samples that are not being read."""
@@ -252,7 +266,7 @@ class _UpcomingSamples:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
                 self.times[number] += 1
-                if self._ahead._whole and self.times[number] == OFTEN and self.mixed > 2:
+                if self._ahead._whole and self.times[number] == OFTEN and self.mixed > 2 and not self.has_room:
                     self._ahead.tell()
 
     async def _read_group(self, number: int, group: Sequence[tuple[_Noted, NDArray[np.int64]]]) -> None:
