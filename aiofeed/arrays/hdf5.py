@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import imagecodecs
 import numpy as np
 
-from aiofeed.arrays.chunked import Chunk, ChunkedArray, decoded, grid_of, opened, rows_of, text
+from aiofeed.arrays.chunked import Chunk, ChunkedArray, grid_of, opened, rows_of, text
 from aiofeed.common.cache_folder import cache_path, write_cached
 from aiofeed.common.unreadable import naming_file
 from aiofeed.kernel.core.validation import check_expanded
@@ -271,7 +271,7 @@ def _array_of(data: Any, shard: Shard) -> Any:
 def attributes_of(node: Any, names: Sequence[str] = _ATTRIBUTES) -> dict[str, Any]:
     """Return those of some attributes that an object of h5py has."""
     # Not all: HDF5 may crash at damaged texts.
-    return decoded({name: node.attrs[name] for name in names if name in node.attrs})
+    return {name: text(node.attrs[name]) for name in names if name in node.attrs}
 
 
 class _Remote(io.RawIOBase):

@@ -166,17 +166,15 @@ class Opener:
             )
 
     async def _adopt(self, field: str, given: Any) -> Any:
-        kinds = {f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in type(given).__mro__}
-        values = given
-        if kinds & {"xarray.DataArray", "xarray.Variable"}:  # of lazy ones, data would read all
+        values, kinds = given, _kinds_of(given)
+        if {"xarray.DataArray", "xarray.Variable"} & {*kinds}:  # of lazy ones, data would read all
             values = (given if given.chunks else given[(slice(0),) * given.ndim]).data
         values = getattr(values, "_meta", values)  # what chunks of dask are
         is_plain = isinstance(values, np.ndarray | np.generic) and not isinstance(values, np.ma.MaskedArray)
-        if not is_plain and not kinds & {"h5py.Dataset", "h5py.AsTypeView", "zarr.Array", "pandas.Series"}:
-            kind = f"{type(values).__module__.partition('.')[0]}.{type(values).__name__}"
+        if not is_plain and not {"h5py.Dataset", "h5py.AsTypeView", "zarr.Array", "pandas.Series"} & {*kinds}:
             raise TypeError(
-                "Arrays takes paths, URLs and arrays of zarr, h5py, xarray, dask and NumPy without masks, "
-                f"not {kind}: pass its path, 'file.nc::x', or make it one of NumPy, as array.filled(...) does"
+                "Arrays takes paths, URLs and arrays of zarr, h5py, xarray, dask and NumPy without masks, not "
+                f"{_kinds_of(values)[0]}: pass its path, 'file.nc::x', or make it one of NumPy, as array.filled(...) does"
             )
         if "h5py.Dataset" in kinds:
             if given.file.driver != "sec2":  # in memory, for example
@@ -191,7 +189,12 @@ class Opener:
             if kind == "ObjectStore":
                 return (await open_zarr(ObjectReader(given.path, store=store.store)))[""]
             return opened(given, given.name or kind, given.chunks, **described(given.metadata))
-        return opened(given, str(getattr(given, "name", None) or type(given).__name__))
+        return opened(given, str(getattr(given, "name", None) or kinds[0]))
+
+
+def _kinds_of(given: Any) -> list[str]:
+    """Return the package and the name of the class of an object, and of the classes that it derives from."""
+    return [f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in type(given).__mro__]
 
 
 async def _texts(given: Any) -> list[str]:
