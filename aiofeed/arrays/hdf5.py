@@ -223,10 +223,12 @@ def _axes(data: Any) -> tuple[list[str], tuple[int, ...]]:
 
 
 def _referred(data: Any, references: Any) -> Any:
-    """Return the last object that references name, as NetCDF does; ``None`` if it was deleted."""
+    """Return the last data set that references name, as NetCDF does; ``None`` if it was deleted."""
+    import h5py
+
     try:
-        return data.file[np.ravel(references)[-1]]
-    except (IndexError, KeyError, TypeError, ValueError):
+        return h5py.Dataset(h5py.h5r.dereference(np.ravel(references)[-1], data.id))
+    except (IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return None
 
 

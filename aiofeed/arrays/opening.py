@@ -174,7 +174,7 @@ class Opener:
         if not is_plain and not {"h5py.Dataset", "h5py.AsTypeView", "zarr.Array", "pandas.Series"} & {*kinds}:
             raise TypeError(
                 "Arrays takes paths, URLs and arrays of zarr, h5py, xarray, dask and NumPy without masks, not "
-                f"{_kinds_of(values)[0]}: pass its path, 'file.nc::x', or make it one of NumPy, as array.filled(...) does"
+                f"{_kinds_of(values)[0]}: pass its path, 'file.nc::x', or make it one of NumPy, as x.filled(...) does"
             )
         if "h5py.Dataset" in kinds:
             if given.file.driver != "sec2":  # in memory, for example
