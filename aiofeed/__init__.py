@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import threading  # noqa: F401 - kernel/runtime/threads.py can detect the interpreter's exit if this is imported before it
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 # The public names by task (each has a page of the API) and their modules. A module is imported when a name of it is
 # first used: a process that only decodes never pays for torch, nor one that only lists files. Names that a program
@@ -128,6 +130,7 @@ _PLUGS: dict[str, str] = {
     "explain_feeder": "aiofeed.reports.feeder",
     "explain_loader": "aiofeed.reports.remedies",
     "explain_prefetch": "aiofeed.reports.remedies",
+    "hint_at": "aiofeed.loader.habits",
     "images_at": "aiofeed.objects.samples",
     "list_classes": "aiofeed.objects.samples",
     "measure_lengths": "aiofeed.plans.sequences",
@@ -141,7 +144,7 @@ _PLUGS: dict[str, str] = {
     "sequence_part": "aiofeed.plans.mesh",
     "tensors_of": "aiofeed.resident.tensors",
     "with_static_outputs": "aiofeed.device_groups.static_output",
-    "ways_for_feeder": "aiofeed.loader.feeder_arguments",
+    "ways_for_feeder": "aiofeed.loader.habits",
     "write_timeline": "aiofeed.reports.timeline",
 }
 _MODULES = {name: module for names in _HOMES.values() for name, module in names.items()}
@@ -151,10 +154,25 @@ _NAMESPACES = ("errors", "exporters", "processes", "reports", "testing")
 __all__ = [*(name for name in _MODULES if "." not in name), *_NAMESPACES]
 
 
+class _LastResort(logging.StreamHandler[TextIO]):
+    """Prints warnings with the name of aiofeed if the program has no handler for them.
+
+    ``logging.lastResort`` prints the message alone.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self.stream = sys.stderr  # of now: notebooks and tests replace it
+        return not logging.root.handlers and logging.getLogger("aiofeed").handlers == [self]
+
+
+_last_resort = _LastResort()
+_last_resort.setLevel(logging.WARNING)
+_last_resort.setFormatter(logging.Formatter("aiofeed: %(message)s"))
+logging.getLogger("aiofeed").addHandler(_last_resort)
+
+
 def _log_to_stderr(level: str) -> None:
     """``AIOFEED_LOG=debug``: print what aiofeed does, one line per step of an epoch."""
-    import logging
-
     if not isinstance(logging.getLevelName(level.upper()), int):
         # An import that fails for a log would end the script.
         warnings.warn(f"AIOFEED_LOG={level!r} is no level: set it to debug, info, warning or error", stacklevel=2)
@@ -182,7 +200,8 @@ def __getattr__(name: str) -> object:
     if name not in _MODULES:
         moved = next((each for each in _MODULES if each.endswith(f".{name}")), None)
         if moved is None:
-            raise AttributeError(f"module 'aiofeed' has no attribute {name!r}")
+            hint = "" if name.startswith("_") else _hint_at("aiofeed", name)
+            raise AttributeError(f"module 'aiofeed' has no attribute {name!r}{hint}")
         warnings.warn(f"aiofeed.{name} is now aiofeed.{moved}", DeprecationWarning, stacklevel=2)
         return getattr(import_module(f"aiofeed.{moved.partition('.')[0]}"), name)  # type: ignore[no-any-return]
     try:
@@ -231,6 +250,14 @@ def _load_addon(name: str, needed_by: str) -> Any:
             raise
         addon = ".".join(error.name.split(".")[:2])
         raise ImportError(f"{needed_by} needs {addon}, which is missing here: install aiofeed with it") from error
+
+
+def _hint_at(owner: str, name: Any) -> str:
+    """Return what to write in place of a name or source that users of other loaders try; empty without the add-on."""
+    try:
+        return _load_addon("hint_at", "a hint")(owner, name)  # type: ignore[no-any-return]
+    except ImportError:
+        return ""
 
 
 def _without_pillow(name: str) -> type:

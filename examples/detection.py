@@ -49,7 +49,7 @@ class Pictures(Dataset[dict[str, Any]]):
             labels.append(int(random.integers(len(CLASSES))))
             shape = draw.ellipse if labels[-1] else draw.rectangle
             shape([int(side) for side in boxes[-1]], fill=tuple(random.integers(128, 256, 3).tolist()))
-        # pad_collate takes the length of a sample from its first part, and pads the parts of that length.
+        # pad_collate pads the labels, which its value names, and the parts of their length.
         return {
             "boxes": torch.tensor(np.array(boxes), dtype=torch.float32),
             "labels": torch.tensor(labels),

@@ -41,7 +41,30 @@ Feeder(["train/a/0.png"], decode=image, batch_size=1) #: aiofeed.Files(paths)
 Feeder(NoKey(), decode=image, batch_size=2) #: lacks ['key']
 Feeder(torch.utils.data.random_split(folder, [0.5, 0.5])[0], decode=image, batch_size=2) #: source.split(
 Feeder(torch.utils.data.ConcatDataset([folder]), decode=image, batch_size=2) #: source
-Feeder(fed, batch_size=2) #: __getitem__
+Feeder("train.parquet", batch_size=2) #: did you mean aiofeed.Table('train.parquet')
+Feeder("s3://bucket/train-{000..009}.tar.gz", batch_size=2) #: aiofeed.TarShards('s3://bucket
+Feeder("train.zarr/", batch_size=2) #: aiofeed.Arrays(
+Feeder("a.mp4", batch_size=2) #: aiofeed.Clips(aiofeed.Files(['a.mp4'])
+Feeder(fed, batch_size=2) #: pass its dataset
+[*aiofeed.DataLoader(fed, batch_size=2)] #: a Feeder is a loader
+fed[0] #: next(iter(feeder))
+next(fed) #: iter(feeder)
+fed.sampler #: feeder.set_epoch(n)
+fed.stats #: feeder.statistics()
+fed.get_state #: feeder.state_dict()
+folder.map #: decode=
+aiofeed.Tensors(torch.arange(4)).filter #: source[indices]
+folder[:2].shuffle #: shuffle=
+aiofeed.from_pandas #: aiofeed.Table
+aiofeed.random_split #: source.split(
+aiofeed.WebDataset #: aiofeed.TarShards
+aiofeed.StatefulDataLoader #: aiofeed.DataLoader has state_dict
+aiofeed.imagefolder #: did you mean aiofeed.ImageFolder
+aiofeed.Tensors({"x": torch.arange(4)}) #: Tensors(*tensors.values())
+aiofeed.Tensors(frame) #: aiofeed.Table(frame)
+aiofeed.Manifest(frame) #: frame["path"]
+FailurePolicy("skip", retry=3) #: retries=
+Limits(threads=3) #: decode_threads=
 folder[3] #: ImageFolder[3:4] is a source
 folder[9:][0] #: is a source
 folder["a"] #: a slice, a list of ints or a mask

@@ -186,7 +186,22 @@ def test_a_wrong_aiofeed_log_is_no_error() -> None:
     """The import goes on, with a warning that names the variable and its values."""
     with pytest.warns(UserWarning, match="AIOFEED_LOG='1' is no level: set it to debug, info"):
         aiofeed._log_to_stderr("1")
-    assert not logging.getLogger("aiofeed").handlers
+    assert [type(each).__name__ for each in logging.getLogger("aiofeed").handlers] == ["_LastResort"]
+
+
+@pytest.mark.parametrize("setup", ["", "logging.basicConfig()", "logging.getLogger('aiofeed').addHandler(handler)"])
+def test_a_warning_names_aiofeed_and_is_printed_once(setup: str) -> None:
+    """Without handlers of the program, a warning begins with "aiofeed"; with some, only they print it."""
+    code = f"""
+import logging, aiofeed
+handler = logging.StreamHandler()
+{setup}
+logging.getLogger("aiofeed.feeder").info("quiet")
+logging.getLogger("aiofeed.feeder").warning("said")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    wanted = {"": "aiofeed: said", "logging.basicConfig()": "WARNING:aiofeed.feeder:said"}
+    assert ended.stderr.splitlines() == [wanted.get(setup, "said")]
 
 
 def test_no_subpackage_has_a_public_name() -> None:

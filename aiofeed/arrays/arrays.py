@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from aiofeed.arrays.chunked import MOST_CHUNKS, ChunkedArray, Joined, expand
+from aiofeed.arrays.chunked import MOST_CHUNKS, ChunkedArray, Joined, Scaling, expand
 from aiofeed.arrays.fields import MOST_SHARDS, DenseField, Field, Selection, SparseField, Starts
 from aiofeed.arrays.opening import Opener, SparseMatrix
 from aiofeed.common.grouped_source import GroupedSource
@@ -25,6 +25,7 @@ from aiofeed.kernel.core.validation import counted
 from aiofeed.kernel.runtime.buffers import BufferLease, HostBufferPool
 from aiofeed.kernel.runtime.tensors import as_tensors
 from aiofeed.kernel.sampling.order import sample_seed
+from aiofeed.kernel.sources.file_io import SAMPLED, Content, evenly
 from aiofeed.objects.reader import run_all, statistics_of
 
 if TYPE_CHECKING:
@@ -293,6 +294,17 @@ class Arrays(GroupedSource):
             digest.update(f"\n{os.path.basename(part.name)} {part.shape} {part.dtype}".encode())
         return digest.hexdigest()[:32]
 
+    def content_parts(self) -> list[Content]:
+        """Return what identifies the values of all arrays, and what else decides samples."""
+        parts, told = list(self._parts()), [str(self.categories)]
+        for part in parts:
+            scaling = part.scaling or Scaling(part.dtype, part.dtype)
+            told.append(f"{part.fill} {scaling.factor} {scaling.offset} {[*map(float, scaling.missing)]}")
+        for field in self._fields.values():
+            told += [str(field.rows[evenly(len(field.rows))].tolist())] if isinstance(field, SparseField) else []
+        found = [each for part in parts for each in part.content_parts(max(SAMPLED // len(parts), 1))]
+        return [Content("\n".join(told).encode("utf-8", "surrogatepass"), kind=found[0].kind), *found] if found else []
+
     def nbytes(self, index: int, /) -> int:
         """Return the bytes of a sample."""
         return self.gathered_bytes
@@ -359,7 +371,12 @@ class Arrays(GroupedSource):
 
         def write(data: Any) -> int:
             started, cpu_started = time.perf_counter(), time.thread_time()
-            data = part.read_now(chunk) if part.local else data
+            if part.local:
+                try:
+                    data = part.read_now(chunk)
+                finally:
+                    if part.metadata is not None:
+                        part.metadata.check()  # after reading: of the array that has this chunk
             values = part.decode(data, chunk)
             for gathered, places in targets:
                 gathered.put(number, places, place, values)

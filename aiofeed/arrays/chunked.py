@@ -15,7 +15,7 @@ import numpy as np
 from aiofeed.common.mapped import MappedFiles, file_of
 from aiofeed.kernel.core.validation import check_expanded
 from aiofeed.kernel.runtime.tensors import is_plain
-from aiofeed.kernel.sources.file_io import MAX_BYTES
+from aiofeed.kernel.sources.file_io import MAX_BYTES, Content, evenly
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,6 +58,8 @@ class ChunkedArray(ABC):
     limit: int | None = None
     reader: Any = None
     """Reads its files; ``None``: there are none."""
+    metadata: Any = None
+    """The file that describes it, whose ``check`` raises ``OSError`` if the array was written again."""
 
     @property
     def local(self) -> bool:
@@ -67,6 +69,17 @@ class ChunkedArray(ABC):
     async def read(self, chunk: Chunk) -> Any:
         """Return the encoded bytes of a chunk; ``None`` if it is not stored."""
         raise NotImplementedError
+
+    def content_parts(self, most: int) -> list[Content]:
+        """Return what identifies the values: up to about ``most`` parts."""
+        return []
+
+    def some_chunks(self, most: int, counts: Sequence[int] | int = 1) -> list[Chunk]:
+        """Return up to ``most`` chunks, evenly chosen; of shards that have ``counts`` chunks along each axis."""
+        chunks = np.multiply(self.chunks, counts).tolist()
+        grid = [-(-size // max(chunk, 1)) for size, chunk in zip(self.shape, chunks, strict=True)]
+        numbers = np.array(evenly(math.prod(grid), most), np.int64)
+        return list(map(tuple, np.transpose(np.unravel_index(numbers, grid)).tolist())) if grid else [()]
 
     @abstractmethod
     def read_now(self, chunk: Chunk) -> Any:
@@ -120,6 +133,16 @@ class OpenedArray(ChunkedArray):
         self.mapped.check()
         slices = tuple(slice(at * size, (at + 1) * size) for at, size in zip(chunk, self.chunks, strict=True))
         return np.asarray(self.array[slices])
+
+    def content_parts(self, most: int) -> list[Content]:
+        """Return some values of some rows: of an array in memory of ``most`` rows, otherwise of three."""
+        lazy = getattr(self.array, "__dask_graph__", None)
+        if self.dtype.hasobject or not self.shape or (lazy and lazy() is not None):
+            return []
+        in_memory = isinstance(self.array, np.ndarray)
+        some = [slice(None, None, max(size // 16, 1)) if in_memory else slice(16) for size in self.shape[1:]]
+        rows = evenly(self.shape[0], most if in_memory else 3)
+        return [Content(np.asarray(self.array[(row, *some)]).tobytes(), kind="values") for row in rows]
 
     def decode(self, data: Any, chunk: Chunk) -> Any:
         """Return the chunk, which is decoded."""

@@ -21,6 +21,7 @@ from aiofeed.arrays.chunked import Chunk, ChunkedArray, grid_of, opened, rows_of
 from aiofeed.common.cache_folder import cache_path, write_cached
 from aiofeed.common.unreadable import naming_file
 from aiofeed.kernel.core.validation import check_expanded
+from aiofeed.kernel.sources.file_io import Content
 from aiofeed.shards.urls import Shard
 
 if TYPE_CHECKING:
@@ -102,6 +103,12 @@ class HDF5Array(ChunkedArray):
         """``read`` in the calling thread."""
         ranges = self._ranges(chunk)
         return self.shard.read_now(ranges)[0] if ranges else None
+
+    def content_parts(self, most: int) -> list[Content]:
+        """Return the file and some chunks in it; at a URL its etag."""
+        whole = [self.shard.content] if self.shard.content else []
+        ranges = [each for chunk in self.some_chunks(most) for each in self._ranges(chunk)] if self.local else []
+        return whole + [Content(self.shard.url, start, end) for start, end in ranges]
 
     def unpack(self, data: Any, nbytes: int, chunk: Chunk) -> Any:
         """Return the stored values of a chunk."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import lzma
 import math
 import os
@@ -18,8 +19,8 @@ import numpy as np
 
 from aiofeed.arrays.chunked import Chunk, ChunkedArray, opened, text
 from aiofeed.kernel.core.validation import check_expanded
-from aiofeed.kernel.sources.file_io import MAX_BYTES, ReadRules, read_file
-from aiofeed.objects.reader import ObjectReader, read_ranges
+from aiofeed.kernel.sources.file_io import MAX_BYTES, Content, ReadRules, read_file
+from aiofeed.objects.reader import ObjectReader, etag_of, read_ranges
 from aiofeed.objects.requests import changed
 from aiofeed.shards.base import RecentParts
 from aiofeed.shards.urls import parse_json
@@ -34,6 +35,35 @@ Decode: TypeAlias = Callable[[Any, int], Any]
 MOST_AXES = 64
 # A chunk of a shard that is not stored.
 _EMPTY = 2**64 - 1
+
+
+@dataclass(eq=False)
+class ArrayMetadata:
+    """The file that describes an array.
+
+    Args:
+        path: Its path.
+        described: What it says about chunks.
+        version: The version of the file that says so; empty until it is checked.
+    """
+
+    path: str
+    described: str
+    version: str = ""
+
+    def check(self) -> None:
+        """Raise ``OSError`` if the array was written again, so that its chunks are others."""
+        version = etag_of(os.stat(self.path))
+        if version != self.version:
+            if _described(parse_json(self.path, read_file(self.path, ReadRules()))) != self.described:
+                raise changed(self.path)
+            self.version = version
+
+
+def _described(document: Mapping[str, Any]) -> str:
+    """Return what metadata say about chunks, as JSON: all but the attributes."""
+    kept = {key: value for key, value in document.items() if key not in ("attributes", "consolidated_metadata")}
+    return json.dumps(kept, sort_keys=True)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -92,6 +122,13 @@ class ZarrArray(ChunkedArray):
             if not os.path.isdir(self.reader.url("")):
                 raise  # not a chunk that is not stored
             return None
+
+    def content_parts(self, most: int) -> list[Content]:
+        """Return what the metadata say, and some chunks or shards in a folder."""
+        if not self.local:
+            return [Content(self.metadata.described.encode(), kind="metadata")]
+        paths = [self.reader.url(self.key(at)) for at in self.some_chunks(most, self.counts or 1)]
+        return [Content(self.metadata.described.encode()), *(Content(path) for path in paths if os.path.exists(path))]
 
     def _in_shard(self, chunk: Chunk) -> tuple[str, Chunk]:
         at, inner = zip(*map(divmod, chunk, self.counts), strict=True)
@@ -220,6 +257,7 @@ def array_of(document: Any, reader: ObjectReader) -> ChunkedArray:
     found: Any = (ArrayV3Metadata if v3 else ArrayV2Metadata).from_dict(document)
     fill, dtype = found.fill_value, found.dtype.to_native_dtype()
     known: dict[str, Any] = {"name": name, "chunks": tuple(found.chunks), **described(found)}
+    known["metadata"] = ArrayMetadata(reader.url("zarr.json" if v3 else ".zarray"), _described(document))
     axes, decoders, sharding = tuple(range(len(found.shape))), list[str | Decode](), dict[str, Any]()
     if v3:
         codecs = document["codecs"]

@@ -17,8 +17,9 @@ from aiofeed.common.fingerprint import dataset_identity, identity
 from aiofeed.kernel.core.errors import CacheError
 from aiofeed.kernel.core.types import Source, public, traits_of
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, counted, explain_arguments
+from aiofeed.kernel.sampling.schedule import uncompared
 from aiofeed.kernel.sources.file_io import check_path
-from aiofeed.kernel.sources.subset import Subset, fingerprint_of
+from aiofeed.kernel.sources.subset import Subset, fingerprint_of, names_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,8 +49,9 @@ class DiskCache:
     on a damaged disk, is decoded and written again. Nothing in the file is unpickled.
 
     A file of other data, of a decoder with other settings or of another version raises ``CacheError`` and is never
-    changed. Data are identified by the source's fingerprint (its own, or type, length and keys): files that are
-    replaced under the same names are not noticed.
+    changed. Data are identified by the source's fingerprint (its own, or type, length and keys) and by a sample of the
+    contents of files, as saved states are: see docs/ranks.md. The file of an earlier version, which has no such sample,
+    is used if the names agree, and a log line says so.
 
     With ``encoded=True`` the file has the bytes that the source reads, which are decoded and augmented in every epoch:
     for objects and shards at URLs, and with any decoder. Each sample is stored with its key and
@@ -110,8 +112,8 @@ class DiskCache:
             return Subset(self.wrap(source.whole), source.rows)
         from aiofeed.cache.encoded_source import CachedSource
 
-        length = len(source)
-        return CachedSource(source, DiskStore(length, self, fingerprint_of(source, length), ENCODED), str(self.path))
+        length = len(source)  # each sample has its own version
+        return CachedSource(source, DiskStore(length, self, names_of(source, length), ENCODED), str(self.path))
 
     def open_store(self, config: FeederConfig) -> DiskStore:
         """Return an empty store for the decoded samples of a feeder."""
@@ -297,11 +299,16 @@ class DiskStore(SampleStore):
             ("layout of a sample", file.layout, layout),
             ("fingerprint of the source", described["source"], self._source),
         ]
+        missing = uncompared(described["source"], self._source)
+        if missing:
+            del compared[-1]
         differ = [f"{what}: {there} in the file, {here} here" for what, there, here in compared if there != here]
         if differ:
             only_source = len(differ) == 1 and described["source"] != self._source and self._of_items
             hint = f". If the items are the same, pass FromDataset(dataset, fingerprint={described['source']!r})"
             raise self._other_content(differ, hint if only_source else "")
+        if missing:
+            log.warning("the cache %s is used, and %s", file.path, missing)
         if file.layout is not RECORDS and file.capacity < file.samples:
             log.info("the cache %s has room for %d of %d samples", file.path, file.capacity, file.samples)
         self._arena = file.open_rows()

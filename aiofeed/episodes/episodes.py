@@ -19,6 +19,7 @@ from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import Collate, Traits, public
 from aiofeed.kernel.core.validation import check_int_from, check_positive_int, explain_arguments
 from aiofeed.kernel.runtime.machine import free_memory
+from aiofeed.kernel.sources.file_io import Content
 from aiofeed.kernel.sources.subset import Indices
 from aiofeed.media.container import import_av
 from aiofeed.media.frames import FramePool
@@ -163,6 +164,12 @@ class Episodes(GroupedSource):
         for each in (self._of.episodes, self._of.lengths, *self._of.fill.values()):
             digest.update(each.tobytes())
         return digest.hexdigest()[:32]
+
+    def content_parts(self) -> list[Content]:
+        """Return the files of rows and the videos in a folder."""
+        data, cameras = self._of.data, self._of.cameras.values()
+        keys = [*data.keys, *(key for camera in cameras for key in camera.keys)] if data.reader.is_local else []
+        return [Content(data.reader.url(key)) for key in keys]
 
     def nbytes(self, index: int, /) -> int:
         """About the encoded bytes of a moment: 0.8 bits for a pixel."""

@@ -1,7 +1,7 @@
-"""Data sets as LeRobot lays them out, in versions 3.0 and 2.1: what they contain, and their columns of numbers.
+"""Data sets as LeRobot lays them out, in versions 3.0, 2.1 and 2.0: what they contain, and their columns of numbers.
 
-The layout: https://huggingface.co/docs/lerobot/lerobot-dataset-v3. Version 2.1 has one file of rows and one video per
-camera for each episode, and its metadata as JSON Lines.
+The layout: https://huggingface.co/docs/lerobot/lerobot-dataset-v3. Versions 2.1 and 2.0, which differ in statistics
+only, have one file of rows and one video per camera for each episode, and their metadata as JSON Lines.
 """
 
 from __future__ import annotations
@@ -88,51 +88,64 @@ class LeRobotData:
             OSError: A file cannot be read.
             ValueError: A file has other rows or columns than described, or a column has no tensors.
         """
-        turn, order = asyncio.Semaphore(FILES), np.argsort(self.files, kind="stable")
-        bounds = np.searchsorted(self.files[order], np.arange(len(self.keys) + 1))
-        is_chosen = np.isin(np.arange(len(self.files)), episodes)
+        turn, wanted = asyncio.Semaphore(FILES), [*names, "episode_index", "frame_index"]
 
         async def load_file(number: int) -> dict[str, NDArray[Any]]:
-            within, key = order[bounds[number] : bounds[number + 1]], self.keys[number]
+            key = self.keys[number]
             async with turn:
-                table = await _read_table(self.reader, key, sorted({*names, "episode_index", "frame_index"}))
+                table = await _read_table(self.reader, key, sorted(set(wanted)))
             with _naming(self.reader.url(key)):
-                return await asyncio.to_thread(self._columns, table, within, is_chosen[within], names)
+                return await asyncio.to_thread(self._columns, table, episodes)
 
-        parts = await run_all([load_file(number) for number in np.unique(self.files[episodes]).tolist()])
-        return {name: np.concatenate([part.pop(name) for part in parts]) for name in names}
+        named = np.unique(self.files[episodes])
+        parts = await run_all([load_file(number) for number in named.tolist()])
+        if sum(len(part["episode_index"]) for part in parts) < self.lengths[episodes].sum():
+            # LeRobot 0.4.0 names another file for the first episode of a file; LeRobot itself looks in all.
+            others = np.setdiff1d(np.arange(len(self.keys)), named)
+            parts += await run_all([load_file(number) for number in others.tolist()])
+        found = {name: np.concatenate([part.pop(name) for part in parts]) for name in dict.fromkeys(wanted)}
+        with _naming(self.reader.url("data")):
+            return self._in_order(found, episodes, names)
 
-    def _columns(
-        self, table: Any, within: NDArray[np.int64], is_chosen: NDArray[np.bool_], names: Sequence[str]
-    ) -> dict[str, NDArray[Any]]:
-        """Return the columns of a file with the episodes ``within``, of which some are chosen."""
-        lengths = self.lengths[within]
-        if len(table) != (count := sum(lengths.tolist())):
-            raise ValueError(f"it has {len(table)} rows, and its {len(within)} episodes have {count}")
-        chosen, found = np.flatnonzero(np.repeat(is_chosen, lengths)), {}
-        starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
-        expected = {"episode_index": np.repeat(within, lengths), "frame_index": np.arange(len(table)) - starts}
+    def _columns(self, table: Any, episodes: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """Return the rows of some episodes in a file."""
+        columns = dict[str, NumberColumn]()
         for name, column in Columns.of(table).columns.items():
             if not isinstance(column, NumberColumn):
                 raise ValueError(f"column {name!r} {column.problem}: leave it out with features=")
-            found[name] = column.take(chosen)
-            if name in expected:
-                there = column.take(np.arange(len(table))).reshape(-1)
-                first = there[starts] if name == "frame_index" and len(there) == len(starts) else 0
-                if not np.array_equal(there - first, expected[name]):
-                    raise ValueError(f"by its column {name!r}, its rows are in another order than described")
-        for name in names:
-            values, (shape, kind) = found[name], self.shapes[name]
+            columns[name] = column
+        chosen = np.flatnonzero(np.isin(columns["episode_index"].take(np.arange(len(table))).reshape(-1), episodes))
+        found: dict[str, NDArray[Any]] = {name: column.take(chosen) for name, column in columns.items()}
+        for name, values in found.items():
+            shape, kind = self.shapes[name]
             if values.shape[1:] not in (shape, (math.prod(shape),)) or not np.can_cast(values.dtype, kind, "same_kind"):
                 what = f"{values.dtype} {list(values.shape[1:])}"
                 raise ValueError(f"column {name!r} has {what} in a row, and info.json describes {kind} {list(shape)}")
             found[name] = as_lerobot(values.reshape(len(values), *shape).astype(kind, copy=False))
-        times, steps = found["timestamp"].astype(np.float64), lengths[is_chosen & (lengths > 0)] - 1
-        ends = np.cumsum(steps + 1) - 1
-        seconds = times[ends] - times[ends - steps]
+        return found
+
+    def _in_order(
+        self, found: dict[str, NDArray[Any]], episodes: NDArray[np.int64], names: Sequence[str]
+    ) -> dict[str, NDArray[Any]]:
+        """Return the rows by episode and frame, wherever they were, and check that each is there once."""
+        order, lengths = np.lexsort((found["frame_index"], found["episode_index"])), self.lengths[episodes]
+        if (order[1:] < order[:-1]).any():
+            found = {name: values[order] for name, values in found.items()}
+        counts = np.diff(np.searchsorted(found["episode_index"], [*episodes, len(self.lengths)]))
+        for episode, count in zip(episodes[counts != lengths], counts[counts != lengths], strict=True):
+            key, length = self.keys[self.files[episode]], self.lengths[episode]
+            raise ValueError(f"{key}: episode {episode} has {count} rows, and its length is {length}")
+        ends = np.cumsum(lengths)
+        frames, starts = found["frame_index"], np.repeat(ends - lengths, lengths)
+        if not np.array_equal(frames - frames[starts], np.arange(len(frames)) - starts):
+            raise ValueError("column 'frame_index' lacks the number of a row, or has one twice")
+        last = ends[lengths > 0] - 1
+        steps, times = lengths[lengths > 0] - 1, found["timestamp"].astype(np.float64)
+        seconds = times[last] - times[last - steps]
         # At another rate windows, which are in seconds, would have other rows. A NaN is not small.
-        if not (np.abs(seconds * self.fps - steps) <= np.maximum(RATE_SHARE * steps, 0.5)).all():
-            rate = steps.sum() / (seconds.sum() or math.nan)
+        wrong = ~(np.abs(seconds * self.fps - steps) <= np.maximum(RATE_SHARE * steps, 0.5))
+        if wrong.any():
+            rate = steps[wrong].sum() / (seconds[wrong].sum() or math.nan)
             raise ValueError(f"column 'timestamp' has {rate:g} rows per second, and info.json describes {self.fps:g}")
         return {name: found[name] for name in names}
 
@@ -154,8 +167,8 @@ async def describe(reader: ObjectReader) -> LeRobotData:
     with _naming(url := reader.url("meta/info.json")):
         info = json.loads(await reader.read("meta/info.json"))
         version = str(info.get("codebase_version"))
-        if not version.startswith(("v2.1", "v3.")):
-            raise ValueError(f"it has version {version} of LeRobot; Episodes reads v3.0 and v2.1")
+        if not version.startswith(("v2.", "v3.")):
+            raise ValueError(f"it has version {version} of LeRobot; Episodes reads v3.0, v2.1 and v2.0")
         old, total = version.startswith("v2"), check_int_from(0, "total_episodes", info["total_episodes"])
         fps, size = info["fps"], check_positive_int("chunks_size", info.get("chunks_size", 1000))
         if isinstance(fps, bool) or not 0 < fps < math.inf:

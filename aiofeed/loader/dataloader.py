@@ -20,10 +20,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from aiofeed import _load_addon as load_addon
 from aiofeed.kernel.core.failure_policy import Action, FailurePolicy
+from aiofeed.kernel.core.failures import FailureCounter
 from aiofeed.kernel.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES, Limits
 from aiofeed.kernel.core.statistics import EpochStats
 from aiofeed.kernel.core.types import Source, Transform, public
-from aiofeed.kernel.core.validation import check_collate_fn, check_returned, explain_arguments
+from aiofeed.kernel.core.validation import check_collate_fn, check_returned, explain_arguments, length_of
 from aiofeed.kernel.feeder.iterator import Delivery, EpochObserver, FeedIterator
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.queue import ReadyBatch
@@ -31,7 +32,7 @@ from aiofeed.kernel.sources.dataset import FromDataset
 from aiofeed.kernel.sources.subset import IndexedSource
 from aiofeed.loader.prefetch import IterableProducer, Prefetch
 from aiofeed.loader.run.hook import in_place_of
-from aiofeed.loader.workers.batches import CLOSED, InProcessBatches, WorkerBatches
+from aiofeed.loader.workers.batches import CLOSED, Indices, InProcessBatches, WorkerBatches
 from aiofeed.loader.workers.state import LoaderPosition, LoaderState, OrderState, Progress, saved_dataset
 
 if TYPE_CHECKING:
@@ -42,8 +43,9 @@ if TYPE_CHECKING:
     from aiofeed.kernel.feeder.feeder import Feeder
     from aiofeed.reports.explanation import Explanation
 
-# Batches that a feeder gets at a time from a sampler without a length.
+# The most batches that a feeder gets at a time from a sampler, which may be endless, and those of the first part.
 _PART_BATCHES = 1024
+_FIRST_PART_BATCHES = 64
 T_co = TypeVar("T_co", covariant=True)
 _in_torch = in_place_of(torch.utils.data.DataLoader._get_iterator)
 _SOURCES = "write aiofeed.Feeder(source, decode=..., batch_size=..., shuffle=...), which needs no workers"
@@ -427,25 +429,25 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._feed = self._epochs.bridge.start(new_pull, partial(_PulledObserver, batches, batches.epoch))
 
     def _next_batch(self) -> Any:
-        if self._feed is None:
-            if self._batches is None:
-                raise StopIteration
+        if self._feed is None and self._batches is not None:
             return self._batches.next()
-        try:
-            return next(self._feed)
-        except StopIteration:
-            if not self._continues():
-                raise
-        return next(self._feed)
+        while self._feed is not None or self._continues():
+            try:
+                return next(self._feed)  # type: ignore[arg-type]
+            except StopIteration:
+                if not self._continues():
+                    break
+        raise StopIteration
 
     def _continues(self) -> bool:
         """Return whether the feed goes on: with the next part of the sampler, or after an error of the dataset."""
         if self._epochs.feeder is not None:
-            if self._feed is not None and not self._left:
-                self._feed, self._numbers = self._epochs.feeder.next_part()
-                self._left = len(self._numbers)
-                return self._feed is not None
-            return False
+            # Batches that were left out are not taken from those that are left of the part.
+            if self._left and (self._feed is None or self._left != self._feed.left_out):
+                return False
+            self._feed, self._numbers = self._epochs.feeder.next_part()
+            self._left = len(self._numbers) or -1  # -1: the epoch is over
+            return self._feed is not None
         if not isinstance(self._batches, WorkerBatches) or not self._batches.continues():
             return False
         self._start_feed(self._batches)
@@ -514,12 +516,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 
 
 def _has_length(loader: DataLoader[Any]) -> bool:
-    if loader._dataset_kind == _DatasetKind.Map:
-        return True
-    try:
-        return len(loader.dataset) >= 0  # type: ignore[arg-type]
-    except TypeError:
-        return False
+    return loader._dataset_kind == _DatasetKind.Map or length_of(loader.dataset) is not None
 
 
 def _has_indices(loader: DataLoader[Any]) -> bool:
@@ -558,7 +555,8 @@ class _FeederEpochs:
             FromDataset(loader.dataset, threads=1 if threads is None else threads),  # type: ignore[arg-type]
             **order,
             collate_fn=None if loader.collate_fn is default_collate else loader.collate_fn,
-            shard=None,
+            # Of a sampler's list each rank has its part already.
+            shard=(0, getattr(loader.sampler, "num_replicas", 1)) if self._of_one_size else None,
             in_order=loader.in_order,
             engine=engine or cast("Any", f"process:{workers}" if workers else "thread"),
             **options,
@@ -570,26 +568,48 @@ class _FeederEpochs:
         """Start an epoch; see ``next_part``."""
         if self._collate_fn is not loader.collate_fn:
             self._make(loader)
-        # `next` only: iter() would restart a sampler of Lightning, and == of two batches may be an array.
-        self._planned = enumerate(itertools.starmap(indices.__next__, itertools.repeat(())))
-        try:
-            self._part_batches = max(len(loader), _PART_BATCHES)
-        except TypeError:  # the sampler has no length
-            self._part_batches = _PART_BATCHES
-        self._position = position
+        self._indices = Indices(indices)
+        self._first = _FIRST_PART_BATCHES if (length_of(loader) or _PART_BATCHES + 1) > _PART_BATCHES else _PART_BATCHES
+        self._failures = FailureCounter(self.feeder._config.policy, len(self.feeder._config.source))
+        self._failed_before, self._later, self._number = len(self.feeder.failures), position.later, position.batches
+        for _ in range(self._number):
+            self._indices.take()
+            self._indices.taken.clear()
+        if self._number and self._number == self._part_end(self._number - 1):
+            # The state was saved before the next part was read: the generators have to be those of that time.
+            return None, []
         return self.next_part()
+
+    def _part_end(self, batch: int) -> int:
+        """Return the end of the part with a batch. It depends on nothing else, so that a resume reads alike."""
+        return min(max(self._first, 1 << batch.bit_length()), (batch // _PART_BATCHES + 1) * _PART_BATCHES)
 
     def next_part(self) -> tuple[FeedIterator[Any] | None, list[int]]:
         """Start an epoch of the feeder over the next batches of the sampler, which may be endless.
 
         Returns its iterator, ``None`` if nothing is left, and the numbers of its batches.
         """
-        position, listing = self._position, time.perf_counter()
-        left = ((n, each) for n, each in self._planned if n >= position.batches and n not in position.later)
-        part = dict(itertools.islice(left, self._part_batches))
+        listing, taken, end = time.perf_counter(), self._indices.taken, self._part_end(self._number)
+        # max_failures is for the epoch; the feeder counts those of a part.
+        new = self.feeder.failures[self._failed_before :]
+        self._failures.count(each.error for each in new)
+        self._failed_before += len(new)
+        if new and (error := self._failures.too_many(new[-1].error)):
+            self._indices = Indices(iter(()))
+            raise error
+        while (known := len(taken)) < end - self._number:
+            self._indices.take()
+            if len(taken) == known:
+                break
+        part = {number: each for number, each in enumerate(taken, self._number) if number not in self._later}
         self._listed[:] = itertools.chain.from_iterable(part.values()) if self._of_one_size else part.values()
         if not part:
+            if self._indices.cut:
+                self._indices.end(self._number)
             return None, []
         iterator = iter(self.feeder)
+        self._number += len(taken)
+        taken.clear()
         iterator.add_order(listing)
+        iterator.observer.resumed = bool(self._later) or next(iter(part)) > 0
         return iterator, list(part)

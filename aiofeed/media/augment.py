@@ -97,7 +97,8 @@ class Augmentation:
         """Augment a sample.
 
         Args:
-            sample: Arrays: "image", uint8 [H, W, 3]; and perhaps "mask" [H, W], "boxes" [N, 4], "keypoints" [N, K, 2].
+            sample: Arrays: "image", uint8 [H, W, 3]; and perhaps "mask" [H, W], "boxes" [N, 4], "keypoints" [N, K, 2],
+                "masks" [N, H, W].
             seed: The seed of the sample.
 
         Returns:
@@ -107,6 +108,8 @@ class Augmentation:
         found = self._with_albumentations(sample, seed) if self._is_albumentations else self._with_torch(sample, seed)
         if "keypoints" in sample and found["keypoints"].shape != sample["keypoints"].shape:
             raise ValueError("augment= dropped keypoints, which are a part of their box: let it keep those outside")
+        if "masks" in sample and "kept" in found and len(found["masks"]) != len(found["kept"]):
+            found["masks"] = found["masks"][found["kept"]]  # SanitizeBoundingBoxes drops them, others do not
         return found
 
     def augment_row(self, pixels: NDArray[np.uint8], seed: int) -> None:
@@ -152,9 +155,7 @@ class Augmentation:
                     f"augment= returned {len(found['boxes'])} boxes and {len(found['kept'])} labels: drop both, as "
                     f"SanitizeBoundingBoxes does by default"
                 )
-        if "keypoints" in found:
-            found["keypoints"] = found["keypoints"].numpy()
-        return found
+        return found | {name: found[name].numpy() for name in ("keypoints", "masks") if name in found}
 
     def _with_albumentations(self, sample: dict[str, Any], seed: int) -> dict[str, Any]:
         if getattr(_local, "augment", None) is not self._augment:
@@ -171,6 +172,8 @@ class Augmentation:
             rule = 'keypoint_params=albumentations.KeypointParams(format="xy", remove_invisible=False)'
             self._check_params("keypoints", rule, "xy", remove_invisible=False)
             named["keypoints"] = keypoints.reshape(-1, 2)
+        if "masks" in sample:
+            named["masks"] = list(sample["masks"] + np.uint8(0))  # OpenCV takes no bool
         result = _local.copy(**named)
         image = result["image"]
         if isinstance(image, np.ndarray):
@@ -178,6 +181,8 @@ class Augmentation:
         found: dict[str, Any] = {"image": image}
         if "mask" in named:
             found["mask"] = torch.as_tensor(result["mask"])
+        if "masks" in sample:
+            found["masks"] = np.array([np.asarray(each) for each in result["masks"]]).reshape(-1, *image.shape[-2:])
         if boxes is not None:
             rows = np.array(result["bboxes"], np.float32)
             rows = rows if rows.size else np.zeros((0, 5), np.float32)
@@ -201,8 +206,7 @@ def _tv_tensors(given: dict[str, torch.Tensor]) -> dict[str, Any]:
     tv_tensors = importlib.import_module("torchvision.tv_tensors")
     canvas_size = tuple(given["image"].shape[-2:])
     wrapped: dict[str, Any] = {"image": tv_tensors.Image(given["image"])}
-    if "mask" in given:
-        wrapped["mask"] = tv_tensors.Mask(given["mask"])
+    wrapped |= {name: tv_tensors.Mask(given[name]) for name in ("mask", "masks") if name in given}
     if "boxes" in given:
         wrapped["boxes"] = tv_tensors.BoundingBoxes(given["boxes"], format="XYXY", canvas_size=canvas_size)
     if "keypoints" in given:

@@ -1,7 +1,8 @@
 """``Clips``: clips of the videos of a source.
 
-A clip needs few of a video's frames. The index of a video, its timestamps and key frames, is made once, by reading all
-packets without decoding them. A clip is then read from the key frame before it, and of the frames that it leaves out,
+A clip needs few of a video's frames. The index of a video, its packets and key frames, is made once, by reading all
+packets without decoding them; if they do not state when their frames are shown, by decoding the video. A clip is then
+read from the key frame before it. The packets there must be those of the index. Of the frames that the clip leaves out,
 only those are decoded that others refer to.
 """
 
@@ -12,7 +13,8 @@ import hashlib
 import math
 import os
 import struct
-from collections.abc import Iterator
+import zlib
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -22,7 +24,16 @@ from aiofeed.kernel.core.random_numbers import SplitMix64, seed_from
 from aiofeed.kernel.core.types import Row, Source, public, traits_of
 from aiofeed.kernel.core.validation import check_positive_int, explain_arguments
 from aiofeed.kernel.feeder.arguments import adopt_source
-from aiofeed.media.container import KNOWN_OPTIONS, SKIPPING, Media, colours, import_av, open_media, packets_of
+from aiofeed.media.container import (
+    KNOWN_OPTIONS,
+    SKIPPING,
+    Media,
+    colours,
+    frame_order,
+    import_av,
+    open_media,
+    packets_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +41,10 @@ if TYPE_CHECKING:
 
 # A seek discards the frames in the decoder's queue, usually 2 to 4, which then have to be decoded again.
 SEEK_FRAMES = 4
-# Frames in the indexes that a decoder keeps: 8 bytes each.
-MOST_INDEXED = 8 << 20
+# Frames in the indexes that a decoder keeps: 20 bytes each.
+MOST_INDEXED = 4 << 20
+# A timestamp that FFmpeg makes up may be wrong. Those that the file does not state are missing.
+_STATED = {"fflags": "nofillin"}
 # The bytes at both ends of a file by which, with its size, an index is found again. The tables of MP4 are at one end.
 IDENTITY_BYTES = 1 << 16
 
@@ -62,7 +75,7 @@ class Clips:
         size: An int resizes the shorter side and crops the centre, size x size; (height, width) does not preserve the
             aspect ratio.
 
-    A video without frames or timestamps, a truncated one and a file that is no video are a ``DecodeError``, which names
+    A video without frames, a truncated one and a file that is no video are a ``DecodeError``, which names
     the file.
 
     Raises:
@@ -148,11 +161,11 @@ class ClipDecoder:
         self._decode_file(data, out, seed, known=False)
 
     def _decode_file(self, data: Media, out: NDArray[np.uint8], seed: int | None, *, known: bool) -> None:
-        with open_media(data, "video", KNOWN_OPTIONS if known else None) as (container, stream):
+        with open_media(data, "video", KNOWN_OPTIONS if known else _STATED) as (container, stream):
             index = self._index_of(data, container, stream)
-            last = len(index.timestamps) - 1
+            last = len(index.order) - 1
             wanted = np.minimum(self._starts(last, seed)[:, None] + self._offsets, last).reshape(-1)
-            self._decode(container, stream, index, wanted, out.reshape(-1, *self.row.shape[-3:]))
+            self._decode(data, container, stream, index, wanted, out.reshape(-1, *self.row.shape[-3:]))
 
     def _starts(self, last: int, seed: int | None) -> NDArray[np.int64]:
         """Return the first frame of each clip of a video whose last frame is ``last``."""
@@ -167,35 +180,43 @@ class ClipDecoder:
         identity = _identity(data)
         index = self._indexes.get(identity)
         if index is None:
-            index = _new_index(container, stream)
+            index = _new_index(data, container, stream)
             # No index is dropped for another one: in shuffled epochs the next use of all of them is equally far.
-            if len(index.timestamps) <= self._room:
-                self._room -= len(index.timestamps)
+            if len(index.order) <= self._room:
+                self._room -= len(index.order)
                 self._indexes[identity] = index
                 if "mp4" in container.format.name:
                     self._known.add(identity)
         return index
 
     def _decode(
-        self, container: Any, stream: Any, index: VideoIndex, wanted: NDArray[np.int64], out: NDArray[np.uint8]
+        self, data: Media, container: Any, stream: Any, index: VideoIndex, wanted: NDArray[Any], out: NDArray[np.uint8]
     ) -> None:
         """Write the frames of a video with the numbers ``wanted`` into ``out``."""
         places: dict[int, list[int]] = {}
-        for place, timestamp in enumerate(index.timestamps[wanted].tolist()):
-            places.setdefault(timestamp, []).append(place)
-        for seek, timestamps in index.runs(np.unique(wanted)):
-            missing = set(timestamps)
-            # A second time from the start: formats without an index of their own may seek too far.
-            for start in (seek, int(index.timestamps[0]) - round(1 / stream.time_base)):
-                for timestamp, frame in _frames(container, stream, start, missing):
-                    first, *copies = places[timestamp]
-                    self._render(frame, out[first])
-                    out[copies] = out[first]
+        for place, number in enumerate(index.order[wanted].tolist()):
+            places.setdefault(number, []).append(place)
+        for key, frames in index.runs(np.unique(wanted)):
+            missing = index.order[frames].tolist()
+            # A seek may lead elsewhere, and the frame there may need others before it.
+            for first, seek in ((key, index.seeks[key]), (key, None), (0, None)):
+                found: tuple[Any, Any] = container, stream
+                # An error of the last attempt is that of a damaged video.
+                with contextlib.ExitStack() as opened, contextlib.suppress(import_av().FFmpegError, ValueError):
+                    if seek is None:
+                        found = opened.enter_context(open_media(data, "video", _STATED))
+                    else:
+                        container.seek(seek, stream=stream)
+                    for number, frame in _frames(*found, index, first, missing):
+                        place, *copies = places[number]
+                        self._render(frame, out[place])
+                        out[copies] = out[place]
                 if not missing:
                     break
             else:
-                number = int(np.searchsorted(index.timestamps, min(missing)))
-                raise ValueError(f"frame {number} of {len(index.timestamps)} cannot be decoded: the video is damaged")
+                number = int(np.flatnonzero(index.order == missing[0])[0])
+                what = f"frame {number} of {len(index.order)} cannot be decoded"
+                raise ValueError(f"{what}: the video is damaged, or its timestamps are wrong: encode it again")
 
     def _render(self, frame: Any, out: NDArray[np.uint8]) -> None:
         """Write a frame into ``out``, [3, H, W]."""
@@ -224,50 +245,98 @@ def _orientation(frame: Any) -> tuple[bool, int, int]:
 
 
 class VideoIndex(NamedTuple):
-    """The frames of a video, in the order in which they are shown.
+    """The frames of a video, and its packets.
 
     Args:
-        timestamps: The timestamp of each frame, ascending.
-        keys: The numbers of key frames, ascending.
+        order: The number of each frame's packet, in the order of decoding.
+        keys: The number of the packet of the key frame before each frame, ascending.
+        shown: When the frame of each packet is shown: a timestamp, or a number of its own.
+        checksums: The checksum of each packet.
+        seeks: The time to seek to for the packet of each key frame; ``None`` if the file states none.
+        skips: Whether frames may be left out: each packet is one, and the decoder can.
     """
 
-    timestamps: NDArray[np.int64]
-    keys: NDArray[np.int64]
+    order: NDArray[Any]
+    keys: NDArray[Any]
+    shown: NDArray[Any]
+    checksums: NDArray[Any]
+    seeks: dict[int, int | None]
+    skips: bool
 
-    def runs(self, wanted: NDArray[np.int64]) -> Iterator[tuple[int, list[int]]]:
-        """Split ascending frames into runs: the timestamp of the key frame before each, to seek to, and theirs."""
-        keys = np.maximum(np.searchsorted(self.keys, wanted, side="right") - 1, 0)
-        cuts = np.flatnonzero(self.keys[keys[1:]] - wanted[:-1] > SEEK_FRAMES) + 1
-        for run in np.split(np.arange(len(wanted)), cuts):
-            yield int(self.timestamps[self.keys[keys[run[0]]]]), self.timestamps[wanted[run]].tolist()
+    def runs(self, wanted: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Split ascending frames into runs: the number of the packet of the key frame before each, and its frames."""
+        cuts = np.flatnonzero(self.keys[wanted[1:]] - self.order[wanted[:-1]] > SEEK_FRAMES) + 1
+        for run in np.split(wanted, cuts):
+            yield int(self.keys[run[0]]), run
 
 
-def _new_index(container: Any, stream: Any) -> VideoIndex:
-    packets = packets_of(container, stream)
-    if any(packet.pts is None for packet in packets):
-        raise ValueError("the frames of the video have no timestamps: put it into a container, such as MP4")
-    shown = sorted((packet.pts, packet.is_keyframe) for packet in packets if not packet.is_discard)
-    if not shown:
+def _new_index(data: Media, container: Any, stream: Any) -> VideoIndex:
+    packets, context = packets_of(container, stream), stream.codec_context
+    checksums = np.array([zlib.crc32(packet) for packet in packets], np.uint32)
+    shown = [packet.pts if packet.pts is not None or context.has_b_frames else packet.dts for packet in packets]
+    # AVI, MPEG and files copied from them state no time at which a frame is shown, or that at which it is decoded. A
+    # packet of MPEG-4 may have two frames, and another one none.
+    stated = None not in shown and len({*shown}) == len(shown)
+    if stated and context.has_b_frames:
+        stated = context.codec.name != "mpeg4" and shown != sorted(shown)
+    places = np.array(shown, np.int64) if stated else _shown_by_decoding(data, checksums)
+    hidden = np.array([packet.is_discard for packet in packets], bool) if stated else places < 0
+    if hidden.all():
         raise ValueError("the video has no frames")
-    keys = [number for number, (_, is_key) in enumerate(shown) if is_key] or [0]
-    return VideoIndex(np.array([timestamp for timestamp, _ in shown], np.int64), np.array(keys, np.int64))
+    order, keys = frame_order(places, np.array([packet.is_keyframe for packet in packets], bool), hidden)
+    # FFmpeg seeks by the time of decoding, in MP4 by that of showing.
+    shows = "mp4" in container.format.name
+    times = [packet.pts if shows or packet.dts is None else packet.dts for packet in packets]
+    seeks = {key: next((time for time in times[key::-1] if time is not None), None) for key in {*keys.tolist()}}
+    skips = stated and context.codec.name in SKIPPING
+    return VideoIndex(order.astype(np.int32), keys.astype(np.int32), places, checksums, seeks, skips)
 
 
-def _frames(container: Any, stream: Any, start: int, missing: set[int]) -> Iterator[tuple[int, Any]]:
-    """Decode from a key frame on, until there is a frame for each timestamp of ``missing``, which are removed."""
-    context, previous = stream.codec_context, None
-    skips = context.codec.name in SKIPPING
-    container.seek(start, stream=stream)
+def _shown_by_decoding(data: Media, checksums: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the number of the frame of each packet, in the order in which a decoder shows them; -1 for none."""
+    shown = np.full(len(checksums), -1, np.int64)
+    with open_media(data, "video", _STATED) as (container, stream):
+        for number, frame in enumerate(_decoded(container, stream, checksums, 0, None)):
+            if frame.pts is None or shown[frame.pts] >= 0:
+                raise ValueError("two frames of the video are in one packet: encode it again")
+            shown[frame.pts] = number
+    return shown
+
+
+def _decoded(
+    container: Any, stream: Any, checksums: NDArray[Any], first: int, wanted: Container[int] | None
+) -> Iterator[Any]:
+    """Decode from a packet on, as long as the packets are those of the index; ``frame.pts`` is a packet's number.
+
+    Frames that are not ``wanted`` are left out if no other frame needs them; ``None``: all frames are wanted.
+    """
+    context, number = stream.codec_context, first
     for packet in container.demux(stream):
-        if skips:
-            context.skip_frame = "DEFAULT" if packet.pts in missing else "NONREF"
-        for frame in context.decode(packet):
-            if frame.pts is None or (previous is not None and frame.pts <= previous):
-                raise ValueError("the timestamps of the video are wrong: encode it again, or copy it to MP4")
-            previous = frame.pts
-            if previous in missing:
-                missing.remove(previous)
-                yield previous, frame
+        if packet.size and number < len(checksums) and zlib.crc32(packet) == checksums[number]:
+            packet.pts, packet.dts = number, None
+            if wanted is not None:
+                context.skip_frame = "DEFAULT" if number in wanted else "NONREF"
+            yield from context.decode(packet)
+            number += 1
+        elif packet.size and number > first:
+            return
+    if number > first:
+        yield from context.decode(None)
+
+
+def _frames(
+    container: Any, stream: Any, index: VideoIndex, first: int, missing: list[int]
+) -> Iterator[tuple[int, Any]]:
+    """Decode from a packet on the frames of the packets ``missing``, which are removed; end if one does not come."""
+    previous = None
+    for frame in _decoded(container, stream, index.checksums, first, missing if index.skips else None):
+        at = index.shown[frame.pts]
+        # From the start on, damage is concealed, as players do.
+        if (frame.is_corrupt and first) or (previous is not None and at <= previous) or at > index.shown[missing[0]]:
+            return
+        previous = at
+        if frame.pts == missing[0]:
+            yield missing.pop(0), frame
         if not missing:
             return
 

@@ -26,8 +26,9 @@ Media: TypeAlias = "bytes | str | os.PathLike[str]"
 _OPTIONS = {"protocol_whitelist": "none"}
 # Opens without decoding a first frame, which takes 3.4 of 4.1 ms for 320 x 240 of high quality.
 KNOWN_OPTIONS: Mapping[str, str] = {"skip_frame": "all", "probesize": "20000"}
-# Decoders for which `skip_frame` may change from packet to packet. That of AV1 keeps the first value.
-SKIPPING: frozenset[str] = frozenset({"h264", "hevc", "mpeg4"})
+# Decoders for which `skip_frame` may change from packet to packet. That of AV1 keeps the first value; that of MPEG-4
+# loses the second frame of a packet with two.
+SKIPPING: frozenset[str] = frozenset({"h264", "hevc"})
 # The last packet may end this much before the end that a header states.
 TOLERANCE_S = 1.0
 # What a packet takes in memory beside its bytes.
@@ -124,6 +125,26 @@ def packets_of(container: Any, stream: Any) -> list[Any]:
         of_stated = f": its header states {stated:.9g} seconds, and it has {found:.9g}" if stated else ""
         raise ValueError(f"the file is truncated{of_stated}")
     return packets
+
+
+def frame_order(
+    stamps: NDArray[Any], flags: NDArray[Any], discarded: NDArray[Any]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the number of each frame's packet, and that of the packet of the key frame before it, ascending.
+
+    Args:
+        stamps: When the frame of each packet is shown.
+        flags: Whether each packet is a key frame.
+        discarded: Whether the frame of each packet is not shown.
+    """
+    order = np.argsort(stamps, kind="stable")
+    order = order[~discarded[order]]
+    # The key frame before a frame may be discarded: a video that was cut is decoded from before its beginning.
+    numbers = np.union1d(0, np.flatnonzero(flags))
+    before = np.searchsorted(numbers, order, side="right") - 1
+    # Frames that are shown before the key frame are of the group before it.
+    before = np.maximum(before - (stamps[numbers[before]] > stamps[order]), 0)
+    return order, np.minimum.accumulate(numbers[before][::-1])[::-1]
 
 
 def _stated_seconds(container: Any, stream: Any) -> float:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from aiofeed.media.container import SKIPPING, colours, demuxed, import_av, open_media
+from aiofeed.media.container import SKIPPING, colours, demuxed, frame_order, import_av, open_media
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 HEADER_BYTES = 64 << 10
 # FFmpeg takes what the header says of the streams, and does not look into packets, whose bytes are missing.
 _HEADER_OPTIONS = {"skip_frame": "all", "probesize": "32", "analyzeduration": "0", "fflags": "noparse"}
+# What a frame of MPEG-4 begins with. It is nowhere else in a packet.
+MPEG4_FRAME = b"\0\0\1\xb6"
 # Decoders that each thread keeps open, one for each kind of stream: cameras of one resolution share it.
 DECODERS = 8
 # What the header says of a stream, and the packets of some codecs do not.
@@ -146,9 +148,12 @@ class FrameIndex:
         numbers = span.first + np.flatnonzero(self.packets[span.first : span.last + 1] >= self.packets[span.first])
         wanted = span.wanted or frozenset(self.timestamps[slice(*self._group(span.key))].tolist())
         view = memoryview(data)
+        places = list(zip((self.starts[numbers] - span.start).tolist(), self.sizes[numbers].tolist(), strict=True))
+        # The second frame of a packet comes with the timestamp of a packet behind it.
+        if self.kind[0] == "mpeg4" and any(bytes(view[at : at + size]).count(MPEG4_FRAME) > 1 for at, size in places):
+            raise ValueError("packets of the video have two frames, as DivX packs B-frames: encode it again")
         try:
-            for number in numbers.tolist():
-                start, size = int(self.starts[number]) - span.start, int(self.sizes[number])
+            for number, (start, size) in zip(numbers.tolist(), places, strict=True):
                 packet = av.Packet(size)  # with the zeros behind its bytes that FFmpeg needs
                 packet.update(view[start : start + size])
                 packet.pts, packet.is_keyframe = int(self.packets[number]), bool(self.flags[number])
@@ -227,14 +232,7 @@ def read_index(size: int, read: Callable[[int, int], bytes]) -> FrameIndex:
         if any(packet[0] is None for packet in packets) or all(discarded for _, _, discarded, *_ in packets):
             raise ValueError("the video has no frames, or they have no timestamps")
         stamps, flags, discarded, starts, sizes = (np.array(column) for column in zip(*packets, strict=True))
-        order = np.argsort(stamps, kind="stable")
-        order = order[~discarded[order]]
-        # The key frame before a frame may be discarded: a video that was cut is decoded from before its beginning.
-        numbers = np.union1d(0, np.flatnonzero(flags))
-        before = np.searchsorted(numbers, order, side="right") - 1
-        # Frames that are shown before the key frame are of the group before it.
-        before = np.maximum(before - (stamps[numbers[before]] > stamps[order]), 0)
-        keys = np.minimum.accumulate(numbers[before][::-1])[::-1]
+        order, keys = frame_order(stamps, flags, discarded)
         series = stamps[order], order, keys, stamps, flags, starts, sizes
         return FrameIndex(kind, float(stream.time_base), *series)
 

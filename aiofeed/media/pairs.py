@@ -1,4 +1,4 @@
-"""``DecodePair``: decodes an image with its mask, boxes and keypoints, which all get one crop and one flip.
+"""``DecodePair``: decodes an image with its mask, boxes, keypoints and masks of objects: one crop and one flip for all.
 
 The image is decoded as ``DecodeImage`` does, and the part that it shows is the ``View`` of the others.
 """
@@ -21,7 +21,7 @@ from aiofeed.kernel.core.validation import explain_arguments
 from aiofeed.kernel.decoders.geometry import FORMATS, View, map_box
 from aiofeed.kernel.decoders.image import DecodeImage
 from aiofeed.kernel.decoders.pillow import load_picture
-from aiofeed.media.boxes import Objects
+from aiofeed.media.boxes import Objects, check_no_places, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _SIZE = struct.Struct("<II")  # width and height of the upright image, at the end of a cached sample
-_OBJECTS = ("boxes", "keypoints")
+_OBJECTS = ("boxes", "keypoints", "masks")
+# Of entries without places: those of a whole picture, whose length may be the number of boxes by chance.
+_OF_PICTURES = ("image_id", "size", "orig_size")
 _NOTHING: Any = object()
 _WAYS = {
     "mask": "a sample with two files has a mask: Files([(image, mask), ...]), FolderPairs(images, masks)",
@@ -50,10 +52,11 @@ class DecodePair:
 
     If the target is a dict, the result is one dict: its entries, "image" and "mask". Of its entries, "boxes" (N boxes
     [N, 4]: left, upper, right, lower) and "keypoints" ([N, K, 2], or [N, K, 3] with COCO's visibility) are in pixels of
-    the upright image and are converted to pixels of the result, float32. Boxes are clipped, and dropped with their
-    labels and keypoints if a side is shorter than ``min_size``, as torchvision's ``ClampBoundingBoxes`` and
-    ``SanitizeBoundingBoxes`` do. Keypoints with a visibility become 0 outside the result; others keep their place.
-    ``pad_collate()`` pads boxes to one number per batch.
+    the upright image and are converted to pixels of the result, float32. "masks" ([N, H, W], of the size of the upright
+    image) get the size of the result. Boxes are clipped, and dropped with their labels, keypoints and masks if a side
+    is shorter than ``min_size``, as torchvision's ``ClampBoundingBoxes`` and ``SanitizeBoundingBoxes`` do. Keypoints
+    with a visibility become 0 outside the result; others keep their place. Other entries must not have places in the
+    picture, because they are not moved; "area" keeps its numbers. ``pad_collate()`` pads boxes to one number per batch.
 
     Args:
         image: Decodes the image, and chooses size, crop and flip.
@@ -64,14 +67,14 @@ class DecodePair:
         flip_pairs: The numbers of left and right keypoints, which a mirrored image exchanges: ``[(1, 2), (3, 4)]``.
         augment: Changes the sample after crop and flip, with its own random numbers: a transform of torchvision's v2,
             or of albumentations 2 with ``bbox_params`` and ``keypoint_params`` if there are boxes and keypoints, or a
-            callable that gets a dict with "image", "mask", "boxes", "keypoints" and, with boxes, "labels", their
-            numbers, as tensors, and the sample's generator if it has a keyword ``rng``. It returns such a dict.
+            callable that gets a dict with "image", "mask", "boxes", "keypoints", "masks" and, with boxes, "labels",
+            their numbers, as tensors, and the sample's generator if it has a keyword ``rng``. It returns such a dict.
             ``flip_pairs`` does not apply to it.
 
     Raises:
         TypeError: The data are of another kind, or ``augment`` cannot have the sample's random numbers.
         ValueError, OSError: A file cannot be decoded, the sizes of image and mask differ, the mask has colours or a
-            number that ``mask_dtype`` lacks, or a box is outside the image.
+            number that ``mask_dtype`` lacks, a box is outside the image, or the target has other places.
     """
 
     takes_target: ClassVar[bool] = True
@@ -80,7 +83,7 @@ class DecodePair:
     fields: Sequence[str] | None = field(default=None, kw_only=True)
     mask_dtype: Literal["uint8", "int32", "int64"] = field(default="uint8", kw_only=True)
     min_size: float = field(default=1.0, kw_only=True)
-    labels: Sequence[str] = field(default=("labels", "area", "iscrowd"), kw_only=True)
+    labels: Sequence[str] = field(default=("labels", "scores", "area", "iscrowd"), kw_only=True)
     flip_pairs: Sequence[tuple[int, int]] = field(default=(), kw_only=True)
     augment: Callable[..., Any] | None = field(default=None, kw_only=True)
 
@@ -147,7 +150,7 @@ class DecodePair:
             numbers = stored[masked:].view(self.mask_dtype).reshape(height, width)
             whole = (0.0, 0.0, float(width), float(height))
             box = map_box(view.box, size, (width, height)) if decoder.crop == "random" else whole
-            numbers = _nearest(numbers, View(box, view.flip), pixels.shape[:2])
+            numbers = nearest(numbers, View(box, view.flip), pixels.shape[:2])
         return self._finish(pixels, numbers, size, view, seed, target)
 
     def fingerprint(self) -> str:
@@ -210,7 +213,7 @@ class DecodePair:
             picture, view = load_picture(
                 data, same_view, target=None, max_pixels=max_pixels, formats=formats, convert=_check_numbers
             )
-            numbers = _nearest(np.asarray(picture), view, shape)
+            numbers = nearest(np.asarray(picture), view, shape)
             most = np.iinfo(self.mask_dtype).max
             if numbers.dtype.itemsize > 1 and (numbers.min() < 0 or numbers.max() > most):
                 raise ValueError(
@@ -247,17 +250,40 @@ class DecodePair:
             objects.update(found)
             objects.clip(width, height, self.min_size)
         if not isinstance(target, Mapping):
+            check_no_places("it", target, *size, is_label=False)
             decoded = image if numbers is None else (image, numbers)
             return decoded if target is _NOTHING else (decoded, target)
         objects.hide(width, height)
         parts = {name: torch.from_numpy(each) for name in _OBJECTS if (each := getattr(objects, name)) is not None}
         for name, value in target.items():
-            if name not in _OBJECTS:
-                is_label = "boxes" in parts and name in self.labels
-                parts[name] = _kept(name, value, objects.kept, len(target["boxes"])) if is_label else value
+            if name in _OBJECTS:
+                continue
+            check_no_places(name, value, *size, is_label=name in self.labels)
+            parts[name] = value if "boxes" not in parts else self._kept(name, value, objects.kept, len(target["boxes"]))
         if twice := parts.keys() & {"image", "mask"}:
             raise ValueError(f"the target has {sorted(twice)}, which are names of what DecodePair decodes")
         return parts | ({"image": image} if numbers is None else {"image": image, "mask": numbers})
+
+    def _kept(self, name: str, values: Any, kept: NDArray[np.int64], count: int) -> Any:
+        """Return the items of an entry of the target that belong to boxes that are kept; others unchanged."""
+        is_list = hasattr(values, "__len__") and not isinstance(values, str | bytes | Mapping)
+        items = len(values) if is_list and getattr(values, "ndim", None) != 0 else None
+        if name not in self.labels:
+            if items == count > len(kept) and name not in _OF_PICTURES:
+                raise ValueError(
+                    f'"{name}" of the target has {items} items, as many as boxes, of which {count - len(kept)} are '
+                    f"outside the part that is shown: name it in DecodePair(labels={(*self.labels, name)!r}) if it has "
+                    f"one item per box, or else put it into a dict"
+                )
+            return values
+        if items != count:
+            raise ValueError(f'"{name}" of the target must have one item per box, {count} in all, got {values!r}')
+        if isinstance(values, list | tuple) and not all(isinstance(each, Number) for each in values):
+            return [values[at] for at in kept.tolist()]
+        import torch
+
+        # torch makes float32 of an empty list, and labels are integers.
+        return torch.as_tensor(values, dtype=None if count else torch.int64)[torch.from_numpy(kept)]
 
 
 @contextlib.contextmanager
@@ -277,23 +303,3 @@ def _check_numbers(mask: Image.Image) -> Image.Image:
             f"place of colours"
         )
     return mask
-
-
-def _nearest(mask: NDArray[Any], view: View, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Return a view of a mask, resized to the nearest pixel: that below the centre of each new one."""
-    left, upper, right, lower = view.box
-    rows = (upper + (np.arange(shape[0]) + 0.5) * ((lower - upper) / shape[0])).astype(np.intp)
-    columns = (left + (np.arange(shape[1]) + 0.5) * ((right - left) / shape[1])).astype(np.intp)
-    return mask[rows][:, columns[::-1] if view.flip else columns]
-
-
-def _kept(name: str, values: Any, kept: NDArray[np.int64], count: int) -> Any:
-    """Return the items of an entry of the target that belong to boxes that are kept."""
-    if not hasattr(values, "__len__") or len(values) != count:
-        raise ValueError(f'"{name}" of the target must have one item per box, {count} in all, got {values!r}')
-    if isinstance(values, list | tuple) and not all(isinstance(each, Number) for each in values):
-        return [values[at] for at in kept.tolist()]
-    import torch
-
-    # torch makes float32 of an empty list, and labels are integers.
-    return torch.as_tensor(values, dtype=None if count else torch.int64)[torch.from_numpy(kept)]

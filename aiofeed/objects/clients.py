@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 from aiofeed.kernel.core.errors import FeedError
 from aiofeed.kernel.runtime import threads
+from aiofeed.objects.requests import is_of_obstore
 from aiofeed.objects.urls import ENVIRONMENT, redacted, secrets_of
 
 # A server that sends nothing for so long is asked again. obstore's own limit is 30 s for a whole answer, which a slow
@@ -110,14 +111,24 @@ class StoreClient:
         profile = _aws_profile(self.options) if scheme == "s3" else {}
         options = {"retry_config": {"max_retries": 0}, **profile, **self.options}
         client = {**TIMEOUTS, **options.pop("client_options", {})}
+        if "allow_http" in options:  # of obstore's Python classes in earlier versions
+            client["allow_http"] = options.pop("allow_http")
+        endpoint = str(_endpoint(options) or "")
+        if endpoint and "://" not in endpoint:  # obstore would panic at the first request
+            raise ValueError(
+                f"{redacted(self.root)}: the endpoint {redacted(endpoint)!r} must begin with http:// or https://, as "
+                f'options={{"endpoint": "http://{redacted(endpoint)}"}}'
+            )
         # The user has written http:// here; obstore would refuse it.
-        if scheme == "http" or str(_endpoint(options)).startswith("http://"):
+        if scheme == "http" or endpoint.startswith("http://"):
             client.setdefault("allow_http", True)
         make = stores.HTTPStore.from_url if scheme in ("http", "https") else stores.from_url
         failure = None
         try:
             return make(f"{self.root}?{query}" if query else self.root, client_options=client, **options)
-        except Exception as error:  # noqa: BLE001 - obstore's errors, which contain the options
+        except BaseException as error:  # its text may contain the options
+            if not is_of_obstore(error):
+                raise
             failure = self.redact(str(error).partition("\n")[0], query)
         raise ValueError(f"{redacted(self.root)}: {failure}")
 
@@ -151,7 +162,7 @@ def _endpoint(options: Mapping[str, Any]) -> Any:
         *("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url", "aws_endpoint_url_s3"),
         *("azure_endpoint", "base_url", "google_base_url"),
     )
-    config = {**options.get("config", {}), **options}
+    config = {str(name).lower(): value for name, value in {**options.get("config", {}), **options}.items()}
     environment = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     return next((config[name] for name in names if name in config), environment)
 

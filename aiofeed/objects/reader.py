@@ -31,6 +31,7 @@ from aiofeed.objects.requests import (
     RequestMonitor,
     changed,
     fault_of,
+    is_of_obstore,
     other_size,
     percentile,
     too_short,
@@ -344,7 +345,9 @@ class ObjectReader:
             open_requests.add(request := object())
             try:
                 return await attempt(store)
-            except Exception as error:  # noqa: BLE001 - obstore's errors; raised below without credentials
+            except BaseException as error:  # raised below without credentials
+                if not is_of_obstore(error):
+                    raise
                 fault = fault_of(error, partial(self._client.redact, query=query), self.url(key))
             finally:
                 open_requests.discard(request)
@@ -447,17 +450,18 @@ def _obstore() -> Any:
 
 
 def _file_info(status: os.stat_result) -> ObjectInfo:
-    return ObjectInfo(status.st_size, _etag(status), status.st_mtime)
+    return ObjectInfo(status.st_size, etag_of(status), status.st_mtime)
 
 
-def _etag(status: os.stat_result) -> str:
+def etag_of(status: os.stat_result) -> str:
+    """Return the version of a file."""
     return f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
 
 
 def read_ranges(path: str, ranges: Sequence[tuple[int, int]], etag: str | None = None) -> list[bytes]:
     """Parts of a file, in the calling thread."""
     with open(open_file(path), "rb", buffering=0) as file:
-        if etag is not None and _etag(os.fstat(file.fileno())) != etag:
+        if etag is not None and etag_of(os.fstat(file.fileno())) != etag:
             raise changed(path)
         found = []
         for start, end in ranges:

@@ -293,7 +293,12 @@ class Fault:
 _WAY = "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, or options={'skip_signature': True}"
 
 
-def fault_of(error: Exception, redact: Callable[[str], str], url: str) -> Fault:
+def is_of_obstore(error: BaseException) -> bool:
+    """Return whether an exception may be one of obstore: a panic of its Rust code is no ``Exception``."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def fault_of(error: BaseException, redact: Callable[[str], str], url: str) -> Fault:
     """Return the fault that an exception of obstore stands for."""
     text = str(error)
     first, kind = _STORE.sub("", text.partition("\n")[0]), type(error).__name__

@@ -14,7 +14,7 @@ import numpy as np
 
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import Uncopied
-from aiofeed.kernel.sources.file_io import check_beneath
+from aiofeed.kernel.sources.file_io import Content, check_beneath, evenly
 from aiofeed.objects.keys import KeyPacker, PackedKeys
 from aiofeed.objects.listing import list_objects
 from aiofeed.objects.reader import ObjectReader, statistics_of
@@ -100,6 +100,11 @@ class ObjectList(Sequence[str]):
         packer = KeyPacker()
         packer.add(map(without_signature, self.keys))
         return packer.packed()
+
+    def content_parts(self) -> list[Content]:
+        """Return the sizes of some objects; of none if they were not listed."""
+        sizes = () if self.sizes is None else self.sizes
+        return [Content(b"%d" % sizes[at], kind="sizes") for at in evenly(len(sizes))]
 
     def store_of(self, index: int) -> str:
         """Identifies the store of an object, which its URL may leave open."""

@@ -20,7 +20,7 @@ HUB = re.compile(
 )
 _HIDDEN = "***"
 # The user name and password of a URL, and the values of its query, also within a longer text.
-_USER_INFO = re.compile(r"(?<=://)[^/?#\s@]+@")
+_USER_INFO = re.compile(r"(?<=:/)(/?)[^/?#\s\"'<>]+@")
 _QUERY_VALUE = re.compile(r"(?<=[?&])([\w.~%-]+)=[^&#\s\"'<>,)]+")
 # Names of options and of environment variables whose values are secret.
 _SECRET = re.compile(r"secret|password|token|key|sas|signature|credential|authorization|bearer|headers", re.IGNORECASE)
@@ -130,7 +130,7 @@ def redacted(text: str, secrets: Iterable[str] = ()) -> str:
     """Return a text without the secrets, and without user names, passwords and query values of the URLs in it."""
     for secret in secrets:
         text = text.replace(secret, _HIDDEN)
-    return _QUERY_VALUE.sub(rf"\1={_HIDDEN}", _USER_INFO.sub(f"{_HIDDEN}@", text))
+    return _QUERY_VALUE.sub(rf"\1={_HIDDEN}", _USER_INFO.sub(rf"\1{_HIDDEN}@", text))
 
 
 def secrets_of(root: str, options: Mapping[str, Any]) -> list[str]:

@@ -10,12 +10,15 @@ import hashlib
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
+from numbers import Real
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from aiofeed.kernel.core.errors import StateError
+from aiofeed.kernel.core.formatting import kind_of
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_positive_int, counted
 from aiofeed.kernel.sampling.lister import Lister, Plan
@@ -102,11 +105,37 @@ class LengthPlan(Plan):
             TypeError, ValueError: It is no int from 1, or the sample cannot be in a batch.
         """
         how = self.length
-        found: object = how(sample) if callable(how) else first_length(sample if how is None else sample[how])
+        found: object = how(sample) if callable(how) else self._length_in(sample, number)
         what = f"the length of sample {number}, of its first tensor or by {type(self).__name__}(length=),"
         length = check_positive_int(what, found)
         self._check(np.array([length]), number)
         return length
+
+    def _length_in(self, sample: Any, number: int) -> int:
+        """Return the length of a sample, of its first part or of the one that ``length=`` names.
+
+        Raises:
+            ValueError: It has none; the message has the line to write.
+        """
+        how, part, plan = self.length, None, type(self).__name__
+        is_table = hasattr(type(sample), "columns")
+        with suppress(LookupError, TypeError):  # a sample without this part
+            part = None if is_table else sample if how is None else sample[how]
+        if (found := first_length(part)) is not None:
+            return found
+        kind, line = kind_of(sample), "len(sample)"
+        if is_table:
+            kind, line = f"{kind} of {counted(len(sample), 'row')}", f"len(sample[{how or 'tokens'!r}][0])"
+        elif isinstance(sample, Mapping):
+            ways = {
+                name: ("len(sample[{!r}])" if hasattr(each, "__len__") else "sample[{!r}]").format(name)
+                for name, each in sample.items()
+            }
+            kind, line = f"a dict of {list(sample)}", ways.get(how) or min(ways.values(), default=line)
+        raise ValueError(
+            f"{plan}(length={how!r}) finds no length in sample {number}, {kind}{', before decode=' * self.streams}: "
+            f"pass a function that returns it, {plan}(..., length=lambda sample: {line})"
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._describe()})"
@@ -370,9 +399,13 @@ class TokenBudget(LengthPlan):
 
 def first_length(sample: Any) -> int | None:
     """Return the first dimension of the first tensor, array or list of numbers in a sample; ``None`` without one."""
-    if shape := getattr(sample, "shape", ()):
+    if hasattr(type(sample), "columns"):
+        return None  # a table, whose rows are no tokens
+    # Nor are the values of a row of pandas, or texts.
+    kind = getattr(getattr(sample, "dtype", None), "kind", "i")
+    if (shape := getattr(sample, "shape", ())) and kind not in "OSU":
         return int(shape[0])
-    if isinstance(sample, list) and all(isinstance(each, int | float) for each in sample[:1]):
+    if isinstance(sample, list) and all(isinstance(each, Real) for each in sample[:1]):
         return len(sample)
     parts = sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, list | tuple) else ()
     return next((found for part in parts if (found := first_length(part)) is not None), None)

@@ -13,7 +13,7 @@ import numpy as np
 
 from aiofeed.kernel.core.errors import StateError
 from aiofeed.kernel.core.formatting import format_error
-from aiofeed.kernel.core.validation import check_epoch
+from aiofeed.kernel.core.validation import check_epoch, length_of
 from aiofeed.kernel.sampling.lister import Lister
 from aiofeed.kernel.sampling.order import BatchLists, EpochList, Int64
 from aiofeed.kernel.sampling.schedule import Position
@@ -23,6 +23,8 @@ from aiofeed.kernel.sampling.state import json_dict
 # taken for endless.
 MOST_PER_SAMPLE = 16
 MOST_ALWAYS = 1 << 20
+# Nor is a length believed that would take minutes and 10 GB to list, and is more than MOST_PER_SAMPLE, too.
+MOST_LISTED = 1 << 28
 
 
 class SamplerAdapter(Lister):
@@ -51,7 +53,9 @@ class SamplerAdapter(Lister):
             raise TypeError("sampler is an iterator, which gives one epoch only; pass a list or a Sampler")
         self._sampler = sampler
         super().__init__(length)
-        self.sized: bool = hasattr(sampler, "__len__")
+        self.sized: bool = length_of(sampler) is not None
+        replicas = getattr(self._owner, "num_replicas", 1)
+        self.ranks: int = replicas if isinstance(replicas, int) else 1
         # An epoch and the state before its list was made: of a loaded state, and of the epoch listed last.
         self._loaded: tuple[int, dict[str, Any]] | None = None
         self._last: tuple[int, dict[str, Any]] | None = None
@@ -66,10 +70,9 @@ class SamplerAdapter(Lister):
 
     def __len__(self) -> int:
         """Samples per epoch, by the sampler's length."""
-        try:
-            return len(self._sampler)  # type: ignore[arg-type]
-        except TypeError:
-            raise TypeError(f"{type(self._sampler).__name__} has no len(), so the feeder has none") from None
+        if (length := length_of(self._sampler)) is None:
+            raise TypeError(f"{type(self._sampler).__name__} has no len(), so the feeder has none")
+        return length
 
     def list_epoch(self, epoch: int, *, resumed: bool) -> EpochList:
         """Return the indices or batches of an epoch, in order.
@@ -106,7 +109,14 @@ class SamplerAdapter(Lister):
 
     def _list(self) -> tuple[EpochList, dict[str, Any]]:
         before = self._capture()
-        most = max(len(self) if self.sized else 0, MOST_PER_SAMPLE * self._length, MOST_ALWAYS)
+        length, likely = length_of(self._sampler) or 0, MOST_PER_SAMPLE * self._length
+        if length * self.typical_samples > max(likely, MOST_LISTED):
+            raise ValueError(
+                f"{type(self._sampler).__name__} has a length of {length:,} for {self._length:,} samples, and a Feeder "
+                f'lists a sampler once per epoch: give it a shorter epoch, or pass shuffle="replacement" in its place; '
+                f"aiofeed.DataLoader(threads=...) reads it as it goes"
+            )
+        most = max(length, likely, MOST_ALWAYS)
         listed = list(itertools.islice(iter(self._sampler), most + 1))
         if len(listed) > most:
             raise ValueError(

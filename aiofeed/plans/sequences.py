@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-import reprlib
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from aiofeed.kernel.core.formatting import brief
 from aiofeed.kernel.core.types import BatchPlan, HostTensor, public
 from aiofeed.kernel.core.validation import check_positive_int
 from aiofeed.kernel.engine.fetch.collate import BatchBuilder, MisfitError, Positions
 from aiofeed.kernel.runtime.buffers import BufferLease, array
 from aiofeed.kernel.runtime.tensors import as_array
-from aiofeed.kernel.sources.subset import fingerprint_of
+from aiofeed.kernel.sources.subset import fingerprint_of, names_of
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     from aiofeed.plans.length_plans import LengthPlan
     from aiofeed.plans.packing import Fill
+
+log: logging.Logger = logging.getLogger("aiofeed.sampling")
 
 _CALLED = "call it: collate_fn=aiofeed.pad_collate()"
 MASK = "attention_mask"
@@ -39,37 +42,49 @@ PACK_NAMES = ("position_ids", "document_ids", "cu_seqlens", "max_seqlen")
 def pad_collate(
     value: float | Mapping[str, float] | Sequence[float] = 0,
     *,
+    parts: Sequence[str] | Sequence[int] | None = None,
     side: Literal["right", "left"] = "right",
     multiple_of: int | None = None,
 ) -> PadCollate:
-    """Return a ``collate_fn`` that pads the sequences of a batch to one length and adds an attention mask.
+    """Return a ``collate_fn`` that pads the sequences of a batch, each to its longest, and adds attention masks.
 
-    The length of a sample is the size of dimension 0 of its first tensor or array. All its tensors and arrays of that
-    length are padded along dimension 0 and stacked to [N, T, ...]; other parts are collated as by ``default_collate``.
+    A sequence is a tensor, an array or a list of numbers. It is padded along dimension 0 and stacked to [N, T, ...].
+    Other parts are collated as by ``default_collate``.
+
+    Without ``parts``, each sequence of one dimension is padded, and those that are as long as the first one. The mask
+    is that of the first one; if ``value`` is a dict, of the first one that it names. Lists beside tensors or arrays are
+    not padded. An error shows the ``parts`` to write if a batch does not fit this, if the first one has more dimensions
+    than another one of other lengths, and for ``multiple_of`` with several sequences of which ``value`` names none.
 
     Args:
         value: The padding; for samples that are dicts, also a value per key (0 for keys without one); for tuples and
             lists, also a value per place.
+        parts: The sequences to pad, each by its own length: keys of samples that are dicts, places in tuples and lists.
         side: Where the padding goes.
         multiple_of: Pad to a multiple of this length, as tensor cores like it. Default: to the longest sample.
 
     Returns:
-        A function, which can be pickled. A batch of dicts is a dict with the mask as ``"attention_mask"`` (unless
-        samples have a part of that name, which is padded with 0); of tuples or lists, a list with the mask as its last
-        item; of single tensors, a list of the tensor and the mask. The mask is int64 [N, T]: 1 for a token, 0 for
-        padding.
+        A function, which can be pickled. A batch of dicts is a dict with the mask as ``"attention_mask"``, or with
+        several ``parts`` one for each, as ``"<part>_mask"``; none if samples have an ``"attention_mask"``, which is
+        padded with 0. A batch of tuples or lists is a list with the masks as its last items, in the order of ``parts``;
+        of single sequences, a list of the tensor and the mask. A mask is int64 [N, T]: 1 for a token, 0 for padding.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
     values = value.values() if isinstance(value, Mapping) else value if isinstance(value, Sequence) else [value]
     if isinstance(value, str) or not all(isinstance(each, Real) or getattr(each, "ndim", 1) == 0 for each in values):
-        raise TypeError(f"pad_collate(value=) must be one or several numbers, got {reprlib.repr(value)}; {_CALLED}")
+        raise TypeError(f"pad_collate(value=) must be one or several numbers, got {brief(value)}; {_CALLED}")
     if side not in ("right", "left"):
         raise ValueError(f'pad_collate(side=) must be "right" or "left", got {side!r}')
     if multiple_of is not None:
         multiple_of = check_positive_int("pad_collate(multiple_of=)", multiple_of)
-    return PadCollate(value, side == "left", multiple_of or 1)
+    if parts is not None:
+        if isinstance(parts, str) or not isinstance(parts, Sequence) or not 0 < len(parts) == len(set(parts)):
+            raise TypeError(f'pad_collate(parts=) must be different names, as in parts=("input_ids",), got {parts!r}')
+        if isinstance(value, Mapping) and not value.keys() <= {*parts}:
+            raise ValueError(f"pad_collate(value=) has {list(value)}, and parts={parts!r}: name them in both")
+    return PadCollate(value, side == "left", multiple_of or 1, None if parts is None else tuple(parts))
 
 
 pad_collate.makes_collate_fn = True  # type: ignore[attr-defined]
@@ -82,76 +97,119 @@ class PadCollate:
     value: float | Mapping[str, float] | Sequence[float]
     left: bool
     multiple_of: int
+    parts: tuple[Any, ...] | None = None
 
     def __call__(self, samples: list[Any]) -> Any:
         """Collate samples of one kind: dicts, tuples, lists, tensors or arrays."""
         first = samples[0]
         if isinstance(first, Mapping):
-            columns = {name: [sample[name] for sample in samples] for name in first}
-            values = {name: self._value_of(name) for name in columns} | {MASK: 0.0}
-            batch, mask = self._collate(columns, values)
-            return batch if MASK in batch else {**batch, MASK: mask}
-        if isinstance(first, tuple | list):
-            columns = dict(enumerate(map(list, zip(*samples, strict=True))))
-            batch, mask = self._collate(columns, {place: self._value_of(place) for place in columns})
-            return [*batch.values(), mask]
-        batch, mask = self._collate({0: samples}, {0: self._value_of(0)})
-        return [batch[0], mask]
+            batch, masks = self._collate({name: [sample[name] for sample in samples] for name in first})
+            if MASK in batch:
+                return batch
+            return batch | {MASK if len(masks) == 1 else f"{name}_mask": mask for name, mask in masks.items()}
+        if isinstance(first, tuple) or (isinstance(first, list) and not all(isinstance(each, Real) for each in first)):
+            batch, masks = self._collate(dict(enumerate(map(list, zip(*samples, strict=True)))))
+        else:
+            batch, masks = self._collate({0: samples})
+        return [*batch.values(), *masks.values()]
 
     def _value_of(self, name: Any) -> float:
+        if name == MASK:
+            return 0
         if isinstance(self.value, Mapping):
             return self.value.get(name, 0)
         if isinstance(self.value, Sequence):
             return float(self.value[name])
         return self.value
 
-    def _collate(self, columns: dict[Any, list[Any]], values: dict[Any, float]) -> tuple[dict[Any, Any], torch.Tensor]:
-        import torch
+    def _collate(self, columns: dict[Any, list[Any]]) -> tuple[dict[Any, Any], dict[Any, torch.Tensor]]:
+        """Return the parts of a batch by name, and the masks by the names of their parts."""
         from torch.utils.data import default_collate
 
-        columns = {name: [_as_tensor(part) for part in parts] for name, parts in columns.items()}
-        lengths = next((found for parts in columns.values() if (found := _lengths(parts)) is not None), None)
-        if lengths is None:
-            raise TypeError(
-                "pad_collate needs samples with a tensor or array of at least one dimension: leave collate_fn= out for "
-                "samples without one"
-            )
-        total = -(-max(lengths) // self.multiple_of) * self.multiple_of
-        batch = {
-            name: self._padded(parts, values[name], total) if _lengths(parts) == lengths else default_collate(parts)
-            for name, parts in columns.items()
-        }
-        ones = [torch.ones(length, dtype=torch.int64) for length in lengths]
-        return batch, self._padded(ones, 0, total)
+        found = {name: each for name, parts in columns.items() if (each := _sequences(parts)) is not None}
+        lengths = {name: [len(part) for part in parts] for name, parts in found.items()}
+        padded, masked = self._decide(columns, found, lengths)
+        totals = {name: -(-max(lengths[name]) // self.multiple_of) * self.multiple_of for name in padded}
+        batch = {}
+        for name, parts in columns.items():
+            if name in padded:
+                batch[name] = self._padded(name, found[name], totals[name])
+            else:  # arrays may stand beside tensors, and lists are transposed
+                batch[name] = default_collate(parts if isinstance(parts[0], list) else found.get(name, parts))
+        return batch, {name: self._mask(lengths[name], totals[name]) for name in masked}
 
-    def _padded(self, parts: list[torch.Tensor], value: float, total: int) -> torch.Tensor:
+    def _decide(
+        self, columns: dict[Any, list[Any]], found: dict[Any, list[torch.Tensor]], lengths: dict[Any, list[int]]
+    ) -> tuple[set[Any], Sequence[Any]]:
+        """Return the parts to pad, and those with a mask: by names and dimensions, never by the sizes of a batch.
+
+        Raises:
+            TypeError: There are no such parts, or the sizes of this batch show that they are others.
+        """
+        named = self.parts or [name for name in found if isinstance(self.value, Mapping) and name in self.value]
+        # Lists beside tensors, such as a size, are collated as by default_collate.
+        solid = [name for name in found if not isinstance(columns[name][0], list)]
+        known = [name for name in found if name in named or name in solid or not solid]
+        arrays = [name for name in known if name != MASK] or known
+        if not arrays or not set(named) <= found.keys():
+            raise TypeError(
+                f"pad_collate(parts={self.parts!r}) needs samples with such tensors, arrays or lists of numbers; of "
+                f"{list(columns)}, these are {list(found)}: leave collate_fn= out for samples without one"
+            )
+        sure = [*named] or (arrays if len(arrays) == 1 else [])
+        first, ragged = (sure or arrays)[0], [name for name in found if len(set(lengths[name])) > 1]
+        dims = {name: max(part.ndim for part in found[name]) for name in known}
+        others = [name for name in known if lengths[name] != lengths[first]]
+        flat = [name for name in known if name == MASK or (self.multiple_of == 1 and dims[name] == 1)]
+        alike = [name for name in known if self.multiple_of == 1 and name not in others]
+        padded = {*sure} if self.parts else {*sure, *flat, *alike}
+        # An image has more dimensions than a text or boxes, so its mask would be one of channels.
+        unsure = self.multiple_of > 1 or (ragged and first not in ragged) or any(dims[n] < dims[first] for n in others)
+        if (unsure and not sure) or not padded.issuperset(ragged):
+            names = [name for name in found if name in sure or name in ragged]
+            names = names or [name for name in arrays if dims[name] == min(dims.values())]
+            raise TypeError(
+                f"pad_collate cannot know which of the parts {list(found)} are sequences to pad: name them, as in "
+                f"pad_collate(parts={tuple(names)!r}, ...)"
+            )
+        return padded, self.parts or [first]
+
+    def _padded(self, name: Any, parts: list[torch.Tensor], total: int) -> torch.Tensor:
         import torch
 
         # A sample without items may have another dtype: torch makes float32 of an empty list.
         # Nor has it the other dimensions.
         filled = [part for part in parts if len(part)] or parts[:1]
+        if len(shapes := {part.shape[1:]: list(part.shape) for part in filled}) > 1:
+            raise TypeError(f"pad_collate pads dimension 0 only, and {name!r} has the shapes {[*shapes.values()]}")
         dtype = functools.reduce(torch.promote_types, [part.dtype for part in filled])
-        padded = parts[0].new_full((len(parts), total, *filled[0].shape[1:]), value, dtype=dtype)
+        padded = parts[0].new_full((len(parts), total, *filled[0].shape[1:]), self._value_of(name), dtype=dtype)
         for row, part in zip(padded, parts, strict=True):
             start = total - len(part) if self.left else 0
             if len(part):
                 row[start : start + len(part)] = part
         return padded
 
+    def _mask(self, lengths: list[int], total: int) -> torch.Tensor:
+        import torch
 
-def _as_tensor(part: Any) -> Any:
+        places = torch.arange(total)
+        return ((places.flip(0) if self.left else places) < torch.tensor(lengths)[:, None]).long()
+
+
+def _sequences(parts: list[Any]) -> list[torch.Tensor] | None:
+    """Return a column of tensors, arrays or lists of numbers as tensors; ``None`` if it has other parts."""
     import torch
 
-    return torch.from_numpy(part) if isinstance(part, np.ndarray) and part.dtype.kind in "biufc" else part
-
-
-def _lengths(parts: list[Any]) -> list[int] | None:
-    """Return the sizes of dimension 0 of a column of tensors; ``None`` if it has other parts."""
-    import torch
-
-    if not all(isinstance(part, torch.Tensor) and part.ndim for part in parts):
+    if not all(isinstance(part, torch.Tensor | np.ndarray | list) for part in parts):
         return None
-    return [len(part) for part in parts]
+    try:
+        found = [
+            torch.as_tensor(part, dtype=torch.int64 if isinstance(part, list) and not part else None) for part in parts
+        ]
+    except (TypeError, ValueError):  # no numbers, or lists of lists of different lengths
+        return None
+    return found if all(part.ndim for part in found) else None
 
 
 @dataclass(frozen=True)
@@ -313,15 +371,22 @@ def measure_lengths(plan: LengthPlan, a: Any, new_feeder: Any) -> None:
                 progress.add()
         return np.array(lengths, np.int64)
 
-    data = fingerprint_of(source, samples), dataset_identity(getattr(source, "dataset", None))
+    named = dataset_identity(getattr(source, "dataset", None))
     try:
         how = [identity(each) if callable(each) else repr(each) for each in (a.decode, plan.length)]
-        path = cache_path(" ".join([*data, *how]), "lengths")
+        # The second one is that of an earlier version.
+        both = [
+            cache_path(" ".join([of(source, samples), named, *how]), "lengths") for of in (fingerprint_of, names_of)
+        ]
     except TypeError:  # a function with settings that are not known
-        path = None
-    some = range(0, samples, max(samples // 8, 1))
-    cached = np.zeros(0, np.int64) if path is None or not path.exists() else np.fromfile(path, np.int64)
+        both = [None]
+    some, path = range(0, samples, max(samples // 8, 1)), both[0]
+    known = next((each for each in both if each is not None and each.exists()), None)
+    cached = np.zeros(0, np.int64) if known is None else np.fromfile(known, np.int64)
     if len(cached) == samples and np.array_equal(measure(some), cached[some]):
+        if path is not None and known != path:
+            log.warning("%s: lengths of an earlier version are used, and only some could be compared: %s", name, known)
+            write_cached(path, [cached.tobytes()], f"the lengths of {source!r} are not cached")
         return plan.use(cached)
     lengths = measure(range(samples))
     if path is not None:

@@ -163,7 +163,8 @@ def _check(tensor: Any, what: str, alias: bool) -> None:
             raise TypeError(f"{what} requires grad: pass .detach()")
     else:
         raise TypeError(
-            f"{what} must be a tensor or a numpy array, got {type(tensor).__name__}; torch.tensor makes one"
+            f"{what} must be a tensor or a numpy array, got {type(tensor).__name__}; torch.tensor makes one, "
+            f"aiofeed.Table(frame) takes a frame, and Tensors(*tensors.values()) the values of a dict"
         )
     if tensor.ndim == 0:
         raise ValueError(f"{what} has no dimensions, so it has no rows")

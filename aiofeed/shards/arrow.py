@@ -53,6 +53,18 @@ def _interrupts_held() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
+def stored_type(kind: Any) -> Any:
+    """Return the type that stands for all types that Parquet stores as it stores ``kind``, whoever has written it."""
+    types, pa = arrow().types, arrow()
+    if types.is_dictionary(kind):
+        return stored_type(kind.value_type)
+    if types.is_large_list(kind) or types.is_list(kind) or types.is_fixed_size_list(kind):
+        return pa.list_(stored_type(kind.value_type))
+    if types.is_struct(kind):
+        return pa.struct([(each.name, stored_type(each.type)) for each in kind])
+    return {"large_string": pa.string(), "large_binary": pa.binary(), "string_view": pa.string()}.get(str(kind), kind)
+
+
 def is_text(head: bytes, least: int) -> bool:
     """Return whether at least so many bytes are UTF-8 without control characters. The last character may be cut."""
     if len(head) < least or _CONTROL.search(head):

@@ -21,6 +21,8 @@ from aiofeed.common.progress_bar import LoadProgress
 from aiofeed.common.unreadable import naming_file
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.validation import check_callable, counted
+from aiofeed.kernel.engine.fetch.user_errors import pointer_hint
+from aiofeed.kernel.sources.file_io import Content
 from aiofeed.kernel.sources.files import AT_ONCE_S
 from aiofeed.kernel.sources.parts import Parts, in_order
 from aiofeed.objects.reader import run_all, statistics_of
@@ -126,6 +128,10 @@ class Shards(GroupedSource, ABC):
             digest.update(f"\n{name} {shard.size} {self._samples(shard)} {keys}".encode("utf-8", "surrogatepass"))
         return digest.hexdigest()[:32]
 
+    def content_parts(self) -> list[Content]:
+        """Return what identifies the contents of the shards."""
+        return [shard.content for shard in self._shards if shard.content is not None]
+
     def storage_statistics(self) -> StorageStatistics | None:
         """Return the requests for shards at URLs in this process; ``None`` for files."""
         return statistics_of({id(shard.reader): shard.reader for shard in self._shards}.values())
@@ -176,7 +182,7 @@ class Shards(GroupedSource, ABC):
                         await shard.open()
                         await self._index(shard)
                 except indexing.DAMAGED as error:
-                    raise ValueError(f"{shard.url}: {reason_of(error)}") from error
+                    raise ValueError(f"{shard.url}: {reason_of(error)}{pointer_hint(shard.url)}") from error
             if shard.samples not in (None, self._samples(shard)):
                 found = counted(self._samples(shard), "sample")
                 raise ValueError(f"{shard.url}: it has {found}, the list of shards has {shard.samples}")

@@ -19,6 +19,7 @@ import numpy as np
 from aiofeed.common.foreign_names import check_foreign_name
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_expanded, explain_arguments
+from aiofeed.kernel.sources.file_io import Content
 from aiofeed.shards.arrow import arrow
 from aiofeed.shards.base import FieldShards, RecentParts, reason_of
 from aiofeed.shards.index import ShardIndex, ranges_of
@@ -100,6 +101,12 @@ class CompressedShard(Shard):
     def local(self) -> bool:
         """Whether it is a file that is read as it is."""
         return self.plain and super().local
+
+    @property
+    def content(self) -> Content | None:
+        """What identifies its contents, which are not those of a shard that is not compressed."""
+        found = super().content if self.plain else self.packed.content
+        return found if self.plain or found is None else found._replace(kind=f"compressed-{found.kind}")
 
     async def open(self) -> None:
         """Find out which of both there is, its version and the size."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +24,13 @@ from aiofeed.shards.arrow import arrow, is_text
 from aiofeed.shards.base import RecentParts, Shards
 from aiofeed.shards.urls import Shard, Urls
 
+log: logging.Logger = logging.getLogger("aiofeed.shards")
+
+_HIVE = "Table(pyarrow.dataset.dataset(folder, partitioning='hive').to_table()) has the values of folders as columns"
+# What the footer of a file with encrypted columns ends with, and pyarrow does not count: a nonce and a tag.
+_SIGNATURE_BYTES = 28
+# parquet-mr before 1.2.9.
+_OLD_WRITER = re.compile(r"parquet-mr(?! version (1\.2\.9|1\.2\.\d\d|1\.[3-9]|1\.\d\d|[2-9]))")
 # Most footers are shorter, so that one request reads them.
 _TAIL_BYTES = 64 << 10
 
@@ -117,6 +126,9 @@ class ParquetRows(Shards):
         self.shard_starts = np.unique(np.concatenate([*starts, [len(self)]]))
         if self._columns is None and self._data is None:
             self._check_alike()
+            named = {part.partition("=")[0] for part in self._shards[0].url.split("/")[:-1] if "=" in part}
+            if folders := sorted(named.difference(_names(self._shards[0]))):
+                log.warning("%s: no column for %s, which its folders name: %s", self._shards[0].url, folders, _HIVE)
         if target is not None:
             self.target = self._target
 
@@ -141,8 +153,8 @@ class ParquetRows(Shards):
         shard, _ = self._find(index)
         return shard.size // self._samples(shard)
 
-    async def _footer(self, shard: Shard) -> Any:
-        """pyarrow's description of a file."""
+    async def _footer(self, shard: Shard) -> tuple[Any, bool]:
+        """pyarrow's description of a file, and whether some of its columns may be encrypted."""
         tail = await self._tail(shard, _TAIL_BYTES)
         length = int.from_bytes(tail[-8:-4], "little") + 8
         if not tail.endswith(b"PAR1") or length > shard.size:
@@ -150,19 +162,22 @@ class ParquetRows(Shards):
             if is_text(tail.lstrip(bytes(range(0x80, 0xC0))), least=1):
                 raise ValueError(
                     "this is text, and not a Parquet file: for a list of paths pass aiofeed.Manifest(path); for rows, "
-                    "Table(pyarrow.csv.read_csv(path)) or a dataset of datasets.load_dataset"
+                    "Table(pyarrow.csv.read_csv(path)), Table(pyarrow.json.read_json(path)) for lines of JSON, or a "
+                    "dataset of datasets.load_dataset"
                 )
             raise ValueError("this is not a Parquet file, or it is truncated or encrypted")
         check_expanded("the footer", length, 0)
         if length > len(tail):
             tail = await self._tail(shard, length)
         try:
-            return arrow("pyarrow.parquet").read_metadata(io.BytesIO(tail))
+            metadata = arrow("pyarrow.parquet").read_metadata(io.BytesIO(tail))
         except Exception as error:  # noqa: BLE001 - pyarrow's errors
             raise ValueError(f"its footer is damaged: {error}") from None
+        # A file with encrypted columns whose footer is plain signs it, behind what pyarrow reads of it.
+        return metadata, length - 8 - metadata.serialized_size >= _SIGNATURE_BYTES
 
     async def _index(self, shard: Shard) -> None:
-        metadata = await self._footer(shard)
+        metadata, signed = await self._footer(shard)
         rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         shard.extra = found = RowGroups(metadata, np.cumsum([0, *rows]))
         fields, wanted = metadata.schema.to_arrow_schema(), self._columns
@@ -175,10 +190,13 @@ class ParquetRows(Shards):
         for name in [*(names if wanted is None else wanted), *targets]:
             known = found.data if name == self._data and name not in targets else leaves(metadata, [name])
             if not known or (name in targets and name not in names):
-                raise ValueError(f"there is no column {name!r}; there are {names}")
+                hint = f"; {_HIVE}" if f"/{name}=" in shard.url else ""
+                raise ValueError(f"there is no column {name!r}; there are {names}{hint}")
             if counts[name] > 1:
                 raise ValueError(f"{counts[name]} columns have the name {name!r}")
         found.leaves = leaves(metadata, wanted)
+        if signed:
+            check_readable(shard, metadata, [*found.leaves, *leaves(metadata, targets)])
         if targets:
             async with self._scanning:
                 groups, chosen = range(metadata.num_row_groups), leaves(metadata, targets)
@@ -275,13 +293,15 @@ class ParquetRows(Shards):
         """Return the ranges of column chunks."""
         described = shard.extra.metadata.row_group(group)
         chunks = [described.column(number) for number in chosen]
+        # The sizes of these writers leave out the header of a dictionary, for which pyarrow reads on (PARQUET-816).
+        more = 100 if _OLD_WRITER.match(shard.extra.metadata.created_by or "") else 0
         ranges, nbytes = [], 0
         for chunk in chunks:
             nbytes += memory_of(chunk)
             start = chunk.data_page_offset
             if chunk.dictionary_page_offset is not None:  # 0 if there is none
                 start = min(start, chunk.dictionary_page_offset or start)
-            ranges.append((start, start + chunk.total_compressed_size))
+            ranges.append((start, min(start + chunk.total_compressed_size + more, shard.size)))
         check_expanded(f"{shard.url}: row group {group}", nbytes, sum(end - start for start, end in ranges))
         return ranges
 
@@ -300,6 +320,17 @@ class ParquetRows(Shards):
         return table
 
 
+def check_readable(shard: Shard, metadata: Any, chosen: Sequence[int]) -> None:
+    """Raise ``ValueError`` for an encrypted column: to ask pyarrow for its description would end the process."""
+    try:
+        if not os.path.isfile(shard.key):
+            raise OSError("files with encrypted columns are read from disk only")
+        for group in range(min(metadata.num_row_groups, 1)):
+            _read_row_group(arrow().OSFile(shard.key), metadata, group, chosen)
+    except (arrow().ArrowException, OSError) as error:
+        raise ValueError(f"a column is encrypted; choose others with columns= ({error})") from None
+
+
 def memory_of(chunk: Any) -> int:
     """Return the bytes of a column chunk in memory, as far as its description says."""
     # A column of equal values needs few bytes in a file, and those of its type in memory.
@@ -313,7 +344,9 @@ def _names(shard: Shard) -> list[str]:
 
 def _read_row_group(file: Any, metadata: Any, group: int, chosen: Sequence[int]) -> Any:
     # Its reader takes numbers. The names of `read_row_group` are ambiguous: "a" is a part of "a.b", too.
-    opened = arrow("pyarrow.parquet").ParquetFile(file, metadata=metadata, pre_buffer=False)
+    # INT96 has years that nanoseconds have not, in which they would wrap around.
+    options = {"pre_buffer": False, "coerce_int96_timestamp_unit": "us"}
+    opened = arrow("pyarrow.parquet").ParquetFile(file, metadata=metadata, **options)
     # A column that is nested has several chunks, which are read together.
     step = len(chosen) if any("." in metadata.schema.column(number).path for number in chosen) else TOGETHER
     tables = [

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from aiofeed.common.foreign_names import check_foreign_name
 from aiofeed.kernel.core.validation import check_expanded
-from aiofeed.kernel.sources.file_io import check_path
+from aiofeed.kernel.sources.file_io import Content, check_path
 from aiofeed.objects.reader import ObjectReader, read_ranges
 from aiofeed.objects.requests import ObjectInfo
 from aiofeed.objects.urls import is_remote, redacted, split_url
@@ -68,6 +68,15 @@ class Shard:
     def url(self) -> str:
         """Its URL without credentials, or its path."""
         return self.reader.url(self.key)
+
+    @property
+    def content(self) -> Content | None:
+        """What identifies its contents, once it is open; ``None`` if that is not known."""
+        if self.reader.is_local:
+            return Content(self.url)
+        # Stores of local files and some servers make etags of inode, size and time.
+        etag = (self.info and self.info.etag) or "--"
+        return Content(f"{self.size} {etag}".encode(), kind="etags") if etag.count("-") < 2 else None
 
     def beside(self, key: str) -> Shard:
         """Another object of the same folder."""

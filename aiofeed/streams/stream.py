@@ -155,6 +155,10 @@ class Stream:
         """Return the items of ``ItemNumber``s."""
         return items_of(indices)
 
+    def _measured(self, item: Any) -> Any:
+        """Return the sample of an item, whose length a plan measures."""
+        return item
+
     def first_item(self, item: int) -> int:
         """Return the number of the first item to read for one in the order of the epoch: the start of its group."""
         return item - item % max(self.shuffle_buffer, 1)
@@ -326,9 +330,10 @@ class StreamReader:
     def _read_run(self, block: ItemBlock, count: int, keep: bool) -> bool:
         """Read items until ``count`` are read, the iterable ends, or the reader is closed; return whether all are."""
         append, measure, end = block.items.append, self._measure, self._number + count
+        sample_of = self._stream._measured
         for item in islice(self._iterator, count):
             if keep:
-                append(item if measure is None else (item, measure(self._number, item)))
+                append(item if measure is None else (item, measure(self._number, sample_of(item))))
             self._number += 1
             if self._stopped:
                 return False
@@ -349,7 +354,8 @@ class StreamReader:
                     block.ended = True
                     return block
                 if keep:
-                    block.items.append(item if self._measure is None else (item, self._measure(self._number, item)))
+                    sample_of, measure = self._stream._measured, self._measure
+                    block.items.append(item if measure is None else (item, measure(self._number, sample_of(item))))
                 self._number += 1
             block.snapshot = snapshot
         except BaseException as error:  # noqa: BLE001 - the user's iterable may raise anything; the consumer raises it

@@ -407,6 +407,14 @@ def is_list(kind: Any) -> bool:
     return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
+def example_of(kind: Any) -> Any:
+    """Return an example of values of a type: ``[0]`` if they may be or have lists of numbers, a number or a text."""
+    types = arrow().types
+    if (types.is_nested(kind) or isinstance(kind, arrow().BaseExtensionType)) and not is_encoded(kind):
+        return [0]
+    return 0 if types.is_primitive(kind) else ""
+
+
 def is_encoded(kind: Any) -> bool:
     """Return whether a type is the one of Hugging Face's ``Image`` and ``Audio``: encoded bytes, or a path."""
     types = arrow().types

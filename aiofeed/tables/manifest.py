@@ -20,7 +20,7 @@ from aiofeed.common.foreign_names import check_foreign_name
 from aiofeed.common.unreadable import naming_file
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_callable, check_expanded, check_positive_int, explain_arguments
-from aiofeed.kernel.sources.file_io import MAX_BYTES, ReadRules, check_path, open_file, read_file
+from aiofeed.kernel.sources.file_io import MAX_BYTES, Content, ReadRules, check_path, evenly, open_file, read_file
 from aiofeed.kernel.sources.files import Files, path_of
 from aiofeed.kernel.sources.parts import in_order
 from aiofeed.objects.keys import KeyPacker, PackedKeys
@@ -273,7 +273,9 @@ class Manifest(Files):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(path, str | os.PathLike):
-            raise TypeError(f"Manifest needs the path or URL of a file, got {path!r}; Files takes lists")
+            raise TypeError(
+                f"""Manifest needs the path or URL of a file, got {path!r}; Files takes lists, or frame["path"]"""
+            )
         plain = target is not None and (isinstance(target, str) or not isinstance(target, Sequence))
         targets: list[Any] = [target] if plain else list(target or ())
         ranges = [each for each in (start, end, length) if each is not None]
@@ -347,6 +349,13 @@ class Manifest(Files):
 
         groups = self.paths.by_object(indices)
         return in_order(len(indices), [(places, read_parts([indices[place] for place in places])) for places in groups])
+
+    def content_parts(self) -> list[Content]:
+        """Return some of the files, or parts of them."""
+        if self._objects is not None or self._bounds is None:
+            return super().content_parts()
+        starts, ends = self._bounds
+        return [Content(self.paths[at], int(starts[at]), int(ends[at])) for at in evenly(len(self))]
 
     def fingerprint(self) -> str:
         """Return a hash of all rows: of their keys without the root, their ranges and their targets."""

@@ -13,7 +13,9 @@ import numpy as np
 
 from aiofeed.common.blocking import run_blocking
 from aiofeed.common.mapped import MappedFiles, file_of
+from aiofeed.kernel.engine.fetch.user_errors import pointer_hint
 from aiofeed.kernel.runtime.machine import free_memory
+from aiofeed.kernel.sources.file_io import SAMPLED, Content
 from aiofeed.shards.arrow import arrow
 from aiofeed.shards.urls import ShardFinder
 from aiofeed.tables.columns import Columns, NumberColumn
@@ -110,8 +112,15 @@ class MemoryTable(Table):
 
     def fingerprint(self) -> str:
         """Return a digest of the columns, the number of rows and up to 64 evenly spaced rows."""
+        return self._digest(FINGERPRINT_ROWS)
+
+    def content_parts(self) -> list[Content]:
+        """Return a digest of more rows."""
+        return [Content(self._digest(SAMPLED).encode(), kind="rows")]
+
+    def _digest(self, most: int) -> str:
         digest = hashlib.sha256(f"{self.data} {self._target_columns} {len(self)}".encode())
-        rows = self._row_of(np.linspace(0, len(self) - 1, min(len(self), FINGERPRINT_ROWS)).astype(np.int64))
+        rows = self._row_of(np.linspace(0, len(self) - 1, min(len(self), most)).astype(np.int64))
         for columns in (self._columns, self._targets):
             for name, column in columns.columns.items():
                 digest.update(f"\n{name} {getattr(column, 'dtype', '')}".encode())
@@ -213,4 +222,5 @@ def mapped(path: str) -> Any:
             found.validate()
             return found
         except (arrow().ArrowException, OSError, ValueError) as error:
-            raise ValueError(f"{path}: it is no Arrow file, or a truncated one: {error}") from None
+            reason = f"it is no Arrow file, or a truncated one: {error}{pointer_hint(path)}"
+            raise ValueError(f"{path}: {reason}") from None

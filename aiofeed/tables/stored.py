@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import glob
 import importlib
 import os
 import time
@@ -13,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from aiofeed.kernel.core.types import Traits
+from aiofeed.kernel.sources.file_io import Content
+from aiofeed.shards.arrow import stored_type
 from aiofeed.shards.parquet import ParquetRows, memory_of
 from aiofeed.shards.urls import Shard
 from aiofeed.streams.stream import Stream
-from aiofeed.tables.columns import Columns, GatheredRows, ValueColumn, is_encoded, problem_of, take_rows
+from aiofeed.tables.columns import Columns, GatheredRows, ValueColumn, example_of, is_encoded, problem_of, take_rows
 from aiofeed.tables.table import Table, as_list, check_columns
 
 
@@ -88,7 +91,7 @@ class ParquetTable(ParquetRows, Table):
         for name in self._columns or schemas[0].names:
             kind = schemas[0].field(name).type
             for shard, schema in zip(self._shards, schemas, strict=True):
-                if schema.field(name).type != kind:
+                if stored_type(schema.field(name).type) != stored_type(kind):
                     raise ValueError(
                         f"{shard.url}: column {name!r} has the type {schema.field(name).type}, and {kind} in "
                         f"{self._shards[0].url}"
@@ -126,6 +129,10 @@ class LanceTable(Table):
 
     def _take(self, indices: list[int]) -> list[Any]:
         return self._samples_read(self._dataset.take(indices, columns=self._chosen))
+
+    def content_parts(self) -> list[Content]:
+        """Return the files of a dataset on disk."""
+        return list(map(Content, sorted(glob.glob(f"{glob.escape(self.name)}/data/**/*.lance", recursive=True))))
 
     def fingerprint(self) -> str:
         """Name, version, number of rows and columns of the dataset."""
@@ -170,6 +177,23 @@ class StreamTable(Stream, Table):  # type: ignore[misc]
     def _target(self, index: Any, /) -> Any:
         [row] = Columns.of(index.item.select(as_list(self._target_columns))).rows(np.arange(1))
         return row[self._target_columns] if isinstance(self._target_columns, str) else row
+
+    def _new_order(self, schedule: Any, shard: Any, plan: Any) -> Any:
+        if plan is not None and self._schema is not None and not callable(plan.length):
+            row = {name: example_of(self._schema.field(name).type) for name in self._problems()}
+            plan._length_in(row if self.data is None else row[self.data], 0)
+        return super()._new_order(schedule, shard, plan)
+
+    def _measured(self, item: Any) -> Any:
+        """Return the sample of a row; the row itself is a table.
+
+        Raises:
+            ValueError: It is null.
+        """
+        [sample] = self._samples_read(item)
+        if isinstance(sample, Exception):
+            raise sample
+        return sample
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Return the rows of ``ItemNumber``s."""

@@ -19,7 +19,7 @@ from aiofeed.kernel.core.types import Gathered
 from aiofeed.kernel.sources.parts import Parts
 from aiofeed.objects.reader import GAP_BYTES, run_all
 from aiofeed.shards.base import RecentParts, Shards
-from aiofeed.shards.parquet import ParquetRows, leaves
+from aiofeed.shards.parquet import ParquetRows, check_readable, leaves
 from aiofeed.shards.urls import Shard, ShardFinder
 from aiofeed.tables.columns import is_list
 from aiofeed.tables.memory import mapped
@@ -106,6 +106,7 @@ class RemoteTokens(Tokens, ParquetRows):
     looks_ahead: bool = True
     read_now: None = None  # type: ignore[assignment]
     read: Any = Shards.read
+    content_parts: Any = Shards.content_parts
 
     def _open(self, files: list[tuple[Any, str, int]], vocab: int | None = None) -> None:
         """Find and open the objects, each with the dtype of raw tokens and the stride."""
@@ -166,10 +167,12 @@ class RemoteTokens(Tokens, ParquetRows):
     async def _open_lists(self, shard: Shard, given: TokenObject, column: str, head: bytes) -> TokenObject:
         lists: Any
         if head.startswith(b"PAR1"):
-            lists, counts = await self._footer(shard), []
+            (lists, signed), counts = await self._footer(shard), []
             dtype = dtype_of(lists.schema.to_arrow_schema(), column)
             shard.extra = replace(given, metadata=lists)
             [leaf] = leaves(lists, [column])
+            if signed:
+                check_readable(shard, lists, [leaf])
             for number in range(lists.num_row_groups):
                 chunk = lists.row_group(number).column(leaf)
                 found = chunk.statistics

@@ -50,6 +50,7 @@ OTHER_FORMATS = {
     b"PK\x03\x04": "a zip file, such as .npz or that of torch.save",
     b"\x80\x04\x95": "a pickle",
     b"\x80\x05\x95": "a pickle",
+    b"version https://git-lfs": "a pointer of Git LFS, which `git lfs pull` replaces by its contents",
     b"PAR1": "a Parquet file, of which column= names the lists of tokens",
     b"ARROW1\0\0": "an Arrow file, of which column= names the lists of tokens",
     b"\x89HDF": "an HDF5 file",

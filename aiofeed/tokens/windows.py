@@ -22,7 +22,7 @@ from aiofeed.kernel.core.validation import check_bool, check_positive_int, expla
 from aiofeed.kernel.runtime.buffers import HostBufferPool, array
 from aiofeed.kernel.runtime.machine import free_memory
 from aiofeed.kernel.sampling.schedule import fingerprint
-from aiofeed.kernel.sources.file_io import check_path
+from aiofeed.kernel.sources.file_io import Content, check_path
 from aiofeed.kernel.sources.subset import IndexedSource, Indices
 from aiofeed.objects.urls import is_remote, redacted, split_url
 from aiofeed.tokens.formats import CHECKED_BYTES, DTYPES, DefaultDtype, TokenLayout, check_vocab, layout_of
@@ -191,6 +191,11 @@ class Tokens(IndexedSource):
         """Return the number of windows and some of their keys, as for files without a fingerprint of their own."""
         name = "Tokens" if self._column is None else f"Tokens {self._column}"
         return fingerprint(name, len(self), self.key)
+
+    def content_parts(self) -> list[Content]:
+        """Return the dtypes of the tokens, and the files."""
+        dtypes = ",".join([tokens.dtype.str for tokens in self.arrays])
+        return [Content(dtypes.encode()), *(Content(str(path)) for path, *_ in self._files)]
 
     def key(self, index: int, /) -> str:
         """Return the file and the tokens of a window, as in ``train.bin[2048:3072]``."""

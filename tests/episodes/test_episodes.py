@@ -220,6 +220,8 @@ CONTAINERS: dict[str, Callable[[], bytes]] = {
     "cut in a group with frames in another order": lambda: cut(video(40, bf="2"), Fraction(15, 25)),
     "ends earlier": lambda: shortened(video(40, **SMALL)),
     "intra refresh": lambda: video(40, bf="0", **{"x264-params": "intra-refresh=1:keyint=10:scenecut=0"}),
+    "open groups": lambda: video(40, **{"x264-params": "open-gop=1:keyint=12:min-keyint=12:scenecut=0:bframes=3"}),
+    "MPEG-4 with B-frames": lambda: video(40, codec="mpeg4", bf="2"),
     "colours of the container": lambda: coloured(),
     "bytes behind a packet": lambda: video(24, codec="mpeg4", qmin="2", qmax="2"),
 }
@@ -521,7 +523,7 @@ def test_features_that_are_not_used_may_be_of_any_kind(copied: Path, feature: di
 def test_inconsistent_data_sets_are_refused(copied: Path) -> None:
     """Other numbers of rows or episodes than described, other versions and missing files are named."""
     change_episodes(copied, "length", lambda values: [values[0] + 1, *values[1:]])
-    with pytest.raises(ValueError, match=r"file-000.parquet: it has \d+ rows, and its \d+ episodes have"):
+    with pytest.raises(ValueError, match=r"file-000.parquet: episode 0 has \d+ rows, and its length is"):
         Episodes(copied)
     info = json.loads((copied / "meta/info.json").read_text())
     for change, message in (({"total_episodes": 7}, "describes 6 episodes"), ({"codebase_version": "v1.6"}, "v1.6")):
@@ -541,6 +543,52 @@ def replaced(table: pa.Table, name: str, values: Any) -> pa.Table:
     return table.set_column(table.column_names.index(name), name, pa.array(values))
 
 
+def features_of(action: list[int]) -> dict[str, Any]:
+    names = ("frame_index", "episode_index", "index", "task_index")
+    numbers = {name: {"dtype": "int64", "shape": [1]} for name in names}
+    one = {"dtype": "float32", "shape": [1]}
+    return {"action": {"dtype": "float32", "shape": action}, "timestamp": one, **numbers}
+
+
+def rows_of(episodes: list[int], length: int, step: float) -> pa.Table:
+    """Rows whose action says which episode and frame they are."""
+    episode, frame = np.repeat(episodes, length), np.tile(np.arange(length), len(episodes))
+    columns = {"action": (step * episode + frame).astype(np.float32), "timestamp": (frame / 10).astype(np.float32)}
+    return pa.table(
+        {**columns, "frame_index": frame, "episode_index": episode, "index": frame, "task_index": 0 * frame}
+    )
+
+
+def write_rows_in_files(root: Path, files: list[int], described: list[int], length: int = 5) -> None:
+    """Write a data set of version 3.0 with the rows of each episode in one of two files, and what meta says of them."""
+    info = {"codebase_version": "v3.0", "fps": 10, "features": features_of([1]), "total_episodes": 3}
+    info["data_path"] = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+    for folder in ("meta/episodes/chunk-000", "data/chunk-000"):
+        (root / folder).mkdir(parents=True)
+    (root / "meta/info.json").write_text(json.dumps(info))
+    for number in (0, 1):
+        within = [episode for episode in range(3) if files[episode] == number]
+        parquet.write_table(rows_of(within, length, 100.0), root / f"data/chunk-000/file-{number:03d}.parquet")
+    places = {"data/chunk_index": [0] * 3, "data/file_index": described}
+    episodes = pa.table({"episode_index": [0, 1, 2], "length": [length] * 3, **places})
+    parquet.write_table(episodes, root / "meta/episodes/chunk-000/file-000.parquet")
+    parquet.write_table(pa.table({"task_index": [0], "task": ["push"]}), root / "meta/tasks.parquet")
+
+
+def write_version_2(root: Path, version: str) -> None:
+    """Write a data set of two episodes of three rows."""
+    info = {"codebase_version": version, "fps": 10, "features": features_of([1]), "total_episodes": 2}
+    info["data_path"] = "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
+    for folder in ("meta", "data/chunk-000"):
+        (root / folder).mkdir(parents=True)
+    (root / "meta/info.json").write_text(json.dumps(info))
+    lines = [json.dumps({"episode_index": episode, "tasks": ["push"], "length": 3}) for episode in (0, 1)]
+    (root / "meta/episodes.jsonl").write_text("\n".join(lines))
+    (root / "meta/tasks.jsonl").write_text(json.dumps({"task_index": 0, "task": "push"}))
+    for episode in (0, 1):
+        parquet.write_table(rows_of([episode], 3, 10.0), root / f"data/chunk-000/episode_{episode:06d}.parquet")
+
+
 OTHER_ROWS: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
     "wider": (
         lambda t: replaced(t, "action", [[0.0] * 4] * len(t)),
@@ -548,13 +596,14 @@ OTHER_ROWS: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
     ),
     "narrower": (lambda t: replaced(t, "action", [0.0] * len(t)), "column 'action' has"),
     "fractions": (lambda t: replaced(t, "index", np.arange(len(t)) + 0.5), "column 'index' has float64"),
-    "another order": (
-        lambda t: t.take(np.arange(len(t))[::-1].copy()),
-        "'episode_index', its rows are in another order",
+    "a row twice": (
+        lambda t: t.take(np.r_[1, 1, 2 : len(t)]),
+        "'frame_index' lacks the number of a row, or has one twice",
     ),
-    "rows of an episode in another order": (
-        lambda t: t.take(np.r_[1, 0, 2 : len(t)]),
-        "'frame_index', its rows are in another order",
+    "a row missing": (lambda t: t.slice(1), "file-000.parquet: episode 0 has"),
+    "rows of another episode": (
+        lambda t: replaced(t, "episode_index", np.zeros(len(t), np.int64)),
+        "file-000.parquet: episode 0 has",
     ),
     "another rate": (
         lambda t: replaced(t, "timestamp", np.array(t["timestamp"]) / 3),
@@ -580,6 +629,40 @@ def test_rows_that_contradict_the_description_are_refused(copied: Path, name: st
     assert str(copied) in str(raised.value)
     for advice in ("columns=", "collate_fn=", "data="):
         assert advice not in str(raised.value)
+
+
+@pytest.mark.parametrize("order", ["reversed", "shuffled", "two rows"])
+def test_rows_are_found_by_their_episode_and_frame(copied: Path, order: str) -> None:
+    """The order of the rows in a file does not matter."""
+    wanted = [Episodes(copied)[at] for at in range(len(Episodes(copied)))]
+    orders = {"reversed": lambda n: np.arange(n)[::-1].copy(), "two rows": lambda n: np.r_[1, 0, 2:n]}
+    orders["shuffled"] = lambda n: np.random.default_rng(0).permutation(n)
+    change_rows(copied, lambda t: t.take(orders[order](len(t))))
+    source = Episodes(copied)
+    assert all(
+        torch.equal(source[at][name], each[name]) for at, each in enumerate(wanted) for name in ("action", "index")
+    )
+
+
+@pytest.mark.parametrize("described", [[0, 1, 0], [0, 0, 1], [1, 0, 0]], ids=["in turns", "one before", "swapped"])
+@pytest.mark.parametrize("episodes", [None, [1], [0, 2], [2, 1]])
+def test_episodes_are_found_in_any_file_of_rows(
+    tmp_path: Path, described: list[int], episodes: list[int] | None
+) -> None:
+    """Rows belong to the episode that they name, in whichever file, also if the description names another one."""
+    files = [0, 1, 0] if described == [0, 1, 0] else [0, 1, 1]
+    write_rows_in_files(tmp_path, files, described)
+    source = Episodes(tmp_path, {"action": [0.0]}, episodes=episodes)
+    got = [source[at]["action"].reshape(-1)[0].item() for at in range(len(source))]
+    assert got == [100.0 * episode + row for episode in sorted(episodes or range(3)) for row in range(5)]
+
+
+@pytest.mark.parametrize("version", ["v2.0", "v2.1"])
+def test_version_2_0_is_read_as_2_1(tmp_path: Path, version: str) -> None:
+    """They differ in statistics only, which Episodes computes."""
+    write_version_2(tmp_path, version)
+    source = Episodes(tmp_path)
+    assert [source[at]["action"].item() for at in range(len(source))] == [0.0, 1.0, 2.0, 10.0, 11.0, 12.0]
 
 
 def test_episodes_are_described_in_the_order_of_their_numbers(copied: Path) -> None:
@@ -659,6 +742,16 @@ def damaged(name: str, data: bytes, seed: int) -> bytes:
     """A damaged copy: of a video the header."""
     start = max(data.find(b"moov"), 0)
     return data[:start] + mutated(data[start:], seed, text="json" in name)
+
+
+@pytest.mark.parametrize("bf", ["1", "2"])
+def test_packets_of_two_frames_are_refused(bf: str, tmp_path: Path) -> None:
+    """Frames of packets that DivX has packed have the timestamps of others: an error, and no other frame."""
+    frames = data_set(tmp_path / "set", video(40, packed=True, bf=bf))
+    for source in (Episodes(tmp_path / "set"), Episodes(tmp_path / "set").sharing_frames()):
+        for at in range(1, len(frames)):
+            with pytest.raises(ValueError, match=r"0\.mp4: packets of the video have two frames.*encode it again"):
+                _ = source[at]
 
 
 @pytest.mark.parametrize("container", ["mpegts", "matroska", "avi"])

@@ -14,6 +14,7 @@ import resource
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ import psutil
 import pytest
 import torch
 import torch.utils.data as torch_data
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, RandomSampler, Subset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from aiofeed import DataLoader, FailurePolicy, Feeder, FeedError, HostCache
-from aiofeed.errors import IteratorClosedError, WorkerDiedError
+from aiofeed.errors import IteratorClosedError, TooManyFailures, WorkerDiedError
 from tests.support.fork_server import ForkServer
 from tests.support.interrupts import Interrupt
 from tests.support.loader_parts import Plain, Random, same, seed_all, without_none
@@ -233,6 +234,130 @@ def test_endless_samplers_over_a_feeder(monkeypatch: pytest.MonkeyPatch, options
         resumed = DataLoader(Plain(20), **options)
         resumed.load_state_dict(loader.state_dict())
         assert same(list(itertools.islice(resumed, 12 - taken)), expected[taken:])
+
+
+class Long(Endless):
+    """An endless sampler that counts what is read, and says that it has a length, or raises."""
+
+    def __init__(self, batches: bool, length: Any) -> None:
+        super().__init__(batches)
+        self.length, self.read = length, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in super().__iter__():
+            self.read += 1
+            yield each
+
+    def __len__(self) -> int:
+        if isinstance(self.length, int):
+            return self.length
+        raise self.length("not known before they are made")
+
+
+LENGTHS = [10**10, 2000, ValueError, NotImplementedError, RuntimeError]
+
+
+@pytest.mark.parametrize("kind", ["sampler", "batch_sampler"])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(
+    "options",
+    [{"threads": 2}, {"cache": "host"}, {"on_error": "skip"}, {"engine": "process:1"}, {}, {"num_workers": 1}],
+)
+@pytest.mark.usefixtures("forked_workers")
+def test_a_long_sampler_is_read_as_it_goes(options: dict[str, Any], length: Any, kind: str) -> None:
+    """The first batch comes after a few batches of the sampler were read; batches are torch's, also after a resume."""
+    is_batches = kind == "batch_sampler"
+    sampled: Any = {kind: Endless(is_batches)}
+    expected = list(itertools.islice(torch_data.DataLoader(Plain(20), **sampled), 70))
+    sampler = Long(is_batches, length)
+    loader = DataLoader(Plain(20), **{kind: sampler}, **options)  # type: ignore[arg-type]
+    batches = iter(loader)
+    assert same([next(batches)], expected[:1])
+    assert sampler.read <= 64
+    assert same(list(itertools.islice(batches, 66)), expected[1:67])
+    resumed = DataLoader(Plain(20), **{kind: Long(is_batches, length)}, **options)  # type: ignore[arg-type]
+    resumed.load_state_dict(loader.state_dict())
+    del batches
+    assert same(list(itertools.islice(resumed, 3)), expected[67:])
+
+
+class GlobalNumbers:
+    """A sampler without a length that draws each index from torch's global generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield int(torch.randint(20, ()))
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2, 3, 5, 6, 7, 12])
+@pytest.mark.parametrize("kind", ["own generator", "global generator"])
+def test_generators_of_long_samplers_are_resumed(monkeypatch: pytest.MonkeyPatch, kind: str, taken: int) -> None:
+    """A sampler that draws while it is read goes on exactly, wherever in a part the state was saved."""
+    monkeypatch.setattr("aiofeed.loader.dataloader._PART_BATCHES", 3)
+
+    def new_loader(seed: int) -> DataLoader[Any]:
+        torch.manual_seed(seed)
+        own = RandomSampler(range(20), True, 10**10, torch.Generator().manual_seed(seed))  # type: ignore[arg-type]
+        return DataLoader(Plain(20), 40, sampler=own if kind == "own generator" else GlobalNumbers(), threads=1)
+
+    expected = list(itertools.islice(new_loader(0), 20))
+    loader = new_loader(0)
+    batches = iter(loader)
+    assert same(list(itertools.islice(batches, taken)), expected[:taken])
+    state = loader.state_dict()
+    resumed = new_loader(1)
+    resumed.load_state_dict(state)
+    assert same(list(itertools.islice(resumed, 20 - taken)), expected[taken:])
+
+
+class InterruptedOnce:
+    """A batch sampler that Ctrl-C interrupts once, at its eighth batch, and that goes on."""
+
+    def __init__(self) -> None:
+        self.number, self.interrupts = -1, 1
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        if self.number == 6 and self.interrupts:
+            self.interrupts = 0
+            raise KeyboardInterrupt
+        self.number += 1
+        return [self.number % 20]
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_ctrl_c_in_a_later_part_loses_no_batch(monkeypatch: pytest.MonkeyPatch, goes_on: bool) -> None:
+    """If a sampler is interrupted, the next call goes on with the same batch, or says that it cannot."""
+    monkeypatch.setattr("aiofeed.loader.dataloader._PART_BATCHES", 3)
+
+    def generated() -> Iterator[list[int]]:
+        yield from ([number] for number in range(7))
+        raise KeyboardInterrupt
+
+    batches = iter(DataLoader(Plain(20), batch_sampler=InterruptedOnce() if goes_on else generated(), threads=1))
+    expected = list(itertools.islice(torch_data.DataLoader(Plain(20)), 12))
+    assert same(list(itertools.islice(batches, 6)), expected[:6])
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    if goes_on:
+        assert same(list(itertools.islice(batches, 6)), expected[6:])
+    else:
+        assert same([next(batches)], expected[6:7])
+        with pytest.raises(FeedError, match="the sampler was interrupted at batch 7"):
+            next(batches)
+
+
+def test_failures_count_in_all_parts_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epoch of several parts has one ``max_failures``."""
+    monkeypatch.setattr("aiofeed.loader.dataloader._PART_BATCHES", 3)
+    failing = Failing((1, 4, 7, 10, 13))
+    for most, fails in ((4, True), (5, False)):
+        policy = FailurePolicy("skip", max_failures=most)
+        loader = DataLoader(failing, 2, sampler=(each for each in range(20)), threads=1, on_error=policy)
+        with pytest.raises(TooManyFailures, match="5 samples failed") if fails else nullcontext():
+            assert len(list(loader)) == 10
 
 
 def test_an_error_ends_the_epoch_of_an_endless_sampler(monkeypatch: pytest.MonkeyPatch) -> None:

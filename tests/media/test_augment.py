@@ -135,6 +135,7 @@ def own_pair(sample: dict[str, torch.Tensor], rng: torch.Generator) -> dict[str,
         "boxes": sample["boxes"] - corner.repeat(2),
         "keypoints": sample["keypoints"] - corner,
         "labels": sample["labels"],
+        **({"masks": sample["masks"][:, upper : upper + 40, left : left + 60]} if "masks" in sample else {}),
     }
 
 
@@ -143,9 +144,15 @@ def test_masks_boxes_and_keypoints_are_augmented_along(case: Callable[[], Any]) 
     """After an augmentation that crops, boxes, labels and keypoints are those of the mask."""
     decoder = DecodePair(DecodeImage((60, 80), flip=True), augment=case())
     kept = set()
+    objects = np.zeros((2, 60, 80), bool)
+    objects[0], objects[1, :10, :10] = MASK > 0, True
+    target = {**TARGET, "masks": objects}
     for seed in range(30):
-        sample = decoder(FILES, rng=rng(seed), target=TARGET)
-        again = decoder(FILES, rng=rng(seed), target=TARGET)
+        sample = decoder(FILES, rng=rng(seed), target=target)
+        again = decoder(FILES, rng=rng(seed), target=target)
+        assert sample["masks"].dtype == torch.bool
+        assert torch.equal(sample["masks"][0], sample["mask"] > 0)
+        assert sample["masks"][1:].any(dim=(1, 2)).all()
         assert all(torch.equal(sample[name], again[name]) for name in sample)
         assert sample["image"].shape == (3, 40, 60)
         assert sample["image"].dtype == torch.float32
@@ -153,15 +160,16 @@ def test_masks_boxes_and_keypoints_are_augmented_along(case: Callable[[], Any]) 
         shown = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
         assert np.allclose(sample["boxes"][0], shown, atol=1e-3)
         assert sample["labels"].tolist() in ([5, 6], [5])
-        assert len(sample["boxes"]) == len(sample["labels"]) == len(sample["keypoints"])
+        assert len(sample["boxes"]) == len(sample["labels"]) == len(sample["keypoints"]) == len(sample["masks"])
         x, y, visible = sample["keypoints"][0, 0].tolist()
         if visible:
             assert min(abs(x - shown[0]), abs(x - shown[2])) <= 1.001
             assert abs(y - shown[1]) <= 1.001
         kept.add(len(sample["labels"]))
     assert kept == {1, 2}
-    empty = decoder(FILES, rng=rng(0), target={"boxes": [], "labels": [], "keypoints": np.zeros((0, 1, 2))})
-    assert (list(empty["boxes"].shape), len(empty["labels"])) == ([0, 4], 0)
+    nothing = {"boxes": [], "labels": [], "keypoints": np.zeros((0, 1, 2)), "masks": []}
+    empty = decoder(FILES, rng=rng(0), target=nothing)
+    assert (list(empty["boxes"].shape), len(empty["labels"]), list(empty["masks"].shape)) == ([0, 4], 0, [0, 40, 60])
 
 
 def test_a_transform_gets_boxes_of_the_crop_only() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -30,6 +31,7 @@ pytest.importorskip("av")
 # `make test-long` sets this.
 EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "600")) // 20
 SIZE = (24, WIDTH)
+OPEN = {"x264-params": "open-gop=1:keyint=12:min-keyint=12:scenecut=0:bframes=3"}
 KINDS: dict[str, dict[str, Any]] = {
     "mp4": {},
     "one key frame": {"key_every": 250},
@@ -38,6 +40,23 @@ KINDS: dict[str, dict[str, Any]] = {
     "mkv": {"container": "matroska"},
     "ts": {"container": "mpegts"},
     "avi": {"container": "avi", "codec": "mpeg4", "bf": "2"},
+    "avi of H.264": {"container": "avi"},
+    "packed B-frames": {"packed": True, "bf": "1", "container": "avi"},
+    "packed B-frames, two": {"packed": True, "bf": "2", "container": "avi"},
+    "H.264 copied to mkv": {"container": "matroska", "copied": True},
+    "MPEG-4 copied to mp4": {"codec": "mpeg4", "bf": "2", "copied": True},
+    "packed B-frames in mp4": {"packed": True, "bf": "2", "container": "mp4"},
+    "program stream": {"container": "mpeg", "codec": "mpeg1video"},
+    "program stream with B-frames": {"container": "vob", "codec": "mpeg2video", "bf": "2"},
+    "program stream of H.264": {"container": "vob"},
+    "ts of MPEG-2": {"container": "mpegts", "codec": "mpeg2video", "bf": "2"},
+    "ts with open groups": {"container": "mpegts", **OPEN},
+    "mp4 with open groups": OPEN,
+    "intra refresh": {"x264-params": "intra-refresh=1:keyint=12"},
+    "mkv without cues": {"container": "matroska", "container_options": {"live": "1"}},
+    "H.264 without container": {"container": "h264"},
+    "MPEG-1 without container": {"container": "mpeg1video", "codec": "mpeg1video", "bf": "2"},
+    "flv": {"container": "flv"},
     "h265": {"codec": "libx265", "x265-params": "log-level=none"},
     "vp9": {"container": "webm", "codec": "libvpx-vp9", "deadline": "realtime", "cpu-used": "8"},
 }
@@ -96,6 +115,17 @@ def test_the_frames_of_every_clip_are_those_of_the_video(kind: str) -> None:
         assert [numbers_in(clip) for clip in found] == [
             [start + stride * i for i in range(frames)] for start in range(last + 1)
         ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_clip_after_a_seek_is_that_of_the_video(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clip alone, at the end of a video, has the frames that it has among all clips."""
+    data, decoder = video(**KINDS[kind]), ClipDecoder(2, 3, 1, SIZE)
+    out = np.empty(decoder.row.shape, np.uint8)
+    for start in (*range(0, 57, 5), 30, 7):
+        monkeypatch.setattr(ClipDecoder, "_starts", lambda *_, start=start: np.array([start]))
+        decoder.decode_into(data, out)
+        assert numbers_in(out[0]) == [start, start + 3]
 
 
 def test_clips_of_a_video_are_in_the_middle_of_equal_parts(mp4: bytes) -> None:
@@ -305,21 +335,50 @@ def test_the_clips_of_a_video_share_one_open_file(mp4: bytes, monkeypatch: pytes
 
 def test_runs_seek_where_that_decodes_fewer_frames() -> None:
     """A run ends where the key frame before the next frame is further than a seek costs."""
-    index = VideoIndex(np.arange(0, 600, 10), np.arange(0, 60, 12))
-    assert list(index.runs(np.array([13, 14, 22, 25]))) == [(120, [130, 140, 220, 250])]
-    assert list(index.runs(np.array([2, 30, 59]))) == [(0, [20]), (240, [300]), (480, [590])]
-    late = VideoIndex(np.arange(10), np.array([3]))  # begins without a key frame
-    assert list(late.runs(np.array([1]))) == [(3, [1])]
+    order = np.arange(60)
+    index = VideoIndex(order, order // 12 * 12, order, order, {}, skips=True)
+
+    def runs(*wanted: int) -> list[tuple[int, list[int]]]:
+        return [(key, frames.tolist()) for key, frames in index.runs(np.array(wanted))]
+
+    assert runs(13, 14, 22, 25) == [(12, [13, 14, 22, 25])]
+    assert runs(2, 30, 59) == [(0, [2]), (24, [30]), (48, [59])]
 
 
-def test_a_seek_that_leads_too_far_is_made_good(mp4: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If no frame is found after a seek, the video is decoded from its start."""
+@pytest.mark.parametrize("there", ["too far", "refused", "a packet is lost"])
+def test_a_seek_that_leads_elsewhere_is_made_good(there: str, mp4: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the packets after a seek are not those of the index, the video is read from its start."""
+    open_media, opened = clips.open_media, []
 
-    def too_far(index: VideoIndex, wanted: Any) -> Any:
-        yield int(index.timestamps[48]), index.timestamps[wanted].tolist()
+    class Elsewhere:
+        def __init__(self, container: Any) -> None:
+            self.container, self.sought = container, False
 
-    monkeypatch.setattr(VideoIndex, "runs", too_far)
-    assert numbers_in(decode(mp4, 3, 10, 1, SIZE)[0]) == [20, 30, 40]
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.container, name)
+
+        def seek(self, offset: int, *, stream: Any) -> None:
+            if there == "refused":
+                raise import_av().FFmpegError(1, "Operation not permitted")
+            self.sought = True
+            self.container.seek(48 * 512 if there == "too far" else offset, stream=stream)
+
+        def demux(self, stream: Any) -> Any:
+            for number, packet in enumerate(self.container.demux(stream)):
+                if not (self.sought and there == "a packet is lost" and number == 1):
+                    yield packet
+
+    @contextlib.contextmanager
+    def new_file(*arguments: Any) -> Any:
+        opened.append(arguments)
+        with open_media(*arguments) as (container, stream):
+            yield (Elsewhere(container) if len(opened) == 1 else container), stream
+
+    monkeypatch.setattr(clips, "open_media", new_file)
+    out = np.empty((1, 3, 3, *SIZE), np.uint8)
+    ClipDecoder(3, 3, 1, SIZE).decode_into(mp4, out)
+    assert numbers_in(out[0]) == [27, 30, 33]
+    assert len(opened) == 2
 
 
 def test_a_decoder_is_pickled_without_its_indexes(mp4: bytes) -> None:
@@ -442,10 +501,6 @@ def bad_file(kind: str) -> bytes:
             return data[: data.index(b"movi") + 4]
         case "no video":
             return sound(np.zeros((1, 100), np.float32), 8000)
-        case "no timestamps":
-            return video(container="h264")
-        case "wrong timestamps":
-            return video(container="avi")
         case _:
             start = header_first.index(b"mdat") + 4
             return header_first[:start] + bytes(len(header_first) - start)
@@ -459,8 +514,6 @@ BAD = {
     "truncated mkv": r"truncated: its header states 2\.4 seconds, and it has [0-9.]+",
     "no frames": "the video has no frames",
     "no video": "no video stream; it has audio",
-    "no timestamps": "no timestamps: put it into a container, such as MP4",
-    "wrong timestamps": "timestamps of the video are wrong",
     "zeros": "damaged",
 }
 

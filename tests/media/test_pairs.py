@@ -127,6 +127,128 @@ def test_boxes_outside_the_crop_are_dropped_with_their_labels() -> None:
     assert least["labels"] == ["cut", "thin"]
 
 
+@pytest.mark.parametrize("form", [np.asarray, torch.as_tensor, list, lambda masks: Mask(torch.as_tensor(masks))])
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int64"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_masks_of_objects_move_with_their_boxes(form: Any, dtype: str, cached: bool) -> None:
+    """Each box surrounds its own mask after crop and flip, also of a cached sample; masks of dropped boxes go, too."""
+    objects = np.zeros((3, 90, 120), dtype)
+    target = {"boxes": [[30, 20, 80, 70], [0, 0, 30, 25], [90, 50, 120, 90]], "labels": [4, 5, 6]}
+    for mask, (left, upper, right, lower) in zip(objects, target["boxes"], strict=True):
+        mask[upper:lower, left:right] = 1
+    decode = DecodePair(DecodeImage(64, **RANDOM))
+    data = jpeg(ramps(120, 90))
+    stored, counts = decode.decode_cached(data), set()
+    for seed in range(30):
+        given: Any = {"target": {**target, "masks": form(objects)}, "rng": rng(seed)}
+        sample = decode.augment_cached(stored, **given) if cached else decode(data, **given)
+        masks = sample["masks"]
+        assert (masks.dtype, masks.shape) == (getattr(torch, dtype), (len(sample["boxes"]), 64, 64))
+        counts.add(len(masks))
+        for mask, box in zip(masks.numpy(), sample["boxes"], strict=True):
+            rows, columns = np.nonzero(mask)
+            assert np.allclose(box, [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1], atol=1.01)
+    assert len(counts) > 1
+
+
+def test_masks_without_boxes_or_objects() -> None:
+    """Masks move without boxes, too; an image without objects has none, [0, H, W]."""
+    mask = np.zeros((1, 30, 40), np.uint8)
+    mask[:, :, :10] = 1
+    decode = DecodePair(DecodeImage((15, 20), flip=True))
+    shown = {tuple(decode(jpeg(ramps(40, 30)), rng=rng(seed), target={"masks": mask})["masks"][0, 0].tolist())
+             for seed in range(20)}  # fmt: skip
+    assert shown == {(1,) * 5 + (0,) * 15, (0,) * 15 + (1,) * 5}
+    for none in ([], torch.zeros((0, 30, 40), dtype=torch.uint8)):
+        sample = decode(jpeg(ramps(40, 30)), rng=rng(1), target={"boxes": [], "masks": none})
+        assert (sample["masks"].shape, sample["masks"].dtype) == ((0, 15, 20), torch.uint8)
+
+
+class BoundingBoxes(torch.Tensor):
+    """A class of `torchvision.tv_tensors`, by its name."""
+
+
+class Mask(torch.Tensor):
+    """Another."""
+
+
+POLYGON = [10.0, 2.0, 30.0, 2.0, 30.0, 20.0]
+BOX_2 = {"boxes": [[3, 4, 30, 20], [0, 0, 9, 9]]}
+PLACES: list[dict[str, Any]] = [
+    {"segmentation": [[POLYGON], [POLYGON, POLYGON[:4]]]},
+    {"segmentation": [[POLYGON], [POLYGON]]},
+    {"segmentation": {"counts": b"x", "size": [30, 40]}},
+    {"regions": [{"counts": "x", "size": [30, 40]}]},
+    {"annotations": [{"id": 3, "bbox": [3, 4, 27, 16]}]},
+    {"object": {"xmin": 3, "ymin": 4}},
+    {"bbox": [3, 4, 27, 16]},
+    {"bbox": [[3, 4, 27, 16]]},
+    {"gt_bboxes": torch.zeros(3, 4)},
+    {"proposals": torch.rand(5, 4)},
+    {"centers": np.zeros((2, 2))},
+    {"landmarks": np.zeros((2, 5, 3))},
+    {"depth": np.zeros((30, 40), np.float32)},
+    {"instances": np.zeros((2, 30, 40), bool)},
+    {"semantic": Mask(torch.zeros(30, 40))},
+    {"others": BoundingBoxes(torch.zeros(2, 4))},
+    {"picture": Image.new("RGB", (40, 30))},
+]
+
+
+@pytest.mark.parametrize("target", PLACES, ids=lambda target: next(iter(target)))
+def test_places_that_do_not_move_are_refused(target: dict[str, Any]) -> None:
+    """An entry that looks like places in the picture is refused by name, with boxes and without, and as the target."""
+    decode = DecodePair(DecodeImage(16))
+    for whole in (target, BOX_2 | target):
+        with pytest.raises(ValueError, match=f'"{next(iter(target))}" of the target looks like places'):
+            decode(jpeg(ramps(40, 30)), target=whole)
+    with pytest.raises(ValueError, match='"segmentation" of the target looks like places'):
+        DecodePair(DecodeImage(16), labels=["segmentation"])(jpeg(ramps(40, 30)), target=BOX_2 | PLACES[1])
+
+
+@pytest.mark.parametrize("target", [[{"bbox": [3, 4, 5, 6]}], torch.rand(3, 4), BoundingBoxes(torch.zeros(2, 4))])
+def test_a_target_of_places_is_refused(target: Any) -> None:
+    """A target that is no dict stays where it is, so it cannot be boxes."""
+    with pytest.raises(ValueError, match="looks like places in the picture"):
+        DecodePair(DecodeImage(16))(jpeg(ramps(40, 30)), target=target)
+
+
+OTHERS: dict[str, Any] = {
+    "image_id": torch.tensor([7]),
+    "size": [30, 40],
+    "file_name": "box.jpg",
+    "caption": ["a", "b", "c"],
+    "classes": np.eye(3),
+    "has_boxes": True,
+    "num_keypoints": 3,
+    "box_names": ["left"],
+    "camera": {"pose": np.eye(4)},
+}
+
+
+def test_entries_without_places_are_unchanged() -> None:
+    """What has no places stays as it is, whether boxes are dropped or not."""
+    decode = DecodePair(DecodeImage(16))
+    for boxes in ([[0, 0, 30, 20]], [[0, 0, 1, 1], [5, 0, 30, 20]]):
+        sample = decode(jpeg(ramps(40, 30)), target=OTHERS | {"boxes": boxes})
+        assert len(sample["boxes"]) == 1
+        assert {name: id(sample[name]) for name in OTHERS} == {name: id(value) for name, value in OTHERS.items()}
+
+
+@pytest.mark.parametrize("names", [["a", "b"], np.arange(2), torch.rand(2, 8), range(2)])
+def test_one_item_per_box_must_be_named_if_a_box_is_dropped(names: Any) -> None:
+    """An entry with as many items as boxes is refused if boxes were dropped, until `labels` says what it is."""
+    target = BOX_2 | {"names": names, "scores": [0.5, 0.75], "labels": [1, 2]}
+    assert len(DecodePair(DecodeImage((30, 40)))(jpeg(ramps(40, 30)), target=target)["names"]) == 2
+    few = DecodeImage((3, 40))
+    with pytest.raises(ValueError, match=r"\"names\" of the target has 2 items.*'iscrowd', 'names'\)"):
+        DecodePair(few)(jpeg(ramps(40, 30)), target=target)
+    sample = DecodePair(few, labels=("labels", "scores", "names"))(jpeg(ramps(40, 30)), target=target)
+    assert sample["labels"].tolist() == [1]
+    assert sample["scores"].tolist() == [0.5]
+    assert len(sample["names"]) == 1
+
+
 def test_a_mirrored_image_exchanges_left_and_right_keypoints() -> None:
     """`flip_pairs` exchanges keypoints in mirrored images only."""
     target = {"keypoints": [[[10, 5], [30, 5], [20, 8]]]}
@@ -243,6 +365,10 @@ BAD_TARGETS: list[tuple[dict[str, Any], str]] = [
     ({"boxes": [[0, 0, 5, 5]], "area": 25}, r'"area" of the target must have one item per box, 1 in all, got 25'),
     ({"boxes": [], "keypoints": [[[1, 2]]]}, '"keypoints" of the target has 1 items'),
     ({"keypoints": [[1, 2]]}, r"must be \[N, K, 2\] or \[N, K, 3\], got \[1, 2\]"),
+    ({"boxes": [], "masks": np.zeros((1, 30, 40))}, '"masks" of the target has 1 items'),
+    ({"masks": np.zeros((1, 40, 30))}, r'"masks" of the target must be numbers \[N, 30, 40\].*got float64 \[1, 40, 30'),
+    ({"boxes": [[0, 0, 5, 5]], "masks": [[[1.0, 2.0]], [[1.0]]]}, '"masks" of the target must be numbers'),
+    ({"masks": [{"counts": "", "size": [30, 40]}]}, '"masks" of the target must be numbers .*annToMask'),
     ({"image": 3}, r"the target has \['image'\]"),
     ({"boxes": [[0.1, 0.2, 0.5, 0.7], [0, 0, 1, 1]], "labels": [1, 2]}, SHARES.format("boxes", "0", "1")),
     ({"boxes": [[0.5, 0.5, 0.2, 0.3]]}, SHARES.format("boxes", "0.2", "0.5")),

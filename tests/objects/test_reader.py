@@ -1,3 +1,6 @@
+import asyncio
+from typing import Any
+
 import pytest
 
 from aiofeed.objects.reader import PART_BYTES, ObjectReader
@@ -71,3 +74,50 @@ async def test_a_changed_object_is_an_error(reader):
     info = await reader.head("a")
     with pytest.raises(OSError, match=r"has changed.*a$"):
         await reader.read_ranges("a", [0], [1], info=info._replace(etag='"other"'))
+
+
+# --- options that obstore does not take -------------------------------------------------------------------------------
+
+KEYS = {"access_key_id": "key", "secret_access_key": "hidden", "region": "us-east-1"}
+
+
+@pytest.mark.parametrize("name", ["endpoint", "aws_endpoint_url", "AWS_ENDPOINT"])
+@pytest.mark.parametrize("root", ["s3://bucket/train", "az://account/train"])
+def test_an_endpoint_without_a_scheme_is_refused(root: str, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """obstore would panic at the first request; the error shows the endpoint with a scheme."""
+    reader = ObjectReader(root, options={**KEYS, name: "127.0.0.1:9"})
+    with pytest.raises(
+        ValueError, match=r'the endpoint .* must begin with http:// .*"http://127\.0\.0\.1:9"'
+    ) as raised:
+        asyncio.run(reader.read("x"))
+    assert "hidden" not in str(raised.value)
+    assert "panicked" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option", [{"allow_http": True}, {"allow_http": "true"}, {"client_options": {"allow_http": True}}]
+)
+def test_allow_http_is_an_option_of_the_client(option: dict[str, Any]) -> None:
+    """It is taken beside the others, too."""
+    store, _ = ObjectReader("s3://bucket/train", options={**KEYS, **option})._client.store()
+    assert store.client_options["allow_http"]
+
+
+def test_a_panic_of_obstore_is_an_error_of_the_read() -> None:
+    """Rust code that panics raises what is no ``Exception``; it fails the read, and other errors pass."""
+
+    class PanicException(BaseException):
+        """As pyo3 names it."""
+
+    reader = ObjectReader("s3://bucket/train", options=KEYS)
+
+    def read(error: BaseException) -> None:
+        async def attempt(store: Any) -> None:
+            raise error
+
+        asyncio.run(reader._retried("x", attempt))
+
+    with pytest.raises(OSError, match=r"Option::unwrap.*: s3://bucket/train/x"):
+        read(PanicException("called `Option::unwrap()`"))
+    with pytest.raises(GeneratorExit):
+        read(GeneratorExit())

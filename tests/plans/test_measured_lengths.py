@@ -163,7 +163,7 @@ def test_items_without_a_length() -> None:
         with (
             one,
             pytest.raises(
-                ReadError, match=r"'list\[0\]'.*of its first tensor or by Pack\(length=\), must be an int, got None"
+                ReadError, match=r"'list\[0\]'.*no length in sample 0.*length=lambda sample: len\(sample\['text'\]\)"
             ),
         ):
             next(iter(one))

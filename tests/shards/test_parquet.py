@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import pickle
 import sys
+from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import aiofeed
 from aiofeed import Feeder, ParquetRows, Table
 from aiofeed.kernel.core import validation
 from aiofeed.shards import base
@@ -195,3 +199,147 @@ def test_a_row_group_with_other_rows_than_the_footer_says(
     source, read = ParquetRows(tmp_path / "x.parquet"), parquet_module._read_row_group
     monkeypatch.setattr(parquet_module, "_read_row_group", lambda *arguments: read(*arguments).slice(0, 2))
     assert {str(each) for each in read_all(source)} == {f"{tmp_path}/x.parquet: row group 0 has 2 rows of 3"}
+
+
+# --- encrypted columns ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def encrypted(tmp_path: Path) -> str:
+    """A file with a plain footer, a plain column "x" and an encrypted one, "secret"."""
+    encryption = pytest.importorskip("pyarrow.parquet.encryption")
+
+    class Client(encryption.KmsClient):  # type: ignore[misc]
+        def __init__(self, _: Any) -> None:
+            super().__init__()
+
+        def wrap_key(self, key: bytes, master: str) -> bytes:
+            return base64.b64encode(master.encode() + key)
+
+        def unwrap_key(self, wrapped: bytes, master: str) -> bytes:
+            return base64.b64decode(wrapped)[len(master) :]
+
+    how = encryption.EncryptionConfiguration(footer_key="f", column_keys={"c": ["secret"]}, plaintext_footer=True)
+    factory = encryption.CryptoFactory(lambda _: Client(_))
+    properties = factory.file_encryption_properties(encryption.KmsConnectionConfig(), how)
+    table = arrow().table({"x": list(range(100)), "secret": [[1, 2, 3, 4]] * 100})
+    path = str(tmp_path / "t.parquet")
+    with arrow("pyarrow.parquet").ParquetWriter(path, table.schema, encryption_properties=properties) as writer:
+        writer.write_table(table)
+    return path
+
+
+USES: dict[str, Callable[[str], Any]] = {
+    "Table": Table,
+    "ParquetRows": ParquetRows,
+    "data": lambda path: ParquetRows(path, data="secret"),
+    "target": lambda path: ParquetRows(path, data="x", target="secret"),
+    "Manifest": lambda path: aiofeed.Manifest(path, "secret"),
+    "Tokens": lambda path: aiofeed.Tokens(path, 4, column="secret"),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_an_encrypted_column_is_an_error_that_names_the_file(encrypted: str, name: str) -> None:
+    """pyarrow ends the process if it is asked for the description of such a column."""
+    with pytest.raises(ValueError, match=r"t\.parquet: .*[Dd]ecrypt"):
+        USES[name](encrypted)
+
+
+def test_plain_columns_beside_an_encrypted_one_are_read(encrypted: str) -> None:
+    """The columns that are chosen decide."""
+    [batch] = Feeder(Table(encrypted, ["x"]), batch_size=100)
+    assert batch["x"].tolist() == list(range(100))
+
+
+# --- files of several writers -----------------------------------------------------------------------------------------
+
+
+def stored(name: str) -> list[Any]:
+    """Types that Parquet stores in the same way, and writers name differently in Arrow's schema."""
+    pa = pytest.importorskip("pyarrow")
+    numbers = pa.int32()
+    return {
+        "list": [
+            pa.list_(numbers),
+            pa.large_list(numbers),
+            pa.list_(numbers, 2),
+            pa.list_(pa.field("element", numbers)),
+        ],
+        "text": [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())],
+        "bytes": [pa.binary(), pa.large_binary()],
+        "struct": [pa.struct([("a", pa.string())]), pa.struct([("a", pa.large_string())])],
+    }[name]
+
+
+VALUES = {"list": [[1, 2], [3, 4]], "text": ["x", "y"], "bytes": [b"x", b"y"], "struct": [{"a": "x"}, {"a": "y"}]}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_files_of_several_writers_are_one_table(tmp_path: Path, name: str) -> None:
+    """Types of Arrow that Parquet stores alike may differ between the files of a table."""
+    paths = []
+    for number, kind in enumerate(stored(name)):
+        paths.append(str(tmp_path / f"{number}.parquet"))
+        is_dictionary = arrow().types.is_dictionary(kind)
+        plain = arrow().array(VALUES[name], kind.value_type if is_dictionary else kind)
+        column = plain.dictionary_encode() if is_dictionary else plain
+        arrow("pyarrow.parquet").write_table(arrow().table({"v": column}), paths[-1])
+    [rows] = Feeder(Table(paths), batch_size=100, collate_fn=list)
+    values = [row["v"].tolist() if name == "list" else row["v"] for row in rows]
+    assert values == VALUES[name] * len(paths)
+    if name == "list":
+        [batch] = Feeder(Table(paths), batch_size=100)
+        assert batch["v"].tolist() == VALUES[name] * len(paths)
+
+
+def test_other_numbers_in_another_file_are_refused(tmp_path: Path) -> None:
+    """Parquet stores them differently."""
+    for number, kind in enumerate(("int32", "float32")):
+        arrow("pyarrow.parquet").write_table(arrow().table({"v": np.ones(2, kind)}), tmp_path / f"{number}.parquet")
+    with pytest.raises(ValueError, match=r"1\.parquet: column 'v' has the type float, and int32 in"):
+        Feeder(Table(f"{tmp_path}/*.parquet"), batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("version", "reads_on"), [("1.2.8", True), ("1.0.0", True), ("1.2.9", False), ("1.13.1", False)]
+)
+def test_column_chunks_of_old_writers_are_longer_than_they_say(tmp_path: Path, version: str, reads_on: bool) -> None:
+    """pyarrow reads up to 100 bytes behind a column chunk of parquet-mr before 1.2.9."""
+    path = tmp_path / "t.parquet"
+    wanted = arrow().table({"x": list(range(300)), "y": list(range(300))})
+    arrow("pyarrow.parquet").write_table(wanted, path, store_schema=False)
+    name = arrow("pyarrow.parquet").read_metadata(path).created_by.encode()
+    written = f"parquet-mr version {version} (build 0)"[: len(name)].ljust(len(name)).encode()
+    path.write_bytes(path.read_bytes().replace(name, written))
+    source = Table(str(path))
+    ranges = source._chunks_of(source._shards[0], 0, [0])
+    described = arrow("pyarrow.parquet").read_metadata(path).row_group(0).column(0)
+    assert (ranges[0][1] - ranges[0][0] > described.total_compressed_size) == reads_on
+    assert [row for rows in Feeder(source, batch_size=50, collate_fn=list) for row in rows] == wanted.to_pylist()
+
+
+def test_times_of_96_bits_do_not_wrap_around(tmp_path: Path) -> None:
+    """INT96 has years that 64 bits of nanoseconds do not have; they come as microseconds."""
+    times = [datetime(1600, 1, 1), datetime(3000, 1, 2, 3, 4, 5, 678901), datetime(2020, 1, 1)]
+    table = arrow().table({"t": arrow().array(times, arrow().timestamp("us"))})
+    arrow("pyarrow.parquet").write_table(table, tmp_path / "t.parquet", use_deprecated_int96_timestamps=True)
+    [rows] = Feeder(Table(str(tmp_path / "t.parquet")), batch_size=4, collate_fn=list)
+    assert [row["t"] for row in rows] == times
+
+
+def test_folders_of_a_partition_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The values in names of folders are no columns; a log line, or the error of a missing one, says what has them."""
+    for year in (1, 2):
+        (tmp_path / f"y={year}").mkdir()
+        arrow("pyarrow.parquet").write_table(arrow().table({"x": [year]}), tmp_path / f"y={year}" / "t.parquet")
+    pattern = f"{tmp_path}/*/t.parquet"
+    Table(pattern, ["x"])
+    assert caplog.text == ""
+    Table(pattern)
+    assert "no column for ['y'], which its folders name: Table(pyarrow.dataset.dataset(" in caplog.text
+    with pytest.raises(ValueError, match=r"there is no column 'y'; there are \['x'\]; Table\(pyarrow\.dataset"):
+        Table(pattern, ["x", "y"])
+    whole = arrow("pyarrow.dataset").dataset(str(tmp_path), partitioning="hive").to_table()
+    [batch] = Feeder(Table(whole), batch_size=4)
+    assert batch["y"].tolist() == [1, 2]

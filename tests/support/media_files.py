@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
+from collections.abc import Callable
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 BITS = 8
 WIDTH, HEIGHT = 128, 96
 # Faces the viewer after a turn by 90 degrees clockwise, as phones store it.
+# A frame of MPEG-4 without contents, at 25 frames per second.
+_EMPTY = bytes([0, 0, 1, 0xB6, 0b01010000, 0b01011111])
 TURNED = struct.pack(">9i", 0, 0x10000, 0, -0x10000, 0, 0, 0, 0, 0x40000000)
 
 
@@ -41,11 +45,19 @@ def video(
     timestamps: list[int] | None = None,
     sound: bool = False,
     container_options: dict[str, str] | None = None,
+    packed: bool = False,
+    copied: bool = False,
     **options: str,
 ) -> bytes:
-    """A video of 25 frames per second; ``timestamps`` are in 25ths of a second."""
+    """A video of 25 frames per second; ``timestamps`` are in 25ths of a second.
+
+    ``packed`` has B-frames as DivX packs them; ``copied`` has no times of showing, as copied from AVI.
+    """
     import av
 
+    if packed or copied:
+        given = video(frames, container="avi", codec="mpeg4" if packed else codec, key_every=key_every, **options)
+        return remuxed(given, container, _pack if packed else list)
     file = io.BytesIO()
     with av.open(file, "w", format=container, container_options=container_options or {}) as output:
         stream: Any = output.add_stream(codec, rate=25, options={"threads": "1", **options})
@@ -61,6 +73,36 @@ def video(
             output.mux(audio.encode(_audio_frame(np.zeros((1, 16000), np.float32), 16000)))
             output.mux(audio.encode(None))
     return file.getvalue()
+
+
+def remuxed(data: bytes, container: str, change: Callable[[list[bytes]], list[bytes]] = list) -> bytes:
+    """The packets of a video, one each 25th of a second by the time of decoding, without times of showing."""
+    import av
+
+    file = io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(file, "w", format=container) as output:
+        given: Any = source.streams.video[0]
+        stream: Any = output.add_stream_from_template(given)
+        packets = [packet for packet in source.demux(given) if packet.size]
+        for number, content in enumerate(change([bytes(packet) for packet in packets])):
+            packet = av.Packet(content)
+            packet.stream, packet.time_base, packet.is_keyframe = stream, Fraction(1, 25), packets[number].is_keyframe
+            packet.pts = packet.dts = number
+            output.mux(packet)
+    return file.getvalue()
+
+
+def _pack(packets: list[bytes]) -> list[bytes]:
+    """Put B-frames of MPEG-4 into the packet of the frame before, as DivX and Xvid do; a later packet has none."""
+    # The decoder looks for packed frames if the packets name DivX and end with "p".
+    packets = [re.sub(rb"Lavc[0-9.]+", b"DivX503b1393p", packet) for packet in packets]
+    # Two bits behind the start code say what a frame is: 0 for I, 1 for P, 2 for B.
+    is_b = [packet[packet.index(b"\0\0\1\xb6") + 4] >> 6 == 2 for packet in packets] + [False]
+    found: list[bytes] = []
+    for at, packet in enumerate(packets):
+        held = packets[at + 1] if is_b[at + 1] else b""
+        found.append((held or _EMPTY) if is_b[at] else packet + held)
+    return found
 
 
 def turned(data: bytes, matrix: bytes = TURNED) -> bytes:

@@ -27,14 +27,15 @@ _PERMANENT = frozenset(getattr(errno, name) for name in _PERMANENT_NAMES if hasa
 
 
 @public
-@explain_arguments()
+@explain_arguments({"retry": "pass retries=", "timeout": "pass read_timeout_s=", "max_errors": "pass max_failures="})
 @dataclass(frozen=True)
 class FailurePolicy:
     """What to do with samples that cannot be read or decoded.
 
     Args:
-        action: "raise" the error at the ``for`` line; "skip" the sample, which shortens its batch; "replace" it by the
-            next good sample in the order of the epoch, with the random numbers of the failed one.
+        action: "raise" the error at the ``for`` line; "skip" the sample, which shortens its batch (on one rank a batch
+            of which nothing is left is left out); "replace" it by the next good sample in the order of the epoch, with
+            the random numbers of the failed one.
         retries: The maximum number of further attempts to read a sample, after pauses that double from 0.05 s up to
             5 s, with 25 % jitter. Only transient errors are retried: timeouts, connection errors, EIO; not
             FileNotFoundError.

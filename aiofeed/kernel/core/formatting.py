@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+
 
 def format_bytes(nbytes: float) -> str:
     """A number of bytes in the largest binary unit of which there is at least one: ``"1.5 MiB"``, ``"12 bytes"``."""
@@ -15,6 +17,12 @@ def kind_of(value: object) -> str:
     """Return the type of a value with its article: ``"an int"``."""
     name = type(value).__name__
     return f"{'an' if name.startswith((*'aeiouAEIOU', 'ndarray')) else 'a'} {name}"
+
+
+def brief(value: object) -> str:
+    """Return a short ``repr`` of an argument for a message. A part of a URL may be its secret, so it shows none."""
+    text = reprlib.repr(value)
+    return f"{kind_of(value)} with a URL" if "://" in text else text
 
 
 def format_error(error: BaseException) -> str:

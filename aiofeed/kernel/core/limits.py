@@ -29,6 +29,7 @@ _WAYS = {
     "num_workers": 'pass decode_threads=, or engine="process:N" to Feeder',
     "prefetch_factor": "pass prefetch_batches=",
     "batch_size": "pass it to Feeder",
+    **dict.fromkeys(("threads", "num_threads", "workers"), "pass decode_threads="),
     "timeout": "pass on_error=FailurePolicy(read_timeout_s=...) to Feeder",
 }
 

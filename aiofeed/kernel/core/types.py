@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,12 +20,22 @@ EncodedT_contra = TypeVar("EncodedT_contra", contravariant=True)
 SampleT_co = TypeVar("SampleT_co", covariant=True)
 
 PublicT = TypeVar("PublicT")
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def public_in(module: str) -> Callable[[PublicT], PublicT]:
-    """Decorate a class or function so that tracebacks and ``repr`` show its public name, in ``module``."""
+    """Decorate a class or function so that tracebacks and ``repr`` show its public name, in ``module``.
+
+    Its messages about arguments do not show the secrets of URLs.
+    """
 
     def mark(value: PublicT) -> PublicT:
+        if not isinstance(value, type):
+            value = hides_secrets(value)  # type: ignore[type-var]
+        elif not issubclass(value, BaseException) and not getattr(value, "_is_protocol", False):
+            for name in vars(value).keys() & {"__init__", "__new__"}:
+                checked = hides_secrets(getattr(value, name))
+                setattr(value, name, checked if name == "__init__" else staticmethod(checked))
         value.__module__ = module
         return value
 
@@ -34,6 +45,33 @@ def public_in(module: str) -> Callable[[PublicT], PublicT]:
 def public(value: PublicT) -> PublicT:
     """``public_in`` of ``aiofeed``."""
     return public_in("aiofeed")(value)
+
+
+def hides_secrets(function: FunctionT) -> FunctionT:
+    """Decorate a function that gets arguments of the user: its errors show URLs without passwords and signatures."""
+
+    @functools.wraps(function)
+    def checked(*arguments: Any, **named: Any) -> Any:
+        try:
+            return function(*arguments, **named)
+        except Exception as error:
+            hide_secrets(error)
+            raise
+
+    return checked  # type: ignore[return-value]
+
+
+def hide_secrets(error: BaseException | None) -> None:
+    """Hide passwords and signatures of URLs in the texts of an error and of those behind it."""
+    from aiofeed import _load_addon
+
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if any(isinstance(text, str) and ":/" in text for text in error.args):
+            redacted = _load_addon("redacted", "a URL")
+            error.args = tuple(redacted(text) if isinstance(text, str) else text for text in error.args)
+        error = error.__cause__ or error.__context__
 
 
 Transform: TypeAlias = Callable[[Any], Any]

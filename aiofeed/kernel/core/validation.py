@@ -7,12 +7,11 @@ import functools
 import inspect
 import operator
 import os
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
-from aiofeed.kernel.core.formatting import format_bytes
+from aiofeed.kernel.core.formatting import brief, format_bytes
 
 # What a file may take in memory by claiming or inflating more than it stores: label masks deflate to a thousandth, but
 # larger ones than this are rather an attack or damage.
@@ -34,8 +33,16 @@ Ways: TypeAlias = Mapping[str, str | Callable[[Any], str]]
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number of things for a message: ``"1 sample"``, ``"2 batches"``."""
-    return f"{number} {noun}" + ("es" if noun.endswith(("s", "ch")) else "s") * (number != 1)
+    """Return a number of things for a message: ``"1 sample"``, ``"2 batches"``, ``"3 epochs"``."""
+    return f"{number} {noun}" + ("es" if noun.endswith(("s", "tch")) else "s") * (number != 1)
+
+
+def length_of(value: Any) -> int | None:
+    """Return the length of a sampler, a data set or a loader; ``None`` if it is not known."""
+    try:
+        return len(value)
+    except Exception:  # noqa: BLE001 - of the user's __len__, which may raise anything: torch does not call it
+        return None
 
 
 def number_from_environment(name: str, default: int) -> int:
@@ -217,7 +224,7 @@ def explain_arguments(
                 # A function in the place of the batch size is a decoder.
                 names = [*["decode"][: callable(args[positional])], *positions[positional - 1 :]]
                 named = zip(names, args[positional:], strict=False)
-                wanted = ", ".join(["...", *[f"{name}={reprlib.repr(value)}" for name, value in named]])
+                wanted = ", ".join(["...", *[f"{name}={brief(value)}" for name, value in named]])
                 name = target.__name__
                 raise TypeError(f"{name} takes its arguments after the first by name: {name}({wanted}); {hint}")
             if unknown := next((name for name in arguments if name not in known), None):
@@ -225,7 +232,7 @@ def explain_arguments(
                 others = ways() if callable(ways) else ways
                 near = next(iter(difflib.get_close_matches(unknown, [*known, *others], n=1)), "")
                 if near in others:
-                    way, given = others[near], f"{near}={reprlib.repr(value)}"
+                    way, given = others[near], f"{near}={brief(value)}"
                     message += f" ({given}): " if near == unknown else f"; did you mean {given}? "
                     message += way if isinstance(way, str) else way(value)
                 elif near:

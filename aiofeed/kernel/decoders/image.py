@@ -73,8 +73,9 @@ class DecodeImage:
         size: (height, width), aspect ratio not preserved; an int gives size x size. ``None``, with ``mode="keep"``: the
             size of the file.
         mode: "rgb", or "keep": all channels in the dtype of the file, [C, H, W], for depth maps, medical and satellite
-            images: uint16, int32 and float32 as well as uint8; bool of bilevel pictures, indices of palettes. Resized
-            with the same filter in that precision (palettes and bilevel: nearest). Samples are collated, so the files
+            images: uint16, int32 and float32 as well as uint8, to which grey of less than 8 bits is scaled; of a TIFF
+            its numbers, bool if they have one bit; indices of palettes. Resized with the same filter in that precision
+            (palettes and bool: nearest). Samples are collated, so the files
             of a batch need one shape and dtype. Decoded by Pillow at full scale; files with values that Pillow does not
             read are refused: 16-bit colour, float64, AVIF, JPEG 2000. Not read in place, and not cached if random.
         resize: length of the shorter side before the centre crop, in pixels, at least ``size``. ``None``: ``size``.

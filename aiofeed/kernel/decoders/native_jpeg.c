@@ -141,6 +141,8 @@ static int reserve(void **memory, size_t *capacity, size_t wanted) {
     return 1;
 }
 
+#define DOUBLED (-1.0)
+
 /* --- weights: Pillow's precompute_coeffs for a triangle, as integers that add up to ONE */
 
 /* Shuffle masks that pair 16 source bytes with the weights of 16 / step pixels. */
@@ -155,6 +157,21 @@ static void prepare_masks(axis_t *axis, int count) {
     }
 }
 
+/* The weight of a chroma pixel where Pillow enlarges a picture: libjpeg first doubles chroma (3/4 of the nearest pixel
+ * and 1/4 of the next), then Pillow mixes two pixels of the size of the file. */
+static double doubled_weight(int k, double center, int limit) {
+    const double place = 2 * center - 0.5, left = floor(place);
+    double sum = 0;
+    for (int side = 0; side < 2; side++) {
+        const int pixel = (int)fmin(fmax(left + side, 0), 2.0 * limit - 1);
+        const int next = pixel / 2 + (pixel % 2 ? 1 : -1);
+        const double share = side ? place - left : 1 - (place - left);
+        if (k == pixel / 2) sum += 0.75 * share;
+        if (k == (next < 0 ? 0 : next < limit ? next : limit - 1)) sum += 0.25 * share;
+    }
+    return sum;
+}
+
 static void prepare_weights(axis_t *axis, int at, double center, double reach, int most_taps) {
     double weights[MAX_TAPS];
     int low = center - reach + 0.5 < 0 ? 0 : (int)(center - reach + 0.5), high = (int)(center + reach + 0.5);
@@ -165,7 +182,7 @@ static void prepare_weights(axis_t *axis, int at, double center, double reach, i
     double total = 0;
     const double slope = 1.0 / reach;
     for (int k = low; k < high; k++) {
-        double weight = 1.0 - fabs((k - center + 0.5) * slope);
+        double weight = axis->widest < 0 ? doubled_weight(k, center, axis->limit) : 1.0 - fabs((k - center + 0.5) * slope);
         weights[k - low] = weight > 0 ? weight : 0;
         total += weights[k - low];
     }
@@ -193,7 +210,7 @@ static int prepare_axis(axis_t *axis, double start, double end, double widest, i
         axis->count == count && axis->columns == columns)
         return 1;
     const double scale = (end - start) / count;
-    const double reach = fmax(fmax(scale, 1.0), widest);
+    const double reach = widest < 0 ? 1.5 : fmax(fmax(scale, 1.0), widest);
     if (!(start >= 0 && start < end && end <= limit && reach < MAX_TAPS / 2 - 2)) return 0;
     const int most_taps = (int)(2 * reach) + 1;
     const int step = !columns ? most_taps : most_taps <= 4 ? 4 : (most_taps + 7) / 8 * 8;
@@ -461,7 +478,9 @@ static int render_lines(work_t *work, const picture_t *picture, int components) 
 
 /* --- one picture */
 
-/* Prepare the axes of a plane, and extend the range of block rows that are needed; 0: no memory, or out of bounds. */
+#define MOST_ENLARGED 2
+
+/* Prepare the axes of a plane, and extend the range of block rows that are needed; 0: not for this decoder. */
 static int plan_plane(work_t *work, const picture_t *picture, int part, int *top, int *bottom) {
     struct jpeg_decompress_struct *info = &work->info;
     jpeg_component_info *component = &info->comp_info[part];
@@ -477,17 +496,22 @@ static int plan_plane(work_t *work, const picture_t *picture, int part, int *top
     double across[2] = {picture->box[0] * x, fmin(picture->box[2] * x, plane->wide)};
     double down[2] = {picture->box[1] * y, fmin(picture->box[3] * y, plane->high)};
     /* Pillow enlarges chroma first, with a triangle filter too, and then shrinks the picture: use one triangle as
-     * wide as both together. */
+     * wide as both together. Where it enlarges the picture, too, this would differ visibly: DOUBLED, see doubled_weight. */
     double scale_x = x / full, scale_y = y / full;
     double wider = 0, higher = 0;
     if (scale_x < 1) {
         double own = fmax((across[1] - across[0]) / out_wide, scale_x);
-        wider = sqrt(1 + own * own - scale_x * scale_x);
+        wider = scale_x == 0.5 && across[1] - across[0] < 0.5 * out_wide ? DOUBLED : sqrt(1 + own * own - scale_x * scale_x);
     }
     if (scale_y < 1) {
         double own = fmax((down[1] - down[0]) / out_high, scale_y);
-        higher = sqrt(1 + own * own - scale_y * scale_y);
+        higher = scale_y == 0.5 && down[1] - down[0] < 0.5 * out_high ? DOUBLED : sqrt(1 + own * own - scale_y * scale_y);
     }
+    /* Pillow cuts saturated colours off before it enlarges the picture, and this after it: below 45 dB PSNR where small
+     * chroma is enlarged much. */
+    if ((scale_x < 1 || scale_y < 1) && out_wide * scale_x > MOST_ENLARGED * (across[1] - across[0]) &&
+        out_high * scale_y > MOST_ENLARGED * (down[1] - down[0]))
+        return 0;
     plane->across = &work->axes[part ? 2 : 0];
     plane->down = &work->axes[part ? 3 : 1];
     /* The chroma planes share their axes; files with chroma planes of different sizes are rare. */

@@ -247,6 +247,8 @@ def load_picture(
         if not isinstance(image, JpegFile):
             if image.format == "TIFF":
                 _mend_tiff(image, as_stored=convert is not None)
+            if image.format == "BMP" and image.mode == "1" and (bits := data[24 if data[14] == 12 else 28]) != 1:
+                raise ValueError(f"this BMP has two colours in {bits} bits, and Pillow reads one: save it again as PNG")
             image.load()
             check_pixels(image.size, max_pixels)  # an icon may be larger than its directory states
         orientation = orientation_of(image)

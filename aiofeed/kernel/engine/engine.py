@@ -5,8 +5,8 @@ A batch passes through these steps, all on the engine's event loop except decodi
 1. ``_plan`` takes the next batch plan. It alone waits for limited resources: for room for a batch, then for reads.
    Batches acquire resources in order and release them in order, so there is no circular wait.
 2. ``Assembly.begin`` starts the batch: ``ChunkAssembly`` reads and decodes its chunks (``chunks.py``),
-   ``SampleAssembly`` fills it with the samples that are ready first (``samples.py``), ``RemoteAssembly`` sends its plan
-   to a worker process (``workers/remote_assembly.py``).
+   ``SampleAssembly`` fills it with the samples that are ready first (``sample_order/``), ``RemoteAssembly`` sends its
+   plan to a worker process (``workers/remote_assembly.py``).
 3. The assembly passes the batch, or one with an error, to ``finished``.
 4. ``_deliver`` puts finished batches into the queue, in order unless ``in_order=False``. A batch with an error becomes
    a ``FeedFailure``, after which nothing is delivered.
@@ -30,7 +30,7 @@ from contextlib import AbstractContextManager, aclosing
 from functools import partial
 from typing import Any
 
-from aiofeed.kernel.core.errors import FeedError, SampleError
+from aiofeed.kernel.core.errors import BatchFailedError, FeedError, SampleError
 from aiofeed.kernel.core.failure_policy import FailurePolicy
 from aiofeed.kernel.core.failures import FailureCounter
 from aiofeed.kernel.core.limits import ResolvedLimits
@@ -374,7 +374,9 @@ class Engine:
         if failures and self._counts_failures:
             batch.failure_counter.count(failures)
             batch.error = batch.failure_counter.too_many(failures[-1]) or batch.error
-        if batch.error is not None and self._counts_failures:
+        # A batch of which nothing is left is a value, too: the consumer leaves it out, or raises its error.
+        nothing_left = self._policy.action == "skip" and isinstance(batch.error, BatchFailedError)
+        if batch.error is not None and self._counts_failures and not nothing_left:
             self._deliver_failure(batch.error, batch.plan.number, failures)
             # Break the cycle: the error's traceback may refer to frames that refer to the batch.
             batch.error = None

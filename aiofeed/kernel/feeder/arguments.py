@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiofeed import _hint_at
 from aiofeed import _load_addon as load_addon
 from aiofeed.kernel.core.errors import CacheError
 from aiofeed.kernel.core.failure_policy import FailurePolicy, as_policy
@@ -29,6 +29,7 @@ from aiofeed.kernel.core.validation import (
     check_collate_fn,
     check_positive_int,
     check_seed,
+    counted,
     local_ranks,
 )
 from aiofeed.kernel.engine.fetchers import CacheStore
@@ -69,33 +70,11 @@ def adopt_source(source: Any) -> Any:
         if missing:
             raise TypeError(f"a source needs __len__, key and async read; {type(source).__name__} lacks {missing}")
         return source
-    if isinstance(source, str | bytes | os.PathLike):
-        path = os.fspath(source)
-        raise TypeError(f"a source is an object, got the path {path!r}; did you mean aiofeed.ImageFolder({path!r})?")
-    if isinstance(source, Mapping) and _has_names(source):
-        raise TypeError(
-            f"a feeder asks a source for samples 0, 1, ..., and this {type(source).__name__} has the keys "
-            f"{list(source)[:8]}: pass one of its values, or for a dict of tensors aiofeed.Tensors(*tensors.values())"
-        )
-    if isinstance(source, tuple) and len(source) > 1 and _are_columns(source):
-        raise TypeError(
-            f"a tuple of {len(source)} tensors of {len(source[0])} rows each: pass aiofeed.Tensors(x, y, ...), or a "
-            f"list if each tensor is a sample"
-        )
-    if type(source).__module__.partition(".")[0] in ("pyarrow", "polars"):
-        raise TypeError(f"an item of a {type(source).__name__} is a column, not a row: pass aiofeed.Table(table)")
-    if hasattr(type(source), "iloc"):  # on the type: a Dataset may delegate unknown attributes to a DataFrame
-        raise TypeError(
-            f"a pandas {type(source).__name__} is indexed by its index, not by position: pass "
-            f'aiofeed.Table(frame), or aiofeed.Files(frame["path"], frame["label"])'
-        )
+    if _is_known_mistake(source) and (message := _hint_at("source", source)):
+        raise TypeError(message)
     if is_map_dataset(source):
         check_parts(source)
         return FromDataset(source)
-    if type(source).__name__ == "DataLoader" and "torch.utils.data" in sys.modules:
-        raise TypeError(
-            "a DataLoader yields batches, not samples: pass its dataset, or use aiofeed.prefetch(loader, device=...)"
-        )
     raise TypeError(
         f"a source has __len__, key and async read, or is a Dataset with __len__ and __getitem__; got {source!r}. For "
         f"an iterable or a generator function pass aiofeed.Stream(...)"
@@ -112,15 +91,11 @@ def _check_row(decode: Any) -> None:
         )
 
 
-def _are_columns(values: tuple[Any, ...]) -> bool:
-    """Return whether all values are tensors or arrays with the same number of rows."""
-    rows = {value.shape[0] if getattr(value, "ndim", 0) else None for value in values}
-    return len(rows) == 1 and None not in rows
-
-
-def _has_names(mapping: Mapping[Any, Any]) -> bool:
-    """Return whether a mapping has no samples 0, 1, ...; a TensorDict, unlike a dict, has rows that are not keys."""
-    return 0 not in mapping if isinstance(mapping, dict) else isinstance(next(iter(mapping), None), str)
+def _is_known_mistake(source: Any) -> bool:
+    """Return whether a source may be a path, a table, a loader or a set of columns."""
+    kind = type(source)  # a Dataset may delegate names to another object
+    known = kind.__module__.partition(".")[0] in ("pyarrow", "polars") or kind.__name__.endswith(("Loader", "Feeder"))
+    return known or hasattr(kind, "iloc") or isinstance(source, str | bytes | os.PathLike | Mapping | tuple)
 
 
 def check_decoder(decode: Any, items: object) -> Callable[..., Any] | None:
@@ -222,6 +197,13 @@ def limits_for(limits: Limits | None, batch_size: int, source: Any, engines: int
                     f'Limits({name}={given}) with engine="{kind}:{engines}": the {what} share the limit, and each '
                     f'needs 1; use at least {engines}, or fewer {what}, as engine="{kind}:{given}"'
                 )
+    calls = source.threads * max(engines, 1) if traits_of(source).items else 0
+    if calls and limits is not None and (limits.decode_threads or 0) > calls:
+        log.warning(
+            "Limits(decode_threads=%d) has no effect: %s allows %s at a time; if the Dataset is thread-safe, pass "
+            "FromDataset(dataset, threads=%d)",
+            *(limits.decode_threads, source, counted(calls, "call"), limits.decode_threads),
+        )
     return resolve_limits(
         limits or Limits(),
         batch_size=batch_size,

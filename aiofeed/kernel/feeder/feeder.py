@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from aiofeed import _load_addon
+from aiofeed import _hint_at, _load_addon
 from aiofeed.kernel.core.errors import StateError
 from aiofeed.kernel.core.failure_policy import Action, FailurePolicy
 from aiofeed.kernel.core.failures import Failure, FailureLog
 from aiofeed.kernel.core.limits import Limits
 from aiofeed.kernel.core.statistics import EpochStats, FeedStatistics
-from aiofeed.kernel.core.types import public, traits_of
+from aiofeed.kernel.core.types import hides_secrets, public, traits_of
 from aiofeed.kernel.core.validation import (
     check_bool,
     check_epoch,
@@ -21,15 +21,15 @@ from aiofeed.kernel.core.validation import (
     check_positive_int,
     explain_arguments,
 )
-from aiofeed.kernel.feeder.arguments import Arguments, FeederConfig, Processes, backend_of, new_config
+from aiofeed.kernel.feeder.arguments import Arguments, FeederConfig, Processes, backend_of, log, new_config
 from aiofeed.kernel.feeder.iterator import FeedIterator
 from aiofeed.kernel.feeder.rules import check, facts_of
 from aiofeed.kernel.feeder.session import FeederSession, OpenEpoch, Steps
 from aiofeed.kernel.runtime import threads
 from aiofeed.kernel.runtime.threads import JOIN_S
+from aiofeed.kernel.sampling.schedule import uncompared
 from aiofeed.kernel.sampling.state import Checkpoint, SavedState
 from aiofeed.kernel.sampling.trail import Trail
-from aiofeed.kernel.sources.subset import fingerprint_of
 
 if TYPE_CHECKING:
     from typing import Required, TypeAlias, TypedDict, Unpack, overload
@@ -347,11 +347,10 @@ class Feeder(Generic[BatchT]):
         self._earlier_stats = EpochStats()
         # The iterator that ``steps`` goes on with.
         self._stepping: list[OpenEpoch] = []
-        self._fingerprint: str | None = None
         self._session = self._new_session(config)
 
     def _new_session(self, config: FeederConfig) -> FeederSession[BatchT]:
-        return FeederSession(config, self._order, self._checkpoint, self._failures, self._earlier_stats)
+        return FeederSession(config, self._order, self._checkpoint, self._failures, self._earlier_stats, self._source)
 
     @property
     def _config(self) -> FeederConfig:
@@ -389,6 +388,20 @@ class Feeder(Generic[BatchT]):
     def __iter__(self) -> FeedIterator[BatchT]:
         """Start an epoch; close the open iterator."""
         return self._session.begin()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            hint = "" if name.startswith("_") else _hint_at("Feeder", name)
+            raise AttributeError(f"'Feeder' object has no attribute {name!r}{hint}", name=name, obj=self)
+
+        def __getitem__(self, index: object) -> Any:
+            raise TypeError(
+                "a Feeder is a loader, without items: next(iter(feeder)) is a batch, feeder.dataset the source"
+            )
+
+        def __next__(self) -> Any:
+            raise TypeError("a Feeder is no iterator: batches = iter(feeder) begins an epoch, next(batches) is a batch")
 
     def __aiter__(self) -> FeedIterator[BatchT]:
         """Start an epoch; close the open iterator."""
@@ -428,6 +441,9 @@ class Feeder(Generic[BatchT]):
 
     def epochs(self, n: int) -> Iterator[int]:
         """Yield the numbers of the remaining epochs up to ``n - 1``; iterate the feeder once for each.
+
+        Epochs are counted from 0 over the life of the feeder and its states: a second ``epochs(3)`` yields none, and a
+        log line says so. ``set_epoch(0)`` begins again. Epochs of which only one batch was looked at do not count.
 
         Each next epoch is read while the last batches of the one before are consumed, so there is no pause between
         epochs. Nothing is read beyond the last epoch.
@@ -485,6 +501,7 @@ class Feeder(Generic[BatchT]):
         """
         return self._state().to_dict()
 
+    @hides_secrets
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make the next ``iter()`` go on from a state.
 
@@ -498,6 +515,8 @@ class Feeder(Generic[BatchT]):
         saved = SavedState.from_dict(state_dict)
         mine = self._state()
         saved.check_compatible(mine)
+        if missing := uncompared(saved.fingerprint, mine.fingerprint):
+            log.warning("the state was loaded, and %s", missing)
         position = self._order.resumed(saved.position, saved.sampler)
         if saved.sampler and saved.order == mine.order:
             self._order.load_sampler_state(saved.sampler)
@@ -506,12 +525,10 @@ class Feeder(Generic[BatchT]):
         self._checkpoint.load(position, trail)
 
     def _state(self) -> SavedState:
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint_of(self._source, self._length)
         position = self._checkpoint.position
         schedule, sampler = self._order.schedule(self._length), self._order.sampler_state(position)
         trail = self._checkpoint.trail
-        return SavedState(schedule, position, self._fingerprint, self._config.in_order, sampler, trail)
+        return SavedState(schedule, position, self._session.fingerprint, self._config.in_order, sampler, trail)
 
     def receipt(self) -> str:
         """Return a hash of the samples seen: of the source's fingerprint, the order, and the positions returned.

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from aiofeed import _load_addon as load_addon
 from aiofeed.kernel.core.errors import FeedError
-from aiofeed.kernel.core.failures import FailureLog
+from aiofeed.kernel.core.failures import LOGGED_MOST, FailureLog
 from aiofeed.kernel.core.statistics import EpochStats, FeedStatistics
 from aiofeed.kernel.core.types import Members, traits_of
+from aiofeed.kernel.core.validation import counted
 from aiofeed.kernel.engine.memory import Memory, SmallItems
 from aiofeed.kernel.feeder.arguments import FeederConfig
 from aiofeed.kernel.feeder.iterator import Delivery, EpochObserver, EpochStartLock, FeedIterator, clocks, take_end
@@ -28,6 +31,7 @@ from aiofeed.kernel.sampling.order import BatchLists
 from aiofeed.kernel.sampling.schedule import Position
 from aiofeed.kernel.sampling.state import Checkpoint, EpochProgress
 from aiofeed.kernel.sampling.trail import order_digest
+from aiofeed.kernel.sources.subset import fingerprint_of
 
 BatchT = TypeVar("BatchT")
 
@@ -63,6 +67,7 @@ class FeederSession(Generic[BatchT]):
         checkpoint: The user's position; updated as batches are returned.
         failures: Receives the samples that failed.
         earlier_stats: Receives the statistics of ended epochs.
+        source: The user's source, without a cache.
     """
 
     config: FeederConfig
@@ -70,6 +75,7 @@ class FeederSession(Generic[BatchT]):
     checkpoint: Checkpoint
     failures: FailureLog
     earlier_stats: EpochStats
+    source: Any
 
     def __post_init__(self) -> None:
         config = self.config
@@ -84,6 +90,8 @@ class FeederSession(Generic[BatchT]):
         # Epochs completed one after the other, and the last epoch of a running `epochs`.
         self._completed_in_a_row = 0
         self._last_epoch: int | None = None
+        # Whether no epoch so far was chosen, and of none more than a batch was taken, to look at it.
+        self._only_looks = self.checkpoint.next_position() == Position()
         # The batches that running steps will take from the next iterator on.
         self._steps_left = 0
         self._hinted = False
@@ -95,6 +103,11 @@ class FeederSession(Generic[BatchT]):
         self._start_lock = EpochStartLock()
         if config.cache is not None:
             config.cache.free_with(self)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies the data."""
+        return fingerprint_of(self.source, self.config.length)
 
     @property
     def live(self) -> bool:
@@ -131,7 +144,17 @@ class FeederSession(Generic[BatchT]):
 
     def epochs(self, last: int) -> Iterator[int]:
         """Yield the numbers of the epochs up to ``last``; meanwhile each next epoch is read ahead."""
+        chosen = self.checkpoint.chosen
+        if self._only_looks and not chosen and self._epoch is not None and self._epoch.looked_at:
+            self.checkpoint.set_epoch(0, live=self.live)
         epoch = self.order.normalize(self.checkpoint.next_position()).epoch
+        if epoch > last or (epoch and not chosen):
+            n, left = last + 1, "no epoch" if epoch > last else counted(last + 1 - epoch, "epoch")
+            log.warning(
+                "feeder.epochs(%d) yields %s: it counts from epoch 0, and the next epoch of this feeder is %d. For %d "
+                "more write feeder.epochs(%d); to begin again, call feeder.set_epoch(0) before it",
+                *(n, left, epoch, n, epoch + n),
+            )
         try:
             while epoch <= last:
                 self._last_epoch = last
@@ -205,6 +228,9 @@ class FeederSession(Generic[BatchT]):
             from aiofeed.kernel.sources.dataset_slots import check_iteration
 
             check_iteration(self.config.source)
+        if hasattr(self.source, "content_parts"):
+            with contextlib.suppress(Exception):  # of damaged data: their samples have the error
+                _ = self.fingerprint  # of the data that are read now: later there may be others
         completed = self._finish_complete_epoch()
         if self._last_epoch is None:
             self.close_bar()
@@ -238,6 +264,7 @@ class FeederSession(Generic[BatchT]):
         # In this order, a thread that reads the totals meanwhile counts no epoch twice.
         ended, self.stats = self.stats, stats
         self.earlier_stats.add(ended)
+        self._only_looks &= not self.checkpoint.chosen and (self._epoch is None or self._epoch.looked_at)
         self.checkpoint.on_iter(start.epoch)
         self.failures.begin()
         self._epoch = epoch
@@ -433,23 +460,23 @@ class Steps(Generic[BatchT]):
         left = self.batches
         while left:
             iterator, epoch = self._open_epoch(left)
-            before = epoch.returned
+            before = iterator.batches
             # Neither this generator nor islice refers to a batch, and no signal handler runs between them and the user.
             yield from itertools.islice(iterator, left)
-            left -= self._returned(epoch, before)
+            left -= self._returned(iterator, epoch, before)
 
     async def __aiter__(self) -> AsyncIterator[BatchT]:
         """Go on with the epoch that the last steps left, or with the next one."""
         left = self.batches
         while left:
             iterator, epoch = self._open_epoch(left)
-            before = epoch.returned
+            before = iterator.batches
             for _ in range(left):
                 batch = [await anext(iterator, _END)]
                 if batch[0] is _END:
                     break
                 yield batch.pop()
-            left -= self._returned(epoch, before)
+            left -= self._returned(iterator, epoch, before)
 
     def _open_epoch(self, batches: int) -> OpenEpoch:
         """Return the iterator for the next batches, and the progress of its epoch."""
@@ -458,11 +485,10 @@ class Steps(Generic[BatchT]):
             kept[:] = [self.session.begin_steps(batches)]
         return kept[0]
 
-    def _returned(self, epoch: EpochProgress, before: int) -> int:
-        returned = epoch.returned - before
-        if not returned and epoch.start.at_start:
+    def _returned(self, iterator: FeedIterator[BatchT], epoch: EpochProgress, before: int) -> int:
+        if not iterator.batches and epoch.start.at_start:
             raise FeedError("an epoch has no batches, so it has no steps either")
-        return returned
+        return iterator.batches - before
 
 
 class _SessionObserver(EpochObserver):
@@ -472,6 +498,17 @@ class _SessionObserver(EpochObserver):
         super().__init__(delivery)
         self._session = session
         self._epoch = epoch
+        self.resumed = not epoch.start.at_start
+
+    def leaves_out(self, item: ReadyBatch) -> bool:
+        session, epoch = self._session, self._epoch.start.epoch
+        alone = self._epoch.one_left and not session.stats.batches and not self.resumed
+        if alone or not session.order.may_differ():
+            return False
+        self.returning(item)
+        if session.stats.batches_left_out < LOGGED_MOST:
+            log.warning("epoch %d: batch %d is left out: all its samples were skipped", epoch, item.number)
+        return True
 
     def returning(self, item: ReadyBatch) -> None:
         session, epoch = self._session, self._epoch

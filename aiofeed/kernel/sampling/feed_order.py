@@ -14,7 +14,7 @@ import numpy as np
 
 from aiofeed.kernel.core.errors import StateError
 from aiofeed.kernel.core.statistics import EpochStats, Event, new_events
-from aiofeed.kernel.core.validation import check_int_from, counted
+from aiofeed.kernel.core.validation import check_int_from, counted, number_from_environment
 from aiofeed.kernel.sampling.epochs import EpochStart, EpochStream
 from aiofeed.kernel.sampling.lister import Lister
 from aiofeed.kernel.sampling.order import BatchLists, EpochList
@@ -23,8 +23,10 @@ from aiofeed.kernel.sampling.state import json_dict
 
 log: logging.Logger = logging.getLogger("aiofeed.sampling")
 
-# The index list of a shuffled epoch of this length takes 80 MB and 0.1 s to make.
-LARGE_EPOCH = 10_000_000
+# The index list of a shuffled epoch of this length takes 240 MB, and seconds to make.
+LARGE_EPOCH = 30_000_000
+# Variables with the number of this task and of all tasks, of launchers that set no RANK and WORLD_SIZE.
+_TASKS = {"SLURM_PROCID": "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE"}
 
 
 class FeedOrder:
@@ -53,6 +55,7 @@ class FeedOrder:
         self._batch_size: object = self.lister if self.lister.argument == "batch_size" else base.batch_size
         self._unit = "batch" if self.lister.by_batches else "sample"
         self._shard: tuple[int, int] | None = None
+        self._given = shard
         if self.lister.distributed or shard is None:
             self._shard = (0, 1)
         elif shard != "auto":
@@ -95,6 +98,14 @@ class FeedOrder:
     def rank(self) -> int:
         """The rank, once it was needed; 0 before, and on one of the processes that get the same batches only."""
         return (0 if self._shard is None else self._shard[0]) + self.replica
+
+    def may_differ(self) -> bool:
+        """Return whether ranks may return different numbers of batches: there is one only, or ``pad=False``.
+
+        Other ranks are those that share the samples, by ``shard=`` or a sampler, and all processes of the training.
+        """
+        given = 1 if self._given is None or self._given == "auto" else self._given[1]
+        return not self._base.pad or max(given, self.lister.sample_lister.ranks, find_shard()[1]) == 1
 
     def batches_of_rank(self) -> int:
         """Return the number of batches per epoch of this rank. Warn once under Accelerate, which expects all ranks'."""
@@ -180,8 +191,8 @@ class FeedOrder:
     def _suggest_keyed(self, schedule: Schedule) -> None:
         if schedule.shuffle is True and schedule.length > LARGE_EPOCH and not self._suggested:
             self._suggested = True
-            log.info(
-                "shuffle=True makes a list of %d indices (%d MiB) per epoch; shuffle='keyed' computes them instead",
+            log.warning(
+                "shuffle=True makes a list of %d indices (%d MiB) before each epoch; shuffle='keyed' begins at once",
                 schedule.length,
                 schedule.length * 8 >> 20,
             )
@@ -248,6 +259,11 @@ def find_shard() -> tuple[int, int]:
         return shard
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if not rank or not world_size:  # an empty variable is one that is not set
+        for names in _TASKS.items():
+            task, tasks = (number_from_environment(name, 0) for name in names)
+            if tasks > 1:
+                way = "initialise torch.distributed first, set RANK and WORLD_SIZE, or pass shard=(rank, world_size)"
+                log.warning("task %d of %d (%s, %s) gets all samples: for a part each, %s", task, tasks, *names, way)
         return (0, 1)
     try:
         shard = check_shard((int(rank), int(world_size)))

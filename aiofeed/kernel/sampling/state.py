@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from aiofeed.kernel.core.errors import StateError
 from aiofeed.kernel.core.validation import check_bool, check_epoch, check_int_from, check_positive_int, check_seed
-from aiofeed.kernel.sampling.schedule import Position, Returned, Schedule, check_shuffle
+from aiofeed.kernel.sampling.schedule import Position, Returned, Schedule, check_shuffle, uncompared
 from aiofeed.kernel.sampling.trail import Trail, digest
 
 T = TypeVar("T")
@@ -83,6 +83,8 @@ class SavedState:
             "position": self.position.consumed,
             "handed_out": sorted(self.position.ahead),
             **asdict(self.schedule),
+            # Where the state of any rank serves all, it is the same on all.
+            "rank": 0 if self.in_order is True and self.schedule.pad else self.schedule.rank,
             "in_order": self.in_order,
             "fingerprint": self.fingerprint,
             "sampler": self.sampler,
@@ -112,7 +114,7 @@ class SavedState:
 
         def field_of(name: str, check: Callable[[str, object], T]) -> T:
             if name not in state:
-                raise ValueError(f"{name} is missing")
+                raise KeyError(name)
             return check(name, state[name])
 
         natural = partial(check_int_from, 0)
@@ -146,8 +148,8 @@ class SavedState:
             if not older and field_of("receipt", _text) != saved.receipt:
                 raise ValueError("its receipt is not that of its epoch, position, handed_out, trail and fingerprint")
             return saved
-        except (TypeError, ValueError) as error:
-            raise StateError(f"the state is damaged: {error}") from error
+        except (TypeError, ValueError, KeyError) as error:
+            raise unreadable("the state", error) from error
 
     def check_compatible(self, mine: SavedState) -> None:
         """Raise if a feeder with the state ``mine`` cannot resume from this state.
@@ -164,7 +166,7 @@ class SavedState:
         fixed = ("seed", "shuffle", "drop_last", "pad", *([] if changed else ["length"]))
         values = [(name, getattr(self.schedule, name), getattr(mine.schedule, name)) for name in fixed]
         differences += [f"{name}: {saved!r} in the state, {own!r} here" for name, saved, own in values if saved != own]
-        if self.fingerprint != mine.fingerprint and not changed:
+        if uncompared(self.fingerprint, mine.fingerprint) is None and not changed:
             differences.append(
                 f"fingerprint of the source: {self.fingerprint!r} in the state, {mine.fingerprint!r} here (another "
                 f"type of source, other data, or other names of samples)"
@@ -214,6 +216,16 @@ class SavedState:
             for name in fixed
             if getattr(self.schedule, name) != getattr(mine.schedule, name)
         ]
+
+
+def unreadable(state: str, error: Exception) -> StateError:
+    """Return the error of a state that lacks an entry, as that of another version does, or is damaged."""
+    if not isinstance(error, KeyError):
+        return StateError(f"{state} is damaged: {error}")
+    return StateError(
+        f"{state} is not of version {VERSION} as this aiofeed reads it: it lacks {error}, so another aiofeed has saved "
+        f"it. Go on to the end of its epoch with that one, or begin an epoch without the state"
+    )
 
 
 def states_in(value: object, key: str, name: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -366,6 +378,11 @@ class EpochProgress:
     def complete(self) -> bool:
         """Whether all batches were returned."""
         return self._left + len(self._following) == self._surplus
+
+    @property
+    def looked_at(self) -> bool:
+        """Whether no more than one batch of several was returned."""
+        return self.returned <= 1 and not self.complete
 
     def position(self) -> Position:
         """Return the position after the batches that were returned."""

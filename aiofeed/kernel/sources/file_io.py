@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import hashlib
 import logging
 import os
 import re
@@ -13,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -369,3 +371,61 @@ def group_reader() -> GroupReader | None:
     except (OSError, AttributeError) as error:
         _log.warning("%s cannot be used, so files are read without it: %s", LIBRARY, error)
         return None
+
+
+# --- Which data is this
+
+# Files, or parts of them, whose contents identify the data; and the bytes at the head, in the middle and at the end of
+# each. 256 files take 5 ms.
+SAMPLED = 256
+SAMPLE_BYTES = 4 << 10
+
+
+class Content(NamedTuple):
+    """A part of the data of a source, by which they are recognized.
+
+    Args:
+        place: The path of a file; as bytes, what is known about the part without reading it.
+        start: The first byte of the part in the file.
+        end: The byte after its last one; ``None``: the end of the file.
+        kind: What a digest of such parts is called.
+    """
+
+    place: str | bytes
+    start: int = 0
+    end: int | None = None
+    kind: str = "contents"
+
+    def sample(self) -> bytes:
+        """Return the size and some bytes of the part.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        if isinstance(self.place, bytes):
+            return self.place
+        with open(open_file(self.place), "rb", buffering=0) as file:
+            size = (os.fstat(file.fileno()).st_size if self.end is None else self.end) - self.start
+            is_small = size <= 3 * SAMPLE_BYTES
+            found = b"%d" % size
+            for at in (0,) if is_small else (0, size // 2, size - SAMPLE_BYTES):
+                file.seek(self.start + at)
+                found += file.read(max(size, 0) if is_small else SAMPLE_BYTES)
+            return found
+
+
+def evenly(count: int, most: int = SAMPLED) -> list[int]:
+    """Return up to ``most`` of ``count`` positions, evenly chosen, with the first and the last one."""
+    return list(range(count)) if count <= most else [at * (count - 1) // max(most - 1, 1) for at in range(most)]
+
+
+def digest_of(parts: Sequence[Content]) -> str:
+    """Return the kinds of parts, and a digest of what is known about them and of some files.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    known, files = ([part for part in parts if isinstance(part.place, kind)] for kind in (bytes, str))
+    chosen = known + [files[at] for at in evenly(len(files))]
+    samples = b"".join([hashlib.sha256(part.sample()).digest() for part in chosen])
+    return f"{'+'.join(sorted({part.kind for part in chosen}))}={hashlib.sha256(samples).hexdigest()[:32]}"

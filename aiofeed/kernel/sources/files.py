@@ -15,12 +15,15 @@ from aiofeed import _load_addon
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, counted, explain_arguments
+from aiofeed.kernel.sampling.schedule import common_folder, fingerprint
 from aiofeed.kernel.sources.file_io import (
     MAX_BYTES,
     SMALL,
+    Content,
     GroupReader,
     ReadRules,
     beneath,
+    evenly,
     group_reader,
     local_path,
     read_file,
@@ -149,7 +152,23 @@ class Files(IndexedSource):
 
         For a tuple of files: their paths, joined by ``" + "``.
         """
-        return self.paths[index] if self._width is None else " + ".join([self.paths[at] for at in self._files([index])])
+        return self.paths[index] if self._width is None else self._joined(index)
+
+    def _joined(self, index: int, root: int = 0) -> str:
+        return " + ".join([self.paths[at][root:] for at in self._files([index])])
+
+    def fingerprint(self) -> str | None:
+        """Return a hash of the paths of tuples, relative to their common folder; ``None``: keys identify the files."""
+        if self._width is None:
+            return None
+        root = common_folder(self.paths)
+        return fingerprint(type(self).__qualname__, len(self), lambda index: self._joined(index, root))
+
+    def content_parts(self) -> list[Content]:
+        """Return some of the files, or the sizes of some objects as far as they were listed."""
+        if self._objects is not None:
+            return self._objects.content_parts()  # type: ignore[no-any-return]
+        return [Content(self.paths[at]) for at in evenly(len(self.paths))]
 
     def version(self, index: int, /) -> str:
         """Absolute path, size and times of each file; the store of an object, whose contents are not checked."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import reprlib
 from collections.abc import Mapping, Sequence, Sized
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 
+from aiofeed.kernel.core.formatting import brief
 from aiofeed.kernel.core.types import traits_of, uncopied_reader_of
 from aiofeed.kernel.core.validation import check_seed, counted
 from aiofeed.kernel.sampling.order import shuffled
@@ -19,8 +20,12 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from aiofeed.kernel.sources.file_io import Content
+
 Indices: TypeAlias = "slice | Sequence[int] | Sequence[bool] | NDArray[Any] | torch.Tensor"
 
+# Methods that datasets of other libraries have.
+_OTHERS = {"map", "filter", "select", "take", "skip", "shuffle", "batch", "shard", "random_split", "train_test_split"}
 # Methods of a source that get an index or several.
 _INDEXED = ("target", "version", "nbytes", "read_many", "read_now")
 _INDEXED_FIRST = ("gathered", "first_tokens", "new_gathered", "gather_ahead", "read_planned")
@@ -74,6 +79,13 @@ class IndexedSource(Sized):
     def _part(self, rows: NDArray[np.int64]) -> Self:
         return Subset(self, rows)  # type: ignore[return-value]
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            hint = ": Feeder has decode=, shuffle=, batch_size= and shard=, a source source[indices] and split()"
+            text = f"{type(self).__name__!r} object has no attribute {name!r}{hint * (name in _OTHERS)}"
+            raise AttributeError(text, name=name, obj=self)
+
 
 class Subset(IndexedSource):
     """The samples of a source at some indices.
@@ -115,7 +127,7 @@ class Subset(IndexedSource):
 
     def fingerprint(self) -> str:
         """Identifies the whole source and the indices."""
-        return part_fingerprint(fingerprint_of(self.whole, len(self.whole)), self.rows)
+        return part_fingerprint(names_of(self.whole, len(self.whole)), self.rows)
 
     def key(self, index: int, /) -> str:
         """Return the name of a sample in the whole source."""
@@ -141,6 +153,26 @@ class Subset(IndexedSource):
 
 
 def fingerprint_of(source: Any, length: int) -> str:
+    """Return ``names_of`` a source, with a digest of a sample of its contents.
+
+    The digest has what the source knows of its ``content_parts()``: for files their sizes and some of their bytes, for
+    objects their sizes and etags. It is left out if the source knows nothing, or a file cannot be read.
+    """
+    names = names_of(source, length)
+    with contextlib.suppress(Exception):  # of damaged data, the libraries that read them raise any
+        if parts := content_parts_of(source):
+            from aiofeed.kernel.sources.file_io import digest_of
+
+            return f"{names} {digest_of(parts)}"
+    return names
+
+
+def content_parts_of(source: Any) -> Sequence[Content]:
+    """Return the parts of a source whose contents identify it; none if they are not known."""
+    return getattr(source, "content_parts", list)()
+
+
+def names_of(source: Any, length: int) -> str:
     """Return the source's own ``fingerprint()``, or a hash of its type, length and keys."""
     own = getattr(source, "fingerprint", None)
     if own is not None and (found := own()) is not None:
@@ -178,7 +210,7 @@ def _checked(source: IndexedSource, indices: Any) -> NDArray[np.int64]:
             f"batch_size=...); {name}[{indices}:{indices + 1}] is a source of this sample"
         )
     if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "biu"):
-        raise TypeError(f"{name}[...] takes a slice, a list of ints or a mask of bools, got {reprlib.repr(indices)}")
+        raise TypeError(f"{name}[...] takes a slice, a list of ints or a mask of bools, got {brief(indices)}")
     if rows.dtype == bool and len(rows) != length:
         mask, samples = counted(len(rows), "bool"), counted(length, "sample")
         raise IndexError(f"{name}[mask]: the mask has {mask}, and the source {samples}")

@@ -54,35 +54,37 @@ def _is_iterable(iterator: Any) -> bool:
     return bool(iterator._dataset_kind == torch_loader._DatasetKind.Iterable)
 
 
-class _Indices:
+class Indices:
     """The indices of a sampler, taken one at a time. If Ctrl-C interrupts the sampler's own code, no more are taken.
 
     Attributes:
+        cut: Whether Ctrl-C has ended the sampler.
         taken: Those that no batch was made of.
     """
 
     def __init__(self, sampler: Iterator[Any]) -> None:
         self._sampler = sampler
-        self._cut = False
+        self.cut: bool = False
         self.taken: deque[Any] = deque()
 
     def take(self) -> None:
         """Take the next one, if there is one."""
-        if self._cut:
+        if self.cut:
             return
+        known = len(self.taken)
         try:
             # One call to C code: Ctrl-C loses no index. islice would call iter(), which restarts Lightning's samplers.
             self.taken.extend(itertools.starmap(self._sampler.__next__, [()]))
         except BaseException as error:
             # A generator that an exception has left is at its end.
-            ended = not self.taken and getattr(self._sampler, "gi_frame", self) is None
+            ended = len(self.taken) == known and getattr(self._sampler, "gi_frame", self) is None
             inside: Any = error.__traceback__ and error.__traceback__.tb_next
-            self._cut = ended and bool(inside) and not isinstance(error, Exception)
+            self.cut = ended and bool(inside) and not isinstance(error, Exception)
             raise
 
     def end(self, batch: int) -> NoReturn:
         """Raise ``StopIteration``, or ``FeedError`` if the sampler was interrupted before its end."""
-        raise _interrupted("the sampler", batch) if self._cut else StopIteration
+        raise _interrupted("the sampler", batch) if self.cut else StopIteration
 
 
 def _interrupted(what: str, batch: int) -> FeedError:
@@ -117,7 +119,7 @@ class InProcessBatches:
         self.first_generators: tuple[Any, ...] | None = None
         self.stats: EpochStats = EpochStats()
         self._iterable = _is_iterable(iterator)
-        self._indices: _Indices = _Indices(iterator._sampler_iter)
+        self._indices: Indices = Indices(iterator._sampler_iter)
         self._taken = self._indices.taken
         self._cut = ""  # what Ctrl-C has interrupted so that its batch cannot be made again
         # A dataset that a batch changes.
@@ -314,7 +316,7 @@ class WorkerBatches:
         self.progress: Progress = Progress(
             start, position, workers=self._states, base_seed=self._base_seed, iterable=self._iterable
         )
-        self._sampler: _Indices = _Indices(indices)
+        self._sampler: Indices = Indices(indices)
         self._indices = self._sampler.taken
         self._exhausted = False
         self._requested_after = -1

@@ -32,8 +32,9 @@ def decode_kept(
 ) -> NDArray[Any]:
     """Decode ``data`` to an array [C, H, W] with all channels, in the dtype and with the values of the file.
 
-    Pillow reads some files with other values: it drops the low byte of 16-bit colour, and scales grey of 2 or 4 bits to
-    8. This undoes what can be undone, and refuses the rest.
+    Pillow reads some files with other values: it drops the low byte of 16-bit colour. This undoes what can be undone,
+    and refuses the rest. Grey of less than 8 bits is scaled to 8, as PNG (third edition, section 13.12) demands; a TIFF
+    has its own numbers, as in tifffile.
 
     Args:
         size: (width, height) to which the view is resized; ``None``: the picture is not resized.
@@ -88,8 +89,8 @@ def _exact(image: Image.Image, data: bytes) -> tuple[np.dtype[Any], Image.Image]
             f"{8 * read.dtype.itemsize} bits; pass a decoder of your own as decode="
         )
     if image.mode == "1":
-        return np.dtype(np.bool_), image
-    if image.mode == "L" and bits in (2, 4):
+        return (np.dtype(np.bool_), image) if name == "TIFF" else (np.dtype(np.uint8), image.convert("L"))
+    if image.mode == "L" and bits in (2, 4) and name == "TIFF":
         return read.dtype, Image.fromarray(read // (255 // ((1 << bits) - 1)))
     dtype = np.dtype(f"{kind}{1 if bits <= 8 else 2 if bits <= 16 else 4}")
     if dtype == np.int8:

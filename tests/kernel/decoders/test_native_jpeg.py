@@ -150,6 +150,20 @@ def test_photographs_are_as_close_as_documented(refused):
 
 
 @needs_library
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
+@pytest.mark.parametrize("size", [24, 64, 100, 120, 200])
+def test_photographs_that_are_enlarged(size, subsampling, refused):
+    """Small photographs have 45 dB PSNR, too; if their chroma would be enlarged much, Pillow decodes them."""
+    skimage = pytest.importorskip("skimage")
+    for name in ("astronaut", "coffee", "chelsea"):
+        photograph = Image.fromarray(getattr(skimage.data, name)()[:300, :300])
+        file = jpeg(photograph.resize((size, size), Image.Resampling.LANCZOS), quality=95, subsampling=subsampling)
+        native, pillow = (decode(DecodeImage(224, backend=by), file) for by in ("native", "pillow"))
+        assert psnr(native, pillow) > 45, name
+    assert refused == [int(size < 112 and subsampling != "4:4:4")] * 3
+
+
+@needs_library
 @pytest.mark.parametrize("size", [(1, 1), (1, 300), (300, 1), (7, 300), (64, 64), (333, 251)])
 def test_grey_pictures_differ_by_one_level_at_most(size, refused):
     """The filter equals Pillow's in both directions and for all ratios."""

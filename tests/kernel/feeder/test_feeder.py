@@ -563,6 +563,47 @@ def test_an_endless_sampler_is_refused() -> None:
         iter(feeder)
 
 
+class Claimed(list[Any]):
+    """A sampler with a length that it claims, or raises."""
+
+    def __init__(self, items: list[Any], length: Any) -> None:
+        super().__init__(items)
+        self.length = length
+
+    def __len__(self) -> int:
+        if isinstance(self.length, int):
+            return self.length
+        raise self.length("not known before they are made")
+
+
+@pytest.mark.parametrize("error", [ValueError, NotImplementedError, RuntimeError, TypeError])
+@pytest.mark.parametrize(("argument", "items"), [("sampler", [3, 1, 2]), ("batch_sampler", [[3, 1], [2]])])
+def test_a_sampler_whose_length_is_not_known(argument: str, items: Any, error: type[Exception]) -> None:
+    """Whatever its ``__len__`` raises, a sampler is used as one without a length, also for a resume."""
+
+    def new_feeder() -> Feeder[Any]:
+        size = {"batch_size": 2} if argument == "sampler" else {}
+        return Feeder(Numbers(4), decode=number, **{argument: Claimed(items, error)}, **size)
+
+    feeder = new_feeder()
+    with pytest.raises(TypeError, match="has no len"):
+        len(feeder)
+    batches = iter(feeder)
+    assert next(batches)[0].flatten().tolist() == [3, 1]
+    resumed = new_feeder()
+    resumed.load_state_dict(feeder.state_dict())
+    assert [batch[0].flatten().tolist() for batch in resumed] == [[2]]
+
+
+@pytest.mark.parametrize("argument", ["sampler", "batch_sampler"])
+def test_a_sampler_too_long_to_list_is_refused(argument: str) -> None:
+    """A length that no list can have is refused before the sampler is read, with what to use instead."""
+    size = {"batch_size": 2} if argument == "sampler" else {}
+    feeder = Feeder(Numbers(4), decode=number, **{argument: Claimed([], 10**10)}, **size)
+    with pytest.raises(ValueError, match=r'a length of 10,000,000,000 for 4 samples.*shuffle="replacement"'):
+        iter(feeder)
+
+
 class SlowItems(Dataset[int]):
     """A Dataset whose items take a while."""
 

@@ -345,6 +345,48 @@ def test_epochs_yields_the_numbers(make: MakeFeeder) -> None:
     assert [(epoch, flat(feeder)) for epoch in feeder.epochs(4)] == [(3, shuffled(6, 3))]
 
 
+def test_epochs_says_that_it_goes_on_after_earlier_epochs(make: MakeFeeder, caplog: pytest.LogCaptureFixture) -> None:
+    """epochs(n) after earlier epochs of the feeder logs what it yields, and what to write for n more."""
+    feeder = make(Watched(6), shuffle=True)
+    flat(feeder)
+    assert [(epoch, flat(feeder)) for epoch in feeder.epochs(3)] == [(e, shuffled(6, e)) for e in (1, 2)]
+    assert "feeder.epochs(3) yields 2 epochs" in caplog.text
+    assert "write feeder.epochs(4)" in caplog.text
+    caplog.clear()
+    assert list(feeder.epochs(3)) == []
+    assert "feeder.epochs(3) yields no epoch" in caplog.text
+    assert "write feeder.epochs(6)" in caplog.text
+    caplog.clear()
+    feeder.set_epoch(0)
+    assert [(epoch, flat(feeder)) for epoch in feeder.epochs(1)] == [(0, shuffled(6, 0))]
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("looks", [1, 2])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_look_at_a_batch_does_not_count_for_epochs(
+    make: MakeFeeder, caplog: pytest.LogCaptureFixture, looks: int, kept: bool
+) -> None:
+    """epochs(n) begins with epoch 0 if before it a batch was looked at, and no epoch chosen."""
+    feeder = make(Watched(6), shuffle=True)
+    for _ in range(looks):
+        iterator = iter(feeder)
+        next(iterator)
+    if not kept:
+        del iterator
+    assert [(epoch, flat(feeder)) for epoch in feeder.epochs(3)] == [(e, shuffled(6, e)) for e in range(3)]
+    assert caplog.text == ""
+
+
+def test_a_look_counts_after_a_loaded_state(make: MakeFeeder) -> None:
+    """epochs(n) goes on after the epoch of a loaded state of which a batch was returned."""
+    first, feeder = make(Watched(6), shuffle=True), make(Watched(6), shuffle=True)
+    list(first)
+    feeder.load_state_dict(first.state_dict())
+    next(iter(feeder))
+    assert list(feeder.epochs(3)) == [2]
+
+
 async def test_epochs_in_async_code(make: MakeFeeder) -> None:
     """epochs(n) works with `async for`."""
     feeder = make(Watched(6), shuffle=True)

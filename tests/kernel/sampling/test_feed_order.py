@@ -54,14 +54,14 @@ def test_a_keyed_order_of_a_billion_samples_needs_no_list(fork_server: ForkServe
 
 
 def test_a_large_index_list_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above ten million samples, shuffle=True logs that shuffle="keyed" needs no list."""
+    """Above thirty million samples, shuffle=True warns that shuffle="keyed" needs no list."""
     monkeypatch.setattr("aiofeed.kernel.sampling.feed_order.LARGE_EPOCH", 100)
-    with caplog.at_level(logging.INFO, "aiofeed"):
+    with caplog.at_level(logging.WARNING, "aiofeed"):
         for shuffle in (True, "keyed", False):
             feeder = Feeder(Numbers(101), decode=number, batch_size=50, shuffle=shuffle)
             list(feeder)
             list(feeder)
             feeder.close()
     assert [record.message for record in caplog.records if "keyed" in record.message] == [
-        "shuffle=True makes a list of 101 indices (0 MiB) per epoch; shuffle='keyed' computes them instead"
+        "shuffle=True makes a list of 101 indices (0 MiB) before each epoch; shuffle='keyed' begins at once"
     ]

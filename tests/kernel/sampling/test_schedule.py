@@ -139,7 +139,7 @@ def test_a_resume_with_other_shards_sees_the_rest_once(
         cut = min(cut, len(feeder))
         iterator = iter(feeder)
         seen += indices_of([plain(next(iterator)) for _ in range(cut)])
-        states.append({**feeder.state_dict(), "rank": 0})
+        states.append(feeder.state_dict())
         feeder.close()
     assert all(state == states[0] for state in states)  # every rank has the same state
     rest: list[int] = []

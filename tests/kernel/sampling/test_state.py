@@ -226,11 +226,11 @@ def test_a_saved_state_does_not_change(make: MakeFeeder) -> None:
 
 
 def test_every_rank_has_the_same_state(make: MakeFeeder) -> None:
-    """With in_order=True the states of all ranks are equal, except for the rank."""
+    """With in_order=True the states of all ranks are equal."""
     feeders = [make(30, shard=(rank, 3)) for rank in range(3)]
     for feeder in feeders:
         taken(feeder, 2)
-    states = [{**feeder.state_dict(), "rank": None} for feeder in feeders]
+    states = [feeder.state_dict() for feeder in feeders]
     assert states[0] == states[1] == states[2]
     assert states[0]["position"] == 12
 
@@ -404,10 +404,14 @@ def test_a_state_survives_json_and_safe_torch_load(
 
 def test_the_state_contains_the_order_and_the_source(make: MakeFeeder) -> None:
     """A state has version, seed, epoch, position, batch size, ranks, shuffle, drop_last, length and fingerprint."""
-    state = make(seed=3, shuffle=True, drop_last=True, shard=(1, 2)).state_dict()
-    wanted = {"version": 1, "seed": 3, "epoch": 0, "position": 0, "batch_size": 2, "rank": 1, "world_size": 2}
-    wanted |= {"shuffle": True, "drop_last": True, "length": 10}
+    options = {"seed": 3, "shuffle": True, "drop_last": True}
+    state = make(shard=(1, 2), **options).state_dict()
+    wanted = {"version": 1, "epoch": 0, "position": 0, "batch_size": 2, "world_size": 2, "length": 10, **options}
     assert {name: state[name] for name in wanted} == wanted
+    # That of any rank serves all, if no rank may have returned other batches than the others.
+    assert state["rank"] == 0
+    assert make(shard=(1, 2), pad=False, **options).state_dict()["rank"] == 1
+    assert make(shard=(1, 2), in_order=False, **options).state_dict()["rank"] == 1
     assert state["fingerprint"]
 
 
@@ -822,6 +826,24 @@ def test_the_shard_comes_from_the_environment_when_first_needed(
     no_launcher.setenv("RANK", "0")
     assert flat(feeder) == [1, 3, 5, 7, 9]
     assert feeder.state_dict()["world_size"] == 2
+
+
+@pytest.mark.parametrize("prefix", ["SLURM_PROCID SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE"])
+def test_a_task_of_several_without_a_rank_is_warned(
+    make: MakeFeeder, no_launcher: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, prefix: str
+) -> None:
+    """A task of srun or mpirun that gets all samples logs what to set; one with a shard does not."""
+    task, tasks = prefix.split()
+    no_launcher.setenv(task, "1")
+    no_launcher.setenv(tasks, "4")
+    assert flat(make(shard=(1, 4))) == [1, 5, 9]
+    assert caplog.text == ""
+    assert flat(make(shard="auto")) == list(range(10))
+    assert f"task 1 of 4 ({task}, {tasks}) gets all samples" in caplog.text
+    caplog.clear()
+    no_launcher.setenv(tasks, "1")
+    assert flat(make(shard="auto")) == list(range(10))
+    assert caplog.text == ""
 
 
 def test_torch_distributed_comes_before_the_environment(

@@ -118,6 +118,17 @@ def test_parts_of_a_dataset_are_not_called_at_the_same_time(
     other.close()
 
 
+@pytest.mark.parametrize(
+    ("threads", "limit", "warned"), [(1, 16, True), (4, 16, True), (16, 16, False), (1, None, False)]
+)
+def test_more_decode_threads_than_calls_of_a_dataset_are_warned(
+    caplog: pytest.LogCaptureFixture, threads: int, limit: int | None, warned: bool
+) -> None:
+    """Limits(decode_threads=) above the threads of a Dataset logs that it has no effect, and the way out."""
+    Feeder(FromDataset(list(range(8)), threads), batch_size=4, limits=Limits(decode_threads=limit)).close()
+    assert ("FromDataset(dataset, threads=16)" in caplog.text) == warned
+
+
 def test_one_thread_calls_a_dataset_for_its_life() -> None:
     """Across epochs, breaks, closed feeders, new feeders and parts."""
     base = Base()

@@ -33,7 +33,7 @@ from aiofeed.kernel.core.types import (
 from aiofeed.kernel.engine.fetch.async_reader import AsyncReader, ReadResult, total_bytes
 from aiofeed.kernel.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, RowBatchBuilder, misfit_error
 from aiofeed.kernel.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, Place, RunJob, seed_of
-from aiofeed.kernel.engine.fetch.user_errors import bytes_hint, sample_error, untrace
+from aiofeed.kernel.engine.fetch.user_errors import bytes_hint, pointer_hint, sample_error, untrace
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.buffers import BufferLease
 from aiofeed.kernel.runtime.tensors import unchanged
@@ -332,7 +332,8 @@ class SourceFetcher(Fetcher):
         if (misfit := misfit_error(error, key)) is not None:
             return misfit
         if not reading:
-            return sample_error(DecodeError, error, key, index, bytes_hint(error), traced=self.stop_at_error)
+            hint = bytes_hint(error) or pointer_hint(key)
+            return sample_error(DecodeError, error, key, index, hint, traced=self.stop_at_error)
         hint = ""
         if isinstance(error, TypeError) and "await" in format_error(error):
             hint = f" ({type(self._source).__name__}.read is not an `async def`; a source needs one)"
@@ -379,7 +380,7 @@ class BlockingReader:
             encoded = self._read_in_turn(indices)
             if len(encoded) != len(indices):
                 raise ValueError(f"read_now returned {len(encoded)} samples for {len(indices)} indices")
-        except Exception:  # noqa: BLE001 - the user's source may raise anything; one by one, the error gets a name
+        except BaseException:  # noqa: BLE001 - the user's source may raise anything; one by one, the error gets a name
             encoded = [self._read_one(index) for index in indices]
         if self.policy.retries:
             for at, data in enumerate(encoded):
@@ -406,7 +407,7 @@ class BlockingReader:
     def _read_one(self, index: int) -> Any:
         try:
             return self._attempt(index)
-        except Exception as error:  # noqa: BLE001 - the user's source may raise anything; it is raised again with a name
+        except BaseException as error:  # noqa: BLE001 - the user's source may raise anything; it is raised again with a name
             return error
 
     def _attempt(self, index: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 from aiofeed.kernel.core.errors import OF_CODE, DecodeError, FeedError, ReadError, SampleError, add_note, notes_of
@@ -12,6 +13,7 @@ _OURS = ("aiofeed.kernel.engine.", "aiofeed.kernel.runtime.", "aiofeed.cache.", 
 _BYTES = " (the decoder gets the bytes of a file, not its path: Image.open(io.BytesIO(data)))"
 # What Python, Pillow, NumPy, torch and OpenCV say about them.
 _OPENED = re.compile(r"embedded null|(not|got|type) (<class )?['\"]bytes|'bytes' object has|and bytes in|'filename'")
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _NAMED = (ReadError, DecodeError)
 _WAY = 'Feeder(on_error="skip") leaves out samples that fail, "replace" takes others instead'
 
@@ -40,6 +42,14 @@ def bytes_hint(error: BaseException) -> str:
     """Return advice for a function that was given the bytes of a file for its path, or for an open file."""
     named = isinstance(getattr(error, "filename", None), bytes)  # the error of the system, such as "file name too long"
     return _BYTES if named or _OPENED.search(format_error(error)) else ""
+
+
+def pointer_hint(path: str) -> str:
+    """Return what to do about a file that is a pointer of Git LFS; empty for other files, and for no file."""
+    with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            return " (the file is a pointer of Git LFS: `git lfs pull` fetches its contents)"
+    return ""
 
 
 def suggest_policy(error: FeedError) -> FeedError:

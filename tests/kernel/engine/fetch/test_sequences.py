@@ -73,10 +73,102 @@ def test_tuples() -> None:
     assert mask.tolist() == [[1, 0], [1, 1]]
 
 
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape)
+
+
+MAKERS: dict[str, Any] = {
+    "tensors": ones,
+    "arrays": lambda *n: np.ones(n, np.float32),
+    "lists": lambda *n: [1.0] * n[0],
+}
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("lengths", [[(5, 5), (5, 5)], [(5, 2), (5, 7)], [(3, 2), (6, 2)], [(3, 6)], [(0, 1), (2, 0)]])
+def test_named_parts_have_lengths_and_masks_of_their_own(make: str, lengths: list[tuple[int, int]]) -> None:
+    """Whatever the sizes of a batch: in dicts by name, in tuples by place; other parts are not padded."""
+    new, longest = MAKERS[make], [-(-max(each) // 4) * 4 for each in zip(*lengths, strict=True)]
+    samples = [{"soft": ones(5), "chosen": new(a), "rejected": new(b)} for a, b in lengths]
+    batch = pad_collate(-1, parts=("chosen", "rejected"), multiple_of=4)(samples)
+    assert list(batch) == ["soft", "chosen", "rejected", "chosen_mask", "rejected_mask"]
+    found = pad_collate(-1, parts=(2, 1), multiple_of=4)([tuple(sample.values()) for sample in samples])
+    for one in ([*batch.values()], [*found[:3], found[4], found[3]]):
+        assert [tuple(part.shape[1:]) for part in one] == [(5,), *((size,) for size in longest + longest)]
+        for at in (0, 1):
+            assert one[3 + at].sum(1).tolist() == [each[at] for each in lengths]
+            assert torch.equal(one[1 + at] == 1, one[3 + at].bool())
+    single = pad_collate(parts=("chosen",))([{"chosen": new(a)} for a, _ in lengths])
+    assert list(single) == ["chosen", "attention_mask"]
+
+
+def test_what_is_padded_does_not_depend_on_the_batch() -> None:
+    """A part that is as long as the sequence by chance is not padded, and never gives the mask."""
+    for size in (5, 7, 8, 9):
+        texts = [{"soft": ones(8), "image": ones(8, 2, 2), "ids": ones(n)} for n in (8, size)]
+        for collate in (pad_collate({"ids": 0}, multiple_of=16), pad_collate(parts=("ids",), multiple_of=16)):
+            batch = collate(texts)
+            assert [*map(tuple, (batch["soft"].shape, batch["image"].shape))] == [(2, 8), (2, 8, 2, 2)]
+            assert batch["attention_mask"].sum(1).tolist() == [8, size]
+            assert batch["ids"].shape == (2, 16)
+
+
+def test_parts_of_one_dimension_have_lengths_of_their_own() -> None:
+    """Without names, too; the mask is that of the first one."""
+    batch = pad_collate(-1)([{"prompt": [1] * a, "answer": [1] * b} for a, b in ((2, 5), (3, 1))])
+    assert {name: tuple(part.shape) for name, part in batch.items()} == {
+        "prompt": (2, 3),
+        "answer": (2, 5),
+        "attention_mask": (2, 3),
+    }
+    tokens, mask = pad_collate()([[1, 2], [], [3]])
+    assert tokens.tolist() == [[1, 2], [0, 0], [3, 0]]
+    assert mask.sum(1).tolist() == [2, 0, 1]
+    sized = pad_collate()([{"ids": ones(n), "size": [4, 5]} for n in (1, 2)])
+    assert [part.tolist() for part in sized["size"]] == [[4, 4], [5, 5]]
+
+
+@pytest.mark.parametrize("lengths", [(5,), (5, 5), (5, 7)])
+@pytest.mark.parametrize(
+    ("sample", "options", "names"),
+    [
+        (lambda n: {"image": ones(3, 2, 2), "ids": ones(n)}, {}, "('ids',)"),
+        (lambda n: (ones(3, 2, 2), ones(n, 4)), {}, "(1,)"),
+        (lambda n: {"ids": ones(n), "soft": ones(9)}, {"multiple_of": 8}, "('ids'"),
+        (lambda n: {"ids": [1] * n, "soft": [1] * 9}, {"multiple_of": 8}, "('ids'"),
+        (lambda n: (ones(n), ones(n)), {"value": [0, 1], "multiple_of": 8}, "(0, 1)"),
+    ],
+)
+def test_parts_that_are_not_certain_are_an_error(sample: Any, options: Any, names: str, lengths: Any) -> None:
+    """In each batch, whatever its sizes; the message has the line to write."""
+    with pytest.raises(TypeError, match=re.escape(f"pad_collate(parts={names}")):
+        pad_collate(**options)([sample(n) for n in lengths])
+
+
+@pytest.mark.parametrize(
+    ("sample", "options", "names"),
+    [
+        (lambda n: {"soft": ones(8), "ids": ones(n)}, {}, "('ids',)"),
+        (lambda n: {"ids": ones(n), "spans": [1] * n}, {}, "('ids', 'spans')"),
+        (lambda n: {"ids": ones(n), "masks": ones(n + 1, 4)}, {}, "('ids', 'masks')"),
+        (lambda n: {"ids": ones(n), "labels": ones(n)}, {"parts": ["ids"]}, "('ids', 'labels')"),
+        (
+            lambda n: {"ids": ones(n), "labels": ones(n)},
+            {"value": {"labels": 1}, "multiple_of": 8},
+            "('ids', 'labels')",
+        ),
+    ],
+)
+def test_a_batch_that_contradicts_is_an_error(sample: Any, options: Any, names: str) -> None:
+    """Another part has different lengths; the message has the line to write."""
+    with pytest.raises(TypeError, match=re.escape(f"pad_collate(parts={names}")):
+        pad_collate(**options)([sample(n) for n in (2, 3)])
+
+
 def test_it_can_be_pickled() -> None:
     """For worker processes."""
-    copy = pickle.loads(pickle.dumps(pad_collate(1, side="left", multiple_of=8)))
-    assert copy == pad_collate(1, side="left", multiple_of=8)
+    copy = pickle.loads(pickle.dumps(pad_collate(1, parts=["x"], side="left", multiple_of=8)))
+    assert copy == pad_collate(1, parts=("x",), side="left", multiple_of=8)
 
 
 def test_wrong_input_is_refused() -> None:
@@ -87,6 +179,16 @@ def test_wrong_input_is_refused() -> None:
         pad_collate(multiple_of=0)
     with pytest.raises(TypeError, match="leave collate_fn= out"):
         pad_collate()([1, 2])
+    for parts in ("ids", (), ("ids", "ids"), 3):
+        with pytest.raises(TypeError, match=r"parts=\(\"input_ids\",\)"):
+            pad_collate(parts=parts)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="name them in both"):
+        pad_collate({"labels": -1}, parts=("ids",))
+    for name in ("absent", "text"):
+        with pytest.raises(TypeError, match=rf"parts=\('{name}',\)\) needs .*these are \['ids'\]"):
+            pad_collate(parts=(name,))([{"ids": torch.ones(2), "text": "a"}])
+    with pytest.raises(TypeError, match="'x' has the shapes"):
+        pad_collate()([{"x": torch.ones(n, n)} for n in (1, 2)])
 
 
 # --- Pack ---

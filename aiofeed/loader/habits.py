@@ -1,0 +1,145 @@
+"""What to write in place of arguments and names that users of torch and of other loaders try first."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import aiofeed
+from aiofeed.kernel.core.failure_policy import FailurePolicy
+from aiofeed.kernel.core.limits import Limits
+
+
+def _threads_instead(workers: object) -> str:
+    if workers == 0:
+        return "leave it out; reading and decoding run in threads"
+    return (
+        f"aiofeed.DataLoader takes it. For a Feeder, reading and decoding run in threads, limited by "
+        f'Limits(decode_threads=...); engine="process:{workers}" uses that many worker processes; '
+        f"pass a thread-safe Dataset as FromDataset(dataset, threads={workers})"
+    )
+
+
+def _part_of(argument: str, kind: type[Any], name: str) -> Callable[[Any], str]:
+    return lambda value: f"pass {argument}={kind.__name__}({name}={value!r})"
+
+
+_NO_WORKERS = "there are no worker processes"
+_WAYS: Mapping[str, str | Callable[[Any], str]] = {
+    "num_workers": _threads_instead,
+    "pin_memory": "memory is pinned if device= is an accelerator; aiofeed.DataLoader takes pin_memory=",
+    "pin_memory_device": "pass device=",
+    "prefetch_factor": lambda n: "leave it out" if n is None else f"pass limits=Limits(prefetch_batches={n})",
+    "persistent_workers": "threads live as long as the feeder",
+    "worker_init_fn": (
+        f"aiofeed.DataLoader takes it. For a Feeder, {_NO_WORKERS}: FromDataset(dataset, setup=function) calls "
+        f"function(dataset) in each thread that will call the dataset; the decoder's `rng` gives each sample its own "
+        f"random numbers"
+    ),
+    "multiprocessing_context": f"{_NO_WORKERS}; aiofeed.DataLoader takes it",
+    "timeout": lambda s: "leave it out" if s == 0 else f"pass on_error=FailurePolicy(read_timeout_s={s})",
+    "generator": "aiofeed.DataLoader takes it. For a Feeder, pass seed=",
+    "dataset": "it is the first argument",
+    **dict.fromkeys(("rank", "world_size", "num_replicas"), "pass shard=(rank, world_size)"),
+    "num_threads": _part_of("limits", Limits, "decode_threads"),
+    **{each.name: _part_of("limits", Limits, each.name) for each in fields(Limits)},
+    **{each.name: _part_of("on_error", FailurePolicy, each.name) for each in fields(FailurePolicy)},
+}
+
+
+# What to write in place of names, by their owner.
+_NAMES: Mapping[str, Mapping[str, str]] = {
+    "Feeder": {
+        "sampler batch_sampler": "a Feeder shuffles and shards by itself; feeder.set_epoch(n) chooses the epoch",
+        "stats metrics get_stats profile": "feeder.statistics() and feeder.explain() say where the time goes",
+        "get_state set_state save load restore": "feeder.state_dict() and feeder.load_state_dict(state)",
+        "stop shutdown reset": "call feeder.close(); iter(feeder) begins an epoch",
+        "get get_batch next take repeat": "next(iter(feeder)) is a batch; see feeder.epochs(n), feeder.steps(n)",
+        "map filter shuffle batch to": "pass transform=, exclude=, shuffle=, batch_size=, device= to Feeder",
+    },
+    "aiofeed": {
+        "from_pandas from_polars from_arrow from_csv from_parquet read_csv read_json read_parquet load_dataset "
+        "ParquetDataset": "aiofeed.Table takes frames, Arrow tables, datasets, Parquet files",
+        "ConcatDataset ChainDataset concatenate_datasets interleave_datasets": "aiofeed.Mixture takes several sources",
+        "random_split Subset train_test_split": "source.split(...) and source[indices] return parts",
+        "WebDataset TarDataset": "aiofeed.TarShards reads tar files",
+        "Dataset IterableDataset": "Feeder takes both; aiofeed.FromDataset and aiofeed.Stream have options for them",
+        "TensorDataset from_numpy": "aiofeed.Tensors takes tensors",
+        "DistributedSampler WeightedRandomSampler": "pass shard= or weights= to Feeder",
+        "StatefulDataLoader": "aiofeed.DataLoader has state_dict() and load_state_dict()",
+        "StreamingDataset TFRecordDataset": "aiofeed.MDSShards and aiofeed.TFRecordShards read shards",
+    },
+}
+# Sources of paths, by their ends.
+_PATHS: Mapping[tuple[str, ...], str] = {
+    (".parquet", ".arrow", ".feather", ".lance"): "Table({!r})",
+    (".tar", ".tar.gz", ".tgz"): "TarShards({!r})",
+    (".zip",): "ZipShards({!r})",
+    (".tfrecord", ".tfrecords"): "TFRecordShards({!r})",
+    (".h5", ".hdf5", ".nc", ".zarr", ".h5ad"): 'Arrays({{"x": {!r}}})',
+    (".bin",): "Tokens({!r}, ...)",
+    (".mp4", ".mkv", ".avi", ".webm", ".mov"): "Clips(aiofeed.Files([{!r}]), ...)",
+    (".csv", ".tsv", ".json", ".jsonl", ".txt"): "Manifest({!r})",
+    (".jpg", ".jpeg", ".png", ".npy", ".wav", ".flac"): "Files([{!r}])",
+}
+
+
+def hint_at(owner: str, name: Any) -> str:
+    """Return what to write in place of an attribute of ``owner`` that others have, or of an object as a "source"."""
+    if owner == "source":
+        return _instead_of(name)
+    for names, way in _NAMES[owner].items():
+        if name in names.split():
+            return f": {way}"
+    public = {each.lower(): each for each in dir(aiofeed)} if owner == "aiofeed" else {}
+    near = difflib.get_close_matches(name.lower(), public, n=1, cutoff=0.8)
+    return f"; did you mean aiofeed.{public[near[0]]}?" if near else ""
+
+
+def _instead_of(source: Any) -> str:
+    """Return the message about an object that is no source, with what to pass in its place; empty if it may be one."""
+    kind = type(source).__name__
+    if isinstance(source, str | bytes | os.PathLike):
+        path = os.fspath(source)
+        end = os.fsdecode(path).lower().rstrip("/")
+        call = next((call for ends, call in _PATHS.items() if end.endswith(ends)), "ImageFolder({!r})")
+        return f"a source is an object, got the path {path!r}; did you mean aiofeed.{call.format(path)}?"
+    if isinstance(source, Mapping) and _has_names(source):
+        return (
+            f"a feeder asks a source for samples 0, 1, ..., and this {kind} has the keys {list(source)[:8]}: pass one "
+            f"of its values, or for a dict of tensors aiofeed.Tensors(*tensors.values())"
+        )
+    if isinstance(source, tuple) and len(source) > 1 and _are_columns(source):
+        return (
+            f"a tuple of {len(source)} tensors of {len(source[0])} rows each: pass aiofeed.Tensors(x, y, ...), or a "
+            f"list if each tensor is a sample"
+        )
+    if type(source).__module__.partition(".")[0] in ("pyarrow", "polars"):
+        return f"an item of a {kind} is a column, not a row: pass aiofeed.Table(table)"
+    if hasattr(type(source), "iloc"):
+        return (
+            f"a pandas {kind} is indexed by its index, not by position: pass aiofeed.Table(frame), or "
+            f'aiofeed.Files(frame["path"], frame["label"])'
+        )
+    if kind in ("DataLoader", "StatefulDataLoader", "Feeder") and hasattr(source, "batch_size"):
+        return f"a {kind} yields batches, not samples: pass its dataset, or use aiofeed.prefetch(loader, device=...)"
+    return ""
+
+
+def _are_columns(values: tuple[Any, ...]) -> bool:
+    """Return whether all values are tensors or arrays with the same number of rows."""
+    rows = {value.shape[0] if getattr(value, "ndim", 0) else None for value in values}
+    return len(rows) == 1 and None not in rows
+
+
+def _has_names(mapping: Mapping[Any, Any]) -> bool:
+    """Return whether a mapping has no samples 0, 1, ...; a TensorDict, unlike a dict, has rows that are not keys."""
+    return 0 not in mapping if isinstance(mapping, dict) else isinstance(next(iter(mapping), None), str)
+
+
+def ways_for_feeder() -> Mapping[str, str | Callable[[Any], str]]:
+    """Return what to write, by the name of an argument that ``Feeder`` does not have."""
+    return _WAYS
