@@ -94,8 +94,9 @@ class Opener:
 
         async def open_one(each: Any) -> Any:
             opened_one = await self._open(field, each)
-            if total > 1 and axis != 1:
-                await self._check_columns(field, os.fspath(each) if _is_path(each) else getattr(opened_one, "name", ""))
+            path = os.fspath(each).rstrip("/") if _is_path(each) else getattr(opened_one, "name", "")
+            if total > 1 and axis != 1 and (var := _MATRIX.sub(r"\1var", path)) != path:
+                await self._check_columns(field, path, var)
             progress.add()
             return opened_one
 
@@ -149,10 +150,8 @@ class Opener:
         is_folder = isinstance(nodes[""], dict) and await asyncio.to_thread(os.path.isdir, file)
         return {**dict.fromkeys(await asyncio.to_thread(os.listdir, file) if is_folder else ()), **nodes}
 
-    async def _check_columns(self, field: str, path: str) -> None:
+    async def _check_columns(self, field: str, path: str, var: str) -> None:
         """Compare the names of the columns of a matrix in the layout of AnnData with those of other parts."""
-        if (var := _MATRIX.sub(r"\1var", path.rstrip("/"))) == path.rstrip("/"):
-            return
         try:
             nodes = await self._nodes(var)
             index = nodes[""]["_index"]
@@ -189,7 +188,8 @@ class Opener:
             if kind == "ObjectStore":
                 return (await open_zarr(ObjectReader(given.path, store=store.store)))[""]
             return opened(given, given.name or kind, given.chunks, **described(given.metadata))
-        return opened(given, str(getattr(given, "name", None) or kinds[0]))
+        array = np.asarray(given) if "pandas.Series" in kinds else given
+        return opened(array, str(getattr(given, "name", None) or kinds[0]))
 
 
 def _kinds_of(given: Any) -> list[str]:
