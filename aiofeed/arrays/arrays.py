@@ -55,8 +55,8 @@ class Arrays(GroupedSource):
     Args:
         arrays: By the name of a field, an array: a path or URL of a Zarr array, ``"era5.zarr/t2m"``, or of a data set,
             ``"era5.nc::t2m"``; braces, a glob or a list of these, joined along the first axis of ``sample``; or an
-            array of zarr, h5py, xarray, dask or NumPy. Sparse rows, ``"cells.h5ad::X"``, and columns of categories,
-            ``"cells.h5ad::obs/cell_type"``, are in the layout of AnnData.
+            array of zarr, h5py, xarray, dask or NumPy without a mask. Sparse rows, ``"cells.h5ad::X"``, and columns of
+            categories, ``"cells.h5ad::obs/cell_type"``, are in the layout of AnnData.
         sample: The axis whose positions are the samples, by its name or number; or several. An array that lacks a named
             axis is the same for all positions.
         window: What a sample has of the axis: offsets from the position, ``range(-3, 1)`` or ``[-24, -12, 0]``; an int
@@ -76,7 +76,7 @@ class Arrays(GroupedSource):
     Raises:
         ImportError: zarr, h5py, numcodecs or imagecodecs is not installed.
         FileNotFoundError: A file does not exist.
-        TypeError: No array, or an argument of another type.
+        TypeError: No array, one of another kind, or an argument of another type.
         ValueError: Arrays do not fit each other or the arguments, a file is damaged, or a filter is unknown.
     """
 

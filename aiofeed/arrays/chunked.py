@@ -180,11 +180,6 @@ def text(value: Any) -> Any:
     return one if isinstance(one, str) else value
 
 
-def decoded(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return attributes with their texts as ``str``."""
-    return {name: text(value) for name, value in attributes.items()}
-
-
 def rows_of(shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:
     """Return the shape of parts along the first axis of about a MiB."""
     rows = CHUNK_BYTES // max(math.prod(shape[1:]) * dtype.itemsize, 1)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import imagecodecs
 import numpy as np
 
-from aiofeed.arrays.chunked import Chunk, ChunkedArray, decoded, grid_of, opened, rows_of, text
+from aiofeed.arrays.chunked import Chunk, ChunkedArray, grid_of, opened, rows_of, text
 from aiofeed.common.cache_folder import cache_path, write_cached
 from aiofeed.common.unreadable import naming_file
 from aiofeed.kernel.core.validation import check_expanded
@@ -45,9 +45,9 @@ _COMPRESSORS: dict[int, Callable[[Any, int], Any]] = {
 _PACKED = ("scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned")
 _ATTRIBUTES = (*_PACKED, "encoding-type", "shape", "_index")
 # Of groups in the layout of AnnData, these arrays are described.
-_PARTS = ("data", "indices", "indptr", "codes", "categories", "values")
+_PARTS = ("data", "indices", "indptr", "codes", "categories", "values", "_index")
 # How NetCDF names a variable that has the name of a dimension but not its axis, and what a dimension without one says.
-_NON_COORDINATE = "_nc4_non_coord_"
+_HIDDEN = "_nc4_non_coord_"
 _NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
 # By the first bytes of a file, what it is and what to do.
 _OTHER_FILES = {
@@ -181,13 +181,12 @@ def _nodes(root: Any, path: str, shard: Shard) -> dict[str, Any]:
 
     if not path:
         arrays: list[str] = []
-        root.visititems(lambda name, node: arrays.append(name) if _is_variable(node) else None)
-        arrays = [name.replace(_NON_COORDINATE, "") for name in arrays]
+        root.visititems(lambda name, node: arrays.append(name.replace(_HIDDEN, "")) if _is_variable(node) else None)
         if len(arrays) != 1:
             raise ValueError(f"{shard}: name one of its arrays, '{shard}::{min(arrays, default='x')}': {arrays}")
         [path] = arrays
     folder, slash, name = path.rpartition("/")
-    if (node := root.get(f"{folder}{slash}{_NON_COORDINATE}{name}", root.get(path))) is None:
+    if (node := root.get(f"{folder}{slash}{_HIDDEN}{name}", root.get(path))) is None:
         raise ValueError(f"{shard}: there is no {path!r} in it; there are {sorted(root)}")
     if node.file.filename != root.filename:
         raise ValueError(f"{shard}::{path} is a link to {node.file.filename}: name that file")
@@ -196,17 +195,15 @@ def _nodes(root: Any, path: str, shard: Shard) -> dict[str, Any]:
             raise ValueError(f"{shard}::{path} is a dimension of NetCDF, which has a length and no values")
         return {"": _array_of(node, shard)}
     hard = [name for name in node if isinstance(node.get(name, getlink=True), h5py.HardLink)]
-    inner = {name.removeprefix(_NON_COORDINATE): node[name] for name in hard if _is_variable(node.get(name))}
-    attributes = attributes_of(node)
-    parts = (*_PARTS, attributes.get("_index"))
-    return {"": attributes, **{name: _array_of(each, shard) if name in parts else None for name, each in inner.items()}}
+    inner = {name.removeprefix(_HIDDEN): node[name] for name in hard if _is_variable(node.get(name))}
+    known = {name: _array_of(each, shard) if name in _PARTS else None for name, each in inner.items()}
+    return {"": attributes_of(node), **known}
 
 
 def _is_variable(node: Any) -> bool:
     import h5py
 
-    says = attributes_of(node, ("NAME",)) if isinstance(node, h5py.Dataset) else {"NAME": _NO_VARIABLE}
-    return not str(says.get("NAME")).startswith(_NO_VARIABLE)
+    return isinstance(node, h5py.Dataset) and _NO_VARIABLE not in str(attributes_of(node, ("NAME",)))
 
 
 def _axes(data: Any) -> tuple[list[str], tuple[int, ...]]:
@@ -230,10 +227,12 @@ def _axes(data: Any) -> tuple[list[str], tuple[int, ...]]:
 
 
 def _referred(data: Any, references: Any) -> Any:
-    """Return the last object that references name, as NetCDF does; ``None`` if it was deleted."""
+    """Return the last data set that references name, as NetCDF does; ``None`` if it was deleted."""
+    import h5py
+
     try:
-        return data.file[np.ravel(references)[-1]]
-    except (IndexError, KeyError, TypeError, ValueError):
+        return h5py.Dataset(h5py.h5r.dereference(np.ravel(references)[-1], data.id))
+    except (IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return None
 
 
@@ -278,7 +277,7 @@ def _array_of(data: Any, shard: Shard) -> Any:
 def attributes_of(node: Any, names: Sequence[str] = _ATTRIBUTES) -> dict[str, Any]:
     """Return those of some attributes that an object of h5py has."""
     # Not all: HDF5 may crash at damaged texts.
-    return decoded({name: node.attrs[name] for name in names if name in node.attrs})
+    return {name: text(node.attrs[name]) for name in names if name in node.attrs}
 
 
 class _Remote(io.RawIOBase):

@@ -94,8 +94,9 @@ class Opener:
 
         async def open_one(each: Any) -> Any:
             opened_one = await self._open(field, each)
-            if total > 1 and axis != 1:
-                await self._check_columns(field, os.fspath(each) if _is_path(each) else getattr(opened_one, "name", ""))
+            path = os.fspath(each).rstrip("/") if _is_path(each) else getattr(opened_one, "name", "")
+            if total > 1 and axis != 1 and (var := _MATRIX.sub(r"\1var", path)) != path:
+                await self._check_columns(field, path, var)
             progress.add()
             return opened_one
 
@@ -149,10 +150,8 @@ class Opener:
         is_folder = isinstance(nodes[""], dict) and await asyncio.to_thread(os.path.isdir, file)
         return {**dict.fromkeys(await asyncio.to_thread(os.listdir, file) if is_folder else ()), **nodes}
 
-    async def _check_columns(self, field: str, path: str) -> None:
+    async def _check_columns(self, field: str, path: str, var: str) -> None:
         """Compare the names of the columns of a matrix in the layout of AnnData with those of other parts."""
-        if (var := _MATRIX.sub(r"\1var", path.rstrip("/"))) == path.rstrip("/"):
-            return
         try:
             nodes = await self._nodes(var)
             index = nodes[""]["_index"]
@@ -166,16 +165,15 @@ class Opener:
             )
 
     async def _adopt(self, field: str, given: Any) -> Any:
-        kinds = {f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in type(given).__mro__}
-        values = given
-        if kinds & {"xarray.DataArray", "xarray.Variable"}:  # of lazy ones, data would read all
+        values, kinds = given, _kinds_of(given)
+        if {"xarray.DataArray", "xarray.Variable"} & {*kinds}:  # of lazy ones, data would read all
             values = (given if given.chunks else given[(slice(0),) * given.ndim]).data
         values = getattr(values, "_meta", values)  # what chunks of dask are
         is_plain = isinstance(values, np.ndarray | np.generic) and not isinstance(values, np.ma.MaskedArray)
-        if not is_plain and not kinds & {"h5py.Dataset", "h5py.AsTypeView", "zarr.Array", "pandas.Series"}:
+        if not is_plain and not {"h5py.Dataset", "h5py.AsTypeView", "zarr.Array", "pandas.Series"} & {*kinds}:
             raise TypeError(
-                "Arrays takes paths, URLs and arrays of zarr, h5py, xarray, dask and NumPy without masks, "
-                f"not {_name_of(values)}: pass its path, 'file.nc::x', or make it one of NumPy, as array.filled(...) does"
+                "Arrays takes paths, URLs and arrays of zarr, h5py, xarray, dask and NumPy without masks, not "
+                f"{_kinds_of(values)[0]}: pass its path, 'file.nc::x', or make it one of NumPy, as x.filled(...) does"
             )
         if "h5py.Dataset" in kinds:
             if given.file.driver != "sec2":  # in memory, for example
@@ -190,7 +188,13 @@ class Opener:
             if kind == "ObjectStore":
                 return (await open_zarr(ObjectReader(given.path, store=store.store)))[""]
             return opened(given, given.name or kind, given.chunks, **described(given.metadata))
-        return opened(given, str(getattr(given, "name", None) or _name_of(given)))
+        array = np.asarray(given) if "pandas.Series" in kinds else given
+        return opened(array, str(getattr(given, "name", None) or kinds[0]))
+
+
+def _kinds_of(given: Any) -> list[str]:
+    """Return the package and the name of the class of an object, and of the classes that it derives from."""
+    return [f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in type(given).__mro__]
 
 
 async def _texts(given: Any) -> list[str]:
@@ -231,8 +235,3 @@ def _expand(given: Any) -> list[str]:
             raise FileNotFoundError(f"no array matches {file!r}")
         found += [f"{match}{two_colons}{inner}" for match in matches]
     return found
-
-
-def _name_of(value: Any) -> str:
-    """Return the name of a type with its package."""
-    return f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"

@@ -17,7 +17,7 @@ import imagecodecs
 import numcodecs
 import numpy as np
 
-from aiofeed.arrays.chunked import Chunk, ChunkedArray, decoded, opened
+from aiofeed.arrays.chunked import Chunk, ChunkedArray, opened, text
 from aiofeed.kernel.core.validation import check_expanded
 from aiofeed.kernel.sources.file_io import MAX_BYTES, Content, ReadRules, read_file
 from aiofeed.objects.reader import ObjectReader, etag_of, read_ranges
@@ -214,7 +214,7 @@ async def open_zarr(reader: ObjectReader) -> dict[str, Any]:
     if not found:
         raise ValueError(f"{name} is no Zarr array: it has neither zarr.json nor .zarray")
     if "shape" not in found:
-        return {"": decoded(found.get("attributes", {}))}
+        return {"": {name: text(value) for name, value in found.get("attributes", {}).items()}}
     try:
         return {"": array_of(found, reader)}
     except Exception as error:  # zarr raises any
@@ -236,7 +236,7 @@ async def _read_json(reader: ObjectReader, key: str) -> Any:
 def described(metadata: Any) -> dict[str, Any]:
     """Return the names of the axes, and the attributes, that an array has by the metadata of zarr."""
     dims = metadata.dimension_names if metadata.zarr_format == 3 else metadata.attributes.get("_ARRAY_DIMENSIONS")
-    attributes = decoded(metadata.attributes)
+    attributes = {name: text(value) for name, value in metadata.attributes.items()}
     if metadata.zarr_format == 2 and dims and metadata.fill_value is not None:
         attributes.setdefault("_FillValue", metadata.fill_value)  # xarray moves it there
     names = () if not metadata.shape else None if dims is None or None in dims else tuple(dims)

@@ -32,7 +32,7 @@ log: logging.Logger = logging.getLogger("aiofeed.sources")
 SOON = 8
 # The look-ahead may be this many times the bytes that the engine has received.
 GROWTH = 8
-# The look-ahead has a batch for each so many of its bytes: a smaller batch costs more in Python, 50 us and 3 KB, than to
+# The look-ahead has a batch for each so many of its bytes: a smaller one costs more in Python, 50 us and 3 KB, than to
 # decode shards again for the batches behind it.
 BATCH_BYTES = 8 << 10
 # So many batches are noted in any case, and before the first one so many at most, which takes half a second.

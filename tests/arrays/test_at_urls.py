@@ -250,6 +250,28 @@ def test_braces_and_lists(server: FaultServer, files: Path, tmp_path: Path) -> N
         aiofeed.Arrays({"x": "s3://bucket/part-*.h5::x"}, options=server.options)
 
 
+def test_what_files_mean_at_urls(server: FaultServer, files: Path) -> None:
+    """As on disk: files of other formats, a variable that is shorter than its dimension, and the names of columns."""
+    (files / "old.nc").write_bytes(b"CDF\x01" + bytes(99))
+    with h5py.File(files / "short.nc", "w") as file:
+        file.create_dataset("time", (6,), "f8", maxshape=(None,), chunks=(4,)).make_scale("time")
+        file.create_dataset("x", data=[1, 2], maxshape=(None,), chunks=(4,), fillvalue=-1).dims[0].attach_scale(
+            file["time"]
+        )
+    for name, genes in (("a", ["A", "B"]), ("b", ["B", "A"])):
+        with h5py.File(files / f"{name}.h5ad", "w") as file:
+            file["X"], file["var/gene"] = np.ones((1, 2)), genes
+            file["var"].attrs["_index"] = np.bytes_("gene")
+    server.objects = files_of(files)
+    with pytest.raises(ValueError, match=r"old\.nc is NetCDF 3: .*nccopy"):
+        aiofeed.Arrays({"x": "s3://bucket/old.nc::x"}, options=server.options)
+    source = aiofeed.Arrays({"x": "s3://bucket/short.nc::x"}, sample="time", options=server.options)
+    with aiofeed.Feeder(source, batch_size=6, shuffle=False) as feeder:
+        assert next(iter(feeder))["x"].tolist() == [1, 2, -1, -1, -1, -1]
+    with pytest.raises(ValueError, match="in another order"):
+        aiofeed.Arrays({"x": "s3://bucket/{a,b}.h5ad::X"}, options=server.options)
+
+
 def test_an_opened_array_of_a_store(files: Path) -> None:
     """zarr's own ``ObjectStore`` and ``LocalStore``, and arrays of h5py."""
     from obstore.store import MemoryStore

@@ -217,7 +217,10 @@ def test_opened_arrays(kind: str, tmp_path: Path) -> None:
     """They are served; xarray makes NaN of what is missing."""
     given = SERVED[kind](tmp_path)
     expected = X if kind == "dask" else np.asarray(given[:])
-    np.testing.assert_array_equal(first(aiofeed.Arrays({"x": given})), expected)
+    source = aiofeed.Arrays({"x": given})
+    np.testing.assert_array_equal(first(source), expected)
+    assert source.fingerprint() == aiofeed.Arrays({"x": given}).fingerprint()
+    assert len(source.content_parts()) < 99
     if "masked" in kind:
         assert np.isnan(expected).sum() == 1
 
