@@ -32,7 +32,7 @@ from benchmarks.harness import Contender, Measure, Settings, interleave
 
 TITLE = "GIL per sample, and the most that a process can decode"
 
-CHUNK, STATE_BYTES, PHASES, PHASE_S = 16, 1 << 20, 6, 0.2
+CHUNK, STATE_BYTES, PHASES, SPIN_S = 16, 1 << 20, 6, 60.0
 ITSELF = "aiofeed itself"
 JPEGS = {"64x64": (64, 64, 64, 2000), "500x400 to 224": (500, 400, 224, 256), "3000x2000 to 224": (3000, 2000, 224, 16)}
 BACKENDS = {"native": "aiofeed's library", "turbo": "simplejpeg", "pillow": "Pillow", "lines": "usual lines of Pillow"}
@@ -184,17 +184,24 @@ class GilFlag:
     def __init__(self) -> None:
         address = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))
         ctypes.CDLL(None).prctl(0x59616D61, -1, 0, 0, 0)  # PR_SET_PTRACER: any process may read this one's memory
-        command = [sys.executable, "-m", "benchmarks.gil", str(os.getpid()), str(address)]
+        # 1 while this process runs Python without a pause; the other one sets it to 0. So neither has to be in time.
+        spins = ctypes.c_int32(0)
+        command = [sys.executable, "-m", "benchmarks.gil", *map(str, (os.getpid(), address, ctypes.addressof(spins)))]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._answer()
-        for phase in range(PHASES):
-            self._send("look")
-            until = time.perf_counter() + PHASE_S
-            while phase % 2 and time.perf_counter() < until:
-                pass
-            self._answer()
-        if not int(self._answer()):
-            raise RuntimeError("no flag of the GIL was found in the interpreter's state")
+        try:
+            for phase in range(PHASES):
+                if not phase % 2:
+                    self._answer()
+                    continue
+                spins.value, until = 1, time.perf_counter() + SPIN_S
+                while spins.value and time.perf_counter() < until:
+                    pass
+            if not int(self._answer()):
+                raise RuntimeError("no flag of the GIL was found in the interpreter's state")
+        except BaseException:
+            self._process.kill()
+            self.__exit__()
+            raise
 
     def start(self) -> None:
         self._send("start")
@@ -219,19 +226,22 @@ class GilFlag:
         self._process.communicate()
 
 
-def watch(pid: int, address: int) -> None:
+def watch(pid: int, address: int, spins: int) -> None:
     """Find the flag in the process's memory, and count the reads that find it set, on request."""
     import numpy as np
 
-    memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY)
+    memory = os.open(f"/proc/{pid}/mem", os.O_RDWR)
     states: list[list[Any]] = [[], []]
-    print("ready", flush=True)
     for phase in range(PHASES):
-        sys.stdin.readline()
-        time.sleep(PHASE_S / 4)
+        busy = phase % 2 == 1
+        while not (any(os.pread(memory, 4, spins)) if busy else sleeps(pid)):
+            time.sleep(0.001)
         for _ in range(5):
-            states[phase % 2].append(np.frombuffer(os.pread(memory, STATE_BYTES, address), np.int32))
-        print("seen", flush=True)
+            states[busy].append(np.frombuffer(os.pread(memory, STATE_BYTES, address), np.int32))
+        if busy:
+            os.pwrite(memory, bytes(4), spins)
+        else:
+            print("seen", flush=True)
     size = min(len(each) for each in states[0] + states[1])
     idle, busy = (np.stack([each[:size] for each in part]) for part in states)
     found = np.flatnonzero((idle == 0).all(0) & (busy == 1).all(0))
@@ -240,13 +250,18 @@ def watch(pid: int, address: int) -> None:
     while sys.stdin.readline():
         print("started", flush=True)
         reads = held = 0
-        while not select.select([sys.stdin], [], [], 0)[0]:
+        while not reads or not select.select([sys.stdin], [], [], 0)[0]:
             for _ in range(200):
                 held += os.pread(memory, 1, at) != b"\0"
             reads += 200
         sys.stdin.readline()
-        print(held / max(reads, 1), flush=True)
+        print(held / reads, flush=True)
+
+
+def sleeps(pid: int) -> bool:
+    """Return whether the first thread of a process waits, here for an answer, and so has released the GIL."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
 
 
 if __name__ == "__main__":
-    watch(int(sys.argv[1]), int(sys.argv[2]))
+    watch(*map(int, sys.argv[1:4]))

@@ -122,7 +122,8 @@ class Arrays(GroupedSource):
             raise ValueError(f"Arrays(stride={stride!r}) needs a size for each of its axes in tile=")
         self._fields: dict[str, Field] = {}
         for name, given in arrays.items():
-            parts, offsets = opener.open(name, given), window.get(name) if isinstance(window, Mapping) else window
+            parts = opener.open(name, given, axes[0])
+            offsets = window.get(name) if isinstance(window, Mapping) else window
             is_matrix = isinstance(parts[0], SparseMatrix)
             if is_matrix and pad is not None:
                 raise ValueError(f"Arrays: {name!r} is sparse, and pad= is for other arrays")

@@ -173,6 +173,18 @@ def opened(array: Any, name: str, chunks: Any = None, **known: Any) -> OpenedArr
     )
 
 
+def text(value: Any) -> Any:
+    """Return a text of a file, which may be bytes or an array of one, as ``str``; what is no text as it is."""
+    one = value[0] if isinstance(value, list | np.ndarray) and len(value) == 1 else value
+    one = one.decode(errors="replace").rstrip("\0 ") if isinstance(one, bytes) else one
+    return one if isinstance(one, str) else value
+
+
+def decoded(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return attributes with their texts as ``str``."""
+    return {name: text(value) for name, value in attributes.items()}
+
+
 def rows_of(shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:
     """Return the shape of parts along the first axis of about a MiB."""
     rows = CHUNK_BYTES // max(math.prod(shape[1:]) * dtype.itemsize, 1)
@@ -243,7 +255,8 @@ def _numbers(array: ChunkedArray, name: str) -> list[Any]:
         if isinstance(value, str) and name == "_FillValue":  # how xarray writes numbers of Zarr
             value = struct.unpack("<d", base64.standard_b64decode(value))[0]
         found = np.asarray([] if value is None else value).reshape(-1)
-        found.astype(np.float64)
+        if found.dtype.kind not in "biuf":
+            raise TypeError
     except (TypeError, ValueError, struct.error):
         raise ValueError(f"{array.name}: its attribute {name} is no number: {value!r}") from None
     # A number of JSON does not widen float16.

@@ -186,6 +186,7 @@ class SparseField:
         begin, end = self._spans(starts)
         rows = (starts[self._axis][:, None] + self._offset + np.arange(self._count)).reshape(-1)
         flat = [array(memory, (int((end - begin).sum()),), source.dtype) for source in self.sources]
+        flat[1][...] = 0  # where a chunk fails, none are written
         lists = (begin.tolist(), end.tolist(), (np.cumsum(end - begin) - end + begin).tolist())
         return flat, begin, end, self.rows[rows + 1] - self.rows[rows], lists
 
@@ -201,7 +202,8 @@ class SparseField:
     def _dense_rows(self, state: Any, out: NDArray[Any]) -> NDArray[Any]:
         (values, columns), _, _, lengths, _ = state
         out[...] = 0
-        out[expand(lengths)[0], columns] = values
+        # What occurs twice is added, as by scipy. At numbers, numpy adds as fast as it assigns.
+        np.add.at(out.reshape(-1), expand(lengths)[0] * self._width + columns, values)
         return out.reshape(-1, *self.shape)
 
     def samples(self, state: Any) -> Any:

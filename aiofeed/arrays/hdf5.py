@@ -9,14 +9,15 @@ import math
 import zipfile
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import imagecodecs
 import numpy as np
 
-from aiofeed.arrays.chunked import Chunk, ChunkedArray, grid_of, opened, rows_of
+from aiofeed.arrays.chunked import Chunk, ChunkedArray, decoded, grid_of, opened, rows_of, text
 from aiofeed.common.cache_folder import cache_path, write_cached
 from aiofeed.common.unreadable import naming_file
 from aiofeed.kernel.core.validation import check_expanded
@@ -41,7 +42,19 @@ _COMPRESSORS: dict[int, Callable[[Any, int], Any]] = {
     32004: lambda data, most: imagecodecs.lz4h5_decode(data, out=most),
     32015: lambda data, most: imagecodecs.zstd_decode(data, out=most),
 }
-_ATTRIBUTES = ("scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned", "encoding-type", "shape")
+_PACKED = ("scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned")
+_ATTRIBUTES = (*_PACKED, "encoding-type", "shape", "_index")
+# Of groups in the layout of AnnData, these arrays are described.
+_PARTS = ("data", "indices", "indptr", "codes", "categories", "values")
+# How NetCDF names a variable that has the name of a dimension but not its axis, and what a dimension without one says.
+_NON_COORDINATE = "_nc4_non_coord_"
+_NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
+# By the first bytes of a file, what it is and what to do.
+_OTHER_FILES = {
+    b"CDF": "NetCDF 3: write it as NetCDF 4 by 'nccopy -k nc4 old.nc new.nc', or pass the array that xarray opens",
+    b"\x0e\x03\x13\x01": "HDF 4: write it as HDF 5 by 'h4toh5 old.hdf new.h5'",
+    b"PK": "a zip file: pass the array that zarr opens",
+}
 _REFUSED = {
     **{4: "szip", 5: "nbit", 6: "scale-offset", 307: "bzip2"},
     **{32008: "bitshuffle", 32013: "zfp", 32026: "blosc2"},
@@ -58,12 +71,14 @@ class HDF5Array(ChunkedArray):
         table: [n, 3]: the first byte of each stored chunk, its bytes, and the filters left out; of a contiguous data
             set the place of all.
         numbers: The number of each of them in the grid, ascending; ``None``: the data set is contiguous.
+        written: The shape of the data set; beyond that, the array has the fill value.
     """
 
     shard: Shard
     filters: list[int]
     table: NDArray[np.int64]
     numbers: NDArray[np.int64] | None
+    written: tuple[int, ...]
 
     def _places(self, chunk: Chunk) -> list[list[int]]:
         """Return the row of the table for a chunk; none if it is not stored."""
@@ -114,7 +129,12 @@ class HDF5Array(ChunkedArray):
                 data = _COMPRESSORS[number](data, nbytes + (nbytes + 1024) * longer)
         # The last part of a contiguous data set is shorter.
         rows = self.chunks[0] if len(data) == nbytes else self.shape[0] - chunk[0] * self.chunks[0]
-        return np.frombuffer(data, self.dtype).reshape(rows, *self.chunks[1:])
+        values = np.frombuffer(data, self.dtype).reshape(rows, *self.chunks[1:])
+        if self.written != self.shape:
+            ends = np.subtract(self.written, np.multiply(chunk, self.chunks)).clip(0, self.chunks)
+            beyond = [(0, size) for size in self.chunks - ends]
+            values = np.pad(values[tuple(map(slice, ends))], beyond, constant_values=self.fill)
+        return values
 
 
 def _unshuffled(data: Any, itemsize: int) -> Any:
@@ -151,7 +171,9 @@ def _describe(file: Any, path: str, shard: Shard) -> dict[str, Any]:
     except Exception as error:  # of a damaged file, h5py raises any
         if str(shard) in str(error) or (isinstance(error, OSError) and type(error) is not OSError):
             raise
-        raise ValueError(f"{shard} is damaged, or no HDF5 file: {error}") from None
+        head = shard.read_now([(0, min(4, shard.size))])[0] if shard.local else file.block(0)
+        other = [what for magic, what in _OTHER_FILES.items() if head.startswith(magic)]
+        raise ValueError(f"{shard} is {(*other, f'damaged, or no HDF5 file: {error}')[0]}") from None
 
 
 def _nodes(root: Any, path: str, shard: Shard) -> dict[str, Any]:
@@ -159,19 +181,60 @@ def _nodes(root: Any, path: str, shard: Shard) -> dict[str, Any]:
 
     if not path:
         arrays: list[str] = []
-        root.visititems(lambda name, node: arrays.append(name) if isinstance(node, h5py.Dataset) else None)
+        root.visititems(lambda name, node: arrays.append(name) if _is_variable(node) else None)
+        arrays = [name.replace(_NON_COORDINATE, "") for name in arrays]
         if len(arrays) != 1:
             raise ValueError(f"{shard}: name one of its arrays, '{shard}::{min(arrays, default='x')}': {arrays}")
         [path] = arrays
-    if (node := root.get(path)) is None:
+    folder, slash, name = path.rpartition("/")
+    if (node := root.get(f"{folder}{slash}{_NON_COORDINATE}{name}", root.get(path))) is None:
         raise ValueError(f"{shard}: there is no {path!r} in it; there are {sorted(root)}")
     if node.file.filename != root.filename:
         raise ValueError(f"{shard}::{path} is a link to {node.file.filename}: name that file")
     if isinstance(node, h5py.Dataset):
+        if not _is_variable(node):
+            raise ValueError(f"{shard}::{path} is a dimension of NetCDF, which has a length and no values")
         return {"": _array_of(node, shard)}
     hard = [name for name in node if isinstance(node.get(name, getlink=True), h5py.HardLink)]
-    inner = {name: node[name] for name in hard if isinstance(node.get(name), h5py.Dataset)}
-    return {"": _attributes(node), **{name: _array_of(each, shard) for name, each in inner.items()}}
+    inner = {name.removeprefix(_NON_COORDINATE): node[name] for name in hard if _is_variable(node.get(name))}
+    attributes = attributes_of(node)
+    parts = (*_PARTS, attributes.get("_index"))
+    return {"": attributes, **{name: _array_of(each, shard) if name in parts else None for name, each in inner.items()}}
+
+
+def _is_variable(node: Any) -> bool:
+    import h5py
+
+    says = attributes_of(node, ("NAME",)) if isinstance(node, h5py.Dataset) else {"NAME": _NO_VARIABLE}
+    return not str(says.get("NAME")).startswith(_NO_VARIABLE)
+
+
+def _axes(data: Any) -> tuple[list[str], tuple[int, ...]]:
+    """Return the names of the axes, and the shape: in NetCDF, an unlimited axis is as long as any array has it.
+
+    The functions of HDF5 for this end the process if a label is no text of variable length.
+    """
+    known = attributes_of(data, ("CLASS", "DIMENSION_LIST", "DIMENSION_LABELS"))
+    scales = [_referred(data, each) for each in known.get("DIMENSION_LIST", ())][: data.ndim]
+    if known.get("CLASS") == "DIMENSION_SCALE":  # a coordinate is its own axis
+        scales = [data][: data.ndim]
+    labels = [str(text(each)) for each in np.ravel(known.get("DIMENSION_LABELS", ()))]
+    names, sizes = list[str](), list[int]()
+    for size, most, scale, label in zip_longest(data.shape or (), data.maxshape or (), scales, labels[: data.ndim]):
+        names.append(scale.name.rpartition("/")[2] if scale else label or "")
+        if scale and scale.maxshape[:1] == (most,) == (None,):
+            users = [(_referred(data, each), at) for each, at in scale.attrs.get("REFERENCE_LIST", ())]
+            size = max(size, scale.shape[0], *[user.shape[at] for user, at in users if user])
+        sizes.append(size)
+    return names, tuple(sizes)
+
+
+def _referred(data: Any, references: Any) -> Any:
+    """Return the last object that references name, as NetCDF does; ``None`` if it was deleted."""
+    try:
+        return data.file[np.ravel(references)[-1]]
+    except (IndexError, KeyError, TypeError, ValueError):
+        return None
 
 
 def _array_of(data: Any, shard: Shard) -> Any:
@@ -182,11 +245,8 @@ def _array_of(data: Any, shard: Shard) -> Any:
         check_expanded(f"{shard}::{data.name}", TEXT_BYTES * data.size, data.id.get_storage_size())
         return np.asarray(data.asstr()[...]).tolist()
     name, properties, dtype = f"{shard}::{data.name.lstrip('/')}", data.id.get_create_plist(), data.dtype
-    labels = "DIMENSION_LABELS" in data.attrs
-    # A coordinate of NetCDF is its own axis.
-    scales = [scale[0].name if len(scale) else scale.label if labels else "" for scale in data.dims]
-    dims = [each.rpartition("/")[2] for each in ([data.name] if data.is_scale and data.ndim == 1 else scales)]
-    known: Any = {"name": name, "dims": tuple(dims) if all(dims) else None, "attributes": _attributes(data)}
+    dims, shape = _axes(data)
+    known: Any = {"name": name, "dims": tuple(dims) if all(dims) else None, "attributes": attributes_of(data)}
     if properties.get_layout() == h5py.h5d.VIRTUAL or properties.get_external_count():
         raise ValueError(f"{name} is a view of other files: pass a list of these")
     # h5py reads some types as the next larger one.
@@ -198,26 +258,27 @@ def _array_of(data: Any, shard: Shard) -> Any:
         if number not in (_SHUFFLE, _FLETCHER32, *_COMPRESSORS):
             what = _REFUSED.get(number) or label.decode(errors="replace")
             raise ValueError(f"{name} is compressed by {what!r}, filter {number}, which aiofeed does not read")
-    if not data.size or not data.shape or properties.get_layout() == h5py.h5d.COMPACT:
+    if not math.prod(shape) or not data.shape or properties.get_layout() == h5py.h5d.COMPACT:
         return opened(np.asarray(data[...]), **known)
     if chunks := data.chunks:
         found = array("q")
         data.id.chunk_iter(lambda one: found.extend((*one.chunk_offset, one.byte_offset, one.size, one.filter_mask)))
         places, table = np.split(np.array(found, np.int64).reshape(-1, data.ndim + 3), [data.ndim], axis=1)
-        numbers: Any = np.ravel_multi_index(tuple((places // chunks).T), grid_of(data.shape, chunks))
+        numbers: Any = np.ravel_multi_index(tuple((places // chunks).T), grid_of(shape, chunks))
         table, numbers = table[order := np.argsort(numbers)], numbers[order]
     else:
         chunks, numbers, stored = rows_of(data.shape, dtype), None, data.id.get_storage_size() > 0
         table = np.array([[data.id.get_offset() or 0, math.prod(data.shape) * dtype.itemsize, 0]] * stored, np.int64)
     is_undefined = properties.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED  # h5py gives zeros
     known["fill"] = None if dtype.hasobject else 0 if is_undefined else data.fillvalue
-    known.update(shape=data.shape, chunks=chunks, dtype=dtype, filters=[number for number, *_ in filters])
-    return HDF5Array(shard=shard, reader=shard.reader, table=table, numbers=numbers, **known)
+    known.update(shape=shape, chunks=chunks, dtype=dtype, filters=[number for number, *_ in filters])
+    return HDF5Array(shard=shard, reader=shard.reader, table=table, numbers=numbers, written=data.shape, **known)
 
 
-def _attributes(node: Any) -> dict[str, Any]:
+def attributes_of(node: Any, names: Sequence[str] = _ATTRIBUTES) -> dict[str, Any]:
+    """Return those of some attributes that an object of h5py has."""
     # Not all: HDF5 may crash at damaged texts.
-    return {name: node.attrs[name] for name in _ATTRIBUTES if name in node.attrs}
+    return decoded({name: node.attrs[name] for name in names if name in node.attrs})
 
 
 class _Remote(io.RawIOBase):
@@ -261,14 +322,15 @@ class _Remote(io.RawIOBase):
         start, end = self._at, min(self._at + len(buffer), self._shard.size)
         if (start, end) not in self._parts:
             first = start // BLOCK_BYTES * BLOCK_BYTES
-            data = b"".join(map(self._block, range(first, end, BLOCK_BYTES)))
+            data = b"".join(map(self.block, range(first, end, BLOCK_BYTES)))
             self._parts[start, end] = data[start - first : end - first]
             self._new = True
         buffer[: end - start] = self._parts[start, end]
         self._at = end
         return end - start
 
-    def _block(self, start: int) -> bytes:
+    def block(self, start: int) -> bytes:
+        """Return a part, which is read once."""
         if start not in self._blocks:
             read = self._shard.read([(start, min(start + BLOCK_BYTES, self._shard.size))])
             [self._blocks[start]] = asyncio.run_coroutine_threadsafe(read, self._loop).result()

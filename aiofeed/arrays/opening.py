@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import glob
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -12,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.arrays.chunked import ChunkedArray, opened, scaling_of
-from aiofeed.arrays.hdf5 import open_hdf5
-from aiofeed.arrays.zarr_files import open_zarr
+from aiofeed.arrays.chunked import ChunkedArray, opened, scaling_of, text
+from aiofeed.arrays.hdf5 import attributes_of, open_hdf5
+from aiofeed.arrays.zarr_files import described, open_zarr
 from aiofeed.common.blocking import run_blocking
 from aiofeed.common.progress_bar import LoadProgress
 from aiofeed.common.unreadable import naming_file
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
 # A chunk that is not stored counts as so many bytes at least: to look for it takes time.
 UNSTORED_BYTES = 16 << 10
 
-HDF5_FILES = (".h5", ".hdf5", ".hdf", ".he5", ".nc", ".nc4", ".h5ad", ".mat")
+# At URLs; on disk, each file is one of HDF5.
+HDF5_FILES = (".h5", ".hdf5", ".hdf", ".he5", ".nc", ".nc4", ".h5ad", ".h5mu", ".loom", ".mat", ".nwb")
+# Matrices of AnnData whose columns have the names in "var" beside them.
+_MATRIX = re.compile(r"(/|::)(?:X|layers/[^/]+)$")
 
 
 @dataclass(eq=False)
@@ -57,12 +61,13 @@ class Opener:
 
     def __init__(self, decode_cf: bool, store: Any, options: Mapping[str, Any] | None) -> None:
         self.categories = {}
+        self._columns: dict[str, list[str]] = {}
         self._decode_cf = decode_cf
         self._storage: dict[str, Any] = {"store": store, "options": options}
         self._finder = ShardFinder(store, options)
 
-    def open(self, field: str, given: Any) -> list[Any]:
-        """Return the parts of a field: arrays, matrices, or columns of categories.
+    def open(self, field: str, given: Any, axis: Any) -> list[Any]:
+        """Return the parts of a field, which are joined along an axis: arrays, matrices, or columns of categories.
 
         Raises:
             TypeError: It is no array.
@@ -72,7 +77,7 @@ class Opener:
         several = given if isinstance(given, list | tuple) else [given]
         if not several:
             raise ValueError(f"Arrays: {field!r} is a list without arrays")
-        parts = run_blocking(lambda: self._open_all(field, several))
+        parts = run_blocking(lambda: self._open_all(field, several, axis))
         for part in parts:
             if isinstance(part, list) or isinstance(part, SparseMatrix) != isinstance(parts[0], SparseMatrix):
                 raise ValueError(
@@ -82,13 +87,15 @@ class Opener:
                 part.scaling = scaling_of(part)
         return parts
 
-    async def _open_all(self, field: str, several: Sequence[Any]) -> list[Any]:
+    async def _open_all(self, field: str, several: Sequence[Any], axis: Any) -> list[Any]:
         found = [each for given in several for each in (_expand(given) if _is_path(given) else [given])]
         total = len(found)
         progress = LoadProgress("opening arrays", "arrays", total, lambda done: f"opened {done} of {total} arrays")
 
         async def open_one(each: Any) -> Any:
             opened_one = await self._open(field, each)
+            if total > 1 and axis != 1:
+                await self._check_columns(field, os.fspath(each) if _is_path(each) else getattr(opened_one, "name", ""))
             progress.add()
             return opened_one
 
@@ -98,19 +105,14 @@ class Opener:
     async def _open(self, field: str, given: Any) -> Any:
         if not _is_path(given):
             return await self._adopt(field, given)
-        file, two_colons, inner = os.fspath(given).partition("::")
-        is_hdf5 = two_colons or PurePath(file.partition("?")[0]).suffix.lower() in HDF5_FILES
-        if is_hdf5:
-            nodes = await open_hdf5(self._finder.shard(file), inner.strip("/"))
-        else:
-            with naming_file(file):
-                nodes = await open_zarr(ObjectReader(file.rstrip("/"), **self._storage))
+        nodes = await self._nodes(os.fspath(given))
         node = nodes[""]
         if not isinstance(node, dict):
             return node
 
         async def child(name: str) -> Any:
-            return nodes[name] if name in nodes else await self._open(field, f"{str(given).rstrip('/')}/{name}")
+            known = nodes.get(name)
+            return await self._open(field, f"{str(given).rstrip('/')}/{name}") if known is None else known
 
         kind = node.get("encoding-type")
         if kind == "nullable-string-array":
@@ -128,36 +130,72 @@ class Opener:
                 raise ValueError(f"{given}: its rows do not fit its values: it is damaged")
             return SparseMatrix(str(given), width, values, columns, starts)
         if kind == "categorical":
-            names = await child("categories")
-            names = names if isinstance(names, list) else (await read_all(names)).tolist()
+            names = await _texts(await child("categories"))
             if self.categories.setdefault(field, names) != names:
                 raise ValueError(f"{given} has other categories than other parts of {field!r}")
             return await child("codes")
-        is_folder = await asyncio.to_thread(os.path.isdir, file)
-        names = nodes if is_hdf5 or not is_folder else await asyncio.to_thread(os.listdir, file)
-        inside = sorted(name for name in names if name and not name.startswith((".", "zarr.json")))
-        raise ValueError(f"{given} is {f'a {kind}' if kind else 'a group'}: name an array in it; there are {inside}")
+        inside = sorted(name for name in nodes if name and not name.startswith((".", "zarr.json")))
+        hint = "write X.tocsr()" if kind == "csc_matrix" else f"name an array in it; there are {inside}"
+        raise ValueError(f"{given} is {f'a {kind}' if kind else 'a group'}: {hint}")
+
+    async def _nodes(self, path: str) -> dict[str, Any]:
+        """Return the array at a path, under the name ""; or the attributes of the group there, and what is in it."""
+        file, two_colons, inner = path.partition("::")
+        is_hdf5 = two_colons or PurePath(file.partition("?")[0]).suffix.lower() in HDF5_FILES
+        if is_hdf5 or await asyncio.to_thread(os.path.isfile, file):
+            return await open_hdf5(self._finder.shard(file), inner.strip("/"))
+        with naming_file(file):
+            nodes = await open_zarr(ObjectReader(file.rstrip("/"), **self._storage))
+        is_folder = isinstance(nodes[""], dict) and await asyncio.to_thread(os.path.isdir, file)
+        return {**dict.fromkeys(await asyncio.to_thread(os.listdir, file) if is_folder else ()), **nodes}
+
+    async def _check_columns(self, field: str, path: str) -> None:
+        """Compare the names of the columns of a matrix in the layout of AnnData with those of other parts."""
+        if (var := _MATRIX.sub(r"\1var", path.rstrip("/"))) == path.rstrip("/"):
+            return
+        try:
+            nodes = await self._nodes(var)
+            index = nodes[""]["_index"]
+        except (FileNotFoundError, KeyError, TypeError, ValueError):
+            return  # the columns have no names
+        names = await _texts(nodes.get(index) or await self._open(field, f"{var}/{index}"))
+        if self._columns.setdefault(field, names) != names:
+            raise ValueError(
+                f"{path} has columns of other names, by {var}, or in another order than other parts of {field!r}: "
+                "write the files with the same ones, adata[:, names]"
+            )
 
     async def _adopt(self, field: str, given: Any) -> Any:
-        kind = f"{type(given).__module__.partition('.')[0]}.{type(given).__name__}"
-        if kind == "h5py.Dataset":
+        kinds = {f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in type(given).__mro__}
+        values = given
+        if kinds & {"xarray.DataArray", "xarray.Variable"}:  # of lazy ones, data would read all
+            values = (given if given.chunks else given[(slice(0),) * given.ndim]).data
+        values = getattr(values, "_meta", values)  # what chunks of dask are
+        is_plain = isinstance(values, np.ndarray | np.generic) and not isinstance(values, np.ma.MaskedArray)
+        if not is_plain and not kinds & {"h5py.Dataset", "h5py.AsTypeView", "zarr.Array", "pandas.Series"}:
+            raise TypeError(
+                "Arrays takes paths, URLs and arrays of zarr, h5py, xarray, dask and NumPy without masks, "
+                f"not {_name_of(values)}: pass its path, 'file.nc::x', or make it one of NumPy, as array.filled(...) does"
+            )
+        if "h5py.Dataset" in kinds:
             if given.file.driver != "sec2":  # in memory, for example
-                return opened(given, given.name, given.chunks, attributes=dict(given.attrs))
+                return opened(given, given.name, given.chunks, attributes=attributes_of(given))
             if given.file.mode != "r":
                 given.file.flush()
             return await self._open(field, f"{given.file.filename}::{given.name}")
-        if kind == "zarr.Array":
+        if "zarr.Array" in kinds:
             store, kind = given.store, type(given.store).__name__
             if kind == "LocalStore":
                 return await self._open(field, os.path.join(store.root, given.path))
             if kind == "ObjectStore":
                 return (await open_zarr(ObjectReader(given.path, store=store.store)))[""]
-            return opened(given, given.name or kind, given.chunks, attributes=dict(given.attrs))
-        if isinstance(given, np.ma.MaskedArray):
-            raise TypeError("Arrays: torch has no masked tensors: fill the array, array.filled(...)")
-        if not (hasattr(given, "shape") and hasattr(given, "dtype")):
-            raise TypeError(f"Arrays takes paths, URLs and arrays of zarr, h5py, xarray, dask and NumPy, not {kind}")
-        return opened(given, str(getattr(given, "name", None) or kind))
+            return opened(given, given.name or kind, given.chunks, **described(given.metadata))
+        return opened(given, str(getattr(given, "name", None) or _name_of(given)))
+
+
+async def _texts(given: Any) -> list[str]:
+    """Return the texts of an array, or of a list."""
+    return [text(each) for each in (given if isinstance(given, list) else (await read_all(given)).tolist())]
 
 
 async def read_all(array: ChunkedArray) -> NDArray[Any]:
@@ -193,3 +231,8 @@ def _expand(given: Any) -> list[str]:
             raise FileNotFoundError(f"no array matches {file!r}")
         found += [f"{match}{two_colons}{inner}" for match in matches]
     return found
+
+
+def _name_of(value: Any) -> str:
+    """Return the name of a type with its package."""
+    return f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"

@@ -17,7 +17,7 @@ import imagecodecs
 import numcodecs
 import numpy as np
 
-from aiofeed.arrays.chunked import Chunk, ChunkedArray, opened
+from aiofeed.arrays.chunked import Chunk, ChunkedArray, decoded, opened
 from aiofeed.kernel.core.validation import check_expanded
 from aiofeed.kernel.sources.file_io import MAX_BYTES, Content, ReadRules, read_file
 from aiofeed.objects.reader import ObjectReader, etag_of, read_ranges
@@ -210,11 +210,11 @@ async def open_zarr(reader: ObjectReader) -> dict[str, Any]:
             found["attributes"] = await _read_json(reader, ".zattrs") or {}
     name = reader.url("").rstrip("/")
     if not found and reader.is_local and not await asyncio.to_thread(os.path.exists, name):
-        raise FileNotFoundError(errno.ENOENT, "there is no such array", name)
+        raise FileNotFoundError(errno.ENOENT, "there is no such array; one in a file is named after '::'", name)
     if not found:
         raise ValueError(f"{name} is no Zarr array: it has neither zarr.json nor .zarray")
     if "shape" not in found:
-        return {"": found.get("attributes", {})}
+        return {"": decoded(found.get("attributes", {}))}
     try:
         return {"": array_of(found, reader)}
     except Exception as error:  # zarr raises any
@@ -233,6 +233,16 @@ async def _read_json(reader: ObjectReader, key: str) -> Any:
     return found
 
 
+def described(metadata: Any) -> dict[str, Any]:
+    """Return the names of the axes, and the attributes, that an array has by the metadata of zarr."""
+    dims = metadata.dimension_names if metadata.zarr_format == 3 else metadata.attributes.get("_ARRAY_DIMENSIONS")
+    attributes = decoded(metadata.attributes)
+    if metadata.zarr_format == 2 and dims and metadata.fill_value is not None:
+        attributes.setdefault("_FillValue", metadata.fill_value)  # xarray moves it there
+    names = () if not metadata.shape else None if dims is None or None in dims else tuple(dims)
+    return {"dims": names, "attributes": attributes}
+
+
 def array_of(document: Any, reader: ObjectReader) -> ChunkedArray:
     """Return an array by its metadata, as JSON.
 
@@ -245,11 +255,9 @@ def array_of(document: Any, reader: ObjectReader) -> ChunkedArray:
     if len(document["shape"]) > MOST_AXES:  # zarr takes half a minute for 100,000 axes
         raise ValueError(f"{name} claims {len(document['shape'])} axes, and numpy has {MOST_AXES} at most")
     found: Any = (ArrayV3Metadata if v3 else ArrayV2Metadata).from_dict(document)
-    attributes, fill, dtype = dict(found.attributes), found.fill_value, found.dtype.to_native_dtype()
-    known: dict[str, Any] = {"name": name, "attributes": attributes, "chunks": tuple(found.chunks)}
+    fill, dtype = found.fill_value, found.dtype.to_native_dtype()
+    known: dict[str, Any] = {"name": name, "chunks": tuple(found.chunks), **described(found)}
     known["metadata"] = ArrayMetadata(reader.url("zarr.json" if v3 else ".zarray"), _described(document))
-    dims = found.dimension_names if v3 else attributes.get("_ARRAY_DIMENSIONS")
-    known["dims"] = () if not found.shape else None if dims is None or None in dims else tuple(dims)
     axes, decoders, sharding = tuple(range(len(found.shape))), list[str | Decode](), dict[str, Any]()
     if v3:
         codecs = document["codecs"]
@@ -277,8 +285,6 @@ def array_of(document: Any, reader: ObjectReader) -> ChunkedArray:
         compressor, filters = document["compressor"], document["filters"] or []
         decoders = [_decoder(codec) for codec in [*filters, *[compressor] * bool(compressor)]]
         axes = axes if document["order"] == "C" else axes[::-1]
-        if dims and fill is not None:
-            attributes.setdefault("_FillValue", fill)  # xarray moves it there
     return ZarrArray(
         shape=tuple(found.shape),
         dtype=dtype,

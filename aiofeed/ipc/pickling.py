@@ -126,8 +126,11 @@ class _BatchPickler(ForkingPickler):
         if kind is torch.UntypedStorage and value.device.type == "cpu":
             self.parts[value.data_ptr(), value.nbytes()].append((0, value.nbytes()))
             return _storage, (pickle.PickleBuffer(_memory(value)),)
+        if isinstance(value, np.ndarray) and not value.dtype.isnative and value.dtype.names is None:
+            # As the older protocol of torch's workers does; it leaves the fields of structures as they are.
+            return value.astype(value.dtype.newbyteorder("="), "A").__reduce_ex__(5)
         if kind is np.ndarray and not value.flags.writeable and not value.dtype.hasobject:
-            return value.copy(order="K").__reduce_ex__(5)  # arrives writable, as from torch
+            return value.copy(order="A").__reduce_ex__(5)  # arrives writable, as from torch
         return NotImplemented
 
     def _reduce_tensor(self, tensor: Any) -> tuple[Any, ...]:

@@ -431,20 +431,19 @@ class LoaderIterator(_BaseDataLoaderIter):
     def _next_batch(self) -> Any:
         if self._feed is None and self._batches is not None:
             return self._batches.next()
-        if self._feed is not None:
+        while self._feed is not None or self._continues():
             try:
-                return next(self._feed)
+                return next(self._feed)  # type: ignore[arg-type]
             except StopIteration:
-                pass
-        if not self._continues():
-            raise StopIteration
-        assert self._feed is not None
-        return next(self._feed)
+                if not self._continues():
+                    break
+        raise StopIteration
 
     def _continues(self) -> bool:
         """Return whether the feed goes on: with the next part of the sampler, or after an error of the dataset."""
         if self._epochs.feeder is not None:
-            if self._left:
+            # Batches that were left out are not taken from those that are left of the part.
+            if self._left and (self._feed is None or self._left != self._feed.left_out):
                 return False
             self._feed, self._numbers = self._epochs.feeder.next_part()
             self._left = len(self._numbers) or -1  # -1: the epoch is over
@@ -556,7 +555,8 @@ class _FeederEpochs:
             FromDataset(loader.dataset, threads=1 if threads is None else threads),  # type: ignore[arg-type]
             **order,
             collate_fn=None if loader.collate_fn is default_collate else loader.collate_fn,
-            shard=None,
+            # Of a sampler's list each rank has its part already.
+            shard=(0, getattr(loader.sampler, "num_replicas", 1)) if self._of_one_size else None,
             in_order=loader.in_order,
             engine=engine or cast("Any", f"process:{workers}" if workers else "thread"),
             **options,
@@ -611,4 +611,5 @@ class _FeederEpochs:
         self._number += len(taken)
         taken.clear()
         iterator.add_order(listing)
+        iterator.observer.resumed = bool(self._later) or next(iter(part)) > 0
         return iterator, list(part)

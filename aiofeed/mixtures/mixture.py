@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import BatchPlan, Members, Source, Traits, public, traits_of
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, counted, explain_arguments
+from aiofeed.kernel.runtime.cancellation import caught
 from aiofeed.kernel.sampling.trail import digest
 from aiofeed.kernel.sources.dataset import FromDataset, MapDataset, is_iterable_dataset, is_map_dataset
 from aiofeed.kernel.sources.file_io import Content
@@ -287,11 +288,15 @@ class CombinedSource(_Combined):
                 return places, await read_planned(local, plan, [given[place] for place in places])
             if hasattr(source, "read_many"):
                 return places, await source.read_many(local)
-            return places, await asyncio.gather(*map(source.read, local), return_exceptions=True)
+            singly = await asyncio.gather(*[caught(source.read(each)) for each in local])
+            return places, [sample if error is None else error for sample, error in singly]
 
+        parts = [caught(read_part(number, *part)) for number, part in self._parts.group(indices).items()]
         async with asyncio.TaskGroup() as group:
-            reads = [group.create_task(read_part(number, *part)) for number, part in self._parts.group(indices).items()]
-        return in_order(len(indices), [read.result() for read in reads])
+            reads = [group.create_task(part) for part in parts]
+        for error in [error for _, error in (read.result() for read in reads) if error is not None]:
+            raise error
+        return in_order(len(indices), [read.result()[0] for read in reads])
 
     @property
     def answers_at_once(self) -> bool:

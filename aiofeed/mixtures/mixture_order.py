@@ -32,6 +32,7 @@ from aiofeed.kernel.core.validation import check_int_from
 from aiofeed.kernel.sampling.lister import Lister
 from aiofeed.kernel.sampling.order import ComputedEpoch, Int64, Permutation, drawn_from, feistel
 from aiofeed.kernel.sampling.schedule import Position
+from aiofeed.kernel.sampling.state import unreadable
 
 # Samples that are ordered at once, and between two calls of a function that gives the weights.
 BLOCK = 1024
@@ -489,7 +490,7 @@ class MixtureOrder(Lister):
                 raise ValueError("a source of another length")
             self.changed_at, self._course = Position(at, consumed), fresh | course
         except (ValueError, TypeError, AttributeError, LookupError) as error:
-            raise StateError(f"the state is damaged: its mixture is {text!r}") from error
+            raise unreadable(f"the state of the mixture, {text!r:.300},", error) from error
         for block, before in counts:
             self._interleaving.set_counts(block, before)
 

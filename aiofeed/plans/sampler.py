@@ -54,6 +54,8 @@ class SamplerAdapter(Lister):
         self._sampler = sampler
         super().__init__(length)
         self.sized: bool = length_of(sampler) is not None
+        replicas = getattr(self._owner, "num_replicas", 1)
+        self.ranks: int = replicas if isinstance(replicas, int) else 1
         # An epoch and the state before its list was made: of a loaded state, and of the epoch listed last.
         self._loaded: tuple[int, dict[str, Any]] | None = None
         self._last: tuple[int, dict[str, Any]] | None = None

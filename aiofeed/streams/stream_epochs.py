@@ -24,7 +24,7 @@ from aiofeed.kernel.sampling.feed_order import FeedOrder, check_shard, find_shar
 from aiofeed.kernel.sampling.lister import STREAM_SAMPLES
 from aiofeed.kernel.sampling.order import epoch_seed, feistel
 from aiofeed.kernel.sampling.schedule import Position, Schedule
-from aiofeed.kernel.sampling.state import EpochProgress, InOrder, json_dict
+from aiofeed.kernel.sampling.state import EpochProgress, InOrder, json_dict, unreadable
 from aiofeed.plans.length_plans import LengthPlan
 from aiofeed.streams.stream_plans import PLANNERS, SAME_ITEMS, Entries, PackPlanner, PlanPoint
 
@@ -165,6 +165,7 @@ class StreamOrder(FeedOrder):
         if plan is not None:
             self._batch_size, self._unit = plan, "batch"
         self._own_shard: Shard = shard
+        self._given = shard
         if shard is not None and shard != "auto":
             self._own_shard = check_shard(shard)
         self.stream = stream
@@ -245,7 +246,7 @@ class StreamOrder(FeedOrder):
                 raise ValueError("the snapshot has no state")
             points = () if self.plan is None else (PlanPoint.loaded(**loaded["point"]),)
         except (ValueError, KeyError, TypeError) as error:
-            raise StateError(f"the state of the stream is damaged: sampler has {state!r:.200}: {error}") from error
+            raise unreadable("the state of the stream", error) from error
         if shard is not None and shard != self._identity():
             raise StateError(
                 f"the state is of (rank, world size) {shard}, and this is {self._identity()}: with {self.stream!r} "

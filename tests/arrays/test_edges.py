@@ -5,15 +5,20 @@ from __future__ import annotations
 import io
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import aiofeed
 
 zarr = pytest.importorskip("zarr", minversion="3")
 h5py = pytest.importorskip("h5py")
+xarray = pytest.importorskip("xarray")
+sparse = pytest.importorskip("scipy.sparse")
 
 X = np.arange(200, dtype="f4").reshape(20, 10)
 
@@ -132,7 +137,96 @@ def test_arguments_of_other_types(arguments: dict[str, object]) -> None:
         aiofeed.Arrays({"x": X}, **arguments)  # type: ignore[arg-type]
 
 
-def test_a_masked_array_is_refused() -> None:
-    """Its mask would be lost."""
-    with pytest.raises(TypeError, match="filled"):
-        aiofeed.Arrays({"x": np.ma.masked_array(X)})
+class Sliced:
+    """An object with the shape, dtype and slices of an array, as netCDF4.Variable is."""
+
+    shape, dtype, ndim = X.shape, X.dtype, 2
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.values[key]
+
+
+def of_dask(meta: Any) -> Any:
+    """An array that looks like one of dask, whose chunks are as ``meta``."""
+    found = type("Array", (Sliced,), {"__module__": "dask.array.core"})(X)
+    found._meta = meta
+    return found
+
+
+MASKED = np.ma.masked_equal(X, 3)
+REFUSED: dict[str, Callable[[], Any]] = {
+    "masked": lambda: MASKED,
+    "sliced masked": lambda: Sliced(MASKED),
+    "sliced": lambda: Sliced(X),
+    "dask, masked": lambda: of_dask(MASKED[:0]),
+    "dask, sparse": lambda: of_dask(sparse.csr_matrix((0, 0))),
+    "csr": lambda: sparse.csr_matrix(X),
+    "csr array": lambda: sparse.csr_array(X),
+    "coo": lambda: sparse.coo_array(X),
+    "torch": lambda: torch.tensor(X),
+    "Dataset": lambda: xarray.Dataset({"x": (("a", "b"), X)}),
+    "group": lambda: zarr.create_group({}),
+    "memoryview": lambda: memoryview(X),
+    "list of masked": lambda: [X, MASKED],
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_other_kinds_are_refused_at_once(kind: str) -> None:
+    """A mask would be lost, and slices that are no plain arrays would fail in the first batch."""
+    with pytest.raises(
+        TypeError, match=r"Arrays takes paths, URLs and arrays of .*not \w+\.\w+: pass its path.*filled"
+    ):
+        aiofeed.Arrays({"x": REFUSED[kind]()})
+
+
+def lazily_masked(folder: Path) -> Any:
+    """An array of xarray that makes NaN of what is missing, when it is read."""
+    values = xarray.DataArray(X, dims=("a", "b"), name="x")
+    path = folder / "x.nc"
+    values.to_netcdf(path, engine="h5netcdf", encoding={"x": {"dtype": "i2", "_FillValue": 3}})
+    return xarray.open_dataarray(path, engine="h5netcdf")
+
+
+SERVED: dict[str, Callable[[Path], Any]] = {
+    "numpy": lambda folder: X,
+    "memmap": lambda folder: np.memmap(folder / "x", X.dtype, "w+", shape=X.shape),
+    "dask": lambda folder: of_dask(X[:0]),
+    "zarr in memory": lambda folder: zarr.create_array({}, data=X),
+    "h5py, another dtype": lambda folder: h5py.File(new_hdf5(folder))["x"].astype("f8"),
+    "xarray": lambda folder: xarray.DataArray(X),
+    "xarray, a variable": lambda folder: xarray.Variable(("a", "b"), X),
+    "xarray, an index": lambda folder: xarray.IndexVariable("a", X[:, 0]),
+    "xarray, masked": lambda folder: xarray.DataArray(MASKED),
+    "xarray, lazily masked": lazily_masked,
+    "pandas": lambda folder: pytest.importorskip("pandas").Series(X[:, 0]),
+}
+
+
+def new_hdf5(folder: Path) -> Path:
+    with h5py.File(folder / "x.h5", "w") as file:
+        file["x"] = X
+    return folder / "x.h5"
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_opened_arrays(kind: str, tmp_path: Path) -> None:
+    """They are served; xarray makes NaN of what is missing."""
+    given = SERVED[kind](tmp_path)
+    expected = X if kind == "dask" else np.asarray(given[:])
+    np.testing.assert_array_equal(first(aiofeed.Arrays({"x": given})), expected)
+    if "masked" in kind:
+        assert np.isnan(expected).sum() == 1
+
+
+@pytest.mark.filterwarnings("ignore::zarr.errors.ZarrUserWarning")
+def test_arrays_of_zarr_in_memory_are_those_on_disk(tmp_path: Path) -> None:
+    """With the names of axes, and what is missing."""
+    for store in ({}, tmp_path / "x.zarr"):
+        array = zarr.create_array(store, shape=(4,), chunks=(2,), dtype="i2", fill_value=7, zarr_format=2)
+        array.attrs["_ARRAY_DIMENSIONS"] = ["time"]
+        array[:3] = [1, 7, 3]
+        np.testing.assert_array_equal(first(aiofeed.Arrays({"x": array}, sample="time")), [1, np.nan, 3, np.nan])

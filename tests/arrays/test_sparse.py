@@ -313,3 +313,149 @@ def test_statistics_of_rows(tmp_path: Path) -> None:
         assert float(found["mean"]) == pytest.approx(matrix.toarray().mean())
         assert float(found["std"]) == pytest.approx(matrix.toarray().std())
         assert (float(found["min"]), float(found["max"])) == (0, matrix.max())
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "uint8"])
+def test_entries_that_occur_twice_are_added(name: str, dtype: str, tmp_path: Path) -> None:
+    """As scipy does, in any order, across chunks and with equal values; CSR batches keep them, and torch adds them."""
+    random = np.random.default_rng(0)
+    counts = random.integers(0, 9, ROWS)
+    starts = np.append(0, np.cumsum(counts))
+    columns, values = random.integers(0, WIDTH, starts[-1]), random.integers(1, 4, starts[-1]).astype(dtype)
+    matrix = sparse.csr_matrix((values, columns.astype("i4"), starts), (ROWS, WIDTH))
+    assert not matrix.has_canonical_format
+    file = save(tmp_path / name, matrix, chunk=5)
+    for layout, window in (("dense", None), ("csr", None), ("dense", range(-1, 2))):
+        source = aiofeed.Arrays({"x": f"{file}X", "row": np.arange(ROWS)}, sparse=layout, window={"x": window})
+        with aiofeed.Feeder(source, batch_size=7, shuffle=True) as feeder:
+            for batch in feeder:
+                x = (batch["x"] if layout == "dense" else batch["x"].to_dense()).numpy()
+                for sample, row in zip(x, batch["row"].tolist(), strict=True):
+                    wanted = [row - 1, row, row + 1] if window else row
+                    assert_same(sample, matrix.toarray()[wanted])
+    with aiofeed.Feeder(aiofeed.Arrays({"x": f"{file}X"}), decode=dict, batch_size=ROWS) as feeder:
+        assert_same(next(iter(feeder))["x"].numpy(), matrix.toarray())
+
+
+def test_rows_whose_chunk_fails_change_no_others(tmp_path: Path) -> None:
+    """Their columns are those of no other batch."""
+    matrix = cells(density=1)
+    path = damaged(tmp_path, lambda group: None)
+    save(tmp_path / "bad.h5ad", matrix, chunk=16)
+    with h5py.File(tmp_path / "bad.h5ad", "r+") as file:
+        put(file["X"], "indices", 20, WIDTH)
+    source = aiofeed.Arrays({"x": path, "row": np.arange(ROWS)})
+    policy = aiofeed.FailurePolicy("skip", max_failures=9 * ROWS)
+    with aiofeed.Feeder(source, batch_size=ROWS, shuffle=True, on_error=policy) as feeder:
+        for _ in feeder.epochs(3):
+            for batch in feeder:
+                assert_same(batch["x"].numpy(), matrix[batch["row"].numpy()].toarray())
+
+
+# --- the names of columns ---------------------------------------------------------------------------------------------
+
+
+def save_genes(path: Path, inner: str, genes: Any, *, index: Any = "_index", dense: bool = False) -> str:
+    """Write a matrix and the names of its columns; returns its path."""
+    root = h5py.File(path, "w") if path.suffix == ".h5ad" else zarr.create_group(path, zarr_format=3)
+    is_hdf5 = path.suffix == ".h5ad"
+    folder = "raw/" if inner.startswith("raw/") else ""
+    values = sparse.csr_matrix(np.arange(1.0, len(genes) + 1, dtype="f4")[None])
+    create = in_hdf5 if is_hdf5 else in_zarr
+    if dense:
+        (root.create_dataset if is_hdf5 else root.create_array)(inner, data=values.toarray())
+    else:
+        group = root.create_group(inner)
+        group.attrs.update({"encoding-type": "csr_matrix", "shape": list(values.shape)})
+        for name in ("data", "indices", "indptr"):
+            create(group, name, getattr(values, name), 2)
+    if index is not None:
+        var = root.create_group(f"{folder}var")
+        var.attrs.update({"encoding-type": "dataframe", "_index": index})
+        name = str(np.asarray(index).astype(str))
+        if name == "nullable":
+            group = var.create_group(name)
+            group.attrs["encoding-type"] = "nullable-string-array"
+            create(group, "values", genes, 2)
+        else:
+            create(var, name, genes, 2)
+        create(var, "number", np.arange(len(genes)), 2)
+    if is_hdf5:
+        root.close()
+    return f"{path}{'::' if is_hdf5 else '/'}{inner}"
+
+
+@pytest.mark.parametrize("suffix", [".h5ad", ".zarr"])
+@pytest.mark.parametrize("inner", ["X", "layers/counts", "raw/X"])
+@pytest.mark.parametrize("dense", [False, True])
+def test_columns_of_other_names_are_refused(suffix: str, inner: str, dense: bool, tmp_path: Path) -> None:
+    """Also in another order; the same ones, and those of files without names, are joined."""
+    genes = ["A", "B", "C"]
+    others = {"same": genes, "order": ["C", "B", "A"], "others": ["A", "B", "D"], "none": genes}
+    paths = {
+        name: save_genes(
+            tmp_path / f"{name}{suffix}", inner, given, dense=dense, index=None if name == "none" else "_index"
+        )
+        for name, given in {"first": genes, **others}.items()
+    }
+    for name in ("same", "none"):
+        assert len(aiofeed.Arrays({"x": [paths["first"], paths[name]]})) == 2
+    for name in ("order", "others"):
+        assert len(aiofeed.Arrays({"x": paths["first"], "y": paths[name]})) == 1
+        with pytest.raises(ValueError, match=r"var, or in another order than other parts of 'x'.*adata\[:, names\]"):
+            aiofeed.Arrays({"x": [paths["first"], paths["same"], paths[name]]})
+
+
+@pytest.mark.parametrize("index", ["gene", np.bytes_("gene"), "nullable"])
+def test_the_names_of_columns_in_other_places(index: Any, tmp_path: Path) -> None:
+    """The index has any name, as text or bytes, and new files of pandas have it in a group."""
+    for name, genes in (("a", ["A", "B"]), ("b", ["A", "B"]), ("c", ["B", "A"])):
+        save_genes(tmp_path / f"{name}.h5ad", "X", genes, index=index)
+    path = str(tmp_path / "{}.h5ad::X")
+    assert len(aiofeed.Arrays({"x": path.format("{a,b}")})) == 2
+    with pytest.raises(ValueError, match="in another order"):
+        aiofeed.Arrays({"x": path.format("*")})
+
+
+def test_columns_of_opened_matrices(tmp_path: Path) -> None:
+    """Those of h5py and zarr on disk are compared; along the columns, names differ as they should."""
+    for suffix in (".h5ad", ".zarr"):
+        names = (("a", ["A", "B"]), ("b", ["B", "A"]))
+        paths = [save_genes(tmp_path / f"{name}{suffix}", "X", genes, dense=True) for name, genes in names]
+        if suffix == ".h5ad":
+            files = [h5py.File(tmp_path / f"{name}.h5ad") for name in "ab"]
+            given = [file["X"] for file in files]
+        else:
+            files, given = [], [zarr.open_array(path, mode="r") for path in paths]
+        with pytest.raises(ValueError, match="in another order"):
+            aiofeed.Arrays({"x": given})
+        assert len(aiofeed.Arrays({"x": paths}, sample=1)) == 4
+        for file in files:
+            file.close()
+
+
+@pytest.mark.parametrize("kind", [np.bytes_("csr_matrix"), np.array(["csr_matrix"], object)])
+def test_encodings_as_bytes(kind: Any, tmp_path: Path) -> None:
+    """They are texts."""
+    path = damaged(tmp_path, lambda group: group.attrs.update({"encoding-type": kind}))
+    assert len(aiofeed.Arrays({"x": path})) == ROWS
+
+
+def test_categories_as_bytes_and_missing_ones(tmp_path: Path) -> None:
+    """The names are texts; rows without a category have the number -1."""
+    column = zarr.create_group(tmp_path / "c.zarr").create_group("kind")
+    column.attrs["encoding-type"] = ["categorical"]
+    column.create_array("codes", data=np.array([1, -1, 0], "i1"))
+    column.create_array("categories", data=np.array([b"B cell", b"T cell"]))
+    source = aiofeed.Arrays({"y": str(tmp_path / "c.zarr" / "kind")})
+    assert source.categories == {"y": ["B cell", "T cell"]}
+    with aiofeed.Feeder(source, batch_size=3) as feeder:
+        assert next(iter(feeder))["y"].tolist() == [1, -1, 0]
+
+
+def test_columns_of_a_matrix_in_their_own_order(tmp_path: Path) -> None:
+    """A CSC matrix is refused with what to write."""
+    path = damaged(tmp_path, lambda group: group.attrs.update({"encoding-type": "csc_matrix"}))
+    with pytest.raises(ValueError, match=r"is a csc_matrix: write X\.tocsr\(\)"):
+        aiofeed.Arrays({"x": path})

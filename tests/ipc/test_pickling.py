@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import pickle
+import sys
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.utils.data import default_collate
 
@@ -196,3 +200,64 @@ def test_overlapping_views_of_a_large_storage() -> None:
     assert same(full, table[:300])
     del inputs, targets, odd, eight, columns, apart, full, empty, leaf, view
     both.close()
+
+
+SWAPPED = ">" if sys.byteorder == "little" else "<"
+
+
+class Named(np.ndarray[Any, Any]):
+    """A class of arrays that derives from numpy's."""
+
+
+def arrays_of(dtype: np.dtype[Any]) -> dict[str, Any]:
+    """Arrays of a dtype that are pickled in different ways."""
+    whole = (np.arange(60 * 64).reshape(60, 64) % 50).astype(np.int64).astype(dtype)
+    fixed = whole.copy()
+    fixed.flags.writeable = False
+    records = np.zeros(300, [("swapped", dtype), ("own", "=i4"), ("several", dtype, (2,))])
+    records["swapped"], records["own"] = whole.ravel()[:300], np.arange(300)
+    return {
+        "whole": whole,
+        "in columns": np.asfortranarray(whole),
+        "strided": whole[::2, 1::3],
+        "reversed": whole[::-1],
+        "repeated": np.broadcast_to(whole[0], (40, 64)),
+        "read-only": fixed,
+        "small": whole[:1, :2].copy(),
+        "empty": whole[:0],
+        "0-d": whole[1, 1:2].reshape(()),
+        "number": whole[1, 1],
+        "of a class": whole.view(Named),
+        "masked": np.ma.masked_array(whole, whole == whole[0, 3]),
+        "in objects": np.array([whole, None], object),
+        "twice": [whole, whole],
+        "records": records,
+        "record": records[3],
+        "field": records["swapped"],
+        "record array": records.view(np.recarray),
+        "dtype": dtype,
+    }
+
+
+def description(value: Any) -> Any:
+    """What a batch has, and how it lies in memory."""
+    if isinstance(value, np.ndarray):
+        content = [description(each) for each in value] if value.dtype.hasobject else np.asarray(value).tobytes()
+        mask = value.mask.tobytes() if isinstance(value, np.ma.MaskedArray) else None
+        return type(value), value.dtype.descr, value.shape, value.flags.writeable, content, mask
+    if isinstance(value, list):
+        return [description(each) for each in value], value[0] is value[-1]
+    return type(value), repr(value), value.descr if isinstance(value, np.dtype) else None
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("kind", ["f4", "i2", "u8", "f2", "c8", "M8[ns]", "m8[s]", "U3"])
+def test_numbers_of_another_byte_order_arrive_as_from_torch(kind: str, shared: bool) -> None:
+    """Arrays in the order of this machine, and structures as they were: what the older protocol of torch does."""
+    for order in (SWAPPED, "="):
+        for name, value in arrays_of(np.dtype(order + kind)).items():
+            both = Both()
+            expected = pickle.loads(bytes(ForkingPickler.dumps(value)))
+            assert description(both.send(value, shared=shared)) == description(expected), (order, name)
+            both.close()
+    assert pickle.loads(bytes(ForkingPickler.dumps(np.zeros(3, SWAPPED + kind)))).dtype.isnative

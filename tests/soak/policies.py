@@ -39,8 +39,10 @@ class ExpectedEpoch:
                     if policy.action == "replace":
                         self._replace(order, position, bad, batch)
                 position += 1
-            self.raises |= not batch or len(set(self.failed)) > policy.allowed(configuration.length)
-            self.batches.append(batch)
+            self.raises |= len(set(self.failed)) > policy.allowed(configuration.length)
+            if batch:  # otherwise it is left out
+                self.batches.append(batch)
+        self.raises |= bool(self.failed) and not self.batches
 
     def _replace(self, order: list[int], position: int, bad: frozenset[int], batch: list[int]) -> None:
         for step in range(1, len(order)):
@@ -65,7 +67,7 @@ def policy(episode: Episode) -> None:
     # With in_order="samples", which batch a failed sample is in differs from run to run.
     fixed = {"source": random.choice(("coroutine", "many", "dataset")), "in_order": random.choice((True, False))}
     rig = episode.rig(fixed=fixed, on_error=drawn)
-    episode.allowed += ["skipped: cannot", "replaced: cannot", "failed ("]
+    episode.allowed += ["skipped: cannot", "replaced: cannot", "failed (", "is left out"]
     length = rig.configuration.length
     for _ in range(random.randint(1, 3)):
         bad = frozenset(random.sample(range(length), random.randint(0, max(1, length // random.choice((3, 8))))))

@@ -66,7 +66,7 @@ class CollateError(FeedError):
 
 @_in_errors
 class BatchFailedError(FeedError):
-    """Every sample of a batch was skipped, so the batch would be empty."""
+    """Every sample of an epoch was skipped, or of a batch for whose step other ranks wait."""
 
 
 @_in_errors

@@ -33,8 +33,9 @@ class FailurePolicy:
     """What to do with samples that cannot be read or decoded.
 
     Args:
-        action: "raise" the error at the ``for`` line; "skip" the sample, which shortens its batch; "replace" it by the
-            next good sample in the order of the epoch, with the random numbers of the failed one.
+        action: "raise" the error at the ``for`` line; "skip" the sample, which shortens its batch (on one rank a batch
+            of which nothing is left is left out); "replace" it by the next good sample in the order of the epoch, with
+            the random numbers of the failed one.
         retries: The maximum number of further attempts to read a sample, after pauses that double from 0.05 s up to
             5 s, with 25 % jitter. Only transient errors are retried: timeouts, connection errors, EIO; not
             FileNotFoundError.

@@ -43,6 +43,7 @@ class EpochStats:
     first_batch_s: float = 0.0
     wall_s: float = 0.0
     failures: int = 0
+    batches_left_out: int = 0
     retries: int = 0
     gil_us: float = 0.0
     asked_at: float = 0.0
@@ -174,6 +175,7 @@ class FeedStatistics:
         first_batch_s: Time from ``iter()`` to the first batch.
         wall_s: Time from ``iter()`` to the last batch, or to now.
         failures: Samples that failed.
+        batches_left_out: Batches that were left out because all their samples were skipped.
         retries: Further attempts to read.
         queue_depth: Finished batches that wait now.
         read_concurrency: Samples that may be read at the same time, as chosen last.
@@ -200,6 +202,7 @@ class FeedStatistics:
     first_batch_s: float = 0.0
     wall_s: float = 0.0
     failures: int = 0
+    batches_left_out: int = 0
     retries: int = 0
     gil_us: float = 0.0
     queue_depth: int = 0
@@ -242,7 +245,8 @@ class FeedStatistics:
             f"first batch {self.first_batch_s * 1000:.0f} ms"
         )
         if self.failures or self.retries:
-            text += f"; {self.failures} failed, {self.retries} retried"
+            left_out = f", {counted(self.batches_left_out, 'batch')} left out" if self.batches_left_out else ""
+            text += f"; {self.failures} failed, {self.retries} retried{left_out}"
         if self.gil_us:
             text += f"; GIL-bound: {self.gil_us:.0f} us per sample, at most {1e6 / self.gil_us:,.0f} samples/s"
         if self.by_source:

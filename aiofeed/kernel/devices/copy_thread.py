@@ -187,8 +187,8 @@ class CopyThread(BoundedThread):
     def _copy_next(self) -> bool:
         was_ready = len(self._incoming) > 0
         item = self._get(self._incoming.get_nowait, self._wait_for_item)
-        if isinstance(item, EndOfEpoch):
-            # The next epoch may follow; the end of an epoch takes no room.
+        if isinstance(item, EndOfEpoch) or (isinstance(item, ReadyBatch) and item.error is not None):
+            # The next epoch may follow; the end of an epoch takes no room, nor a batch of which nothing is left.
             self._room.put(True)
             self._outgoing.put(item)
             return True

@@ -30,7 +30,7 @@ from contextlib import AbstractContextManager, aclosing
 from functools import partial
 from typing import Any
 
-from aiofeed.kernel.core.errors import FeedError, SampleError
+from aiofeed.kernel.core.errors import BatchFailedError, FeedError, SampleError
 from aiofeed.kernel.core.failure_policy import FailurePolicy
 from aiofeed.kernel.core.failures import FailureCounter
 from aiofeed.kernel.core.limits import ResolvedLimits
@@ -374,7 +374,9 @@ class Engine:
         if failures and self._counts_failures:
             batch.failure_counter.count(failures)
             batch.error = batch.failure_counter.too_many(failures[-1]) or batch.error
-        if batch.error is not None and self._counts_failures:
+        # A batch of which nothing is left is a value, too: the consumer leaves it out, or raises its error.
+        nothing_left = self._policy.action == "skip" and isinstance(batch.error, BatchFailedError)
+        if batch.error is not None and self._counts_failures and not nothing_left:
             self._deliver_failure(batch.error, batch.plan.number, failures)
             # Break the cycle: the error's traceback may refer to frames that refer to the batch.
             batch.error = None

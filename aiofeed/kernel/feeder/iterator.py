@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -37,6 +38,9 @@ END_S = 1.0
 
 # The number of this process; to ask the system for it takes half a microsecond.
 _pid = os.getpid()
+
+# Stands for a batch that is left out.
+_LEFT_OUT: Any = object()
 
 BatchT = TypeVar("BatchT")
 BatchT_co = TypeVar("BatchT_co", covariant=True)
@@ -222,10 +226,20 @@ _INTERRUPTED = (
 
 
 class EpochObserver:
-    """Receives the events of an iterator. This base class stops the delivery at the end of the epoch."""
+    """Receives the events of an iterator. This base class stops the delivery at the end of the epoch.
+
+    Attributes:
+        resumed: Whether batches of the epoch were returned before this iterator.
+    """
+
+    resumed: bool = False
 
     def __init__(self, delivery: Delivery) -> None:
         self._delivery = delivery
+
+    def leaves_out(self, item: ReadyBatch) -> bool:
+        """Act before a batch of which nothing is left is left out; False: raise its error in its place."""
+        return False
 
     def returning(self, item: ReadyBatch) -> None:
         """Act before a batch is returned; twice for the same batch if ``next`` is interrupted and repeated."""
@@ -318,29 +332,11 @@ class FeedIterator(Generic[BatchT_co]):
                 "around next()"
             )
         self._running = True
+        taken: Any
         try:
-            try:
-                item = self._queue.peek(long_waits.LONG_WAIT_S)
-            except Empty:
-                self._log_wait()
-                item = self._queue.peek()
-            if self._delivery.closed is not None:
-                self._raise_if_closed()  # `close` in another thread may have dropped the batches before this item
-            if type(item) is not ReadyBatch:
-                try:
-                    self._end(item, asked)
-                finally:
-                    del item  # an error's traceback refers to this frame
-                raise StopIteration
-            batch = self._return(item, asked)
-            # From here to the caller's line the interpreter runs no signal handler (see kernel/runtime/queue.py).
-            self.observer.returned(item)
-            self._following = item.following
-            item.batch = None  # the engine's loop may still refer to the item
-            # `close` in another thread may have emptied the queue.
-            if (items := self._queue.items) and items[0] is item:
-                del items[0]
-            return batch
+            while (taken := self._take(self._peek(), asked, StopIteration)) is _LEFT_OUT:
+                pass
+            return taken  # type: ignore[no-any-return]
         finally:
             self._running = False
 
@@ -355,28 +351,51 @@ class FeedIterator(Generic[BatchT_co]):
             raise RuntimeError("another task is already waiting for this iterator; only one can")
         self._running = True
         try:
+            taken: Any
             asked = time.perf_counter()
-            item = await self._queue.peek_async(self._log_wait)
-            woken_at = self._queue.woken_at
-            # Other tasks may block the event loop after the item has arrived.
-            loop_delay_s = time.perf_counter() - woken_at if woken_at > asked else 0.0
-            if self._delivery.closed is not None:
-                self._raise_if_closed()
-            if type(item) is not ReadyBatch:
-                try:
-                    self._end(item, asked, loop_delay_s)
-                finally:
-                    del item  # an error's traceback refers to this frame
-                raise StopAsyncIteration
-            batch: BatchT_co = self._return(item, asked, loop_delay_s)
-            self.observer.returned(item)
-            self._following = item.following
-            item.batch = None  # the engine's loop may still refer to the item
-            if (items := self._queue.items) and items[0] is item:
-                del items[0]
-            return batch
+            peek = partial(self._queue.peek_async, self._log_wait)
+            while (taken := self._take(await peek(), asked, StopAsyncIteration)) is _LEFT_OUT:
+                pass
+            return taken  # type: ignore[no-any-return]
         finally:
             self._running = False
+
+    def _peek(self) -> QueueItem:
+        try:
+            return self._queue.peek(long_waits.LONG_WAIT_S)
+        except Empty:
+            self._log_wait()
+            return self._queue.peek()
+
+    def _take(self, item: QueueItem, asked: float, ended: type[Exception]) -> Any:
+        """Remove the next item, and return its batch, or ``_LEFT_OUT``; raise ``ended`` at the end of the epoch."""
+        if self._delivery.closed is not None:
+            self._raise_if_closed()  # `close` in another thread may have dropped the batches before this item
+        woken_at = self._queue.woken_at
+        # Other tasks may block the event loop after the item has arrived.
+        loop_delay_s = time.perf_counter() - woken_at if woken_at > asked else 0.0
+        if type(item) is not ReadyBatch:
+            try:
+                self._end(item, asked, loop_delay_s)
+            finally:
+                del item  # an error's traceback refers to this frame
+            raise ended
+        if item.error is None:
+            batch = self._return(item, asked, loop_delay_s)
+        elif self.observer.leaves_out(item):
+            batch = _LEFT_OUT
+        else:
+            self._queue.items.appendleft(FeedFailure(item.error, item.number, item.failures))
+            return _LEFT_OUT
+        # From here to the caller's line the interpreter runs no signal handler (see kernel/runtime/queue.py).
+        self.observer.returned(item)
+        self._stats.batches_left_out += batch is _LEFT_OUT
+        self._following = item.following
+        item.batch = None  # the engine's loop may still refer to the item
+        # `close` in another thread may have emptied the queue.
+        if (items := self._queue.items) and items[0] is item:
+            del items[0]
+        return batch
 
     def _log_wait(self) -> None:
         try:
@@ -471,6 +490,11 @@ class FeedIterator(Generic[BatchT_co]):
     def batches(self) -> int:
         """The number of batches returned."""
         return self._stats.batches
+
+    @property
+    def left_out(self) -> int:
+        """The number of batches left out."""
+        return self._stats.batches_left_out
 
     @property
     def number(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from aiofeed import _load_addon as load_addon
 from aiofeed.kernel.core.errors import FeedError
-from aiofeed.kernel.core.failures import FailureLog
+from aiofeed.kernel.core.failures import LOGGED_MOST, FailureLog
 from aiofeed.kernel.core.statistics import EpochStats, FeedStatistics
 from aiofeed.kernel.core.types import Members, traits_of
 from aiofeed.kernel.core.validation import counted
@@ -460,23 +460,23 @@ class Steps(Generic[BatchT]):
         left = self.batches
         while left:
             iterator, epoch = self._open_epoch(left)
-            before = epoch.returned
+            before = iterator.batches
             # Neither this generator nor islice refers to a batch, and no signal handler runs between them and the user.
             yield from itertools.islice(iterator, left)
-            left -= self._returned(epoch, before)
+            left -= self._returned(iterator, epoch, before)
 
     async def __aiter__(self) -> AsyncIterator[BatchT]:
         """Go on with the epoch that the last steps left, or with the next one."""
         left = self.batches
         while left:
             iterator, epoch = self._open_epoch(left)
-            before = epoch.returned
+            before = iterator.batches
             for _ in range(left):
                 batch = [await anext(iterator, _END)]
                 if batch[0] is _END:
                     break
                 yield batch.pop()
-            left -= self._returned(epoch, before)
+            left -= self._returned(iterator, epoch, before)
 
     def _open_epoch(self, batches: int) -> OpenEpoch:
         """Return the iterator for the next batches, and the progress of its epoch."""
@@ -485,11 +485,10 @@ class Steps(Generic[BatchT]):
             kept[:] = [self.session.begin_steps(batches)]
         return kept[0]
 
-    def _returned(self, epoch: EpochProgress, before: int) -> int:
-        returned = epoch.returned - before
-        if not returned and epoch.start.at_start:
+    def _returned(self, iterator: FeedIterator[BatchT], epoch: EpochProgress, before: int) -> int:
+        if not iterator.batches and epoch.start.at_start:
             raise FeedError("an epoch has no batches, so it has no steps either")
-        return returned
+        return iterator.batches - before
 
 
 class _SessionObserver(EpochObserver):
@@ -499,6 +498,20 @@ class _SessionObserver(EpochObserver):
         super().__init__(delivery)
         self._session = session
         self._epoch = epoch
+        self.resumed = not epoch.start.at_start
+
+    def leaves_out(self, item: ReadyBatch) -> bool:
+        session, epoch = self._session, self._epoch.start.epoch
+        alone = self._epoch.one_left and not session.stats.batches and not self.resumed
+        if alone or not session.order.may_differ():
+            return False
+        if item.lease is not None:
+            item.lease.give_back()
+        self._delivery.producer.take(item)
+        self.returning(item)
+        if session.stats.batches_left_out < LOGGED_MOST:
+            log.warning("epoch %d: batch %d is left out: all its samples were skipped", epoch, item.number)
+        return True
 
     def returning(self, item: ReadyBatch) -> None:
         session, epoch = self._session, self._epoch

@@ -7,9 +7,10 @@ that cancels the task and does not call ``uncancel`` (async_timeout before 4.0.3
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 # Whether the running task should end, as last set by `ended_by`. Tasks created in its block have a copy.
 _ending: ContextVar[Callable[[], bool] | None] = ContextVar("aiofeed-ending", default=None)
@@ -69,3 +70,14 @@ async def clear_cancellation() -> None:
     except asyncio.CancelledError:
         if is_cancelled():
             raise
+
+
+async def caught(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    """Return the result or the error of user code: SystemExit that a task raises would end the loop.
+
+    A GeneratorExit that the ``await`` of this call raises is not one of user code: the caller is being closed.
+    """
+    try:
+        return await awaitable, None
+    except BaseException as error:  # noqa: BLE001 - for the caller to raise
+        return None, error

@@ -55,6 +55,7 @@ class FeedOrder:
         self._batch_size: object = self.lister if self.lister.argument == "batch_size" else base.batch_size
         self._unit = "batch" if self.lister.by_batches else "sample"
         self._shard: tuple[int, int] | None = None
+        self._given = shard
         if self.lister.distributed or shard is None:
             self._shard = (0, 1)
         elif shard != "auto":
@@ -97,6 +98,14 @@ class FeedOrder:
     def rank(self) -> int:
         """The rank, once it was needed; 0 before, and on one of the processes that get the same batches only."""
         return (0 if self._shard is None else self._shard[0]) + self.replica
+
+    def may_differ(self) -> bool:
+        """Return whether ranks may return different numbers of batches: there is one only, or ``pad=False``.
+
+        Other ranks are those that share the samples, by ``shard=`` or a sampler, and all processes of the training.
+        """
+        given = 1 if self._given is None or self._given == "auto" else self._given[1]
+        return not self._base.pad or max(given, self.lister.sample_lister.ranks, find_shard()[1]) == 1
 
     def batches_of_rank(self) -> int:
         """Return the number of batches per epoch of this rank. Warn once under Accelerate, which expects all ranks'."""

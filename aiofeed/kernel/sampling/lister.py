@@ -26,6 +26,7 @@ class Lister:
         typical_samples: The number of samples of a typical batch, if it lists batches.
         listed_once: Whether epochs can only be listed one after another, so that steps are not known before.
         sized: Whether its length is known before an epoch is listed.
+        ranks: The number of ranks to which it gives other samples.
         distributed: Whether it gives each rank other samples, which must not be sharded again.
         excluded: Identifies the samples that it leaves out; ``None`` if it leaves out none.
         changed_at: The position at which it was changed last.
@@ -37,6 +38,7 @@ class Lister:
     typical_samples: int = 1
     listed_once: bool = False
     sized: bool = True
+    ranks: int = 1
     distributed: bool = False
     excluded: str | None = None
     changed_at: Position = Position()

@@ -114,7 +114,7 @@ class SavedState:
 
         def field_of(name: str, check: Callable[[str, object], T]) -> T:
             if name not in state:
-                raise ValueError(f"{name} is missing")
+                raise KeyError(name)
             return check(name, state[name])
 
         natural = partial(check_int_from, 0)
@@ -148,8 +148,8 @@ class SavedState:
             if not older and field_of("receipt", _text) != saved.receipt:
                 raise ValueError("its receipt is not that of its epoch, position, handed_out, trail and fingerprint")
             return saved
-        except (TypeError, ValueError) as error:
-            raise StateError(f"the state is damaged: {error}") from error
+        except (TypeError, ValueError, KeyError) as error:
+            raise unreadable("the state", error) from error
 
     def check_compatible(self, mine: SavedState) -> None:
         """Raise if a feeder with the state ``mine`` cannot resume from this state.
@@ -216,6 +216,16 @@ class SavedState:
             for name in fixed
             if getattr(self.schedule, name) != getattr(mine.schedule, name)
         ]
+
+
+def unreadable(state: str, error: Exception) -> StateError:
+    """Return the error of a state that lacks an entry, as that of another version does, or is damaged."""
+    if not isinstance(error, KeyError):
+        return StateError(f"{state} is damaged: {error}")
+    return StateError(
+        f"{state} is not of version {VERSION} as this aiofeed reads it: it lacks {error}, so another aiofeed has saved "
+        f"it. Go on to the end of its epoch with that one, or begin an epoch without the state"
+    )
 
 
 def states_in(value: object, key: str, name: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -14,7 +14,7 @@ from torch.utils.data.dataloader import _DatasetKind, _get_distributed_settings
 
 from aiofeed.kernel.core.errors import StateError
 from aiofeed.kernel.core.validation import length_of
-from aiofeed.kernel.sampling.state import state_hint
+from aiofeed.kernel.sampling.state import state_hint, unreadable
 from aiofeed.loader.workers import random_state as rng
 from aiofeed.loader.workers.fetching import dataset_state, first_stateful
 
@@ -292,6 +292,8 @@ class LoaderState:
                     "the order follows here: finish its epoch with StatefulDataLoader, and begin the next one with "
                     "aiofeed.DataLoader"
                 ) from None
+            if isinstance(error, KeyError) and "version" in state:
+                raise unreadable("the state", error) from None
             raise StateError(
                 f"this is not the state of an aiofeed.DataLoader, or it is damaged: {type(error).__name__}: {error}"
                 f"{state_hint(state, 'own_generators')}"

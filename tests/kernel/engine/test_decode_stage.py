@@ -272,15 +272,15 @@ def test_an_epoch_without_good_samples_raises_under_every_policy(action: Any) ->
 
 
 def test_a_batch_without_good_samples_raises() -> None:
-    """With "skip" a batch in which all samples fail raises, since leaving it out would change the number of batches."""
-    source = Numbers(12, bad=frozenset({4, 5, 6, 7}))
-    feeder = Feeder(source, decode=number, batch_size=4, on_error=FailurePolicy("skip", max_failures=8))
+    """With "skip" on several ranks such a batch raises: leaving it out would change the number of batches of one."""
+    source = Numbers(24, bad=frozenset({8, 10, 12, 14}))
+    feeder = Feeder(source, decode=number, batch_size=4, on_error=FailurePolicy("skip", max_failures=8), shard=(0, 2))
     iterator = iter(feeder)
     assert len(next(iterator)[0]) == 4
-    with pytest.raises(BatchFailedError, match=r"all 4 samples of batch 1 failed.*number 7"):
+    with pytest.raises(BatchFailedError, match=r"all 4 samples of batch 1 failed.*number 14"):
         next(iterator)
     assert list(iterator) == []
-    assert feeder.state_dict()["position"] == 4
+    assert feeder.state_dict()["position"] == 8
 
 
 def test_samples_that_do_not_fit_together_raise_under_every_policy() -> None:

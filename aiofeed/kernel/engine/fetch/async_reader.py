@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from aiofeed.kernel.core.failure_policy import FailurePolicy, backoff_s
 from aiofeed.kernel.core.types import Gathered, Members, Source, uncopied_reader_of
 from aiofeed.kernel.engine.tuning.reads import READS_MOST
-from aiofeed.kernel.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
+from aiofeed.kernel.runtime.cancellation import caught, clear_cancellation, ended_by, is_cancelled
 
 ReadMany: TypeAlias = Callable[[Sequence[int]], Awaitable[Sequence[Any]]]
 ReadAt: TypeAlias = Callable[[int], Awaitable[Any]]
@@ -91,27 +91,25 @@ class AsyncReader:
         self, indices: Sequence[int], result: ReadResult, read_many: ReadMany | None, read_at: ReadAt
     ) -> Any:
         if read_many is not None:
-            try:
-                found = await self._limited(read_many(indices))
-                if isinstance(found, Gathered):
-                    return found
-                samples = list(found)
-            except (
-                BaseException
-            ) as error:  # the user's coroutine; reading one by one below finds the sample that failed
-                if is_cancelled():
-                    raise
-                if isinstance(error, GeneratorExit):
-                    return [error] * len(indices)  # if this coroutine is being closed, it must not continue
-                await clear_cancellation()
-            else:
+            # A GeneratorExit that this line raises is none of the user's: this coroutine is being closed.
+            samples, error = await caught(self._read_together(read_many, indices))
+            if error is None and isinstance(samples, list):
                 if len(samples) != len(indices):
                     wrong = f"read_many returned {len(samples)} samples for {len(indices)} indices"
                     return [ValueError(wrong)] * len(indices)
                 if self._policy.retries:
                     await self._retry(samples, result, read_at)
+            if error is None:
                 return samples
+            if is_cancelled():
+                raise error
+            # Reading one by one finds the sample that failed.
+            await clear_cancellation()
         return await self._read_each(len(indices), result, read_at)
+
+    async def _read_together(self, read_many: ReadMany, indices: Sequence[int]) -> Any:
+        found = await self._limited(read_many(indices))
+        return found if isinstance(found, Gathered) else list(found)
 
     async def _read_each(self, count: int, result: ReadResult, read_at: ReadAt) -> Any:
         """Queue the reads, and return the results as ``gather`` does."""
@@ -222,7 +220,7 @@ class AsyncReader:
         limit_s = self._policy.read_timeout_s
         if limit_s is None:
             return await coroutine
-        task = asyncio.ensure_future(_caught(coroutine))
+        task = asyncio.ensure_future(caught(coroutine))
         try:
             await asyncio.wait((task,), timeout=limit_s)
             if task.done():
@@ -242,16 +240,6 @@ class AsyncReader:
         self._abandoned.discard(task)
         if not task.cancelled():
             task.exception()  # marks the exception as retrieved
-
-
-async def _caught(coroutine: Any) -> tuple[Any, BaseException | None]:
-    """Return the result or the exception, as values: SystemExit raised in a task would end the loop."""
-    try:
-        return await coroutine, None
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:  # noqa: BLE001 - raised again by the caller
-        return None, error
 
 
 # Types whose bytes are counted; others, such as numbers, have none.

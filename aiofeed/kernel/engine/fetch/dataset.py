@@ -17,7 +17,7 @@ from aiofeed.kernel.core.types import BatchPlan
 from aiofeed.kernel.engine.fetch.async_reader import ReadResult
 from aiofeed.kernel.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, misfit_error
 from aiofeed.kernel.engine.fetch.fetcher import UNREAD, Chunk, Fetcher, Place, seed_of
-from aiofeed.kernel.engine.fetch.generators import DrawDetector, seed_generators
+from aiofeed.kernel.engine.fetch.generators import DrawDetector, generators_of, seed_generators
 from aiofeed.kernel.engine.fetch.user_errors import sample_error, without_our_frames
 from aiofeed.kernel.runtime.buffers import BufferLease
 from aiofeed.kernel.runtime.thread_pool import ThreadHost
@@ -36,8 +36,8 @@ class DatasetFetcher(Fetcher):
     Args:
         source: The dataset and the number of threads that may call it.
         policy: Retries, time limits, and whether the first failure ends a chunk.
-        own_process: Whether this process does nothing else, so that each sample may seed the global generators. A call
-            of ``__getitems__`` gets the seed of its first sample.
+        own_process: Whether this process does nothing else, so that each sample may seed the global generators, and those of
+            the dataset. A call of ``__getitems__`` gets the seed of its first sample.
     """
 
     reads_in_jobs = True
@@ -50,6 +50,7 @@ class DatasetFetcher(Fetcher):
         self.gets_several: bool = has_getitems(source.dataset)
         # Threads that call it at the same time would share the generators.
         self._seeds = own_process and source.threads == 1
+        self._owned = generators_of(source.dataset) if self._seeds else []
         self._detector = DrawDetector(source.dataset)
         self._warned = False
         limits = (self.policy.read_timeout_s, self.policy.decode_timeout_s)
@@ -171,7 +172,7 @@ class DatasetFetcher(Fetcher):
     def _called(self, request: Callable[[], ItemT], plan: BatchPlan, position: int) -> ItemT:
         """Return the result of a request, for which the global generators are seeded or watched."""
         if self._seeds:
-            seed_generators(seed_of(plan, position))
+            seed_generators(seed_of(plan, position), self._owned)
         return request() if self._seeds or self._detector.done else self._detector.watch(request)
 
     def _request_one(self, chunk: Chunk, place: Place, slot: DatasetSlot) -> Place:

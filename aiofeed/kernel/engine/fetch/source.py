@@ -380,7 +380,7 @@ class BlockingReader:
             encoded = self._read_in_turn(indices)
             if len(encoded) != len(indices):
                 raise ValueError(f"read_now returned {len(encoded)} samples for {len(indices)} indices")
-        except Exception:  # noqa: BLE001 - the user's source may raise anything; one by one, the error gets a name
+        except BaseException:  # noqa: BLE001 - the user's source may raise anything; one by one, the error gets a name
             encoded = [self._read_one(index) for index in indices]
         if self.policy.retries:
             for at, data in enumerate(encoded):
@@ -407,7 +407,7 @@ class BlockingReader:
     def _read_one(self, index: int) -> Any:
         try:
             return self._attempt(index)
-        except Exception as error:  # noqa: BLE001 - the user's source may raise anything; it is raised again with a name
+        except BaseException as error:  # noqa: BLE001 - the user's source may raise anything; it is raised again with a name
             return error
 
     def _attempt(self, index: int) -> Any:

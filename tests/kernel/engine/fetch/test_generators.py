@@ -6,6 +6,7 @@ import json
 import logging
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,70 @@ def test_items_depend_on_seed_epoch_and_position_only(dataset: Any) -> None:
     numbers = [number for epoch in expected for batch in epoch for row in batch[1:] for number in row]
     assert len(set(numbers)) == len(numbers) == 2 * 24 * 3
     assert states() == before
+
+
+class Noise:
+    """A transform with a generator of its own."""
+
+    __slots__ = ("generator",)
+
+    def __init__(self) -> None:
+        self.generator = random.Random(0)
+
+    def __call__(self, values: list[float]) -> list[float]:
+        return [*values, self.generator.random()]
+
+
+class OwnGenerators(Dataset[list[float]]):
+    """Items are the index and numbers of generators that the dataset has, some in its transforms."""
+
+    def __init__(self) -> None:
+        self.of_numpy = np.random.default_rng(0)
+        self.others = {"legacy": np.random.RandomState(0), "torch": torch.Generator()}
+        self.transforms = [Noise(), partial(Noise())]
+        self.more = Subset([Noise()], [0])
+        self.samples = list(range(100_000))
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> list[float]:
+        legacy, of_torch = self.others.values()
+        values = [float(index), float(self.of_numpy.random()), float(legacy.random_sample())]
+        values.append(float(torch.rand((), generator=of_torch)))
+        for transform in (*self.transforms, self.more[0]):
+            values = transform(values)
+        return values
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_generators_of_the_dataset_are_seeded_too() -> None:
+    """Each process has a copy of them: without that, numbers come twice. They depend on the position only."""
+    with (
+        Feeder(OwnGenerators(), batch_size=4, shuffle=True, engine="process:1") as one,
+        Feeder(OwnGenerators(), batch_size=4, shuffle=True, engine="process:2") as two,
+    ):
+        expected = [values(one) for _ in one.epochs(2)]
+        assert [values(two) for _ in two.epochs(2)] == expected
+    numbers = [number for epoch in expected for batch in epoch for row in batch[1:] for number in row]
+    assert len(set(numbers)) == len(numbers) == 2 * 24 * 6
+
+
+def test_a_dataset_without_generators_runs_no_code() -> None:
+    """Its attributes are looked at, and none of its methods and properties is called."""
+
+    class Careful:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(name)
+
+        @property
+        def generator(self) -> Any:
+            raise AssertionError("generator")
+
+    assert generators.generators_of(Careful()) == []
 
 
 def test_a_dataset_that_draws_in_threads_is_reported_once(
