@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import traceback
 import warnings
@@ -87,3 +88,68 @@ def test_a_password_ends_at_the_last_at_sign(password: str) -> None:
     """Before the host; an "@" in the path is no end of it."""
     url = f"http://user:{password}@host:1/a@b.jpg"
     assert redacted(f"cannot read {url}: gone") == "cannot read http://***@host:1/a@b.jpg: gone"
+
+
+@pytest.mark.parametrize("password", ["it's", 'a"b', "a<b>c", "(a)", "a,b;c", "{a}", "a\\b", "$a!*"])
+def test_a_password_of_any_characters_is_hidden(password: str) -> None:
+    """Quotes and brackets do not end a password."""
+    source = aiofeed.Files([f"http://user:{password}SECRET@127.0.0.1:1/a.jpg"], options={"retry_timeout": 0})
+    assert "SECRET" not in source.key(0)
+    assert redacted(f"cannot read http://user:{password}SECRET@host/a.jpg") == "cannot read http://***@host/a.jpg"
+
+
+class Signed:
+    """A source whose keys and errors have secrets."""
+
+    def __init__(self, *, readable: bool) -> None:
+        self.readable = readable
+
+    def __len__(self) -> int:
+        return 4
+
+    def key(self, index: int) -> str:
+        return f"{URL}&{index}"
+
+    async def read(self, index: int) -> bytes:
+        if self.readable:
+            return b""
+        raise OSError(f"no {URL}")
+
+
+@pytest.mark.parametrize("readable", [False, True])
+def test_failures_of_samples_show_no_secret(readable: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither in a message, nor in a line of the log, nor in what explains the epoch."""
+    policy, source = aiofeed.FailurePolicy("skip", max_failures=10), Signed(readable=readable)
+    with aiofeed.Feeder(source, decode=lambda data: data[0], batch_size=2, on_error=policy) as feeder:
+        with contextlib.suppress(aiofeed.errors.BatchFailedError):
+            list(feeder)
+        texts = [str(failure.error) for failure in feeder.failures]
+        assert "SECRET" not in f"{texts} {feeder.explain()} {caplog.text}"
+        assert "127.0.0.1" in texts[0]
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "split": aiofeed.Files(["a", "b"]).split,
+    "indices": aiofeed.Files(["a", "b"]).__getitem__,
+    "epochs": aiofeed.Feeder(**VALID).epochs,
+    "steps": aiofeed.Feeder(**VALID).steps,
+    "skip": aiofeed.Feeder(**VALID).skip,
+    "set_epoch": aiofeed.Feeder(**VALID).set_epoch,
+    "sampler": lambda value: list(aiofeed.Feeder(**VALID, sampler=[value])),
+    "batch_sampler": lambda value: list(aiofeed.Feeder(VALID["source"], batch_sampler=[[value]])),
+    "stream": lambda value: list(aiofeed.Feeder(aiofeed.Stream(lambda: value), batch_size=2, decode=len)),
+    "state of DataLoader": lambda value: aiofeed.DataLoader([1, 2]).load_state_dict({"version": value}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("form", FORMS)
+def test_no_argument_of_a_method_shows_its_secret(name: str, form: str) -> None:
+    """What methods and samplers get is shown as what constructors get."""
+    assert "SECRET" not in shown_by(CALLS[name], FORMS[form])
+
+
+def test_a_long_argument_hides_the_end_of_its_url() -> None:
+    """A message that shortens an argument looks for URLs in all of it."""
+    with pytest.raises(TypeError, match="a str with a URL"):
+        aiofeed.Files(["a"])["x" * 40 + URL]

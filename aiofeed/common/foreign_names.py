@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from urllib.parse import unquote
 
-from aiofeed.kernel.sources.file_io import check_beneath, shown
+from aiofeed.kernel.core.formatting import shown
+from aiofeed.kernel.sources.file_io import check_beneath
 
 
 def check_foreign_name(by: str, name: object, base: str) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from aiofeed import _load_addon
+from aiofeed.kernel.core.formatting import shown
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_bool, explain_arguments
-from aiofeed.kernel.sources.file_io import MAX_BYTES, check_path, local_path, shown
+from aiofeed.kernel.sources.file_io import MAX_BYTES, check_path, local_path
 from aiofeed.kernel.sources.files import Files
 from aiofeed.kernel.sources.image_folder import EXTENSIONS, images_below, missing_part
 

@@ -20,7 +20,7 @@ HUB = re.compile(
 )
 _HIDDEN = "***"
 # The user name and password of a URL, and the values of its query, also within a longer text.
-_USER_INFO = re.compile(r"(?<=:/)(/?)[^/?#\s\"'<>]+@")
+_USER_INFO = re.compile(r"(?<=:/)(/?)[^/?#\s]+@")
 _QUERY_VALUE = re.compile(r"(?<=[?&])([\w.~%-]+)=[^&#\s\"'<>,)]+")
 # Names of options and of environment variables whose values are secret.
 _SECRET = re.compile(r"secret|password|token|key|sas|signature|credential|authorization|bearer|headers", re.IGNORECASE)

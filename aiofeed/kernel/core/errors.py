@@ -6,7 +6,7 @@ import contextlib
 from functools import partial
 from typing import Any
 
-from aiofeed.kernel.core.formatting import format_error
+from aiofeed.kernel.core.formatting import format_error, shown
 from aiofeed.kernel.core.types import public, public_in
 
 _PAGE = "causes and fixes: https://aiofeed.github.io/aiofeed/troubleshooting.html#"
@@ -22,7 +22,7 @@ class FeedError(Exception):
     """The base class of all errors that a feeder raises while it runs."""
 
     def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)
+        super().__init__(*[shown(text) if isinstance(text, str) else text for text in arguments])
         if (name := type(self).__name__) in EXPLAINED:
             self.add_note(f"{_PAGE}{name.lower()}")
 

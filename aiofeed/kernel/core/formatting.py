@@ -21,8 +21,16 @@ def kind_of(value: object) -> str:
 
 def brief(value: object) -> str:
     """Return a short ``repr`` of an argument for a message. A part of a URL may be its secret, so it shows none."""
-    text = reprlib.repr(value)
-    return f"{kind_of(value)} with a URL" if "://" in text else text
+    return f"{kind_of(value)} with a URL" if "://" in repr(value) else reprlib.repr(value)
+
+
+def shown(text: str) -> str:
+    """Return a text for a message, without the passwords and signatures of the URLs in it."""
+    if ":/" not in text:
+        return text
+    from aiofeed import _load_addon
+
+    return _load_addon("redacted", "a URL")(text)  # type: ignore[no-any-return]
 
 
 def format_error(error: BaseException) -> str:

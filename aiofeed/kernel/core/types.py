@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
+from aiofeed.kernel.core.formatting import shown
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -63,14 +65,11 @@ def hides_secrets(function: FunctionT) -> FunctionT:
 
 def hide_secrets(error: BaseException | None) -> None:
     """Hide passwords and signatures of URLs in the texts of an error and of those behind it."""
-    from aiofeed import _load_addon
-
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if any(isinstance(text, str) and ":/" in text for text in error.args):
-            redacted = _load_addon("redacted", "a URL")
-            error.args = tuple(redacted(text) if isinstance(text, str) else text for text in error.args)
+        args = tuple(shown(text) if isinstance(text, str) else text for text in error.args)
+        BaseException.args.__set__(error, args)  # type: ignore[attr-defined]  # not by assignment, as in a frozen class
         error = error.__cause__ or error.__context__
 
 

@@ -75,7 +75,7 @@ def check_int(name: str, value: object) -> int:
     # numpy 1.
     kind = type(value)
     if kind.__name__ in ("bool", "bool_") or not hasattr(kind, "__index__") or hasattr(kind, "__len__"):
-        raise TypeError(f"{name} must be an int, got {value!r}")
+        raise TypeError(f"{name} must be an int, got {brief(value)}")
     return operator.index(value)  # type: ignore[arg-type]
 
 
@@ -95,7 +95,7 @@ def check_positive_int(name: str, value: object) -> int:
 def check_bool(name: str, value: object) -> bool:
     """Return the value, which must be a bool."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+        raise TypeError(f"{name} must be True or False, got {brief(value)}")
     return value
 
 

@@ -191,11 +191,6 @@ def local_path(path: str) -> str | None:
     return path if URL.match(path) is None else _load_addon("path_of_url", "a URL")(path)
 
 
-def shown(path: str) -> str:
-    """Return a path for a message: a URL without its credentials."""
-    return _load_addon("redacted", "a URL")(path) if "://" in path else path
-
-
 def check_path(path: str) -> str:
     """Return a path or URL as it is.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from aiofiles.ospath import wrap  # type: ignore[attr-defined]
 
 from aiofeed import _load_addon
+from aiofeed.kernel.core.formatting import shown
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, counted, explain_arguments
@@ -29,7 +30,6 @@ from aiofeed.kernel.sources.file_io import (
     read_file,
     read_group,
     refuse_links,
-    shown,
 )
 from aiofeed.kernel.sources.subset import IndexedSource
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiofeed import _load_addon
+from aiofeed.kernel.core.formatting import shown
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_bool, counted, explain_arguments
-from aiofeed.kernel.sources.file_io import MAX_BYTES, ReadRules, check_path, local_path, shown
+from aiofeed.kernel.sources.file_io import MAX_BYTES, ReadRules, check_path, local_path
 from aiofeed.kernel.sources.files import Files
 
 # The list of torchvision, so that samples have the same indices.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import numpy as np
 
 from aiofeed.kernel.core.formatting import brief
-from aiofeed.kernel.core.types import traits_of, uncopied_reader_of
+from aiofeed.kernel.core.types import hides_secrets, traits_of, uncopied_reader_of
 from aiofeed.kernel.core.validation import check_seed, counted
 from aiofeed.kernel.sampling.order import shuffled
 from aiofeed.kernel.sampling.schedule import fingerprint
@@ -48,6 +48,7 @@ class IndexedSource(Sized):
         """
         return self._part(_checked(self, indices))
 
+    @hides_secrets
     def split(self, parts: Mapping[str, float], seed: int = 0) -> dict[str, Self]:
         """Split the samples at random: ``source.split({"train": 0.9, "validation": 0.1})``.
 
