@@ -1,7 +1,7 @@
 """Look-ahead: reads the samples of a shard together that are in the order soon, before their batches begin.
 
 The order is known, also a shuffled one. So the plans of the next batches are taken from it early, up to a number of
-bytes ahead, and their samples are noted by shard. When the first sample of a shard is needed soon, all samples of the
+bytes and of batches ahead, and their samples are noted by shard. When the first sample of a shard is needed soon, all samples of the
 shard that are noted are read together: by one ``read_many``, which joins their ranges, or by one ``gather_ahead``,
 which writes them into the arrays of their batches. The engine gets the plans later, and its reads wait for those.
 """
@@ -32,6 +32,10 @@ log: logging.Logger = logging.getLogger("aiofeed.sources")
 SOON = 8
 # The look-ahead may be this many times the bytes that the engine has received.
 GROWTH = 8
+# Batches that are noted before the first one is given, and what the engine holds of one that has few samples: also a
+# batch of 16 bytes takes time and memory.
+BATCHES = 1024
+BATCH_BYTES = 8 << 10
 # Shards that are read at the same time.
 GROUPS = 128
 # Free blocks of memory that are kept for samples that are gathered: fresh pages cost more than what is written to them.
@@ -57,7 +61,7 @@ class LookAhead:
         self._read_planned = Members.of(source).read_planned
         self.new_gathered: Callable[..., Gathered] | None = getattr(source, "new_gathered", None)
         self.gathers: bool = self.new_gathered is not None
-        self._sample_bytes = source.gathered_bytes if self.gathers else source.nbytes(0)
+        self._sample_bytes = max(source.gathered_bytes if self.gathers else source.nbytes(0), 1)
         # Whether a shard is read whole, however few of its samples are wanted.
         self._whole = bool(getattr(source, "reads_whole_shards", False))
         self._starts: NDArray[np.int64] = np.asarray(source.shard_starts)
@@ -82,16 +86,22 @@ class LookAhead:
         # Steps in order: first those whose samples are being read.
         soon: deque[tuple[Step, int]] = deque()
         later: deque[tuple[Step, int]] = deque()
-        soon_bytes = later_bytes = given_bytes = 0
+        soon_bytes = later_bytes = given_bytes = given = 0
         step: Step | None
         while True:
             near, limit = self._reach(upcoming.mixed, threads, given_bytes)
-            while (not later or soon_bytes + later_bytes < limit) and (step := next(steps, None)) is not None:
+            # It grows as the bytes do: a shard that most batches have samples of is read again and again at first, each
+            # time for many more batches.
+            most = BATCHES + min(GROWTH * given, self._limit_bytes // BATCH_BYTES)
+            while (not later or (soon_bytes + later_bytes < limit and len(soon) + len(later) < most)) and (
+                step := next(steps, None)
+            ) is not None:
                 upcoming.epoch += isinstance(step, EpochStart)
                 later.append((step, upcoming.note(step) if isinstance(step, BatchPlan) else 0))
                 later_bytes += later[-1][1]
                 near, limit = self._reach(upcoming.mixed, threads, given_bytes)
-            while later and (not soon or soon_bytes < near):
+            upcoming.grows = len(soon) + len(later) >= most
+            while later and (not soon or (soon_bytes < near and len(soon) < most / SOON)):
                 step, nbytes = later.popleft()
                 if isinstance(step, BatchPlan):
                     upcoming.read_soon(step)
@@ -105,6 +115,7 @@ class LookAhead:
             step, nbytes = soon.popleft()
             soon_bytes -= nbytes
             given_bytes += nbytes
+            given += 1
             yield step
 
     def _reach(self, mixed: int, threads: int, given_bytes: int) -> tuple[float, float]:
@@ -206,7 +217,9 @@ class _UpcomingSamples:
         self.mixed = 0
         """The most shards that a plan has samples of."""
         self.times: Counter[int] = Counter()
-        """How often a shard was read in the epoch."""
+        """How often a shard was read in the epoch, since the bytes allowed no more samples."""
+        self.grows = False
+        """Whether the number of batches limits the look-ahead, and not their bytes."""
         # Of shards that are read whole, all bytes are in memory until a thread has decoded them.
         self._turn = asyncio.Semaphore(ahead.at_once(threads) if ahead._whole else GROUPS)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -236,9 +249,9 @@ class _UpcomingSamples:
         self.mixed = max(self.mixed, len(firsts))
         for number, (first, end) in zip(noted.numbers, pairwise([*firsts, len(order)]), strict=True):
             self._groups.setdefault((self.epoch, number), []).append((noted, order[first:end]))
-        return (
-            int(self._ahead._sample_bytes * len(indices)) if new_gathered else sum(map(source.nbytes, indices.tolist()))
-        )
+        if new_gathered:
+            return int(self._ahead._sample_bytes * len(indices))
+        return max(sum(map(source.nbytes, indices.tolist())), len(indices))
 
     def read_soon(self, plan: BatchPlan) -> None:
         """Read the shards of samples that are not being read."""
@@ -251,7 +264,7 @@ class _UpcomingSamples:
                     each.reads[number] = task
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-                self.times[number] += 1
+                self.times[number] += not self.grows
                 if self._ahead._whole and self.times[number] == OFTEN and self.mixed > 2:
                     self._ahead.tell()
 
