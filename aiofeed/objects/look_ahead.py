@@ -1,9 +1,10 @@
 """Look-ahead: reads the samples of a shard together that are in the order soon, before their batches begin.
 
 The order is known, also a shuffled one. So the plans of the next batches are taken from it early, up to a number of
-bytes ahead, and their samples are noted by shard. When the first sample of a shard is needed soon, all samples of the
-shard that are noted are read together: by one ``read_many``, which joins their ranges, or by one ``gather_ahead``,
-which writes them into the arrays of their batches. The engine gets the plans later, and its reads wait for those.
+bytes and of batches ahead, and their samples are noted by shard. When the first sample of a shard is needed soon, all
+samples of the shard that are noted are read together: by one ``read_many``, which joins their ranges, or by one
+``gather_ahead``, which writes them into the arrays of their batches. The engine gets the plans later, and its reads
+wait for those.
 """
 
 from __future__ import annotations
@@ -220,7 +221,9 @@ class _UpcomingSamples:
         self.has_room = False
         """Whether the look-ahead has room for more bytes, and ends by its number of batches."""
         self.times: Counter[int] = Counter()
-        """How often a shard was read in the epoch."""
+        """How often a shard was read in the epoch, since the bytes allowed no more samples."""
+        self.grows = False
+        """Whether the number of batches limits the look-ahead, and not their bytes."""
         # Of shards that are read whole, all bytes are in memory until a thread has decoded them.
         self._turn = asyncio.Semaphore(ahead.at_once(threads) if ahead._whole else GROUPS)
         self._tasks: set[asyncio.Task[None]] = set()

@@ -151,7 +151,7 @@ class ParquetRows(Shards):
     def nbytes(self, index: int, /) -> int:
         """Return the compressed bytes of a row, on the average of its file."""
         shard, _ = self._find(index)
-        return shard.size // self._samples(shard)
+        return max(shard.size // self._samples(shard), 1)
 
     async def _footer(self, shard: Shard) -> tuple[Any, bool]:
         """pyarrow's description of a file, and whether some of its columns may be encrypted."""

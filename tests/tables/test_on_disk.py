@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 import aiofeed
 from aiofeed.kernel.runtime.buffers import HostBufferPool
+from aiofeed.objects import look_ahead
 from aiofeed.shards.parquet import ParquetRows
 from aiofeed.shards.urls import Shard
 from aiofeed.tables.columns import GatheredRows
@@ -100,6 +102,34 @@ def test_each_row_group_is_decoded_once(paths: list[str], decoded: Counter[Any],
     if shuffle != "window:3":
         with aiofeed.Feeder(aiofeed.Table(pa.table(columns(ROWS))), batch_size=BATCH, seed=2, shuffle=shuffle) as same:
             assert rows_of(same) == rows_of(batches)
+
+
+@pytest.mark.parametrize("shuffle", [False, True, "window:3", "keyed"])
+@pytest.mark.parametrize("kind", [aiofeed.Table, aiofeed.ParquetRows])
+def test_small_batches_are_not_all_prepared_before_the_first_one(
+    tmp_path: Path,
+    decoded: Counter[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: Any,
+    shuffle: Any,
+) -> None:
+    """Of rows below one byte, few batches are noted first, then ever more, so that no group is decoded often."""
+    monkeypatch.setattr(look_ahead, "BATCHES", 8)
+    pq.write_table(pa.table({"row": np.zeros(3000)}), tmp_path / "x.parquet", row_group_size=500)
+    noted: list[Any] = []
+    note = look_ahead._UpcomingSamples.note
+    monkeypatch.setattr(look_ahead._UpcomingSamples, "note", lambda *args: noted.append(args) or note(*args))
+    decode = None if kind is aiofeed.Table else operator.itemgetter("row")
+    source = kind(str(tmp_path / "x.parquet"))
+    with aiofeed.Feeder(source, decode=decode, batch_size=4, seed=2, shuffle=shuffle) as feeder:
+        steps = iter(feeder)
+        next(steps)
+        assert len(noted) < 3000 / 4 / 2
+        assert sum(1 for _ in steps) == 3000 / 4 - 1
+    assert len(decoded) == 6
+    assert max(decoded.values()) <= 5
+    assert "decoded several times" not in caplog.text
 
 
 def test_a_small_look_ahead_decodes_more_often_and_says_so_once(
