@@ -33,11 +33,9 @@ log: logging.Logger = logging.getLogger("aiofeed.sources")
 SOON = 8
 # The look-ahead may be this many times the bytes that the engine has received.
 GROWTH = 8
-# The look-ahead has a batch for each so many of its bytes: a smaller one costs more in Python, 50 us and 3 KB, than to
-# decode shards again for the batches behind it.
-BATCH_BYTES = 8 << 10
-# So many batches are noted in any case, and before the first one so many at most, which takes half a second.
-LEAST_BATCHES, FIRST_BATCHES = 64, 8192
+# So many batches are noted before the first one, which takes less than half a second; more as batches are given, up to
+# one for each so many bytes of the limit: a batch that is noted takes 3 KB of objects.
+BATCHES, BATCH_BYTES = 1024, 8 << 10
 # A sample that is an object of Python takes at least so many bytes, however few it has in a file.
 OBJECT_BYTES = 64
 # Shards that are read at the same time.
@@ -94,7 +92,7 @@ class LookAhead:
         step: Step | None
         while True:
             near, limit = self._reach(upcoming.mixed, threads, given_bytes)
-            most = max(min(int(limit) // BATCH_BYTES, max(FIRST_BATCHES, GROWTH * given)), LEAST_BATCHES)
+            most = BATCHES + min(GROWTH * given, self._limit_bytes // BATCH_BYTES)
             while not later or (soon_bytes + later_bytes < limit and len(soon) + len(later) < most):
                 if (step := next(steps, None)) is None:
                     break
@@ -102,7 +100,7 @@ class LookAhead:
                 later.append((step, upcoming.note(step) if isinstance(step, BatchPlan) else 0))
                 later_bytes += later[-1][1]
                 near, limit = self._reach(upcoming.mixed, threads, given_bytes)
-            upcoming.has_room = len(soon) + len(later) >= most
+            upcoming.is_full = soon_bytes + later_bytes >= limit
             while later and (not soon or (soon_bytes < near and len(soon) < most / SOON)):
                 step, nbytes = later.popleft()
                 if isinstance(step, BatchPlan):
@@ -218,12 +216,10 @@ class _UpcomingSamples:
         """How many epochs have begun."""
         self.mixed = 0
         """The most shards that a plan has samples of."""
-        self.has_room = False
-        """Whether the look-ahead has room for more bytes, and ends by its number of batches."""
+        self.is_full = False
+        """Whether the bytes of samples limit what is noted, and not the number of batches."""
         self.times: Counter[int] = Counter()
-        """How often a shard was read in the epoch, since the bytes allowed no more samples."""
-        self.grows = False
-        """Whether the number of batches limits the look-ahead, and not their bytes."""
+        """How often a shard was read in the epoch."""
         # Of shards that are read whole, all bytes are in memory until a thread has decoded them.
         self._turn = asyncio.Semaphore(ahead.at_once(threads) if ahead._whole else GROUPS)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -255,7 +251,8 @@ class _UpcomingSamples:
             self._groups.setdefault((self.epoch, number), []).append((noted, order[first:end]))
         if new_gathered:
             return int(self._ahead._sample_bytes * len(indices))
-        return max(sum(map(source.nbytes, indices.tolist())), OBJECT_BYTES * len(indices))
+        nbytes: int = sum(map(source.nbytes, indices.tolist()))
+        return max(nbytes, OBJECT_BYTES * len(indices))
 
     def read_soon(self, plan: BatchPlan) -> None:
         """Read the shards of samples that are not being read."""
@@ -269,7 +266,7 @@ class _UpcomingSamples:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
                 self.times[number] += 1
-                if self._ahead._whole and self.times[number] == OFTEN and self.mixed > 2 and not self.has_room:
+                if self._ahead._whole and self.times[number] == OFTEN and self.mixed > 2 and self.is_full:
                     self._ahead.tell()
 
     async def _read_group(self, number: int, group: Sequence[tuple[_Noted, NDArray[np.int64]]]) -> None:
