@@ -117,8 +117,8 @@ class WorkerHandle(Handle):
         self._on_message = received
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            # Ctrl-C in a terminal interrupts all its processes; the trainer decides what happens then. In the worker, which
-            # inherits the mask of this thread, it waits until the worker ignores it, also while the interpreter starts.
+            # Ctrl-C in a terminal interrupts all its processes; the trainer decides what happens then. The worker
+            # inherits this mask: there Ctrl-C waits until the worker ignores it, also while the interpreter starts.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             try:
                 self._process = subprocess.Popen(

@@ -267,7 +267,7 @@ def nothing_left(plan: BatchPlan, last: SampleError) -> BatchFailedError:
     every = "the only sample" if len(plan.indices) == 1 else f"all {len(plan.indices)} samples"
     error = BatchFailedError(
         f"{every} of batch {plan.number} failed, so there is no batch to deliver; the last: {last}; feeder.failures "
-        f'lists them. It is not left out, as other ranks take a step with it, or nothing else is left of the epoch: '
+        f"lists them. It is not left out, as other ranks take a step with it, or nothing else is left of the epoch: "
         f'on_error="replace" fills it with other samples; pass pad=False if ranks may have different numbers of batches'
     )
     error.__cause__ = last

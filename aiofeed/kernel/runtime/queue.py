@@ -188,8 +188,8 @@ class ReadyBatch:
             waited because too many earlier batches were queued on the device, or the consumer's event loop ran other
             tasks. ``None``: it did not wait.
         plan: Its plan, if an engine made it.
-        error: The error to raise in its place: in a worker any, otherwise that of a batch of which nothing is left, unless
-            it may be left out.
+        error: The error to raise in its place: in a worker any, otherwise that of a batch of which nothing is left,
+            unless it may be left out.
         following: Batches that are returned after it without an item of their own, the last one first. Each has as
             many samples as this one and the next number.
         followers: Their number at first. The consumer deletes them from the list.

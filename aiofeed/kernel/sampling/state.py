@@ -221,8 +221,8 @@ def unreadable(state: str, error: Exception) -> StateError:
     if not isinstance(error, KeyError):
         return StateError(f"{state} is damaged: {error}")
     return StateError(
-        f"{state} is not of version {VERSION} as this aiofeed reads it: it lacks {error}, so another aiofeed has saved it. "
-        f"Go on to the end of its epoch with that one, or begin an epoch without the state"
+        f"{state} is not of version {VERSION} as this aiofeed reads it: it lacks {error}, so another aiofeed has saved "
+        f"it. Go on to the end of its epoch with that one, or begin an epoch without the state"
     )
 
 

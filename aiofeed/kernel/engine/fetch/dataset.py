@@ -36,8 +36,8 @@ class DatasetFetcher(Fetcher):
     Args:
         source: The dataset and the number of threads that may call it.
         policy: Retries, time limits, and whether the first failure ends a chunk.
-        own_process: Whether this process does nothing else, so that each sample may seed the global generators, and those of
-            the dataset. A call of ``__getitems__`` gets the seed of its first sample.
+        own_process: Whether this process does nothing else, so that each sample may seed the global generators and those
+            of the dataset. A call of ``__getitems__`` gets the seed of its first sample.
     """
 
     reads_in_jobs = True
