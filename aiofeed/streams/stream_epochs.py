@@ -165,7 +165,6 @@ class StreamOrder(FeedOrder):
         if plan is not None:
             self._batch_size, self._unit = plan, "batch"
         self._own_shard: Shard = shard
-        self._given = shard
         if shard is not None and shard != "auto":
             self._own_shard = check_shard(shard)
         self.stream = stream
@@ -185,6 +184,10 @@ class StreamOrder(FeedOrder):
         if length is None and self.plan is not None:
             raise TypeError(f"{self.plan} over {self.stream!r} has no len(): its batches follow from the items")
         return super().schedule(len(self.stream) if length is None else length)
+
+    def may_differ(self) -> bool:
+        """Return whether ranks may return different numbers of batches, as those of a sharded stream may."""
+        return self.stream.sharded or super().may_differ()
 
     def plan_epoch(self, position: Position) -> StreamEpochs:
         """Return the epoch at ``position`` from there on."""

@@ -117,6 +117,9 @@ class WorkerHandle(Handle):
         self._on_message = received
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
+            # Ctrl-C in a terminal interrupts all its processes; the trainer decides what happens then. The worker
+            # inherits this mask: there Ctrl-C waits until the worker ignores it, also while the interpreter starts.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             try:
                 self._process = subprocess.Popen(
                     _command(theirs.fileno(), config, number),
@@ -128,6 +131,8 @@ class WorkerHandle(Handle):
             except BaseException:
                 ours.close()
                 raise
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.pid: int = self._process.pid
         name = f'worker process {number + 1} of {count} (engine="process", pid {self.pid})'
         super().__init__(number, f"worker {number + 1}", name, Ring(backend))
@@ -187,9 +192,9 @@ def _command(connection: int, config: int, number: int) -> list[str]:
     # Like multiprocessing: the same interpreter, with the same flags and the same sys.path.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     path = [entry for entry in sys.path if isinstance(entry, str)]
-    # Ctrl-C in a terminal interrupts all its processes, also while they import; the trainer decides what happens then.
     program = (
         "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT]); "
         f"import sys; sys.path[:] = {path!r}; from aiofeed.workers.main import main; "
         f"main({connection}, {config}, {os.getpid()}, {number})"
     )

@@ -213,6 +213,11 @@ def modules(data: bytes) -> Any:
     return np.array(["torch" in sys.modules, "aiofeed.workers.main" in sys.modules])
 
 
+def blocked_signals(data: bytes) -> Any:
+    """How many signals the calling thread blocks."""
+    return np.array(len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+
+
 def process_id(data: bytes) -> Any:
     return np.array(os.getpid())
 

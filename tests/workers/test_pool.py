@@ -70,6 +70,24 @@ def test_ctrl_c_while_a_worker_imports(tmp_path: Path, monkeypatch: pytest.Monke
     assert done.stdout == "SIG_IGN\n"
 
 
+def test_ctrl_c_while_the_interpreter_of_a_worker_starts(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It waits until the worker ignores it; the threads of the worker do not block it, nor does this process."""
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            os.kill(self.pid, signal.SIGINT)
+
+    monkeypatch.setattr("aiofeed.workers.handle.subprocess.Popen", Interrupted)
+    with Feeder(parts.Numbers(4), decode=parts.blocked_signals, batch_size=4, engine="process") as feeder:
+        [batch] = feeder
+    assert batch.tolist() == [0] * 4
+    assert capfd.readouterr().err == ""
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 # --- leaving the loop ---
 
 

@@ -196,6 +196,19 @@ def test_on_several_ranks_it_is_an_error(
             assert feeder.statistics().batches_left_out == 1
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+def test_the_ranks_of_a_stream_that_shards_itself_may_differ(sharded: bool) -> None:
+    """They do already, so a batch is left out; those of other streams have equal numbers."""
+    bad, stream = [*FIRST, *range(4, 8)], Stream(Items(), sharded=sharded)
+    feeder = Feeder(stream, decode=decoder(bad), batch_size=SIZE, on_error=SKIP, shard=(0, 2))
+    with feeder:
+        if sharded:
+            assert values(feeder) == good(bad)
+            return
+        with pytest.raises(BatchFailedError, match='on_error="replace"'):
+            next(iter(feeder))
+
+
 class Endless(Sampler[int]):
     def __iter__(self) -> Any:
         while True:
