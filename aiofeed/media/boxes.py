@@ -44,7 +44,7 @@ class Objects:
     def __init__(self, target: Mapping[str, Any], width: int, height: int) -> None:
         self.boxes = _boxes(target["boxes"], width, height) if "boxes" in target else None
         self.keypoints = _keypoints(target["keypoints"], width, height) if "keypoints" in target else None
-        self.masks = _masks(target["masks"], width, height) if "masks" in target else None
+        self.masks: NDArray[Any] | None = _masks(target["masks"], width, height) if "masks" in target else None
         self.kept: NDArray[np.int64] = np.arange(0 if self.boxes is None else len(self.boxes))
         for name, each in (("keypoints", self.keypoints), ("masks", self.masks)):
             if self.boxes is not None and each is not None and len(self.boxes) != len(each):

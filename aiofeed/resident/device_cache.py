@@ -410,7 +410,7 @@ class CachedData:
 
     alias = False
     rows = None
-    mapped = MappedFiles(())
+    mapped: MappedFiles = MappedFiles(())
 
     def __init__(self, store: ResidentStore, axes: tuple[int, ...] | None, *, targets: bool) -> None:
         self.samples: int = store.cached_samples

@@ -60,7 +60,7 @@ class Tensors(IndexedSource):
         if len(set(lengths)) > 1:
             raise ValueError(f"the tensors of Tensors differ in length: {lengths}")
         self.tensors = tensors
-        self.mapped = MappedFiles([([file for each in tensors for file in file_of(each)], lengths[0])])
+        self.mapped: MappedFiles = MappedFiles([([file for each in tensors for file in file_of(each)], lengths[0])])
         self.alias = alias
         self.on_host: bool = all(isinstance(each, np.ndarray) or each.device.type == "cpu" for each in tensors)
 

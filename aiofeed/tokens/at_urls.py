@@ -304,7 +304,7 @@ class MappedLists:
     def __init__(self, path: str, column: str) -> None:
         self._arguments = path, column
         table = mapped(path)
-        self.mapped = MappedFiles([([(path, os.path.getsize(path))], len(table))])
+        self.mapped: MappedFiles = MappedFiles([([(path, os.path.getsize(path))], len(table))])
         self.dtype: str = dtype_of(table.schema, column)
         self.batches: list[NDArray[Any]] = [tokens_of(chunk) for chunk in table.column(column).chunks]
 

@@ -133,7 +133,7 @@ class Tokens(IndexedSource):
                 for start in checked_places(len(tokens)):
                     check_vocab(str(path), start, tokens[start : start + CHECKED_TOKENS], vocab)
         self._starts = np.cumsum([0, *map(len, self._windows)])
-        self.mapped = MappedFiles(mapped)
+        self.mapped: MappedFiles = MappedFiles(mapped)
         """The files of windows."""
         self.in_memory: bool = sum(tokens.nbytes for tokens in self.arrays) * MEMORY_SHARE <= free_memory()
         """Whether the operating system can keep the files in memory."""
