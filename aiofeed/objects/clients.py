@@ -5,11 +5,13 @@ from __future__ import annotations
 import configparser
 import importlib.util
 import os
+import re
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
 from aiofeed.kernel.core.errors import FeedError
@@ -90,7 +92,7 @@ class StoreClient:
         if config is None:
             return None
         account = config.get("account_name", os.environ.get("AZURE_STORAGE_ACCOUNT_NAME"))
-        return redacted(f"{_endpoint(config)} {account} {getattr(self.given, 'prefix', None)}")
+        return redacted(f"{_endpoint(config, self.root)} {account} {getattr(self.given, 'prefix', None)}")
 
     def redact(self, text: str, query: str = "") -> str:
         """Return a text without credentials, also without those in a query."""
@@ -110,17 +112,12 @@ class StoreClient:
         scheme = self.root.partition("://")[0]
         profile = _aws_profile(self.options) if scheme == "s3" else {}
         options = {"retry_config": {"max_retries": 0}, **profile, **self.options}
+        _check_settings(self.root, options)
         client = {**TIMEOUTS, **options.pop("client_options", {})}
         if "allow_http" in options:  # of obstore's Python classes in earlier versions
             client["allow_http"] = options.pop("allow_http")
-        endpoint = str(_endpoint(options) or "")
-        if endpoint and "://" not in endpoint:  # obstore would panic at the first request
-            raise ValueError(
-                f"{redacted(self.root)}: the endpoint {redacted(endpoint)!r} must begin with http:// or https://, as "
-                f'options={{"endpoint": "http://{redacted(endpoint)}"}}'
-            )
         # The user has written http:// here; obstore would refuse it.
-        if scheme == "http" or endpoint.startswith("http://"):
+        if scheme == "http" or str(_endpoint(options, self.root)).startswith("http://"):
             client.setdefault("allow_http", True)
         make = stores.HTTPStore.from_url if scheme in ("http", "https") else stores.from_url
         failure = None
@@ -157,14 +154,51 @@ _clients: WeakValueDictionary[tuple[str, str], StoreClient] = WeakValueDictionar
 _clients_lock = threading.Lock()
 
 
-def _endpoint(options: Mapping[str, Any]) -> Any:
-    names = (
-        *("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url", "aws_endpoint_url_s3"),
-        *("azure_endpoint", "base_url", "google_base_url"),
-    )
-    config = {str(name).lower(): value for name, value in {**options.get("config", {}), **options}.items()}
-    environment = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    return next((config[name] for name in names if name in config), environment)
+# How the names of a store's environment variables begin, by the first letter of its URL; none: a given store.
+_PREFIXES = {"s": "AWS_", "": "AWS_", "a": "AZURE_", "g": "GOOGLE_"}
+_PREFIX = re.compile("^(aws|azure|google)_")
+# The URLs of servers; the first one is used in place of the second. Other names of the second.
+_SERVERS = ("endpoint_url_s3", "endpoint", "metadata_endpoint")
+_ENDPOINTS = dict.fromkeys(("endpoint_url", "storage_endpoint", "base_url"), "endpoint")
+_PLAIN = ("access_key_id", "secret_access_key", "session_token", "token", "bearer_token", "region", "default_region")
+
+
+def _settings(options: Mapping[str, Any], root: str) -> dict[str, tuple[str, Any]]:
+    """Return options of a store, or environment variables in their place: the name that was given, and the value."""
+    prefix, found = _PREFIXES.get(root[:1], "-"), dict[str, tuple[str, Any]]()
+    environment = {name: os.environ[name] for name in sorted(os.environ, reverse=True) if name.startswith(prefix)}
+    for given in (options, options.get("config") or {}, environment):
+        for name, value in given.items():
+            short = _PREFIX.sub("", str(name).lower())
+            found.setdefault(_ENDPOINTS.get(short, short), (str(name).lower(), value))
+    return found
+
+
+def _endpoint(options: Mapping[str, Any], root: str) -> Any:
+    found = _settings(options, root)
+    return next((found[name][1] for name in _SERVERS[:2] if name in found), None)
+
+
+def _check_settings(root: str, options: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for settings at which obstore would panic in the first request."""
+    for short, (name, value) in _settings(options, root).items():
+        text, plain = redacted(str(value)), str(value).isprintable() and " " not in str(value)
+        if short in _SERVERS and value is not None and not (plain and _is_server(str(value))):
+            raise ValueError(
+                f"{redacted(root)}: the endpoint {text!r} must begin with http:// or https:// and name a server, as "
+                f'options={{"{name}": "http://{text.rpartition("//")[2] or "host:9000"}"}}'
+            )
+        # Secrets that are read from files end with a line break.
+        if short in _PLAIN and not plain:
+            raise ValueError(f"{redacted(root)}: {name} has a space, a line break or another invisible character")
+
+
+def _is_server(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 0) >= 0
+    except ValueError:  # the port, or the brackets of an address
+        return False
 
 
 # Settings of an AWS profile, which are names of options, too, and the options that exclude them. A key does not go with

@@ -97,6 +97,9 @@ class ObjectReader:
             raise TypeError(f"store must be an obstore store, such as its S3Store, got {type(store).__name__}")
         if options is not None and not isinstance(options, Mapping):
             raise TypeError(f"options must be a dict of arguments of obstore's from_url, got {type(options).__name__}")
+        for name in ("config", "client_options"):
+            if not isinstance(given := (options or {}).get(name, {}), Mapping):
+                raise TypeError(f"options: {name!r} must be a dict, got {type(given).__name__}")
         base, prefix = split_url(root)
         kind = StoreClient
         if base.startswith("hf:"):

@@ -304,6 +304,8 @@ def fault_of(error: BaseException, redact: Callable[[str], str], url: str) -> Fa
     first, kind = _STORE.sub("", text.partition("\n")[0]), type(error).__name__
     found = _STATUS.search(first)
     status = int(found[1]) if found else 0
+    if not isinstance(error, Exception):
+        first = f"obstore has failed at one of options=, or at an environment variable: {first}"
     if isinstance(error, FileNotFoundError):
         return Fault(FileNotFoundError(errno.ENOENT, "there is no such object", url))
     if kind == "PreconditionError":

@@ -62,7 +62,16 @@ def stored_type(kind: Any) -> Any:
         return pa.list_(stored_type(kind.value_type))
     if types.is_struct(kind):
         return pa.struct([(each.name, stored_type(each.type)) for each in kind])
-    return {"large_string": pa.string(), "large_binary": pa.binary(), "string_view": pa.string()}.get(str(kind), kind)
+    if types.is_map(kind):
+        return pa.map_(stored_type(kind.key_type), stored_type(kind.item_type))
+    if types.is_timestamp(kind) and kind.tz is not None:
+        return pa.timestamp(kind.unit, "UTC")  # the instant is stored
+    if types.is_decimal(kind):
+        return pa.decimal256(kind.precision, kind.scale)
+    return {
+        **{"large_string": pa.string(), "string_view": pa.string()},
+        **{"large_binary": pa.binary(), "binary_view": pa.binary()},
+    }.get(str(kind), kind)
 
 
 def is_text(head: bytes, least: int) -> bool:

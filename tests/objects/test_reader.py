@@ -94,6 +94,69 @@ def test_an_endpoint_without_a_scheme_is_refused(root: str, name: str, capfd: py
     assert "panicked" not in capfd.readouterr().err
 
 
+def read_of(root: str, **options: Any) -> str:
+    """The error of a read by a store with these options."""
+    with pytest.raises((ValueError, OSError)) as raised:
+        asyncio.run(ObjectReader(root, options={**KEYS, **options}).read("x"))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("url", ["", "http://", "://host", "ftp://a", "http://[::1", "http://a:99999", "http://a b"])
+def test_an_endpoint_that_names_no_server_is_refused(url: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever is wrong with the URL."""
+    for name in ("endpoint", "metadata_endpoint"):
+        found = read_of("s3://bucket/train", **{name: url})
+        assert f"the endpoint {url!r} must" in found
+        assert f'{{"{name}": "http://' in found
+    assert "panicked" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("root", "name", "of_another"),
+    [
+        ("s3://bucket/train", "AWS_ENDPOINT", "GOOGLE_BASE_URL"),
+        ("s3://bucket/train", "AWS_ENDPOINT_URL_S3", "AZURE_ENDPOINT"),
+        ("az://account/train", "AZURE_STORAGE_ENDPOINT", "AWS_ENDPOINT"),
+        ("gs://bucket/train", "GOOGLE_BASE_URL", "AWS_ENDPOINT_URL"),
+    ],
+)
+def test_endpoints_in_the_environment_are_checked(
+    root: str, name: str, of_another: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the URL's store, by all their names."""
+    monkeypatch.setenv(of_another, "minio:9000")
+    ObjectReader(root, options={"account_name": "account"} if root[0] == "a" else {})._client.store()
+    monkeypatch.setenv(name, "127.0.0.1:9")
+    with pytest.raises(ValueError, match=rf"127\.0\.0\.1:9' must begin .*{name.lower()}"):
+        ObjectReader(root, options={})._client.store()
+
+
+def test_an_option_takes_the_place_of_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that is not used is not checked; one with http:// allows it."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "minio:9000")
+    ObjectReader("s3://bucket", options={**KEYS, "endpoint": "http://127.0.0.1:9"})._client.store()
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:9")
+    store, _ = ObjectReader("s3://bucket", options=KEYS)._client.store()
+    assert store.client_options["allow_http"]
+
+
+@pytest.mark.parametrize("name", ["access_key_id", "secret_access_key", "token", "region"])
+def test_a_setting_with_a_line_break_is_refused_by_its_name(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """As of a secret that was read from a file, which is not shown."""
+    found = read_of("s3://bucket/train", **{name: "hidden\n"})
+    assert f"{name} has a space, a line break" in found
+    assert "hidden" not in found
+    assert "panicked" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["config", "client_options"])
+def test_options_within_options_must_be_dicts(name: str) -> None:
+    """The error names them."""
+    with pytest.raises(TypeError, match=rf"options: '{name}' must be a dict, got bytes"):
+        ObjectReader("s3://bucket", options={name: b"x"})
+
+
 @pytest.mark.parametrize(
     "option", [{"allow_http": True}, {"allow_http": "true"}, {"client_options": {"allow_http": True}}]
 )
@@ -117,7 +180,7 @@ def test_a_panic_of_obstore_is_an_error_of_the_read() -> None:
 
         asyncio.run(reader._retried("x", attempt))
 
-    with pytest.raises(OSError, match=r"Option::unwrap.*: s3://bucket/train/x"):
+    with pytest.raises(OSError, match=r"at one of options=.*Option::unwrap.*: s3://bucket/train/x"):
         read(PanicException("called `Option::unwrap()`"))
     with pytest.raises(GeneratorExit):
         read(GeneratorExit())

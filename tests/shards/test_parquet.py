@@ -7,7 +7,8 @@ import base64
 import pickle
 import sys
 from collections.abc import Callable
-from datetime import datetime
+from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -269,10 +270,21 @@ def stored(name: str) -> list[Any]:
         "text": [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())],
         "bytes": [pa.binary(), pa.large_binary()],
         "struct": [pa.struct([("a", pa.string())]), pa.struct([("a", pa.large_string())])],
+        "map": [pa.map_(pa.string(), numbers), pa.map_(pa.large_string(), numbers)],
+        "instant": [pa.timestamp("us", zone) for zone in ("UTC", "+00:00", "Europe/Berlin")],
+        "decimal": [pa.decimal128(10, 2), pa.decimal256(10, 2)],
     }[name]
 
 
-VALUES = {"list": [[1, 2], [3, 4]], "text": ["x", "y"], "bytes": [b"x", b"y"], "struct": [{"a": "x"}, {"a": "y"}]}
+VALUES: dict[str, list[Any]] = {
+    "list": [[1, 2], [3, 4]],
+    "text": ["x", "y"],
+    "bytes": [b"x", b"y"],
+    "struct": [{"a": "x"}, {"a": "y"}],
+    "map": [[("a", 1)], [("b", 2)]],
+    "instant": [datetime(2020, 1, day, tzinfo=UTC) for day in (1, 2)],
+    "decimal": [Decimal("1.50"), Decimal("-2.25")],
+}
 
 
 @pytest.mark.parametrize("name", VALUES)
