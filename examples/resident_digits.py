@@ -113,7 +113,7 @@ def compare(samples: int, size: int, device: torch.device) -> None:
     }
     print(f"\nan epoch of {samples} samples of 28 x 28 bytes, batch {size}, on {device}")
     for name, epoch in ways.items():
-        print(f"{name:<24}{milliseconds(epoch, device):8.1f} ms")
+        print(f"{name:<24}{milliseconds(epoch, device):8.2f} ms")
     for feeder in feeders:
         feeder.close()
 
