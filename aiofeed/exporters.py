@@ -54,6 +54,7 @@ class Metric:
 METRICS = (
     Metric("samples", "samples", "Samples handed to the consumer.", "{sample}"),
     Metric("batches", "batches", "Batches handed to the consumer.", "{batch}"),
+    Metric("batches_left_out", "batches_left_out", "Batches of which all samples failed.", "{batch}"),
     Metric("read_bytes", "bytes_read", "Encoded bytes read.", "By"),
     Metric("read_seconds", "read_s", "Time of reads, summed over concurrent reads.", "s"),
     Metric("decode_seconds", "decode_s", "Time of decoding, summed over threads.", "s"),

@@ -199,7 +199,7 @@ list(Feeder(folder, decode=torch.load, batch_size=2)) #: the decoder gets the by
 list(Feeder(Files(["list.csv"]), decode=open, batch_size=1)) #: the decoder gets the bytes of a file, not its path
 list(Feeder(folder, decode=lambda data: Image.open("a/" + data), batch_size=1)) #: not its path
 list(Feeder(folder, decode=lambda data: Image.new("L", (2, 2)), batch_size=2)) #: one is an Image, a PIL image: convert
-list(Feeder(folder, decode=broken, batch_size=1, on_error="skip")) #: the only sample of batch 0 failed
+list(Feeder(folder, decode=broken, batch_size=1, on_error="skip")) #: more than max_failures=0.01 allows
 list(Feeder(Files(["train"]), decode=image, batch_size=1)) #: is a folder: aiofeed.ImageFolder('train')
 list(Feeder(Files(["list.csv"] * 2, [0, None]), decode=len, batch_size=2)) #: the target of 'list.csv' is None
 list(Feeder(Files(["images/0.png"] * 2, [0, None]), decode=image, batch_size=2)) #: target of 'images/0.png' is None

@@ -27,6 +27,7 @@ integration = [pytest.mark.integration, pytest.mark.filterwarnings("default")]
 NAMES = {
     "aiofeed_samples_total",
     "aiofeed_batches_total",
+    "aiofeed_batches_left_out_total",
     "aiofeed_read_bytes_total",
     "aiofeed_read_seconds_total",
     "aiofeed_decode_seconds_total",

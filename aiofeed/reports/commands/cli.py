@@ -83,7 +83,7 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     command.add_argument("--at", metavar="PLACE", help="the place of the state among several, as in feeders.train")
     command.add_argument("--step", type=int, required=True, help="the batch of a rank, from 0")
     command.add_argument("--epoch", type=int, default=0, help="the epoch from which on steps count (default: 0)")
-    command.add_argument("--rank", type=int, help="the rank (default: that of the state)")
+    command.add_argument("--rank", type=int, help="the rank (default: that of the state, 0 if it is the same on all)")
     command.add_argument("--data", nargs="+", default=(), metavar="PATH", help="the data, for keys: as for bench")
     command.set_defaults(calls="replay.replay")
 
