@@ -54,7 +54,7 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def stored_type(kind: Any) -> Any:
-    """Return the type that stands for all types that Parquet stores as it stores ``kind``, whoever has written it."""
+    """Return one type for all types of Arrow that Parquet stores alike, such as lists and large lists."""
     types, pa = arrow().types, arrow()
     if types.is_dictionary(kind):
         return stored_type(kind.value_type)
