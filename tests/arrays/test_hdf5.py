@@ -58,7 +58,8 @@ def test_a_data_set_without_a_fill_value(chunks: Any, tmp_path: Path) -> None:
     """As PyTables and MPI codes write them: what is not stored is 0, as of h5py."""
     import ctypes
 
-    libraries = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libhdf5-" in line]
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    libraries = [line.split(maxsplit=5)[5] for line in maps if "libhdf5-" in line]
     if not libraries:
         pytest.skip("the library of HDF5 is not found")
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
