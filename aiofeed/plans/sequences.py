@@ -371,7 +371,7 @@ def measure_lengths(plan: LengthPlan, a: Any, new_feeder: Any) -> None:
                 progress.add()
         return np.array(lengths, np.int64)
 
-    named = dataset_identity(getattr(source, "dataset", None))
+    named = dataset_identity(source.given if source.traits.items else None)
     try:
         how = [identity(each) if callable(each) else repr(each) for each in (a.decode, plan.length)]
         # The second one is that of an earlier version.
