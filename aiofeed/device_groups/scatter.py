@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from aiofeed.kernel.core.errors import DeviceCopyError
 from aiofeed.kernel.core.faces import BaseDevice
@@ -119,8 +119,8 @@ class DeviceGroup(BaseDevice):
         batch_copier: Makes the copier of a group.
     """
 
-    batch_copier: ClassVar[type[Copier]] = MultiDeviceCopier
-    splits: ClassVar[bool] = True
+    batch_copier: Callable[..., Any] | None = MultiDeviceCopier
+    splits: bool = True
 
     def __init__(self, backends: Sequence[BaseDevice]) -> None:
         self.backends: tuple[BaseDevice, ...] = tuple(backends)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.kernel.core.faces import BaseSource
 from aiofeed.kernel.core.types import BatchPlan, Gathered
 from aiofeed.kernel.engine.fetch.fetcher import RunJob
 from aiofeed.kernel.runtime.buffers import HostBufferPool
@@ -58,8 +57,8 @@ class LookAhead:
         gathers: Whether the source gathers batches, see ``Gathered``.
     """
 
-    def __init__(self, source: BaseSource, limit_bytes: int) -> None:
-        self._source: Any = source  # whose optional members exist
+    def __init__(self, source: Any, limit_bytes: int) -> None:
+        self._source = source
         self._limit_bytes = limit_bytes
         self._read_planned = source.read_planned
         self.new_gathered: Callable[..., Gathered] | None = source.new_gathered
@@ -135,7 +134,7 @@ class LookAhead:
 
     def at_once(self, threads: int) -> int:
         """Return how many shards that are read whole are read at the same time."""
-        return max(2 * threads, self._source.shards_at_once)
+        return max(2 * threads, int(self._source.shards_at_once))
 
     async def read(self, indices: Sequence[int], plan: BatchPlan, start: int) -> Any:
         """Return the samples ``indices`` of a plan, of which they begin at position ``start``."""

@@ -97,15 +97,11 @@ class BaseSource(Declares):
         """The object that the user passed, of which this is the source."""
         return self
 
-    @default
-    def rows(self) -> NDArray[np.int64] | None:
-        """The indices in ``given`` of its samples; ``None``: all."""
-        return None
+    rows: NDArray[np.int64] | None = None
+    """The indices in ``given`` of its samples; ``None``: all."""
 
-    @default
-    def threads(self) -> int:
-        """How many threads may make its items at the same time, if they are objects of Python; otherwise 0."""
-        return 0
+    threads: int = 0
+    """How many threads may make its items at the same time, if they are objects of Python; otherwise 0."""
 
     def fingerprint(self) -> str | None:
         """Return a text that identifies the data; ``None``: a hash of type, length and keys does."""
@@ -123,20 +119,14 @@ class BaseSource(Declares):
     async def aclose(self) -> None:
         """Run after the last read, on the engine's loop."""
 
-    @default
-    def read_many(self) -> Callable[[Sequence[int]], Awaitable[Sequence[Any]]] | None:
-        """Reads several samples at once, in place of ``read``."""
-        return None
+    read_many: Callable[[Sequence[int]], Awaitable[Sequence[Any]]] | None = None
+    """Reads several samples at once, in place of ``read``."""
 
-    @default
-    def read_planned(self) -> Callable[..., Awaitable[Sequence[Any]]] | None:
-        """Reads samples that depend on their ``BatchPlan``: ``(indices, plan, places)``."""
-        return None
+    read_planned: Callable[..., Awaitable[Sequence[Any]]] | None = None
+    """Reads samples that depend on their ``BatchPlan``: ``(indices, plan, places)``."""
 
-    @default
-    def read_now(self) -> Callable[[Sequence[int]], Sequence[Any]] | None:
-        """Reads samples in the calling thread."""
-        return None
+    read_now: Callable[[Sequence[int]], Sequence[Any]] | None = None
+    """Reads samples in the calling thread."""
 
     @default
     def answers_at_once(self) -> bool:
@@ -147,15 +137,11 @@ class BaseSource(Declares):
         """Return a function that reads a sample as ``Uncopied``, if the source has one."""
         return None
 
-    @default
-    def target(self) -> Callable[[int], Any] | None:
-        """Returns the target of a sample. Called in decode threads."""
-        return None
+    target: Callable[[int], Any] | None = None
+    """Returns the target of a sample. Called in decode threads."""
 
-    @default
-    def version(self) -> Callable[[int], str] | None:
-        """Returns a text that changes with the bytes of a sample."""
-        return None
+    version: Callable[[int], str] | None = None
+    """Returns a text that changes with the bytes of a sample."""
 
     def storage_statistics(self) -> StorageStatistics | None:
         """Return the requests so far; ``None`` if it makes none."""
@@ -173,30 +159,22 @@ class BaseSource(Declares):
         """Whether samples of a shard should be read together before their batches begin."""
         return False
 
-    @default
-    def nbytes(self) -> Callable[[int], int] | None:
-        """Returns the encoded bytes of a sample. Needed with ``looks_ahead``."""
-        return None
+    nbytes: Callable[[int], int] | None = None
+    """Returns the encoded bytes of a sample. Needed with ``looks_ahead``."""
 
-    @default
-    def reads_whole_shards(self) -> bool:
-        """Whether any samples of a shard cost reading all of it."""
-        return False
+    reads_whole_shards: bool = False
+    """Whether any samples of a shard cost reading all of it."""
 
-    @default
-    def shards_at_once(self) -> int:
-        """How many shards are read at the same time, if more than two for each decode thread."""
-        return 0
+    shards_at_once: int = 0
+    """How many shards are read at the same time, if more than two for each decode thread."""
 
     @default
     def new_gathered(self) -> Callable[..., Gathered] | None:
         """Makes the ``Gathered`` of a batch: ``(indices, memory, plan)``."""
         return None
 
-    @default
-    def gather_ahead(self) -> Callable[..., Awaitable[None]] | None:
-        """Writes samples of a shard into several ``Gathered``: ``(indices, targets, run, shard)``."""
-        return None
+    gather_ahead: Callable[..., Awaitable[None]] | None = None
+    """Writes samples of a shard into several ``Gathered``: ``(indices, targets, run, shard)``."""
 
     @default
     def gathered_bytes(self) -> float:
@@ -210,35 +188,27 @@ class BaseSource(Declares):
         """Decodes its samples, if the source does that and ``decode=`` makes no sense."""
         return None
 
-    @default
-    def collate(self) -> Callable[[list[Any]], Any] | None:
-        """Makes its batches in place of ``collate_fn=``."""
-        return None
+    collate: Callable[[list[Any]], Any] | None = None
+    """Makes its batches in place of ``collate_fn=``."""
 
     @default
     def in_memory(self) -> bool:
         """Whether batches are gathered from memory so fast that no thread is needed."""
         return False
 
-    @default
-    def gathered(self) -> Callable[..., Sequence[NDArray[Any]]] | None:
-        """Gathers rows of data in memory for a batch: ``(indices, memory)``."""
-        return None
+    gathered: Callable[..., Sequence[NDArray[Any]]] | None = None
+    """Gathers rows of data in memory for a batch: ``(indices, memory)``."""
 
     @default
     def sample_bytes(self) -> int:
         """Bytes of a sample that ``gathered`` returns."""
         return 0
 
-    @default
-    def form_batch(self) -> Callable[[list[Any]], Any] | None:
-        """Makes the batch of the tensors of what ``gathered`` returns; ``None``: the list is the batch."""
-        return None
+    form_batch: Callable[[list[Any]], Any] | None = None
+    """Makes the batch of the tensors of what ``gathered`` returns; ``None``: the list is the batch."""
 
-    @default
-    def first_tokens(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]] | None:
-        """Returns the place of the first token of samples that are kept on the device."""
-        return None
+    first_tokens: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None
+    """Returns the place of the first token of samples that are kept on the device."""
 
     def lengths(self, unit: str, /) -> NDArray[np.int64] | None:
         """Return the length of each sample, int64 [samples], in tokens, frames or rows; ``None``: only decoding tells.
@@ -273,10 +243,8 @@ class BaseSource(Declares):
         """Return the ``Lister`` of a source that is ``ordered``."""
         raise NotImplementedError
 
-    @default
-    def draws(self) -> bool:
-        """Whether an ``ordered`` source must decide which samples come, and no option of the feeder can."""
-        return True
+    draws: bool = True
+    """Whether an ``ordered`` source must decide which samples come, and no option of the feeder can."""
 
     def new_order(self, schedule: Any, shard: Any, plan: Any, /) -> Any:
         """Return the ``FeedOrder`` of a source without indices."""
@@ -574,25 +542,17 @@ class BaseDevice(DeviceBackend):
         """The devices among which each batch is split; one device is alone in it."""
         return (self,)
 
-    @default
-    def splits(self) -> bool:
-        """Whether each batch is split among several devices."""
-        return False
+    splits: bool = False
+    """Whether each batch is split among several devices."""
 
-    @default
-    def batch_copier(self) -> Callable[..., Any] | None:
-        """Makes the ``Copier`` of the device, in place of the class."""
-        return None
+    batch_copier: Callable[..., Any] | None = None
+    """Makes the ``Copier`` of the device, in place of the class."""
 
-    @default
-    def register(self) -> Callable[[NDArray[np.uint8]], None] | None:
-        """Page-locks shared memory, so that copies read it directly; otherwise it is copied to that of ``pin``."""
-        return None
+    register: Callable[[NDArray[np.uint8]], None] | None = None
+    """Page-locks shared memory, so that copies read it directly; otherwise it is copied to that of ``pin``."""
 
-    @default
-    def unregister(self) -> Callable[[NDArray[np.uint8]], None] | None:
-        """Reverts ``register``."""
-        return None
+    unregister: Callable[[NDArray[np.uint8]], None] | None = None
+    """Reverts ``register``."""
 
     def memory(self) -> tuple[int, int] | None:
         """Return the free and the total memory in bytes; ``None`` if unknown."""
