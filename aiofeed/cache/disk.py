@@ -99,7 +99,7 @@ class DiskCache(BaseCache):
     )
     # fmt: on
 
-    def facts(self, arguments: Any, /) -> Mapping[str, str]:
+    def facts(self, arguments: Any) -> Mapping[str, str]:
         """Return whether it keeps encoded samples."""
         return {"EncodedCache": f"cache={arguments.cache!r}"} if self.encoded else {}
 
@@ -109,7 +109,7 @@ class DiskCache(BaseCache):
         if decode is not None:
             identity(decode)
 
-    def wrap(self, source: BaseSource, /) -> BaseSource | None:
+    def wrap(self, source: BaseSource) -> BaseSource | None:
         """Return the source with this cache of its encoded samples; ``None`` if the cache keeps decoded samples.
 
         Raises:

@@ -55,7 +55,7 @@ class HostCache(BaseCache):
     )
     # fmt: on
 
-    def facts(self, arguments: Any, /) -> Mapping[str, str]:
+    def facts(self, arguments: Any) -> Mapping[str, str]:
         """Return that it is in host memory."""
         return {"cache in host memory": f"cache={arguments.cache!r}"}
 

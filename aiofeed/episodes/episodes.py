@@ -134,7 +134,7 @@ class Episodes(GroupedSource):
         if decoded:
             import_av()
 
-    def facts(self, arguments: Any, /) -> Mapping[str, str]:
+    def facts(self, arguments: Any) -> Mapping[str, str]:
         """Return whether samples are windows with frames."""
         return {"windows of Episodes": repr(self)} if self.traits.decode == "none" else {}
 
@@ -143,6 +143,8 @@ class Episodes(GroupedSource):
         found = copy.copy(self)
         found._pool = FramePool(self._decoded_bytes)
         return found
+
+    sharing_frames = for_neighbours
 
     def __len__(self) -> int:
         """Return the number of moments."""

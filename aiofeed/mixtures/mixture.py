@@ -115,7 +115,7 @@ class Mixture(BaseSource):
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.names)})"
 
-    def facts(self, arguments: Any, /) -> Mapping[str, str]:
+    def facts(self, arguments: Any) -> Mapping[str, str]:
         """Return whether it decides which samples come."""
         return {"a Mixture with weights": repr(self)} if arguments.traits.ordered else {}
 

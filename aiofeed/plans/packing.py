@@ -140,7 +140,7 @@ class Pack(LengthPlan):
         with_separator = "" if self.separator is None else " with its separator"
         raise ValueError(f"document {index} has {longest} tokens{with_separator}, more than {most}: {way}")
 
-    def facts(self, arguments: Any, /) -> Mapping[str, str]:
+    def facts(self, arguments: Any) -> Mapping[str, str]:
         """Return that batches are packed."""
         return {"Pack": "Pack"}
 

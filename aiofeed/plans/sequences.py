@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from aiofeed.kernel.core.faces import BuildsBatches
 from aiofeed.kernel.core.formatting import brief
 from aiofeed.kernel.core.types import BatchPlan, HostTensor, public
 from aiofeed.kernel.core.validation import check_positive_int
@@ -213,7 +214,7 @@ def _sequences(parts: list[Any]) -> list[torch.Tensor] | None:
 
 
 @dataclass(frozen=True)
-class PackCollate:
+class PackCollate(BuildsBatches):
     """Makes the batches of ``Pack``; its arguments are those of ``Pack``."""
 
     rows: int

@@ -23,7 +23,7 @@ from aiofeed.kernel.core.errors import CacheError, DeviceCopyError
 from aiofeed.kernel.core.faces import BaseCache, Exclusion, bind_decoder
 from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.kernel.core.pytree import leaves, map_leaves
-from aiofeed.kernel.core.types import DeferredTensor, HostTensor
+from aiofeed.kernel.core.types import DeferredTensor, HostTensor, Traits
 from aiofeed.kernel.core.validation import local_ranks
 from aiofeed.kernel.devices.cuda import allocating
 from aiofeed.kernel.engine.fetch.collate import DefaultCollateBuilder
@@ -320,7 +320,7 @@ class DeviceCache(BaseCache):
     )
     # fmt: on
 
-    def facts(self, arguments: Any, /) -> Mapping[str, str]:
+    def facts(self, arguments: Any) -> Mapping[str, str]:
         """Return whether the decoder is random."""
         decode = arguments.decode
         random = decode is not None and new_codec(decode).random
@@ -427,6 +427,7 @@ class CachedData:
         targets: Whether a sample is ``(decoded, target)``.
     """
 
+    traits: Traits = Traits(decode="none", in_memory=True)
     alias = False
     rows = None
     mapped: MappedFiles = MappedFiles(())

@@ -110,7 +110,7 @@ class Tensors(IndexedSource):
         found = digest.hexdigest()[:32]
         return found if self.rows is None else part_fingerprint(found, self.rows)
 
-    def facts(self, arguments: Any, /) -> Mapping[str, str]:
+    def facts(self, arguments: Any) -> Mapping[str, str]:
         """Return that the data are in memory, and whether on a device."""
         names = ["Tensors"] if self.on_host else ["Tensors", "Tensors on a device"]
         return dict.fromkeys(names, repr(self))

@@ -191,7 +191,7 @@ class Stream(BaseSource):
         before = (each for each in snapshots if each.epoch == epoch and each.item <= first)
         return max(before, key=lambda each: each.item, default=None)
 
-    def facts(self, arguments: Any, /) -> Mapping[str, str]:
+    def facts(self, arguments: Any) -> Mapping[str, str]:
         """Return that it is a stream."""
         return {"Stream": repr(self)}
 

@@ -201,7 +201,7 @@ class Tokens(IndexedSource):
         """The first window of each file, and the number of windows, for ``shuffle="window"``."""
         return self._starts
 
-    def facts(self, arguments: Any, /) -> Mapping[str, str]:
+    def facts(self, arguments: Any) -> Mapping[str, str]:
         """Return whether the tokens are kept on the device, and whether they are at URLs."""
         found = {"Tokens on the device": "cache='device'"} if arguments.cache == "device" else {}
         return found | ({"Tokens at URLs": repr(self)} if self.looks_ahead else {})

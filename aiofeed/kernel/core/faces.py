@@ -62,7 +62,7 @@ class Declares:
 
     excluded: ClassVar[Sequence[Exclusion]] = ()
 
-    def facts(self, arguments: Any, /) -> Mapping[str, str]:
+    def facts(self, arguments: Any) -> Mapping[str, str]:
         """Return the facts that hold for the object with the ``Arguments`` of a feeder, and how messages show each."""
         return {}
 
@@ -291,7 +291,7 @@ def passes_on(kind: SourceT) -> SourceT:
     ``self._passed(name, member)`` changes a member for the wrapper.
     """
     for name in (face_members(BaseSource) | face_members(Declares)) - vars(kind).keys() - {"adopted"}:
-        setattr(kind, name, property(partial(_passed, name)))
+        setattr(kind, name, default(partial(_passed, name)))
     return kind
 
 
@@ -326,6 +326,12 @@ class AdaptedSource(BaseSource):
     def answers_at_once(self) -> bool:
         """What the object says now."""
         return bool(getattr(self.given, "answers_at_once", False))
+
+
+def adapt_shards(source: BaseSource, given: object) -> BaseSource:
+    """Return the source of a Dataset with the shards that the Dataset has."""
+    _bind(source, given, ("shard_starts", "reads_whole_shards"))
+    return source
 
 
 def adapt_source(given: Any) -> BaseSource | None:
@@ -429,7 +435,7 @@ class CacheStore:
 class BaseCache(Declares):
     """The value of ``cache=``. An object with one of the first two methods is one, too."""
 
-    def wrap(self, source: BaseSource, /) -> Any:
+    def wrap(self, source: BaseSource) -> Any:
         """Return a source that looks encoded samples up before it reads them; ``None``: ``open_store`` is used."""
         return None
 
@@ -445,9 +451,24 @@ class BaseCache(Declares):
         """Raise ``TypeError`` if the cache cannot keep what a decoder returns."""
 
 
+class _AdaptedStore(CacheStore):
+    def __init__(self, given: Any) -> None:
+        _bind(self, given, face_members(CacheStore))
+
+
 class _AdaptedCache(BaseCache):
     def __init__(self, given: Any) -> None:
-        _bind(self, given, face_members(BaseCache) | face_members(Declares))
+        _bind(self, given, (face_members(BaseCache) | face_members(Declares)) - {"wrap", "open_store"})
+        self._given = given
+        self._wrap: Callable[[Any], Any] | None = getattr(given, "wrap", None)
+
+    def open_store(self, config: Any, /) -> CacheStore:
+        store = self._given.open_store(config)
+        return store if isinstance(store, CacheStore) else _AdaptedStore(store)
+
+    def wrap(self, source: BaseSource) -> Any:
+        # A source of the user as the user knows it.
+        return self._wrap and self._wrap(source.given if isinstance(source, AdaptedSource) else source)
 
 
 def adapt_cache(given: Any) -> BaseCache | None:

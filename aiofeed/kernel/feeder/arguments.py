@@ -23,6 +23,7 @@ from aiofeed.kernel.core.faces import (
     BoundDecoder,
     CacheStore,
     Exclusion,
+    adapt_shards,
     adapt_source,
     bind_decoder,
 )
@@ -77,7 +78,7 @@ def as_source(source: Any) -> BaseSource:
         raise TypeError(message)
     if is_map_dataset(source):
         check_parts(source)
-        return FromDataset(source)
+        return adapt_shards(FromDataset(source), source)
     raise TypeError(
         f"a source has __len__, key and async read, or is a Dataset with __len__ and __getitem__; got {source!r}. For "
         f"an iterable or a generator function pass aiofeed.Stream(...)"
