@@ -315,7 +315,7 @@ def tracker_started() -> None:
     resource_tracker.ensure_running()
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("tracker_started")
 def test_another_process_reads_it(method: str, arrays: dict[str, Any]) -> None:
     """After it was opened here: no handle is shared."""

@@ -119,6 +119,7 @@ def demo(run: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> D
     return DemoRun(data, run("demo.py", *SMALL_DEMO, "--epochs", "1", "--data", data))
 
 
+@pytest.mark.slow
 def test_demo_compares_the_sides(demo: DemoRun) -> None:
     """The table has figures for both sides, the gain, and the same Pillow calls in both; all sides learn the same."""
     for label in (
@@ -175,6 +176,7 @@ def test_demo_generates_its_images_once(run: Callable[..., str], demo: DemoRun) 
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.jpg")} == written
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_demo_prints_no_traceback_on_ctrl_c(demo: DemoRun) -> None:
     """Ctrl-C while it measures, sent to the workers too, prints one word and no traceback."""
@@ -235,6 +237,7 @@ def test_overlap_loads_the_next_sample_during_a_step(run: Callable[..., str]) ->
 # --- train_images -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_train_images_saves_a_model(run: Callable[..., str], jpeg_folder: Path, tmp_path: Path) -> None:
     """Training on a folder prints loss and statistics per epoch, and saves the weights with the class names."""
     saved = tmp_path / "model.pt"
@@ -273,6 +276,7 @@ def test_train_images_names_the_bad_path(run: Callable[..., str], kind: str, tmp
 # --- async_training ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_async_training_answers_while_it_trains(run: Callable[..., str]) -> None:
     """The answers to /progress advance through the batches, and the loss falls."""
     output = run("async_training.py", "--self-test", "--samples", "12000", "--epochs", "2")
@@ -299,6 +303,7 @@ def test_existing_dataset_gives_the_same_batches_in_every_way(run: Callable[...,
 # --- detection --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_detection_learns_from_pictures_of_two_shapes(run: Callable[..., str]) -> None:
     """The loss falls to less than half, over epochs, with batches of both shapes."""
     output = run("detection.py", "--samples", "320", "--steps", "60", "--report", "20")
@@ -345,6 +350,7 @@ def test_packed_text_is_resumed_with_another_number_of_processes() -> None:
 # --- segmentation -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_segmentation_learns_the_masks(run: Callable[..., str]) -> None:
     """The loss falls, objects are found, and the boxes are on their objects."""
     pytest.importorskip("skimage")
@@ -361,6 +367,7 @@ def test_segmentation_learns_the_masks(run: Callable[..., str]) -> None:
 # --- nanogpt ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nanogpt_is_resumed_with_its_next_batches(run: Callable[..., str]) -> None:
     """The loss on other text falls, and the resumed training gets the batches of an uninterrupted one."""
     output = run("nanogpt.py", "--steps", "60")
@@ -373,6 +380,7 @@ def test_nanogpt_is_resumed_with_its_next_batches(run: Callable[..., str]) -> No
 # --- raw_text ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_raw_text_is_packed_once_on_8_ranks_then_2_then_8(
     object_server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -420,6 +428,7 @@ def test_tables_is_resumed_with_its_next_batches() -> None:
 # --- video_clips ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_video_clips_learns_and_is_resumed_with_its_next_clips(run: Callable[..., str]) -> None:
     """The network tells the directions of other videos apart, and the resumed training sees the same clips."""
     pytest.importorskip("av")
@@ -433,6 +442,7 @@ def test_video_clips_learns_and_is_resumed_with_its_next_clips(run: Callable[...
 # --- push_dot ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_push_dot_learns_and_is_resumed_with_its_next_moments(run: Callable[..., str]) -> None:
     """The loss falls, and the resumed training sees the moments and pixels of an uninterrupted one."""
     pytest.importorskip("av")
@@ -449,6 +459,7 @@ def test_push_dot_learns_and_is_resumed_with_its_next_moments(run: Callable[...,
 # --- weather, single_cells --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_weather_is_forecast_better_than_by_persistence(run: Callable[..., str]) -> None:
     """After an epoch, the error in a year that the model has not seen is smaller than that of no change."""
     pytest.importorskip("zarr")
@@ -458,6 +469,7 @@ def test_weather_is_forecast_better_than_by_persistence(run: Callable[..., str])
     assert float(found[1]) < 0.8 * float(found[2])
 
 
+@pytest.mark.slow
 def test_single_cells_are_told_apart(run: Callable[..., str]) -> None:
     """Dense and sparse batches of the same rows train the same classifier."""
     pytest.importorskip("h5py")
@@ -470,6 +482,7 @@ def test_single_cells_are_told_apart(run: Callable[..., str]) -> None:
 # --- several_devices --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_several_devices_equal_one_device(run: Callable[..., str]) -> None:
     """The loss falls, and is the same with two devices as with one."""
     losses = {}
@@ -483,6 +496,7 @@ def test_several_devices_equal_one_device(run: Callable[..., str]) -> None:
 # --- shared_tensors ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no Unix sockets that pass descriptors")
 def test_shared_tensors_are_one_copy(run: Callable[..., str]) -> None:
     """Both children train on 16 MiB that three processes map, and each accounts for a third."""
@@ -587,6 +601,7 @@ def test_ray_data_is_resumed_with_its_next_batches() -> None:
     assert "one uninterrupted epoch: True" in output
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_checkpoint_dcp_sees_each_sample_once() -> None:
     """A distributed checkpoint restores the feeder's position and the weights."""
@@ -625,8 +640,9 @@ def test_ddp_one_host_distributes_the_batches() -> None:
 # --- device_mesh ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="four processes that each import torch take too long")
-@pytest.mark.parametrize("arguments", [(), pytest.param(("--accelerate",), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("arguments", [(), ("--accelerate",)], ids=str)
 def test_device_mesh_is_resumed_on_another_mesh(run: Callable[..., str], arguments: tuple[str, ...]) -> None:
     """Tensor-parallel processes see the same samples, and a resume on another mesh has the rest of the epoch."""
     if arguments:
@@ -648,6 +664,7 @@ def test_every_example_is_listed() -> None:
 # --- resident_digits --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_resident_digits_learns_and_compares(run: Callable[..., str]) -> None:
     """The test accuracy is above 95 %, and every way has a time."""
     pytest.importorskip("sklearn")
