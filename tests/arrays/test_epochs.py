@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import multiprocessing
 import pickle
@@ -137,8 +138,9 @@ def test_ranks(arrays: dict[str, Any], shuffle: Any, world: int) -> None:
     assert sorted(rows_of(whole)) == list(range(FIRST, FIRST + 120))
 
 
-@pytest.mark.parametrize("shuffle", ORDERS)
-@pytest.mark.parametrize("batches", [0, 1, 11, 29])
+@pytest.mark.parametrize(
+    ("shuffle", "batches"), [*((order, 11) for order in ORDERS), *itertools.product((True, "window"), (0, 1, 29))]
+)
 def test_a_resume_is_exact(arrays: dict[str, Any], shuffle: Any, batches: int) -> None:
     """In the second epoch, with random tiles: bit by bit."""
     options: dict[str, Any] = {"batch_size": BATCH, "shuffle": shuffle, "seed": 5}

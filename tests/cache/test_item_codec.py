@@ -22,6 +22,7 @@ from aiofeed.kernel.feeder.pipeline import StreamingPipeline
 from aiofeed.resident.device_cache import HostRows
 from aiofeed.resident.pipeline import ResidentPipeline
 from tests.support.epochs_beside import same_after
+from tests.support.examples import examples
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import until
 
@@ -166,7 +167,7 @@ def test_batches_are_those_of_default_collate() -> None:
     cache=st.sampled_from(["device", "host", HostCache(400)]),
     stops=st.lists(st.integers(0, 12), min_size=2, max_size=6),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_epochs_that_are_left_resumed_and_set_equal_those_without_a_cache(
     n: int,
     batch_size: int,

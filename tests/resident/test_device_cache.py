@@ -26,6 +26,7 @@ from aiofeed.resident.device_windows import DeviceWindows
 from aiofeed.resident.pipeline import ResidentPipeline
 from tests.support.dropping import python_calls_while_dropping
 from tests.support.epochs_beside import same_after
+from tests.support.examples import examples
 from tests.support.number_decoders import CountedNumbers, array, half, scalar, tensor
 from tests.support.simulated_device import SimulatedDevice
 
@@ -108,7 +109,7 @@ def test_batches_equal_those_without_a_cache(kind: str | None, decode: Any, targ
     simulated=st.booleans(),
     stops=st.lists(st.integers(0, 12), min_size=2, max_size=6),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_epochs_that_are_left_resumed_and_set_equal_those_without_a_cache(
     n: int,
     batch_size: int,
@@ -334,7 +335,7 @@ def test_samples_that_do_not_fit_into_host_memory_are_an_error_with_the_figures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without a device the limit is free host memory, which the ranks of a host share."""
-    monkeypatch.setattr("aiofeed.kernel.runtime.machine.free_memory", lambda: 1000)
+    monkeypatch.setattr("aiofeed.kernel.runtime.machine.free_memory", lambda *_: 1000)
     feeder: Feeder[Any] = Feeder(CountedNumbers(22), decode=tensor, batch_size=4, cache="device")
     assert len(list(feeder)) == 6
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

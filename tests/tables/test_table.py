@@ -253,7 +253,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "processes")) for name in OPTIONS]
+)
 @pytest.mark.parametrize("kind", ["Arrow, pieces", "datasets, chosen", "Parquet", "Lance"])
 def test_options_of_the_feeder(name: str, kind: str, way: str, tmp_path: Path) -> None:
     """With every option each epoch has all rows once, and the columns of a batch belong together."""
