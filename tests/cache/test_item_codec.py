@@ -23,6 +23,7 @@ from aiofeed.resident.device_cache import HostRows
 from aiofeed.resident.pipeline import ResidentPipeline
 from tests.support.epochs_beside import same_after
 from tests.support.examples import examples
+from tests.support.number_decoders import CountedNumbers, tensor
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import until
 
@@ -156,7 +157,7 @@ def test_batches_are_those_of_default_collate() -> None:
 @given(
     n=st.integers(1, 40),
     batch_size=st.integers(1, 9),
-    item=st.sampled_from([name for name in ITEMS if name != "mapped"]),
+    item=st.sampled_from(["a file", *(name for name in ITEMS if name != "mapped")]),
     many=st.booleans(),
     threads=st.sampled_from([1, 3]),
     shuffle=st.sampled_from([False, True, "keyed"]),
@@ -191,10 +192,15 @@ def test_epochs_that_are_left_resumed_and_set_equal_those_without_a_cache(
         "shard": rank_of,
         "limits": Limits(memory_bytes=200),
     }
-    dataset = (Many if many else Items)(n, item)
-    source = FromDataset(dataset, threads=threads)
+    if item == "a file":
+        source: Any = CountedNumbers(n)
+        other: Any = CountedNumbers(n)
+        options["decode"] = tensor
+    else:
+        other = (Many if many else Items)(n, item)
+        source = FromDataset((Many if many else Items)(n, item), threads=threads)
     cached: Feeder[Any] = Feeder(source, cache=cache, device=SimulatedDevice() if simulated else None, **options)
-    plain: Feeder[Any] = Feeder((Many if many else Items)(n, item), **options)
+    plain: Feeder[Any] = Feeder(other, **options)
     with cached, plain:
         for step, stop in enumerate(stops):
             same_after(step, stop, cached, plain, flat)
@@ -582,7 +588,7 @@ def test_items_that_do_not_fit_on_the_device_are_an_error_with_the_figures(laten
 
 def test_items_that_do_not_fit_into_host_memory_are_an_error_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a device the limit is free host memory; ``cache="host"`` caches the items that fit."""
-    monkeypatch.setattr("aiofeed.kernel.runtime.machine.free_memory", lambda: 700)
+    monkeypatch.setattr("aiofeed.kernel.runtime.machine.free_memory", lambda *_: 700)
     with Feeder(Items(22), batch_size=4, cache="device") as feeder, pytest.raises(CacheError, match="700 bytes free"):
         next(iter(feeder))
     dataset = Items(22)
