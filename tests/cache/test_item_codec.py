@@ -532,41 +532,33 @@ def test_items_that_differ_are_not_cached_on_a_device(kind: str | None, case: in
         list(feeder)
 
 
+NOT_CACHED: list[tuple[Any, str]] = [
+    ({"a": {"b": object()}}, r"item\['a'\]\['b'\] is a object"),
+    (torch.zeros(2, requires_grad=True), r"item is tensor float32 \[2\] \(requires grad\)"),
+    (torch.zeros(2).to_sparse(), r"item is tensor float32 \[2\] \(torch.sparse_coo\)"),
+    (torch.nn.Parameter(torch.zeros(2)), r"item is parameter float32 \[2\]"),
+    (Counter("a"), r"item is a Counter with the keys \['a'\]"),
+]
+NOT_ON_A_DEVICE: list[tuple[Any, str]] = [
+    ("text", r"item is a str, 'text'"),
+    ((1, "text"), r"item\[1\] is a str, 'text'"),
+    (np.zeros(2, "U3"), r"item is array <U3 \[2\]"),
+    (np.zeros(2, np.longdouble), r"item is array float128 \[2\]|item is array longdouble \[2\]"),
+    (np.datetime64("2020-01-01"), "item is a datetime64"),
+    ((), "no elements: it is a tuple of 0"),
+    (torch.zeros(0), r"no elements: it is tensor float32 \[0\]"),
+]
+
+
 @DEVICES
-@ALL_CACHES
 @pytest.mark.parametrize(
-    ("odd", "message"),
-    [
-        ({"a": {"b": object()}}, r"item\['a'\]\['b'\] is a object"),
-        (torch.zeros(2, requires_grad=True), r"item is tensor float32 \[2\] \(requires grad\)"),
-        (torch.zeros(2).to_sparse(), r"item is tensor float32 \[2\] \(torch.sparse_coo\)"),
-        (torch.nn.Parameter(torch.zeros(2)), r"item is parameter float32 \[2\]"),
-        (Counter("a"), r"item is a Counter with the keys \['a'\]"),
-    ],
+    ("cache", "odd", "message"),
+    [(cache, *each) for cache in ("device", "host", "disk") for each in NOT_CACHED]
+    + [("device", *each) for each in NOT_ON_A_DEVICE],
 )
 def test_items_that_cannot_be_cached(kind: str | None, cache: Any, odd: Any, message: str) -> None:
-    """An error before the first batch names the item and its part."""
+    """An error before the first batch names the item and its part; a device caches less than others."""
     feeder: Feeder[Any] = Feeder(Items(12, lambda _: odd), batch_size=4, cache=cache_of(cache), device=device_of(kind))
-    with feeder, pytest.raises(CacheError, match=r"'Items\[0\]' \(index 0\) cannot be cached: .*" + message):
-        next(iter(feeder))
-
-
-@DEVICES
-@pytest.mark.parametrize(
-    ("odd", "message"),
-    [
-        ("text", r"item is a str, 'text'"),
-        ((1, "text"), r"item\[1\] is a str, 'text'"),
-        (np.zeros(2, "U3"), r"item is array <U3 \[2\]"),
-        (np.zeros(2, np.longdouble), r"item is array float128 \[2\]|item is array longdouble \[2\]"),
-        (np.datetime64("2020-01-01"), "item is a datetime64"),
-        ((), "no elements: it is a tuple of 0"),
-        (torch.zeros(0), r"no elements: it is tensor float32 \[0\]"),
-    ],
-)
-def test_items_that_a_device_does_not_cache(kind: str | None, odd: Any, message: str) -> None:
-    """The same error for what no device has."""
-    feeder: Feeder[Any] = Feeder(Items(12, lambda _: odd), batch_size=4, cache="device", device=device_of(kind))
     with feeder, pytest.raises(CacheError, match=r"'Items\[0\]' \(index 0\) cannot be cached: .*" + message):
         next(iter(feeder))
 

@@ -214,9 +214,6 @@ def test_demo_refuses_too_few_images(run: Callable[..., str], tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
-# --- overlap ----------------------------------------------------------------------------------------------------------
-
-
 def test_overlap_loads_the_next_sample_during_a_step(run: Callable[..., str]) -> None:
     """With one load at a time, load N + 1 begins after load N ends and before step N ends."""
     one_by_one, four = run("overlap.py", "--samples", "3", "--scale", "0.5").split("4 loads at a time")
@@ -273,9 +270,6 @@ def test_train_images_names_the_bad_path(run: Callable[..., str], kind: str, tmp
     assert not (tmp_path / "model.pt").exists()
 
 
-# --- async_training ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_async_training_answers_while_it_trains(run: Callable[..., str]) -> None:
     """The answers to /progress advance through the batches, and the loss falls."""
@@ -288,9 +282,6 @@ def test_async_training_answers_while_it_trains(run: Callable[..., str]) -> None
     first, last = re.findall(r"^epoch [12]: loss ([0-9.]+)", output, re.MULTILINE)
     assert float(last) < float(first)
     assert f"self-test: {len(answers)} answers while training" in output
-
-
-# --- existing_dataset -------------------------------------------------------------------------------------------------
 
 
 def test_existing_dataset_gives_the_same_batches_in_every_way(run: Callable[..., str]) -> None:
@@ -330,9 +321,6 @@ def test_detection_ignores_padded_boxes(monkeypatch: pytest.MonkeyPatch) -> None
     assert script.detection_loss(grid, padded) == script.detection_loss(grid, batch)
 
 
-# --- packed_text ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_packed_text_is_resumed_with_another_number_of_processes() -> None:
     """The loss falls, documents come in the proportions of the mixture, and no batch is lost or repeated."""
@@ -345,9 +333,6 @@ def test_packed_text_is_resumed_with_another_number_of_processes() -> None:
     for _, _, _, prose, code in lines:
         assert abs(int(prose) - 0.7 * (int(prose) + int(code))) < 0.05 * int(prose) + 5
     assert "uninterrupted process: True" in output
-
-
-# --- segmentation -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -364,9 +349,6 @@ def test_segmentation_learns_the_masks(run: Callable[..., str]) -> None:
     assert min(fits) > 0.7
 
 
-# --- nanogpt ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_nanogpt_is_resumed_with_its_next_batches(run: Callable[..., str]) -> None:
     """The loss on other text falls, and the resumed training gets the batches of an uninterrupted one."""
@@ -375,9 +357,6 @@ def test_nanogpt_is_resumed_with_its_next_batches(run: Callable[..., str]) -> No
     assert [line[:2] for line in lines] == [("0", "30"), ("30", "60")]
     assert float(lines[1][2]) < float(lines[0][2]) < 4
     assert "uninterrupted training: True" in output
-
-
-# --- raw_text ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -410,9 +389,6 @@ def test_raw_text_is_packed_once_on_8_ranks_then_2_then_8(
     assert "560 documents of 4 shards, each token once: True" in output
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow  # tests/sources/tables has these resumes, too
 @pytest.mark.integration
 def test_tables_is_resumed_with_its_next_batches() -> None:
@@ -425,9 +401,6 @@ def test_tables_is_resumed_with_its_next_batches() -> None:
     assert "the same batches: True" in output
 
 
-# --- video_clips ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_video_clips_learns_and_is_resumed_with_its_next_clips(run: Callable[..., str]) -> None:
     """The network tells the directions of other videos apart, and the resumed training sees the same clips."""
@@ -437,9 +410,6 @@ def test_video_clips_learns_and_is_resumed_with_its_next_clips(run: Callable[...
     accuracy = re.search(r"^accuracy on other videos: (\d+)%$", output, re.MULTILINE)
     assert accuracy is not None
     assert int(accuracy[1]) > 60
-
-
-# --- push_dot ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -479,9 +449,6 @@ def test_single_cells_are_told_apart(run: Callable[..., str]) -> None:
     assert float(dense) > 90
 
 
-# --- several_devices --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_several_devices_equal_one_device(run: Callable[..., str]) -> None:
     """The loss falls, and is the same with two devices as with one."""
@@ -491,9 +458,6 @@ def test_several_devices_equal_one_device(run: Callable[..., str]) -> None:
         losses[len(devices)] = [float(loss) for loss in re.findall(r"^epoch \d: loss ([0-9.]+)", output, re.MULTILINE)]
     assert losses[1][1] < losses[1][0]
     assert losses[2] == pytest.approx(losses[1], rel=0.01, abs=1e-5)
-
-
-# --- shared_tensors ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -516,45 +480,34 @@ def test_shared_tensors_are_one_copy(run: Callable[..., str]) -> None:
 # --- training frameworks ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow  # tests/integration has this framework, too
-@pytest.mark.integration
-def test_lightning_resume_sees_each_sample_once() -> None:
-    """The Trainer sees 40 samples before it stops, the other 60 after it resumes, then the next epoch."""
-    pytest.importorskip("lightning")
-    output = run_fresh("lightning_resume.py")
-    assert "stopped after step 5 of 13: 40 samples seen" in output
-    assert "resumed: 60 more samples in epoch 0, 100 in epoch 1" in output
-    assert "epoch 0, each sample once: True" in output
-
-
-@pytest.mark.slow  # tests/integration has this framework, too
-@pytest.mark.integration
-def test_accelerate_loop_sees_each_sample_once() -> None:
-    """After ``load_state`` the training continues in mid-epoch and sees each sample once."""
-    pytest.importorskip("accelerate")
-    output = run_fresh("accelerate_loop.py")
-    assert "saved in epoch 0, after 40 samples" in output
-    assert "trained to the end" in output
-    assert "epoch 0, each sample once: True" in output
+OUTPUTS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("lightning", "lightning_resume.py"): (
+        "stopped after step 5 of 13: 40 samples seen",
+        "resumed: 60 more samples in epoch 0, 100 in epoch 1",
+        "epoch 0, each sample once: True",
+    ),
+    ("accelerate", "accelerate_loop.py"): (
+        "saved in epoch 0, after 40 samples",
+        "trained to the end",
+        "epoch 0, each sample once: True",
+    ),
+    ("transformers", "transformers_trainer.py"): ("after 40 samples", "epoch 0, each sample once: True"),
+    ("lightning", "fabric_loop.py"): ("after 40 samples", "epoch 0, each sample once: True"),
+    ("ignite", "ignite_engine.py"): ("after 40 samples", "epoch 0, each sample once: True"),
+    ("ray", "ray_train.py", "--self-test"): ("self-test: 302 samples seen: 300, and 2 repeated",),
+}
 
 
 @pytest.mark.slow  # tests/integration has these frameworks, too
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    ("package", "example"),
-    [
-        ("transformers", "transformers_trainer.py"),
-        ("lightning", "fabric_loop.py"),
-        ("ignite", "ignite_engine.py"),
-    ],
-)
-def test_framework_example_sees_each_sample_once(package: str, example: str) -> None:
-    """The training stops after 40 of 100 samples, resumes, and sees each sample of the epoch once."""
+@pytest.mark.parametrize("command", OUTPUTS, ids=lambda command: command[1])
+def test_framework_example_resumes_with_the_rest_of_its_samples(command: tuple[str, ...]) -> None:
+    """The training stops after 40 of 100 samples, resumes, also with more workers, and sees each sample once."""
+    package, *script = command
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    output = run_fresh(example)
-    assert "after 40 samples" in output
-    assert "epoch 0, each sample once: True" in output
+    output = run_fresh(*script)
+    assert [line for line in OUTPUTS[command] if line not in output] == []
 
 
 @pytest.mark.integration
@@ -581,14 +534,6 @@ def test_torchrun_ddp_resumes_with_more_processes() -> None:
 def test_torchrun_ddp_shows_its_command(run: Callable[..., str]) -> None:
     """Without torchrun the error shows the command to use."""
     assert "torchrun --nproc-per-node=2" in run("torchrun_ddp.py", code=2)
-
-
-@pytest.mark.integration
-@pytest.mark.slow
-def test_ray_train_resumes_with_more_workers() -> None:
-    """Two workers see 40 samples each, then three see the rest of the 300, with two repeated."""
-    pytest.importorskip("ray")
-    assert "self-test: 302 samples seen: 300, and 2 repeated" in run_fresh("ray_train.py", "--self-test")
 
 
 @pytest.mark.integration
@@ -637,9 +582,6 @@ def test_ddp_one_host_distributes_the_batches() -> None:
     assert "each sample once: True, same weights: True" in output
 
 
-# --- device_mesh ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="four processes that each import torch take too long")
 @pytest.mark.parametrize("arguments", [(), ("--accelerate",)], ids=str)
@@ -652,16 +594,10 @@ def test_device_mesh_is_resumed_on_another_mesh(run: Callable[..., str], argumen
     assert "4 x 1: each sample once: True" in output
 
 
-# --- all --------------------------------------------------------------------------------------------------------------
-
-
 def test_every_example_is_listed() -> None:
     """examples/README.md lists exactly the examples that exist."""
     listed = re.findall(r"\]\((\w+\.(?:py|ipynb))\)", (EXAMPLES / "README.md").read_text(encoding="utf-8"))
     assert sorted(listed) == sorted(path.name for ending in ("py", "ipynb") for path in EXAMPLES.glob(f"*.{ending}"))
-
-
-# --- resident_digits --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
