@@ -31,7 +31,7 @@ from tests.support.examples import examples
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.states import edited_state
 
-EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "250"))
+EXAMPLES = examples(250)
 
 
 def data(n: int, width: int = 5) -> tuple[torch.Tensor, torch.Tensor]:

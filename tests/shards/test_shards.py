@@ -38,7 +38,7 @@ from tests.support.examples import examples
 from tests.support.fault_server import Fault
 from tests.support.shard_files import members_of, numbered, tfrecord, write_tar, write_zip
 
-EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "250")) // 10
+EXAMPLES = examples(25)
 
 
 @pytest.fixture

@@ -6,5 +6,5 @@ import os
 
 
 def examples(number: int) -> int:
-    """Return this number, or with ``AIOFEED_EXAMPLES`` that number for each 250 of it."""
+    """Return `number`, or `number * N // 250` if ``AIOFEED_EXAMPLES=N`` is in the environment, as in `make test-long`."""
     return number * int(os.environ.get("AIOFEED_EXAMPLES", "250")) // 250

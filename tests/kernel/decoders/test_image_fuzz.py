@@ -34,13 +34,14 @@ from aiofeed.kernel.decoders.native_jpeg import native_decoder
 from aiofeed.kernel.engine.fetch.source import SourceFetcher
 from aiofeed.kernel.runtime.time_limits import JobControl
 from aiofeed.media.pictures.plain import simplejpeg_decoder
+from tests.support.examples import examples
 from tests.support.fork_server import ForkServer
 from tests.support.paths import ROOT
 
 resource: Any = pytest.importorskip("resource", reason="needs POSIX, to measure peak memory")
 
 # `make test-long` sets this.
-EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "250"))
+EXAMPLES = examples(250)
 SIZE = (9, 7)
 MAX_PIXELS = 1_000_000
 INPUT_LIMIT_S = 60.0
