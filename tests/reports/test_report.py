@@ -227,7 +227,7 @@ class TestFacts:
     def test_ranks(self, monkeypatch):
         """Of several ranks, each has its part of the cores and of the memory."""
         monkeypatch.setattr(environment.machine, "cpus", lambda: 128)
-        monkeypatch.setattr(environment.machine, "free_memory", lambda: 64 * GIB)
+        monkeypatch.setattr(environment.machine, "free_memory", lambda *_: 64 * GIB)
         assert "ranks share" not in str(DeviceReport((), "x", environment.inspect_environment(), ()))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
         text = str(DeviceReport((), "x", environment.inspect_environment(), ()))
@@ -405,6 +405,7 @@ class TestCommand:
         assert re.search(rf"^aiofeed .*; Python {platform.python_version()}", output, re.MULTILINE)
         assert "torch" in output
 
+    @pytest.mark.slow
     def test_as_a_module(self):
         """``python -m aiofeed doctor`` prints the report."""
         done = subprocess.run(

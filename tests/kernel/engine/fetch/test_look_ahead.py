@@ -279,7 +279,7 @@ def test_async_loops_and_steps() -> None:
         assert len(numbers(feeder.steps(100))) >= 100 * 7
 
 
-@hypothesis.settings(max_examples=15, deadline=None)
+@hypothesis.settings(max_examples=6, deadline=None)
 @given(position=st.integers(0, 62), nbytes=st.integers(1, SAMPLES * SAMPLE_BYTES))
 def test_resume_is_exact(position: int, nbytes: int) -> None:
     """The rest of an epoch after a saved state is the same as without a break, whatever the look-ahead."""
