@@ -25,7 +25,6 @@ from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.kernel.core.pytree import leaves, map_leaves
 from aiofeed.kernel.core.types import DeferredTensor, HostTensor, Traits
 from aiofeed.kernel.core.validation import local_ranks
-from aiofeed.kernel.devices.cuda import allocating
 from aiofeed.kernel.engine.fetch.collate import DefaultCollateBuilder
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.buffers import HostBufferPool
@@ -33,7 +32,7 @@ from aiofeed.kernel.runtime.tensors import as_tensor, as_tensors
 from aiofeed.kernel.sampling.epochs import EpochStream
 from aiofeed.kernel.sampling.order import BatchLists
 from aiofeed.resident.batch_ranges import BatchRanges
-from aiofeed.resident.device_windows import free_and_total, integer_dtype, rows_as_words, words_as_rows
+from aiofeed.resident.device_windows import filling, free_and_total, integer_dtype, rows_as_words, words_as_rows
 from aiofeed.resident.pipeline import DataMemory, ResidentPipeline
 
 if TYPE_CHECKING:
@@ -232,12 +231,7 @@ class DeviceStore(ResidentStore):
         self._check_memory(layout, free, where)
         tensors: list[torch.Tensor] = []
         try:
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-                allocating(backend.device),
-                backend.use_stream(backend.side_stream()),
-            ):
+            with filling(backend):
                 for part in layout.parts:
                     seed = torch.from_numpy(np.empty(1, integer_dtype(np.dtype(part.dtype))))
                     one = backend.copy(seed)

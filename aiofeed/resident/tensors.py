@@ -16,7 +16,7 @@ from aiofeed.kernel.core.faces import BaseSource, Exclusion
 from aiofeed.kernel.core.formatting import kind_of
 from aiofeed.kernel.core.types import Traits, public
 from aiofeed.kernel.core.validation import check_bool
-from aiofeed.kernel.runtime.tensors import tensor_row_bytes
+from aiofeed.kernel.runtime.tensors import is_plain, tensor_row_bytes
 from aiofeed.kernel.sources.dataset import FromDataset
 from aiofeed.kernel.sources.subset import IndexedSource, part_fingerprint
 
@@ -172,8 +172,7 @@ def _is_plain(tensor: Any) -> bool:
 
 def _check(tensor: Any, what: str, alias: bool) -> None:
     if isinstance(tensor, np.ndarray):
-        known = tensor.dtype.kind in "biu" or tensor.dtype.name in ("float16", "float32", "float64", "complex64")
-        if type(tensor) not in (np.ndarray, np.memmap) or not (known or tensor.dtype == np.complex128):
+        if type(tensor) not in (np.ndarray, np.memmap) or not is_plain(tensor.dtype.newbyteorder("=")):
             raise TypeError(f"{what} is {kind_of(tensor)} of {tensor.dtype}, which torch cannot convert")
         if not tensor.dtype.isnative:
             raise TypeError(f"{what} is not in native byte order ({tensor.dtype.str}): convert it with .astype")

@@ -16,11 +16,11 @@ import numpy as np
 from aiofeed.kernel.core.types import Traits
 from aiofeed.kernel.sources.file_io import Content
 from aiofeed.shards.arrow import stored_type
-from aiofeed.shards.parquet import ParquetRows, memory_of
+from aiofeed.shards.parquet import ParquetRows, as_list, memory_of
 from aiofeed.shards.urls import Shard
 from aiofeed.streams.stream import Stream
 from aiofeed.tables.columns import Columns, GatheredRows, ValueColumn, example_of, is_encoded, problem_of, take_rows
-from aiofeed.tables.table import Table, as_list, check_columns
+from aiofeed.tables.table import Table, check_columns
 
 
 class ParquetTable(ParquetRows, Table):

@@ -168,11 +168,6 @@ class Table(GroupedSource):
         return [next(found) if each else null for each in valid]
 
 
-def as_list(names: Any) -> list[Any]:
-    """Return no name, a name or several as a list."""
-    return [] if names is None else [names] if isinstance(names, str) else list(names)
-
-
 def check_columns(name: str, known: Sequence[str], wanted: Sequence[str]) -> None:
     """Raise ``ValueError`` if columns do not exist, or names are not unique."""
     for column in wanted:

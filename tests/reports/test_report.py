@@ -238,7 +238,7 @@ class TestFacts:
     def test_pillow(self, monkeypatch):
         """The version is that of the active package, not of the installed one."""
         installed = {"pillow": "12.1.1", "pillow-simd": "12.1.1.post0"}
-        monkeypatch.setattr(environment, "_installed", installed.get)
+        monkeypatch.setattr(environment, "version", installed.get)
         for version, simd, hidden in (("12.1.1", False, True), ("12.1.1.post0", True, False)):
             monkeypatch.setitem(sys.modules, "PIL", SimpleNamespace(__version__=version))
             found = environment.inspect_environment()
@@ -250,7 +250,7 @@ class TestFacts:
         """Decoders are found without importing them."""
         (tmp_path / "simplejpeg.py").write_text("raise AssertionError('imported')")
         monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.setattr(environment, "_installed", lambda package: "9.9" if package == "simplejpeg" else None)
+        monkeypatch.setattr(environment, "version", lambda package: "9.9" if package == "simplejpeg" else None)
         assert environment.inspect_environment().decoders["simplejpeg"] == "9.9"
 
     def test_the_native_library(self, monkeypatch):

@@ -325,7 +325,6 @@ def test_memory_is_allocated_beside_captures(monkeypatch: pytest.MonkeyPatch) ->
         yield
         modes.pop()
 
-    monkeypatch.setattr("aiofeed.resident.device_cache.allocating", allocating)
     monkeypatch.setattr("aiofeed.resident.device_windows.allocating", allocating)
     backend = ModeOfAllocations(modes)
     store = DeviceStore(22, 4)
