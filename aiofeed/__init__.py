@@ -138,7 +138,6 @@ _PLUGS: dict[str, str] = {
     "open_workers": "aiofeed.workers.engine",
     "path_of_url": "aiofeed.objects.urls",
     "rank_in_mesh": "aiofeed.plans.mesh",
-    "redacted": "aiofeed.objects.urls",
     "required_simplejpeg_decoder": "aiofeed.media.pictures.plain",
     "samples_at": "aiofeed.reports.step_samples",
     "sequence_part": "aiofeed.plans.mesh",
