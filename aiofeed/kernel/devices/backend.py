@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, cast, run
 
 from aiofeed.kernel.core.errors import DeviceCopyError
 from aiofeed.kernel.devices import cuda
-from aiofeed.kernel.runtime.buffers import pinned_mapping
+from aiofeed.kernel.devices.pinned import pinned_mapping
 
 if TYPE_CHECKING:
     import numpy as np
