@@ -17,7 +17,7 @@ from aiofeed.common.fingerprint import dataset_identity, identity
 from aiofeed.kernel.core.errors import CacheError
 from aiofeed.kernel.core.types import Source, public, traits_of
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, counted, explain_arguments
-from aiofeed.kernel.sampling.schedule import uncompared
+from aiofeed.kernel.sampling.state import uncompared
 from aiofeed.kernel.sources.file_io import check_path
 from aiofeed.kernel.sources.subset import Subset, fingerprint_of, names_of
 

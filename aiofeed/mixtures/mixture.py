@@ -13,7 +13,7 @@ from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import BatchPlan, Members, Source, Traits, public, traits_of
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, counted, explain_arguments
 from aiofeed.kernel.runtime.cancellation import caught
-from aiofeed.kernel.sampling.trail import digest
+from aiofeed.kernel.sampling.progress import digest
 from aiofeed.kernel.sources.dataset import FromDataset, MapDataset, is_iterable_dataset, is_map_dataset
 from aiofeed.kernel.sources.file_io import Content
 from aiofeed.kernel.sources.parts import Parts, in_order

@@ -27,9 +27,7 @@ from aiofeed.kernel.feeder.rules import check, facts_of
 from aiofeed.kernel.feeder.session import FeederSession, OpenEpoch, Steps
 from aiofeed.kernel.runtime import threads
 from aiofeed.kernel.runtime.threads import JOIN_S
-from aiofeed.kernel.sampling.schedule import uncompared
-from aiofeed.kernel.sampling.state import Checkpoint, SavedState
-from aiofeed.kernel.sampling.trail import Trail
+from aiofeed.kernel.sampling.progress import Checkpoint, Trail
 
 if TYPE_CHECKING:
     from typing import Required, TypeAlias, TypedDict, Unpack, overload
@@ -48,6 +46,7 @@ if TYPE_CHECKING:
     from aiofeed.kernel.devices.resolve import Device
     from aiofeed.kernel.sampling.lister import Plan
     from aiofeed.kernel.sampling.schedule import Shuffle
+    from aiofeed.kernel.sampling.state import SavedState
     from aiofeed.kernel.sources.dataset import FromDataset, MapDataset
     from aiofeed.kernel.sources.image_folder import ImageFolder
     from aiofeed.media.clips import Clips
@@ -512,10 +511,11 @@ class Feeder(Generic[BatchT]):
         Raises:
             StateError: The state does not belong to such a feeder; the message says what differs.
         """
+        from aiofeed.kernel.sampling.state import SavedState
+
         saved = SavedState.from_dict(state_dict)
         mine = self._state()
-        saved.check_compatible(mine)
-        if missing := uncompared(saved.fingerprint, mine.fingerprint):
+        if missing := saved.check_compatible(mine):
             log.warning("the state was loaded, and %s", missing)
         position = self._order.resumed(saved.position, saved.sampler)
         if saved.sampler and saved.order == mine.order:
@@ -525,6 +525,8 @@ class Feeder(Generic[BatchT]):
         self._checkpoint.load(position, trail)
 
     def _state(self) -> SavedState:
+        from aiofeed.kernel.sampling.state import SavedState
+
         position = self._checkpoint.position
         schedule, sampler = self._order.schedule(self._length), self._order.sampler_state(position)
         trail = self._checkpoint.trail

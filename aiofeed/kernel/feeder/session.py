@@ -28,9 +28,8 @@ from aiofeed.kernel.runtime.queue import FeedFailure, ReadyBatch
 from aiofeed.kernel.sampling.epochs import EpochStream
 from aiofeed.kernel.sampling.feed_order import FeedOrder
 from aiofeed.kernel.sampling.order import BatchLists
+from aiofeed.kernel.sampling.progress import Checkpoint, EpochProgress, order_digest
 from aiofeed.kernel.sampling.schedule import Position
-from aiofeed.kernel.sampling.state import Checkpoint, EpochProgress
-from aiofeed.kernel.sampling.trail import order_digest
 from aiofeed.kernel.sources.subset import fingerprint_of
 
 BatchT = TypeVar("BatchT")

@@ -19,7 +19,6 @@ from aiofeed.kernel.sampling.epochs import EpochStart, EpochStream
 from aiofeed.kernel.sampling.lister import Lister
 from aiofeed.kernel.sampling.order import BatchLists, EpochList
 from aiofeed.kernel.sampling.schedule import Position, Schedule
-from aiofeed.kernel.sampling.state import json_dict
 
 log: logging.Logger = logging.getLogger("aiofeed.sampling")
 
@@ -223,6 +222,8 @@ class FeedOrder:
         Raises:
             StateError: It is in an epoch of a plan, or one of which batches or samples were returned before others.
         """
+        from aiofeed.kernel.sampling.state import json_dict
+
         lister = self.lister.sample_lister
         saved = json_dict(state) if state else {"at": position.consumed}
         if "plan" in saved:

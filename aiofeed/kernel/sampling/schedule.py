@@ -11,7 +11,6 @@ size, world size or concurrency, so an epoch can be resumed with other values of
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeAlias, TypeGuard
@@ -38,8 +37,6 @@ from aiofeed.kernel.sampling.order import (
 PLAN_BLOCK = 1024
 # Enough to distinguish datasets, few enough to take a millisecond.
 FINGERPRINT_KEYS = 1024
-# A fingerprint with a digest of contents, and of what kind that is.
-_WITH_CONTENTS = re.compile(r"(.*) ([a-z+-]+)=[0-9a-f]{32}", re.DOTALL)
 
 Shuffle: TypeAlias = bool | str
 """``shuffle=`` of ``Feeder``: True, False, or a name that ``is_shuffle`` accepts."""
@@ -302,21 +299,3 @@ def common_folder(paths: Sequence[str]) -> int:
     first, last = (min(paths), max(paths)) if paths else ("", "")
     common = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     return max(first.rfind("/", 0, common), first.rfind("\\", 0, common), 0)
-
-
-def uncompared(saved: str, here: str) -> str | None:
-    """Compare two fingerprints of data.
-
-    Returns:
-        An empty text if they are equal, ``None`` if they are of other data. Otherwise, in words, what could not be
-        compared: fingerprints of older versions have no digest of contents, and those of files and objects differ.
-    """
-    if saved == here:
-        return ""
-    (names, kind), (own_names, own_kind) = (
-        (found[1], found[2]) if (found := _WITH_CONTENTS.fullmatch(each)) else (each, "") for each in (saved, here)
-    )
-    if names != own_names or kind == own_kind:
-        return None
-    known, own = (f"a digest of {each}" if each else "no digest of contents" for each in (kind, own_kind))
-    return f"the contents of the data could not be compared, only the names: there is {known} in it, and {own} here"
