@@ -21,11 +21,11 @@ import numpy as np
 import PIL
 
 from aiofeed import _load_addon
-from aiofeed.kernel.core.random_numbers import SplitMix64, seed_from
 from aiofeed.kernel.core.types import Row, public
 from aiofeed.kernel.core.validation import check_bool, check_bytes, check_positive_int, explain_arguments
 from aiofeed.kernel.decoders.geometry import FORMATS, Box, View, center_box, map_box, random_box
 from aiofeed.kernel.decoders.native_jpeg import NativeDecoder, native_decoder, required_native_decoder
+from aiofeed.kernel.sampling.order import SplitMix64, seed_from
 
 # The module `pillow` is imported where it is needed: the native library decodes most files.
 
