@@ -25,6 +25,7 @@ from aiofeed.ipc.peers import Peer, is_alive, peer_of
 from aiofeed.kernel.core.errors import FeedError
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.event_loop import reserve_standard_descriptors
+from aiofeed.kernel.sources.file_lock import lock_file
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
@@ -170,7 +171,7 @@ class Listener:
             raise FeedError(f"no socket can be made in {self.path.parent}: {error.strerror}; {_WRITABLE}") from error
         try:
             try:
-                machine.lock_file(folder, LOCK_LIMIT_S)
+                lock_file(folder, LOCK_LIMIT_S)
             except OSError as error:
                 raise FeedError(f"the folder {self.path.parent} cannot be locked: {error}; {_WRITABLE}") from error
             if check_free(self.path, kind):

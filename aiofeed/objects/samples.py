@@ -15,7 +15,8 @@ import numpy as np
 from aiofeed.kernel.core.formatting import redacted
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import Uncopied
-from aiofeed.kernel.sources.file_io import Content, check_beneath, evenly
+from aiofeed.kernel.sources.file_io import Content, evenly
+from aiofeed.kernel.sources.links import check_beneath
 from aiofeed.objects.keys import KeyPacker, PackedKeys
 from aiofeed.objects.listing import list_objects
 from aiofeed.objects.reader import ObjectReader, statistics_of

@@ -26,6 +26,7 @@ from aiofeed.kernel.core.errors import DeviceCopyError, FeedError
 from aiofeed.kernel.core.formatting import format_error
 from aiofeed.kernel.devices.backend import backends_of, is_complete, poll
 from aiofeed.kernel.devices.pinned import keep_pinned_memory, release_unused
+from aiofeed.kernel.runtime.bounded_thread import BoundedThread
 from aiofeed.kernel.runtime.buffers import BufferLease
 from aiofeed.kernel.runtime.queue import (
     BatchQueue,
@@ -36,7 +37,6 @@ from aiofeed.kernel.runtime.queue import (
     Stopped,
     drop_batches,
 )
-from aiofeed.kernel.runtime.threads import BoundedThread
 
 if TYPE_CHECKING:
     from aiofeed.kernel.devices.backend import Event
