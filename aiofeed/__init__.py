@@ -122,6 +122,7 @@ _PLUGS: dict[str, str] = {
     "StreamTable": "aiofeed.tables.stored",
     "WeightedOrder": "aiofeed.plans.computed",
     "WindowOrder": "aiofeed.plans.computed",
+    "check_kept": "aiofeed.media.pictures.kept",
     "check_picklable": "aiofeed.workers.spawn",
     "decode_kept": "aiofeed.media.pictures.kept",
     "decode_plain": "aiofeed.media.pictures.plain",

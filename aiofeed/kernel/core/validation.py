@@ -196,8 +196,7 @@ def check_collate_fn(value: Any) -> Any:
 def explain_arguments(
     ways: Ways | Callable[[], Ways] = MappingProxyType({}),
     *,
-    positions: Sequence[str] = (),
-    hint: str = "",
+    hint: str | Callable[[Sequence[Any]], str] = "",
 ) -> Callable[[CallableT], CallableT]:
     """Decorate a class or function so that an argument that it does not have is an error that names the alternative.
 
@@ -205,8 +204,8 @@ def explain_arguments(
         ways: What to do instead of passing an argument, by its name; as a function, it gets the value that was passed.
             For other arguments, the ``TypeError`` names the most similar one of these and of those that exist. Or a
             function that returns them.
-        positions: Names of the positional arguments of a similar class, for arguments that ``target`` takes by name.
-        hint: What to do about more positional arguments.
+        hint: What to do about more positional arguments. As a function, it gets these, and its text takes the place of
+            the names of arguments that are passed by name.
     """
 
     def decorate(target: CallableT) -> CallableT:
@@ -217,16 +216,10 @@ def explain_arguments(
 
         @functools.wraps(function)
         def checked(*args: Any, **arguments: Any) -> Any:
-            if len(args) > positional and not positions:
-                rest = ", ".join(f"{name}=" for name in [*parameters][positional:]) or "none"
-                raise TypeError(f"{target.__name__} takes its further arguments by name: {rest}{hint}")
             if len(args) > positional:
-                # A function in the place of the batch size is a decoder.
-                names = [*["decode"][: callable(args[positional])], *positions[positional - 1 :]]
-                named = zip(names, args[positional:], strict=False)
-                wanted = ", ".join(["...", *[f"{name}={brief(value)}" for name, value in named]])
-                name = target.__name__
-                raise TypeError(f"{name} takes its arguments after the first by name: {name}({wanted}); {hint}")
+                rest = ", ".join(f"{name}=" for name in [*parameters][positional:]) or "none"
+                rest = rest + hint if isinstance(hint, str) else hint(args[positional:]) or rest
+                raise TypeError(f"{target.__name__} takes its further arguments by name: {rest}")
             if unknown := next((name for name in arguments if name not in known), None):
                 value, message = arguments[unknown], f"{target.__name__} has no argument {unknown!r}"
                 others = ways() if callable(ways) else ways

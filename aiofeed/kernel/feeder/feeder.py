@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from aiofeed import _hint_at, _load_addon
@@ -123,13 +124,6 @@ else:
     BatchT = TypeVar("BatchT")
 
 
-_DATALOADER_POSITIONS = (
-    *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
-    *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
-)
-_HINT = "aiofeed.DataLoader takes them by position, as torch's DataLoader does"
-
-
 def _ways() -> Mapping[str, str | Callable[[Any], str]]:
     """Return what to write in place of an argument that ``Feeder`` does not have, if the add-on is installed."""
     try:
@@ -139,7 +133,7 @@ def _ways() -> Mapping[str, str | Callable[[Any], str]]:
 
 
 @public
-@explain_arguments(_ways, positions=_DATALOADER_POSITIONS, hint=_HINT)
+@explain_arguments(_ways, hint=partial(_hint_at, "positions"))
 class Feeder(Generic[BatchT]):
     """Reads, decodes and collates batches ahead and copies them to a device while the training step runs.
 

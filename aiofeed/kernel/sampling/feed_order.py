@@ -179,14 +179,6 @@ class FeedOrder:
             batches -= epochs * left
             position = Position(position.epoch + epochs)
 
-    def counts(self, position: Position) -> dict[str, int]:
-        """Return the samples drawn from each source of a mixture before a position, by all ranks; otherwise empty."""
-        return self.lister.counts(position)
-
-    def identity(self) -> str:
-        """Identifies the order of the epoch planned last, besides the schedule."""
-        return self.lister.identity()
-
     def _suggest_keyed(self, schedule: Schedule) -> None:
         if schedule.shuffle is True and schedule.length > LARGE_EPOCH and not self._suggested:
             self._suggested = True

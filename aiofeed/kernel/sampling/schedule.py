@@ -210,7 +210,7 @@ class Schedule:
             return
         # Here, in the engine's thread, and not in `iter()`: a list of 100 million indices takes a second.
         permutation, seed = self.permutation(start.epoch, sampled), epoch_seed(self.seed, start.epoch)
-        order = PermutedOrder(self.length, permutation)
+        order = ComputedEpoch(self.length, permutation)
         several = max(PLAN_BLOCK // size, 1)
         for first in range(0, batches, several):
             found = self.positions_from(start, first, several)
@@ -224,7 +224,7 @@ class Schedule:
         """Yield the batches of a list, of which this schedule counts each as one sample."""
         seed = epoch_seed(self.seed, start.epoch)
         samples = len(lists.indices)
-        order = PermutedOrder(samples, lists.indices.__getitem__)
+        order = ComputedEpoch(samples, lists.indices.__getitem__)
         for number, position in enumerate(self.positions(start.consumed, 0, self.batches(start.consumed)).tolist()):
             if number not in start.ahead:
                 repeats, batch = divmod(position, self.length)
@@ -268,18 +268,6 @@ class Schedule:
         if position.at_start or self.batches_left(position) > 0:
             return position
         return Position(position.epoch + 1)
-
-
-@dataclass(frozen=True, eq=False)
-class PermutedOrder:
-    """The order of one epoch; positions from ``length`` on start again at 0. See ``EpochOrder``."""
-
-    length: int
-    permutation: Permutation
-
-    def index_at(self, position: int) -> int:
-        """Return the index at a position."""
-        return int(self.permutation(np.array([position % self.length], dtype=np.int64))[0])
 
 
 def fingerprint(kind: str, length: int, key: Callable[[int], str]) -> str:
