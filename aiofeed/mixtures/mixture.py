@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal, TypeAlias
 
+from aiofeed.common.parts import Parts, in_order
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import BatchPlan, Members, Source, Traits, public, traits_of
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, counted, explain_arguments
@@ -16,7 +17,6 @@ from aiofeed.kernel.runtime.cancellation import caught
 from aiofeed.kernel.sampling.progress import digest
 from aiofeed.kernel.sources.dataset import FromDataset, MapDataset, is_iterable_dataset, is_map_dataset
 from aiofeed.kernel.sources.file_io import Content
-from aiofeed.kernel.sources.parts import Parts, in_order
 from aiofeed.kernel.sources.subset import content_parts_of, kind_of, names_of
 from aiofeed.mixtures.mixture_order import ChangingShares, ConstantShares, Interleaving, MixtureOrder, ShareBlocks
 

@@ -501,9 +501,7 @@ class PlanLister(Lister):
         if self.order is None or not before:
             return {}
         lists = self.list_epoch(position.epoch, resumed=True)
-        consumed = lists.indices[: lists.offsets[min(position.consumed, len(lists))]]
-        if lists.spans is not None:  # of a sample with several parts, only its first part counts
-            consumed = consumed[lists.spans[: len(consumed), 1] == 0]
+        consumed = lists.consumed(min(position.consumed, len(lists)))
         return {name: before[name] + more for name, more in self.order.count(consumed).items()}
 
     def load_state(self, text: str) -> None:

@@ -217,7 +217,7 @@ class BatchSamplerAdapter(SamplerAdapter):
 
     def _checked(self, listed: list[Any]) -> tuple[EpochList, str]:
         lists = batch_lists(listed, self._length)
-        return lists, hashlib.sha256(lists.indices.tobytes() + lists.offsets.tobytes()).hexdigest()[:32]
+        return lists, lists.digest()
 
 
 def batch_lists(batches: Iterable[Sequence[int]], length: int) -> BatchLists:

@@ -11,12 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
-from aiofeed.kernel.core.formatting import brief, format_bytes
+from aiofeed.kernel.core.formatting import brief
 
-# What a file may take in memory by claiming or inflating more than it stores: label masks deflate to a thousandth, but
-# larger ones than this are rather an attack or damage.
-EXPANDED_BYTES = 256 << 20
-EXPANDED_TIMES = 100
 # The argument of a function that is passed by this name.
 _GETS = {"decode": "the bytes of a sample without its target", "collate_fn": "the samples", "transform": "the batch"}
 _TARGETS = ("cls", "label", "labels", "target")  # usual names of the target in a sample of several files
@@ -168,22 +164,6 @@ def check_epoch(name: str, value: object) -> int:
     if epoch >= 1 << 32:
         raise ValueError(f"{name} must be below 2**32, got {epoch}")
     return epoch
-
-
-def check_expanded(name: str, nbytes: int, stored_bytes: int) -> int:
-    """Return ``nbytes``, the size in memory of what ``stored_bytes`` of a file hold or claim.
-
-    Raises:
-        ValueError: It is negative, or more than 256 MiB and than 100 times the stored bytes.
-    """
-    most = max(EXPANDED_BYTES, EXPANDED_TIMES * stored_bytes)
-    if not 0 <= nbytes <= most:
-        size = format_bytes(nbytes) if nbytes >= 0 else f"{nbytes} bytes"
-        raise ValueError(
-            f"{name} claims {size} in memory, from {format_bytes(stored_bytes)} stored; at most {format_bytes(most)} "
-            "are allowed: the file is damaged, or made to exhaust memory"
-        )
-    return nbytes
 
 
 def check_collate_fn(value: Any) -> Any:

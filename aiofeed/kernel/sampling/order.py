@@ -6,6 +6,7 @@ All are made by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), a generator wit
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -89,6 +90,19 @@ class BatchLists:
     def positions(self, batch: int) -> Int64:
         """Return the positions of a batch's samples in the epoch, from which their random numbers derive."""
         return np.arange(self.offsets[batch], self.offsets[batch + 1])
+
+    def consumed(self, batches: int) -> Int64:
+        """Return the indices of the first batches; of a sample with several parts, only its first part counts."""
+        indices = self.indices[: self.offsets[batches]]
+        return indices if self.spans is None else indices[self.spans[: len(indices), 1] == 0]
+
+    def digest(self) -> str:
+        """Return a digest of all batches."""
+        digest = hashlib.sha256(self.indices.tobytes())
+        digest.update(self.offsets.tobytes())
+        if self.spans is not None:
+            digest.update(self.spans.tobytes())
+        return digest.hexdigest()[:32]
 
 
 @dataclass(frozen=True, eq=False)
