@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 import aiofeed
-from aiofeed.kernel.core.random_numbers import SplitMix64
 from aiofeed.kernel.decoders.geometry import random_box
+from aiofeed.kernel.sampling.order import SplitMix64
 from benchmarks.contenders import fed, loaded
 from benchmarks.data import HEIGHT as PHOTO_HEIGHT
 from benchmarks.data import WIDTH as PHOTO_WIDTH

@@ -348,7 +348,7 @@ def jpeg_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _no_failed_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Free pinned memory again after a test in which a device failed."""
-    monkeypatch.setattr("aiofeed.kernel.runtime.buffers._kept", None)
+    monkeypatch.setattr("aiofeed.kernel.devices.pinned._kept", None)
 
 
 @pytest.fixture(autouse=True)

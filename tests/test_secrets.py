@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,8 +14,8 @@ import pytest
 import torch
 
 import aiofeed
+from aiofeed.kernel.core.formatting import redacted
 from aiofeed.kernel.core.types import hides_secrets
-from aiofeed.objects.urls import redacted
 
 URL = "ftp://user:p@ss-SECRET@127.0.0.1:1/train/?sig=SECRETSECRET&x=1"
 FORMS: dict[str, Any] = {"str": URL, "list": [URL], "dict": {URL: 1}, "tuple": (URL, 2)}
@@ -153,3 +154,11 @@ def test_a_long_argument_hides_the_end_of_its_url() -> None:
     """A message that shortens an argument looks for URLs in all of it."""
     with pytest.raises(TypeError, match="a str with a URL"):
         aiofeed.Files(["a"])["x" * 40 + URL]
+
+
+def test_no_addon_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors hide the secrets of URLs also where the add-on that reads URLs is missing."""
+    monkeypatch.setitem(sys.modules, "aiofeed.objects", None)
+    monkeypatch.setitem(sys.modules, "aiofeed.objects.urls", None)
+    error = aiofeed.FeedError("no answer from https://user:SECRET@host/a.jpg?sig=SECRET")
+    assert str(error) == "no answer from https://***@host/a.jpg?sig=***"

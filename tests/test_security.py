@@ -24,7 +24,7 @@ from aiofeed.ipc.batch_codec import decode_batch
 from aiofeed.ipc.framing import ProtocolError
 from aiofeed.ipc.schema import ContainerNode, PickledNode
 from aiofeed.kernel.decoders.geometry import FORMATS
-from aiofeed.kernel.sources.file_io import _open_below
+from aiofeed.kernel.sources.links import open_below
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs the links of a POSIX file system")
@@ -144,15 +144,15 @@ def test_a_link_created_after_listing_is_not_followed(tree: Path, link: Callable
 def test_opening_follows_no_link(tree: Path) -> None:
     """The calls that open the file refuse links themselves, so there is no gap after a check."""
     data = str(tree / "data")
-    os.close(_open_below(data, ["cat", "b.png"]))
+    os.close(open_below(data, ["cat", "b.png"], os.O_RDONLY))
     links_a_file(tree)
     with pytest.raises(OSError, match=re.escape(os.strerror(errno.ELOOP))):
-        _open_below(data, ["cat", "b.png"])
+        open_below(data, ["cat", "b.png"], os.O_RDONLY)
     links_a_folder(tree)
     with pytest.raises(NotADirectoryError):
-        _open_below(data, ["cat", "b.png"])
+        open_below(data, ["cat", "b.png"], os.O_RDONLY)
     with pytest.raises(OSError, match="leads out of the root"):
-        _open_below(data, ["..", "secret", "b.png"])
+        open_below(data, ["..", "secret", "b.png"], os.O_RDONLY)
 
 
 def test_without_a_root_the_file_must_not_be_a_link(tree: Path) -> None:

@@ -18,7 +18,7 @@ import aiofeed
 from aiofeed import Feeder
 from aiofeed.errors import StateError
 from aiofeed.kernel.core.faces import adapt_source
-from aiofeed.kernel.sampling.schedule import uncompared
+from aiofeed.kernel.sampling.state import uncompared
 from aiofeed.kernel.sources.file_io import SAMPLE_BYTES, SAMPLED
 from aiofeed.kernel.sources.subset import fingerprint_of, names_of
 from tests.support.fault_server import FaultServer

@@ -18,13 +18,12 @@ from aiofeed.arrays.chunked import MOST_CHUNKS, ChunkedArray, Joined, Scaling, e
 from aiofeed.arrays.fields import MOST_SHARDS, DenseField, Field, Selection, SparseField, Starts
 from aiofeed.arrays.opening import Opener, SparseMatrix
 from aiofeed.common.grouped_source import GroupedSource
-from aiofeed.kernel.core.random_numbers import mix64
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import BatchPlan, Gathered, Traits, public
 from aiofeed.kernel.core.validation import counted
 from aiofeed.kernel.runtime.buffers import BufferLease, HostBufferPool
 from aiofeed.kernel.runtime.tensors import as_tensors
-from aiofeed.kernel.sampling.order import sample_seed
+from aiofeed.kernel.sampling.order import mix64, sample_seed
 from aiofeed.kernel.sources.file_io import SAMPLED, Content, evenly
 from aiofeed.objects.reader import run_all, statistics_of
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from aiofeed.common.expanded import check_expanded
 from aiofeed.common.mapped import MappedFiles, file_of
-from aiofeed.kernel.core.validation import check_expanded
 from aiofeed.kernel.runtime.tensors import is_plain
 from aiofeed.kernel.sources.file_io import MAX_BYTES, Content, evenly
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from aiofeed.arrays.chunked import Chunk, ChunkedArray, grid_of, opened, rows_of, text
 from aiofeed.common.cache_folder import cache_path, write_cached
+from aiofeed.common.expanded import check_expanded
 from aiofeed.common.unreadable import naming_file
-from aiofeed.kernel.core.validation import check_expanded
 from aiofeed.kernel.sources.file_io import Content
 from aiofeed.shards.urls import Shard
 

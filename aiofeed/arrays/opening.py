@@ -17,9 +17,9 @@ from aiofeed.arrays.chunked import ChunkedArray, opened, scaling_of, text
 from aiofeed.arrays.hdf5 import attributes_of, open_hdf5
 from aiofeed.arrays.zarr_files import described, open_zarr
 from aiofeed.common.blocking import run_blocking
+from aiofeed.common.expanded import check_expanded
 from aiofeed.common.progress_bar import LoadProgress
 from aiofeed.common.unreadable import naming_file
-from aiofeed.kernel.core.validation import check_expanded
 from aiofeed.kernel.sources.file_io import check_path
 from aiofeed.objects.reader import ObjectReader, run_all
 from aiofeed.objects.urls import is_remote

@@ -18,7 +18,7 @@ import numcodecs
 import numpy as np
 
 from aiofeed.arrays.chunked import Chunk, ChunkedArray, opened, text
-from aiofeed.kernel.core.validation import check_expanded
+from aiofeed.common.expanded import check_expanded
 from aiofeed.kernel.sources.file_io import MAX_BYTES, Content, ReadRules, read_file
 from aiofeed.objects.reader import ObjectReader, etag_of, read_ranges
 from aiofeed.objects.requests import changed

@@ -18,7 +18,7 @@ from aiofeed.kernel.core.errors import CacheError
 from aiofeed.kernel.core.faces import BaseCache, BaseSource, Exclusion
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, counted, explain_arguments
-from aiofeed.kernel.sampling.schedule import uncompared
+from aiofeed.kernel.sampling.state import uncompared
 from aiofeed.kernel.sources.file_io import check_path
 from aiofeed.kernel.sources.subset import Subset, fingerprint_of, names_of
 

@@ -40,7 +40,7 @@ from aiofeed.cache.layout import RECORDS, UNIT, ItemLayout, Layout, layout_from_
 from aiofeed.cache.store import RECORD, record_slot, units_of
 from aiofeed.kernel.core.errors import CacheError
 from aiofeed.kernel.core.formatting import format_bytes
-from aiofeed.kernel.runtime import machine
+from aiofeed.kernel.sources.file_lock import lock_file
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -122,7 +122,7 @@ class CacheFile:
         Raises:
             TimeoutError: Another process holds the lock for longer than a write takes.
         """
-        machine.lock_file(self._fd, LOCK_LIMIT_S)
+        lock_file(self._fd, LOCK_LIMIT_S)
         try:
             yield
         finally:

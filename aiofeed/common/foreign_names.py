@@ -5,7 +5,7 @@ from __future__ import annotations
 from urllib.parse import unquote
 
 from aiofeed.kernel.core.formatting import shown
-from aiofeed.kernel.sources.file_io import check_beneath
+from aiofeed.kernel.sources.links import check_beneath
 
 
 def check_foreign_name(by: str, name: object, base: str) -> str:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiofeed.common.expanded import check_expanded
 from aiofeed.common.foreign_names import check_foreign_name
-from aiofeed.kernel.core.validation import check_expanded, check_int_from, check_positive_int
+from aiofeed.kernel.core.validation import check_int_from, check_positive_int
 from aiofeed.objects.reader import ObjectReader, run_all
 from aiofeed.shards.arrow import arrow
 from aiofeed.tables.columns import Columns, NumberColumn

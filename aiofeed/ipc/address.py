@@ -26,6 +26,7 @@ from aiofeed.ipc.peers import Peer, is_alive, peer_of
 from aiofeed.kernel.core.errors import FeedError
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.event_loop import reserve_standard_descriptors
+from aiofeed.kernel.sources.file_lock import lock_file
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
@@ -174,7 +175,7 @@ class Listener:
             folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with _writing(f"the folder {self.path.parent} cannot be locked"):
-                machine.lock_file(folder, LOCK_LIMIT_S)
+                lock_file(folder, LOCK_LIMIT_S)
             if check_free(self.path, kind):
                 self.path.unlink()
             with _writing(f"no socket can be made at {self.path}"):

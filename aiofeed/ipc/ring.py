@@ -16,7 +16,8 @@ import numpy as np
 from aiofeed.ipc.framing import ProtocolError, close_all
 from aiofeed.ipc.schema import ArrayNode, NewSegment, dtype_and_nbytes
 from aiofeed.ipc.shared_memory import GRAIN, Segment, create_segment, open_segment
-from aiofeed.kernel.runtime.buffers import Bytes, DropTracker, forks, register_until_dropped
+from aiofeed.kernel.devices.pinned import register_until_dropped
+from aiofeed.kernel.runtime.buffers import Bytes, DropTracker, forks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -23,6 +23,7 @@ from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.buffers import Bytes
 from aiofeed.kernel.runtime.event_loop import reserve_standard_descriptors
+from aiofeed.kernel.sources.file_lock import lock_file
 
 # Segments are multiples of this size.
 GRAIN = 64 * 1024
@@ -133,7 +134,7 @@ def _unlinked(nbytes: int) -> int:
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         try:
-            machine.lock_file(lock, _LOCK_LIMIT_S)
+            lock_file(lock, _LOCK_LIMIT_S)
         except OSError as error:
             raise FeedError(f"no shared memory: {path} cannot be locked: {error}") from error
         try:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import aiofeed
 from aiofeed.kernel.core.failure_policy import FailurePolicy
+from aiofeed.kernel.core.formatting import brief
 from aiofeed.kernel.core.limits import Limits
 
 
@@ -50,6 +51,11 @@ _WAYS: Mapping[str, str | Callable[[Any], str]] = {
 }
 
 
+# The arguments of torch's ``DataLoader`` after the dataset.
+_POSITIONS = (
+    *("batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory", "drop_last"),
+    *("timeout", "worker_init_fn", "multiprocessing_context", "generator"),
+)
 # What to write in place of names, by their owner.
 _NAMES: Mapping[str, Mapping[str, str]] = {
     "Feeder": {
@@ -88,15 +94,28 @@ _PATHS: Mapping[tuple[str, ...], str] = {
 
 
 def hint_at(owner: str, name: Any) -> str:
-    """Return what to write in place of an attribute of ``owner`` that others have, or of an object as a "source"."""
+    """Return what to write in place of an attribute of ``owner`` that others have.
+
+    Or of an object as a "source", or of arguments of ``Feeder`` by "positions".
+    """
     if owner == "source":
         return _instead_of(name)
+    if owner == "positions":
+        return _by_name(name)
     for names, way in _NAMES[owner].items():
         if name in names.split():
             return f": {way}"
     public = {each.lower(): each for each in dir(aiofeed)} if owner == "aiofeed" else {}
     near = difflib.get_close_matches(name.lower(), public, n=1, cutoff=0.8)
     return f"; did you mean aiofeed.{public[near[0]]}?" if near else ""
+
+
+def _by_name(arguments: Sequence[Any]) -> str:
+    """Return the call of ``Feeder`` that ``DataLoader``'s arguments by position mean."""
+    # A function in the place of the batch size is a decoder.
+    names = [*["decode"][: callable(arguments[0])], *_POSITIONS]
+    named = ", ".join(f"{name}={brief(value)}" for name, value in zip(names, arguments, strict=False))
+    return f"Feeder(..., {named}); aiofeed.DataLoader takes them by position, as torch's DataLoader does"
 
 
 def _instead_of(source: Any) -> str:

@@ -15,9 +15,10 @@ from aiofeed.kernel.core.statistics import EpochStats
 from aiofeed.kernel.core.types import Transform, public
 from aiofeed.kernel.core.validation import check_callable, check_positive_int, explain_arguments
 from aiofeed.kernel.devices.copier import Copier, copier_for
+from aiofeed.kernel.devices.pinned import PinnedBufferPool
 from aiofeed.kernel.devices.resolve import resolve_devices
 from aiofeed.kernel.feeder.iterator import Delivery, EpochObserver, FeedIterator, LoopProducer
-from aiofeed.kernel.runtime.buffers import PinnedBufferPool
+from aiofeed.kernel.runtime.bounded_thread import BoundedThread
 from aiofeed.kernel.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 from aiofeed.kernel.runtime.event_loop import EventLoopThread
 from aiofeed.kernel.runtime.queue import (
@@ -30,7 +31,7 @@ from aiofeed.kernel.runtime.queue import (
     drop_batches,
 )
 from aiofeed.kernel.runtime.tensors import stage
-from aiofeed.kernel.runtime.threads import JOIN_S, BoundedThread
+from aiofeed.kernel.runtime.threads import JOIN_S
 
 BatchT = TypeVar("BatchT")
 ChangedT = TypeVar("ChangedT")

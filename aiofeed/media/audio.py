@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from aiofeed.kernel.core.random_numbers import SplitMix64, seed_from
 from aiofeed.kernel.core.types import Row, public
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, explain_arguments
+from aiofeed.kernel.sampling.order import SplitMix64, seed_from
 from aiofeed.media.container import Media, import_av, open_media, packets_of
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from aiofeed.kernel.core.random_numbers import SplitMix64, seed_from
 from aiofeed.kernel.core.types import Row, Source, public
 from aiofeed.kernel.core.validation import check_positive_int, explain_arguments
 from aiofeed.kernel.feeder.arguments import as_source
+from aiofeed.kernel.sampling.order import SplitMix64, seed_from
 from aiofeed.media.container import (
     KNOWN_OPTIONS,
     SKIPPING,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from aiofeed.kernel.core.validation import check_expanded
+from aiofeed.common.expanded import check_expanded
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

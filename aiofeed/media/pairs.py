@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from aiofeed.kernel.core.random_numbers import seed_from
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import explain_arguments
 from aiofeed.kernel.decoders.geometry import FORMATS, View, map_box
 from aiofeed.kernel.decoders.image import DecodeImage
 from aiofeed.kernel.decoders.pillow import load_picture
+from aiofeed.kernel.sampling.order import seed_from
 from aiofeed.media.boxes import Objects, check_no_places, nearest
 
 if TYPE_CHECKING:

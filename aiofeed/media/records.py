@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from aiofeed.common.expanded import check_expanded
 from aiofeed.kernel.core.types import public
-from aiofeed.kernel.core.validation import check_bytes, check_expanded, explain_arguments
+from aiofeed.kernel.core.validation import check_bytes, explain_arguments
 
 if TYPE_CHECKING:
     import torch

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
+from aiofeed.common.parts import Parts, in_order
 from aiofeed.kernel.core.faces import BaseSource, Exclusion, adapt_source, passes_on
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import BatchPlan, Source, Traits, public
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, counted, explain_arguments
 from aiofeed.kernel.runtime.cancellation import caught
-from aiofeed.kernel.sampling.trail import digest
+from aiofeed.kernel.sampling.progress import digest
 from aiofeed.kernel.sources.dataset import FromDataset, MapDataset, is_iterable_dataset, is_map_dataset
 from aiofeed.kernel.sources.file_io import Content
-from aiofeed.kernel.sources.parts import Parts, in_order
 from aiofeed.kernel.sources.subset import kind_of, names_of
 from aiofeed.mixtures.mixture_order import ChangingShares, ConstantShares, Interleaving, MixtureOrder, ShareBlocks
 

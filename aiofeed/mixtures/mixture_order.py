@@ -27,10 +27,9 @@ from typing import TypeAlias
 import numpy as np
 
 from aiofeed.kernel.core.errors import StateError
-from aiofeed.kernel.core.random_numbers import mix64
 from aiofeed.kernel.core.validation import check_int_from
 from aiofeed.kernel.sampling.lister import Lister
-from aiofeed.kernel.sampling.order import ComputedEpoch, Int64, Permutation, drawn_from, feistel
+from aiofeed.kernel.sampling.order import ComputedEpoch, Int64, Permutation, drawn_from, feistel, mix64
 from aiofeed.kernel.sampling.schedule import Position
 from aiofeed.kernel.sampling.state import unreadable
 

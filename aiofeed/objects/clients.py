@@ -15,9 +15,10 @@ from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
 from aiofeed.kernel.core.errors import FeedError
+from aiofeed.kernel.core.formatting import redacted
 from aiofeed.kernel.runtime import threads
 from aiofeed.objects.requests import is_of_obstore
-from aiofeed.objects.urls import ENVIRONMENT, redacted, secrets_of
+from aiofeed.objects.urls import ENVIRONMENT, secrets_of
 
 # A server that sends nothing for so long is asked again. obstore's own limit is 30 s for a whole answer, which a slow
 # line may need for one part of a large object.

@@ -18,9 +18,10 @@ from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from aiofeed.kernel.core.formatting import redacted
 from aiofeed.objects.clients import StoreClient
 from aiofeed.objects.requests import ObjectInfo
-from aiofeed.objects.urls import HUB, redacted
+from aiofeed.objects.urls import HUB
 
 ResultT = TypeVar("ResultT")
 

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiofeed.kernel.core.formatting import redacted
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import Uncopied
-from aiofeed.kernel.sources.file_io import Content, check_beneath, evenly
+from aiofeed.kernel.sources.file_io import Content, evenly
+from aiofeed.kernel.sources.links import check_beneath
 from aiofeed.objects.keys import KeyPacker, PackedKeys
 from aiofeed.objects.listing import list_objects
 from aiofeed.objects.reader import ObjectReader, statistics_of
-from aiofeed.objects.urls import join_url, redacted, split_url, with_query, without_signature
+from aiofeed.objects.urls import join_url, split_url, with_query, without_signature
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

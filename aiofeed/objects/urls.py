@@ -1,15 +1,16 @@
-"""URLs of objects: their roots and keys, and texts without credentials."""
+"""URLs of objects: their roots, keys and secrets."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 from urllib.request import url2pathname
 
+from aiofeed.kernel.core.formatting import redacted
 from aiofeed.kernel.sources.file_io import URL
 
 SCHEMES = ("s3", "gs", "az", "hf", "http", "https", "file")
@@ -18,10 +19,6 @@ HUB = re.compile(
     r"hf://(?:(datasets|models|spaces)/|(?!(?:datasets|models|spaces)/))([^/@]+/[^/@]+)"
     r"(?:@(refs/(?:convert|pr)/[^/]+|[^/@]+))?"
 )
-_HIDDEN = "***"
-# The user name and password of a URL, and the values of its query, also within a longer text.
-_USER_INFO = re.compile(r"(?<=:/)(/?)[^/?#\s]+@")
-_QUERY_VALUE = re.compile(r"(?<=[?&])([\w.~%-]+)=[^&#\s\"'<>,)]+")
 # Names of options and of environment variables whose values are secret.
 _SECRET = re.compile(r"secret|password|token|key|sas|signature|credential|authorization|bearer|headers", re.IGNORECASE)
 # The first letters of the environment variables that stores read.
@@ -91,7 +88,7 @@ def split_url(url: str) -> tuple[str, str]:
         # The keys of these stores are plain text: "%" and "?" are parts of a key.
         host, _, key = url.partition("://")[2].partition("/")
         root = f"{scheme}://{host}"
-        if "@" in host or _QUERY_VALUE.search(host):
+        if "@" in host or redacted(host) != host:
             raise ValueError(f"{redacted(url)!r}: credentials are not a part of such a URL; pass them in options=")
     if not host:
         raise ValueError(f"{redacted(url)!r} names no {'host' if scheme.startswith('http') else 'bucket'}")
@@ -124,13 +121,6 @@ def _local_path(url: str) -> str:
     if parts.netloc not in ("", "localhost"):
         raise ValueError(f"{url!r}: a file:// URL has three slashes and an absolute path, as in file:///data/train")
     return url2pathname(parts.path)
-
-
-def redacted(text: str, secrets: Iterable[str] = ()) -> str:
-    """Return a text without the secrets, and without user names, passwords and query values of the URLs in it."""
-    for secret in secrets:
-        text = text.replace(secret, _HIDDEN)
-    return _QUERY_VALUE.sub(rf"\1={_HIDDEN}", _USER_INFO.sub(rf"\1{_HIDDEN}@", text))
 
 
 def secrets_of(root: str, options: Mapping[str, Any]) -> list[str]:

@@ -12,9 +12,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from aiofeed.kernel.core.errors import StateError
-from aiofeed.kernel.core.random_numbers import mix64
 from aiofeed.kernel.sampling.lister import Lister
-from aiofeed.kernel.sampling.order import ComputedEpoch, Int64, Permutation, drawn_from, epoch_seed, feistel, shuffled
+from aiofeed.kernel.sampling.order import (
+    ComputedEpoch,
+    Int64,
+    Permutation,
+    drawn_from,
+    epoch_seed,
+    feistel,
+    mix64,
+    shuffled,
+)
 from aiofeed.kernel.sampling.schedule import Position, Schedule
 from aiofeed.kernel.sampling.state import json_dict
 

@@ -20,7 +20,8 @@ from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.kernel.core.types import HostTensor
 from aiofeed.kernel.devices.backend import is_complete, is_out_of_memory, poll
 from aiofeed.kernel.devices.cuda import allocating
-from aiofeed.kernel.runtime.buffers import PinnedBufferPool, array
+from aiofeed.kernel.devices.pinned import PinnedBufferPool
+from aiofeed.kernel.runtime.buffers import array
 from aiofeed.kernel.runtime.tensors import INTEGER_OF_SIZE, tensor_row_bytes, view_as_integers
 from aiofeed.resident.batch_ranges import BatchRange
 from aiofeed.resident.host_windows import Window, row_bytes, user_tensor, window_batches

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 from aiofeed.common.blocking import run_blocking
 from aiofeed.common.grouped_source import GroupedSource
+from aiofeed.common.parts import Parts, in_order
 from aiofeed.common.progress_bar import LoadProgress
 from aiofeed.common.unreadable import naming_file
 from aiofeed.kernel.core.statistics import StorageStatistics
@@ -24,7 +25,6 @@ from aiofeed.kernel.core.validation import check_callable, counted
 from aiofeed.kernel.engine.fetch.user_errors import pointer_hint
 from aiofeed.kernel.sources.file_io import Content
 from aiofeed.kernel.sources.files import AT_ONCE_S
-from aiofeed.kernel.sources.parts import Parts, in_order
 from aiofeed.objects.reader import run_all, statistics_of
 from aiofeed.shards import indexing
 from aiofeed.shards.index import ShardIndex, with_labels

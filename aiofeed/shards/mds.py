@@ -16,9 +16,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from aiofeed.common.expanded import check_expanded
 from aiofeed.common.foreign_names import check_foreign_name
 from aiofeed.kernel.core.types import public
-from aiofeed.kernel.core.validation import check_expanded, explain_arguments
+from aiofeed.kernel.core.validation import explain_arguments
 from aiofeed.kernel.sources.file_io import Content
 from aiofeed.shards.arrow import arrow
 from aiofeed.shards.base import FieldShards, RecentParts, reason_of

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from aiofeed.common.expanded import check_expanded
+from aiofeed.common.parts import in_order
 from aiofeed.kernel.core.types import public
-from aiofeed.kernel.core.validation import check_callable, check_expanded, explain_arguments
-from aiofeed.kernel.sources.parts import in_order
+from aiofeed.kernel.core.validation import check_callable, explain_arguments
 from aiofeed.objects.reader import run_all
 from aiofeed.shards.arrow import arrow, is_text
 from aiofeed.shards.base import RecentParts, Shards

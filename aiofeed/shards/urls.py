@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
+from aiofeed.common.expanded import check_expanded
 from aiofeed.common.foreign_names import check_foreign_name
-from aiofeed.kernel.core.validation import check_expanded
+from aiofeed.kernel.core.formatting import redacted
 from aiofeed.kernel.sources.file_io import Content, check_path
 from aiofeed.objects.reader import ObjectReader, read_ranges
 from aiofeed.objects.requests import ObjectInfo
-from aiofeed.objects.urls import is_remote, redacted, split_url
+from aiofeed.objects.urls import is_remote, split_url
 from aiofeed.shards.index import SUFFIX, ShardIndex, ranges_of
 
 Urls: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
+from aiofeed.common.expanded import check_expanded
 from aiofeed.kernel.core.types import public
-from aiofeed.kernel.core.validation import check_expanded, explain_arguments
+from aiofeed.kernel.core.validation import explain_arguments
 from aiofeed.shards.base import FieldShards
 from aiofeed.shards.index import IndexBuilder, ShardIndex
 from aiofeed.shards.indexing import IndexRules, Scan

@@ -23,8 +23,9 @@ from aiofeed.kernel.sampling.epochs import EpochEnds, EpochStart, EpochStream, S
 from aiofeed.kernel.sampling.feed_order import FeedOrder, check_shard, find_shard
 from aiofeed.kernel.sampling.lister import STREAM_SAMPLES
 from aiofeed.kernel.sampling.order import epoch_seed, feistel
+from aiofeed.kernel.sampling.progress import EpochProgress, InOrder
 from aiofeed.kernel.sampling.schedule import Position, Schedule
-from aiofeed.kernel.sampling.state import EpochProgress, InOrder, json_dict, unreadable
+from aiofeed.kernel.sampling.state import json_dict, unreadable
 from aiofeed.plans.length_plans import LengthPlan
 from aiofeed.streams.stream_plans import PLANNERS, SAME_ITEMS, Entries, PackPlanner, PlanPoint
 

@@ -16,17 +16,19 @@ from typing import Any
 import numpy as np
 
 from aiofeed.common.blocking import run_blocking
+from aiofeed.common.expanded import check_expanded
 from aiofeed.common.foreign_names import check_foreign_name
+from aiofeed.common.parts import in_order
 from aiofeed.common.unreadable import naming_file
+from aiofeed.kernel.core.formatting import redacted
 from aiofeed.kernel.core.types import public
-from aiofeed.kernel.core.validation import check_callable, check_expanded, check_positive_int, explain_arguments
+from aiofeed.kernel.core.validation import check_callable, check_positive_int, explain_arguments
 from aiofeed.kernel.sources.file_io import MAX_BYTES, Content, ReadRules, check_path, evenly, open_file, read_file
 from aiofeed.kernel.sources.files import Files, path_of
-from aiofeed.kernel.sources.parts import in_order
 from aiofeed.objects.keys import KeyPacker, PackedKeys
 from aiofeed.objects.reader import ObjectReader, read_ranges, run_all
 from aiofeed.objects.samples import ObjectList, objects_of
-from aiofeed.objects.urls import redacted, scheme_of, split_url
+from aiofeed.objects.urls import scheme_of, split_url
 from aiofeed.shards.arrow import arrow
 from aiofeed.tables.columns import ValueColumn, is_list
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from aiofeed.common.blocking import run_blocking
 from aiofeed.common.mapped import MappedFiles
+from aiofeed.common.parts import Parts
 from aiofeed.kernel.core.types import Gathered
-from aiofeed.kernel.sources.parts import Parts
 from aiofeed.objects.reader import GAP_BYTES, run_all
 from aiofeed.shards.base import RecentParts, Shards
 from aiofeed.shards.parquet import ParquetRows, check_readable, leaves

@@ -19,7 +19,7 @@ from aiofeed.common.mapped import MappedFiles
 from aiofeed.common.unreadable import naming_file
 from aiofeed.kernel.core.errors import CacheError
 from aiofeed.kernel.core.faces import Exclusion
-from aiofeed.kernel.core.formatting import format_bytes
+from aiofeed.kernel.core.formatting import format_bytes, redacted
 from aiofeed.kernel.core.types import Row, Traits, public
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.kernel.runtime.buffers import HostBufferPool, array
@@ -27,7 +27,7 @@ from aiofeed.kernel.runtime.machine import free_memory
 from aiofeed.kernel.sampling.schedule import fingerprint
 from aiofeed.kernel.sources.file_io import Content, check_path
 from aiofeed.kernel.sources.subset import IndexedSource, Indices
-from aiofeed.objects.urls import is_remote, redacted, split_url
+from aiofeed.objects.urls import is_remote, split_url
 from aiofeed.tokens.formats import CHECKED_BYTES, DTYPES, DefaultDtype, TokenLayout, check_vocab, layout_of
 
 if TYPE_CHECKING:

@@ -27,8 +27,9 @@ from aiofeed.ipc.ring import Borrowed, free_dropped_slots
 from aiofeed.kernel.core.errors import FeedError, WorkerDiedError
 from aiofeed.kernel.core.statistics import EpochStats
 from aiofeed.kernel.core.types import BatchPlan
+from aiofeed.kernel.devices.pinned import release_unused
 from aiofeed.kernel.engine.tuning.reads import READS_MOST
-from aiofeed.kernel.runtime.buffers import DropTracker, release_unused
+from aiofeed.kernel.runtime.buffers import DropTracker
 from aiofeed.workers import protocol
 from aiofeed.workers.handle import AssignedBatch, Handle, WorkerHandle
 from aiofeed.workers.spawn import WorkerConfig, write_config

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from aiofeed.kernel.devices.backend import CpuBackend
-from aiofeed.kernel.runtime.buffers import release_unused
+from aiofeed.kernel.devices.pinned import release_unused
 from benchmarks.gpu import memory, runner, setup, trace
 from benchmarks.gpu.runner import Part
 from benchmarks.gpu.setup import Setup

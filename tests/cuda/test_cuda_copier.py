@@ -10,7 +10,7 @@ from aiofeed.ipc.cuda_ipc import CudaSharedDevice
 from aiofeed.kernel.core.types import HostTensor
 from aiofeed.kernel.devices.backend import TorchBackend
 from aiofeed.kernel.devices.copier import Copier
-from aiofeed.kernel.runtime.buffers import release_unused
+from aiofeed.kernel.devices.pinned import release_unused
 from aiofeed.testing import check_copier
 
 

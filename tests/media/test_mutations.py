@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from aiofeed import DecodeAudio, DecodeImage, DecodeJSON, DecodeNumpy, DecodePair, DecodeTensor
-from aiofeed.kernel.core.validation import EXPANDED_BYTES
+from aiofeed.common.expanded import EXPANDED_BYTES
 from tests.kernel.decoders.test_image_fuzz import INPUT_LIMIT_S, MAX_PIXELS, corpus, damaged
 from tests.media.test_audio import PIPES, RATE, WAVE, aiff, au, caf, wav
 from tests.media.test_records import ARRAYS, npy, npz

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from aiofeed import DecodeJSON, DecodeNumpy, DecodeTensor, DiskCache, Feeder, Files
+from aiofeed.common import expanded
 from aiofeed.errors import DecodeError
-from aiofeed.kernel.core import validation
 
 ARRAYS = {
     "float32": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -158,7 +158,7 @@ def zipped(method: int = zipfile.ZIP_DEFLATED, **members: bytes) -> bytes:
 
 def test_members_that_inflate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A .npz file that inflates to more than the limit is refused before it does; a part of it may be decoded."""
-    monkeypatch.setattr(validation, "EXPANDED_BYTES", 16 << 20)
+    monkeypatch.setattr(expanded, "EXPANDED_BYTES", 16 << 20)
     zeros = npy(np.zeros(9 << 20, np.uint8))
     bomb = zipped(x=zeros, y=zeros, z=npy(ARRAYS["float32"]))
     tracemalloc.start()

@@ -1,6 +1,7 @@
 import pytest
 
-from aiofeed.objects.urls import join_url, redacted, scheme_of, secrets_of, split_url, with_query
+from aiofeed.kernel.core.formatting import redacted
+from aiofeed.objects.urls import join_url, scheme_of, secrets_of, split_url, with_query
 
 
 @pytest.mark.parametrize(

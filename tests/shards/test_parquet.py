@@ -17,7 +17,7 @@ import pytest
 
 import aiofeed
 from aiofeed import Feeder, ParquetRows, Table
-from aiofeed.kernel.core import validation
+from aiofeed.common import expanded
 from aiofeed.shards import base
 from aiofeed.shards import parquet as parquet_module
 from aiofeed.shards.arrow import arrow
@@ -186,7 +186,7 @@ def test_rows_that_would_exhaust_memory(tmp_path: Path, monkeypatch: pytest.Monk
     parquet.write_table(arrow.table({"x": np.zeros(1_000_000, np.int64)}), tmp_path / "x.parquet")
     source = ParquetRows(tmp_path / "x.parquet", target="x")
     assert source.target(0) == 0
-    monkeypatch.setattr(validation, "EXPANDED_BYTES", 1 << 20)
+    monkeypatch.setattr(expanded, "EXPANDED_BYTES", 1 << 20)
     found = asyncio.run(source.read_many([0]))[0]
     assert "x.parquet: row group 0 claims 7.6 MiB in memory" in str(found)
 

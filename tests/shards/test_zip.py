@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from aiofeed import ZipShards
-from aiofeed.kernel.core import validation
+from aiofeed.common import expanded
 from tests.support.shard_files import members_of, numbered, write_zip
 
 
@@ -141,7 +141,7 @@ def test_members_that_inflate_too_far(tmp_path: Path, read_all: Any, monkeypatch
         assert f"x.zip: a member is cut, or has another size than the {size} bytes" in str(first)
         assert second == b"1"
         assert size > 100 or peak < 4_000_000
-    monkeypatch.setattr(validation, "EXPANDED_BYTES", 1 << 20)
+    monkeypatch.setattr(expanded, "EXPANDED_BYTES", 1 << 20)
     with pytest.raises(ValueError, match=r"y\.zip: the member 'a.jpg' claims 4\.8 MiB in memory"):
         ZipShards(path.rename(tmp_path / "y.zip"))
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from aiofeed.kernel.runtime.buffers import release_unused
+from aiofeed.kernel.devices.pinned import release_unused
 from tests.soak.configurations import Rig, ViolationError
 from tests.support.simulated_device import SimulatedDevice
 

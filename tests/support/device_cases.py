@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from aiofeed.kernel.devices import backend as backend_module
+from aiofeed.kernel.devices.pinned import release_unused
 from aiofeed.kernel.devices.resolve import resolve_device
-from aiofeed.kernel.runtime.buffers import release_unused
 from tests.support.simulated_device import SimulatedDevice
 
 LATENCIES = ("random", "late", "early")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from aiofeed.kernel.runtime.buffers import pinned_mapping
+from aiofeed.kernel.devices.pinned import pinned_mapping
 from tests.support.simulated_memory import POISON, Allocator, PinnedRange
 from tests.support.simulated_streams import Latency, Queued, SimulatedEvent, SimulatedStream, StreamSchedule
 

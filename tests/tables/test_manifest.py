@@ -18,7 +18,7 @@ import pytest
 
 import aiofeed
 from aiofeed import Manifest
-from aiofeed.kernel.core import validation
+from aiofeed.common import expanded
 from aiofeed.kernel.sources import file_io
 from aiofeed.tables import columns
 from tests.support.number_decoders import scalar
@@ -445,7 +445,7 @@ def test_a_read_that_ends_before_the_manifest_is_an_error(
 @pytest.mark.parametrize("suffix", ["gz", "bz2", "zst"])
 def test_a_manifest_that_would_exhaust_memory(folder: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that inflates to far more than it has is an error before all of it is inflated."""
-    monkeypatch.setattr(validation, "EXPANDED_BYTES", 1 << 20)
+    monkeypatch.setattr(expanded, "EXPANDED_BYTES", 1 << 20)
     text = b"path\n" + b"a\n" * (1 << 21)
     name = {"gz": "gzip", "bz2": "bz2", "zst": "zstd"}[suffix]
     with arrow.CompressedOutputStream(arrow.OSFile(str(folder / f"m.csv.{suffix}"), "wb"), name) as file:

@@ -400,7 +400,7 @@ def test_a_slot_is_not_reused_before_its_copy_to_the_device_has_run(latency: Any
         assert device.pinned_bytes > 0
     del feeder, images, targets
     gc.collect()
-    from aiofeed.kernel.runtime.buffers import release_unused
+    from aiofeed.kernel.devices.pinned import release_unused
 
     device.synchronize()
     until(lambda: (gc.collect(), release_unused(), device.pinned_bytes == 0)[-1])

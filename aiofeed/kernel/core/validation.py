@@ -11,12 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
-from aiofeed.kernel.core.formatting import brief, format_bytes
+from aiofeed.kernel.core.formatting import brief
 
-# What a file may take in memory by claiming or inflating more than it stores: label masks deflate to a thousandth, but
-# larger ones than this are rather an attack or damage.
-EXPANDED_BYTES = 256 << 20
-EXPANDED_TIMES = 100
 # The argument of a function that is passed by this name.
 _GETS = {"decode": "the bytes of a sample without its target", "collate_fn": "the samples", "transform": "the batch"}
 _TARGETS = ("cls", "label", "labels", "target")  # usual names of the target in a sample of several files
@@ -170,22 +166,6 @@ def check_epoch(name: str, value: object) -> int:
     return epoch
 
 
-def check_expanded(name: str, nbytes: int, stored_bytes: int) -> int:
-    """Return ``nbytes``, the size in memory of what ``stored_bytes`` of a file hold or claim.
-
-    Raises:
-        ValueError: It is negative, or more than 256 MiB and than 100 times the stored bytes.
-    """
-    most = max(EXPANDED_BYTES, EXPANDED_TIMES * stored_bytes)
-    if not 0 <= nbytes <= most:
-        size = format_bytes(nbytes) if nbytes >= 0 else f"{nbytes} bytes"
-        raise ValueError(
-            f"{name} claims {size} in memory, from {format_bytes(stored_bytes)} stored; at most {format_bytes(most)} "
-            "are allowed: the file is damaged, or made to exhaust memory"
-        )
-    return nbytes
-
-
 def check_collate_fn(value: Any) -> Any:
     """Return the value of ``collate_fn=``, which is ``None`` or a function, and not a function that makes one."""
     if getattr(value, "makes_collate_fn", False):
@@ -196,8 +176,7 @@ def check_collate_fn(value: Any) -> Any:
 def explain_arguments(
     ways: Ways | Callable[[], Ways] = MappingProxyType({}),
     *,
-    positions: Sequence[str] = (),
-    hint: str = "",
+    hint: str | Callable[[Sequence[Any]], str] = "",
 ) -> Callable[[CallableT], CallableT]:
     """Decorate a class or function so that an argument that it does not have is an error that names the alternative.
 
@@ -205,8 +184,8 @@ def explain_arguments(
         ways: What to do instead of passing an argument, by its name; as a function, it gets the value that was passed.
             For other arguments, the ``TypeError`` names the most similar one of these and of those that exist. Or a
             function that returns them.
-        positions: Names of the positional arguments of a similar class, for arguments that ``target`` takes by name.
-        hint: What to do about more positional arguments.
+        hint: What to do about more positional arguments. As a function, it gets these, and its text takes the place of
+            the names of arguments that are passed by name.
     """
 
     def decorate(target: CallableT) -> CallableT:
@@ -217,16 +196,10 @@ def explain_arguments(
 
         @functools.wraps(function)
         def checked(*args: Any, **arguments: Any) -> Any:
-            if len(args) > positional and not positions:
-                rest = ", ".join(f"{name}=" for name in [*parameters][positional:]) or "none"
-                raise TypeError(f"{target.__name__} takes its further arguments by name: {rest}{hint}")
             if len(args) > positional:
-                # A function in the place of the batch size is a decoder.
-                names = [*["decode"][: callable(args[positional])], *positions[positional - 1 :]]
-                named = zip(names, args[positional:], strict=False)
-                wanted = ", ".join(["...", *[f"{name}={brief(value)}" for name, value in named]])
-                name = target.__name__
-                raise TypeError(f"{name} takes its arguments after the first by name: {name}({wanted}); {hint}")
+                rest = ", ".join(f"{name}=" for name in [*parameters][positional:]) or "none"
+                rest = rest + hint if isinstance(hint, str) else hint(args[positional:]) or rest
+                raise TypeError(f"{target.__name__} takes its further arguments by name: {rest}")
             if unknown := next((name for name in arguments if name not in known), None):
                 value, message = arguments[unknown], f"{target.__name__} has no argument {unknown!r}"
                 others = ways() if callable(ways) else ways

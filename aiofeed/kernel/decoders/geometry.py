@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import exp, log, sqrt
 from typing import NamedTuple, TypeAlias
 
-from aiofeed.kernel.core.random_numbers import SplitMix64
+from aiofeed.kernel.sampling.order import SplitMix64
 
 Box: TypeAlias = tuple[float, float, float, float]
 

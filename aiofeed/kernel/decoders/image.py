@@ -21,11 +21,11 @@ import numpy as np
 import PIL
 
 from aiofeed import _load_addon
-from aiofeed.kernel.core.random_numbers import SplitMix64, seed_from
 from aiofeed.kernel.core.types import Row, public
 from aiofeed.kernel.core.validation import check_bool, check_bytes, check_positive_int, explain_arguments
 from aiofeed.kernel.decoders.geometry import FORMATS, Box, View, center_box, map_box, random_box
 from aiofeed.kernel.decoders.native_jpeg import NativeDecoder, native_decoder, required_native_decoder
+from aiofeed.kernel.sampling.order import SplitMix64, seed_from
 
 # The module `pillow` is imported where it is needed: the native library decodes most files.
 
@@ -145,7 +145,7 @@ class DecodeImage:
         if self.mode not in ("rgb", "keep"):
             raise ValueError(f'mode must be "rgb" or "keep", got {self.mode!r}')
         if self.mode == "keep":
-            self._check_kept()
+            _load_addon("check_kept", 'mode="keep"')(self)
         if self.size is None and self.mode == "rgb":
             raise TypeError('DecodeImage(size=None) keeps the size of each file: pass mode="keep", or a size')
         if self.size is not None:
@@ -210,17 +210,6 @@ class DecodeImage:
         """(height, width) of a sample."""
         assert self.size is not None
         return self.size if isinstance(self.size, tuple) else (self.size, self.size)
-
-    def _check_kept(self) -> None:
-        """Raise ``ValueError`` if another setting excludes ``mode="keep"``."""
-        if self.backend in ("native", "turbo"):
-            raise ValueError(f'mode="keep" decodes with Pillow, so leave out backend={self.backend!r}')
-        if self.cached_size is not None:
-            raise ValueError(f'mode="keep" caches its results, so leave out cached_size={self.cached_size!r}')
-        if self.augment is not None:
-            raise ValueError('augment= changes RGB images: pass a decoder of your own in place of mode="keep"')
-        if self.size is None and self.crop == "random":
-            raise ValueError('size=None keeps the size of each file: pass a size for crop="random"')
 
     def decode_into(self, data: bytes, out: NDArray[np.uint8], seed: int | None = None) -> None:
         """Decode into ``out``, C-contiguous uint8 [H, W, 3]; leaves ``out`` unchanged if decoding fails.

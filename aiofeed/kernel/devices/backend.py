@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 from aiofeed.kernel.core.errors import DeviceCopyError
 from aiofeed.kernel.core.faces import BaseDevice, Event, Stream
 from aiofeed.kernel.devices import cuda
-from aiofeed.kernel.runtime.buffers import pinned_mapping
+from aiofeed.kernel.devices.pinned import pinned_mapping
 
 if TYPE_CHECKING:
     import numpy as np

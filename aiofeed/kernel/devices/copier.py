@@ -25,7 +25,8 @@ from aiofeed.kernel.core.pytree import leaves, map_leaves
 from aiofeed.kernel.core.types import DeferredTensor, HostTensor, Transform
 from aiofeed.kernel.core.validation import check_returned
 from aiofeed.kernel.devices.backend import is_out_of_memory
-from aiofeed.kernel.runtime.buffers import DropTracker, release_unused
+from aiofeed.kernel.devices.pinned import release_unused
+from aiofeed.kernel.runtime.buffers import DropTracker
 from aiofeed.kernel.runtime.tensors import is_tensor, restore_layout
 
 if TYPE_CHECKING:

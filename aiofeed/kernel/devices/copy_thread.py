@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aiofeed.kernel.core.errors import DeviceCopyError, FeedError
 from aiofeed.kernel.core.formatting import format_error
 from aiofeed.kernel.devices.backend import is_complete, poll
-from aiofeed.kernel.runtime.buffers import BufferLease, keep_pinned_memory
+from aiofeed.kernel.devices.pinned import keep_pinned_memory, release_unused
+from aiofeed.kernel.runtime.bounded_thread import BoundedThread
+from aiofeed.kernel.runtime.buffers import BufferLease
 from aiofeed.kernel.runtime.queue import (
     BatchQueue,
     EndOfEpoch,
@@ -35,7 +37,6 @@ from aiofeed.kernel.runtime.queue import (
     Stopped,
     drop_batches,
 )
-from aiofeed.kernel.runtime.threads import BoundedThread
 
 if TYPE_CHECKING:
     from aiofeed.kernel.core.faces import Event
@@ -118,6 +119,17 @@ class CopyThread(BoundedThread):
         self._incoming.put(Stopped())
         if not self._thread.is_alive():
             drop_batches(self._outgoing)
+
+    def join(self, timeout_s: float) -> bool:
+        """As ``BoundedThread.join``; unlocks the host memory that nothing uses any more."""
+        ended = super().join(timeout_s)
+        release_unused()
+        return ended
+
+    async def stopped(self) -> None:
+        """As ``BoundedThread.stopped``; unlocks the host memory that nothing uses any more."""
+        await super().stopped()
+        release_unused()
 
     def _main(self) -> None:
         try:

@@ -46,8 +46,8 @@ from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.tensors import is_plain
 from aiofeed.kernel.sampling.feed_order import FeedOrder
 from aiofeed.kernel.sampling.lister import STREAM_SAMPLES, Lister, Plan
+from aiofeed.kernel.sampling.progress import InOrder, check_in_order
 from aiofeed.kernel.sampling.schedule import Schedule, Shuffle, check_shuffle, window_shards
-from aiofeed.kernel.sampling.state import InOrder, check_in_order
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
 

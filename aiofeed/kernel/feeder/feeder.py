@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from aiofeed import _hint_at, _load_addon
@@ -27,9 +28,7 @@ from aiofeed.kernel.feeder.rules import check
 from aiofeed.kernel.feeder.session import FeederSession, OpenEpoch, Steps
 from aiofeed.kernel.runtime import threads
 from aiofeed.kernel.runtime.threads import JOIN_S
-from aiofeed.kernel.sampling.schedule import uncompared
-from aiofeed.kernel.sampling.state import Checkpoint, SavedState
-from aiofeed.kernel.sampling.trail import Trail
+from aiofeed.kernel.sampling.progress import Checkpoint, Trail
 
 if TYPE_CHECKING:
     from typing import Required, TypeAlias, TypedDict, Unpack, overload
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from aiofeed.kernel.devices.resolve import Device
     from aiofeed.kernel.sampling.lister import Plan
     from aiofeed.kernel.sampling.schedule import Shuffle
+    from aiofeed.kernel.sampling.state import SavedState
     from aiofeed.kernel.sources.dataset import FromDataset, MapDataset
     from aiofeed.kernel.sources.image_folder import ImageFolder
     from aiofeed.media.clips import Clips
@@ -124,13 +124,6 @@ else:
     BatchT = TypeVar("BatchT")
 
 
-_DATALOADER_POSITIONS = (
-    *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
-    *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
-)
-_HINT = "aiofeed.DataLoader takes them by position, as torch's DataLoader does"
-
-
 def _ways() -> Mapping[str, str | Callable[[Any], str]]:
     """Return what to write in place of an argument that ``Feeder`` does not have, if the add-on is installed."""
     try:
@@ -140,7 +133,7 @@ def _ways() -> Mapping[str, str | Callable[[Any], str]]:
 
 
 @public
-@explain_arguments(_ways, positions=_DATALOADER_POSITIONS, hint=_HINT)
+@explain_arguments(_ways, hint=partial(_hint_at, "positions"))
 class Feeder(Generic[BatchT]):
     """Reads, decodes and collates batches ahead and copies them to a device while the training step runs.
 
@@ -512,10 +505,11 @@ class Feeder(Generic[BatchT]):
         Raises:
             StateError: The state does not belong to such a feeder; the message says what differs.
         """
+        from aiofeed.kernel.sampling.state import SavedState
+
         saved = SavedState.from_dict(state_dict)
         mine = self._state()
-        saved.check_compatible(mine)
-        if missing := uncompared(saved.fingerprint, mine.fingerprint):
+        if missing := saved.check_compatible(mine):
             log.warning("the state was loaded, and %s", missing)
         position = self._order.resumed(saved.position, saved.sampler)
         if saved.sampler and saved.order == mine.order:
@@ -525,6 +519,8 @@ class Feeder(Generic[BatchT]):
         self._checkpoint.load(position, trail)
 
     def _state(self) -> SavedState:
+        from aiofeed.kernel.sampling.state import SavedState
+
         position = self._checkpoint.position
         schedule, sampler = self._order.schedule(self._length), self._order.sampler_state(position)
         trail = self._checkpoint.trail

@@ -23,7 +23,6 @@ from aiofeed.kernel.core.statistics import EpochStats
 from aiofeed.kernel.core.types import Transform
 from aiofeed.kernel.core.validation import check_returned
 from aiofeed.kernel.runtime import queue as long_waits
-from aiofeed.kernel.runtime.buffers import release_unused
 from aiofeed.kernel.runtime.event_loop import EventLoopThread
 from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped, release
 
@@ -208,7 +207,6 @@ class Delivery:
         ended = self.producer.join(timeout_s)
         if self._copy_thread is not None:
             ended = self._copy_thread.join(max(0.0, deadline - time.monotonic())) and ended
-        release_unused()
         return ended
 
     async def stopped(self) -> None:
@@ -216,7 +214,6 @@ class Delivery:
         await self.producer.stopped()
         if self._copy_thread is not None:
             await self._copy_thread.stopped()
-        release_unused()
 
 
 _INTERRUPTED = (

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aiofeed import _load_addon as load_addon
 from aiofeed.kernel.core.errors import add_note, as_exception
@@ -21,12 +21,15 @@ from aiofeed.kernel.engine.tuning.gil import GilLimit, gil_message
 from aiofeed.kernel.engine.tuning.tuner import Tuner
 from aiofeed.kernel.feeder.arguments import FeederConfig
 from aiofeed.kernel.feeder.iterator import LoopProducer, Producer
-from aiofeed.kernel.runtime.buffers import HostBufferPool, PinnedBufferPool
+from aiofeed.kernel.runtime.buffers import HostBufferPool
 from aiofeed.kernel.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 from aiofeed.kernel.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
 from aiofeed.kernel.runtime.queue import BatchQueue, FeedFailure, drop_batches
 from aiofeed.kernel.runtime.tensors import as_tensors, unchanged
 from aiofeed.kernel.sampling.epochs import EpochStream
+
+if TYPE_CHECKING:
+    from aiofeed.kernel.devices.pinned import PinnedBufferPool
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
@@ -104,6 +107,8 @@ class StreamingPipeline(LoopProducer):
         if config.backend is None:
             self._memory = HostBufferPool(keep, limits.memory_bytes)
         else:
+            from aiofeed.kernel.devices.pinned import PinnedBufferPool
+
             self._memory = PinnedBufferPool(config.backend.pin, keep * 4)
         self._opened = False
         self._budget = MemoryBudget(limits.memory_bytes, bytes_per_sample(config.decode))

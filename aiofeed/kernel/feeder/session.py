@@ -28,9 +28,8 @@ from aiofeed.kernel.runtime.queue import FeedFailure, ReadyBatch
 from aiofeed.kernel.sampling.epochs import EpochStream
 from aiofeed.kernel.sampling.feed_order import FeedOrder
 from aiofeed.kernel.sampling.order import BatchLists
+from aiofeed.kernel.sampling.progress import Checkpoint, EpochProgress, order_digest
 from aiofeed.kernel.sampling.schedule import Position
-from aiofeed.kernel.sampling.state import Checkpoint, EpochProgress
-from aiofeed.kernel.sampling.trail import order_digest
 from aiofeed.kernel.sources.subset import fingerprint_of
 
 BatchT = TypeVar("BatchT")
@@ -129,7 +128,7 @@ class FeederSession(Generic[BatchT]):
             read_concurrency=limits.read_concurrency if tuner is None else tuner.reading.concurrency,
             decode_threads=limits.decode_threads if tuner is None else tuner.max_running,
             chunk_size=pipeline.chunk_size if pipeline is not None else 0,
-            by_source=self.order.counts(self.checkpoint.position),
+            by_source=self.order.lister.counts(self.checkpoint.position),
             storage=storage,
         )
 
@@ -257,7 +256,7 @@ class FeederSession(Generic[BatchT]):
             self._read_ahead(stream, start)
         # Before the stream is fed, because the engine may see the end of a short epoch at once.
         epoch = stream.new_progress(start, self.config.in_order)
-        epoch.order_digest = order_digest(schedule, self.config.in_order, self.order.identity())
+        epoch.order_digest = order_digest(schedule, self.config.in_order, self.order.lister.identity())
         delivery = self._start(stream)
         config, logged = self.config, log.isEnabledFor(logging.DEBUG)
         delivery.queue.runs = config.in_order is True and config.transform is None and not logged

@@ -10,8 +10,8 @@ from typing import TypeAlias
 from aiofeed.kernel.core.statistics import EpochStats
 from aiofeed.kernel.core.types import BatchPlan
 from aiofeed.kernel.sampling.order import EpochList
+from aiofeed.kernel.sampling.progress import EpochProgress, InOrder
 from aiofeed.kernel.sampling.schedule import Position, Schedule
-from aiofeed.kernel.sampling.state import EpochProgress, InOrder
 
 
 @dataclass(frozen=True, eq=False)

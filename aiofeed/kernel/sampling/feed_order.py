@@ -19,7 +19,6 @@ from aiofeed.kernel.sampling.epochs import EpochStart, EpochStream
 from aiofeed.kernel.sampling.lister import Lister
 from aiofeed.kernel.sampling.order import BatchLists, EpochList
 from aiofeed.kernel.sampling.schedule import Position, Schedule
-from aiofeed.kernel.sampling.state import json_dict
 
 log: logging.Logger = logging.getLogger("aiofeed.sampling")
 
@@ -180,14 +179,6 @@ class FeedOrder:
             batches -= epochs * left
             position = Position(position.epoch + epochs)
 
-    def counts(self, position: Position) -> dict[str, int]:
-        """Return the samples drawn from each source of a mixture before a position, by all ranks; otherwise empty."""
-        return self.lister.counts(position)
-
-    def identity(self) -> str:
-        """Identifies the order of the epoch planned last, besides the schedule."""
-        return self.lister.identity()
-
     def _suggest_keyed(self, schedule: Schedule) -> None:
         if schedule.shuffle is True and schedule.length > LARGE_EPOCH and not self._suggested:
             self._suggested = True
@@ -223,6 +214,8 @@ class FeedOrder:
         Raises:
             StateError: It is in an epoch of a plan, or one of which batches or samples were returned before others.
         """
+        from aiofeed.kernel.sampling.state import json_dict
+
         lister = self.lister.sample_lister
         saved = json_dict(state) if state else {"at": position.consumed}
         if "plan" in saved:

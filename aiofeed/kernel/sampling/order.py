@@ -1,4 +1,8 @@
-"""The seeds of samples, and the permutations that map the positions of an epoch to indices of the source."""
+"""The random numbers and seeds of samples, and the permutations that map positions of an epoch to indices.
+
+All are made by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), a generator with 64 bits of state, except the order of
+``torch.randperm``.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from aiofeed.kernel.core.random_numbers import INCREMENT, MASK64, mix64
-
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
 
 Int64: TypeAlias = "NDArray[np.int64]"
@@ -20,7 +23,48 @@ UInt64: TypeAlias = "NDArray[np.uint64]"
 Permutation: TypeAlias = Callable[[Int64], Int64]
 """Maps positions of an epoch of n samples to indices of the source, each from 0 to n - 1."""
 
+MASK64 = (1 << 64) - 1
+INCREMENT = 0x9E3779B97F4A7C15
 _FEISTEL_ROUNDS = 6
+
+
+def finalize64(value: int) -> int:
+    """SplitMix64's finalizer: every bit of the result depends on every bit of the 64-bit ``value``."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK64
+    return value ^ (value >> 31)
+
+
+def mix64(value: int) -> int:
+    """Return one step of SplitMix64 from the state ``value``."""
+    return finalize64((value + INCREMENT) & MASK64)
+
+
+class SplitMix64:
+    """The random numbers of one sample.
+
+    The numbers for a random crop and a flip take 4 us; ``random.Random(seed)`` takes as long before its first number.
+    """
+
+    __slots__ = ("_state",)
+
+    def __init__(self, seed: int) -> None:
+        # Finalized, because seeds that differ by the increment would give the same stream, shifted.
+        self._state = finalize64(seed & MASK64)
+
+    def random(self) -> float:
+        """Return the next number, uniform in [0, 1), 53 bits."""
+        self._state = state = (self._state + INCREMENT) & MASK64
+        return (finalize64(state) >> 11) * 2.0**-53
+
+
+def seed_from(rng: torch.Generator | None, decoder: object) -> int:
+    """Return the 64-bit seed that a random decoder draws from ``rng``; ``ValueError`` if that is ``None``."""
+    if rng is None:
+        raise ValueError(f"{decoder!r} is random: it needs rng, a torch.Generator")
+    import torch
+
+    return int(torch.randint(2**63 - 1, (), generator=rng, device="cpu"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +107,7 @@ class BatchLists:
 
 @dataclass(frozen=True, eq=False)
 class ComputedEpoch:
-    """The indices of an epoch in order, computed for the positions that are asked for."""
+    """The indices of an epoch in order, computed for the positions that are asked for. An ``EpochOrder``, too."""
 
     length: int
     permutation: Permutation
@@ -75,6 +119,10 @@ class ComputedEpoch:
     def __getitem__(self, positions: Int64) -> Int64:
         """Return the indices at some positions."""
         return self.permutation(positions)
+
+    def index_at(self, position: int) -> int:
+        """Return the index at a position; positions from ``length`` on start again at 0."""
+        return int(self.permutation(np.array([position % self.length], dtype=np.int64))[0])
 
 
 EpochList: TypeAlias = "Int64 | ComputedEpoch | BatchLists"

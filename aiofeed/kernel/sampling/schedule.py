@@ -11,7 +11,6 @@ size, world size or concurrency, so an epoch can be resumed with other values of
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeAlias, TypeGuard
@@ -38,8 +37,6 @@ from aiofeed.kernel.sampling.order import (
 PLAN_BLOCK = 1024
 # Enough to distinguish datasets, few enough to take a millisecond.
 FINGERPRINT_KEYS = 1024
-# A fingerprint with a digest of contents, and of what kind that is.
-_WITH_CONTENTS = re.compile(r"(.*) ([a-z+-]+)=[0-9a-f]{32}", re.DOTALL)
 
 Shuffle: TypeAlias = bool | str
 """``shuffle=`` of ``Feeder``: True, False, or a name that ``is_shuffle`` accepts."""
@@ -213,7 +210,7 @@ class Schedule:
             return
         # Here, in the engine's thread, and not in `iter()`: a list of 100 million indices takes a second.
         permutation, seed = self.permutation(start.epoch, sampled), epoch_seed(self.seed, start.epoch)
-        order = PermutedOrder(self.length, permutation)
+        order = ComputedEpoch(self.length, permutation)
         several = max(PLAN_BLOCK // size, 1)
         for first in range(0, batches, several):
             found = self.positions_from(start, first, several)
@@ -227,7 +224,7 @@ class Schedule:
         """Yield the batches of a list, of which this schedule counts each as one sample."""
         seed = epoch_seed(self.seed, start.epoch)
         samples = len(lists.indices)
-        order = PermutedOrder(samples, lists.indices.__getitem__)
+        order = ComputedEpoch(samples, lists.indices.__getitem__)
         for number, position in enumerate(self.positions(start.consumed, 0, self.batches(start.consumed)).tolist()):
             if number not in start.ahead:
                 repeats, batch = divmod(position, self.length)
@@ -273,18 +270,6 @@ class Schedule:
         return Position(position.epoch + 1)
 
 
-@dataclass(frozen=True, eq=False)
-class PermutedOrder:
-    """The order of one epoch; positions from ``length`` on start again at 0. See ``EpochOrder``."""
-
-    length: int
-    permutation: Permutation
-
-    def index_at(self, position: int) -> int:
-        """Return the index at a position."""
-        return int(self.permutation(np.array([position % self.length], dtype=np.int64))[0])
-
-
 def fingerprint(kind: str, length: int, key: Callable[[int], str]) -> str:
     """Identifies a source by its type, its length and up to 1,024 evenly spaced keys.
 
@@ -302,21 +287,3 @@ def common_folder(paths: Sequence[str]) -> int:
     first, last = (min(paths), max(paths)) if paths else ("", "")
     common = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     return max(first.rfind("/", 0, common), first.rfind("\\", 0, common), 0)
-
-
-def uncompared(saved: str, here: str) -> str | None:
-    """Compare two fingerprints of data.
-
-    Returns:
-        An empty text if they are equal, ``None`` if they are of other data. Otherwise, in words, what could not be
-        compared: fingerprints of older versions have no digest of contents, and those of files and objects differ.
-    """
-    if saved == here:
-        return ""
-    (names, kind), (own_names, own_kind) = (
-        (found[1], found[2]) if (found := _WITH_CONTENTS.fullmatch(each)) else (each, "") for each in (saved, here)
-    )
-    if names != own_names or kind == own_kind:
-        return None
-    known, own = (f"a digest of {each}" if each else "no digest of contents" for each in (kind, own_kind))
-    return f"the contents of the data could not be compared, only the names: there is {known} in it, and {own} here"

@@ -1,29 +1,31 @@
-"""The position of a feeder, and its saved state.
+"""The saved state of a feeder.
 
-How a resumed epoch knows where to go on: ``SavedState`` has a ``Position``, ``Checkpoint.load`` stores it, the next
-``iter()`` starts at ``Checkpoint.next_position``, and ``Schedule`` computes the remaining batches from it. From the
-first batch on, ``EpochProgress`` counts the batches that the user gets; ``Checkpoint.position`` is computed from it.
+How a resumed epoch knows where to go on: ``SavedState`` has a ``Position``, ``Checkpoint.load`` of ``progress.py``
+stores it, the next ``iter()`` starts at ``Checkpoint.next_position``, and ``Schedule`` computes the remaining batches
+from it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sized
-from dataclasses import asdict, dataclass, field, replace
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from aiofeed.kernel.core.errors import StateError
 from aiofeed.kernel.core.validation import check_bool, check_epoch, check_int_from, check_positive_int, check_seed
-from aiofeed.kernel.sampling.schedule import Position, Returned, Schedule, check_shuffle, uncompared
-from aiofeed.kernel.sampling.trail import Trail, digest
+from aiofeed.kernel.sampling.progress import InOrder, Trail, check_in_order, digest
+from aiofeed.kernel.sampling.schedule import Position, Schedule, check_shuffle
 
 T = TypeVar("T")
 
-InOrder: TypeAlias = bool | Literal["samples"]
-
 VERSION = 1
+
+# A fingerprint with a digest of contents, and of what kind that is.
+_WITH_CONTENTS = re.compile(r"(.*) ([a-z+-]+)=[0-9a-f]{32}", re.DOTALL)
 
 # Stands for the samples seen before a state that has no receipt.
 UNKNOWN = "unknown"
@@ -113,8 +115,6 @@ class SavedState:
             raise StateError(f"the state has version {state['version']!r}; this aiofeed reads version {VERSION}")
 
         def field_of(name: str, check: Callable[[str, object], T]) -> T:
-            if name not in state:
-                raise KeyError(name)
             return check(name, state[name])
 
         natural = partial(check_int_from, 0)
@@ -151,8 +151,11 @@ class SavedState:
         except (TypeError, ValueError, KeyError) as error:
             raise unreadable("the state", error) from error
 
-    def check_compatible(self, mine: SavedState) -> None:
+    def check_compatible(self, mine: SavedState) -> str | None:
         """Raise if a feeder with the state ``mine`` cannot resume from this state.
+
+        Returns:
+            In words, what of the data could not be compared, if anything.
 
         Raises:
             StateError: It cannot; the message lists all differences.
@@ -166,7 +169,8 @@ class SavedState:
         fixed = ("seed", "shuffle", "drop_last", "pad", *([] if changed else ["length"]))
         values = [(name, getattr(self.schedule, name), getattr(mine.schedule, name)) for name in fixed]
         differences += [f"{name}: {saved!r} in the state, {own!r} here" for name, saved, own in values if saved != own]
-        if uncompared(self.fingerprint, mine.fingerprint) is None and not changed:
+        missing = uncompared(self.fingerprint, mine.fingerprint)
+        if missing is None and not changed:
             differences.append(
                 f"fingerprint of the source: {self.fingerprint!r} in the state, {mine.fingerprint!r} here (another "
                 f"type of source, other data, or other names of samples)"
@@ -178,6 +182,7 @@ class SavedState:
             mine.schedule.check(self.position)
         if self.moved:
             raise StateError("the state is damaged: its trail is not that of its epoch, position and handed_out")
+        return missing
 
     @property
     def order(self) -> str:
@@ -245,13 +250,6 @@ def state_hint(given: object, key: str) -> str:
     return f"; did you mean state{' or state'.join(places[:4])}?" if places else ""
 
 
-def check_in_order(name: str, value: Any) -> InOrder:
-    """``value`` if it is True, False or "samples"."""
-    if isinstance(value, bool) or (isinstance(value, str) and value == "samples"):
-        return value  # type: ignore[return-value]
-    raise TypeError(f'{name} must be True, False or "samples", got {value!r}')
-
-
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, got {value!r}")
@@ -303,186 +301,19 @@ def _batch_numbers(name: str, value: object) -> frozenset[int]:
     return frozenset(check_int_from(0, f"{name}[{at}]", number) for at, number in enumerate(value))
 
 
-class EpochProgress:
-    """The batches that one iterator has returned. Computes the position only when asked for it.
+def uncompared(saved: str, here: str) -> str | None:
+    """Compare two fingerprints of data.
 
-    Args:
-        schedule: The order of samples.
-        start: Where the iterator began.
-        in_order: The order in which batches are returned, see ``Feeder``.
-
-    Attributes:
-        ended: Whether the consumer has seen the end of the epoch, after the last batch.
-        order_digest: The digest of the order.
-        before: What was seen before.
+    Returns:
+        An empty text if they are equal, ``None`` if they are of other data. Otherwise, in words, what could not be
+        compared: fingerprints of older versions have no digest of contents, and those of files and objects differ.
     """
-
-    def __init__(self, schedule: Schedule, start: Position, in_order: InOrder) -> None:
-        self.start = start
-        self.order_digest: str = ""
-        self.before: Trail = Trail()
-        self._schedule = schedule
-        self._last = -1
-        # Batches that `_last` and `_left` count as returned, and that still wait here.
-        self._following: Sized = ()
-        self._batches = self._left = schedule.batches_left(start)
-        # The batches that `_left` counts and that do not exist, because the epoch is shorter than the schedule.
-        self._surplus = 0
-        self.ended = False
-        # A dict and not a set, because set.add is a call, and a signal handler may run after a call.
-        self._numbers: dict[int, None] | None = None if in_order else {}
-        # ``None`` if the batches returned are those that were planned.
-        self._returned_samples: Returned | None = None
-
-    @property
-    def started(self) -> bool:
-        """Whether a batch was returned."""
-        return self._last >= 0
-
-    def record(self, number: int, samples: Returned | None = None, following: Sized = (), followers: int = 0) -> None:
-        """Count a batch. Makes no call, so that Ctrl-C arrives before or after it and never in the middle.
-
-        Args:
-            number: The number of the batch.
-            samples: With ``in_order="samples"`` the samples that are now returned.
-            following: The batches after it that are counted when they are deleted from this list, if in order.
-            followers: Their number at first.
-        """
-        self._last = number + followers
-        self._left -= 1 + followers
-        self._following = following
-        self._returned_samples = samples
-        if self._numbers is not None:
-            self._numbers[number] = None
-
-    def shorten(self, length: int) -> None:
-        """Set the length of an epoch, once it is known; call it before the last batch is returned.
-
-        The engine's thread may call it: it changes nothing that ``record`` changes.
-        """
-        schedule = replace(self._schedule, length=length)
-        self._surplus = self._schedule.batches(self.start.consumed) - schedule.batches(self.start.consumed)
-        self._schedule = schedule
-
-    @property
-    def returned(self) -> int:
-        """The number of batches that were returned."""
-        return self._batches - self._left - len(self._following)
-
-    @property
-    def one_left(self) -> bool:
-        """Whether all batches but one were returned."""
-        return self._left + len(self._following) - self._surplus == 1
-
-    @property
-    def complete(self) -> bool:
-        """Whether all batches were returned."""
-        return self._left + len(self._following) == self._surplus
-
-    @property
-    def looked_at(self) -> bool:
-        """Whether no more than one batch of several was returned."""
-        return self.returned <= 1 and not self.complete
-
-    def position(self) -> Position:
-        """Return the position after the batches that were returned."""
-        if not self.started:
-            return Position(self.start.epoch + 1) if self.ended else self.start
-        if self._returned_samples is not None:
-            schedule: Any = self._schedule  # a ``SampleSchedule``
-            found: Position = schedule.position_at(self.start, self._returned_samples)
-            return found
-        numbers = None if self._numbers is None else self._numbers.keys()
-        return self._schedule.position_after(self.start, self._last - len(self._following), numbers)
-
-    def trail(self) -> Trail:
-        """Return what was seen up to the batches that were returned."""
-        end = self.position()
-        if end.epoch != self.start.epoch and self.started:
-            schedule, consumed = self._schedule, self.start.consumed
-            end = Position(self.start.epoch, schedule.consumed_after(consumed, schedule.batches(consumed)))
-        return self.before.extended(self.order_digest, self.start, end if self.started else self.start)
-
-
-@dataclass(eq=False)
-class Checkpoint:
-    """The position that ``state_dict`` saves, and the position where the next ``iter()`` starts.
-
-    Args:
-        start: The position while ``progress`` is ``None``.
-        progress: The progress of the last iterator that has returned a batch, or has ended without one.
-        loaded: A loaded position, until its iterator has returned a batch or ``set_epoch`` discards it.
-        next_epoch: The epoch that the next ``iter()`` starts if no position is loaded.
-        current_epoch: The epoch that is being iterated, or was iterated last.
-        chosen: Whether the next epoch was chosen, by ``load`` or ``set_epoch``, after the last ``iter()``.
-        before: What was seen while ``progress`` is ``None``.
-    """
-
-    start: Position = field(default_factory=Position)
-    progress: EpochProgress | None = None
-    loaded: Position | None = None
-    next_epoch: int = 0
-    current_epoch: int = 0
-    chosen: bool = False
-    before: Trail = field(default_factory=Trail)
-
-    @property
-    def trail(self) -> Trail:
-        """Return the trail up to ``position``."""
-        return (self.before if self.progress is None else self.progress.trail()).at(self.position)
-
-    @property
-    def position(self) -> Position:
-        """The position that ``state_dict`` saves."""
-        return self.start if self.progress is None else self.progress.position()
-
-    def _reset(self, position: Position) -> None:
-        self.before = self.before if self.progress is None else self.progress.trail()
-        self.start, self.progress = position, None
-
-    def next_position(self) -> Position:
-        """Return where the next ``iter()`` starts."""
-        return self.loaded if self.loaded is not None else Position(self.next_epoch)
-
-    def load(self, position: Position, trail: Trail | None = None) -> None:
-        """Let the next ``iter()`` start at ``position``, by default of the same run."""
-        self.loaded = position
-        self.chosen = True
-        self._reset(position)
-        self.before = self.before if trail is None else trail
-        self.next_epoch = self.current_epoch = position.epoch
-
-    def set_epoch(self, epoch: int, live: bool) -> None:
-        """Let the next ``iter()`` start ``epoch``. A loaded position in the same epoch stays, another is discarded."""
-        if self.loaded is not None and self.loaded.epoch == epoch:
-            return
-        discarded, self.loaded = self.loaded is not None, None
-        self.next_epoch = epoch
-        if live:
-            self.chosen = epoch != self.current_epoch
-        else:
-            self.current_epoch, self.chosen = epoch, True
-            if discarded or self.position.at_start:
-                self._reset(Position(epoch))
-
-    def on_iter(self, epoch: int) -> None:
-        """Note that an iterator of ``epoch`` was created."""
-        self.current_epoch = epoch
-        self.chosen = False
-
-    def on_first_batch(self, progress: EpochProgress) -> None:
-        """Let ``progress`` give the position: its iterator returns its first batch, or ends without one.
-
-        A position loaded, or an epoch chosen, after the iterator was created stays for the next iterator.
-        """
-        if not self.chosen:
-            self.loaded = None
-            self.next_epoch = progress.start.epoch + 1
-        if self.loaded is None:
-            progress.before = self.before if self.progress is None else self.progress.trail()
-            self.progress = progress
-
-    def on_failure(self, progress: EpochProgress) -> None:
-        """Note that an iterator ends with an error; if it failed before its first batch, the position is its start."""
-        if not progress.started and not self.chosen:
-            self._reset(progress.start)
+    if saved == here:
+        return ""
+    (names, kind), (own_names, own_kind) = (
+        (found[1], found[2]) if (found := _WITH_CONTENTS.fullmatch(each)) else (each, "") for each in (saved, here)
+    )
+    if names != own_names or kind == own_kind:
+        return None
+    known, own = (f"a digest of {each}" if each else "no digest of contents" for each in (kind, own_kind))
+    return f"the contents of the data could not be compared, only the names: there is {known} in it, and {own} here"

@@ -23,13 +23,11 @@ from aiofeed.kernel.sources.file_io import (
     Content,
     GroupReader,
     ReadRules,
-    beneath,
     evenly,
     group_reader,
     local_path,
     read_file,
     read_group,
-    refuse_links,
 )
 from aiofeed.kernel.sources.subset import IndexedSource
 
@@ -133,6 +131,8 @@ class Files(IndexedSource):
             raise ValueError("options= are for the store of URLs, and these paths are files: leave it out")
         found = [path_of(path, position) for position, path in enumerate(paths)]
         if self.root is not None:
+            from aiofeed.kernel.sources.links import beneath, refuse_links
+
             found = [beneath(self.root, path) for path in found]
             if not follow_symlinks:
                 known: dict[str, bool] = {}

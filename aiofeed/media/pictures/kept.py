@@ -15,11 +15,25 @@ from aiofeed.kernel.decoders.pillow import BITS_PER_SAMPLE, SAMPLE_FORMAT, load_
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from aiofeed.kernel.decoders.image import DecodeImage
+
 # TIFF 6.0, sections 8 and 19.
 _SAMPLES_PER_PIXEL = 277
 _KINDS = {1: "u", 2: "i", 3: "f"}
 # Formats whose samples have 8 bits. Pillow scales the deeper ones of AVIF and JPEG 2000.
 _EIGHT_BITS = ("JPEG", "WEBP", "GIF", "BMP")
+
+
+def check_kept(decoder: DecodeImage) -> None:
+    """Raise ``ValueError`` if another setting excludes ``mode="keep"``."""
+    if decoder.backend in ("native", "turbo"):
+        raise ValueError(f'mode="keep" decodes with Pillow, so leave out backend={decoder.backend!r}')
+    if decoder.cached_size is not None:
+        raise ValueError(f'mode="keep" caches its results, so leave out cached_size={decoder.cached_size!r}')
+    if decoder.augment is not None:
+        raise ValueError('augment= changes RGB images: pass a decoder of your own in place of mode="keep"')
+    if decoder.size is None and decoder.crop == "random":
+        raise ValueError('size=None keeps the size of each file: pass a size for crop="random"')
 
 
 def decode_kept(

@@ -10,8 +10,7 @@ from typing import Any
 from aiofeed.kernel.core.errors import StateError
 from aiofeed.kernel.feeder.arguments import as_source
 from aiofeed.kernel.sampling.feed_order import FeedOrder
-from aiofeed.kernel.sampling.schedule import uncompared
-from aiofeed.kernel.sampling.state import ORDERS, SavedState, states_in
+from aiofeed.kernel.sampling.state import ORDERS, SavedState, states_in, uncompared
 from aiofeed.kernel.sources.subset import fingerprint_of
 from aiofeed.mixtures.mixture_order import MixtureOrder
 from aiofeed.reports.commands.data_set import open_data_set

@@ -191,7 +191,7 @@ def measure_copies(report: AcceleratorReport, backend: BaseDevice, nbytes: int) 
     """Return the report of a device with the rates of pinned and pageable copies of ``nbytes`` each."""
     import numpy as np
 
-    from aiofeed.kernel.runtime.buffers import release_unused
+    from aiofeed.kernel.devices.pinned import release_unused
 
     pageable = _attempt(lambda: copy_rate(backend, np.ones(nbytes, np.uint8), MEASURE_S))
     pinned = pin_error = None

@@ -9,14 +9,8 @@ from unittest.mock import MagicMock, Mock
 import numpy as np
 import pytest
 
-from aiofeed.kernel.core.validation import (
-    check_bool,
-    check_callable,
-    check_expanded,
-    check_int,
-    check_positive_int,
-    check_seed,
-)
+from aiofeed.common.expanded import check_expanded
+from aiofeed.kernel.core.validation import check_bool, check_callable, check_int, check_positive_int, check_seed
 
 
 async def asynchronous() -> None:

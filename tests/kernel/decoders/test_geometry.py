@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from aiofeed.kernel.core.random_numbers import SplitMix64
 from aiofeed.kernel.decoders.geometry import center_box, draft_size, jpeg_factor, random_box, scaled_box
+from aiofeed.kernel.sampling.order import SplitMix64
 
 SIDES = st.integers(1, 65_535)
 

@@ -12,7 +12,7 @@ from aiofeed.ipc import cuda_ipc
 from aiofeed.kernel.devices import backend as backend_module
 from aiofeed.kernel.devices import cuda
 from aiofeed.kernel.devices.backend import TorchBackend
-from aiofeed.kernel.runtime.buffers import release_unused
+from aiofeed.kernel.devices.pinned import release_unused
 
 
 class Devices:

@@ -17,16 +17,9 @@ import torch
 
 from aiofeed.kernel.core.types import HostTensor
 from aiofeed.kernel.devices.copier import Copier
+from aiofeed.kernel.devices.pinned import PinnedBufferPool, keep_pinned_memory, pinned_mapping, release_unused
 from aiofeed.kernel.runtime import buffers
-from aiofeed.kernel.runtime.buffers import (
-    SMALL_BYTES,
-    HostBufferPool,
-    PinnedBufferPool,
-    array,
-    keep_pinned_memory,
-    pinned_mapping,
-    release_unused,
-)
+from aiofeed.kernel.runtime.buffers import SMALL_BYTES, HostBufferPool, array
 from tests.support.simulated_device import SimulatedDevice
 
 LARGE = 4 * SMALL_BYTES
@@ -83,13 +76,13 @@ def test_small_memory_does_not_keep_a_block() -> None:
 def test_free_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the blocks that come back, `keep` are reused and the others go back to the system."""
     mapped: list[int] = []
-    real = buffers._anonymous
+    real = buffers.anonymous
 
     def anonymous(size: int) -> mmap.mmap:
         mapped.append(size)
         return real(size)
 
-    monkeypatch.setattr(buffers, "_anonymous", anonymous)
+    monkeypatch.setattr(buffers, "anonymous", anonymous)
     memory = HostBufferPool(keep=2)
     for most in (5, 5 + 3):
         blocks = [memory.take(LARGE) for _ in range(5)]

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from aiofeed import Feeder
-from aiofeed.kernel.core.random_numbers import SplitMix64
 from aiofeed.kernel.engine.fetch import generators
+from aiofeed.kernel.sampling.order import SplitMix64
 
 
 class Drawn(Dataset[list[float]]):

@@ -15,7 +15,7 @@ import torch
 
 from aiofeed import Feeder, Limits, prefetch
 from aiofeed.errors import IteratorClosedError
-from aiofeed.kernel.runtime.buffers import PinnedBufferPool, release_unused
+from aiofeed.kernel.devices.pinned import PinnedBufferPool, release_unused
 from aiofeed.kernel.runtime.cancellation import clear_cancellation, is_cancelled, task_scope
 from tests.support.simulated_device import SimulatedDevice
 

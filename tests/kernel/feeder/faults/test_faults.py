@@ -25,8 +25,9 @@ import torch
 import aiofeed
 from aiofeed import FailurePolicy, Feeder, FeedError, Files, Limits, prefetch
 from aiofeed.errors import DecodeError, DeviceCopyError, ReadError, WorkerDiedError
+from aiofeed.kernel.devices.pinned import release_unused
 from aiofeed.kernel.engine.engine import Engine
-from aiofeed.kernel.runtime.buffers import SMALL_BYTES, HostBufferPool, release_unused
+from aiofeed.kernel.runtime.buffers import SMALL_BYTES, HostBufferPool
 from aiofeed.kernel.runtime.thread_pool import ThreadPool
 from tests.soak.faulty import threads_refused
 from tests.support.fork_server import ForkServer
@@ -652,7 +653,7 @@ def test_memory_is_not_freed_after_the_device_has_failed(
     latency: Any, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After an illegal memory access torch would end the process when it frees memory, before the error is shown."""
-    monkeypatch.setattr("aiofeed.kernel.runtime.buffers._kept", None)
+    monkeypatch.setattr("aiofeed.kernel.devices.pinned._kept", None)
     monkeypatch.setattr("aiofeed.kernel.devices.copy_thread._kept", [])
     simulated = SimulatedDevice(latency=latency)
     feeder: Feeder[torch.Tensor] = Feeder(Numbers(400), decode=wide, batch_size=4, device=simulated)
