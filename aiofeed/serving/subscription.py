@@ -262,8 +262,11 @@ class Subscription:
             self._send(messages.Read(serial))
         feed.unconfirmed.clear()
 
-    def taken(self, feed: EpochFeed) -> None:
-        """Make room for one more batch of a feed: one has left the host's queue."""
+    def _count_taken(self, feed: EpochFeed, item: ReadyBatch) -> None:
+        """Make room for one more batch of a feed, once per item."""
+        if item.taken:
+            return
+        item.taken = True
         feed.room += 1
         if feed is self._feed:
             self._pump()
@@ -476,7 +479,7 @@ class Subscription:
 
     def _put(self, feed: EpochFeed, message: BatchAvailable, batch: Any, lease: BufferLease | None) -> None:
         item = ReadyBatch(message.number, _rows(message.batch), batch, lease, counters=feed.counters)
-        item.release = lambda _: self.taken(feed)
+        item.on_taken = partial(feed.loop_thread.call, self._count_taken, feed)
         feed.queue.put(item)
 
 

@@ -79,11 +79,10 @@ class RemoteAssembly(Assembly):
         """
         return self._pool.busy
 
-    def returned(self, item: ReadyBatch) -> None:
-        """Release the batches that were taken before, and let more be in flight if the workers need them."""
-        super().returned(item)
+    def taken(self, item: ReadyBatch) -> None:
+        """Free slots, and let more batches be in flight if the workers need them."""
         free_dropped_slots(self._pool.borrowed)
-        if more := self._pool.returned(item.counters):
+        if more := self._pool.taken(item.counters):
             self._admission.decode_at_once(self._buffer.prefetch_batches + more)
 
     async def begin(self, batch: Batch) -> None:
@@ -135,7 +134,7 @@ class RemoteAssembly(Assembly):
         if borrowed is not None:
             # Last, because ReleaseSlot wakes the worker, which may take this core from the consumer's thread.
             borrowed.track()
-        self.release_returned()
+        self._engine.release_taken()
 
     async def _receive(
         self, batch: Batch, worker: Handle, assigned: AssignedBatch, reply: BatchFinished

@@ -143,6 +143,7 @@ class Worker:
             policy=config.policy,
             length=config.length,
             counts_failures=False,
+            call=lambda function: function(),
         )
 
     async def request_index(self, serial: int, position: int) -> int:

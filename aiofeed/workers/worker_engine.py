@@ -23,7 +23,7 @@ from aiofeed.kernel.engine.engine import Engine
 from aiofeed.kernel.engine.fetch.collate import BatchBuilder
 from aiofeed.kernel.engine.fetchers import NewBuilder
 from aiofeed.kernel.runtime.buffers import BufferLease
-from aiofeed.kernel.runtime.queue import BatchQueue, FeedFailure, QueueItem, ReadyBatch, release
+from aiofeed.kernel.runtime.queue import BatchQueue, FeedFailure, QueueItem, ReadyBatch
 from aiofeed.workers import protocol
 
 Send = Callable[[protocol.FromWorker, Slot | None], None]
@@ -59,7 +59,8 @@ class Outbox(BatchQueue[QueueItem]):
             return
         assert isinstance(item, ReadyBatch)
         assert isinstance(item.plan, WorkerPlan)
-        release(item)
+        assert item.on_taken is not None
+        item.on_taken(item)
         stats = [getattr(item.counters, name) for name in protocol.BATCH_STATS]
         failures = [describe(error) for error in item.failures]
         message = protocol.BatchFinished(item.plan.serial, stats, item.reserved, failures)

@@ -46,7 +46,7 @@ class Batch:
         returned_samples: see ``ReadyBatch``.
         under_way: chunks that are being read or decoded, by their first position: what is done, since when on the clock
             of ``perf_counter``, where the chunk ends, and the samples that are decoded.
-        followers: the batches that the same job makes after this one. The engine plans, reserves memory for, delivers
+        grouped: the batches that the same job makes after this one. The engine plans, reserves memory for, delivers
             and releases all of them as one.
     """
 
@@ -70,7 +70,7 @@ class Batch:
     is_finished: bool = False
     returned_samples: tuple[int, int] | None = None
     under_way: dict[int, tuple[str, float, int, Sequence[Any]]] = field(default_factory=dict)
-    followers: list[Batch] = field(default_factory=list)
+    grouped: list[Batch] = field(default_factory=list)
 
     def count_read(self, read: ReadResult) -> None:
         """Add a read to the statistics; on the loop."""

@@ -116,10 +116,10 @@ class ChunkAssembly(Assembly):
 
     async def begin(self, batch: Batch) -> None:
         """Start to read the chunks of a batch; wait until all of them may be read."""
-        if batch.followers:
+        if batch.grouped:
             batch.unread = 0  # the job requests the samples
         self.permit()
-        if batch.followers:
+        if batch.grouped:
             self._engine.group.create_task(self._make_together(batch))
             return
         admission, samples = self._admission, len(batch.plan.indices)
@@ -208,14 +208,14 @@ class ChunkAssembly(Assembly):
             raise cancellation_error(batch) from None
 
     async def _make_together(self, first: Batch) -> None:
-        """Make a batch and its followers in one job; in another one those behind a batch with an error."""
+        """Make a batch and those grouped with it in one job; in another one those behind a batch with an error."""
         rest: Batch | None = first
         try:
             if not first.decode_permit.is_set():
                 await first.decode_permit.wait()
             while rest is not None and not self._admission.closed:
                 made: list[ChunkOutcome] = []
-                batches = [rest, *rest.followers]
+                batches = [rest, *rest.grouped]
                 job = asyncio.wrap_future(self._executor.submit(self._decode_stage.decode_together, batches, made))
                 while rest is not None and (made or not job.done()):
                     await asyncio.wait([job], timeout=MADE_S)
@@ -225,15 +225,15 @@ class ChunkAssembly(Assembly):
             raise cancellation_error(first) from None
 
     async def _deliver_made(self, first: Batch, made: list[ChunkOutcome]) -> Batch | None:
-        """Deliver as many of a batch and its followers as are made; returns the first of the others, if any."""
+        """Deliver as many of a group of batches as are made; returns the first of the others, if any."""
         outcomes = made[:]
         del made[: len(outcomes)]
-        batches = [first, *first.followers][: len(outcomes)]
+        batches = [first, *first.grouped][: len(outcomes)]
         if not batches:
             return first
         for batch, outcome in zip(batches, outcomes, strict=True):
             self._observe(batch, outcome)
-        rest = self._engine.split(first, len(batches)) if len(batches) <= len(first.followers) else None
+        rest = self._engine.split(first, len(batches)) if len(batches) <= len(first.grouped) else None
         if batches[-1].errors and not self._admission.closed:
             await self._decode_stage.recover(batches[-1])
         self.finished(first)
@@ -248,7 +248,7 @@ class ChunkAssembly(Assembly):
 
     def _observe(self, batch: Batch, outcome: ChunkOutcome) -> None:
         """Add a decode job to the statistics, and pass its timing to the tuner."""
-        self.release_returned()
+        self._engine.release_taken()
         batch.count(outcome)
         if self._may_group and outcome.collate_s:
             self._choose_group(batch, outcome)

@@ -10,8 +10,8 @@ A batch passes through these steps, all on the engine's event loop except decodi
 3. The assembly passes the batch, or one with an error, to ``finished``.
 4. ``_deliver`` puts finished batches into the queue, in order unless ``in_order=False``. A batch with an error becomes
    a ``FeedFailure``, after which nothing is delivered.
-5. ``returned`` ends the batch's memory reservation when the consumer or the copy thread has taken it, and permits
-   the next one.
+5. ``taken`` is called when the consumer or the copy thread takes a batch from the queue; ``release_taken`` ends its
+   memory reservation, on the loop, and permits the next one.
 
 The end of an epoch is an entry between batches, and becomes an ``EndOfEpoch`` after the epoch's last batch. The next
 epoch's batches are planned meanwhile. ``run`` returns when all plans are delivered, after a failure, or when its task
@@ -44,7 +44,7 @@ from aiofeed.kernel.engine.tuning.gil import GilLimit
 from aiofeed.kernel.engine.tuning.jobs import batches_at_once
 from aiofeed.kernel.engine.tuning.tuner import Tuner
 from aiofeed.kernel.runtime.cancellation import is_cancelled, task_scope
-from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, release
+from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch
 from aiofeed.kernel.runtime.thread_pool import ThreadPool
 from aiofeed.kernel.sampling.epochs import EpochEnds, EpochStart, Step
 
@@ -88,7 +88,6 @@ class Assembly:
         self._fetcher = fetcher
         self._executor = executor
         self._tuner = tuner
-        self._returned: deque[ReadyBatch] = deque()
         self._concurrency = Concurrency(engine.admission, fetcher, executor, tuner, on_gil_limit)
 
     def reading_ahead(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
@@ -105,7 +104,7 @@ class Assembly:
             self._concurrency.observe_job(tuner, job, saturated=not self._buffer.waiting)
             return result
         finally:
-            self.release_returned()
+            self._engine.release_taken()
 
     def begin_epoch(self, start: EpochStart) -> None:
         """The batches that begin from now on belong to another epoch."""
@@ -145,36 +144,11 @@ class Assembly:
         """Whether the end of a job, or a message, will wake the loop soon. For any thread."""
         raise NotImplementedError
 
-    def on_returned(self, item: ReadyBatch) -> bool:
-        """Return whether the loop need not be woken for a batch that was taken, in the consumer's thread.
-
-        A woken loop takes the GIL from the step that has just begun. So while there is other work, the batch waits for
-        what wakes the loop anyway, and ``release_returned`` releases it then.
-        """
-        # A woken loop would take the GIL from the step that has just begun.
-        if not self.busy:
-            return False
-        self._returned.append(item)
-        # The loop may have done the last of the work in between; then it has to be woken.
-        return self.busy
-
-    def release_returned(self) -> None:
-        """Release, in a callback of the loop, the batches that were returned and for which the loop was not woken."""
-        if self._returned:
-            # An error in it is none of the batch whose task is running.
-            asyncio.get_running_loop().call_soon(self._release_returned)
-
-    def _release_returned(self) -> None:
-        for item in [self._returned.popleft() for _ in range(len(self._returned))]:  # `returned` calls this again
-            release(item)
-
-    def returned(self, item: ReadyBatch) -> None:
-        """A batch has left the queue: release those before it, too."""
-        self._release_returned()
+    def taken(self, item: ReadyBatch) -> None:
+        """A batch was taken from the queue; on the loop."""
 
     def stop(self) -> None:
         """End running jobs and drop unfinished work: the engine has ended, and the feeder may keep it."""
-        self._returned.clear()
 
 
 class Engine:
@@ -192,6 +166,7 @@ class Engine:
         length: of the source, for a relative ``max_failures``.
         counts_failures: whether failures are counted and the first error ends the engine; otherwise errors are
             delivered as those of a ``ReadyBatch``.
+        call: calls a function on the loop, from any thread.
 
     Attributes:
         group: the tasks of the assembly; they end with the engine.
@@ -212,9 +187,13 @@ class Engine:
         policy: FailurePolicy | None = None,
         length: int = 0,
         counts_failures: bool = True,
+        call: Callable[[Callable[[], object]], object],
     ) -> None:
         self._steps = steps
         self._queue = queue
+        self._call = call
+        # Batches that were taken from the queue, until the loop releases them.
+        self._taken: deque[ReadyBatch] = deque()
         self.budget = budget
         self.buffer: ReorderBuffer = ReorderBuffer(in_order=in_order, prefetch_batches=limits.prefetch_batches)
         self.admission: Admission = Admission(limits, batch_size=batch_size, budget=budget, buffer=self.buffer)
@@ -242,6 +221,7 @@ class Engine:
             self._deliver_failure(error)
         finally:
             self.assembly.stop()
+            self._taken.clear()
             self.buffer.entries.clear()  # the feeder may keep this engine; free the buffers of unfinished batches
 
     async def _run(self, steps: Iterable[Step] | AsyncIterable[Step]) -> None:
@@ -283,8 +263,8 @@ class Engine:
                         return
                     asked = time.perf_counter()
         else:
-            for step, followers in self._grouped(steps):
-                await self._plan_step(step, followers)
+            for step, grouped in self._grouped(steps):
+                await self._plan_step(step, grouped)
                 if self.admission.closed:
                     return
 
@@ -300,7 +280,7 @@ class Engine:
             if not isinstance(step, BatchPlan):
                 yield step, []
 
-    async def _plan_step(self, step: Step, followers: Sequence[BatchPlan] = ()) -> None:
+    async def _plan_step(self, step: Step, grouped: Sequence[BatchPlan] = ()) -> None:
         if isinstance(step, EpochStart):
             self._counters = step.counters
             self._failure_counter = FailureCounter(self._policy, self._length)
@@ -309,7 +289,7 @@ class Engine:
             self.buffer.entries.append(step)
             self._deliver()
         else:
-            samples = len(step.indices) + sum(len(plan.indices) for plan in followers)
+            samples = len(step.indices) + sum(len(plan.indices) for plan in grouped)
             admission = self.admission
             if not admission.has_room(samples):
                 admission.waited_for_reads = False
@@ -321,17 +301,17 @@ class Engine:
                 return
             reserved = self.budget.reserve(samples)
             batch = self.assembly.batch_type(step, self._counters, self._failure_counter, reserved)
-            batch.followers = [Batch(plan, self._counters, self._failure_counter, 0) for plan in followers]
+            batch.grouped = [Batch(plan, self._counters, self._failure_counter, 0) for plan in grouped]
             self.buffer.entries.append(batch)
             self.buffer.assembling += 1
             await self.assembly.begin(batch)
 
     def split(self, batch: Batch, size: int) -> Batch:
-        """Leave a batch and its followers ``size`` batches; returns the first of the others, which follow it."""
-        first, *first_followers = batch.followers[size - 1 :]
-        del batch.followers[size - 1 :]
-        first.followers = first_followers
-        first.reserved = self.budget.reserve(sum(len(each.plan.indices) for each in (first, *first_followers)))
+        """Leave ``size`` batches in a group; returns the first of the others, which follow it as a group."""
+        first, *others = batch.grouped[size - 1 :]
+        del batch.grouped[size - 1 :]
+        first.grouped = others
+        first.reserved = self.budget.reserve(sum(len(each.plan.indices) for each in (first, *others)))
         first.unread = 0
         first.decode_permit.set()
         self.buffer.entries.insert(self.buffer.entries.index(batch) + 1, first)
@@ -340,8 +320,8 @@ class Engine:
         return first
 
     def finished(self, batch: Batch) -> None:
-        """Deliver a finished batch and its followers, or the first error, when it is next."""
-        group = (batch, *batch.followers)
+        """Deliver a finished batch and those grouped with it, or the first error, when it is next."""
+        group = (batch, *batch.grouped)
         nbytes, samples = sum(each.nbytes for each in group), sum(len(each.plan.indices) for each in group)
         batch.reserved = self.budget.correct(batch.reserved, nbytes, samples)
         batch.is_finished = True
@@ -360,8 +340,8 @@ class Engine:
                 self.assembly.permit()
             else:
                 self.buffer.waiting += 1
-                last = entry.followers[-1] if entry.followers else entry
-                for batch in (entry, *entry.followers):
+                last = entry.grouped[-1] if entry.grouped else entry
+                for batch in (entry, *entry.grouped):
                     if not self._deliver_batch(batch, entry.reserved if batch is last else None):
                         return
         if self._full_since is None and self.buffer.waiting >= self.buffer.prefetch_batches:
@@ -392,28 +372,45 @@ class Engine:
                 batch.result,
                 batch.lease,
                 reserved or 0,
-                None if reserved is None else self.returned,
+                None if reserved is None else self.taken,
                 batch.counters,
                 failures,
                 batch.returned_samples,
-                on_returned=self.assembly.on_returned,
                 plan=batch.plan,
                 error=batch.error,
             )
         )
         return True
 
-    def returned(self, item: ReadyBatch) -> None:
-        """Release a batch that has left the queue; called on the loop."""
-        self.assembly.returned(item)
-        self.buffer.waiting -= 1
-        self.budget.release(item.reserved)
-        if self._full_since is not None:
-            # Idle time is from the full queue, or from the request for the epoch if that was later (a pause between
-            # epochs does not count), until the batch left the queue, which the loop learns later.
-            if asked_at := item.counters.asked_at:
-                item.counters.idle_s += max(item.returned_at - max(self._full_since, asked_at), 0.0)
-            self._full_since = None
+    def taken(self, item: ReadyBatch) -> None:
+        """Have the loop release a batch that leaves the queue; in the thread that takes it.
+
+        A woken loop takes the GIL from the step that has just begun. So while there is other work, the batch waits for
+        what wakes the loop anyway.
+        """
+        # Before the question: the loop may do the last of its work meanwhile.
+        self._taken.append(item)
+        if not self.assembly.busy:
+            self._call(self.release_taken)
+
+    def release_taken(self) -> None:
+        """Release the batches that were taken from the queue, and let as many more be made; on the loop."""
+        if not self._taken:
+            return
+        while self._taken:
+            item = self._taken.popleft()
+            if item.taken:
+                continue  # its take was interrupted and repeated
+            item.taken = True
+            self.buffer.waiting -= 1
+            self.budget.release(item.reserved)
+            if self._full_since is not None:
+                # Idle time is from the full queue, or from the request for the epoch if that was later (a pause between
+                # epochs does not count), until the batch was taken, which the loop learns later.
+                if asked_at := item.counters.asked_at:
+                    item.counters.idle_s += max(item.taken_at - max(self._full_since, asked_at), 0.0)
+                self._full_since = None
+            self.assembly.taken(item)
         self.assembly.permit()
         self.admission.room.set()
 

@@ -25,7 +25,7 @@ from aiofeed.kernel.core.validation import check_returned
 from aiofeed.kernel.runtime import queue as long_waits
 from aiofeed.kernel.runtime.buffers import release_unused
 from aiofeed.kernel.runtime.event_loop import EventLoopThread
-from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped, release
+from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
 
 if TYPE_CHECKING:
     from aiofeed.kernel.devices.copier import Copier
@@ -91,11 +91,11 @@ class LoopProducer:
         self.loop_thread.launch()
 
     def take(self, item: ReadyBatch) -> Any:
-        """Return the batch of an item; call the item's ``release`` on the loop."""
+        """Return the batch of an item, and call its ``on_taken``."""
         batch = item.batch
-        item.returned_at = time.perf_counter()
-        if item.release is not None and (item.on_returned is None or not item.on_returned(item)):
-            self.loop_thread.call(release, item)
+        item.taken_at = time.perf_counter()
+        if item.on_taken is not None:
+            item.on_taken(item)
         return batch
 
     def watch(self, owner: object) -> None:

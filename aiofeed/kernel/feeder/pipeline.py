@@ -130,6 +130,7 @@ class StreamingPipeline(LoopProducer):
             in_order=bool(config.in_order),
             policy=config.policy,
             length=config.length,
+            call=self.loop_thread.call,
         )
         self.loop_thread.start(partial(self._run, self._engine))
 

@@ -262,6 +262,7 @@ def test_an_engine_is_freed_without_a_garbage_collection(options: dict[str, Any]
         limits=resolve_limits(Limits(), batch_size=4, cpus=1, free_memory=1 << 30),
         budget=MemoryBudget(1),
         in_order=True,
+        call=lambda function: function(),
     )
     there = weakref.ref(engine)
     gc.disable()
