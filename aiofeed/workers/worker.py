@@ -23,6 +23,7 @@ from aiofeed.kernel.core.limits import ResolvedLimits
 from aiofeed.kernel.core.statistics import EpochStats, new_events
 from aiofeed.kernel.core.types import Members
 from aiofeed.kernel.engine.admission import MemoryBudget
+from aiofeed.kernel.engine.assembly import AssemblyOptions
 from aiofeed.kernel.engine.engine import Engine
 from aiofeed.kernel.engine.fetchers import builder_factory, new_fetcher
 from aiofeed.kernel.engine.tuning.tuner import Tuner
@@ -118,11 +119,7 @@ class Worker:
             reads_given=config.reads_given,
             reads_most=config.most_reads(self._number),
         )
-        assembly = partial(
-            PermittedAssembly,
-            may_decode=self._may_decode,
-            outbox=self._outbox,
-            reports=not config.in_order,
+        options = AssemblyOptions(
             fetcher=fetcher,
             new_builder=partial(encoding_builder, builder_factory(fetcher, config.collate_fn, staged=False)),
             wrap=unchanged,
@@ -134,7 +131,13 @@ class Worker:
         )
         return Engine(
             self._steps(),
-            assembly,
+            partial(
+                PermittedAssembly,
+                options=options,
+                may_decode=self._may_decode,
+                outbox=self._outbox,
+                reports=not config.in_order,
+            ),
             batch_size=1,
             queue=self._outbox,
             limits=limits,

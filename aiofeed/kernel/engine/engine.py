@@ -4,9 +4,9 @@ A batch passes through these steps, all on the engine's event loop except decodi
 
 1. ``_plan`` takes the next batch plan. It alone waits for limited resources: for room for a batch, then for reads.
    Batches acquire resources in order and release them in order, so there is no circular wait.
-2. ``Assembly.begin`` starts the batch: ``ChunkAssembly`` reads and decodes its chunks (``chunks.py``),
-   ``SampleAssembly`` fills it with the samples that are ready first (``sample_order/``), ``RemoteAssembly`` sends its
-   plan to a worker process (``workers/remote_assembly.py``).
+2. ``Assembly.begin`` starts the batch (``assembly.py``): ``ChunkAssembly`` reads and decodes its chunks
+   (``chunks.py``), ``SampleAssembly`` fills it with the samples that are ready first (``sample_order/``),
+   ``RemoteAssembly`` sends its plan to a worker process (``workers/remote_assembly.py``).
 3. The assembly passes the batch, or one with an error, to ``finished``.
 4. ``_deliver`` puts finished batches into the queue, in order unless ``in_order=False``. A batch with an error becomes
    a ``FeedFailure``, after which nothing is delivered.
@@ -23,10 +23,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import weakref
 from collections import deque
-from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, aclosing
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -37,118 +36,13 @@ from aiofeed.kernel.core.limits import ResolvedLimits
 from aiofeed.kernel.core.statistics import EpochStats
 from aiofeed.kernel.core.types import BatchPlan
 from aiofeed.kernel.engine.admission import Admission, MemoryBudget
+from aiofeed.kernel.engine.assembly import Assembly
 from aiofeed.kernel.engine.batch import Batch, ReorderBuffer
-from aiofeed.kernel.engine.concurrency import Concurrency, run_timed
-from aiofeed.kernel.engine.fetch.fetcher import Fetcher
-from aiofeed.kernel.engine.tuning.gil import GilLimit
-from aiofeed.kernel.engine.tuning.jobs import batches_at_once
-from aiofeed.kernel.engine.tuning.tuner import Tuner
 from aiofeed.kernel.runtime.cancellation import is_cancelled, task_scope
 from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch
-from aiofeed.kernel.runtime.thread_pool import ThreadPool
 from aiofeed.kernel.sampling.epochs import EpochEnds, EpochStart, Step
 
 log: logging.Logger = logging.getLogger("aiofeed.engine")
-
-
-class Assembly:
-    """Makes the batches of an engine: ``begin`` starts one, and ``Engine.finished`` gets it when it is finished.
-
-    Args:
-        engine: the engine, whose limits, buffer and task group are used on its loop.
-        fetcher: reads and decodes, or gives the names of samples that another process reads.
-        executor: the decode threads.
-        tuner: chooses decode threads and read concurrency; ``None``: the limits fix both.
-        on_gil_limit: called once, on the loop, if the GIL limits decoding.
-
-    Attributes:
-        batch_type: the class of its batches.
-        together: how many batches, at most, the next job makes.
-        chunk_size: samples per decode job, as last chosen.
-    """
-
-    batch_type: type[Batch] = Batch
-    together: int = 1
-    chunk_size = 0
-
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        fetcher: Fetcher,
-        executor: ThreadPool,
-        tuner: Tuner | None = None,
-        on_gil_limit: Callable[[GilLimit], None] | None = None,
-    ) -> None:
-        # Not a cycle: what the user has given to the feeder is freed with it, before a garbage collection.
-        self._engine: Engine = weakref.proxy(engine)
-        self._admission = engine.admission
-        self._buffer = engine.buffer
-        self._budget = engine.budget
-        self._fetcher = fetcher
-        self._executor = executor
-        self._tuner = tuner
-        self._concurrency = Concurrency(engine.admission, fetcher, executor, tuner, on_gil_limit)
-
-    def reading_ahead(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
-        """Yield the same steps; samples of later steps may be read until the end of the block."""
-        return self._fetcher.reading_ahead(steps, self._run_job, self._executor.max_threads)
-
-    async def _run_job(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a job of no batch; like those of batches, it is timed, and releases batches that were taken meanwhile."""
-        tuner = self._tuner
-        try:
-            if tuner is None or not tuner.decoding.listening:
-                return await self._executor.run(function, *arguments)
-            result, job = await self._executor.run(run_timed, self._executor, function, *arguments)
-            self._concurrency.observe_job(tuner, job, saturated=not self._buffer.waiting)
-            return result
-        finally:
-            self._engine.release_taken()
-
-    def begin_epoch(self, start: EpochStart) -> None:
-        """The batches that begin from now on belong to another epoch."""
-
-    async def begin(self, batch: Batch) -> None:
-        """Start a batch in tasks of ``engine.group``; wait until all of it may be read."""
-        raise NotImplementedError
-
-    def fill_threads(self, job_size: int, samples: int, least: int) -> None:
-        """Let as many batches be decoded at the same time as give every thread jobs, ``least`` or more.
-
-        Args:
-            job_size: samples of a job.
-            samples: samples of a batch.
-        """
-        limits = self._admission.limits
-        if not limits.prefetch_given and self._budget.known:
-            room = self._budget.limit_bytes / self._budget.bytes_per_sample
-            self._admission.decode_at_once(max(least, batches_at_once(job_size, limits.decode_threads, samples, room)))
-
-    def permit(self) -> None:
-        """Permit decoding of what may be decoded; of few batches if they turn out to be large."""
-        self._buffer.grant_permits(self._admission.limits.prefetch_batches if self._budget.exceeded else None)
-
-    def waiting_for(self, batch: Batch) -> tuple[Any, ...]:
-        """Return what a batch that has begun waits for; see ``Producer.waiting_for``. From any thread."""
-        raise NotImplementedError
-
-    async def drained(self) -> None:
-        """Wait, after the last batch has begun, for work that has no task."""
-
-    def delivered(self, batch: Batch) -> None:
-        """A batch is put into the queue."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether the end of a job, or a message, will wake the loop soon. For any thread."""
-        raise NotImplementedError
-
-    def taken(self, item: ReadyBatch) -> None:
-        """A batch was taken from the queue; on the loop."""
-
-    def stop(self) -> None:
-        """End running jobs and drop unfinished work: the engine has ended, and the feeder may keep it."""
 
 
 class Engine:
@@ -156,7 +50,7 @@ class Engine:
 
     Args:
         steps: batch plans in order, between the begins and ends of epochs. Asynchronous ones are an async generator.
-        assembly: creates the assembly, which makes the batches of this engine.
+        assembly: creates the assembly, which makes the batches of this engine, with its limits.
         batch_size: samples of a full batch.
         queue: receives finished batches.
         limits: limits on what is in flight.
@@ -167,17 +61,14 @@ class Engine:
         counts_failures: whether failures are counted and the first error ends the engine; otherwise errors are
             delivered as those of a ``ReadyBatch``.
         call: calls a function on the loop, from any thread.
-
-    Attributes:
-        group: the tasks of the assembly; they end with the engine.
     """
 
-    group: asyncio.TaskGroup
+    _tasks: asyncio.TaskGroup
 
     def __init__(
         self,
         steps: Iterable[Step] | AsyncIterable[Step],
-        assembly: Callable[[Engine], Assembly],
+        assembly: Callable[[Admission], Assembly],
         *,
         batch_size: int,
         queue: BatchQueue[QueueItem],
@@ -201,13 +92,14 @@ class Engine:
         self._length = length
         self._counts_failures = counts_failures
         self._failure_counter = FailureCounter(self._policy, length)
-        self._counters = EpochStats()
+        self._epoch = EpochStart(EpochStats())
         # When the queue became full, until the next batch is taken.
         self._full_since: float | None = None
-        self.assembly: Assembly = assembly(self)
+        self.assembly: Assembly = assembly(self.admission)
 
     async def run(self) -> None:
         """Deliver the batch of every plan; ends early after a failure or when the task is cancelled."""
+        self.assembly.engine = self
         try:
             if isinstance(self._steps, AsyncIterable):
                 await self._run(self._steps)
@@ -221,14 +113,31 @@ class Engine:
             self._deliver_failure(error)
         finally:
             self.assembly.stop()
+            del self.assembly.engine
             self._taken.clear()
             self.buffer.entries.clear()  # the feeder may keep this engine; free the buffers of unfinished batches
 
     async def _run(self, steps: Iterable[Step] | AsyncIterable[Step]) -> None:
-        async with asyncio.TaskGroup() as self.group:
+        async with asyncio.TaskGroup() as self._tasks:
             with task_scope():
                 await self._plan(steps)
-                await self.assembly.drained()
+
+    def start(self, batch: Batch, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
+        """Run a coroutine function for a batch, in a task that ends with the engine; do nothing if the engine ends."""
+        coroutine = self._do(batch, work, *arguments)
+        try:
+            self._tasks.create_task(coroutine)
+        except RuntimeError:  # the group is ending, as its tasks are cancelled
+            coroutine.close()
+
+    async def _do(self, batch: Batch, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
+        try:
+            await work(*arguments)
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            error = f"a task that assembled batch {batch.plan.number} was cancelled, and not by aiofeed"
+            raise FeedError(error) from None
 
     def _deliver_failure(
         self, error: BaseException, number: int | None = None, failures: tuple[SampleError, ...] = ()
@@ -257,7 +166,7 @@ class Engine:
             async with aclosing(aiter(steps)) as given:  # type: ignore[type-var]
                 asked = time.perf_counter()
                 async for step in given:
-                    self._counters.plan_s += time.perf_counter() - asked
+                    self._epoch.counters.plan_s += time.perf_counter() - asked
                     await self._plan_step(step)
                     if self.admission.closed:
                         return
@@ -282,9 +191,8 @@ class Engine:
 
     async def _plan_step(self, step: Step, grouped: Sequence[BatchPlan] = ()) -> None:
         if isinstance(step, EpochStart):
-            self._counters = step.counters
+            self._epoch = step
             self._failure_counter = FailureCounter(self._policy, self._length)
-            self.assembly.begin_epoch(step)
         elif isinstance(step, EpochEnds):
             self.buffer.entries.append(step)
             self._deliver()
@@ -296,12 +204,12 @@ class Engine:
                 started, for_memory = time.perf_counter(), admission.batches_have_room
                 await admission.until(partial(admission.has_room, samples))
                 if for_memory:
-                    self._counters.memory_wait_s += time.perf_counter() - started
+                    self._epoch.counters.memory_wait_s += time.perf_counter() - started
             if admission.closed:
                 return
             reserved = self.budget.reserve(samples)
-            batch = self.assembly.batch_type(step, self._counters, self._failure_counter, reserved)
-            batch.grouped = [Batch(plan, self._counters, self._failure_counter, 0) for plan in grouped]
+            batch = Batch(step, self._epoch, self._failure_counter, reserved)
+            batch.grouped = [Batch(plan, self._epoch, self._failure_counter, 0) for plan in grouped]
             self.buffer.entries.append(batch)
             self.buffer.assembling += 1
             await self.assembly.begin(batch)
@@ -413,10 +321,3 @@ class Engine:
             self.assembly.taken(item)
         self.assembly.permit()
         self.admission.room.set()
-
-
-def cancellation_error(batch: Batch) -> BaseException:
-    """``CancelledError`` if the engine ends; otherwise an error, which tells the consumer of a foreign cancellation."""
-    if is_cancelled():
-        return asyncio.CancelledError()
-    return FeedError(f"a task that assembled batch {batch.plan.number} was cancelled, and not by aiofeed")

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 from aiofeed import _load_addon as load_addon
 from aiofeed.kernel.core.errors import add_note, as_exception
 from aiofeed.kernel.core.types import Members, traits_of
-from aiofeed.kernel.engine.admission import MemoryBudget, bytes_per_sample
+from aiofeed.kernel.engine.admission import Admission, MemoryBudget, bytes_per_sample
+from aiofeed.kernel.engine.assembly import Assembly, AssemblyOptions
 from aiofeed.kernel.engine.chunks import ChunkAssembly
-from aiofeed.kernel.engine.engine import Assembly, Engine
+from aiofeed.kernel.engine.engine import Engine
 from aiofeed.kernel.engine.fetchers import builder_factory, new_fetcher
 from aiofeed.kernel.engine.tuning.gil import GilLimit, gil_message
 from aiofeed.kernel.engine.tuning.tuner import Tuner
@@ -134,31 +135,29 @@ class StreamingPipeline(LoopProducer):
         )
         self.loop_thread.start(partial(self._run, self._engine))
 
-    def _assembly_of(self, stream: EpochStream) -> Callable[[Engine], Assembly]:
+    def _assembly_of(self, stream: EpochStream) -> Callable[[Admission], Assembly]:
         config = self._config
-        options: dict[str, Any] = {
-            "fetcher": self._fetcher,
-            "wrap": as_tensors if config.backend is None else unchanged,
-            "memory": self._memory,
-            "executor": self.loop_thread.decode_pool,
-            "tuner": self.tuner,
-        }
+        # The user's function makes no HostTensor; with a device, the copier takes them.
+        own = config.collate_fn is not None and not hasattr(config.collate_fn, "new_builder")
+        options = AssemblyOptions(
+            fetcher=self._fetcher,
+            new_builder=self._new_builder,
+            wrap=unchanged if config.backend is not None or (own and self._pool is None) else as_tensors,
+            memory=self._memory,
+            executor=self.loop_thread.decode_pool,
+            policy=config.policy,
+            tuner=self.tuner,
+            on_gil_limit=partial(_warn_of_gil, config) if self._pool is None else None,
+            loop_delay_s=self.loop_thread.loop_delay_s,
+        )
         if self._remote_assembly is not None:
-            return partial(self._remote_assembly, **options)
-        if config.collate_fn is not None and not hasattr(config.collate_fn, "new_builder"):
-            options["wrap"] = unchanged  # the user's function makes no HostTensor; with a device, the copier takes them
-        options |= {
-            "new_builder": self._new_builder,
-            "policy": config.policy,
-            "on_gil_limit": partial(_warn_of_gil, config),
-            "loop_delay_s": self.loop_thread.loop_delay_s,
-        }
+            return partial(self._remote_assembly, options=options)
         if config.in_order == "samples":
             kind = load_addon("SampleAssembly", 'in_order="samples"')
-            return partial(kind, schedule=stream.schedule, batch_size=config.batch_size, **options)
+            return partial(kind, options=options, schedule=stream.schedule, batch_size=config.batch_size)
         # A limit on finished batches that the user has chosen counts batches, not jobs.
         may_group = self._fetcher.reads_in_jobs and self._fetcher.limit_s is None and not config.limits.prefetch_given
-        return partial(ChunkAssembly, may_group=may_group, **options)
+        return partial(ChunkAssembly, options=options, may_group=may_group)
 
     async def _run(self, engine: Engine) -> None:
         loop_thread = self.loop_thread
