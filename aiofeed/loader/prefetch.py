@@ -16,7 +16,8 @@ from aiofeed.kernel.core.types import Transform, public
 from aiofeed.kernel.core.validation import check_callable, check_positive_int, explain_arguments
 from aiofeed.kernel.devices.copier import Copier, copier_for
 from aiofeed.kernel.devices.resolve import resolve_devices
-from aiofeed.kernel.feeder.iterator import Delivery, EpochObserver, FeedIterator, LoopProducer
+from aiofeed.kernel.feeder.delivery import Delivery, LoopProducer
+from aiofeed.kernel.feeder.iterator import EpochObserver, FeedIterator
 from aiofeed.kernel.runtime.buffers import PinnedBufferPool
 from aiofeed.kernel.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 from aiofeed.kernel.runtime.event_loop import EventLoopThread

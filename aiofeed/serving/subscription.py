@@ -28,7 +28,7 @@ from aiofeed.ipc.schema import Node, encode
 from aiofeed.kernel.core.errors import FeedError
 from aiofeed.kernel.core.statistics import EpochStats
 from aiofeed.kernel.devices.copier import Copier
-from aiofeed.kernel.feeder.iterator import LoopProducer
+from aiofeed.kernel.feeder.delivery import LoopProducer
 from aiofeed.kernel.runtime.buffers import BufferLease, BufferPool, DropTracker, release_unused
 from aiofeed.kernel.runtime.event_loop import EventLoopThread
 from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, ReadyBatch, Stopped, drop_batches

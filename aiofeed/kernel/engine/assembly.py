@@ -12,12 +12,11 @@ from aiofeed.kernel.core.failure_policy import FailurePolicy
 from aiofeed.kernel.core.types import BatchPlan
 from aiofeed.kernel.engine.admission import Admission
 from aiofeed.kernel.engine.batch import Batch
-from aiofeed.kernel.engine.concurrency import Concurrency, run_timed
+from aiofeed.kernel.engine.concurrency import Concurrency, Tuner, run_timed
 from aiofeed.kernel.engine.fetch.collate import BatchBuilder
 from aiofeed.kernel.engine.fetch.fetcher import Fetcher
-from aiofeed.kernel.engine.tuning.gil import GilLimit
 from aiofeed.kernel.engine.tuning.jobs import batches_at_once
-from aiofeed.kernel.engine.tuning.tuner import Tuner
+from aiofeed.kernel.engine.tuning.threads import GilLimit
 from aiofeed.kernel.runtime.buffers import BufferLease, BufferPool
 from aiofeed.kernel.runtime.queue import ReadyBatch
 from aiofeed.kernel.runtime.thread_pool import ThreadPool

@@ -16,12 +16,12 @@ from aiofeed.kernel.core.types import Members, traits_of
 from aiofeed.kernel.engine.admission import Admission, MemoryBudget, bytes_per_sample
 from aiofeed.kernel.engine.assembly import Assembly, AssemblyOptions
 from aiofeed.kernel.engine.chunks import ChunkAssembly
+from aiofeed.kernel.engine.concurrency import Tuner
 from aiofeed.kernel.engine.engine import Engine
 from aiofeed.kernel.engine.fetchers import builder_factory, new_fetcher
-from aiofeed.kernel.engine.tuning.gil import GilLimit, gil_message
-from aiofeed.kernel.engine.tuning.tuner import Tuner
+from aiofeed.kernel.engine.tuning.threads import GilLimit, gil_message
 from aiofeed.kernel.feeder.arguments import FeederConfig
-from aiofeed.kernel.feeder.iterator import LoopProducer, Producer
+from aiofeed.kernel.feeder.delivery import LoopProducer, Producer
 from aiofeed.kernel.runtime.buffers import HostBufferPool, PinnedBufferPool
 from aiofeed.kernel.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 from aiofeed.kernel.runtime.event_loop import MOST_READ_THREADS, EventLoopThread

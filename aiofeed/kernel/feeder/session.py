@@ -21,7 +21,8 @@ from aiofeed.kernel.core.types import Members, traits_of
 from aiofeed.kernel.core.validation import counted
 from aiofeed.kernel.engine.memory import Memory, SmallItems
 from aiofeed.kernel.feeder.arguments import FeederConfig
-from aiofeed.kernel.feeder.iterator import Delivery, EpochObserver, EpochStartLock, FeedIterator, clocks, take_end
+from aiofeed.kernel.feeder.delivery import Delivery
+from aiofeed.kernel.feeder.iterator import EpochObserver, EpochStartLock, FeedIterator, clocks, take_end
 from aiofeed.kernel.feeder.pipeline import BatchPipeline, StreamingPipeline
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.queue import FeedFailure, ReadyBatch
