@@ -1,9 +1,10 @@
-"""The threads and memory that stream a feeder's batches; created here and nowhere else."""
+"""The pipelines of a feeder: threads that stream its batches, and the decision whether the consumer makes them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 
 from aiofeed import _load_addon as load_addon
 from aiofeed.kernel.core.errors import add_note, as_exception
+from aiofeed.kernel.core.statistics import EpochStats
 from aiofeed.kernel.core.types import Members, traits_of
 from aiofeed.kernel.engine.admission import Admission, MemoryBudget, bytes_per_sample
 from aiofeed.kernel.engine.assembly import Assembly, AssemblyOptions
@@ -31,6 +33,13 @@ from aiofeed.kernel.sampling.epochs import EpochStream
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
+# An epoch with fewer batches says nothing.
+LEAST_BATCHES = 32
+# The consumer's thread, which may have an event loop, is not blocked for longer.
+SMALL_S = 0.005
+# Events of an epoch that show how long its steps and batches take; to look at one takes 0.2 us.
+LATEST_EVENTS = 1000
+
 
 class BatchPipeline(Producer, Protocol):
     """Produces the batches of one epoch after another: a ``StreamingPipeline``, or one of data in memory.
@@ -46,6 +55,10 @@ class BatchPipeline(Producer, Protocol):
     @property
     def chunk_size(self) -> int:
         """Samples per decode job, as last chosen."""
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds in all for which its threads were on the processor; 0 if unknown, or if there are none."""
 
     @property
     def inherited(self) -> bool:
@@ -212,6 +225,11 @@ class StreamingPipeline(LoopProducer):
         return self._engine.assembly.chunk_size if self._engine is not None else 0
 
     @property
+    def cpu_s(self) -> float:
+        """Seconds in all for which its threads were on the processor; 0 if unknown."""
+        return self.loop_thread.cpu_s()
+
+    @property
     def prefetch_batches(self) -> int:
         """Batches that may be decoded at the same time, or wait, as last chosen."""
         return (
@@ -253,3 +271,121 @@ def _warn_of_gil(config: FeederConfig, limit: GilLimit) -> None:
     backend = getattr(config.decode, "backend", None)
     without = backend == "auto" and find_spec("simplejpeg") is None and native_decoder() is None
     log.warning(gil_message(limit, cores=config.limits.decode_threads, turbo=without or backend == "pillow"))
+
+
+class InlineBatches(ABC):
+    """Decides for each epoch whether the consumer's thread makes its batches, and creates the pipeline for that.
+
+    The store of a cache returns one in its method ``new_memory(config)``, or ``None`` if epochs have to be streamed. A
+    source in memory, see ``Traits``, has an ``InlineData``.
+
+    Attributes:
+        reason: Which thread makes the batches and why, if that was measured; otherwise empty.
+    """
+
+    reason: str = ""
+
+    @abstractmethod
+    def ready(self, stream: EpochStream) -> bool:
+        """Return whether the consumer's thread can make the batches of the first epoch of a stream."""
+
+    def may_read_ahead(self, streams: bool | None) -> bool:
+        """Return whether the pipeline of an epoch can go on with the next one, and no other kind of pipeline is faster.
+
+        Args:
+            streams: Whether threads stream the batches of the epoch; ``None``: it is yet to begin.
+        """
+        return True
+
+    @abstractmethod
+    def new_pipeline(self, config: Any, running: Any) -> Any:
+        """Return a ``BatchPipeline`` of the consumer's thread. It shares the data of ``running`` if possible."""
+
+    def ended(self, stats: EpochStats, pipeline: BatchPipeline) -> None:  # noqa: B027 - most have nothing to learn
+        """Learn from the statistics of an epoch that has ended, and from its pipeline."""
+
+
+class SmallItems(InlineBatches):
+    """Decides after each epoch of a ``Dataset`` whether the consumer's thread makes the batches of the next one.
+
+    It does so after two epochs in which a step and a batch, one after the other, took less time than the step alone or
+    than threads are on the processor for a batch. After an epoch in which that is no longer so, threads come back for
+    good. Programs that take the processor do not change that: they lengthen some steps, and not the typical one.
+
+    Attributes:
+        in_consumer_thread: Whether the consumer's thread makes the batches of the next epoch.
+        short: Whether it would be faster, by the last epoch with threads: the next one decides, and threads then do not
+            begin the one after it.
+        batch_s: Seconds that a batch took in the last epoch with threads.
+    """
+
+    def __init__(self) -> None:
+        self.in_consumer_thread: bool = False
+        self.short: bool = False
+        self.batch_s: float = 0.0
+        self._slower = False
+        # Seconds for which threads were on the processor: for each batch of the last epoch with threads, and in all.
+        self._threads_s = self._cpu_s = 0.0
+
+    def ready(self, stream: EpochStream) -> bool:
+        """Return whether the consumer's thread makes the batches of the next epoch."""
+        return self.in_consumer_thread
+
+    def may_read_ahead(self, streams: bool | None) -> bool:
+        """Return whether it is decided who makes the batches of the epoch after the next."""
+        if streams is None:
+            return not self.short or self.in_consumer_thread
+        return self.in_consumer_thread is not streams
+
+    def new_pipeline(self, config: Any, running: Any) -> Any:
+        """Return a pipeline that calls the ``Dataset`` in the consumer's thread."""
+        return load_addon("dataset_pipeline", _SMALL)(config, self.batch_s)
+
+    def ended(self, stats: EpochStats, pipeline: BatchPipeline) -> None:
+        """Decide by an epoch that has ended."""
+        before, self._cpu_s = self._cpu_s, pipeline.cpu_s
+        if stats.batches < LEAST_BATCHES:
+            return
+        step_s, batch_s = _typical_s(stats, streams=pipeline.streams)
+        if pipeline.streams:
+            self.batch_s = batch_s
+            # Unknown on some systems; less than before if the threads are new ones.
+            self._threads_s = max(self._cpu_s - before, 0.0) / stats.batches or stats.wall_s / stats.batches
+        faster = batch_s < SMALL_S and step_s + batch_s < max(step_s, self._threads_s)
+        if pipeline.streams:
+            again, self.short = self.short, faster and not self._slower
+            self.in_consumer_thread = again and self.short and _is_installed()
+        else:
+            self.in_consumer_thread, self._slower = faster, not faster
+        makes = "The training thread makes" if self.in_consumer_thread else "Threads make"
+        self.reason = (
+            f"{makes} the batches of the next epoch: a step takes {step_s * 1e6:.0f} us, a batch "
+            f"{batch_s * 1e6:.0f} us, and with threads a batch takes {self._threads_s * 1e6:.0f} us of processor time."
+        )
+
+
+_SMALL = "a Dataset of small items"
+
+
+def _typical_s(stats: EpochStats, *, streams: bool) -> tuple[float, float]:
+    """Return the seconds of a step and of a batch, by the median of the latest ones; without events by the mean."""
+    made = ("decode", "collate") if streams else ("wait",)
+    found: dict[str, list[float]] = {kind: [] for kind in ("step", *made)}
+    for kind, _, began, ended, *_ in list(stats.events)[-LATEST_EVENTS:]:
+        if kind in found and began >= stats.asked_at:
+            found[kind].append(ended - began)
+    if not found["step"]:
+        batch_s = stats.decode_s + stats.collate_s if streams else stats.stall_s
+        return (stats.wall_s - stats.stall_s) / stats.batches, batch_s / stats.batches
+    # A batch may have several chunks, and the consumer waits once for the batches of a window.
+    step_s, *parts = (sorted(each)[len(each) // 2] * len(each) if each else 0.0 for each in found.values())
+    return step_s / len(found["step"]), sum(parts) / len(found["step"])
+
+
+def _is_installed() -> bool:
+    """Return whether the consumer's thread can make batches; threads can do it, too."""
+    try:
+        load_addon("dataset_pipeline", _SMALL)
+    except ImportError:
+        return False
+    return True
