@@ -37,6 +37,8 @@ log: logging.Logger = logging.getLogger("aiofeed.feeder")
 LEAST_BATCHES = 32
 # The consumer's thread, which may have an event loop, is not blocked for longer.
 SMALL_S = 0.005
+# The consumer's thread goes on with batches that would be faster with threads by less than this.
+ABOUT_AS_FAST = 1.1
 # Events of an epoch that show how long its steps and batches take; to look at one takes 0.2 us.
 LATEST_EVENTS = 1000
 
@@ -351,7 +353,8 @@ class SmallItems(InlineBatches):
             self.batch_s = batch_s
             # Unknown on some systems; less than before if the threads are new ones.
             self._threads_s = max(self._cpu_s - before, 0.0) / stats.batches or stats.wall_s / stats.batches
-        faster = batch_s < SMALL_S and step_s + batch_s < max(step_s, self._threads_s)
+        most_s = max(step_s, self._threads_s) * (1.0 if pipeline.streams else ABOUT_AS_FAST)
+        faster = batch_s < SMALL_S and step_s + batch_s < most_s
         if pipeline.streams:
             again, self.short = self.short, faster and not self._slower
             self.in_consumer_thread = again and self.short and _is_installed()
