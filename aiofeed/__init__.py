@@ -105,7 +105,7 @@ _HOMES: dict[str, dict[str, str]] = {
 _PLUGS: dict[str, str] = {
     "Augmentation": "aiofeed.media.augment",
     "BatchSamplerAdapter": "aiofeed.plans.sampler",
-    "DataMemory": "aiofeed.resident.pipeline",
+    "InlineData": "aiofeed.resident.pipeline",
     "DeviceCache": "aiofeed.resident.device_cache",
     "DeviceGroup": "aiofeed.device_groups.scatter",
     "ExcludingOrder": "aiofeed.plans.computed",

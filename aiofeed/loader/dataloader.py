@@ -25,7 +25,8 @@ from aiofeed.kernel.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES, Limits
 from aiofeed.kernel.core.statistics import EpochStats
 from aiofeed.kernel.core.types import Source, Transform, public
 from aiofeed.kernel.core.validation import check_collate_fn, check_returned, explain_arguments, length_of
-from aiofeed.kernel.feeder.iterator import Delivery, EpochObserver, FeedIterator
+from aiofeed.kernel.feeder.delivery import Delivery
+from aiofeed.kernel.feeder.iterator import EpochObserver, FeedIterator
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.queue import ReadyBatch
 from aiofeed.kernel.sources.dataset import FromDataset

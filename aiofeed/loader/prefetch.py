@@ -17,7 +17,8 @@ from aiofeed.kernel.core.validation import check_callable, check_positive_int, e
 from aiofeed.kernel.devices.copier import Copier, copier_for
 from aiofeed.kernel.devices.pinned import PinnedBufferPool
 from aiofeed.kernel.devices.resolve import resolve_devices
-from aiofeed.kernel.feeder.iterator import Delivery, EpochObserver, FeedIterator, LoopProducer
+from aiofeed.kernel.feeder.delivery import Delivery, LoopProducer
+from aiofeed.kernel.feeder.iterator import EpochObserver, FeedIterator
 from aiofeed.kernel.runtime.bounded_thread import BoundedThread
 from aiofeed.kernel.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 from aiofeed.kernel.runtime.event_loop import EventLoopThread
@@ -221,9 +222,9 @@ class IterableProducer(BoundedThread):
 
     def take(self, item: ReadyBatch) -> Any:
         """Return the batch of an item and allow one more, once per item."""
-        if not item.returned:
+        if not item.taken:
             # The interpreter runs signal handlers after a call, so not between these two lines.
-            item.returned = True
+            item.taken = True
             self._room.put(True)
         return item.batch
 
@@ -302,9 +303,11 @@ class AsyncIterableProducer(LoopProducer):
         with ended_by(lambda: loop_thread.stopping):
             await self.run()
 
-    def _taken(self, item: ReadyBatch) -> None:
-        """Allow one more batch; called on the loop after a batch has left the queue."""
-        self._room.release()
+    def _count_taken(self, item: ReadyBatch) -> None:
+        """Allow one more batch, once per item; called on the loop."""
+        if not item.taken:
+            item.taken = True
+            self._room.release()
 
     async def run(self) -> None:
         """Put batches into the queue until the iterable ends or the task is cancelled."""
@@ -323,7 +326,7 @@ class AsyncIterableProducer(LoopProducer):
                 await clear_cancellation()  # the iterable may have suppressed our cancellation, or cancelled the task
                 make = partial(_ready, batch, number, self._memory, self.counters, asked)
                 item = make() if self._memory is None else await asyncio.to_thread(make)
-                item.release = self._taken
+                item.on_taken = partial(self.loop_thread.call, self._count_taken)
                 self.queue.put(item)
                 number += 1
         except BaseException as error:  # the user's iterable may raise anything; the consumer raises it

@@ -31,6 +31,8 @@ def explain_feeder(session: Any, *, ranks: bool) -> Explanation:
     """Explain the current or last epoch of a feeder's session; with ``ranks`` compare all ranks."""
     measured = measurements(session)
     explanation = explain(measured)
+    if session.inline is not None and session.inline.reason:
+        explanation = replace(explanation, verdict=f"{explanation.verdict} {session.inline.reason}")
     if not ranks:
         return explanation
     return explain_ranks(explanation, measured.stats.samples / max(measured.stats.batches, 1))

@@ -33,7 +33,7 @@ from aiofeed.kernel.sampling.epochs import EpochStream
 from aiofeed.kernel.sampling.order import BatchLists
 from aiofeed.resident.batch_ranges import BatchRanges
 from aiofeed.resident.device_windows import filling, free_and_total, integer_dtype, rows_as_words, words_as_rows
-from aiofeed.resident.pipeline import DataMemory, ResidentPipeline
+from aiofeed.resident.pipeline import InlineData, ResidentPipeline
 
 if TYPE_CHECKING:
     import torch
@@ -80,9 +80,9 @@ class ResidentStore(SampleStore):
         """How many samples are cached."""
         return int(np.count_nonzero(self.slots >= 0))
 
-    def new_memory(self, config: Any) -> CachedMemory:
+    def new_memory(self, config: Any) -> InlineCache:
         """Return the samples as data of which batches are made once all are cached."""
-        return CachedMemory(self)
+        return InlineCache(self)
 
     def has_all(self, indices: NDArray[np.int64] | None = None) -> bool:
         """Return whether these samples are cached; without ``indices`` whether all are."""
@@ -457,7 +457,7 @@ class CachedData:
         return [first, map_leaves(lambda position: rows[position], self._structure)]
 
 
-class CachedMemory(DataMemory):
+class InlineCache(InlineData):
     """The samples of a cache. An epoch is streamed while some of its samples are not cached, and none is read ahead."""
 
     def __init__(self, store: ResidentStore) -> None:

@@ -19,7 +19,7 @@ from aiofeed.kernel.core.errors import DeviceCopyError, IteratorClosedError, Rea
 from aiofeed.kernel.core.validation import check_returned
 from aiofeed.kernel.devices.backend import poll, poll_pauses
 from aiofeed.kernel.engine.fetch.user_errors import sample_error
-from aiofeed.kernel.engine.memory import Memory
+from aiofeed.kernel.feeder.pipeline import InlineBatches
 from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
 from aiofeed.kernel.sampling.epochs import EpochStart, EpochStream
 from aiofeed.kernel.sampling.order import BatchLists
@@ -266,6 +266,7 @@ class ResidentPipeline:
     streams = False
     chunk_size = 0
     tuner = None
+    cpu_s = 0.0
 
     def __init__(self, data: ResidentData) -> None:
         self.data = data
@@ -337,7 +338,7 @@ def _transformed(transform: Transform, backend: BaseDevice, batch: Any) -> Any:
         raise DeviceCopyError(f"transform raised {type(error).__name__} on {backend.name}: {error}") from error
 
 
-class DataMemory(Memory):
+class InlineData(InlineBatches):
     """The data of a source, of which batches are gathered, or views of windows, where they are wanted."""
 
     def ready(self, stream: EpochStream) -> bool:

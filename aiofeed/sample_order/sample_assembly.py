@@ -19,17 +19,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from aiofeed.kernel.core.errors import CollateError
 from aiofeed.kernel.core.types import BatchPlan
+from aiofeed.kernel.engine.admission import Admission
+from aiofeed.kernel.engine.assembly import AssemblyOptions, BuilderFactory
 from aiofeed.kernel.engine.batch import Batch, BatchKeys
 from aiofeed.kernel.engine.chunks import ChunkAssembly
-from aiofeed.kernel.engine.decode_stage import BuilderFactory, DecodeStage, nothing_left
-from aiofeed.kernel.engine.engine import Engine, cancellation_error
+from aiofeed.kernel.engine.decode_stage import DecodeStage, nothing_left
 from aiofeed.kernel.engine.fetch.collate import (
     BatchBuilder,
     ChunkBuilder,
@@ -38,8 +39,7 @@ from aiofeed.kernel.engine.fetch.collate import (
     SampleList,
 )
 from aiofeed.kernel.engine.fetch.fetcher import ChunkOutcome
-from aiofeed.kernel.runtime.buffers import BufferLease, BufferPool, HostBufferPool
-from aiofeed.kernel.runtime.thread_pool import ThreadPool
+from aiofeed.kernel.runtime.buffers import BufferLease, HostBufferPool
 from aiofeed.kernel.sampling.epochs import EpochStart
 from aiofeed.sample_order.sample_schedule import SampleSchedule, SampleTracker
 
@@ -53,27 +53,30 @@ FAST_READ_S = 0.001
 class _EpochSamples:
     """The samples of an epoch that are read, as (plan, position in it, encoded), and its batches with places left."""
 
+    start: EpochStart
     tracker: SampleTracker
     read: deque[tuple[BatchPlan, int, Any]] = field(default_factory=deque)
-    open: deque[PlannedBatch] = field(default_factory=deque)
+    open: deque[OpenBatch] = field(default_factory=deque)
 
 
-@dataclass(eq=False, kw_only=True)
-class PlannedBatch(Batch):
+@dataclass(eq=False)
+class OpenBatch:
     """A batch with places for samples.
 
     Args:
-        epoch: its epoch.
+        batch: the batch.
         parts: chunks, each with the positions of its samples that fill the next places.
+        full: set when no place is left.
     """
 
-    epoch: _EpochSamples = field(init=False)
+    batch: Batch
     parts: list[tuple[Batch, range]] = field(default_factory=list)
+    full: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def free(self) -> int:
         """Number of places left."""
-        return len(self.plan.indices) - sum(len(places) for _, places in self.parts)
+        return len(self.batch.plan.indices) - sum(len(places) for _, places in self.parts)
 
 
 class ChunkStage(DecodeStage):
@@ -89,38 +92,20 @@ class SampleAssembly(ChunkAssembly):
     Args:
         schedule: of the epochs.
         batch_size: samples of a full batch.
-        options: other arguments of ``ChunkAssembly``.
     """
 
     stage: type[DecodeStage] = ChunkStage
-    batch_type: type[Batch] = PlannedBatch
 
     def __init__(
-        self,
-        engine: Engine,
-        *,
-        schedule: SampleSchedule,
-        batch_size: int,
-        new_builder: BuilderFactory,
-        wrap: Callable[[Any], Any],
-        memory: BufferPool,
-        executor: ThreadPool,
-        **options: Any,
+        self, admission: Admission, options: AssemblyOptions, *, schedule: SampleSchedule, batch_size: int
     ) -> None:
-        super().__init__(
-            engine,
-            new_builder=partial(_new_chunk_builder, new_builder),
-            wrap=wrap,
-            memory=HostBufferPool(executor.max_threads + 1),
-            executor=executor,
-            **options,
-        )
-        engine.buffer.first_alone = executor.isolates = False
+        of_chunks = partial(_new_chunk_builder, options.new_builder)
+        chunk_memory = HostBufferPool(options.executor.max_threads + 1)
+        super().__init__(admission, replace(options, new_builder=of_chunks, memory=chunk_memory))
+        self._options = options
+        self._buffer.first_alone = self._executor.isolates = False
         self._schedule = schedule
         self._batch_size = batch_size
-        self._new_builder = new_builder
-        self._wrap = wrap
-        self._memory = memory
         # The first epoch with places left, and those planned after it.
         self._epochs: deque[_EpochSamples] = deque()
         # Decoded chunks with the positions of their samples that have no place yet.
@@ -133,20 +118,17 @@ class SampleAssembly(ChunkAssembly):
 
     # --- planning and reading
 
-    def begin_epoch(self, start: EpochStart) -> None:
-        """Fill batches from samples of the epoch when those of the epochs before are full."""
-        self._epochs.append(_EpochSamples(self._schedule.tracker(start.position)))
-
     async def begin(self, batch: Batch) -> None:
-        """Add the places of a batch, and start to read its samples."""
-        assert isinstance(batch, PlannedBatch)
-        batch.epoch = self._epochs[-1]
-        batch.epoch.open.append(batch)
-        await super().begin(batch)
+        """Add the places of a batch, and start to read its samples.
 
-    async def drained(self) -> None:
-        """Wait for samples that were read and wait for the consumer."""
-        await self._admission.until(lambda: self._admission.closed or not any(epoch.open for epoch in self._epochs))
+        Batches are filled from samples of their epoch when those of the epochs before are full.
+        """
+        start, planned = batch.epoch, OpenBatch(batch)
+        if not self._epochs or self._epochs[-1].start is not start:
+            self._epochs.append(_EpochSamples(start, self._schedule.tracker(start.position)))
+        self._epochs[-1].open.append(planned)
+        self.engine.start(batch, self._assemble, planned)
+        await super().begin(batch)
 
     def stop(self) -> None:
         """End running jobs, drop samples that were read."""
@@ -163,19 +145,15 @@ class SampleAssembly(ChunkAssembly):
 
     async def read_and_decode(self, batch: Batch, start: int, stop: int) -> None:
         """Read samples of a batch for whichever batch of the epoch has places left."""
-        assert isinstance(batch, PlannedBatch)
         started = time.perf_counter()
-        try:
-            read = await self._read(batch, start, stop)
-        except asyncio.CancelledError:
-            raise cancellation_error(batch) from None
+        read = await self._read(batch, start, stop)
         if read.waited:
             self._read_s += (time.perf_counter() - started - self._read_s) * 0.2
             self._reads_singly = self._read_s > (FAST_READ_S if self._reads_singly else SLOW_GROUP_S)
         if not batch.is_finished:  # otherwise other samples took its places, and its reservation was corrected
             batch.reserved = self._budget.raise_to(batch.reserved, batch.encoded_bytes)
-        for at, encoded in enumerate(read.samples, start):
-            batch.epoch.read.append((batch.plan, at, encoded))
+        epoch = next(each for each in self._epochs if each.start is batch.epoch)
+        epoch.read += [(batch.plan, at, encoded) for at, encoded in enumerate(read.samples, start)]
         self.permit()
 
     # --- decoding
@@ -186,12 +164,12 @@ class SampleAssembly(ChunkAssembly):
         while not self._admission.closed and (count := self._next_chunk()):
             epoch = self._epochs[0]
             samples = [epoch.read.popleft() for _ in range(count)]
-            planned, plan = epoch.open[0], samples[0][0]
+            planned, plan = epoch.open[0].batch, samples[0][0]
             indices = [plan.indices[at] for plan, at, _ in samples]
             positions = [plan.positions[at] for plan, at, _ in samples]
             chunk = Batch(
                 BatchPlan(planned.plan.number, indices, positions, plan.epoch_seed, plan.replacements),
-                planned.counters,
+                planned.epoch,
                 planned.failure_counter,
                 reserved=0,
                 unread=0,
@@ -200,7 +178,7 @@ class SampleAssembly(ChunkAssembly):
             )
             self._chunks += 1
             self._decoding += count
-            self._engine.group.create_task(self._decode(chunk, [encoded for _, _, encoded in samples]))
+            self.engine.start(chunk, self._decode, chunk, [encoded for _, _, encoded in samples])
 
     def _next_chunk(self) -> int:
         """Return the samples of the next chunk; 0 if none may start, or if it is better to wait for more reads."""
@@ -225,12 +203,9 @@ class SampleAssembly(ChunkAssembly):
         return min(read, most) if read >= min(most, lacking) else 0
 
     async def _decode(self, chunk: Batch, encoded: list[Any]) -> None:
-        try:
-            decoding = self._decode_stage.decode(chunk, 0, encoded)
-            del encoded
-            self._count(chunk, await decoding)
-        except asyncio.CancelledError:
-            raise cancellation_error(chunk) from None
+        decoding = self._decode_stage.decode(chunk, 0, encoded)
+        del encoded
+        self._count(chunk, await decoding)
 
     # --- filling batches
 
@@ -248,10 +223,11 @@ class SampleAssembly(ChunkAssembly):
         while self._ready and not self._admission.closed:
             chunk, positions = self._ready.popleft()
             epoch = self._epochs[0]
-            batch = epoch.open[0]
+            planned = epoch.open[0]
+            batch = planned.batch
             if chunk.error is not None and chunk.kept is None:  # not that of a chunk of which nothing is left
                 batch.error, batch.failures = chunk.error, batch.failures + chunk.failures
-                self._engine.finished(batch)
+                self.engine.finished(batch)
                 return
             if self._full + self._buffer.waiting >= self._buffer.prefetch_batches:
                 self._ready.appendleft((chunk, positions))
@@ -259,32 +235,32 @@ class SampleAssembly(ChunkAssembly):
             if positions.start == 0:
                 batch.failures += chunk.failures
                 batch.encoded_bytes += chunk.encoded_bytes
-            places = positions[: batch.free]
-            batch.parts.append((chunk, places))
+            places = positions[: planned.free]
+            planned.parts.append((chunk, places))
             if len(places) < len(positions):
                 self._ready.appendleft((chunk, positions[len(places) :]))
-            if not batch.free:
+            if not planned.free:
                 epoch.open.popleft()
                 self._full += 1
-                filled = [part.plan.positions[at] for part, places in batch.parts for at in places]
+                filled = [part.plan.positions[at] for part, places in planned.parts for at in places]
                 batch.returned_samples = epoch.tracker.add(filled)
-                self._engine.group.create_task(self._assemble(batch))
+                planned.full.set()
 
-    async def _assemble(self, batch: PlannedBatch) -> None:
+    async def _assemble(self, planned: OpenBatch) -> None:
+        """Put a batch together when it has no places left."""
+        await planned.full.wait()
         outcome = ChunkOutcome()
-        try:
-            await self._executor.run(self._put_together, batch, outcome)
-        except asyncio.CancelledError:
-            raise cancellation_error(batch) from None
-        self._observe(batch, outcome)
-        self._engine.finished(batch)
+        await self._executor.run(self._put_together, planned, outcome)
+        self._observe(planned.batch, outcome)
+        self.engine.finished(planned.batch)
 
-    def _put_together(self, batch: PlannedBatch, outcome: ChunkOutcome) -> None:
+    def _put_together(self, planned: OpenBatch, outcome: ChunkOutcome) -> None:
         """Copy the samples of a batch from their chunks and collate them; runs in a decode thread."""
         started, cpu_started = time.perf_counter(), time.thread_time()
-        parts = [(chunk, _remaining(chunk, places)) for chunk, places in batch.parts]
-        last_failures = batch.parts[-1][0].failures
-        batch.parts = []
+        batch = planned.batch
+        parts = [(chunk, _remaining(chunk, places)) for chunk, places in planned.parts]
+        last_failures = planned.parts[-1][0].failures
+        planned.parts = []
         indices = [chunk.plan.indices[at] for chunk, positions in parts for at in positions]
         if len(indices) < len(batch.plan.indices):
             batch.kept = range(len(indices))
@@ -293,8 +269,8 @@ class SampleAssembly(ChunkAssembly):
             return
         filled = replace(batch.plan, indices=indices)
         keys = BatchKeys(filled, self._fetcher)
-        batch.lease = self._memory.lease()
-        builder = self._new_builder(filled, batch.lease)
+        batch.lease = self._options.memory.lease()
+        builder = self._options.new_builder(filled, batch.lease)
         builders = [chunk.builder for chunk, _ in parts]
         if isinstance(builder, RowBatchBuilder) and any(isinstance(each, SampleList) for each in builders):
             builder = DefaultCollateBuilder(len(indices), batch.lease)  # a cache has learned its layout meanwhile
@@ -305,7 +281,7 @@ class SampleAssembly(ChunkAssembly):
                 assert isinstance(chunk.builder, ChunkBuilder)
                 builder.take_over(chunk.builder, positions, first, keys)
                 first += len(positions)
-            batch.result = self._wrap(builder.finish(keys))
+            batch.result = self._options.wrap(builder.finish(keys))
         except CollateError as error:
             batch.error = error
         outcome.collate_s = time.perf_counter() - started

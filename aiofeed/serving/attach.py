@@ -17,7 +17,8 @@ from aiofeed.kernel.core.types import Transform, public
 from aiofeed.kernel.core.validation import check_callable, explain_arguments
 from aiofeed.kernel.devices.pinned import PinnedBufferPool, release_unused
 from aiofeed.kernel.devices.resolve import resolve_device
-from aiofeed.kernel.feeder.iterator import Delivery, EpochObserver, EpochStartLock, FeedIterator
+from aiofeed.kernel.feeder.delivery import Delivery
+from aiofeed.kernel.feeder.iterator import EpochObserver, EpochStartLock, FeedIterator
 from aiofeed.kernel.runtime.buffers import HostBufferPool
 from aiofeed.kernel.runtime.event_loop import EventLoopThread
 from aiofeed.kernel.runtime.queue import ReadyBatch

@@ -29,7 +29,7 @@ from aiofeed.kernel.core.errors import FeedError
 from aiofeed.kernel.core.statistics import EpochStats
 from aiofeed.kernel.devices.copier import Copier
 from aiofeed.kernel.devices.pinned import release_unused
-from aiofeed.kernel.feeder.iterator import LoopProducer
+from aiofeed.kernel.feeder.delivery import LoopProducer
 from aiofeed.kernel.runtime.buffers import BufferLease, BufferPool, DropTracker
 from aiofeed.kernel.runtime.event_loop import EventLoopThread
 from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, ReadyBatch, Stopped, drop_batches
@@ -261,8 +261,11 @@ class Subscription:
             self._send(messages.Read(serial))
         feed.unconfirmed.clear()
 
-    def taken(self, feed: EpochFeed) -> None:
-        """Make room for one more batch of a feed: one has left the host's queue."""
+    def _count_taken(self, feed: EpochFeed, item: ReadyBatch) -> None:
+        """Make room for one more batch of a feed, once per item."""
+        if item.taken:
+            return
+        item.taken = True
         feed.room += 1
         if feed is self._feed:
             self._pump()
@@ -475,7 +478,7 @@ class Subscription:
 
     def _put(self, feed: EpochFeed, message: BatchAvailable, batch: Any, lease: BufferLease | None) -> None:
         item = ReadyBatch(message.number, _rows(message.batch), batch, lease, counters=feed.counters)
-        item.release = lambda _: self.taken(feed)
+        item.on_taken = partial(feed.loop_thread.call, self._count_taken, feed)
         feed.queue.put(item)
 
 

@@ -120,7 +120,7 @@ class WorkerPool(ABC, Generic[HandleT]):
         """Batches beyond ``prefetch_batches``: one per worker after the first, so that each can decode one."""
         return self._count - 1
 
-    def returned(self, stats: EpochStats) -> int:
+    def taken(self, stats: EpochStats) -> int:
         """Note that the training has taken a batch of an epoch; returns how many more may now be in flight."""
         return 0
 

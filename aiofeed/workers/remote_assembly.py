@@ -20,12 +20,12 @@ from aiofeed.ipc.pickling import unpickle
 from aiofeed.ipc.ring import INLINE_BYTES, Borrowed, Ring, RingLease, free_dropped_slots
 from aiofeed.ipc.schema import ArrayNode, Node
 from aiofeed.kernel.core.errors import FeedError, SampleError
+from aiofeed.kernel.engine.admission import Admission
+from aiofeed.kernel.engine.assembly import Assembly, AssemblyOptions
 from aiofeed.kernel.engine.batch import Batch
 from aiofeed.kernel.engine.chunks import NAMED
-from aiofeed.kernel.engine.engine import Assembly, Engine
-from aiofeed.kernel.runtime.buffers import SMALL_BYTES, BufferLease, BufferPool, Bytes, DropTracker, HostBufferPool
+from aiofeed.kernel.runtime.buffers import SMALL_BYTES, BufferLease, Bytes, DropTracker, HostBufferPool
 from aiofeed.kernel.runtime.queue import ReadyBatch
-from aiofeed.kernel.runtime.thread_pool import ThreadPool
 from aiofeed.kernel.sampling.epochs import Step
 from aiofeed.workers.handle import AssignedBatch, Handle, WorkerHandle
 from aiofeed.workers.pool import WorkerPool
@@ -39,34 +39,23 @@ class RemoteAssembly(Assembly):
     """Sends the plans of batches to workers, and takes finished batches out of their memory.
 
     Args:
+        options: The fetcher only gives the names of samples; the memory is for arrays that are copied out of the ring,
+            and the executor copies large batches. The tuner holds how many samples the workers read at a time, as their
+            messages report.
         pool: The workers.
-        wrap: Converts a batch of ``HostTensor`` to the form that is delivered.
-        memory: Memory for arrays that are copied out of the ring.
-        executor: Copies large batches.
-        options: Other arguments of ``Assembly``. The fetcher only gives the names of samples; the tuner holds how many
-            samples the workers read at a time, as their messages report.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        pool: WorkerPool[Any],
-        wrap: Callable[[Any], Any],
-        memory: BufferPool,
-        executor: ThreadPool,
-        **options: Any,
-    ) -> None:
-        super().__init__(engine, executor=executor, **options)
+    def __init__(self, admission: Admission, options: AssemblyOptions, *, pool: WorkerPool[Any]) -> None:
+        super().__init__(admission, options)
         self._pool = pool
-        self._memory = memory
-        self._wrap = wrap
+        self._memory = options.memory
+        self._wrap = options.wrap
         # Copies to a device need pinned memory. If the ring cannot be pinned, batches are copied to memory that is.
-        self._zero_copy = isinstance(memory, HostBufferPool)
+        self._zero_copy = isinstance(options.memory, HostBufferPool)
 
     def reading_ahead(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
         """See ``Assembly.reading_ahead``. A worker that fails ends the engine."""
-        self._pool.call_on_error(self._engine.fail)
+        self._pool.call_on_error(self.engine.fail)
         return super().reading_ahead(steps)
 
     @property
@@ -79,11 +68,10 @@ class RemoteAssembly(Assembly):
         """
         return self._pool.busy
 
-    def returned(self, item: ReadyBatch) -> None:
-        """Release the batches that were taken before, and let more be in flight if the workers need them."""
-        super().returned(item)
+    def taken(self, item: ReadyBatch) -> None:
+        """Free slots, and let more batches be in flight if the workers need them."""
         free_dropped_slots(self._pool.borrowed)
-        if more := self._pool.returned(item.counters):
+        if more := self._pool.taken(item.counters):
             self._admission.decode_at_once(self._buffer.prefetch_batches + more)
 
     async def begin(self, batch: Batch) -> None:
@@ -93,7 +81,7 @@ class RemoteAssembly(Assembly):
         self.permit()
         may_decode = batch.decode_permit.is_set()
         assigned = self._pool.assign(batch.plan, may_decode=may_decode, was_read=partial(self._was_read, batch))
-        self._engine.group.create_task(self._assemble(batch, assigned, may_decode))
+        self.engine.start(batch, self._assemble, batch, assigned, may_decode)
 
     def waiting_for(self, batch: Batch) -> tuple[Any, ...]:
         """Return the workers that have the batch."""
@@ -131,11 +119,11 @@ class RemoteAssembly(Assembly):
         failures = map(rebuild, reply.failures)
         batch.failures = [batch.failure_counter.remember(error) for error in failures if isinstance(error, SampleError)]
         batch.encoded_bytes = reply.nbytes
-        self._engine.finished(batch)
+        self.engine.finished(batch)
         if borrowed is not None:
             # Last, because ReleaseSlot wakes the worker, which may take this core from the consumer's thread.
             borrowed.track()
-        self.release_returned()
+        self.engine.release_taken()
 
     async def _receive(
         self, batch: Batch, worker: Handle, assigned: AssignedBatch, reply: BatchFinished
@@ -167,7 +155,7 @@ class RemoteAssembly(Assembly):
                 batch.result, seconds = await asyncio.get_running_loop().run_in_executor(self._executor, take_out)
         except ProtocolError as error:
             worker.kill()
-            self._engine.fail(FeedError(f"{worker.name} sent an invalid batch: {error}"))
+            self.engine.fail(FeedError(f"{worker.name} sent an invalid batch: {error}"))
             return None
         batch.counters.copy_s += seconds
         return borrowed

@@ -22,9 +22,10 @@ from aiofeed.kernel.core.errors import CollateError, FeedError, add_note
 from aiofeed.kernel.core.limits import ResolvedLimits
 from aiofeed.kernel.core.statistics import EpochStats, new_events
 from aiofeed.kernel.engine.admission import MemoryBudget
+from aiofeed.kernel.engine.assembly import AssemblyOptions
+from aiofeed.kernel.engine.concurrency import Tuner
 from aiofeed.kernel.engine.engine import Engine
 from aiofeed.kernel.engine.fetchers import builder_factory, new_fetcher
-from aiofeed.kernel.engine.tuning.tuner import Tuner
 from aiofeed.kernel.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
 from aiofeed.kernel.runtime.tensors import unchanged
 from aiofeed.kernel.sampling.epochs import EpochStart, Step
@@ -114,11 +115,7 @@ class Worker:
             reads_given=config.reads_given,
             reads_most=config.most_reads(self._number),
         )
-        assembly = partial(
-            PermittedAssembly,
-            may_decode=self._may_decode,
-            outbox=self._outbox,
-            reports=not config.in_order,
+        options = AssemblyOptions(
             fetcher=fetcher,
             new_builder=partial(encoding_builder, builder_factory(fetcher, config.collate_fn, staged=False)),
             wrap=unchanged,
@@ -130,7 +127,13 @@ class Worker:
         )
         return Engine(
             self._steps(),
-            assembly,
+            partial(
+                PermittedAssembly,
+                options=options,
+                may_decode=self._may_decode,
+                outbox=self._outbox,
+                reports=not config.in_order,
+            ),
             batch_size=1,
             queue=self._outbox,
             limits=limits,
@@ -139,6 +142,7 @@ class Worker:
             policy=config.policy,
             length=config.length,
             counts_failures=False,
+            call=lambda function: function(),
         )
 
     async def request_index(self, serial: int, position: int) -> int:

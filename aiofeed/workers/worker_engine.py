@@ -17,13 +17,14 @@ from aiofeed.ipc.batch_codec import encode_batch
 from aiofeed.ipc.error_codec import describe
 from aiofeed.ipc.ring import Extent, Slot
 from aiofeed.kernel.core.types import BatchPlan
+from aiofeed.kernel.engine.admission import Admission
+from aiofeed.kernel.engine.assembly import AssemblyOptions
 from aiofeed.kernel.engine.batch import Batch
 from aiofeed.kernel.engine.chunks import ChunkAssembly
-from aiofeed.kernel.engine.engine import Engine
 from aiofeed.kernel.engine.fetch.collate import BatchBuilder
 from aiofeed.kernel.engine.fetchers import NewBuilder
 from aiofeed.kernel.runtime.buffers import BufferLease
-from aiofeed.kernel.runtime.queue import BatchQueue, FeedFailure, QueueItem, ReadyBatch, release
+from aiofeed.kernel.runtime.queue import BatchQueue, FeedFailure, QueueItem, ReadyBatch
 from aiofeed.workers import protocol
 
 Send = Callable[[protocol.FromWorker, Slot | None], None]
@@ -59,7 +60,8 @@ class Outbox(BatchQueue[QueueItem]):
             return
         assert isinstance(item, ReadyBatch)
         assert isinstance(item.plan, WorkerPlan)
-        release(item)
+        assert item.on_taken is not None
+        item.on_taken(item)
         stats = [getattr(item.counters, name) for name in protocol.BATCH_STATS]
         failures = [describe(error) for error in item.failures]
         message = protocol.BatchFinished(item.plan.serial, stats, item.reserved, failures)
@@ -94,11 +96,12 @@ class PermittedAssembly(ChunkAssembly):
         may_decode: Serial numbers of permitted batches, some of which are not planned yet.
         outbox: Reports batches whose samples have been read.
         reports: Whether the trainer needs these reports.
-        options: Other arguments of ``ChunkAssembly``.
     """
 
-    def __init__(self, engine: Engine, *, may_decode: set[int], outbox: Outbox, reports: bool, **options: Any) -> None:
-        super().__init__(engine, **options)
+    def __init__(
+        self, admission: Admission, options: AssemblyOptions, *, may_decode: set[int], outbox: Outbox, reports: bool
+    ) -> None:
+        super().__init__(admission, options)
         self._may_decode = may_decode
         self._outbox = outbox
         self._reports = reports

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,9 +15,9 @@ from torch.utils.data import Dataset, Subset
 
 import aiofeed
 from aiofeed.kernel.core.errors import CollateError, ReadError, notes_of
-from aiofeed.kernel.core.statistics import EpochStats
-from aiofeed.kernel.engine import memory
-from aiofeed.kernel.engine.memory import LEAST_BATCHES, SMALL_S, SmallItems
+from aiofeed.kernel.core.statistics import EpochStats, new_events
+from aiofeed.kernel.feeder import pipeline
+from aiofeed.kernel.feeder.pipeline import LEAST_BATCHES, SMALL_S, SmallItems
 from aiofeed.resident.pipeline import ResidentPipeline
 from tests.support.interrupts import Interrupt
 
@@ -52,7 +54,7 @@ class Rows(Dataset[Any]):
 def from_the_second_epoch_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the epochs take."""
 
-    def ended(self: SmallItems, stats: EpochStats) -> None:
+    def ended(self: SmallItems, stats: EpochStats, pipeline: Any) -> None:
         self.in_consumer_thread, self.batch_s = True, 1e-4
 
     monkeypatch.setattr(SmallItems, "ended", ended)
@@ -263,47 +265,103 @@ def small(monkeypatch: pytest.MonkeyPatch) -> SmallItems:
     return SmallItems()
 
 
-def epoch(batches: int = LEAST_BATCHES, wall_s: float = 1e-4, made_s: float = 9e-5, step_s: float = 1e-5) -> EpochStats:
-    """Statistics of an epoch with these seconds per batch."""
-    waits = (wall_s - step_s) * batches
-    return EpochStats(batches=batches, wall_s=wall_s * batches, stall_s=waits, decode_s=made_s * batches)
+@dataclass
+class Clock:
+    """A pretended clock, and the processor time of pretended threads: a feeder's pipeline, as far as epochs need one.
+
+    With ``load``, another program takes the processor for 20 ms in a third of all steps and batches.
+    """
+
+    load: bool = False
+    streams: bool = True
+    now: float = 0.0
+    cpu_s: float = 0.0
+
+    def epoch(
+        self, step_us: float = 10, batch_us: float = 90, threads_us: float = 130, batches: int = LEAST_BATCHES
+    ) -> EpochStats:
+        """Let an epoch take place; returns its statistics. Threads make batches beside the steps, the consumer not."""
+        stats = EpochStats(asked_at=self.now, batches=batches, events=new_events())
+        for number in range(batches):
+            late_s = 0.02 if self.load and number % 3 == 0 else 0.0
+            parts = {"decode": 0.8 * batch_us, "collate": 0.2 * batch_us} if self.streams else {"wait": batch_us}
+            for kind, us in (*parts.items(), ("step", step_us)):
+                ended = self.now + us * 1e-6 + late_s
+                stats.events.append((kind, "thread", self.now, ended, number, 4, 0))
+                self.now = ended
+            self.cpu_s += threads_us * 1e-6 * self.streams
+        stats.wall_s = self.now - stats.asked_at
+        return stats
 
 
-def test_the_consumer_makes_batches_after_two_epochs_of_short_steps(small: SmallItems) -> None:
-    small.ended(epoch())
-    assert not small.in_consumer_thread
-    small.ended(epoch())
-    assert small.in_consumer_thread
-    small.ended(epoch(wall_s=9e-5))
-    assert small.in_consumer_thread
+def ended(small: SmallItems, clock: Clock, *epochs: dict[str, Any]) -> bool:
+    """Let epochs end; returns whether the consumer's thread makes the next one."""
+    for times in epochs:
+        clock.streams = not small.in_consumer_thread
+        small.ended(clock.epoch(**times), clock)  # type: ignore[arg-type]
+    return small.in_consumer_thread
+
+
+@pytest.fixture(params=[False, True], ids=["quiet", "loaded"])
+def clock(request: pytest.FixtureRequest) -> Clock:
+    return Clock(load=request.param)
+
+
+def test_the_consumer_makes_batches_after_two_epochs_in_which_threads_compute_longer(
+    small: SmallItems, clock: Clock
+) -> None:
+    """Also if other programs take the processor meanwhile: the typical step and the processor time decide."""
+    assert not ended(small, clock, {})
+    assert ended(small, clock, {})
+    assert ended(small, clock, {}, {})
+    assert small.reason.startswith("The training thread makes the batches")
+    assert "a step takes 10 us, a batch 90 us, and with threads a batch takes 130 us" in small.reason
 
 
 @pytest.mark.parametrize(
-    "stats",
-    [epoch(batches=LEAST_BATCHES - 1), epoch(wall_s=1.01 * SMALL_S, made_s=SMALL_S), epoch(step_s=5e-5)],
-    ids=["few batches", "large batches", "steps"],
+    "times",
+    [
+        {"batches": LEAST_BATCHES - 1},
+        {"batch_us": 1.01e6 * SMALL_S, "threads_us": 2e6 * SMALL_S},
+        {"step_us": 50},
+        {"step_us": 2000},
+    ],
+    ids=["few batches", "large batches", "steps", "long steps"],
 )
-def test_threads_make_the_others(small: SmallItems, stats: EpochStats) -> None:
-    small.ended(stats)
-    small.ended(stats)
-    assert not small.in_consumer_thread
+def test_threads_make_the_others(small: SmallItems, clock: Clock, times: dict[str, Any]) -> None:
+    assert not ended(small, clock, times, times, times)
+    assert not small.reason or small.reason.startswith("Threads make the batches")
 
 
-def test_an_epoch_with_steps_comes_between(small: SmallItems) -> None:
-    small.ended(epoch())
-    small.ended(epoch(step_s=5e-5))
-    small.ended(epoch())
-    assert not small.in_consumer_thread
+def test_an_epoch_with_steps_comes_between(small: SmallItems, clock: Clock) -> None:
+    assert not ended(small, clock, {}, {"step_us": 50}, {})
 
 
-def test_threads_that_were_faster_come_back_for_good(small: SmallItems) -> None:
-    small.ended(epoch())
-    small.ended(epoch())
-    small.ended(epoch(wall_s=2e-4))
-    assert not small.in_consumer_thread
-    small.ended(epoch())
-    small.ended(epoch())
-    assert not small.in_consumer_thread
+@pytest.mark.parametrize("times", [{"batch_us": 200}, {"step_us": 200}], ids=["slower batches", "longer steps"])
+def test_threads_that_are_faster_come_back_for_good(small: SmallItems, clock: Clock, times: dict[str, Any]) -> None:
+    assert ended(small, clock, {}, {})
+    assert not ended(small, clock, times)
+    assert not ended(small, clock, {}, {}, {})
+
+
+def test_without_events_the_mean_decides(small: SmallItems) -> None:
+    """Of ``timeline=False``."""
+    clock = Clock()
+    for _ in range(2):
+        stats = clock.epoch()
+        stats.events.clear()
+        stats.stall_s, stats.decode_s = 0.95 * stats.wall_s, 0.8 * stats.wall_s
+        small.ended(stats, clock)  # type: ignore[arg-type]
+    assert small.in_consumer_thread
+
+
+def test_explain_says_which_thread_makes_the_batches(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the seconds that have decided it."""
+    monkeypatch.undo()
+    monkeypatch.setattr(pipeline, "LEAST_BATCHES", 2)
+    with aiofeed.Feeder(rows, batch_size=BATCH) as feeder:
+        list(feeder)
+        assert re.search(r"(Threads make|thread makes) the batches .* a step takes \d+ us", feeder.explain().verdict)
 
 
 @pytest.mark.parametrize("step", [0, 3])
@@ -329,7 +387,5 @@ def test_threads_go_on_without_the_add_on(small: SmallItems, monkeypatch: pytest
     def missing(name: str, needed_by: str) -> None:
         raise ImportError(f"{needed_by} needs {name}")
 
-    monkeypatch.setattr(memory, "load_addon", missing)
-    for _ in range(3):
-        small.ended(epoch())
-    assert not small.in_consumer_thread
+    monkeypatch.setattr(pipeline, "load_addon", missing)
+    assert not ended(small, Clock(), {}, {}, {})

@@ -428,7 +428,7 @@ class CacheStore:
         raise NotImplementedError
 
     def new_memory(self, config: Any, /) -> Any:
-        """Return what makes batches of a cache that has all samples, see ``Memory``; ``None``: threads do."""
+        """Return what makes batches of a cache that has all samples, see ``InlineBatches``; ``None``: threads do."""
         return None
 
 

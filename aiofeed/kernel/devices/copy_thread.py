@@ -104,12 +104,12 @@ class CopyThread(BoundedThread):
         except Exception:
             self._keep_memory_of_failed_device()
             raise
-        if not item.returned:
+        if not item.taken:
             # If a take is interrupted after this line and repeated, the event is there twice: the thread then waits one
             # batch earlier, once.
             self._queued.append(last_use)
             # The interpreter runs signal handlers after a call, so not between these two lines.
-            item.returned = True
+            item.taken = True
             self._room.put(True)
         return batch
 

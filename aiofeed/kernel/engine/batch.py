@@ -18,7 +18,7 @@ from aiofeed.kernel.engine.fetch.async_reader import ReadResult
 from aiofeed.kernel.engine.fetch.collate import BatchBuilder
 from aiofeed.kernel.engine.fetch.fetcher import ChunkOutcome, Fetcher
 from aiofeed.kernel.runtime.buffers import BufferLease
-from aiofeed.kernel.sampling.epochs import EpochEnds
+from aiofeed.kernel.sampling.epochs import EpochEnds, EpochStart
 
 
 @dataclass(eq=False)
@@ -27,7 +27,7 @@ class Batch:
 
     Args:
         plan: its samples.
-        counters: statistics of its epoch.
+        epoch: its epoch.
         failure_counter: failures of its epoch.
         reserved: bytes reserved for it in the ``MemoryBudget``.
         unread: chunks that are not read; 1 before the chunks are created.
@@ -46,12 +46,12 @@ class Batch:
         returned_samples: see ``ReadyBatch``.
         under_way: chunks that are being read or decoded, by their first position: what is done, since when on the clock
             of ``perf_counter``, where the chunk ends, and the samples that are decoded.
-        followers: the batches that the same job makes after this one. The engine plans, reserves memory for, delivers
+        grouped: the batches that the same job makes after this one. The engine plans, reserves memory for, delivers
             and releases all of them as one.
     """
 
     plan: BatchPlan
-    counters: EpochStats
+    epoch: EpochStart
     failure_counter: FailureCounter
     reserved: int
     unread: int = 1
@@ -70,7 +70,10 @@ class Batch:
     is_finished: bool = False
     returned_samples: tuple[int, int] | None = None
     under_way: dict[int, tuple[str, float, int, Sequence[Any]]] = field(default_factory=dict)
-    followers: list[Batch] = field(default_factory=list)
+    grouped: list[Batch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.counters: EpochStats = self.epoch.counters
 
     def count_read(self, read: ReadResult) -> None:
         """Add a read to the statistics; on the loop."""

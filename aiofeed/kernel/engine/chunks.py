@@ -11,20 +11,15 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-from aiofeed.kernel.core.failure_policy import FailurePolicy
+from aiofeed.kernel.engine.admission import Admission
+from aiofeed.kernel.engine.assembly import Assembly, AssemblyOptions
 from aiofeed.kernel.engine.batch import Batch, BatchKeys
 from aiofeed.kernel.engine.decode_stage import DecodeStage
-from aiofeed.kernel.engine.engine import Assembly, Engine, cancellation_error
 from aiofeed.kernel.engine.fetch.async_reader import ReadResult
-from aiofeed.kernel.engine.fetch.fetcher import ChunkOutcome, Fetcher
-from aiofeed.kernel.engine.tuning.gil import GilLimit
+from aiofeed.kernel.engine.fetch.fetcher import ChunkOutcome
 from aiofeed.kernel.engine.tuning.jobs import samples_per_job
-from aiofeed.kernel.engine.tuning.tuner import Tuner
-from aiofeed.kernel.runtime.thread_pool import ThreadPool
 
 # Batches are made together until a job takes this long: a job costs the loop and three changes of threads, some hundred
 # microseconds, however little it does.
@@ -42,40 +37,16 @@ class ChunkAssembly(Assembly):
     """Reads and decodes the chunks of batches in this process.
 
     Args:
-        policy: what happens to samples that fail.
-        loop_delay_s: returns the seconds in all by which the loop was late; reads do not count them.
         may_group: whether one job may make several small batches; the fetcher's ``read`` must leave all to the job.
-        on_gil_limit: as of ``Assembly``, like ``engine``, ``fetcher``, ``executor`` and ``tuner``.
-        options: ``new_builder``, ``wrap`` and ``memory``, as of ``DecodeStage``.
     """
 
     stage: type[DecodeStage] = DecodeStage
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        fetcher: Fetcher,
-        executor: ThreadPool,
-        policy: FailurePolicy,
-        tuner: Tuner | None = None,
-        on_gil_limit: Callable[[GilLimit], None] | None = None,
-        loop_delay_s: Callable[[], float] = float,
-        may_group: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__(engine, fetcher=fetcher, executor=executor, tuner=tuner, on_gil_limit=on_gil_limit)
-        self._loop_delay_s = loop_delay_s
+    def __init__(self, admission: Admission, options: AssemblyOptions, *, may_group: bool = False) -> None:
+        super().__init__(admission, options)
+        self._loop_delay_s = options.loop_delay_s
         self._stop = threading.Event()
-        self._decode_stage = self.stage(
-            fetcher=fetcher,
-            executor=executor,
-            policy=policy,
-            stop=self._stop,
-            read_slot=engine.admission.read_slot,
-            tuner=None if tuner is None else tuner.decoding,
-            **options,
-        )
+        self._decode_stage = self.stage(options, self._stop, admission.read_slot)
         # Samples whose reads have begun and not ended; `Admission.reading` also counts tasks that do not run yet.
         self._reading = 0
         self._may_group = may_group
@@ -86,7 +57,6 @@ class ChunkAssembly(Assembly):
 
     def stop(self) -> None:
         """End running jobs."""
-        super().stop()
         self._stop.set()
 
     @property
@@ -116,11 +86,11 @@ class ChunkAssembly(Assembly):
 
     async def begin(self, batch: Batch) -> None:
         """Start to read the chunks of a batch; wait until all of them may be read."""
-        if batch.followers:
+        if batch.grouped:
             batch.unread = 0  # the job requests the samples
         self.permit()
-        if batch.followers:
-            self._engine.group.create_task(self._make_together(batch))
+        if batch.grouped:
+            self.engine.start(batch, self._make_together, batch)
             return
         admission, samples = self._admission, len(batch.plan.indices)
         self._choose_size(samples)
@@ -137,7 +107,7 @@ class ChunkAssembly(Assembly):
                 admission.waited_for_reads = True
                 await admission.until(partial(admission.may_read_on, stop - start))
             admission.reading += stop - start
-            self._engine.group.create_task(self.read_and_decode(batch, start, stop))
+            self.engine.start(batch, self.read_and_decode, batch, start, stop)
 
     def _choose_size(self, samples: int) -> None:
         """Choose the size of jobs for a batch of ``samples``, and how many batches are decoded at the same time."""
@@ -188,52 +158,46 @@ class ChunkAssembly(Assembly):
 
     async def read_and_decode(self, batch: Batch, start: int, stop: int) -> None:
         """Read samples of a batch, wait until they may be decoded, and decode them."""
-        try:
-            read = await self._read(batch, start, stop)
-            batch.reserved = self._budget.raise_to(batch.reserved, batch.encoded_bytes)
-            batch.unread -= 1
-            if not self._buffer.in_order:
-                self.permit()
-            # Let the planner run, create the next chunk's task, and let that start its reads: three iterations of the
-            # loop. A decode thread that has work takes the GIL, and the reads would start half a millisecond later.
-            idle = self._executor.running < self._executor.max_running
-            for _ in range(3 if read.waited and idle else 0):
-                await asyncio.sleep(0)
-            if not batch.decode_permit.is_set():
-                await batch.decode_permit.wait()
-            decoding = self._decode_stage.decode(batch, start, read.samples)
-            del read
-            self._count(batch, await decoding)
-        except asyncio.CancelledError:
-            raise cancellation_error(batch) from None
+        read = await self._read(batch, start, stop)
+        batch.reserved = self._budget.raise_to(batch.reserved, batch.encoded_bytes)
+        batch.unread -= 1
+        if not self._buffer.in_order:
+            self.permit()
+        # Let the planner run, create the next chunk's task, and let that start its reads: three iterations of the
+        # loop. A decode thread that has work takes the GIL, and the reads would start half a millisecond later.
+        idle = self._executor.running < self._executor.max_running
+        for _ in range(3 if read.waited and idle else 0):
+            await asyncio.sleep(0)
+        if not batch.decode_permit.is_set():
+            await batch.decode_permit.wait()
+        decoding = self._decode_stage.decode(batch, start, read.samples)
+        del read
+        self._count(batch, await decoding)
 
     async def _make_together(self, first: Batch) -> None:
-        """Make a batch and its followers in one job; in another one those behind a batch with an error."""
+        """Make a batch and those grouped with it in one job; in another one those behind a batch with an error."""
         rest: Batch | None = first
-        try:
-            if not first.decode_permit.is_set():
-                await first.decode_permit.wait()
-            while rest is not None and not self._admission.closed:
-                made: list[ChunkOutcome] = []
-                batches = [rest, *rest.followers]
-                job = asyncio.wrap_future(self._executor.submit(self._decode_stage.decode_together, batches, made))
-                while rest is not None and (made or not job.done()):
-                    await asyncio.wait([job], timeout=MADE_S)
-                    rest = await self._deliver_made(rest, made)
-                await job
-        except asyncio.CancelledError:
-            raise cancellation_error(first) from None
+        if not first.decode_permit.is_set():
+            await first.decode_permit.wait()
+        while rest is not None and not self._admission.closed:
+            made: list[ChunkOutcome] = []
+            batches = [rest, *rest.grouped]
+            job = asyncio.wrap_future(self._executor.submit(self._decode_stage.decode_together, batches, made))
+            while rest is not None and (made or not job.done()):
+                await asyncio.wait([job], timeout=MADE_S)
+                rest = await self._deliver_made(rest, made)
+            await job
 
     async def _deliver_made(self, first: Batch, made: list[ChunkOutcome]) -> Batch | None:
-        """Deliver as many of a batch and its followers as are made; returns the first of the others, if any."""
+        """Deliver as many of a group of batches as are made; returns the first of the others, if any."""
         outcomes = made[:]
         del made[: len(outcomes)]
-        batches = [first, *first.followers][: len(outcomes)]
+        batches = [first, *first.grouped][: len(outcomes)]
         if not batches:
             return first
         for batch, outcome in zip(batches, outcomes, strict=True):
             self._observe(batch, outcome)
-        rest = self._engine.split(first, len(batches)) if len(batches) <= len(first.followers) else None
+        rest = self.engine.split(first, len(batches)) if len(batches) <= len(first.grouped) else None
         if batches[-1].errors and not self._admission.closed:
             await self._decode_stage.recover(batches[-1])
         self.finished(first)
@@ -248,7 +212,7 @@ class ChunkAssembly(Assembly):
 
     def _observe(self, batch: Batch, outcome: ChunkOutcome) -> None:
         """Add a decode job to the statistics, and pass its timing to the tuner."""
-        self.release_returned()
+        self.engine.release_taken()
         batch.count(outcome)
         if self._may_group and outcome.collate_s:
             self._choose_group(batch, outcome)
@@ -265,17 +229,14 @@ class ChunkAssembly(Assembly):
         batch.uncounted -= 1
         if batch.uncounted == 0:
             if batch.errors and not self._admission.closed:
-                self._engine.group.create_task(self._recover(batch))
+                self.engine.start(batch, self._recover, batch)
             else:
                 self.finished(batch)
 
     async def _recover(self, batch: Batch) -> None:
-        try:
-            await self._decode_stage.recover(batch)
-        except asyncio.CancelledError:
-            raise cancellation_error(batch) from None
+        await self._decode_stage.recover(batch)
         self.finished(batch)
 
     def finished(self, batch: Batch) -> None:
         """All chunks of a batch are decoded, and its errors are recovered from or set."""
-        self._engine.finished(batch)
+        self.engine.finished(batch)

@@ -1,4 +1,4 @@
-"""Measures jobs and reads for the tuner, and applies the tuner's choices to the limits and the decode threads."""
+"""The tuners of one feeder: measures jobs and reads for them, and applies what they choose to limits and threads."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 
 from aiofeed.kernel.engine.admission import Admission
 from aiofeed.kernel.engine.fetch.fetcher import Fetcher
-from aiofeed.kernel.engine.tuning.gil import GilLimit
-from aiofeed.kernel.engine.tuning.score import JobTiming
-from aiofeed.kernel.engine.tuning.tuner import Tuner
+from aiofeed.kernel.engine.tuning.reads import READS_MOST, ReadTuner
+from aiofeed.kernel.engine.tuning.threads import GilLimit, JobTiming, ThreadTuner
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.thread_pool import ThreadPool
 
@@ -20,8 +19,46 @@ from aiofeed.kernel.runtime.thread_pool import ThreadPool
 # batches than not: at this many more, and those that a pause of the training leaves ready. A feeder that does not keep
 # up goes on at the normal priority, so that other programs cannot starve it.
 AHEAD_BATCHES = 8
+# A worker process costs some 20 us per sample beside decoding: less than twice that under the GIL gains nothing.
+REPORT_HELD_S = 40e-6
+# Less decoding than this is not worth starting processes for, and figures of a few hundredths of a second are chance.
+REPORT_AFTER_S = 2.0
 
 log: logging.Logger = logging.getLogger("aiofeed.engine")
+
+
+class Tuner:
+    """Chooses threads and reads.
+
+    Args:
+        decode_threads, threads_given: as of ``ThreadTuner``.
+        read_concurrency, reads_given, reads_most: as of ``ReadTuner``.
+
+    Attributes:
+        max_running: threads that decode now; fewer than chosen if samples are tiny.
+    """
+
+    def __init__(
+        self,
+        *,
+        decode_threads: int,
+        threads_given: bool,
+        read_concurrency: int,
+        reads_given: bool,
+        reads_most: int = READS_MOST,
+    ) -> None:
+        self.decoding: ThreadTuner = ThreadTuner(decode_threads, given=threads_given)
+        self.reading: ReadTuner = ReadTuner(read_concurrency, given=reads_given, most=reads_most)
+        self.max_running = decode_threads
+        self._reported = False
+
+    def gil_report(self) -> GilLimit | None:
+        """Return the GIL limit, once, if processes would gain something."""
+        limit = self.decoding.gil
+        if self._reported or limit is None or limit.held_s < REPORT_HELD_S or self.decoding.worked_s < REPORT_AFTER_S:
+            return None
+        self._reported = True
+        return limit
 
 
 @dataclass(eq=False)

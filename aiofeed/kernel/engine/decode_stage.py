@@ -19,18 +19,17 @@ from functools import partial
 from typing import Any
 
 from aiofeed.kernel.core.errors import BatchFailedError, CollateError, FeedError, SampleError
-from aiofeed.kernel.core.failure_policy import FailurePolicy
 from aiofeed.kernel.core.failures import FailureCounter
 from aiofeed.kernel.core.types import BatchPlan, Gathered
+from aiofeed.kernel.engine.assembly import AssemblyOptions
 from aiofeed.kernel.engine.batch import Batch, BatchKeys
 from aiofeed.kernel.engine.concurrency import JobTimer
 from aiofeed.kernel.engine.fetch.collate import BatchBuilder
-from aiofeed.kernel.engine.fetch.fetcher import UNREAD, ChunkOutcome, Fetcher
+from aiofeed.kernel.engine.fetch.fetcher import UNREAD, ChunkOutcome
 from aiofeed.kernel.engine.fetch.user_errors import suggest_policy
 from aiofeed.kernel.engine.tuning.threads import ThreadTuner
 from aiofeed.kernel.runtime import machine
-from aiofeed.kernel.runtime.buffers import BufferLease, BufferPool
-from aiofeed.kernel.runtime.thread_pool import ThreadPool, gil_wait_s
+from aiofeed.kernel.runtime.thread_pool import gil_wait_s
 from aiofeed.kernel.runtime.time_limits import (
     AbandonedError,
     JobControl,
@@ -38,8 +37,6 @@ from aiofeed.kernel.runtime.time_limits import (
     JobStuckError,
     run_with_sample_timeout,
 )
-
-BuilderFactory = Callable[[BatchPlan, BufferLease], BatchBuilder]
 
 # Decode threads measure this often, after a job, how long one waits for the GIL: some microseconds, or the 5 ms of
 # Python's switch interval if another thread runs Python code. It takes 0.2 ms.
@@ -50,34 +47,24 @@ Attempt = Callable[[BatchPlan, int], Awaitable[FeedError | None]]
 """Reads and decodes the sample at a position of a plan; returns its error."""
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class DecodeStage:
     """Decodes chunks of batches in the decode threads.
 
     Args:
-        fetcher: reads and decodes.
-        new_builder: creates the builder of a batch in its buffer.
-        wrap: converts a batch of ``HostTensor`` to the form that is delivered. It runs in the decode thread, which has
-            the memory in its cache: in the consumer, just after a step, it takes ten times as long.
-        memory: buffers of batches.
-        executor: the decode threads.
-        policy: what happens to samples that fail.
+        options: of its assembly. A tuner uses the timing of jobs; without one they are not timed.
         stop: ends running jobs.
         read_slot: limits reads of replacements.
-        tuner: uses the timing of jobs; ``None``: jobs are not timed.
     """
 
-    fetcher: Fetcher
-    new_builder: BuilderFactory
-    wrap: Callable[[Any], Any]
-    memory: BufferPool
-    executor: ThreadPool
-    policy: FailurePolicy
+    options: AssemblyOptions
     stop: threading.Event
     read_slot: Callable[[], AbstractAsyncContextManager[None]]
-    tuner: ThreadTuner | None = None
 
     def __post_init__(self) -> None:
+        options = self.options
+        self.fetcher, self.executor, self.policy = options.fetcher, options.executor, options.policy
+        self.tuner: ThreadTuner | None = None if options.tuner is None else options.tuner.decoding
         # Only where waits for a core, and not for the GIL, can be told apart.
         self._probe_at = 0.0 if sys.platform == "linux" and machine.has_gil() else math.inf
 
@@ -139,8 +126,8 @@ class DecodeStage:
         # The first chunk that runs takes the buffer; chunks that wait for a thread need none.
         with batch.lock:
             if batch.builder is None:
-                batch.lease = self.memory.lease()
-                batch.builder = self.new_builder(batch.plan, batch.lease)
+                batch.lease = self.options.memory.lease()
+                batch.builder = self.options.new_builder(batch.plan, batch.lease)
             builder = batch.builder
         outcome = self.fetcher.decode(batch.plan, start, encoded, builder, JobControl(self.stop, deadline))
         batch.under_way.pop(start, None)
@@ -176,7 +163,7 @@ class DecodeStage:
         started, cpu_started = time.perf_counter(), time.thread_time()
         assert batch.builder is not None
         try:
-            batch.result = self.wrap(batch.builder.finish(BatchKeys(batch.plan, self.fetcher), batch.kept))
+            batch.result = self.options.wrap(batch.builder.finish(BatchKeys(batch.plan, self.fetcher), batch.kept))
         except CollateError as error:
             batch.error = error
         ended, plan = time.perf_counter(), batch.plan

@@ -4,14 +4,14 @@ A batch passes through these steps, all on the engine's event loop except decodi
 
 1. ``_plan`` takes the next batch plan. It alone waits for limited resources: for room for a batch, then for reads.
    Batches acquire resources in order and release them in order, so there is no circular wait.
-2. ``Assembly.begin`` starts the batch: ``ChunkAssembly`` reads and decodes its chunks (``chunks.py``),
-   ``SampleAssembly`` fills it with the samples that are ready first (``sample_order/``), ``RemoteAssembly`` sends its
-   plan to a worker process (``workers/remote_assembly.py``).
+2. ``Assembly.begin`` starts the batch (``assembly.py``): ``ChunkAssembly`` reads and decodes its chunks
+   (``chunks.py``), ``SampleAssembly`` fills it with the samples that are ready first (``sample_order/``),
+   ``RemoteAssembly`` sends its plan to a worker process (``workers/remote_assembly.py``).
 3. The assembly passes the batch, or one with an error, to ``finished``.
 4. ``_deliver`` puts finished batches into the queue, in order unless ``in_order=False``. A batch with an error becomes
    a ``FeedFailure``, after which nothing is delivered.
-5. ``returned`` ends the batch's memory reservation when the consumer or the copy thread has taken it, and permits
-   the next one.
+5. ``taken`` is called when the consumer or the copy thread takes a batch from the queue; ``release_taken`` ends its
+   memory reservation, on the loop, and permits the next one.
 
 The end of an epoch is an entry between batches, and becomes an ``EndOfEpoch`` after the epoch's last batch. The next
 epoch's batches are planned meanwhile. ``run`` returns when all plans are delivered, after a failure, or when its task
@@ -23,10 +23,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import weakref
 from collections import deque
-from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, aclosing
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -37,144 +36,13 @@ from aiofeed.kernel.core.limits import ResolvedLimits
 from aiofeed.kernel.core.statistics import EpochStats
 from aiofeed.kernel.core.types import BatchPlan
 from aiofeed.kernel.engine.admission import Admission, MemoryBudget
+from aiofeed.kernel.engine.assembly import Assembly
 from aiofeed.kernel.engine.batch import Batch, ReorderBuffer
-from aiofeed.kernel.engine.concurrency import Concurrency, run_timed
-from aiofeed.kernel.engine.fetch.fetcher import Fetcher
-from aiofeed.kernel.engine.tuning.gil import GilLimit
-from aiofeed.kernel.engine.tuning.jobs import batches_at_once
-from aiofeed.kernel.engine.tuning.tuner import Tuner
 from aiofeed.kernel.runtime.cancellation import is_cancelled, task_scope
-from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, release
-from aiofeed.kernel.runtime.thread_pool import ThreadPool
+from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch
 from aiofeed.kernel.sampling.epochs import EpochEnds, EpochStart, Step
 
 log: logging.Logger = logging.getLogger("aiofeed.engine")
-
-
-class Assembly:
-    """Makes the batches of an engine: ``begin`` starts one, and ``Engine.finished`` gets it when it is finished.
-
-    Args:
-        engine: the engine, whose limits, buffer and task group are used on its loop.
-        fetcher: reads and decodes, or gives the names of samples that another process reads.
-        executor: the decode threads.
-        tuner: chooses decode threads and read concurrency; ``None``: the limits fix both.
-        on_gil_limit: called once, on the loop, if the GIL limits decoding.
-
-    Attributes:
-        batch_type: the class of its batches.
-        together: how many batches, at most, the next job makes.
-        chunk_size: samples per decode job, as last chosen.
-    """
-
-    batch_type: type[Batch] = Batch
-    together: int = 1
-    chunk_size = 0
-
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        fetcher: Fetcher,
-        executor: ThreadPool,
-        tuner: Tuner | None = None,
-        on_gil_limit: Callable[[GilLimit], None] | None = None,
-    ) -> None:
-        # Not a cycle: what the user has given to the feeder is freed with it, before a garbage collection.
-        self._engine: Engine = weakref.proxy(engine)
-        self._admission = engine.admission
-        self._buffer = engine.buffer
-        self._budget = engine.budget
-        self._fetcher = fetcher
-        self._executor = executor
-        self._tuner = tuner
-        self._returned: deque[ReadyBatch] = deque()
-        self._concurrency = Concurrency(engine.admission, fetcher, executor, tuner, on_gil_limit)
-
-    def reading_ahead(self, steps: Iterable[Step]) -> AbstractContextManager[Iterable[Step]]:
-        """Yield the same steps; samples of later steps may be read until the end of the block."""
-        return self._fetcher.reading_ahead(steps, self._run_job, self._executor.max_threads)
-
-    async def _run_job(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a job of no batch; like those of batches, it is timed, and releases batches that were taken meanwhile."""
-        tuner = self._tuner
-        try:
-            if tuner is None or not tuner.decoding.listening:
-                return await self._executor.run(function, *arguments)
-            result, job = await self._executor.run(run_timed, self._executor, function, *arguments)
-            self._concurrency.observe_job(tuner, job, saturated=not self._buffer.waiting)
-            return result
-        finally:
-            self.release_returned()
-
-    def begin_epoch(self, start: EpochStart) -> None:
-        """The batches that begin from now on belong to another epoch."""
-
-    async def begin(self, batch: Batch) -> None:
-        """Start a batch in tasks of ``engine.group``; wait until all of it may be read."""
-        raise NotImplementedError
-
-    def fill_threads(self, job_size: int, samples: int, least: int) -> None:
-        """Let as many batches be decoded at the same time as give every thread jobs, ``least`` or more.
-
-        Args:
-            job_size: samples of a job.
-            samples: samples of a batch.
-        """
-        limits = self._admission.limits
-        if not limits.prefetch_given and self._budget.known:
-            room = self._budget.limit_bytes / self._budget.bytes_per_sample
-            self._admission.decode_at_once(max(least, batches_at_once(job_size, limits.decode_threads, samples, room)))
-
-    def permit(self) -> None:
-        """Permit decoding of what may be decoded; of few batches if they turn out to be large."""
-        self._buffer.grant_permits(self._admission.limits.prefetch_batches if self._budget.exceeded else None)
-
-    def waiting_for(self, batch: Batch) -> tuple[Any, ...]:
-        """Return what a batch that has begun waits for; see ``Producer.waiting_for``. From any thread."""
-        raise NotImplementedError
-
-    async def drained(self) -> None:
-        """Wait, after the last batch has begun, for work that has no task."""
-
-    def delivered(self, batch: Batch) -> None:
-        """A batch is put into the queue."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether the end of a job, or a message, will wake the loop soon. For any thread."""
-        raise NotImplementedError
-
-    def on_returned(self, item: ReadyBatch) -> bool:
-        """Return whether the loop need not be woken for a batch that was taken, in the consumer's thread.
-
-        A woken loop takes the GIL from the step that has just begun. So while there is other work, the batch waits for
-        what wakes the loop anyway, and ``release_returned`` releases it then.
-        """
-        # A woken loop would take the GIL from the step that has just begun.
-        if not self.busy:
-            return False
-        self._returned.append(item)
-        # The loop may have done the last of the work in between; then it has to be woken.
-        return self.busy
-
-    def release_returned(self) -> None:
-        """Release, in a callback of the loop, the batches that were returned and for which the loop was not woken."""
-        if self._returned:
-            # An error in it is none of the batch whose task is running.
-            asyncio.get_running_loop().call_soon(self._release_returned)
-
-    def _release_returned(self) -> None:
-        for item in [self._returned.popleft() for _ in range(len(self._returned))]:  # `returned` calls this again
-            release(item)
-
-    def returned(self, item: ReadyBatch) -> None:
-        """A batch has left the queue: release those before it, too."""
-        self._release_returned()
-
-    def stop(self) -> None:
-        """End running jobs and drop unfinished work: the engine has ended, and the feeder may keep it."""
-        self._returned.clear()
 
 
 class Engine:
@@ -182,7 +50,7 @@ class Engine:
 
     Args:
         steps: batch plans in order, between the begins and ends of epochs. Asynchronous ones are an async generator.
-        assembly: creates the assembly, which makes the batches of this engine.
+        assembly: creates the assembly, which makes the batches of this engine, with its limits.
         batch_size: samples of a full batch.
         queue: receives finished batches.
         limits: limits on what is in flight.
@@ -192,17 +60,15 @@ class Engine:
         length: of the source, for a relative ``max_failures``.
         counts_failures: whether failures are counted and the first error ends the engine; otherwise errors are
             delivered as those of a ``ReadyBatch``.
-
-    Attributes:
-        group: the tasks of the assembly; they end with the engine.
+        call: calls a function on the loop, from any thread.
     """
 
-    group: asyncio.TaskGroup
+    _tasks: asyncio.TaskGroup
 
     def __init__(
         self,
         steps: Iterable[Step] | AsyncIterable[Step],
-        assembly: Callable[[Engine], Assembly],
+        assembly: Callable[[Admission], Assembly],
         *,
         batch_size: int,
         queue: BatchQueue[QueueItem],
@@ -212,9 +78,13 @@ class Engine:
         policy: FailurePolicy | None = None,
         length: int = 0,
         counts_failures: bool = True,
+        call: Callable[[Callable[[], object]], object],
     ) -> None:
         self._steps = steps
         self._queue = queue
+        self._call = call
+        # Batches that were taken from the queue, until the loop releases them.
+        self._taken: deque[ReadyBatch] = deque()
         self.budget = budget
         self.buffer: ReorderBuffer = ReorderBuffer(in_order=in_order, prefetch_batches=limits.prefetch_batches)
         self.admission: Admission = Admission(limits, batch_size=batch_size, budget=budget, buffer=self.buffer)
@@ -222,13 +92,14 @@ class Engine:
         self._length = length
         self._counts_failures = counts_failures
         self._failure_counter = FailureCounter(self._policy, length)
-        self._counters = EpochStats()
+        self._epoch = EpochStart(EpochStats())
         # When the queue became full, until the next batch is taken.
         self._full_since: float | None = None
-        self.assembly: Assembly = assembly(self)
+        self.assembly: Assembly = assembly(self.admission)
 
     async def run(self) -> None:
         """Deliver the batch of every plan; ends early after a failure or when the task is cancelled."""
+        self.assembly.engine = self
         try:
             if isinstance(self._steps, AsyncIterable):
                 await self._run(self._steps)
@@ -242,13 +113,31 @@ class Engine:
             self._deliver_failure(error)
         finally:
             self.assembly.stop()
+            del self.assembly.engine
+            self._taken.clear()
             self.buffer.entries.clear()  # the feeder may keep this engine; free the buffers of unfinished batches
 
     async def _run(self, steps: Iterable[Step] | AsyncIterable[Step]) -> None:
-        async with asyncio.TaskGroup() as self.group:
+        async with asyncio.TaskGroup() as self._tasks:
             with task_scope():
                 await self._plan(steps)
-                await self.assembly.drained()
+
+    def start(self, batch: Batch, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
+        """Run a coroutine function for a batch, in a task that ends with the engine; do nothing if the engine ends."""
+        coroutine = self._do(batch, work, *arguments)
+        try:
+            self._tasks.create_task(coroutine)
+        except RuntimeError:  # the group is ending, as its tasks are cancelled
+            coroutine.close()
+
+    async def _do(self, batch: Batch, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
+        try:
+            await work(*arguments)
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            error = f"a task that assembled batch {batch.plan.number} was cancelled, and not by aiofeed"
+            raise FeedError(error) from None
 
     def _deliver_failure(
         self, error: BaseException, number: int | None = None, failures: tuple[SampleError, ...] = ()
@@ -277,14 +166,14 @@ class Engine:
             async with aclosing(aiter(steps)) as given:  # type: ignore[type-var]
                 asked = time.perf_counter()
                 async for step in given:
-                    self._counters.plan_s += time.perf_counter() - asked
+                    self._epoch.counters.plan_s += time.perf_counter() - asked
                     await self._plan_step(step)
                     if self.admission.closed:
                         return
                     asked = time.perf_counter()
         else:
-            for step, followers in self._grouped(steps):
-                await self._plan_step(step, followers)
+            for step, grouped in self._grouped(steps):
+                await self._plan_step(step, grouped)
                 if self.admission.closed:
                     return
 
@@ -300,38 +189,37 @@ class Engine:
             if not isinstance(step, BatchPlan):
                 yield step, []
 
-    async def _plan_step(self, step: Step, followers: Sequence[BatchPlan] = ()) -> None:
+    async def _plan_step(self, step: Step, grouped: Sequence[BatchPlan] = ()) -> None:
         if isinstance(step, EpochStart):
-            self._counters = step.counters
+            self._epoch = step
             self._failure_counter = FailureCounter(self._policy, self._length)
-            self.assembly.begin_epoch(step)
         elif isinstance(step, EpochEnds):
             self.buffer.entries.append(step)
             self._deliver()
         else:
-            samples = len(step.indices) + sum(len(plan.indices) for plan in followers)
+            samples = len(step.indices) + sum(len(plan.indices) for plan in grouped)
             admission = self.admission
             if not admission.has_room(samples):
                 admission.waited_for_reads = False
                 started, for_memory = time.perf_counter(), admission.batches_have_room
                 await admission.until(partial(admission.has_room, samples))
                 if for_memory:
-                    self._counters.memory_wait_s += time.perf_counter() - started
+                    self._epoch.counters.memory_wait_s += time.perf_counter() - started
             if admission.closed:
                 return
             reserved = self.budget.reserve(samples)
-            batch = self.assembly.batch_type(step, self._counters, self._failure_counter, reserved)
-            batch.followers = [Batch(plan, self._counters, self._failure_counter, 0) for plan in followers]
+            batch = Batch(step, self._epoch, self._failure_counter, reserved)
+            batch.grouped = [Batch(plan, self._epoch, self._failure_counter, 0) for plan in grouped]
             self.buffer.entries.append(batch)
             self.buffer.assembling += 1
             await self.assembly.begin(batch)
 
     def split(self, batch: Batch, size: int) -> Batch:
-        """Leave a batch and its followers ``size`` batches; returns the first of the others, which follow it."""
-        first, *first_followers = batch.followers[size - 1 :]
-        del batch.followers[size - 1 :]
-        first.followers = first_followers
-        first.reserved = self.budget.reserve(sum(len(each.plan.indices) for each in (first, *first_followers)))
+        """Leave ``size`` batches in a group; returns the first of the others, which follow it as a group."""
+        first, *others = batch.grouped[size - 1 :]
+        del batch.grouped[size - 1 :]
+        first.grouped = others
+        first.reserved = self.budget.reserve(sum(len(each.plan.indices) for each in (first, *others)))
         first.unread = 0
         first.decode_permit.set()
         self.buffer.entries.insert(self.buffer.entries.index(batch) + 1, first)
@@ -340,8 +228,8 @@ class Engine:
         return first
 
     def finished(self, batch: Batch) -> None:
-        """Deliver a finished batch and its followers, or the first error, when it is next."""
-        group = (batch, *batch.followers)
+        """Deliver a finished batch and those grouped with it, or the first error, when it is next."""
+        group = (batch, *batch.grouped)
         nbytes, samples = sum(each.nbytes for each in group), sum(len(each.plan.indices) for each in group)
         batch.reserved = self.budget.correct(batch.reserved, nbytes, samples)
         batch.is_finished = True
@@ -360,8 +248,8 @@ class Engine:
                 self.assembly.permit()
             else:
                 self.buffer.waiting += 1
-                last = entry.followers[-1] if entry.followers else entry
-                for batch in (entry, *entry.followers):
+                last = entry.grouped[-1] if entry.grouped else entry
+                for batch in (entry, *entry.grouped):
                     if not self._deliver_batch(batch, entry.reserved if batch is last else None):
                         return
         if self._full_since is None and self.buffer.waiting >= self.buffer.prefetch_batches:
@@ -392,34 +280,44 @@ class Engine:
                 batch.result,
                 batch.lease,
                 reserved or 0,
-                None if reserved is None else self.returned,
+                None if reserved is None else self.taken,
                 batch.counters,
                 failures,
                 batch.returned_samples,
-                on_returned=self.assembly.on_returned,
                 plan=batch.plan,
                 error=batch.error,
             )
         )
         return True
 
-    def returned(self, item: ReadyBatch) -> None:
-        """Release a batch that has left the queue; called on the loop."""
-        self.assembly.returned(item)
-        self.buffer.waiting -= 1
-        self.budget.release(item.reserved)
-        if self._full_since is not None:
-            # Idle time is from the full queue, or from the request for the epoch if that was later (a pause between
-            # epochs does not count), until the batch left the queue, which the loop learns later.
-            if asked_at := item.counters.asked_at:
-                item.counters.idle_s += max(item.returned_at - max(self._full_since, asked_at), 0.0)
-            self._full_since = None
+    def taken(self, item: ReadyBatch) -> None:
+        """Have the loop release a batch that leaves the queue; in the thread that takes it.
+
+        A woken loop takes the GIL from the step that has just begun. So while there is other work, the batch waits for
+        what wakes the loop anyway.
+        """
+        # Before the question: the loop may do the last of its work meanwhile.
+        self._taken.append(item)
+        if not self.assembly.busy:
+            self._call(self.release_taken)
+
+    def release_taken(self) -> None:
+        """Release the batches that were taken from the queue, and let as many more be made; on the loop."""
+        if not self._taken:
+            return
+        while self._taken:
+            item = self._taken.popleft()
+            if item.taken:
+                continue  # its take was interrupted and repeated
+            item.taken = True
+            self.buffer.waiting -= 1
+            self.budget.release(item.reserved)
+            if self._full_since is not None:
+                # Idle time is from the full queue, or from the request for the epoch if that was later (a pause between
+                # epochs does not count), until the batch was taken, which the loop learns later.
+                if asked_at := item.counters.asked_at:
+                    item.counters.idle_s += max(item.taken_at - max(self._full_since, asked_at), 0.0)
+                self._full_since = None
+            self.assembly.taken(item)
         self.assembly.permit()
         self.admission.room.set()
-
-
-def cancellation_error(batch: Batch) -> BaseException:
-    """``CancelledError`` if the engine ends; otherwise an error, which tells the consumer of a foreign cancellation."""
-    if is_cancelled():
-        return asyncio.CancelledError()
-    return FeedError(f"a task that assembled batch {batch.plan.number} was cancelled, and not by aiofeed")

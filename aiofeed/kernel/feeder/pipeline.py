@@ -1,9 +1,10 @@
-"""The threads and memory that stream a feeder's batches; created here and nowhere else."""
+"""The pipelines of a feeder: threads that stream its batches, and the decision whether the consumer makes them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,14 +14,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 from aiofeed import _load_addon as load_addon
 from aiofeed.kernel.core.errors import add_note, as_exception
 from aiofeed.kernel.core.faces import BuildsBatches, bind_decoder
-from aiofeed.kernel.engine.admission import MemoryBudget, bytes_per_sample
+from aiofeed.kernel.core.statistics import EpochStats
+from aiofeed.kernel.engine.admission import Admission, MemoryBudget, bytes_per_sample
+from aiofeed.kernel.engine.assembly import Assembly, AssemblyOptions
 from aiofeed.kernel.engine.chunks import ChunkAssembly
-from aiofeed.kernel.engine.engine import Assembly, Engine
+from aiofeed.kernel.engine.concurrency import Tuner
+from aiofeed.kernel.engine.engine import Engine
 from aiofeed.kernel.engine.fetchers import builder_factory, new_fetcher
-from aiofeed.kernel.engine.tuning.gil import GilLimit, gil_message
-from aiofeed.kernel.engine.tuning.tuner import Tuner
+from aiofeed.kernel.engine.tuning.threads import GilLimit, gil_message
 from aiofeed.kernel.feeder.arguments import FeederConfig
-from aiofeed.kernel.feeder.iterator import LoopProducer, Producer
+from aiofeed.kernel.feeder.delivery import LoopProducer, Producer
 from aiofeed.kernel.runtime.buffers import HostBufferPool
 from aiofeed.kernel.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 from aiofeed.kernel.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
@@ -32,6 +35,15 @@ if TYPE_CHECKING:
     from aiofeed.kernel.devices.pinned import PinnedBufferPool
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
+
+# An epoch with fewer batches says nothing.
+LEAST_BATCHES = 32
+# The consumer's thread, which may have an event loop, is not blocked for longer.
+SMALL_S = 0.005
+# The consumer's thread goes on with batches that would be faster with threads by less than this.
+ABOUT_AS_FAST = 1.1
+# Events of an epoch that show how long its steps and batches take; to look at one takes 0.2 us.
+LATEST_EVENTS = 1000
 
 
 class BatchPipeline(Producer, Protocol):
@@ -48,6 +60,10 @@ class BatchPipeline(Producer, Protocol):
     @property
     def chunk_size(self) -> int:
         """Samples per decode job, as last chosen."""
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds in all for which its threads were on the processor; 0 if unknown, or if there are none."""
 
     @property
     def inherited(self) -> bool:
@@ -135,34 +151,33 @@ class StreamingPipeline(LoopProducer):
             in_order=bool(config.in_order),
             policy=config.policy,
             length=config.length,
+            call=self.loop_thread.call,
         )
         self.loop_thread.start(partial(self._run, self._engine))
 
-    def _assembly_of(self, stream: EpochStream) -> Callable[[Engine], Assembly]:
+    def _assembly_of(self, stream: EpochStream) -> Callable[[Admission], Assembly]:
         config = self._config
-        options: dict[str, Any] = {
-            "fetcher": self._fetcher,
-            "wrap": as_tensors if config.backend is None else unchanged,
-            "memory": self._memory,
-            "executor": self.loop_thread.decode_pool,
-            "tuner": self.tuner,
-        }
+        # The user's function makes no HostTensor; with a device, the copier takes them.
+        own = config.collate_fn is not None and not isinstance(config.collate_fn, BuildsBatches)
+        options = AssemblyOptions(
+            fetcher=self._fetcher,
+            new_builder=self._new_builder,
+            wrap=unchanged if config.backend is not None or (own and self._pool is None) else as_tensors,
+            memory=self._memory,
+            executor=self.loop_thread.decode_pool,
+            policy=config.policy,
+            tuner=self.tuner,
+            on_gil_limit=partial(_warn_of_gil, config) if self._pool is None else None,
+            loop_delay_s=self.loop_thread.loop_delay_s,
+        )
         if self._remote_assembly is not None:
-            return partial(self._remote_assembly, **options)
-        if config.collate_fn is not None and not isinstance(config.collate_fn, BuildsBatches):
-            options["wrap"] = unchanged  # the user's function makes no HostTensor; with a device, the copier takes them
-        options |= {
-            "new_builder": self._new_builder,
-            "policy": config.policy,
-            "on_gil_limit": partial(_warn_of_gil, config),
-            "loop_delay_s": self.loop_thread.loop_delay_s,
-        }
+            return partial(self._remote_assembly, options=options)
         if config.in_order == "samples":
             kind = load_addon("SampleAssembly", 'in_order="samples"')
-            return partial(kind, schedule=stream.schedule, batch_size=config.batch_size, **options)
+            return partial(kind, options=options, schedule=stream.schedule, batch_size=config.batch_size)
         # A limit on finished batches that the user has chosen counts batches, not jobs.
         may_group = self._fetcher.reads_in_jobs and self._fetcher.limit_s is None and not config.limits.prefetch_given
-        return partial(ChunkAssembly, may_group=may_group, **options)
+        return partial(ChunkAssembly, options=options, may_group=may_group)
 
     async def _run(self, engine: Engine) -> None:
         loop_thread = self.loop_thread
@@ -214,6 +229,11 @@ class StreamingPipeline(LoopProducer):
         return self._engine.assembly.chunk_size if self._engine is not None else 0
 
     @property
+    def cpu_s(self) -> float:
+        """Seconds in all for which its threads were on the processor; 0 if unknown."""
+        return self.loop_thread.cpu_s()
+
+    @property
     def prefetch_batches(self) -> int:
         """Batches that may be decoded at the same time, or wait, as last chosen."""
         return (
@@ -255,3 +275,122 @@ def _warn_of_gil(config: FeederConfig, limit: GilLimit) -> None:
     backend = None if config.decode is None else bind_decoder(config.decode).backend
     without = backend == "auto" and find_spec("simplejpeg") is None and native_decoder() is None
     log.warning(gil_message(limit, cores=config.limits.decode_threads, turbo=without or backend == "pillow"))
+
+
+class InlineBatches(ABC):
+    """Decides for each epoch whether the consumer's thread makes its batches, and creates the pipeline for that.
+
+    The store of a cache returns one in its method ``new_memory(config)``, or ``None`` if epochs have to be streamed. A
+    source in memory, see ``Traits``, has an ``InlineData``.
+
+    Attributes:
+        reason: Which thread makes the batches and why, if that was measured; otherwise empty.
+    """
+
+    reason: str = ""
+
+    @abstractmethod
+    def ready(self, stream: EpochStream) -> bool:
+        """Return whether the consumer's thread can make the batches of the first epoch of a stream."""
+
+    def may_read_ahead(self, streams: bool | None) -> bool:
+        """Return whether the pipeline of an epoch can go on with the next one, and no other kind of pipeline is faster.
+
+        Args:
+            streams: Whether threads stream the batches of the epoch; ``None``: it is yet to begin.
+        """
+        return True
+
+    @abstractmethod
+    def new_pipeline(self, config: Any, running: Any) -> Any:
+        """Return a ``BatchPipeline`` of the consumer's thread. It shares the data of ``running`` if possible."""
+
+    def ended(self, stats: EpochStats, pipeline: BatchPipeline) -> None:  # noqa: B027 - most have nothing to learn
+        """Learn from the statistics of an epoch that has ended, and from its pipeline."""
+
+
+class SmallItems(InlineBatches):
+    """Decides after each epoch of a ``Dataset`` whether the consumer's thread makes the batches of the next one.
+
+    It does so after two epochs in which a step and a batch, one after the other, took less time than the step alone or
+    than threads are on the processor for a batch. After an epoch in which that is no longer so, threads come back for
+    good. Programs that take the processor do not change that: they lengthen some steps, and not the typical one.
+
+    Attributes:
+        in_consumer_thread: Whether the consumer's thread makes the batches of the next epoch.
+        short: Whether it would be faster, by the last epoch with threads: the next one decides, and threads then do not
+            begin the one after it.
+        batch_s: Seconds that a batch took in the last epoch with threads.
+    """
+
+    def __init__(self) -> None:
+        self.in_consumer_thread: bool = False
+        self.short: bool = False
+        self.batch_s: float = 0.0
+        self._slower = False
+        # Seconds for which threads were on the processor: for each batch of the last epoch with threads, and in all.
+        self._threads_s = self._cpu_s = 0.0
+
+    def ready(self, stream: EpochStream) -> bool:
+        """Return whether the consumer's thread makes the batches of the next epoch."""
+        return self.in_consumer_thread
+
+    def may_read_ahead(self, streams: bool | None) -> bool:
+        """Return whether it is decided who makes the batches of the epoch after the next."""
+        if streams is None:
+            return not self.short or self.in_consumer_thread
+        return self.in_consumer_thread is not streams
+
+    def new_pipeline(self, config: Any, running: Any) -> Any:
+        """Return a pipeline that calls the ``Dataset`` in the consumer's thread."""
+        return load_addon("dataset_pipeline", _SMALL)(config, self.batch_s)
+
+    def ended(self, stats: EpochStats, pipeline: BatchPipeline) -> None:
+        """Decide by an epoch that has ended."""
+        before, self._cpu_s = self._cpu_s, pipeline.cpu_s
+        if stats.batches < LEAST_BATCHES:
+            return
+        step_s, batch_s = _typical_s(stats, streams=pipeline.streams)
+        if pipeline.streams:
+            self.batch_s = batch_s
+            # Unknown on some systems; less than before if the threads are new ones.
+            self._threads_s = max(self._cpu_s - before, 0.0) / stats.batches or stats.wall_s / stats.batches
+        most_s = max(step_s, self._threads_s) * (1.0 if pipeline.streams else ABOUT_AS_FAST)
+        faster = batch_s < SMALL_S and step_s + batch_s < most_s
+        if pipeline.streams:
+            again, self.short = self.short, faster and not self._slower
+            self.in_consumer_thread = again and self.short and _is_installed()
+        else:
+            self.in_consumer_thread, self._slower = faster, not faster
+        makes = "The training thread makes" if self.in_consumer_thread else "Threads make"
+        self.reason = (
+            f"{makes} the batches of the next epoch: a step takes {step_s * 1e6:.0f} us, a batch "
+            f"{batch_s * 1e6:.0f} us, and with threads a batch takes {self._threads_s * 1e6:.0f} us of processor time."
+        )
+
+
+_SMALL = "a Dataset of small items"
+
+
+def _typical_s(stats: EpochStats, *, streams: bool) -> tuple[float, float]:
+    """Return the seconds of a step and of a batch, by the median of the latest ones; without events by the mean."""
+    made = ("decode", "collate") if streams else ("wait",)
+    found: dict[str, list[float]] = {kind: [] for kind in ("step", *made)}
+    for kind, _, began, ended, *_ in list(stats.events)[-LATEST_EVENTS:]:
+        if kind in found and began >= stats.asked_at:
+            found[kind].append(ended - began)
+    if not found["step"]:
+        batch_s = stats.decode_s + stats.collate_s if streams else stats.stall_s
+        return (stats.wall_s - stats.stall_s) / stats.batches, batch_s / stats.batches
+    # A batch may have several chunks, and the consumer waits once for the batches of a window.
+    step_s, *parts = (sorted(each)[len(each) // 2] * len(each) if each else 0.0 for each in found.values())
+    return step_s / len(found["step"]), sum(parts) / len(found["step"])
+
+
+def _is_installed() -> bool:
+    """Return whether the consumer's thread can make batches; threads can do it, too."""
+    try:
+        load_addon("dataset_pipeline", _SMALL)
+    except ImportError:
+        return False
+    return True

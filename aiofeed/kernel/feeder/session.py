@@ -19,10 +19,10 @@ from aiofeed.kernel.core.faces import BaseSource
 from aiofeed.kernel.core.failures import LOGGED_MOST, FailureLog
 from aiofeed.kernel.core.statistics import EpochStats, FeedStatistics
 from aiofeed.kernel.core.validation import counted
-from aiofeed.kernel.engine.memory import Memory, SmallItems
 from aiofeed.kernel.feeder.arguments import FeederConfig
-from aiofeed.kernel.feeder.iterator import Delivery, EpochObserver, EpochStartLock, FeedIterator, clocks, take_end
-from aiofeed.kernel.feeder.pipeline import BatchPipeline, StreamingPipeline
+from aiofeed.kernel.feeder.delivery import Delivery
+from aiofeed.kernel.feeder.iterator import EpochObserver, EpochStartLock, FeedIterator, clocks, take_end
+from aiofeed.kernel.feeder.pipeline import BatchPipeline, InlineBatches, SmallItems, StreamingPipeline
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.queue import FeedFailure, ReadyBatch
 from aiofeed.kernel.sampling.epochs import EpochStream
@@ -96,8 +96,8 @@ class FeederSession(Generic[BatchT]):
         self._hinted = False
         # Which other options ``explain`` may advise, once it is known.
         self.answers: dict[str, bool] = {}
-        # Data of which batches are made without a streaming pipeline.
-        self._memory = _new_memory(config)
+        # Decides whether batches are made without a streaming pipeline.
+        self.inline: InlineBatches | None = _new_memory(config)
         self.bar: ProgressBar | None = None
         self._start_lock = EpochStartLock()
         if config.cache is not None:
@@ -293,24 +293,23 @@ class FeederSession(Generic[BatchT]):
         pipeline = self.pipeline
         if pipeline is None or not pipeline.reusable() or old_stream is None or not old_stream.drained():
             return False
-        return self._memory_for(stream) is None if pipeline.streams else self._may_read_ahead(False)
+        return self._inline_for(stream) is None if pipeline.streams else self._may_read_ahead(False)
 
     def _may_read_ahead(self, streams: bool | None) -> bool:
-        """Return whether the next epoch may be read ahead, see ``Memory``."""
-        return self._memory is None or self._memory.may_read_ahead(streams)
+        """Return whether the next epoch may be read ahead, see ``InlineBatches``."""
+        return self.inline is None or self.inline.may_read_ahead(streams)
 
-    def _memory_for(self, stream: EpochStream) -> Memory | None:
-        """Return the memory if it has the samples of a stream. Its windows have room for batches of one size."""
-        memory = self._memory
-        listed = isinstance(stream.first.sampled, BatchLists)
-        return None if memory is None or listed or not memory.ready(stream) else memory
+    def _inline_for(self, stream: EpochStream) -> InlineBatches | None:
+        """Return what makes the batches of a stream in the consumer's thread, in windows for batches of one size."""
+        inline, listed = self.inline, isinstance(stream.first.sampled, BatchLists)
+        return None if inline is None or listed or not inline.ready(stream) else inline
 
     def _replace_pipeline(self, stream: EpochStream) -> None:
         """Create the pipeline for a stream, and its delivery."""
         config, backend, transform = self.config, self.config.backend, self.config.transform
-        memory = self._memory_for(stream)
-        if memory is not None:
-            resident = memory.new_pipeline(config, self.pipeline)
+        inline = self._inline_for(stream)
+        if inline is not None:
+            resident = inline.new_pipeline(config, self.pipeline)
             self.pipeline, self.delivery = resident, Delivery(resident, None, resident.consumer_transform(transform))
         else:
             copier = None
@@ -350,8 +349,8 @@ class FeederSession(Generic[BatchT]):
             # Dropping the iterator after its end is not a break.
             self._iterator = None
             self._completed_in_a_row += 1
-            if self._memory is not None:
-                self._memory.ended(self.stats)
+            if self.inline is not None and self.pipeline is not None:
+                self.inline.ended(self.stats, self.pipeline)
             if self.delivery is not None:
                 self.delivery.watch(self)
 
@@ -535,18 +534,18 @@ class _SessionObserver(EpochObserver):
         self._session._epoch_ended(self._epoch)
 
 
-def _new_memory(config: FeederConfig) -> Memory | None:
-    """Return the memory of the cache or of the source, if no option needs threads."""
+def _new_memory(config: FeederConfig) -> InlineBatches | None:
+    """Return what makes the batches of a cache or source in the consumer's thread, if no option needs threads."""
     source, cache, policy = config.source, config.cache, config.policy
     if cache is not None and (memory := cache.new_memory(config)) is not None:
-        found: Memory = memory
+        found: InlineBatches = memory
         return found
     traits = source.traits
     threads = config.backend or config.engines or config.collate_fn is not source.collate
     # For a device, threads gather into pinned memory, unless the tokens are kept on the device.
     gathered = traits.rows and not threads and source.in_memory
     if traits.in_memory or config.kept_on_device or gathered:
-        data: Memory = load_addon("DataMemory", type(source).__name__)()
+        data: InlineBatches = load_addon("InlineData", type(source).__name__)()
         return data
     if threads or cache or config.in_order == "samples" or config.user_limits.prefetch_batches is not None:
         return None

@@ -27,7 +27,7 @@ from typing import Any
 
 from aiofeed.kernel.core.errors import WorkerDiedError
 from aiofeed.kernel.core.formatting import format_error
-from aiofeed.kernel.runtime import threads
+from aiofeed.kernel.runtime import machine, threads
 from aiofeed.kernel.runtime.thread_pool import ReadPoolSizer, ThreadPool
 from aiofeed.kernel.runtime.threads import DaemonThread
 
@@ -258,6 +258,10 @@ class EventLoopThread:
         # A stop() before the loop existed has set the flag only, not the signal.
         if not self._stop_requested:
             await self._stop_signal.wait()
+
+    def cpu_s(self) -> float:
+        """The seconds in all for which the threads of the loop and of decoding were on the processor; 0 if unknown."""
+        return machine.threads_cpu_s([self._thread.thread.native_id or 0, *self.decode_pool.core_waits])
 
     def loop_delay_s(self) -> float:
         """The seconds in all by which the loop's regular timer was late, because other threads held the GIL or cores.

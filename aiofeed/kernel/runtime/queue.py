@@ -174,16 +174,15 @@ class ReadyBatch:
         batch: A pytree of ``HostTensor``, tensors and other leaves; after the copy thread, the copier's result.
         lease: The memory to give back after the copy to the device has completed.
         reserved: Bytes to release from the memory budget after the batch has left the queue.
-        release: Called with the item on the engine's loop after the batch has left the queue.
-        returned_at: When the batch left the queue, in ``time.perf_counter`` seconds. The loop may learn of it later.
-        on_returned: Called with the item in the consumer's thread when the batch leaves the queue. It returns True if
-            the event loop does not need to be woken.
+        on_taken: Called with the item when the batch is taken from the queue, in the thread that takes it; twice if a
+            take is interrupted and repeated.
+        taken_at: When the batch was taken, in ``time.perf_counter`` seconds. The loop may learn of it later.
+        taken: Whether its producer has counted it as taken.
         counters: Statistics of its epoch.
         failures: The samples that were skipped or replaced.
         returned_samples: With ``in_order="samples"`` the samples that are returned with this batch and those before it,
             see ``sample_order/sample_schedule.py``.
         transform_begun, transformed: Whether the consumer's transform was called for ``batch``, and has replaced it.
-        returned: Whether the producer was notified that the batch has left its queue.
         device_backlog: Start and end, in ``time.perf_counter`` seconds, of the time in which the copy of this batch
             waited because too many earlier batches were queued on the device, or the consumer's event loop ran other
             tasks. ``None``: it did not wait.
@@ -200,15 +199,14 @@ class ReadyBatch:
     batch: Any
     lease: BufferLease | None = None
     reserved: int = 0
-    release: Callable[[ReadyBatch], None] | None = None
+    on_taken: Callable[[ReadyBatch], object] | None = None
     counters: EpochStats = field(default_factory=EpochStats)
     failures: tuple[SampleError, ...] = ()
     returned_samples: tuple[int, int] | None = None
     transform_begun: bool = False
     transformed: bool = False
-    returned: bool = False
-    returned_at: float = 0.0
-    on_returned: Callable[[ReadyBatch], bool] | None = None
+    taken: bool = False
+    taken_at: float = 0.0
     device_backlog: tuple[float, float] | None = None
     plan: BatchPlan | None = None
     error: FeedError | None = None
@@ -236,14 +234,6 @@ class Stopped:
 
 
 QueueItem: TypeAlias = ReadyBatch | FeedFailure | EndOfEpoch | Stopped
-
-
-def release(item: ReadyBatch) -> None:
-    """Call the item's ``release`` once; runs on the engine's loop, where no signal handler runs."""
-    # A take that was interrupted and repeated calls this twice.
-    function, item.release = item.release, None
-    if function is not None:
-        function(item)
 
 
 def drop_batches(queue: BatchQueue[QueueItem]) -> None:

@@ -100,7 +100,7 @@ class ActorPool(WorkerPool[ActorHandle]):
         """One more per actor than for processes, to decode while the batch before it is on its way."""
         return 2 * self._count - 1
 
-    def returned(self, stats: EpochStats) -> int:
+    def taken(self, stats: EpochStats) -> int:
         """Start more actors if the training waits for batches while all are busy, and none is pending."""
         if self._count == self._most or not all(worker.ready for worker in self._workers):
             self._demand = ActorDemand()

@@ -12,7 +12,7 @@ from aiofeed.kernel.core.statistics import EpochStats
 from aiofeed.kernel.core.types import BatchPlan
 from aiofeed.kernel.engine.admission import Admission, MemoryBudget
 from aiofeed.kernel.engine.batch import Batch, ReorderBuffer
-from aiofeed.kernel.sampling.epochs import EpochEnds
+from aiofeed.kernel.sampling.epochs import EpochEnds, EpochStart
 
 
 def test_without_an_estimate_the_first_batch_runs_alone() -> None:
@@ -71,7 +71,9 @@ def test_encoded_bytes_count_before_the_batch_is_decoded() -> None:
 
 
 def new_batch(number: int) -> Batch:
-    return Batch(BatchPlan(number, [0], [0], 0), EpochStats(), FailureCounter(FailurePolicy(), 1), reserved=0)
+    return Batch(
+        BatchPlan(number, [0], [0], 0), EpochStart(EpochStats()), FailureCounter(FailurePolicy(), 1), reserved=0
+    )
 
 
 def test_no_read_begins_while_batches_take_more_than_the_limit() -> None:

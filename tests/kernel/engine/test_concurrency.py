@@ -20,10 +20,9 @@ from aiofeed.kernel.core.types import Row
 from aiofeed.kernel.engine import decode_stage
 from aiofeed.kernel.engine.admission import Admission, MemoryBudget
 from aiofeed.kernel.engine.batch import ReorderBuffer
-from aiofeed.kernel.engine.concurrency import AHEAD_BATCHES, Concurrency, JobTimer
+from aiofeed.kernel.engine.concurrency import AHEAD_BATCHES, Concurrency, JobTimer, Tuner
 from aiofeed.kernel.engine.tuning import reads
-from aiofeed.kernel.engine.tuning.score import JobTiming
-from aiofeed.kernel.engine.tuning.tuner import Tuner
+from aiofeed.kernel.engine.tuning.threads import JobTiming
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.thread_pool import ThreadPool
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import math
 import sys
@@ -16,14 +17,19 @@ import pytest
 import torch
 
 from aiofeed import FailurePolicy, Feeder, Limits
+from aiofeed.kernel.core.failures import FailureCounter
 from aiofeed.kernel.core.limits import resolve_limits
 from aiofeed.kernel.core.statistics import EpochStats
+from aiofeed.kernel.core.types import BatchPlan
 from aiofeed.kernel.engine.admission import MemoryBudget
+from aiofeed.kernel.engine.assembly import AssemblyOptions
+from aiofeed.kernel.engine.batch import Batch
 from aiofeed.kernel.engine.chunks import ChunkAssembly
 from aiofeed.kernel.engine.engine import Engine
 from aiofeed.kernel.runtime.event_loop import EventLoopThread
 from aiofeed.kernel.runtime.queue import BatchQueue
 from aiofeed.kernel.runtime.thread_pool import ThreadPool
+from aiofeed.kernel.sampling.epochs import EpochStart
 from aiofeed.sample_order.sample_assembly import SampleAssembly
 from tests.support.simulated_device import SimulatedDevice
 
@@ -249,24 +255,62 @@ def test_the_time_of_reads_does_not_count_waiting_for_the_gil(monkeypatch: pytes
     feeder.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": None, "batch_size": 4}])
-def test_an_engine_is_freed_without_a_garbage_collection(options: dict[str, Any]) -> None:
-    """It is in no cycle with its assembly, so the user's source is freed with the feeder."""
-    parts = dict.fromkeys(("fetcher", "policy", "new_builder", "wrap", "memory"))
-    assembly: Any = SampleAssembly if options else ChunkAssembly
-    engine = Engine(
+def new_engine(assembly: Any = ChunkAssembly, **options: Any) -> Engine:
+    """An engine without batches, whose assembly has an executor only."""
+    parts: Any = dict.fromkeys(("fetcher", "policy", "new_builder", "wrap", "memory"))
+    return Engine(
         [],
-        partial(assembly, executor=ThreadPool("test", 1), **parts, **options),
+        partial(assembly, options=AssemblyOptions(executor=ThreadPool("test", 1), **parts), **options),
         batch_size=4,
         queue=BatchQueue(),
         limits=resolve_limits(Limits(), batch_size=4, cpus=1, free_memory=1 << 30),
         budget=MemoryBudget(1),
         in_order=True,
+        call=lambda function: function(),
     )
-    there = weakref.ref(engine)
-    gc.disable()
-    try:
-        del engine
-        assert there() is None
-    finally:
-        gc.enable()
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": None, "batch_size": 4}])
+def test_an_engine_is_freed_without_a_garbage_collection(options: dict[str, Any]) -> None:
+    """It is in no cycle with its assembly, also after it has run, so the user's source is freed with the feeder."""
+    for runs in (False, True):
+        engine = new_engine(SampleAssembly if options else ChunkAssembly, **options)
+        engine.assembly.reading_ahead = contextlib.nullcontext  # type: ignore[assignment]
+        if runs:
+            asyncio.run(engine.run())
+        there = weakref.ref(engine)
+        gc.disable()
+        try:
+            del engine
+            assert there() is None
+        finally:
+            gc.enable()
+
+
+def test_work_that_comes_when_the_engine_ends_is_dropped() -> None:
+    """No task begins, nothing is raised, and no coroutine is left that was never awaited."""
+    engine, begun = new_engine(), []
+    batch = Batch(BatchPlan(0, [0], [0], 0), EpochStart(EpochStats()), FailureCounter(FailurePolicy(), 1), 0)
+
+    async def work(name: str) -> None:
+        begun.append(name)
+
+    async def last() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            engine.start(batch, work, "while it is cancelled")
+
+    async def run() -> None:
+        with contextlib.suppress(ExceptionGroup):
+            async with asyncio.TaskGroup() as engine._tasks:
+                engine.start(batch, work, "in time")
+                engine.start(batch, last)
+                await asyncio.sleep(0)
+                raise KeyError
+        engine.start(batch, work, "after its end")
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    gc.collect()
+    assert begun == ["in time"]

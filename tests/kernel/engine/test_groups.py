@@ -50,7 +50,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     together = chunks.ChunkAssembly._make_together
 
     async def counted(assembly: Any, first: Any) -> None:
-        made.append(1 + len(first.followers))
+        made.append(1 + len(first.grouped))
         await together(assembly, first)
 
     monkeypatch.setattr(chunks.ChunkAssembly, "_make_together", counted)

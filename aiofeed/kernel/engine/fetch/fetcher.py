@@ -16,7 +16,7 @@ from aiofeed.kernel.core.types import BatchPlan, Uncopied
 from aiofeed.kernel.engine.fetch.async_reader import ReadResult
 from aiofeed.kernel.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder
 from aiofeed.kernel.engine.tuning.jobs import JobSizer
-from aiofeed.kernel.engine.tuning.score import JobTiming
+from aiofeed.kernel.engine.tuning.threads import JobTiming
 from aiofeed.kernel.runtime.buffers import BufferLease
 from aiofeed.kernel.runtime.thread_pool import ThreadHost, ThreadPool
 from aiofeed.kernel.runtime.time_limits import AbandonedError, JobControl

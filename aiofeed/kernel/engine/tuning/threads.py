@@ -1,14 +1,14 @@
 """How many decode threads run: the fewest that decode as much as any. Pure arithmetic.
 
-Each thread count is scored only while the pool is saturated, so a slow consumer does not affect the choice.
+Each thread count is scored only while the pool is saturated, so a slow consumer does not affect the choice. If the GIL
+is why more threads decode no more, there is a message that says so.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil, isqrt
 
-from aiofeed.kernel.engine.tuning.gil import MORE_BRING, GilLimit, gil_limit
-from aiofeed.kernel.engine.tuning.score import JobTiming, Score
 from aiofeed.kernel.runtime import machine
 
 # A smaller count is chosen if it gives this part of the best rate. The gap between this and MORE_BRING keeps
@@ -35,6 +35,131 @@ OTHER_WORK = 1.6
 GIVE_UP_JOBS = 48
 # Outside a search one job in this many is timed.
 TIMED = 8
+# A larger number of threads is worth it if it brings this many times as much.
+MORE_BRING = 1.08
+# The chosen threads together use at least this part of a core, as a held GIL does, and each of more threads is on the
+# processor for less than the second part of its time: they wait for each other, not for storage.
+CHOSEN_CORES = 0.6
+MORE_AT_WORK = 0.8
+# Larger samples wait for memory rather than for the GIL: a core copies 3 to 10 GB/s without it.
+LARGE_BYTES = 1 << 20
+# Passing the GIL on costs a sample no more processor time than this. More threads that each take longer by more than
+# this compete for memory.
+HANDOVER_S = 100e-6
+
+
+@dataclass(frozen=True)
+class JobTiming:
+    """The time that a decode job took.
+
+    Args:
+        samples: decoded samples.
+        wall_s: seconds from its start to its end.
+        cpu_s: seconds of its thread on the processor.
+        threads: threads that were at work from its start to its end; 0 if that changed or some were idle.
+        nbytes: bytes that it read and wrote.
+        pool_cpu_s: seconds of all threads on the processor from its start to its end; 0 if unknown.
+    """
+
+    samples: int
+    wall_s: float
+    cpu_s: float
+    threads: int
+    nbytes: int = 0
+    pool_cpu_s: float = 0.0
+
+
+@dataclass(eq=False)
+class Score:
+    """The jobs that ran with one thread count."""
+
+    threads: int
+    jobs: int = 0
+    samples: int = 0
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    nbytes: int = 0
+    pool_cpu_s: float = 0.0
+
+    def add(self, job: JobTiming) -> None:
+        """Count one job."""
+        self.jobs += 1
+        self.samples += job.samples
+        self.nbytes += job.nbytes
+        # The clocks are read one after the other; a job cannot have used more processor time than passed.
+        self.wall_s += max(job.wall_s, job.cpu_s)
+        self.cpu_s += job.cpu_s
+        self.pool_cpu_s += job.pool_cpu_s
+
+    @property
+    def rate(self) -> float:
+        """Samples per second of all threads together."""
+        # The jobs that end first had to wait least: the work of all threads shows how long the others wait.
+        jobs = min(self.threads, self.pool_cpu_s / self.cpu_s) if self.pool_cpu_s and self.cpu_s else self.threads
+        return jobs * self.samples / self.wall_s if self.wall_s else 0.0
+
+    @property
+    def cores(self) -> float:
+        """The number of cores that all threads use together."""
+        return self.rate * self.cpu_s / self.samples if self.wall_s else self.threads
+
+    @property
+    def at_work(self) -> float:
+        """The part of its time that a thread is on the processor."""
+        return self.cores / self.threads
+
+    @property
+    def cpu_per_sample(self) -> float:
+        """Seconds of processor time per sample."""
+        return self.cpu_s / self.samples
+
+
+@dataclass(frozen=True)
+class GilLimit:
+    """The GIL keeps more threads from decoding more.
+
+    Args:
+        threads: decode threads in use.
+        held_s: seconds per sample that hold the GIL, or wait for it.
+        cores: cores that they use together.
+    """
+
+    threads: int
+    held_s: float
+    cores: float = 1.0
+
+    @property
+    def ceiling(self) -> float:
+        """Samples per second that one process can decode."""
+        return 1.0 / self.held_s
+
+
+def gil_limit(chosen: Score, more: Score | None) -> GilLimit | None:
+    """Return the limit of the GIL, if for it ``more`` threads decode no more than the ``chosen`` ones."""
+    if more is None or not chosen.cpu_s or chosen.nbytes > LARGE_BYTES * chosen.samples:
+        return None
+    if chosen.cores < CHOSEN_CORES or more.at_work >= MORE_AT_WORK:
+        return None
+    # If the threads would gain nothing even without waiting, memory is the limit.
+    unhindered_s = max(chosen.cpu_per_sample, more.cpu_per_sample - HANDOVER_S)
+    if more.threads / unhindered_s < MORE_BRING * chosen.rate:
+        return None
+    return GilLimit(chosen.threads, min(chosen.cpu_per_sample, 1.0 / chosen.rate), max(chosen.cores, 1.0))
+
+
+def gil_message(limit: GilLimit, *, cores: int, turbo: bool) -> str:
+    """Return the log line; ``turbo`` says whether simplejpeg is not installed and may help.
+
+    It proposes as many processes as use all cores, if each uses as many as this one.
+    """
+    ways = f'engine="process:{ceil(cores / limit.cores)}"'
+    if turbo:
+        ways = f"pip install 'aiofeed[turbo]' for small JPEGs, or {ways}"
+    return (
+        f"Decoding is GIL-bound: {limit.held_s * 1e6:.0f} us per sample hold or wait for the GIL, which limits one "
+        f"process to about {limit.ceiling:,.0f} samples/s ({limit.threads} of {cores} decode threads in use). "
+        f"Try {ways}."
+    )
 
 
 class ThreadTuner:

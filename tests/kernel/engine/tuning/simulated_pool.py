@@ -7,8 +7,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from aiofeed.kernel.engine.tuning.score import JobTiming
-from aiofeed.kernel.engine.tuning.threads import ThreadTuner
+from aiofeed.kernel.engine.tuning.threads import JobTiming, ThreadTuner
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from functools import cache
 
 import pytest
 
-from aiofeed.kernel.engine.tuning.score import JobTiming, Score
-from aiofeed.kernel.engine.tuning.threads import ThreadTuner
+from aiofeed.kernel.engine.tuning.threads import JobTiming, Score, ThreadTuner
 from tests.kernel.engine.tuning.simulated_pool import Decoding, GilPool
 
 GRID = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)

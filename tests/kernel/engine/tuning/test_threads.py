@@ -8,10 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from aiofeed.kernel.engine.tuning.gil import GilLimit, gil_limit, gil_message
-from aiofeed.kernel.engine.tuning.score import JobTiming, Score
-from aiofeed.kernel.engine.tuning.threads import JOBS, ThreadTuner
-from aiofeed.kernel.engine.tuning.tuner import REPORT_AFTER_S, Tuner
+from aiofeed.kernel.engine.concurrency import REPORT_AFTER_S, Tuner
+from aiofeed.kernel.engine.tuning.threads import JOBS, GilLimit, JobTiming, Score, ThreadTuner, gil_limit, gil_message
 from aiofeed.kernel.runtime import machine
 
 BATCH = 64

@@ -13,7 +13,8 @@ import torch
 
 from aiofeed import Feeder, Tensors
 from aiofeed.kernel.core.statistics import EpochStats
-from aiofeed.kernel.feeder.iterator import Delivery, FeedIterator
+from aiofeed.kernel.feeder.delivery import Delivery
+from aiofeed.kernel.feeder.iterator import FeedIterator
 from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, QueueItem, ReadyBatch
 
 
