@@ -15,15 +15,16 @@ import os
 import struct
 import zlib
 from collections.abc import Container, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from aiofeed.kernel.core.random_numbers import SplitMix64, seed_from
-from aiofeed.kernel.core.types import Row, Source, public, traits_of
+from aiofeed.kernel.core.types import Row, Source, Traits, public, traits_of, uncopied_reader_of
 from aiofeed.kernel.core.validation import check_positive_int, explain_arguments
 from aiofeed.kernel.feeder.arguments import adopt_source
+from aiofeed.kernel.sources.subset import IndexedSource, names_of
 from aiofeed.media.container import (
     KNOWN_OPTIONS,
     SKIPPING,
@@ -59,8 +60,8 @@ IDENTITY_BYTES = 1 << 16
     }
 )
 @dataclass(frozen=True)
-class Clips:
-    """Clips of the videos of a source: uint8 [frames, 3, H, W]. ``Feeder`` takes it as a source, without ``decode``.
+class Clips(IndexedSource):
+    """Clips of the videos of a source: uint8 [frames, 3, H, W]. A source like the others, without ``decode=``.
 
     A sample is a video. Needs ``pip install "aiofeed[media]"``. The pixels of a frame are those of FFmpeg's bilinear
     scaler, which filters over all pixels when it shrinks; the rotation or mirroring that a phone stores is applied.
@@ -89,22 +90,52 @@ class Clips:
     per_video: Literal["random"] | int = "random"
     size: int | tuple[int, int] = 224
     decoder: ClipDecoder = field(init=False, repr=False, compare=False)
+    whole: Any = field(init=False, repr=False, compare=False)
+    """The source of the videos as a feeder reads it."""
+    traits: Traits = field(default=Traits(decode="none"), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.source, str | os.PathLike | list | tuple):
             raise TypeError(f"Clips takes a source of encoded videos, aiofeed.Files(paths), got {self.source!r}")
-        object.__setattr__(self, "decoder", ClipDecoder(self.frames, self.stride, self.per_video, self.size))
-
-    def _unpacked(self, decode: object) -> tuple[Any, ClipDecoder]:
-        """Return the source of the videos and their decoder, for a ``Feeder``."""
-        if decode is not None:
-            raise TypeError("Clips decode videos themselves, so decode= makes no sense; transform= gets each batch")
-        if traits_of(adopt_source(self.source)).decode == "none":
+        found = traits_of(self.source)
+        # A feeder takes a Mixture apart; its order is that of the clips, too.
+        whole = self.source if found.ordered else adopt_source(self.source)
+        if traits_of(getattr(whole, "combined", whole)).decode == "none":
             raise TypeError(
                 f"Clips takes a source of encoded videos, such as aiofeed.Files(paths), got {self.source!r}, whose "
                 f"items are decoded already"
             )
-        return self.source, self.decoder
+        traits = Traits(decode="none", indexed=traits_of(whole).indexed, ordered=found.ordered)
+        decoder = ClipDecoder(self.frames, self.stride, self.per_video, self.size)
+        for name, value in {"decoder": decoder, "whole": whole, "traits": traits}.items():
+            object.__setattr__(self, name, value)
+
+    def __len__(self) -> int:
+        """Return the number of videos."""
+        return len(self.whole)
+
+    def __getattr__(self, name: str) -> Any:
+        # Without an attribute of its own while it is unpickled.
+        if name in ("whole", "rows") or name.startswith("__"):
+            raise AttributeError(f"Clips has no {name!r}")
+        value = getattr(self.whole, name)
+        return replace(self, source=value) if name == "combined" else value
+
+    def fingerprint(self) -> str:
+        """Identifies the videos."""
+        return names_of(self.whole, len(self.whole))
+
+    def key(self, index: int, /) -> str:
+        """Return the name of a video."""
+        return str(self.whole.key(index))
+
+    async def read(self, index: int, /) -> Any:
+        """Read a video."""
+        return await self.whole.read(index)
+
+    def uncopied_reader(self) -> Any:
+        """Return a function that reads a video without a copy, if the source of the videos can do that."""
+        return uncopied_reader_of(self.whole)
 
 
 class ClipDecoder:

@@ -255,11 +255,8 @@ class Arguments:
     timeline: bool
 
     def __post_init__(self) -> None:
-        source, decode = self.source, self.decode
-        if (unpacked := getattr(type(source), "_unpacked", None)) is not None:  # of Clips, which have a decoder
-            self.source, decode = unpacked(source, decode)
         self.adopted: Any = adopt_source(self.source)
-        self.decode = check_decoder(decode, getattr(self.adopted, "dataset", None))
+        self.decode = check_decoder(self.decode, getattr(self.adopted, "dataset", None))
         self.shuffle = check_shuffle("shuffle", self.shuffle)
         self.seed = check_seed(self.seed)
         check_bool("drop_last", self.drop_last)

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any, Literal, TypeAlias, cast
 
 from aiofeed import _load_addon as load_addon
-from aiofeed.kernel.core.types import traits_of
+from aiofeed.kernel.core.types import decodes_in_place, traits_of
 from aiofeed.kernel.engine.fetchers import Cache
 from aiofeed.kernel.sampling.schedule import window_shards
 
@@ -162,7 +162,8 @@ def facts_of(a: Any) -> set[Fact]:
     unknown = a.exclude is not None or a.sampler is not None or traits.ordered or listed or not traits.indexed
     at_urls = tokens and getattr(a.adopted, "whole", a.adopted).looks_ahead
     cache = None if not cached or (tokens and on_device) else cache_of(a.cache)
-    kept: set[Fact] = getattr(cache, "facts", lambda decode: set())(a.decode)
+    decode = a.decode or getattr(a.adopted, "decoder", None)
+    kept: set[Fact] = getattr(cache, "facts", lambda decode: set())(decode)
     found: dict[Fact, bool] = {
         "Stream": not traits.indexed,
         "a Mixture with weights": traits.ordered,
@@ -206,7 +207,9 @@ def facts_of(a: Any) -> set[Fact]:
         'on_error="replace"': policy.action == "replace",
         "cache=": cached,
         "cache= on the host": cached and not on_device and not (at_urls and "EncodedCache" in kept),
-        "windows of Episodes": traits.decode == "none" and not (traits.rows or traits.items or traits.in_memory),
+        # A window is a dict; clips, of which the bytes of videos can be kept, are decoded in place.
+        "windows of Episodes": traits.decode == "none"
+        and not (traits.rows or traits.items or traits.in_memory or decodes_in_place(decode)),
         "static_batches=True": a.static_batches,
         "batches of different sizes": not (a.drop_last and (not listed or (plan and a.plan.shapes > 0)))
         and (unknown or a.length % a.samples > 0),

@@ -111,6 +111,8 @@ class SourceFetcher(Fetcher):
         self._decode_many: Callable[..., Sequence[Exception | None]] | None = None
         if in_place:
             self._decode_many = getattr(decoder, "decode_many_into", None)
+        # What is gathered is the batch, unless a decoder makes its samples.
+        self._gets_batches = self._decoder is unchanged
         self._takes_rng = takes_rng(self._decoder)
         self._takes_seed = bool(getattr(decoder, "takes_seed", False))
         self._read_s = 0.0
@@ -208,7 +210,7 @@ class SourceFetcher(Fetcher):
         started, cpu_started = time.perf_counter(), time.thread_time()
         if place is None and (errors := self._decode_all(chunk)) is not None:
             reached = self._put_all(chunk, errors)
-        elif gathered is not None and place is None and chunk.builder.put_gathered(gathered):
+        elif gathered is not None and place is None and self._gets_batches and chunk.builder.put_gathered(gathered):
             reached = len(gathered)
         else:
             if gathered is not None:
