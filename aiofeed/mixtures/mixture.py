@@ -231,7 +231,7 @@ class CombinedSource(_Combined):
         self.traits: Traits = Traits(decode=traits.pop())
         self.decoder: Any = getattr(self._sources[0], "decoder", None)
         # Their texts have all arguments that change a sample.
-        if len({repr(getattr(source, "decoder", None)) for source in self._sources}) > 1:
+        if self.traits.decode == "none" and len({repr(source.decoder) for source in self._sources}) > 1:
             raise TypeError(f"Mixture: {self._sources} decode samples in different ways; give them the same arguments")
         without = [name for name, source in sources.items() if Members.of(source).target is None]
         if without and len(without) < len(sources):

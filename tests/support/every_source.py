@@ -24,6 +24,8 @@ N = 12
 WIDTH = 4
 X = np.arange(N * WIDTH).reshape(N, WIDTH)
 """A sample is a row, or has one."""
+ALTERNATING = [half * 6 + at for at in range(6) for half in (0, 1)]
+"""The order of a mixture of two halves."""
 LEROBOT = Path(__file__).parents[1] / "data/lerobot/av1"
 
 
@@ -65,6 +67,14 @@ def pixels_of(data: bytes) -> torch.Tensor:
 def pair_of(data: tuple[bytes, bytes]) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode an image and its mask."""
     return pixels_of(data[0]), pixels_of(data[1])
+
+
+def row_in(data: Any) -> torch.Tensor:
+    """Decode a row of whatever a source of bytes reads."""
+    if isinstance(data, Mapping):
+        return column_of(data)
+    data = data[0] if isinstance(data, tuple) else data
+    return pixels_of(data) if data.startswith(b"\x89PNG") else row_of(data)
 
 
 def column_of(row: Mapping[str, Any]) -> torch.Tensor:
@@ -114,17 +124,27 @@ class EverySource:
 
     Args:
         make: Makes the source.
-        traits: What the table of refusals says of it.
+        traits: What the table of refusals says of it, separated by commas.
         decode: For ``Feeder(decode=)``.
         model: The decoded samples; ``None``: rows.
         needs: The modules that making it needs.
+        order: The order of its samples without ``shuffle=``, if it is not that of the model.
     """
 
-    make: Callable[[Path, FaultServer], Any]
+    make: Callable[[Path, Any], Any]
     traits: str
     decode: Callable[[Any], Any] | None = None
     model: Callable[[Any], Sequence[Any]] | None = None
     needs: tuple[str, ...] = ()
+    order: Sequence[int] | None = None
+
+    @property
+    def kinds(self) -> set[str]:
+        """What the table of refusals calls it."""
+        kinds = set(self.traits.split(", "))
+        others = {"a stream": "indexed samples", "shards": "no shards", "targets": "no targets"}
+        others |= {"tuples": "no tuples", "x and y": "x only"}
+        return kinds | {name for kind, name in others.items() if kind not in kinds}
 
     def samples(self, source: Any) -> list[Any]:
         """The model of a source: its samples in order."""
@@ -239,7 +259,7 @@ def _zarr(folder: Path, _: Any) -> aiofeed.Arrays:
 
 def _clips(folder: Path, _: Any) -> aiofeed.Clips:
     for number in range(N):
-        (folder / f"{number:02}.mp4").write_bytes(video(3 + number, preset="ultrafast"))
+        (folder / f"{number:02}.mp4").write_bytes(video(2 + 2 * number, preset="ultrafast"))
     return aiofeed.Clips(aiofeed.Files(sorted(folder.glob("*.mp4"))), 2, per_video=1, size=(8, 16))
 
 
@@ -263,23 +283,23 @@ EVERY_SOURCE: dict[str, EverySource] = {
     "Files at URLs": S(_objects, "bytes", row_of, needs=("obstore",)),
     "ImageFolder": S(
         lambda folder, _: aiofeed.ImageFolder(_pictures(folder)),
-        "bytes",
+        "bytes, targets",
         pixels_of,
         lambda _: [(row, number * 2 // N) for number, row in enumerate(X)],
     ),
     "FolderPairs": S(
         lambda folder, _: aiofeed.FolderPairs(_pictures(folder / "images"), _pictures(folder / "masks", X + 7)),
-        "bytes",
+        "bytes, pairs",
         pair_of,
         lambda _: [(row, row + 7) for row in X],
     ),
-    "Manifest": S(_manifest, "bytes", row_of, lambda _: [(row, number) for number, row in enumerate(X)]),
-    "TarShards": S(lambda folder, _: aiofeed.TarShards(_shards(folder, write_tar, "tar"), "bin"), "bytes", row_of),
-    "ZipShards": S(lambda folder, _: aiofeed.ZipShards(_shards(folder, write_zip, "zip"), "bin"), "bytes", row_of),
-    "MDSShards": S(_mds, "bytes", row_of),
-    "TFRecordShards": S(_records, "bytes", row_of),
+    "Manifest": S(_manifest, "bytes, targets", row_of, lambda _: [(row, number) for number, row in enumerate(X)]),
+    "TarShards": S(lambda folder, _: aiofeed.TarShards(_shards(folder, write_tar, "tar"), "bin"), "bytes, shards", row_of),
+    "ZipShards": S(lambda folder, _: aiofeed.ZipShards(_shards(folder, write_zip, "zip"), "bin"), "bytes, shards", row_of),
+    "MDSShards": S(_mds, "bytes, shards", row_of),
+    "TFRecordShards": S(_records, "bytes, shards", row_of),
     "ParquetRows": S(
-        lambda folder, _: aiofeed.ParquetRows(_parquet(folder)), "bytes", column_of, needs=("pyarrow",)
+        lambda folder, _: aiofeed.ParquetRows(_parquet(folder)), "bytes, shards", column_of, needs=("pyarrow",)
     ),
     "an object of three methods": S(lambda *_: Bytes(), "bytes", row_of),
     "a part of Files": S(lambda *given: _files(*given)[::-1], "bytes", row_of, lambda _: X[::-1]),
@@ -288,53 +308,61 @@ EVERY_SOURCE: dict[str, EverySource] = {
     "FromDataset": S(lambda *_: aiofeed.FromDataset(Rows(), threads=2), "Dataset"),
     "a part of FromDataset": S(lambda *_: aiofeed.FromDataset(Rows())[::-1], "Dataset", model=lambda _: X[::-1]),
     "TensorDataset": S(
-        lambda *_: torch.utils.data.TensorDataset(torch.from_numpy(X)), "Dataset", model=lambda _: [(row,) for row in X]
+        lambda *_: torch.utils.data.TensorDataset(torch.from_numpy(X)), "Dataset, tuples", model=lambda _: [(row,) for row in X]
     ),
     "Tensors": S(lambda *_: aiofeed.Tensors(torch.from_numpy(X)), "Tensors", model=lambda _: [(row,) for row in X]),
-    "Table of Arrow": S(lambda *_: aiofeed.Table(_arrow()), "Table", None, _as_dicts, ("pyarrow",)),
-    "Table of a file": S(_arrow_file, "Table", None, _as_dicts, ("pyarrow",)),
+    "Table of Arrow": S(lambda *_: aiofeed.Table(_arrow()), "rows, Table", None, _as_dicts, ("pyarrow",)),
+    "Table of a file": S(_arrow_file, "rows, Table", None, _as_dicts, ("pyarrow",)),
     "Table of Parquet": S(
-        lambda folder, _: aiofeed.Table(_parquet(folder)), "Table", None, _as_dicts, ("pyarrow",)
+        lambda folder, _: aiofeed.Table(_parquet(folder)), "rows, Table, shards", None, _as_dicts, ("pyarrow",)
     ),
-    "Table of NumPy": S(_structured, "Table", None, _as_dicts, ("pyarrow",)),
-    "Table of datasets": S(lambda *_: aiofeed.Table(_hf_dataset()), "Table", None, _as_dicts, ("datasets",)),
-    "Table, decoded": S(lambda folder, _: aiofeed.Table(_arrow()), "Table, decoded", column_of, needs=("pyarrow",)),
-    "a part of Table": S(lambda *_: aiofeed.Table(_arrow())[:], "Table", None, _as_dicts, ("pyarrow",)),
-    "Tokens": S(lambda folder, _: aiofeed.Tokens(write_raw(folder / "x.bin", X), WIDTH), "Tokens"),
+    "Table of NumPy": S(_structured, "rows, Table", None, _as_dicts, ("pyarrow",)),
+    "Table of datasets": S(lambda *_: aiofeed.Table(_hf_dataset()), "rows, Table", None, _as_dicts, ("datasets",)),
+    "Table, decoded": S(lambda folder, _: aiofeed.Table(_arrow()), "decoded Table", column_of, needs=("pyarrow",)),
+    "a part of Table": S(lambda *_: aiofeed.Table(_arrow())[:], "rows, Table", None, _as_dicts, ("pyarrow",)),
+    "Tokens": S(lambda folder, _: aiofeed.Tokens(write_raw(folder / "x.bin", X), WIDTH), "rows, Tokens, shards"),
     "Tokens with targets": S(
         lambda folder, _: aiofeed.Tokens(write_raw(folder / "x.bin", range(N * WIDTH + 1)), WIDTH, targets=True),
-        "Tokens with targets",
+        "rows, Tokens, shards, x and y",
         model=_token_pairs,
     ),
     "Tokens of a column": S(
-        lambda folder, _: aiofeed.Tokens(_parquet(folder), WIDTH, column="x"), "Tokens at URLs", needs=("pyarrow",)
+        lambda folder, _: aiofeed.Tokens(_parquet(folder), WIDTH, column="x"), "Tokens, Tokens at URLs, shards", needs=("pyarrow",)
     ),
-    "a part of Tokens": S(lambda folder, _: aiofeed.Tokens(write_raw(folder / "x.bin", X), WIDTH)[:], "Tokens"),
-    "Arrays of HDF5": S(_hdf5, "Arrays", None, _as_dicts, ("h5py",)),
-    "Arrays of NetCDF": S(_netcdf, "Arrays", None, _as_dicts, ("h5netcdf",)),
-    "Arrays of Zarr": S(_zarr, "Arrays", None, _as_dicts, ("zarr",)),
+    "a part of Tokens": S(
+        lambda folder, _: aiofeed.Tokens(write_raw(folder / "x.bin", X), WIDTH)[:], "rows, Tokens, shards, part"
+    ),
+    "Arrays of HDF5": S(_hdf5, "rows, Arrays, shards", None, _as_dicts, ("h5py",)),
+    "Arrays of NetCDF": S(_netcdf, "rows, Arrays, shards", None, _as_dicts, ("h5netcdf",)),
+    "Arrays of Zarr": S(_zarr, "rows, Arrays, shards", None, _as_dicts, ("zarr",)),
     "Clips": S(_clips, "Clips", None, _clip_samples, ("av",)),
     "Episodes": S(
         lambda *_: aiofeed.Episodes(LEROBOT, {"action": [0.0]}, episodes=[0], features=["action", "observation.state"]),
-        "Episodes",
+        "rows, Episodes, shards",
         None,
         lambda source: [source[index] for index in range(len(source))],
         ("av", "pyarrow"),
     ),
     "Mixture of Datasets": S(
-        lambda *_: aiofeed.Mixture({"a": list(map(torch.from_numpy, X[::2])), "b": list(map(torch.from_numpy, X[1::2]))}),
-        "Mixture",
+        lambda *_: aiofeed.Mixture({"a": list(map(torch.from_numpy, X[:6])), "b": list(map(torch.from_numpy, X[6:]))}),
+        "Mixture, Dataset",
+        order=ALTERNATING,
     ),
     "Mixture of Files": S(
-        lambda *given: aiofeed.Mixture({"a": _files(*given)[::2], "b": _files(*given)[1::2]}), "Mixture", row_of
+        lambda *given: aiofeed.Mixture({"a": _files(*given)[:6], "b": _files(*given)[6:]}),
+        "Mixture, bytes",
+        row_of,
+        order=ALTERNATING,
     ),
     "Mixture with weights": S(
-        lambda *_: aiofeed.Mixture({"a": list(X[::2]), "b": list(X[1::2])}, [1, 1]), "Mixture with weights"
+        lambda *_: aiofeed.Mixture({"a": list(X[:6]), "b": list(X[6:])}, [1, 1]),
+        "a Mixture with weights, Dataset",
+        order=ALTERNATING,
     ),
-    "Stream": S(lambda *_: aiofeed.Stream(RowStream()), "Stream"),
-    "IterableDataset": S(lambda *_: RowStream(), "Stream"),
+    "Stream": S(lambda *_: aiofeed.Stream(RowStream()), "a stream"),
+    "IterableDataset": S(lambda *_: RowStream(), "a stream"),
     "Table of a stream": S(
-        lambda *_: aiofeed.Table(_hf_dataset().to_iterable_dataset()), "Stream", None, _as_dicts, ("datasets",)
+        lambda *_: aiofeed.Table(_hf_dataset().to_iterable_dataset()), "a stream", None, _as_dicts, ("datasets",)
     ),
 }
 """A new source is one line."""
