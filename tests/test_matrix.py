@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -15,10 +16,18 @@ from aiofeed import Feeder
 from aiofeed.testing.source_check import Way, check_source, resumed, ways_of
 from tests.support.encoded import as_it_is
 from tests.support.every_source import EVERY_SOURCE, EverySource, X, plain, row_in, samples_in
+from tests.support.fault_server import start_obstore
 from tests.support.refusals import MIXED, MIXED_UNKNOWN_BEFORE, REFUSED, UNKNOWN_BEFORE, sentences
 from tests.support.simulated_device import SimulatedDevice
 
 pytestmark = pytest.mark.usefixtures("arrow_started", "zarr_started", "one_thread")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def storage_started() -> None:
+    """Start obstore's threads, if it is installed: they keep their descriptors."""
+    if importlib.util.find_spec("obstore"):
+        start_obstore()
 
 
 class Made(NamedTuple):
