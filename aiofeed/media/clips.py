@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from aiofeed.kernel.core.faces import BaseSource, passes_on
 from aiofeed.kernel.core.random_numbers import SplitMix64, seed_from
-from aiofeed.kernel.core.types import Row, Source, Traits, public, traits_of, uncopied_reader_of
+from aiofeed.kernel.core.types import Row, Source, Traits, public
 from aiofeed.kernel.core.validation import check_positive_int, explain_arguments
-from aiofeed.kernel.feeder.arguments import adopt_source
-from aiofeed.kernel.sources.subset import IndexedSource, names_of
+from aiofeed.kernel.feeder.arguments import as_source
+from aiofeed.kernel.sources.subset import IndexedSource
 from aiofeed.media.container import (
     KNOWN_OPTIONS,
     SKIPPING,
@@ -60,6 +61,7 @@ IDENTITY_BYTES = 1 << 16
     }
 )
 @dataclass(frozen=True)
+@passes_on
 class Clips(IndexedSource):
     """Clips of the videos of a source: uint8 [frames, 3, H, W]. A source like the others, without ``decode=``.
 
@@ -90,22 +92,20 @@ class Clips(IndexedSource):
     per_video: Literal["random"] | int = "random"
     size: int | tuple[int, int] = 224
     decoder: ClipDecoder = field(init=False, repr=False, compare=False)
-    whole: Any = field(init=False, repr=False, compare=False)
+    whole: BaseSource = field(init=False, repr=False, compare=False)
     """The source of the videos as a feeder reads it."""
-    traits: Traits = field(default=Traits(decode="none"), init=False, repr=False, compare=False)
+    traits: Traits = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.source, str | os.PathLike | list | tuple):
             raise TypeError(f"Clips takes a source of encoded videos, aiofeed.Files(paths), got {self.source!r}")
-        found = traits_of(self.source)
-        # A feeder takes a Mixture apart; its order is that of the clips, too.
-        whole = self.source if found.ordered else adopt_source(self.source)
-        if traits_of(getattr(whole, "combined", whole)).decode == "none":
+        whole = as_source(self.source)
+        if whole.adopted().traits.decode == "none":
             raise TypeError(
                 f"Clips takes a source of encoded videos, such as aiofeed.Files(paths), got {self.source!r}, whose "
                 f"items are decoded already"
             )
-        traits = Traits(decode="none", indexed=traits_of(whole).indexed, ordered=found.ordered)
+        traits = Traits(decode="none", indexed=whole.traits.indexed, ordered=whole.traits.ordered)
         decoder = ClipDecoder(self.frames, self.stride, self.per_video, self.size)
         for name, value in {"decoder": decoder, "whole": whole, "traits": traits}.items():
             object.__setattr__(self, name, value)
@@ -114,28 +114,14 @@ class Clips(IndexedSource):
         """Return the number of videos."""
         return len(self.whole)
 
-    def __getattr__(self, name: str) -> Any:
-        # Without an attribute of its own while it is unpickled.
-        if name in ("whole", "rows") or name.startswith("__"):
-            raise AttributeError(f"Clips has no {name!r}")
-        value = getattr(self.whole, name)
-        return replace(self, source=value) if name == "combined" else value
+    def adopted(self) -> Clips:
+        """Return the clips of the source that a feeder reads."""
+        whole = self.whole.adopted()
+        return self if whole is self.whole else replace(self, source=whole)
 
-    def fingerprint(self) -> str:
-        """Identifies the videos."""
-        return names_of(self.whole, len(self.whole))
-
-    def key(self, index: int, /) -> str:
-        """Return the name of a video."""
-        return str(self.whole.key(index))
-
-    async def read(self, index: int, /) -> Any:
-        """Read a video."""
-        return await self.whole.read(index)
-
-    def uncopied_reader(self) -> Any:
-        """Return a function that reads a video without a copy, if the source of the videos can do that."""
-        return uncopied_reader_of(self.whole)
+    def _passed(self, name: str, value: Any) -> Any:
+        """Return a member of the source of the videos; clips have no other form."""
+        return (lambda: self) if name in ("as_samples", "in_batches", "for_neighbours") else value
 
 
 class ClipDecoder:

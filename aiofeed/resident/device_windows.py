@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from aiofeed.kernel.devices.backend import DeviceBackend, Event, Stream
+    from aiofeed.kernel.core.faces import BaseDevice, Event, Stream
     from aiofeed.kernel.devices.copier import Copier, PendingCopy
 
 log: logging.Logger = logging.getLogger("aiofeed.engine")
@@ -95,7 +95,7 @@ class DeviceWindows:
     ahead = 1
     statistic = "copy_s"
 
-    def __init__(self, backend: DeviceBackend, source: Any, batch_size: int, memory_bytes: int) -> None:
+    def __init__(self, backend: BaseDevice, source: Any, batch_size: int, memory_bytes: int) -> None:
         from aiofeed.kernel.devices.copier import Copier
 
         self._backend = backend
@@ -281,7 +281,7 @@ class DeviceWindows:
 class DeviceTokenWindows(DeviceWindows):
     """Uploads the tokens of files to a device, and gathers windows of them there. Arguments as for ``ResidentData``."""
 
-    def __init__(self, backend: DeviceBackend, source: Any, batch_size: int, memory_bytes: int) -> None:
+    def __init__(self, backend: BaseDevice, source: Any, batch_size: int, memory_bytes: int) -> None:
         arrays = source.arrays
         self._dtype = np.result_type(*{tokens.dtype for tokens in arrays}).newbyteorder("=")
         self._count = sum(map(len, arrays))
@@ -367,7 +367,7 @@ def _is_torchs(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().resizable()
 
 
-def free_and_total(backend: DeviceBackend) -> tuple[int, int] | None:
+def free_and_total(backend: BaseDevice) -> tuple[int, int] | None:
     """Return the free and total bytes of the device's memory; ``None`` if the backend does not know them."""
     memory: Callable[[], tuple[int, int] | None] | None = getattr(backend, "memory", None)
     return None if memory is None else memory()

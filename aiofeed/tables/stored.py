@@ -178,11 +178,12 @@ class StreamTable(Stream, Table):  # type: ignore[misc]
         [row] = Columns.of(index.item.select(as_list(self._target_columns))).rows(np.arange(1))
         return row[self._target_columns] if isinstance(self._target_columns, str) else row
 
-    def _new_order(self, schedule: Any, shard: Any, plan: Any) -> Any:
+    def new_order(self, schedule: Any, shard: Any, plan: Any) -> Any:
+        """Return the order of its rows; a plan that measures a whole row is refused."""
         if plan is not None and self._schema is not None and not callable(plan.length):
             row = {name: example_of(self._schema.field(name).type) for name in self._problems()}
             plan._length_in(row if self.data is None else row[self.data], 0)
-        return super()._new_order(schedule, shard, plan)
+        return super().new_order(schedule, shard, plan)
 
     def _measured(self, item: Any) -> Any:
         """Return the sample of a row; the row itself is a table.

@@ -117,11 +117,13 @@ class Table(GroupedSource):
         return f"{self.name}[{index}]"
 
     def in_batches(self) -> Self:
-        """Return the table with samples for ``collate_rows``.
+        """Return the table with samples for ``collate_rows``; itself if a sample is one column.
 
         Raises:
             TypeError: A column has no tensors.
         """
+        if self.data is not None:
+            return self
         for column, problem in self._problems().items():
             if problem is not None:
                 raise TypeError(f"{self.name}: {no_tensors(column, problem)}")

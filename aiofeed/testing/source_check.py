@@ -16,8 +16,7 @@ from aiofeed import _load_addon as load_addon
 from aiofeed.kernel.core.failure_policy import FailurePolicy
 from aiofeed.kernel.core.limits import Limits
 from aiofeed.kernel.core.pytree import map_leaves
-from aiofeed.kernel.core.types import traits_of
-from aiofeed.kernel.feeder.arguments import adopt_source
+from aiofeed.kernel.feeder.arguments import as_source
 from aiofeed.kernel.feeder.feeder import Feeder
 from aiofeed.kernel.sampling.order import shuffled
 from aiofeed.kernel.sources.subset import Subset
@@ -108,13 +107,13 @@ def check_source(source: Any, *, decode: Callable[..., Any] | None = None, sampl
         TypeError: The source cannot be pickled, or lacks a method.
         FeedError: A sample cannot be read.
     """
-    whole = adopt_source(source)
+    whole: Any = as_source(source).adopted()
     count = min(len(whole), samples)
     part = whole[:count] if hasattr(type(whole), "__getitem__") else Subset(whole, np.arange(count))
     keys = [part.key(index) for index in range(count)]
     if not all(isinstance(key, str) for key in keys) or len({*keys}) < count:
         raise WrongSampleError(f"key(index) must be another text for each sample, got {keys[:4]}")
-    if decode is None and traits_of(whole).decode == "needed":
+    if decode is None and whole.traits.decode == "needed":
         decode = _unchanged
     given = {"decode": decode, "batch_size": 4, "collate_fn": list}
     with Feeder(part, **given, limits=Limits(read_concurrency=1, decode_threads=1)) as feeder:

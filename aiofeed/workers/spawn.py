@@ -23,7 +23,7 @@ from aiofeed.kernel.core.failure_policy import FailurePolicy
 from aiofeed.kernel.engine.tuning.reads import READS_MOST
 
 if TYPE_CHECKING:
-    from aiofeed.kernel.engine.fetchers import CacheStore
+    from aiofeed.kernel.core.faces import CacheStore
 
 _OR_THREADS = 'or use engine="thread"'
 

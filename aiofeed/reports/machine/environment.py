@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiofeed.kernel.devices.backend import DeviceBackend
+    from aiofeed.kernel.core.faces import BaseDevice
 
 # Bytes of each measured copy, and how long a kind of copy is measured.
 COPY_BYTES = 32 << 20
@@ -187,7 +187,7 @@ def find_accelerators(*, measure: bool) -> tuple[AcceleratorReport, ...]:
     return tuple(reports)
 
 
-def describe_accelerator(backend: DeviceBackend) -> AcceleratorReport:
+def describe_accelerator(backend: BaseDevice) -> AcceleratorReport:
     """Name and memory of one accelerator; ``None`` for values that torch does not report."""
     import torch
 
@@ -213,7 +213,7 @@ def describe_accelerator(backend: DeviceBackend) -> AcceleratorReport:
     )
 
 
-def measure_copies(report: AcceleratorReport, backend: DeviceBackend, nbytes: int) -> AcceleratorReport:
+def measure_copies(report: AcceleratorReport, backend: BaseDevice, nbytes: int) -> AcceleratorReport:
     """Return the report of a device with the rates of pinned and pageable copies of ``nbytes`` each."""
     import numpy as np
 
@@ -240,7 +240,7 @@ def _attempt(function: Callable[[], Any]) -> Any:
         return None
 
 
-def copy_rate(backend: DeviceBackend, memory: NDArray[np.uint8], seconds: float) -> float:
+def copy_rate(backend: BaseDevice, memory: NDArray[np.uint8], seconds: float) -> float:
     """Bytes per second of copies from host memory on the side stream, measured for a number of seconds.
 
     At least three copies are made; the first is not counted.

@@ -29,6 +29,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 
 from aiofeed import DecodeImage
 from aiofeed.errors import DecodeError
+from aiofeed.kernel.core.faces import AdaptedSource
 from aiofeed.kernel.core.types import BatchPlan
 from aiofeed.kernel.decoders.geometry import FORMATS
 from aiofeed.kernel.decoders.native_jpeg import native_decoder
@@ -325,7 +326,7 @@ class Sink:
 
 def fetch(decoder: DecodeImage, data: bytes) -> np.ndarray[Any, Any] | DecodeError:
     """The picture or ``DecodeError`` that ``SourceFetcher`` returns; raises ``AssertionError`` for other errors."""
-    fetcher = SourceFetcher(OneImage(), decoder, in_place=False)
+    fetcher = SourceFetcher(AdaptedSource(OneImage()), decoder, in_place=False)
     plan, sink = BatchPlan(0, [0], [0], 1), Sink()
     outcome = fetcher.decode(plan, 0, [data], sink, JobControl(threading.Event()))  # type: ignore[arg-type]
     if outcome.errors:
