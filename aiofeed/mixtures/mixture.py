@@ -267,7 +267,7 @@ class CombinedSource(_Combined, BaseSource):
         self.traits: Traits = Traits(decode=traits.pop())
         self.decoder: Any = self._sources[0].decoder
         # Their texts have all arguments that change a sample.
-        if len({repr(source.decoder) for source in self._sources}) > 1:
+        if self.traits.decode == "none" and len({repr(source.decoder) for source in self._sources}) > 1:
             raise TypeError(f"Mixture: {self._sources} decode samples in different ways; give them the same arguments")
         without = [name for name, source in sources.items() if source.target is None]
         if without and len(without) < len(sources):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -257,9 +258,14 @@ def _zarr(folder: Path, _: Any) -> aiofeed.Arrays:
     return aiofeed.Arrays({"x": f"{folder}/rows.zarr"})
 
 
+@functools.cache
+def _videos() -> list[bytes]:
+    return [video(2 + 2 * number, preset="ultrafast") for number in range(N)]
+
+
 def _clips(folder: Path, _: Any) -> aiofeed.Clips:
-    for number in range(N):
-        (folder / f"{number:02}.mp4").write_bytes(video(2 + 2 * number, preset="ultrafast"))
+    for number, data in enumerate(_videos()):
+        (folder / f"{number:02}.mp4").write_bytes(data)
     return aiofeed.Clips(aiofeed.Files(sorted(folder.glob("*.mp4"))), 2, per_video=1, size=(8, 16))
 
 
