@@ -15,15 +15,17 @@ import os
 import struct
 import zlib
 from collections.abc import Container, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from aiofeed.kernel.core.types import Row, Source, public
+from aiofeed.kernel.core.faces import BaseSource, passes_on
+from aiofeed.kernel.core.types import Row, Source, Traits, public
 from aiofeed.kernel.core.validation import check_positive_int, explain_arguments
 from aiofeed.kernel.feeder.arguments import as_source
 from aiofeed.kernel.sampling.order import SplitMix64, seed_from
+from aiofeed.kernel.sources.subset import IndexedSource
 from aiofeed.media.container import (
     KNOWN_OPTIONS,
     SKIPPING,
@@ -59,8 +61,9 @@ IDENTITY_BYTES = 1 << 16
     }
 )
 @dataclass(frozen=True)
-class Clips:
-    """Clips of the videos of a source: uint8 [frames, 3, H, W]. ``Feeder`` takes it as a source, without ``decode``.
+@passes_on
+class Clips(IndexedSource):
+    """Clips of the videos of a source: uint8 [frames, 3, H, W]. A source like the others, without ``decode=``.
 
     A sample is a video. Needs ``pip install "aiofeed[media]"``. The pixels of a frame are those of FFmpeg's bilinear
     scaler, which filters over all pixels when it shrinks; the rotation or mirroring that a phone stores is applied.
@@ -89,22 +92,36 @@ class Clips:
     per_video: Literal["random"] | int = "random"
     size: int | tuple[int, int] = 224
     decoder: ClipDecoder = field(init=False, repr=False, compare=False)
+    whole: BaseSource = field(init=False, repr=False, compare=False)
+    """The source of the videos as a feeder reads it."""
+    traits: Traits = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.source, str | os.PathLike | list | tuple):
             raise TypeError(f"Clips takes a source of encoded videos, aiofeed.Files(paths), got {self.source!r}")
-        object.__setattr__(self, "decoder", ClipDecoder(self.frames, self.stride, self.per_video, self.size))
-
-    def _unpacked(self, decode: object) -> tuple[Any, ClipDecoder]:
-        """Return the source of the videos and their decoder, for a ``Feeder``."""
-        if decode is not None:
-            raise TypeError("Clips decode videos themselves, so decode= makes no sense; transform= gets each batch")
-        if as_source(self.source).traits.decode == "none":
+        whole = as_source(self.source)
+        if whole.adopted().traits.decode == "none":
             raise TypeError(
                 f"Clips takes a source of encoded videos, such as aiofeed.Files(paths), got {self.source!r}, whose "
                 f"items are decoded already"
             )
-        return self.source, self.decoder
+        traits = Traits(decode="none", indexed=whole.traits.indexed, ordered=whole.traits.ordered)
+        decoder = ClipDecoder(self.frames, self.stride, self.per_video, self.size)
+        for name, value in {"decoder": decoder, "whole": whole, "traits": traits}.items():
+            object.__setattr__(self, name, value)
+
+    def __len__(self) -> int:
+        """Return the number of videos."""
+        return len(self.whole)
+
+    def adopted(self) -> Clips:
+        """Return the clips of the source that a feeder reads."""
+        whole = self.whole.adopted()
+        return self if whole is self.whole else replace(self, source=whole)
+
+    def _passed(self, name: str, value: Any) -> Any:
+        """Return a member of the source of the videos; clips have no other form."""
+        return (lambda: self) if name in ("as_samples", "in_batches", "for_neighbours") else value
 
 
 class ClipDecoder:

@@ -266,6 +266,9 @@ class CombinedSource(_Combined, BaseSource):
             raise TypeError(f"Mixture: {self._sources} differ in whether samples are decoded by decode=")
         self.traits: Traits = Traits(decode=traits.pop())
         self.decoder: Any = self._sources[0].decoder
+        # Their texts have all arguments that change a sample.
+        if self.traits.decode == "none" and len({repr(source.decoder) for source in self._sources}) > 1:
+            raise TypeError(f"Mixture: {self._sources} decode samples in different ways; give them the same arguments")
         without = [name for name, source in sources.items() if source.target is None]
         if without and len(without) < len(sources):
             raise ValueError(f"Mixture: the sources {without} have no targets, and the others have: give all of them")

@@ -316,7 +316,7 @@ class DeviceCache(BaseCache):
 
     def facts(self, arguments: Any) -> Mapping[str, str]:
         """Return whether the decoder is random."""
-        decode = arguments.decode
+        decode = arguments.decode or arguments.adopted.decoder
         random = decode is not None and new_codec(decode).random
         return {"a random decoder": f"decode={decode!r}"} if random else {}
 

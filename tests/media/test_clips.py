@@ -471,12 +471,14 @@ def test_a_collate_fn_gets_single_clips(folder: Path) -> None:
 
 
 def test_a_mixture_of_videos(folder: Path) -> None:
-    """Clips takes a mixture of sources; a mixture of Clips is refused."""
+    """Clips takes a mixture of sources; a mixture of Clips gives the same, and those of other clips are refused."""
     mixture = Mixture({"a": Files([folder / "20.mp4"] * 4), "b": Files([folder / "60.mp4"] * 4)}, weights=[1, 3])
     found = batches_of(Clips(mixture, 4, size=24), batch_size=4, shuffle=True)
     assert {clip.shape for (clip,) in found} == {(4, 4, 3, 24, 24)}
-    with pytest.raises(TypeError, match="Clips"):
-        Mixture({"a": Clips(mixture, 4)})
+    parts = {name: Clips(Files([folder / f"{frames}.mp4"] * 4), 4, size=24) for name, frames in (("a", 20), ("b", 60))}
+    assert_equal(batches_of(Mixture(parts, weights=[1, 3]), batch_size=4, shuffle=True), found)
+    with pytest.raises(TypeError, match="decode samples in different ways"):
+        Mixture(parts | {"c": Clips(Files([folder / "60.mp4"]), 5, size=24)})
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -562,7 +564,7 @@ def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
 
 def test_wrong_sources_and_decoders_are_refused(folder: Path) -> None:
     """`Clips` decodes by itself, and needs a source of encoded videos."""
-    with pytest.raises(TypeError, match="Clips decode videos themselves"):
+    with pytest.raises(TypeError, match="its samples are decoded already"):
         Feeder(Clips(source_of(folder), 4), decode=bytes.decode, batch_size=1)  # type: ignore[call-overload]
     (folder / "a.bin").write_bytes(bytes(100))
     for source in (Tensors(torch.zeros(4)), [1, 2, 3], Tokens(folder / "a.bin", 4)):

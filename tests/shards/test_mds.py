@@ -10,7 +10,6 @@ import json
 import pickle
 import sys
 import types
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,37 +21,9 @@ from aiofeed import Feeder, MDSShards
 from aiofeed.shards import base
 from aiofeed.shards.arrow import arrow
 from aiofeed.shards.mds import CompressedShard
+from tests.support.shard_files import write_mds
 
 COLUMNS: dict[str, tuple[str, int | None]] = {"image": ("jpeg", None), "label": ("int", 8), "text": ("str", None)}
-
-
-def write_mds(
-    folder: Path, shards: Sequence[Sequence[Sequence[bytes]]], columns: Any = COLUMNS, **more: Any
-) -> dict[str, Any]:
-    """Write samples of encoded columns in the layout of MDS, and the index of the folder."""
-    folder.mkdir(exist_ok=True)
-    names, config, entries = sorted(columns), b"{}", []
-    sizes = [columns[name][1] for name in names]
-    for number, samples in enumerate(shards):
-        bodies = []
-        for sample in samples:
-            heads = [len(data) for data, size in zip(sample, sizes, strict=True) if size is None]
-            bodies.append(np.array(heads, "<u4").tobytes() + b"".join(sample))
-        start = 4 * (len(samples) + 2) + len(config)
-        offsets = np.cumsum([start, *map(len, bodies)]).astype("<u4")
-        data = np.uint32(len(samples)).tobytes() + offsets.tobytes() + config + b"".join(bodies)
-        name = f"shard.{number:05}.mds"
-        (folder / name).write_bytes(data)
-        raw = {"basename": name, "bytes": len(data), "hashes": {}}
-        encodings = [columns[name][0] for name in names]
-        entries.append(
-            {"version": 2, "format": "mds", "samples": len(samples), "raw_data": raw, "zip_data": None}
-            | {"column_names": names, "column_encodings": encodings, "column_sizes": sizes, "compression": None}
-            | more
-        )
-    index = {"version": 2, "shards": entries}
-    (folder / "index.json").write_text(json.dumps(index))
-    return index
 
 
 def sample(number: int) -> list[bytes]:
@@ -68,7 +39,7 @@ def value(number: int) -> dict[str, Any]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Two shards with 12 and 8 samples."""
-    write_mds(tmp_path / "mds", [[sample(number) for number in range(12)], [sample(n) for n in range(12, 20)]])
+    write_mds(tmp_path / "mds", [[sample(number) for number in range(12)], [sample(n) for n in range(12, 20)]], COLUMNS)
     return tmp_path / "mds"
 
 

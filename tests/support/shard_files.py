@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import struct
 import tarfile
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 
 def sample_bytes(number: int) -> dict[str, bytes]:
@@ -69,3 +73,35 @@ def tfrecord(records: Sequence[bytes]) -> bytes:
     return b"".join(
         [length + masked(length) + data + masked(data) for length, data in zip(lengths, records, strict=True)]
     )
+
+
+def write_mds(
+    folder: Path,
+    shards: Sequence[Sequence[Sequence[bytes]]],
+    columns: Mapping[str, tuple[str, int | None]],
+    **more: Any,
+) -> dict[str, Any]:
+    """Write samples of encoded columns in the layout of MDS, and the index of the folder."""
+    folder.mkdir(exist_ok=True)
+    names, config, entries = sorted(columns), b"{}", []
+    sizes = [columns[name][1] for name in names]
+    for number, samples in enumerate(shards):
+        bodies = []
+        for sample in samples:
+            heads = [len(data) for data, size in zip(sample, sizes, strict=True) if size is None]
+            bodies.append(np.array(heads, "<u4").tobytes() + b"".join(sample))
+        start = 4 * (len(samples) + 2) + len(config)
+        offsets = np.cumsum([start, *map(len, bodies)]).astype("<u4")
+        data = np.uint32(len(samples)).tobytes() + offsets.tobytes() + config + b"".join(bodies)
+        name = f"shard.{number:05}.mds"
+        (folder / name).write_bytes(data)
+        raw = {"basename": name, "bytes": len(data), "hashes": {}}
+        encodings = [columns[name][0] for name in names]
+        entries.append(
+            {"version": 2, "format": "mds", "samples": len(samples), "raw_data": raw, "zip_data": None}
+            | {"column_names": names, "column_encodings": encodings, "column_sizes": sizes, "compression": None}
+            | more
+        )
+    index = {"version": 2, "shards": entries}
+    (folder / "index.json").write_text(json.dumps(index))
+    return index

@@ -260,12 +260,9 @@ class Arguments:
     timeline: bool
 
     def __post_init__(self) -> None:
-        source, decode = self.source, self.decode
-        if (unpacked := getattr(type(source), "_unpacked", None)) is not None:  # of Clips, which have a decoder
-            self.source, decode = unpacked(source, decode)
         self.source = as_source(self.source)
         self.adopted: BaseSource = self.source.adopted()
-        self.decode = check_decoder(decode, self.adopted.given)
+        self.decode = check_decoder(self.decode, self.adopted.given)
         self.shuffle = check_shuffle("shuffle", self.shuffle)
         self.seed = check_seed(self.seed)
         check_bool("drop_last", self.drop_last)

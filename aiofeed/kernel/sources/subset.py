@@ -110,7 +110,8 @@ class Subset(IndexedSource):
         if name.startswith("_") or name in ("whole", "rows", "paths"):
             raise AttributeError(f"a part of a source has no {name!r}: its attribute `whole` is the source")
         value = getattr(self.whole, name)
-        return [value[row] for row in self.rows.tolist()] if name in ("targets", "names") else value
+        listed = name in ("targets", "names") and isinstance(value, Sized)  # Tokens(targets=) is a bool
+        return [value[row] for row in self.rows.tolist()] if listed else value
 
     def _passed(self, name: str, value: Any) -> Any:
         """Return a member of the whole source for the part."""

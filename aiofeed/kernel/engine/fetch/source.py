@@ -101,6 +101,8 @@ class SourceFetcher(Fetcher):
             # Rows of a table, and windows of tokens, cost less than a change of threads.
             self.reads_in_jobs: bool = source.traits.rows and source.answers_at_once
         self._decode_many = bound.decode_many_into if in_place else None
+        # What is gathered is the batch, unless a decoder makes its samples.
+        self._gets_batches = decoder is None
         self._takes_rng, self._takes_seed = bound.takes_rng, bound.takes_seed
         self._read_s = 0.0
 
@@ -197,7 +199,7 @@ class SourceFetcher(Fetcher):
         started, cpu_started = time.perf_counter(), time.thread_time()
         if place is None and (errors := self._decode_all(chunk)) is not None:
             reached = self._put_all(chunk, errors)
-        elif gathered is not None and place is None and chunk.builder.put_gathered(gathered):
+        elif gathered is not None and place is None and self._gets_batches and chunk.builder.put_gathered(gathered):
             reached = len(gathered)
         else:
             if gathered is not None:
