@@ -112,10 +112,10 @@ class TestResolve:
         """A list or tuple resolves to a DeviceGroup, also with one device; other arguments to one backend."""
         group = resolve_devices(devices := two())
         assert isinstance(group, DeviceGroup)
-        assert group.backends == tuple(devices)
+        assert [each.given for each in group.backends] == devices
         assert group.name == "simulated:0, simulated:1"
         assert len(resolve_devices((devices[0],)).backends) == 1
-        assert resolve_devices(devices[0]) is devices[0]
+        assert resolve_devices(devices[0]).given is devices[0]
         assert resolve_devices("cpu") is None
 
     def test_host(self):

@@ -110,7 +110,7 @@ def test_folders_are_paired_by_name(tmp_path: Path) -> None:
         (b"b/2.JPG", b"b/2.png"),
         (b"c/d/3.webp", b"c/d/3.tif"),
     ]
-    assert not hasattr(source, "target")
+    assert source.target is None
 
 
 def test_boxes_are_targets(tmp_path: Path) -> None:

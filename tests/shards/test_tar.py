@@ -51,7 +51,7 @@ def test_data_and_target(tars: Path, read_all: Any) -> None:
     named = TarShards(tars / "a-*.tar", data=["cls"], target="cls", to_target=bytes.decode)
     assert read_all(named)[7] == {"cls": b"7"}
     assert named.target(7) == "7"
-    assert not hasattr(TarShards(tars / "a-000.tar"), "target")
+    assert TarShards(tars / "a-000.tar").target is None
 
 
 def test_large_and_missing_targets(tmp_path: Path, read_all: Any) -> None:

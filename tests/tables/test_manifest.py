@@ -146,7 +146,7 @@ def test_types_of_targets(folder: Path, name: str) -> None:
     assert Manifest(path, target="n", to_target=lambda number: -number).target(1) == -2
     assert Manifest(path, target=["n", "b"], to_target=str).target(0) == str((np.int64(1), np.True_))
     assert Manifest(path, target="n").targets.tolist() == [1, 2]
-    assert not hasattr(Manifest(path), "target")
+    assert Manifest(path).target is None
     changed = write(folder / name, [{**row, "o": {"k": []}} for row in rows])
     prints = {Manifest(changed, target=each).fingerprint() for each in ("n", "box", "o", None)}
     assert len({source.fingerprint(), *prints}) == 5

@@ -266,7 +266,7 @@ def test_a_mixture_of_tokens(way: str, tmp_path: Path) -> None:
     web = Tokens(write_raw(tmp_path / "web.bin", np.full(800, 1)), BLOCK, targets=True)
     code = Tokens(write_raw(tmp_path / "code.bin", np.full(400, 2), "uint32"), BLOCK, "uint32", stride=4, targets=True)
     mixture = Mixture({"web": web, "code": code}, weights={"web": 3, "code": 1}, until=80)
-    mixture.combined.in_memory = way == "in memory"  # type: ignore[union-attr]
+    mixture.whole.in_memory = way == "in memory"  # type: ignore[union-attr]
     feeder: Feeder[Any] = Feeder(mixture, batch_size=8, shuffle=True)
     for x, _ in feeder:
         assert x.tolist().count([1] * BLOCK) == 6

@@ -225,6 +225,7 @@ class Arguments:
     """The arguments of ``Feeder``, each valid by itself.
 
     Attributes:
+        given_source: Whether the user passed a source, and not for example a ``Dataset``.
         adopted: The source as the feeder reads it: ``FromDataset`` of a ``Dataset``, the combined source of a
             ``Mixture``.
         traits: What kind of source it is.
@@ -260,6 +261,7 @@ class Arguments:
     timeline: bool
 
     def __post_init__(self) -> None:
+        self.given_source: bool = isinstance(self.source, BaseSource)
         self.source = as_source(self.source)
         self.adopted: BaseSource = self.source.adopted()
         self.decode = check_decoder(self.decode, self.adopted.given)
@@ -444,7 +446,7 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     if a.static_batches:
         with_outputs = load_addon("with_static_outputs", "static_batches=True")
         config = with_outputs(config, 1 if a.plan is None else a.plan.shapes)
-    if "a plan" not in facts and "batch_sampler=" not in facts and not a.source.traits.items:
+    if "a plan" not in facts and "batch_sampler=" not in facts and not a.given_source:
         config = _with_resident_tensors(config)
     return order, config
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import aiofeed
 from aiofeed.common.blocking import signal_held
+from aiofeed.kernel.core.faces import BaseSource
 from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.kernel.core.validation import check_positive_int
 from aiofeed.kernel.runtime import machine
@@ -178,7 +179,7 @@ class _TorchDataset:
             at = (index + attempt) % len(self._source)
             try:
                 image = self._decode(self._read(at))
-                return (image, self._source.target(at)) if hasattr(self._source, "target") else image
+                return (image, self._source.target(at)) if self._source.target is not None else image
             except Exception:
                 if attempt == 99:
                     raise
@@ -187,7 +188,7 @@ class _TorchDataset:
     def _read(self, index: int) -> Any:
         if os.path.isfile(path := self._source.key(index)):
             return Path(path).read_bytes()
-        if getattr(self._source, "looks_ahead", True):
+        if _is_remote(self._source):
             return self._loop.run_until_complete(self._source.read(index))
         [sample] = self._source.read_now([index])  # of a shard in a file
         if isinstance(sample, Exception):
@@ -199,10 +200,14 @@ class _TorchDataset:
         return asyncio.new_event_loop()
 
 
+def _is_remote(source: BaseSource) -> bool:
+    return source.looks_ahead or source.read_now is None
+
+
 def _torch_rate(data: DataSet, decode: Any, batch_size: int, workers: int) -> float:
     from torch.utils.data import DataLoader
 
-    local = os.path.isfile(data.source.key(0)) or not getattr(data.source, "looks_ahead", True)
+    local = os.path.isfile(data.source.key(0)) or not _is_remote(data.source)
     dataset: Any = _TorchDataset(data.source, decode)
     loader = DataLoader(
         dataset,

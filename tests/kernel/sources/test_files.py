@@ -67,7 +67,7 @@ def test_read_many_returns_errors_by_file(tmp_path: Path) -> None:
 def test_targets_are_indexed_like_the_files() -> None:
     """target(index) is the label of the file; without targets there is no such method."""
     assert Files(["a", "b"], targets=["x", "y"]).target(1) == "y"
-    assert not hasattr(Files(["a", "b"]), "target")
+    assert Files(["a", "b"]).target is None
 
 
 def test_files_refuses_other_arguments() -> None:

@@ -216,7 +216,7 @@ def wrong(case: Case, folder: Path) -> str | None:
                 return found_problem
             continue
         try:
-            target = source.target(number) if hasattr(source, "target") else None
+            target = source.target(number) if source.target is not None else None
         except ValueError:
             continue  # a feeder adds the key of the sample
         if not case.is_right(source.key(number), value, target):
