@@ -4,6 +4,7 @@ Imports inside functions and under ``TYPE_CHECKING`` count, too. Tables of pypro
 
 - ``[tool.aiofeed.addons]``: the folders beside ``kernel``, and which others each of them may import. The kernel imports
   none of them; ``Feeder`` names their types for type checkers.
+- Members of the faces in ``kernel/core/faces.py`` are asked by name (``getattr``, ``hasattr``) there alone.
 - ``[tool.aiofeed.budget]``: the lines of code of each folder of the package, without blank lines, comments and
   docstrings, and the number of files. ``--budget`` prints today's figures.
 """
@@ -25,6 +26,9 @@ MOST_MODULES = 10
 NAMES_TYPES = {"aiofeed.kernel.feeder.feeder"}
 # It imports modules by its lists of names.
 IMPORTS_BY_NAME = {"aiofeed.__init__"}
+FACES = Path("aiofeed", "kernel", "core", "faces.py")
+# Objects of other libraries that may have an attribute of this name: files have `read`, arrays `nbytes`.
+OF_OTHERS = {("aiofeed.kernel.sources.dataset", "read"), ("aiofeed.kernel.core.pytree", "nbytes")}
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
@@ -49,6 +53,24 @@ def imports_by_name(tree: ast.Module) -> bool:
     )
 
 
+def face_members() -> set[str]:
+    """Return the names of the members that the faces declare."""
+    classes = [node for node in ast.parse(FACES.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    declared = [statement for each in classes for statement in each.body]
+    names = {each.name for each in declared if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+    names |= {ast.unparse(each.target) for each in declared if isinstance(each, ast.AnnAssign)}
+    return {name for name in names if not name.startswith("_")}
+
+
+def asked_by_name(tree: ast.Module, members: set[str]) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of each member that is asked by ``getattr`` or ``hasattr``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr") and len(node.args) > 1:
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
+            if name in members:
+                yield node.lineno, str(name)
+
+
 def room_of(module: str) -> str:
     """Return the folder of the package that a module is in, "" for one beside the folders."""
     parts = module.split(".")
@@ -58,6 +80,7 @@ def room_of(module: str) -> str:
 settings = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["tool"]["aiofeed"]
 addons: dict[str, list[str]] = settings["addons"]
 problems: list[str] = []
+members = face_members()
 classes: dict[str, list[Path]] = defaultdict(list)
 folders: dict[Path, int] = defaultdict(int)
 modules = {".".join(path.with_suffix("").parts): path for path in sorted(Path("aiofeed").rglob("*.py"))}
@@ -75,6 +98,12 @@ for name, path in modules.items():
     for module, each in imported(tree):
         used |= {module, f"{module}.{each}"} & modules.keys()
     room = room_of(name)
+    if room == "kernel" and path != FACES:
+        problems += [
+            f"{path}:{line} asks for {member!r} by its name: use the face of kernel/core/faces.py"
+            for line, member in asked_by_name(tree, members)
+            if (name, member) not in OF_OTHERS
+        ]
     types = set[tuple[str, str]]() if room == "kernel" and name not in NAMES_TYPES else type_imports(tree)
     allowed = {"kernel", *addons} if not room else {room, "kernel", *addons.get(room, ())}
     for module, each in imported(tree):

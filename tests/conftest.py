@@ -24,6 +24,7 @@ import pytest
 
 from aiofeed.kernel.core.validation import LAUNCHERS
 from tests.support.fault_server import FaultServer, start_obstore
+from tests.support.processor_time import ProcessorTime
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Generator, Iterator
@@ -75,13 +76,15 @@ def within(limit_s: float, test: Callable[..., Awaitable[None]]) -> Callable[...
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
-def pytest_configure() -> None:
-    """Handle SIGINT in this process and its children, although a shell ignores it for background commands.
+def pytest_configure(config: pytest.Config) -> None:
+    """Judge the processor time of tests, and set up their process.
 
+    It and its children handle SIGINT, although a shell ignores it for background commands.
     Tests are no ranks, also if a job of a cluster starts them: the variables of its launcher are removed.
     Workers of a ``DataLoader`` are forked, also where Python 3.14 has another default: the datasets of many tests are
     local classes. Tests of the other start methods pass ``multiprocessing_context=``.
     """
+    config.pluginmanager.register(ProcessorTime())
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *LAUNCHERS):
         os.environ.pop(name, None)
     if sys.platform == "linux":

@@ -60,6 +60,7 @@ PAGES = {
     ),
     TESTS: ("testing.md", "Helpers for tests of programs that use aiofeed."),
 }
+FACES = "aiofeed.kernel.core.faces"
 OPERATORS = ("__len__", "__iter__", "__aiter__", "__enter__", "__aenter__", "__call__", "__getitem__")
 
 
@@ -98,9 +99,11 @@ def members(name: str, found: type) -> Iterator[str]:
         yield f"{name}{parameters(found.__init__).replace('(self, ', '(').replace('(self)', '()')}"
     if dataclasses.is_dataclass(found):
         yield from (f"{name}.{field.name}" for field in dataclasses.fields(found) if not field.name.startswith("_"))
+    # What all sources, caches and devices have for the kernel is no interface of each of them.
+    owners = [each for each in found.__mro__ if each.__module__.startswith("aiofeed") and each.__module__ != FACES]
     for member in dir(found):
         value = inspect.getattr_static(found, member)
-        ours = any(member in vars(each) for each in found.__mro__ if each.__module__.startswith("aiofeed"))
+        ours = any(member in vars(each) for each in owners)
         if not ours or (member.startswith("_") and member not in OPERATORS):
             continue
         if isinstance(value, property):

@@ -17,7 +17,7 @@ import pytest
 import aiofeed
 from aiofeed import Feeder
 from aiofeed.errors import StateError
-from aiofeed.kernel.core.types import traits_of
+from aiofeed.kernel.core.faces import adapt_source
 from aiofeed.kernel.sampling.schedule import uncompared
 from aiofeed.kernel.sources.file_io import SAMPLE_BYTES, SAMPLED
 from aiofeed.kernel.sources.subset import fingerprint_of, names_of
@@ -229,7 +229,7 @@ def feeder_of(source: Any) -> Feeder[Any]:
 
 
 def needs_decoder(source: Any) -> bool:
-    return not isinstance(source, aiofeed.Clips) and traits_of(getattr(source, "combined", source)).decode == "needed"
+    return not isinstance(source, aiofeed.Clips) and adapt_source(source).adopted().traits.decode == "needed"
 
 
 def state_of(kind: str, root: Path, which: int = 0) -> tuple[Feeder[Any], dict[str, Any]]:
@@ -261,7 +261,7 @@ def test_contents_identify_the_data(kind: str, tmp_path: Path, caplog: pytest.Lo
 def test_a_state_without_contents_loads(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The state of a version that knew names and sizes loads with a log line, and the next one has the contents."""
     feeder, state = state_of(kind, tmp_path / "one")
-    old = names_of(feeder.dataset, len(feeder.dataset))
+    old = names_of(feeder._source, feeder._length)
     assert state["fingerprint"].startswith(f"{old} ")
     with caplog.at_level(logging.WARNING, "aiofeed"):
         feeder.load_state_dict(edited_state(state, fingerprint=old))

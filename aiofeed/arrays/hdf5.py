@@ -308,12 +308,8 @@ class _Remote(io.RawIOBase):
             write_cached(self._kept, [file.getvalue()], f"{self._shard}: the places of its chunks are not kept")
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Set the position."""
+        """Set the position, and return it; ``tell`` is ``seek(0, 1)``."""
         self._at = offset + (0, self._at, self._shard.size)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        """Return the position."""
         return self._at
 
     def readinto(self, buffer: Any) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from aiofeed.cache.sample_codec import deserialized, new_codec, serialized
 from aiofeed.cache.store import EMPTY, RECORD, SampleStore
 from aiofeed.common.fingerprint import dataset_identity, identity
 from aiofeed.kernel.core.errors import CacheError
-from aiofeed.kernel.core.types import Source, public, traits_of
+from aiofeed.kernel.core.faces import BaseCache, BaseSource, Exclusion
+from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, counted, explain_arguments
 from aiofeed.kernel.sampling.schedule import uncompared
 from aiofeed.kernel.sources.file_io import check_path
@@ -39,7 +40,7 @@ ENCODED = "none, encoded samples"
 @public
 @explain_arguments()
 @dataclass(frozen=True)
-class DiskCache:
+class DiskCache(BaseCache):
     """Cache samples in a file: ``cache=DiskCache("train.cache")``.
 
     All processes that use the file fill it during the first epoch, for example the ranks of a host; a sample that one
@@ -90,9 +91,17 @@ class DiskCache:
         except ImportError:
             raise ValueError(f'{name} needs POSIX file locks, which Windows lacks: use cache="host"') from None
 
-    def facts(self, decode: Callable[..., Any] | None) -> set[str]:
-        """Return what holds for this cache, by the names of the table of a feeder's rules."""
-        return {"EncodedCache"} if self.encoded else set()
+    # fmt: off
+    excluded: ClassVar[Sequence[Exclusion]] = (
+        (("EncodedCache",), ("a Dataset",), TypeError,
+         "it keeps the bytes that a source reads, and the items of a Dataset are decoded: pass cache=DiskCache(path), "
+         "or a source of bytes such as aiofeed.Files(paths) with decode="),
+    )
+    # fmt: on
+
+    def facts(self, arguments: Any) -> Mapping[str, str]:
+        """Return whether it keeps encoded samples."""
+        return {"EncodedCache": f"cache={arguments.cache!r}"} if self.encoded else {}
 
     def check_decoder(self, decode: Callable[..., Any] | None) -> None:
         """Raise ``TypeError`` if a decoder cannot be cached, or not be told from one with other settings."""
@@ -100,7 +109,7 @@ class DiskCache:
         if decode is not None:
             identity(decode)
 
-    def wrap(self, source: Source[Any]) -> Source[Any] | None:
+    def wrap(self, source: BaseSource) -> BaseSource | None:
         """Return the source with this cache of its encoded samples; ``None`` if the cache keeps decoded samples.
 
         Raises:
@@ -109,7 +118,7 @@ class DiskCache:
         if not self.encoded:
             return None
         if isinstance(source, Subset):  # all parts use the same samples
-            return Subset(self.wrap(source.whole), source.rows)
+            return Subset(self.wrap(source.whole) or source.whole, source.rows)
         from aiofeed.cache.encoded_source import CachedSource
 
         length = len(source)  # each sample has its own version
@@ -119,9 +128,9 @@ class DiskCache:
         """Return an empty store for the decoded samples of a feeder."""
         source, decode = config.source, config.decode
         self.check_decoder(decode)
-        if traits_of(source).items:
+        if source.traits.items:
             named = source.fingerprint()
-            identified = named or dataset_identity(source.dataset)
+            identified = named or dataset_identity(source.given)
             return DiskStore(config.length, self, identified, claims=True, compare=named is None)
         decoder = NO_DECODER if decode is None else identity(decode)
         return DiskStore(config.length, self, fingerprint_of(source, config.length), decoder)

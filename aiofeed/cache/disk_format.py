@@ -63,7 +63,6 @@ _OWN_LOCK: int | None = getattr(fcntl, "F_OFD_SETLK", None) if _LINUX else None
 _FLOCK = struct.Struct("hhqqi4x")
 # A write takes milliseconds. A process that holds the lock for longer was probably stopped, by Ctrl-Z or a debugger.
 LOCK_LIMIT_S = 5.0
-_WAY_OUT = "delete the file, or choose another path"
 
 
 class _Version(TypedDict):
@@ -159,16 +158,14 @@ class CacheFile:
         """Return the description; ``None`` if the file is empty or its creation was interrupted.
 
         Raises:
-            CacheError: The file is not a cache, has a damaged header, another version, or is too short.
+            CacheError: The file is not a cache, has a header that is damaged, another version, or is too short.
         """
         head = self._read(_HEAD.size, 0)
         if not head:
             return None
         if not head.startswith(_MAGIC):
             if self._read(len(_DATABASE), _DATABASE_AT) == _DATABASE:
-                raise CacheError(
-                    f"{self.path!r} was written by the EncodedCache of an older aiofeed, a database: {_WAY_OUT}"
-                )
+                raise self._unusable("was written by the EncodedCache of an older aiofeed, a database")
             raise CacheError(f"{self.path!r} is not a cache of samples; choose another path")
         if len(head) < _HEAD.size:
             return None
@@ -177,23 +174,19 @@ class CacheFile:
             return None
         text = self._read(length, _DESCRIPTION_AT)
         if zlib.crc32(text) != crc:
-            raise CacheError(f"the header of the cache {self.path!r} is damaged: {_WAY_OUT}")
+            raise self._unusable("has a header that is damaged")
         try:
             content = json.loads(text)
             version = msgspec.convert(content, _Version)["version"]
             if version != VERSION:
-                raise CacheError(
-                    f"the cache {self.path!r} has version {version}, this aiofeed has {VERSION}: {_WAY_OUT}"
-                )
+                raise self._unusable(f"has version {version}, this aiofeed has {VERSION}")
             described = msgspec.convert(content, Description)
             self._set_offsets(described, length)
         # A program that writes a valid checksum may write anything: RecursionError is a deep nesting, a KeyError a
         # missing part of an item's layout, a TypeError a dtype that does not exist.
         except (ValueError, TypeError, KeyError, RecursionError, msgspec.MsgspecError) as error:
-            raise CacheError(f"the header of the cache {self.path!r} is damaged ({error}): {_WAY_OUT}") from error
-        size = os.fstat(self._fd).st_size
-        if size < self._end:
-            raise self._truncated()
+            raise self._unusable(f"has a header that is damaged ({error})") from error
+        self.check_size()
         return described
 
     def _set_offsets(self, described: Description, length: int) -> None:
@@ -335,7 +328,7 @@ class CacheFile:
             if os.preadv(self._fd, [memory.data], end - memory.nbytes) == memory.nbytes:
                 return memory
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise self._unusable(f"cannot be read: {error}") from error
         raise self._truncated(end)
 
     def _end_of(self, slot: int) -> int:
@@ -351,10 +344,7 @@ class CacheFile:
         return (number - 1 if number else None), crc
 
     def _truncated(self, end: int = 0) -> CacheError:
-        size = os.fstat(self._fd).st_size
-        return CacheError(
-            f"the cache {self.path!r} is truncated: it has {size} of {end or self._end} bytes: {_WAY_OUT}"
-        )
+        return self._unusable(f"is truncated: it has {os.fstat(self._fd).st_size} of {end or self._end} bytes")
 
     def next_row(self) -> int | None:
         """Return the number of an unused row, inside ``locked``; ``None`` if all are in use."""
@@ -393,10 +383,10 @@ class CacheFile:
         try:
             return os.pread(self._fd, nbytes, at)
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise self._unusable(f"cannot be read: {error}") from error
 
-    def _unreadable(self, error: OSError) -> CacheError:
-        return CacheError(f"the cache {self.path!r} cannot be read: {error}; {_WAY_OUT}")
+    def _unusable(self, problem: str) -> CacheError:
+        return CacheError(f"the cache {self.path!r} {problem}: delete the file, or choose another path")
 
     def _write(self, data: Any, at: int) -> None:
         view = memoryview(data).cast("B")

@@ -15,17 +15,17 @@ import numpy as np
 from aiofeed.cache.layout import RECORDS, NotCacheableError, pack_record, unpack_record
 from aiofeed.cache.store import SampleStore
 from aiofeed.kernel.core.errors import CacheError
+from aiofeed.kernel.core.faces import BaseSource, passes_on
 from aiofeed.kernel.core.statistics import StorageStatistics
-from aiofeed.kernel.core.types import Members, Source, Uncopied
+from aiofeed.kernel.core.types import Uncopied
 
 log: logging.Logger = logging.getLogger("aiofeed.cache")
 
-# Members of the inner source that have nothing to do with reading.
-_PASSED = ("target", "open", "aclose", "shard_starts", "looks_ahead", "reads_whole_shards", "nbytes")
 _MISSING: Any = object()
 
 
-class CachedSource:
+@passes_on
+class CachedSource(BaseSource):
     """The samples of a source, which are kept in a store as records of (name, encoded sample).
 
     A name is the sample's key and ``version``. A record of another name is of a sample that has changed since.
@@ -36,10 +36,12 @@ class CachedSource:
         path: Path of the store's file.
     """
 
-    answers_at_once = False
+    # The ways of reading that do not ask the cache.
+    answers_at_once = in_memory = False
+    read_now = read_planned = new_gathered = gather_ahead = version = None
 
-    def __init__(self, source: Source[Any], store: SampleStore, path: str) -> None:
-        self._source = source
+    def __init__(self, source: BaseSource, store: SampleStore, path: str) -> None:
+        self.whole: BaseSource = source
         self._store = store
         self._path = path
         self._failed = False
@@ -50,28 +52,29 @@ class CachedSource:
         self._store.open(None)  # a file that exists, without its lock
         self._store.open(RECORDS)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _PASSED:
-            return getattr(self._source, name)
-        raise AttributeError(f"a source with a cache has no {name!r}")
+    def _passed(self, name: str, value: Any) -> Any:
+        return value
+
+    def uncopied_reader(self) -> None:
+        """Return ``None``: the cache keeps bytes."""
 
     def __len__(self) -> int:
         """The number of samples."""
-        return len(self._source)
+        return len(self.whole)
 
     def __repr__(self) -> str:
-        return f"CachedSource({self._source!r}, {self._path!r})"
+        return f"CachedSource({self.whole!r}, {self._path!r})"
 
     def key(self, index: int, /) -> str:
         """Return the source's name of a sample."""
-        return self._source.key(index)
+        return self.whole.key(index)
 
     def storage_statistics(self) -> StorageStatistics:
         """Return the source's requests, the hits and misses of this process, and the size of the file."""
-        inner, nbytes = Members.of(self._source).storage_statistics, 0
+        nbytes = 0
         with contextlib.suppress(OSError):
             nbytes = os.path.getsize(self._path)
-        found = (None if inner is None else inner()) or StorageStatistics()
+        found = self.whole.storage_statistics() or StorageStatistics()
         return replace(found, cache_hits=self._hits, cache_misses=self._misses, cached_bytes=nbytes)
 
     async def read(self, index: int, /) -> Any:
@@ -83,12 +86,12 @@ class CachedSource:
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Return samples of the cache, and the others of the source in one call."""
-        return await self._cached(indices, Members.of(self._source).read_many or self._read_each)
+        return await self._cached(indices, self.whole.read_many or self._read_each)
 
     async def _read_each(self, indices: Sequence[int]) -> list[Any]:
         async def read(index: int) -> Any:
             try:
-                return await self._source.read(index)
+                return await self.whole.read(index)
             except asyncio.CancelledError:
                 raise
             except BaseException as error:  # noqa: BLE001 - the user's coroutine; SystemExit would end the loop
@@ -141,7 +144,7 @@ class CachedSource:
     def _name(self, index: int) -> str | None:
         """Return the name of a sample; ``None`` if its source raises, whose read then does, too."""
         try:
-            version = Members.of(self._source).version
+            version = self.whole.version
             return f"{self.key(index)}\0{'' if version is None else version(index)}"
         except Exception:  # noqa: BLE001 - the user's methods; reading the sample shows what is wrong with it
             return None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from aiofeed.cache.layout import UNIT, Layout
 from aiofeed.cache.sample_codec import new_codec
 from aiofeed.cache.store import EMPTY, PENDING, WRITING, SampleStore, record_slot, units_of
+from aiofeed.kernel.core.faces import BaseCache, Exclusion
 from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_positive_int, explain_arguments, local_ranks
@@ -33,7 +34,7 @@ log: logging.Logger = logging.getLogger("aiofeed.cache")
 @public
 @explain_arguments()
 @dataclass(frozen=True)
-class HostCache:
+class HostCache(BaseCache):
     """Cache decoded samples in memory: ``cache=HostCache(8 << 30)``; ``cache="host"`` is ``HostCache()``.
 
     Samples of any shape and structure are cached in the order in which they are decoded, up to the limit. If not all
@@ -47,9 +48,16 @@ class HostCache:
 
     max_bytes: int | None = None
 
-    def facts(self, decode: Callable[..., Any] | None) -> set[str]:
-        """Return what holds for this cache, by the names of the table of a feeder's rules."""
-        return {"cache in host memory"}
+    # fmt: off
+    excluded: ClassVar[Sequence[Exclusion]] = (
+        (('engine="process"',), ("cache in host memory",), ValueError,
+         'it is memory of this process: pass engine="thread", or cache=DiskCache(path), which processes share'),
+    )
+    # fmt: on
+
+    def facts(self, arguments: Any) -> Mapping[str, str]:
+        """Return that it is in host memory."""
+        return {"cache in host memory": f"cache={arguments.cache!r}"}
 
     def check_decoder(self, decode: Callable[..., Any] | None) -> None:
         """Raise ``TypeError`` if a decoder is random and lacks separate methods for decoding and augmentation."""

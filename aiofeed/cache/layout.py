@@ -85,9 +85,7 @@ RECORDS = Layout((0,), "uint8")
 """The layout of records, and that of a cache without rows. No row has it, because it has no elements."""
 
 
-def layout_from_file(
-    shape: Sequence[int], dtype: str, torch_dtype: str | None = None, *, tensor: bool = False
-) -> Layout:
+def layout_from_file(shape: Sequence[int], dtype: str, torch_dtype: str | None, *, tensor: bool) -> Layout:
     """Return the layout of an array, given its description in a file.
 
     Raises:

@@ -28,8 +28,9 @@ from aiofeed.cache.layout import (
     namedtuple_class,
     unpack_record,
 )
+from aiofeed.kernel.core.faces import bind_decoder
 from aiofeed.kernel.core.pytree import is_namedtuple, map_leaves
-from aiofeed.kernel.core.types import HostTensor, Row, RowDecoder, decodes_in_place, takes_rng, takes_target
+from aiofeed.kernel.core.types import HostTensor, Row
 from aiofeed.kernel.runtime.tensors import NUMBER_DTYPES, as_array, as_tensor
 
 if TYPE_CHECKING:
@@ -203,15 +204,15 @@ def new_codec(decoder: Any) -> SampleCodec:
     """
     if decoder is None:
         return ItemCodec()
-    if decodes_in_place(decoder):
-        row_decoder: RowDecoder = decoder
-        if not row_decoder.takes_seed or hasattr(decoder, "augment_into"):
+    bound = bind_decoder(decoder)
+    if bound.row is not None:
+        if not bound.takes_seed or hasattr(decoder, "augment_into"):
             return RowCodec(decoder)
     elif callable(getattr(decoder, "augment_cached", None)):  # augment= of DecodePair is an argument
-        return ValueCodec(decoder.decode_cached, decoder.augment_cached, takes_target=takes_target(decoder))
+        return ValueCodec(decoder.decode_cached, decoder.augment_cached, takes_target=bound.takes_target)
     elif callable(getattr(decoder, "decode_cached", None)) and callable(getattr(decoder, "augment", None)):
         return ValueCodec(decoder.decode_cached, decoder.augment)
-    elif not takes_rng(decoder):
+    elif not bound.takes_rng:
         return ValueCodec(decoder)
     advice = getattr(
         decoder,

@@ -12,12 +12,13 @@ import numpy as np
 
 from aiofeed.cache.layout import RECORDS, UNIT, Layout, NotCacheableError, Parts, pack, pack_record
 from aiofeed.cache.sample_codec import value_of
+from aiofeed.kernel.core.faces import CacheStore
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from aiofeed.kernel.core.faces import BaseDevice
     from aiofeed.kernel.core.types import HostTensor
-    from aiofeed.kernel.devices.backend import DeviceBackend
 
 log: logging.Logger = logging.getLogger("aiofeed.cache")
 
@@ -35,7 +36,7 @@ PENDING = RECORD - 1
 DECIDING = 4
 
 
-class SampleStore(ABC):
+class SampleStore(CacheStore, ABC):
     """The cached samples of one feeder.
 
     Samples with the layout of the first are stored as rows, others as records. If the first few differ, all are
@@ -85,7 +86,7 @@ class SampleStore(ABC):
         self.__dict__.update(state)
         self._reset()
 
-    def attach(self, backend: DeviceBackend | None) -> None:
+    def attach(self, backend: BaseDevice | None) -> None:
         """Set the device of the feeder's batches."""
         return None
 

@@ -1,9 +1,12 @@
-"""Runs coroutines for constructors, which may be called where an event loop runs already."""
+"""Runs coroutines for constructors, which may be called where an event loop runs already, and holds signals back."""
 
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable, Coroutine
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from aiofeed.kernel.runtime.event_loop import EventLoopThread
@@ -33,3 +36,24 @@ def run_blocking(function: Callable[[], Coroutine[Any, Any, ResultT]]) -> Result
     finally:
         thread.stop()
         thread.join(JOIN_S)
+
+
+@contextmanager
+def signal_held(number: int = signal.SIGINT, wanted: bool = True) -> Iterator[None]:
+    """Deliver a signal at the end of the block if it is ``wanted``, in the main thread, and a function handles it.
+
+    For blocks that fork: ``os.fork`` calls Python functions that modules have registered, and Python handles a signal
+    in the first one, where the exception of the handler is printed and lost. Imports of pyarrow lose it, too.
+    """
+    handler = signal.getsignal(number)
+    if not wanted or not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    try:
+        signal.signal(number, lambda *_: arrived.append(number))
+        yield
+    finally:
+        signal.signal(number, handler)
+        if arrived:
+            signal.raise_signal(number)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from aiofeed.kernel.core.errors import DeviceCopyError
+from aiofeed.kernel.core.faces import BaseDevice
 from aiofeed.kernel.core.pytree import is_namedtuple, leaves, like_list, map_leaves
 from aiofeed.kernel.core.types import HostTensor, Transform, public
-from aiofeed.kernel.devices.backend import AllEvents, CpuBackend, DeviceBackend
+from aiofeed.kernel.devices.backend import AllEvents, CpuBackend
 from aiofeed.kernel.devices.copier import Copier, PendingCopy
 from aiofeed.kernel.devices.resolve import resolve_device
 from aiofeed.kernel.runtime.tensors import is_tensor
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from aiofeed.kernel.devices.backend import Event, Stream
+    from aiofeed.kernel.core.faces import Event, Stream
 
 BatchT = TypeVar("BatchT")
 
 
 @public
-def scatter(batch: BatchT, devices: Sequence[str | int | torch.device | DeviceBackend]) -> tuple[BatchT, ...]:
+def scatter(batch: BatchT, devices: Sequence[str | int | torch.device | BaseDevice]) -> tuple[BatchT, ...]:
     """Split a batch into one part per device, as ``Feeder(..., device=[...])`` does.
 
     When it returns, the batch's host memory may be overwritten, and each part may be used on its device's current
@@ -111,17 +112,18 @@ class MultiDeviceCopier(Copier):
             copier.release()
 
 
-class DeviceGroup:
+class DeviceGroup(BaseDevice):
     """Several devices that share each batch, in the order of its parts.
 
     Attributes:
         batch_copier: Makes the copier of a group.
     """
 
-    batch_copier: ClassVar[type[Copier]] = MultiDeviceCopier
+    batch_copier: Callable[..., Any] | None = MultiDeviceCopier
+    splits: bool = True
 
-    def __init__(self, backends: Sequence[DeviceBackend]) -> None:
-        self.backends: tuple[DeviceBackend, ...] = tuple(backends)
+    def __init__(self, backends: Sequence[BaseDevice]) -> None:
+        self.backends: tuple[BaseDevice, ...] = tuple(backends)
         self.name: str = ", ".join(backend.name for backend in self.backends)
 
     def __repr__(self) -> str:
@@ -154,7 +156,7 @@ class DeviceGroup:
             return cls([CpuBackend() for _ in device])
         if len(found) < len(backends):
             raise ValueError(f"device={device!r}: a list cannot mix the host and accelerators; leave 'cpu' out")
-        kinds = {type(backend) for backend in found} | {backend.device.type for backend in found}
+        kinds = {type(backend.given) for backend in found} | {backend.device.type for backend in found}
         if len(kinds) > 2:
             raise ValueError(f"device={device!r}: devices in a list must be of one kind")
         for number, backend in enumerate(found):
@@ -164,9 +166,9 @@ class DeviceGroup:
         return cls(found)
 
 
-def _same(one: DeviceBackend, other: DeviceBackend) -> bool:
+def _same(one: BaseDevice, other: BaseDevice) -> bool:
     # Compare custom backends by identity: all simulated devices have the device "cpu".
-    return one is other or (one.device == other.device and one.device.type != "cpu")
+    return one.given is other.given or (one.device == other.device and one.device.type != "cpu")
 
 
 def split(batch: Any, parts: int) -> list[Any]:

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from aiofeed.kernel.core.errors import DeviceCopyError
 from aiofeed.kernel.core.pytree import map_leaves
-from aiofeed.kernel.devices.backend import CpuBackend, backends_of
+from aiofeed.kernel.devices.backend import CpuBackend
 from aiofeed.kernel.runtime.tensors import is_tensor
 
 if TYPE_CHECKING:
     import torch
 
-    from aiofeed.kernel.devices.backend import DeviceBackend, Stream
+    from aiofeed.kernel.core.faces import BaseDevice, Stream
     from aiofeed.kernel.feeder.arguments import FeederConfig
 
 
 def with_static_outputs(config: FeederConfig, shapes: int) -> FeederConfig:
     """Return a configuration with new static outputs for so many shapes of batches."""
     backend = config.backend or CpuBackend()
-    outputs = tuple([StaticOutput(each, shapes) for each in backends_of(backend)])
+    outputs = tuple([StaticOutput(each, shapes) for each in backend.backends])
     return replace(config, backend=backend, static_outputs=outputs)
 
 
@@ -39,7 +39,7 @@ class StaticOutput:
         shapes: Most kinds of batches, which differ in structure, shapes or dtypes: one per bucket of ``Buckets``.
     """
 
-    def __init__(self, backend: DeviceBackend, shapes: int = 1) -> None:
+    def __init__(self, backend: BaseDevice, shapes: int = 1) -> None:
         self._backend = backend
         self.shapes = shapes
         # The tensors of each kind: by its text, and shapes and dtypes, because a container may have its own repr.

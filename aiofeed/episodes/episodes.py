@@ -6,7 +6,7 @@ import copy
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from aiofeed.common.grouped_source import GroupedSource
 from aiofeed.episodes.lerobot import describe
 from aiofeed.episodes.moments import Moments
 from aiofeed.episodes.videos import Frames, read_frames
+from aiofeed.kernel.core.faces import Exclusion
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import Collate, Traits, public
 from aiofeed.kernel.core.validation import check_int_from, check_positive_int, explain_arguments
@@ -85,7 +86,13 @@ class Episodes(GroupedSource):
         OSError, TypeError, ValueError: An argument has the wrong type or does not fit the data set, or that is damaged.
     """
 
-    data: None = None
+    # fmt: off
+    excluded: ClassVar[Sequence[Exclusion]] = (
+        (("EncodedCache",), ("windows of Episodes",), TypeError,
+         "it keeps the bytes of samples, and those of a window are parts of videos that others need: copy the data set "
+         "to the local disk, or pass cache=DiskCache(path), which keeps decoded samples"),
+    )
+    # fmt: on
     """As of ``Table``: a sample is a row."""
     answers_at_once: bool
     looks_ahead: bool
@@ -127,11 +134,17 @@ class Episodes(GroupedSource):
         if decoded:
             import_av()
 
-    def sharing_frames(self) -> Self:
+    def facts(self, arguments: Any) -> Mapping[str, str]:
+        """Return whether samples are windows with frames."""
+        return {"windows of Episodes": repr(self)} if self.traits.decode == "none" else {}
+
+    def for_neighbours(self) -> Self:
         """Return these moments, whose frames are kept for other moments, as pays if those nearby come soon."""
         found = copy.copy(self)
         found._pool = FramePool(self._decoded_bytes)
         return found
+
+    sharing_frames = for_neighbours
 
     def __len__(self) -> int:
         """Return the number of moments."""

@@ -17,7 +17,8 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,20 +122,25 @@ def private_folder() -> Path:
     if session and _is_private(Path(session)):
         folder = Path(session) / "aiofeed"
     else:
-        try:
+        with _writing("no folder for sockets"):
             folder = Path(tempfile.gettempdir()) / f"aiofeed-{os.getuid()}"
-        except OSError as error:
-            raise FeedError(f"no folder for sockets: {error.strerror}; {_WRITABLE}") from error
-    try:
+    with _writing(f"cannot create the folder {folder} for sockets"):
         folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise FeedError(f"cannot create the folder {folder} for sockets: {error.strerror}; {_WRITABLE}") from error
     if not _is_private(folder):
         raise FeedError(
             f"{folder} must be a folder of yours that is open to nobody else: remove it, `chmod 700` it, "
             f"or use the path of a socket elsewhere as the address"
         )
     return folder
+
+
+@contextmanager
+def _writing(failure: str) -> Iterator[None]:
+    """Raise ``FeedError`` for an ``OSError``: what has failed, and why, and which folder to use."""
+    try:
+        yield
+    except OSError as error:
+        raise FeedError(f"{failure}: {error.strerror or error}; {_WRITABLE}") from error
 
 
 def _is_private(folder: Path) -> bool:
@@ -164,21 +170,15 @@ class Listener:
             raise
 
     def _bind(self, kind: AddressKind) -> None:
-        try:
+        with _writing(f"no socket can be made in {self.path.parent}"):
             folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise FeedError(f"no socket can be made in {self.path.parent}: {error.strerror}; {_WRITABLE}") from error
         try:
-            try:
+            with _writing(f"the folder {self.path.parent} cannot be locked"):
                 machine.lock_file(folder, LOCK_LIMIT_S)
-            except OSError as error:
-                raise FeedError(f"the folder {self.path.parent} cannot be locked: {error}; {_WRITABLE}") from error
             if check_free(self.path, kind):
                 self.path.unlink()
-            try:
+            with _writing(f"no socket can be made at {self.path}"):
                 self.sock.bind(os.fspath(self.path))
-            except OSError as error:
-                raise FeedError(f"no socket can be made at {self.path}: {error.strerror}; {_WRITABLE}") from error
             # Nobody can connect before `listen`.
             self.path.chmod(0o600)
             self.sock.listen(_BACKLOG)

@@ -16,10 +16,11 @@ import msgspec
 import torch
 
 from aiofeed.ipc.schema import DeviceMemoryHandle
+from aiofeed.kernel.core.faces import BaseDevice
 from aiofeed.kernel.devices import cuda
 
 if TYPE_CHECKING:
-    from aiofeed.kernel.devices.backend import DeviceBackend, Stream
+    from aiofeed.kernel.core.faces import Stream
 
 
 # Size of cudaIpcEventHandle_t; to open anything else is undefined behaviour.
@@ -296,10 +297,9 @@ class SharedDevice(Protocol):
         """Return a copy in host memory, after the work of the current stream. Blocks."""
 
 
-def shared_device(backend: DeviceBackend) -> SharedDevice | None:
+def shared_device(backend: BaseDevice) -> SharedDevice | None:
     """Return a backend's memory and events for other processes; ``None`` if its memory cannot be shared."""
-    interprocess = getattr(backend, "interprocess", None)
-    if interprocess is not None:
-        shared: SharedDevice = interprocess()
+    shared: SharedDevice | None = backend.interprocess()
+    if shared is not None:
         return shared
     return CudaSharedDevice(backend.device) if backend.device.type == "cuda" else None

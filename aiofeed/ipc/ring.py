@@ -21,7 +21,7 @@ from aiofeed.kernel.runtime.buffers import Bytes, DropTracker, forks, register_u
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from aiofeed.kernel.devices.backend import DeviceBackend
+    from aiofeed.kernel.core.faces import BaseDevice
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
@@ -56,10 +56,10 @@ class Ring:
         sealed: Whether segments must be sealed against shrinking; those of torch are not.
     """
 
-    def __init__(self, backend: DeviceBackend | None = None, *, private: bool = False, sealed: bool = True) -> None:
+    def __init__(self, backend: BaseDevice | None = None, *, private: bool = False, sealed: bool = True) -> None:
         self._segments: dict[int, Segment] = {}
         self._open = partial(open_segment, private=private, sealed=sealed)
-        self._backend: Any = backend if hasattr(backend, "register") else None
+        self._backend: Any = backend if backend is not None and backend.register is not None else None
         self.pinned: bool = self._backend is not None
 
     def map_segments(self, segments: Sequence[NewSegment], descriptors: list[int], retired: Iterable[int] = ()) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from aiofeed.kernel.core.types import keywords_of, takes_rng
+from aiofeed.kernel.core.faces import bind_decoder
 from aiofeed.kernel.core.validation import check_callable
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Augmentation:
         self._is_v2 = _is_of(augment, "torchvision.transforms.v2")
         self._is_albumentations = _is_of(augment, "albumentations")
         if not self._is_albumentations:
-            check_callable("augment", augment, keywords_of(augment))
+            check_callable("augment", augment, bind_decoder(augment).keywords)
         if self._is_albumentations and not hasattr(augment, "set_random_state"):
             raise TypeError(
                 f"augment={augment!r}: this albumentations draws from generators of the whole process, which cannot be "
@@ -91,7 +91,7 @@ class Augmentation:
             raise TypeError(
                 f"augment={augment!r} changes an image without its mask and boxes: use torchvision.transforms.v2"
             )
-        self._takes_rng = takes_rng(augment)
+        self._takes_rng = bind_decoder(augment).takes_rng
 
     def __call__(self, sample: dict[str, Any], seed: int) -> dict[str, Any]:
         """Augment a sample.

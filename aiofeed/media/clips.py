@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from aiofeed.kernel.core.random_numbers import SplitMix64, seed_from
-from aiofeed.kernel.core.types import Row, Source, public, traits_of
+from aiofeed.kernel.core.types import Row, Source, public
 from aiofeed.kernel.core.validation import check_positive_int, explain_arguments
-from aiofeed.kernel.feeder.arguments import adopt_source
+from aiofeed.kernel.feeder.arguments import as_source
 from aiofeed.media.container import (
     KNOWN_OPTIONS,
     SKIPPING,
@@ -99,7 +99,7 @@ class Clips:
         """Return the source of the videos and their decoder, for a ``Feeder``."""
         if decode is not None:
             raise TypeError("Clips decode videos themselves, so decode= makes no sense; transform= gets each batch")
-        if traits_of(adopt_source(self.source)).decode == "none":
+        if as_source(self.source).traits.decode == "none":
             raise TypeError(
                 f"Clips takes a source of encoded videos, such as aiofeed.Files(paths), got {self.source!r}, whose "
                 f"items are decoded already"

@@ -7,18 +7,24 @@ import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
+import numpy as np
+
+from aiofeed.kernel.core.faces import BaseSource, Exclusion, adapt_source, passes_on
 from aiofeed.kernel.core.statistics import StorageStatistics
-from aiofeed.kernel.core.types import BatchPlan, Members, Source, Traits, public, traits_of
+from aiofeed.kernel.core.types import BatchPlan, Source, Traits, public
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, counted, explain_arguments
 from aiofeed.kernel.runtime.cancellation import caught
 from aiofeed.kernel.sampling.trail import digest
 from aiofeed.kernel.sources.dataset import FromDataset, MapDataset, is_iterable_dataset, is_map_dataset
 from aiofeed.kernel.sources.file_io import Content
 from aiofeed.kernel.sources.parts import Parts, in_order
-from aiofeed.kernel.sources.subset import content_parts_of, kind_of, names_of
+from aiofeed.kernel.sources.subset import kind_of, names_of
 from aiofeed.mixtures.mixture_order import ChangingShares, ConstantShares, Interleaving, MixtureOrder, ShareBlocks
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Weights: TypeAlias = "Mapping[str, float] | Sequence[float]"
 Until: TypeAlias = 'Literal["all", "first"] | int'
@@ -26,7 +32,8 @@ Until: TypeAlias = 'Literal["all", "first"] | int'
 
 @public
 @explain_arguments()
-class Mixture:
+@passes_on
+class Mixture(BaseSource):
     """Several sources, from which samples are drawn by weight. Pass it to ``Feeder`` like a source.
 
     After any number of samples the count of a source differs from its share by less than one, counted from a change of
@@ -58,6 +65,14 @@ class Mixture:
     """
 
     traits: Traits = Traits(ordered=True)
+    # fmt: off
+    excluded: ClassVar[Sequence[Exclusion]] = (
+        (("weights=", "sampler=", "batch_sampler=", 'shuffle="replacement" or "window"'), ("a Mixture with weights",),
+         ValueError, "a Mixture decides which samples come: leave out {option}"),
+        (("exclude=",), ("a Mixture with weights",), ValueError,
+         "it leaves out samples of shuffle=True, False or 'keyed' only: take them out of the source"),
+    )
+    # fmt: on
 
     def __init__(
         self,
@@ -75,9 +90,9 @@ class Mixture:
                 raise TypeError(f"Mixture: the names of sources are non-empty strings, got {name!r}")
         self.names: list[str] = list(sources)
         self._random = check_bool("Mixture(random=)", random)
-        self.combined: CombinedSource | CombinedDatasets | Any = _combined(sources, check_bool("names", names))
-        self.lengths: dict[str, int] = {name: len(source) for name, source in sources.items()}
-        for name, length in self.lengths.items():
+        self.whole: BaseSource = _combined(sources, check_bool("names", names))
+        self._lengths: dict[str, int] = {name: len(source) for name, source in sources.items()}
+        for name, length in self._lengths.items():
             if not length:
                 raise ValueError(f"Mixture: the source {name!r} is empty")
         self._function: Callable[[int], Weights] | None = None
@@ -86,7 +101,7 @@ class Mixture:
             self._function = weights
             self._changing_weights(0)
         else:
-            given = list(self.lengths.values()) if weights is None else self._in_order(weights)
+            given = list(self._lengths.values()) if weights is None else self._in_order(weights)
             self._weights = [_checked_weight(name, each) for name, each in zip(self.names, given, strict=True)]
         self._length = self._epoch_length(until)
         self._restarts = until in ("all", "first")
@@ -100,6 +115,17 @@ class Mixture:
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.names)})"
 
+    def facts(self, arguments: Any) -> Mapping[str, str]:
+        """Return whether it decides which samples come."""
+        return {"a Mixture with weights": repr(self)} if arguments.traits.ordered else {}
+
+    def adopted(self) -> BaseSource:
+        """Return the sources as one."""
+        return self.whole
+
+    def _passed(self, name: str, value: Any) -> Any:
+        return value
+
     def order(self, seed: int, *, shuffle: bool) -> MixtureOrder:
         """Return the order of a feeder's epochs."""
         blocks = ShareBlocks(self._length)
@@ -109,7 +135,7 @@ class Mixture:
         else:
             shares = ChangingShares(self._changing_weights, blocks)
         interleaving = Interleaving(shares, blocks, seed if self._random else None)
-        return MixtureOrder(self.lengths, interleaving, seed, shuffle=shuffle, restarts=self._restarts)
+        return MixtureOrder(self._lengths, interleaving, seed, shuffle=shuffle, restarts=self._restarts)
 
     def _in_order(self, weights: Any) -> list[Any]:
         if isinstance(weights, Mapping):
@@ -143,7 +169,7 @@ class Mixture:
             kind = "random=True" if self._random else "weights that change"
             raise ValueError(f"Mixture(until={until!r}): with {kind} it is not known when that is; pass a number")
         total = sum(self._weights)
-        ends = [length * total / each for length, each in zip(self.lengths.values(), self._weights, strict=True)]
+        ends = [length * total / each for length, each in zip(self._lengths.values(), self._weights, strict=True)]
         if until == "all":
             return math.ceil(max(ends))
         length = math.floor(min(ends))
@@ -165,31 +191,41 @@ def _checked_weight(name: str, weight: Any) -> Fraction:
     return Fraction(int(weight)) if isinstance(weight, numbers.Integral) else Fraction(str(float(weight)))
 
 
-def _combined(sources: Mapping[str, Any], names: bool) -> CombinedSource | CombinedDatasets | Any:
+def _adapted(name: str, given: Any) -> BaseSource:
+    """Return the source of a mixture that an object is.
+
+    Raises:
+        TypeError: It has no samples with indices, or gives whole batches.
+    """
+    if is_iterable_dataset(given) or (isinstance(given, BaseSource) and not given.traits.indexed):
+        raise TypeError(
+            f"Mixture: {name!r} is {given!r}, which has no indices to draw: mix the iterables, for example with "
+            f"interleave_datasets of Hugging Face, and pass the result to Feeder as a Stream"
+        )
+    found = adapt_source(given)
+    if found is None and is_map_dataset(given):
+        found = FromDataset(given)
+    if found is None or found.adopted() is not found:
+        raise TypeError(
+            f"Mixture: {name!r} must be a source with __len__, key and read, or a Dataset with __len__ and "
+            f"__getitem__, got {given!r}"
+        )
+    if found.traits.in_memory:
+        raise TypeError(f"Mixture: {name!r} is Tensors, which give whole batches: pass a TensorDataset instead")
+    return found
+
+
+def _combined(given: Mapping[str, Any], names: bool) -> BaseSource:
     """Return the sources as one, whose indices count through them in order."""
+    sources: dict[str, Any] = {name: _adapted(name, each) for name, each in given.items()}
     tokens = [name for name, source in sources.items() if hasattr(getattr(source, "whole", source), "joined")]
     if tokens:
         if len(tokens) < len(sources) or names or any(hasattr(source, "whole") for source in sources.values()):
             raise TypeError(f"Mixture: {tokens} are Tokens, which mix with Tokens only, whole and without names=True")
         first, *others = sources.values()
-        return first.joined(others)
-    datasets = {}
-    for name, source in sources.items():
-        traits = traits_of(source)
-        if traits.in_memory:
-            raise TypeError(f"Mixture: {name!r} is Tensors, which give whole batches: pass a TensorDataset instead")
-        if not traits.indexed or is_iterable_dataset(source):
-            raise TypeError(
-                f"Mixture: {name!r} is {source!r}, which has no indices to draw: mix the iterables, for example with "
-                f"interleave_datasets of Hugging Face, and pass the result to Feeder as a Stream"
-            )
-        if traits.items or is_map_dataset(source):
-            datasets[name] = source if traits.items else FromDataset(source)
-        elif not isinstance(source, Source):
-            raise TypeError(
-                f"Mixture: {name!r} must be a source with __len__, key and read, or a Dataset with __len__ and "
-                f"__getitem__, got {source!r}"
-            )
+        joined: BaseSource = first.joined(others)
+        return joined
+    datasets = {name: source for name, source in sources.items() if source.traits.items}
     if not datasets:
         return CombinedSource(sources, names)
     if len(datasets) < len(sources):
@@ -219,27 +255,47 @@ class _Combined:
         return f"{self._names[number]}: {self._sources[number].key(local)}"
 
 
-class CombinedSource(_Combined):
+class CombinedSource(_Combined, BaseSource):
     """Sources of bytes as one."""
 
     def __init__(self, sources: Mapping[str, Any], names: bool) -> None:
         super().__init__(sources, names)
         self.sources: dict[str, Any] = dict(sources)
-        traits = {traits_of(source).decode for source in self._sources}
+        traits = {source.traits.decode for source in self._sources}
         if len(traits) > 1:
             raise TypeError(f"Mixture: {self._sources} differ in whether samples are decoded by decode=")
         self.traits: Traits = Traits(decode=traits.pop())
-        self.decoder: Any = getattr(self._sources[0], "decoder", None)
-        without = [name for name, source in sources.items() if Members.of(source).target is None]
+        self.decoder: Any = self._sources[0].decoder
+        without = [name for name, source in sources.items() if source.target is None]
         if without and len(without) < len(sources):
             raise ValueError(f"Mixture: the sources {without} have no targets, and the others have: give all of them")
         self._has_targets = not without
         if self._has_targets or names:
             self.target: Callable[[int], Any] = self._target
-        if all(Members.of(source).read_now for source in self._sources):
+        if all(source.read_now for source in self._sources):
             self.read_now: Callable[[Sequence[int]], list[Any]] = self._read_now
-        if all(Members.of(source).version for source in self._sources):
+        if all(source.version for source in self._sources):
             self.version: Callable[[int], str] = self._version
+        if all(source.nbytes for source in self._sources):
+            self.nbytes: Callable[[int], int] = self._nbytes
+        shards = [source.shard_starts for source in self._sources]
+        if all(starts is not None for starts in shards):
+            firsts = [
+                np.asarray(starts)[:-1] + first for starts, first in zip(shards, self._parts.starts, strict=False)
+            ]
+            self.shard_starts: NDArray[np.int64] = np.concatenate([*firsts, [len(self)]])
+        self.reads_whole_shards: bool = any(source.reads_whole_shards for source in self._sources)
+        self.shards_at_once: int = max(source.shards_at_once for source in self._sources)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether samples of each source should be read before their batches begin."""
+        return self.shard_starts is not None and all(source.looks_ahead for source in self._sources)
+
+    def _nbytes(self, index: int, /) -> int:
+        number, local = self._parts.find(index)
+        found: int = self._sources[number].nbytes(local)
+        return found
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self._names)})"
@@ -250,7 +306,7 @@ class CombinedSource(_Combined):
 
     def content_parts(self) -> list[Content]:
         """Return those of all sources."""
-        return [part for source in self._sources for part in content_parts_of(source)]
+        return [part for source in self._sources for part in source.content_parts()]
 
     def _version(self, index: int, /) -> str:
         number, local = self._parts.find(index)
@@ -266,8 +322,8 @@ class CombinedSource(_Combined):
 
     def storage_statistics(self) -> StorageStatistics | None:
         """Return the requests of all sources together."""
-        asked = [Members.of(source).storage_statistics for source in self._sources]
-        return StorageStatistics.joined([found for ask in asked if ask is not None and (found := ask()) is not None])
+        asked = [source.storage_statistics() for source in self._sources]
+        return StorageStatistics.joined([found for found in asked if found is not None])
 
     async def read(self, index: int, /) -> Any:
         """Read a sample."""
@@ -284,9 +340,9 @@ class CombinedSource(_Combined):
 
         async def read_part(number: int, places: list[int], local: list[int]) -> tuple[list[int], Sequence[Any]]:
             source = self._sources[number]
-            if plan is not None and (read_planned := Members.of(source).read_planned) is not None:
+            if plan is not None and (read_planned := source.read_planned) is not None:
                 return places, await read_planned(local, plan, [given[place] for place in places])
-            if hasattr(source, "read_many"):
+            if source.read_many is not None:
                 return places, await source.read_many(local)
             singly = await asyncio.gather(*[caught(source.read(each)) for each in local])
             return places, [sample if error is None else error for sample, error in singly]
@@ -301,7 +357,7 @@ class CombinedSource(_Combined):
     @property
     def answers_at_once(self) -> bool:
         """Whether every source does."""
-        return all(getattr(source, "answers_at_once", False) for source in self._sources)
+        return all(source.answers_at_once for source in self._sources)
 
     def _read_now(self, indices: Sequence[int], /) -> list[Any]:
         groups = self._parts.group(indices).items()
@@ -312,14 +368,12 @@ class CombinedSource(_Combined):
     async def open(self) -> None:
         """Open every source."""
         for source in self._sources:
-            if (opener := Members.of(source).open) is not None:
-                await opener()
+            await source.open()
 
     async def aclose(self) -> None:
         """Close every source."""
         for source in self._sources:
-            if (closer := Members.of(source).aclose) is not None:
-                await closer()
+            await source.aclose()
 
 
 class CombinedDatasets(FromDataset):
@@ -344,9 +398,9 @@ class CombinedDataset(_Combined):
     """The items of several datasets."""
 
     def __init__(self, datasets: Mapping[str, FromDataset], names: bool) -> None:
-        self.datasets: dict[str, MapDataset[Any]] = {name: source.dataset for name, source in datasets.items()}
+        self.datasets: dict[str, MapDataset[Any]] = {name: source.given for name, source in datasets.items()}
         super().__init__(datasets, names)
-        if any(hasattr(source.dataset, "__getitems__") for source in self._sources):
+        if any(hasattr(source.given, "__getitems__") for source in self._sources):
             self.__getitems__: Callable[[Sequence[int]], list[Any]] = self._items
 
     def set_up(self) -> None:

@@ -207,7 +207,7 @@ _KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 _PROFILE: dict[tuple[str, ...], set[str]] = {
     _KEYS: {"access_key_id", "credential_provider", "skip_signature"},
     ("region",): {"region", "default_region"},
-    ("endpoint_url",): {"endpoint", "endpoint_url", "endpoint_url_s3"},
+    ("endpoint_url",): {"endpoint", "endpoint_url_s3"},
 }
 
 
@@ -221,9 +221,8 @@ def _aws_profile(options: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for section in (f"profile {profile}", profile):
         found.update(parser[section] if parser.has_section(section) else {})
-    environment = [name for name in os.environ if name.startswith("AWS_")]
-    given = {name.lower().removeprefix("aws_") for name in (*options, *options.get("config", {}), *environment)}
-    allowed = [name for settings, excluded_by in _PROFILE.items() if not given & excluded_by for name in settings]
+    given = _settings(options, "s3")
+    allowed = [name for settings, others in _PROFILE.items() if others.isdisjoint(given) for name in settings]
     return {name: found[name] for name in allowed if name in found}
 
 

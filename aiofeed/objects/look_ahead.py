@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.kernel.core.types import BatchPlan, Gathered, Members
+from aiofeed.kernel.core.types import BatchPlan, Gathered
 from aiofeed.kernel.engine.fetch.fetcher import RunJob
 from aiofeed.kernel.runtime.buffers import HostBufferPool
 from aiofeed.kernel.sampling.epochs import EpochStart, Step
@@ -60,12 +60,12 @@ class LookAhead:
     def __init__(self, source: Any, limit_bytes: int) -> None:
         self._source = source
         self._limit_bytes = limit_bytes
-        self._read_planned = Members.of(source).read_planned
-        self.new_gathered: Callable[..., Gathered] | None = getattr(source, "new_gathered", None)
+        self._read_planned = source.read_planned
+        self.new_gathered: Callable[..., Gathered] | None = source.new_gathered
         self.gathers: bool = self.new_gathered is not None
         self._sample_bytes = source.gathered_bytes if self.gathers else max(source.nbytes(0), OBJECT_BYTES)
         # Whether a shard is read whole, however few of its samples are wanted.
-        self._whole = bool(getattr(source, "reads_whole_shards", False))
+        self._whole = source.reads_whole_shards
         self._starts: NDArray[np.int64] = np.asarray(source.shard_starts)
         self._upcoming = _UpcomingSamples(self, asyncio.to_thread, 1)
         self.memory: HostBufferPool = HostBufferPool(SPARE)
@@ -134,7 +134,7 @@ class LookAhead:
 
     def at_once(self, threads: int) -> int:
         """Return how many shards that are read whole are read at the same time."""
-        return max(2 * threads, getattr(self._source, "shards_at_once", 0))
+        return max(2 * threads, int(self._source.shards_at_once))
 
     async def read(self, indices: Sequence[int], plan: BatchPlan, start: int) -> Any:
         """Return the samples ``indices`` of a plan, of which they begin at position ``start``."""

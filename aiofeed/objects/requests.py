@@ -215,13 +215,10 @@ class _Request:
         if self._most is not None and meta["size"] > self._most:
             self.result.set_result((answer, meta, None))
         else:
-            self.body_s = self._limit_body(answer.range[1] - answer.range[0])
+            self.nbytes = answer.range[1] - answer.range[0]
+            self.body_s = self.nbytes / LEAST_BYTES_PER_S
+            self.limit = time.perf_counter() + BODY_S + self.body_s
             self._follow(answer.bytes_async(), partial(self._received, answer, meta))
-
-    def _limit_body(self, nbytes: int) -> float:
-        body_s = nbytes / LEAST_BYTES_PER_S
-        self.nbytes, self.limit = nbytes, time.perf_counter() + BODY_S + body_s
-        return body_s
 
     def _fail(self, error: BaseException) -> None:
         if not self.result.done():

@@ -243,12 +243,8 @@ class Buckets(LengthPlan):
         length: Measure | None = None,
     ) -> None:
         super().__init__(lengths, length, boundaries=boundaries)
-        self.boundaries: list[int] = [
-            check_positive_int(f"boundaries[{at}]", each) for at, each in enumerate(boundaries)
-        ]
-        self.batch_sizes: list[int] = [
-            check_positive_int(f"batch_sizes[{at}]", each) for at, each in enumerate(batch_sizes)
-        ]
+        self.boundaries: list[int] = _positive_ints("boundaries", boundaries)
+        self.batch_sizes: list[int] = _positive_ints("batch_sizes", batch_sizes)
         if sorted(set(self.boundaries)) != self.boundaries:
             raise ValueError(f"Buckets(boundaries=) must be ascending, got {list(boundaries)}")
         self.shapes: int = len(self.batch_sizes)
@@ -395,6 +391,10 @@ class TokenBudget(LengthPlan):
             start += fits
             offsets.append(start)
         return np.array(offsets, np.int64)
+
+
+def _positive_ints(name: str, values: Sequence[int]) -> list[int]:
+    return [check_positive_int(f"{name}[{at}]", each) for at, each in enumerate(values)]
 
 
 def first_length(sample: Any) -> int | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
 from aiofeed import _load_addon
+from aiofeed.kernel.core.faces import Exclusion
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_bool, check_callable, check_int_from, check_positive_int
 from aiofeed.kernel.sampling.order import BatchLists, Int64
@@ -69,7 +70,22 @@ class Pack(LengthPlan):
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
 
-    packs: bool = True
+    # fmt: off
+    excluded: ClassVar[Sequence[Exclusion]] = (
+        (("collate_fn=",), ("Pack",), ValueError, "Pack puts the batches together; transform= gets each batch"),
+        (("Tensors",), ("Pack",), ValueError,
+         "a row of Tensors is a tuple, a document one tensor: pass a Dataset of those"),
+        (('on_error="replace"',), ("Pack",), ValueError,
+         "it plans the place of every token, and a replacement has another length and is used twice: pass "
+         "on_error='skip', which leaves padding, or 'raise'"),
+        (("a list of devices",), ("Pack",), ValueError,
+         "cu_seqlens is one for all rows of a batch: create one feeder for each device, with shard=(rank, world_size)"),
+        (("static_batches=True",), ("Pack",), ValueError,
+         "it needs batches of one size, and cu_seqlens of Pack varies: leave it out"),
+        (('cache="device"',), ("Pack",), ValueError,
+         "it returns views of permuted rows, and Pack copies tokens: leave it out"),
+    )
+    # fmt: on
 
     def __init__(
         self,
@@ -123,6 +139,10 @@ class Pack(LengthPlan):
             most, way = str(MOST_TOKENS), "make several samples of it"
         with_separator = "" if self.separator is None else " with its separator"
         raise ValueError(f"document {index} has {longest} tokens{with_separator}, more than {most}: {way}")
+
+    def facts(self, arguments: Any) -> Mapping[str, str]:
+        """Return that batches are packed."""
+        return {"Pack": "Pack"}
 
     def new_collate(self) -> Any:
         """Return what puts the documents of a batch into rows."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from aiofeed.kernel.core.faces import BuildsBatches
 from aiofeed.kernel.core.formatting import brief
 from aiofeed.kernel.core.types import BatchPlan, HostTensor, public
 from aiofeed.kernel.core.validation import check_positive_int
@@ -213,7 +214,7 @@ def _sequences(parts: list[Any]) -> list[torch.Tensor] | None:
 
 
 @dataclass(frozen=True)
-class PackCollate:
+class PackCollate(BuildsBatches):
     """Makes the batches of ``Pack``; its arguments are those of ``Pack``."""
 
     rows: int
@@ -371,7 +372,7 @@ def measure_lengths(plan: LengthPlan, a: Any, new_feeder: Any) -> None:
                 progress.add()
         return np.array(lengths, np.int64)
 
-    named = dataset_identity(getattr(source, "dataset", None))
+    named = dataset_identity(source.given if source.traits.items else None)
     try:
         how = [identity(each) if callable(each) else repr(each) for each in (a.decode, plan.length)]
         # The second one is that of an earlier version.

@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any
 
 from aiofeed import _load_addon
-from aiofeed.kernel.core.types import Members, traits_of
 from aiofeed.kernel.engine.admission import bytes_per_sample
 from aiofeed.kernel.engine.tuning.reads import READS_MOST
 from aiofeed.kernel.feeder.arguments import FeederConfig, check_engine, check_for_workers, limits_for
-from aiofeed.kernel.feeder.rules import Fact, cache_of, conflict
+from aiofeed.kernel.feeder.rules import cache_of, conflict
 from aiofeed.kernel.runtime.event_loop import MOST_READ_THREADS
 from aiofeed.reports.bottleneck import KEEPS_UP, STEP, FeedMeasurements
 from aiofeed.reports.explanation import Explanation, RankTimes, format_seconds
@@ -63,8 +62,8 @@ def measurements(session: Any) -> FeedMeasurements:
         reads_given=user_limits.read_concurrency is not None,
         reads_saturated=tuner is not None and tuner.reading.saturated,
         # Files on a file system need a thread for each read.
-        reads_most=MOST_READ_THREADS if Members.of(source).read_now else READS_MOST,
-        dataset_threads=source.threads if traits_of(source).items else None,
+        reads_most=MOST_READ_THREADS if source.read_now else READS_MOST,
+        dataset_threads=source.threads or None,
         processes=config.engines,
         in_order=config.in_order if config.in_order is not True or may(in_order=False) else "fixed",
         core_wait=core_wait,
@@ -79,12 +78,12 @@ def measurements(session: Any) -> FeedMeasurements:
         collate_fn=config.collate_fn is not None,
         transform=config.transform is not None and config.backend is None,
         device=config.backend is not None,
-        lookahead_bytes=limits.lookahead_bytes if getattr(source, "looks_ahead", False) and not config.engines else 0,
+        lookahead_bytes=limits.lookahead_bytes if source.looks_ahead and not config.engines else 0,
     )
 
 
 # What holds for the caches and engines that ``explain`` advises, see ``rules.py``.
-_ADVISED: dict[object, tuple[Fact, ...]] = {
+_ADVISED: dict[object, tuple[str, ...]] = {
     "host": ("cache=", "cache= on the host"),
     "disk": ("cache=", "cache= on the host"),
     "samples": ('in_order="samples"', "in_order= other than True"),
@@ -109,7 +108,7 @@ def allows(config: FeederConfig, answers: dict[str, bool], **options: Any) -> bo
 
 
 def _is_accepted(config: FeederConfig, options: dict[str, Any]) -> bool:
-    facts = set(config.facts)
+    facts, rows = set(config.facts), list(config.excluded)
     try:
         if "engine" in options:
             engines, ray = check_engine(options["engine"])
@@ -121,11 +120,12 @@ def _is_accepted(config: FeederConfig, options: dict[str, Any]) -> bool:
             facts.update(_ADVISED.get(value, ()))
         if "cache" in options:
             cache: Any = _load_addon("DiskCache", "cache=")("") if options["cache"] == "disk" else cache_of("host")
-            facts.update(cache.facts(config.decode))
+            facts.update(cache.facts(config))
+            rows += cache.excluded
             cache.check_decoder(config.decode)
     except (TypeError, ValueError, ImportError):  # what the checks raise
         return False
-    return conflict(facts) is None
+    return conflict(facts, rows) is None
 
 
 # --- ranks

@@ -45,7 +45,6 @@ def write_timeline(
     *,
     seconds: float,
     merge: str | os.PathLike[str] | None = None,
-    title: str = "aiofeed",
 ) -> None:
     """Write the events of the last seconds.
 
@@ -54,7 +53,6 @@ def write_timeline(
         path: ``.json`` for a trace, ``.html`` or ``.png`` for a picture.
         seconds: How far it goes back from the last event.
         merge: A trace of ``torch.profiler`` that the events are added to.
-        title: Names the events in a trace, and the picture.
 
     Raises:
         ValueError: ``path`` has another suffix, ``merge`` is no trace, or there are no events.
@@ -67,12 +65,12 @@ def write_timeline(
     since = max(event[3] for event in latest) - seconds
     lanes = lanes_of([event for event in latest if event[3] >= since])
     if path.suffix == ".json":
-        trace = new_trace(lanes, title) if merge is None else merged(json.loads(merge.read_text()), lanes, title, merge)
+        trace = new_trace(lanes) if merge is None else merged(json.loads(merge.read_text()), lanes, merge)
         path.write_text(json.dumps(trace))
     elif merge is not None:
         raise ValueError(f"merge= makes a trace for Perfetto, so the path must end in .json, got {str(path)!r}")
     elif path.suffix == ".html":
-        path.write_text(as_html(lanes, title), encoding="utf-8")
+        path.write_text(as_html(lanes), encoding="utf-8")
     elif path.suffix == ".png":
         draw_png(lanes, path)
     else:
@@ -104,18 +102,18 @@ def lanes_of(events: Sequence[Event]) -> list[Lane]:
 # --- traces
 
 
-def new_trace(lanes: Sequence[Lane], title: str) -> dict[str, Any]:
+def new_trace(lanes: Sequence[Lane]) -> dict[str, Any]:
     """Return a trace of the lanes alone, with times since their first event."""
     first = min(lane.events[0][2] for lane in lanes)
     base_ns = time.time_ns() - int((time.perf_counter() - first) * 1e9)
     return {
-        "traceEvents": trace_events(lanes, title, lambda seconds: (seconds - first) * 1e6),
+        "traceEvents": trace_events(lanes, lambda seconds: (seconds - first) * 1e6),
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": base_ns,
     }
 
 
-def merged(trace: Any, lanes: Sequence[Lane], title: str, path: Path) -> dict[str, Any]:
+def merged(trace: Any, lanes: Sequence[Lane], path: Path) -> dict[str, Any]:
     """Return a trace of torch's profiler with the lanes on its clock.
 
     Raises:
@@ -125,19 +123,18 @@ def merged(trace: Any, lanes: Sequence[Lane], title: str, path: Path) -> dict[st
         raise ValueError(f"{str(path)!r} is no trace of torch.profiler: it has no list of traceEvents")
     # torch counts microseconds of the wall clock since baseTimeNanoseconds.
     shift_ns = time.time_ns() - int(time.perf_counter() * 1e9) - int(trace.get("baseTimeNanoseconds", 0))
-    added = trace_events(lanes, title, lambda seconds: seconds * 1e6 + shift_ns / 1e3)
+    added = trace_events(lanes, lambda seconds: seconds * 1e6 + shift_ns / 1e3)
     return {**trace, "traceEvents": [*trace["traceEvents"], *added]}
 
 
-def trace_events(lanes: Sequence[Lane], title: str, us: Callable[[float], float]) -> list[dict[str, Any]]:
+def trace_events(lanes: Sequence[Lane], us: Callable[[float], float]) -> list[dict[str, Any]]:
     """Return the events in the format of Chrome's traces, with arrows from reads over decode jobs and copies to steps.
 
     Args:
         lanes: The lanes.
-        title: The name of the process.
         us: Converts seconds of ``perf_counter`` to the trace's microseconds.
     """
-    found: list[dict[str, Any]] = [_metadata("process_name", 0, title)]
+    found: list[dict[str, Any]] = [_metadata("process_name", 0, "aiofeed")]
     # For each batch that is not returned the threads and middles of its events in the order of their ends.
     ways: dict[int, list[tuple[int, float]]] = {}
     arrows = 0
@@ -211,7 +208,7 @@ def ticks_of(lanes: Sequence[Lane]) -> list[tuple[float, str]]:
     return [(MARGIN + at * step * scale, f"{at * step:g} s") for at in range(int(seconds / step) + 1)]
 
 
-def as_html(lanes: Sequence[Lane], title: str) -> str:
+def as_html(lanes: Sequence[Lane]) -> str:
     """Return a page with the picture as SVG; the pointer shows the figures of an event."""
     height = 50 + len(lanes) * LANE_HEIGHT
     parts = [
@@ -226,10 +223,10 @@ def as_html(lanes: Sequence[Lane], title: str) -> str:
         parts.append(f"<rect {shape}><title>{escape(box.text)}</title></rect>")
     legend = " ".join(f'<span style="color:{colour}">&#9632;</span> {what}' for what, colour in COLOURS.items())
     return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
+<html lang="en"><head><meta charset="utf-8"><title>aiofeed</title>
 <style>:root {{ color-scheme: light dark; }} body {{ font: 13px sans-serif; }}
 text {{ font: 12px sans-serif; fill: currentColor; }} div {{ overflow-x: auto; }}</style></head>
-<body><h1>{escape(title)}</h1><p>{legend}</p>
+<body><h1>aiofeed</h1><p>{legend}</p>
 <div><svg width="{PICTURE_WIDTH}" height="{height}" viewBox="0 0 {PICTURE_WIDTH} {height}">{"".join(parts)}</svg></div>
 </body></html>
 """

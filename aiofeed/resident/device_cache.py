@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -20,11 +20,11 @@ from aiofeed.cache.sample_codec import ItemCodec, item_layout, item_parts, new_c
 from aiofeed.cache.store import EMPTY, WRITING, SampleStore
 from aiofeed.common.mapped import MappedFiles
 from aiofeed.kernel.core.errors import CacheError, DeviceCopyError
+from aiofeed.kernel.core.faces import BaseCache, Exclusion, bind_decoder
 from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.kernel.core.pytree import leaves, map_leaves
-from aiofeed.kernel.core.types import DeferredTensor, HostTensor, Members, decodes_in_place
+from aiofeed.kernel.core.types import DeferredTensor, HostTensor, Traits
 from aiofeed.kernel.core.validation import local_ranks
-from aiofeed.kernel.devices.cuda import allocating
 from aiofeed.kernel.engine.fetch.collate import DefaultCollateBuilder
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.buffers import HostBufferPool
@@ -32,7 +32,7 @@ from aiofeed.kernel.runtime.tensors import as_tensor, as_tensors
 from aiofeed.kernel.sampling.epochs import EpochStream
 from aiofeed.kernel.sampling.order import BatchLists
 from aiofeed.resident.batch_ranges import BatchRanges
-from aiofeed.resident.device_windows import free_and_total, integer_dtype, rows_as_words, words_as_rows
+from aiofeed.resident.device_windows import filling, free_and_total, integer_dtype, rows_as_words, words_as_rows
 from aiofeed.resident.pipeline import InlineData, ResidentPipeline
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiofeed.cache.cached_fetcher import CachedFetcher
-    from aiofeed.kernel.devices.backend import DeviceBackend
+    from aiofeed.kernel.core.faces import BaseDevice
     from aiofeed.kernel.engine.fetchers import InnerFetcher
     from aiofeed.kernel.feeder.arguments import FeederConfig
 
@@ -200,7 +200,7 @@ class DeviceStore(ResidentStore):
         super()._reset()
         # One element: the rows of each part of the layout, as words. Appending anything frees them, see ``free_with``.
         self._memory: deque[Any] = deque(maxlen=1)
-        self._backend: DeviceBackend | None = None
+        self._backend: BaseDevice | None = None
 
     def _after_fork(self) -> None:
         backend = self._backend
@@ -217,7 +217,7 @@ class DeviceStore(ResidentStore):
         """Free the memory when ``owner`` is dropped. The callback is a C function: no Python code runs in it."""
         self._owner = weakref.ref(owner, self._memory.append)
 
-    def attach(self, backend: DeviceBackend | None) -> None:
+    def attach(self, backend: BaseDevice | None) -> None:
         """Set the device that samples are cached on."""
         self._backend = backend
 
@@ -231,12 +231,7 @@ class DeviceStore(ResidentStore):
         self._check_memory(layout, free, where)
         tensors: list[torch.Tensor] = []
         try:
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-                allocating(backend.device),
-                backend.use_stream(backend.side_stream()),
-            ):
+            with filling(backend):
                 for part in layout.parts:
                     seed = torch.from_numpy(np.empty(1, integer_dtype(np.dtype(part.dtype))))
                     one = backend.copy(seed)
@@ -299,13 +294,31 @@ class DeviceStore(ResidentStore):
         ]
 
 
-class DeviceCache:
+class DeviceCache(BaseCache):
     """``cache="device"``: caches decoded samples where batches are used, on the device or in host memory."""
 
-    def facts(self, decode: Callable[..., Any] | None) -> set[str]:
-        """Return what holds for this cache and a decoder, by the names of the table of a feeder's rules."""
+    # fmt: off
+    excluded: ClassVar[Sequence[Exclusion]] = (
+        (('cache="device"',), ("a random decoder",), ValueError,
+         'its augmentation runs on the CPU, sample by sample: use cache="host", or augment batches in transform='),
+        (("collate_fn=",), ('cache="device"',), ValueError,
+         'batches are views of permuted rows: pass transform=, which gets each batch, or use cache="host"'),
+        (('engine="process"',), ('cache="device"',), ValueError,
+         'it is memory of this process: pass engine="thread", or cache=DiskCache(path), which processes share'),
+        (("a list of devices",), ('cache="device"',), ValueError,
+         "it keeps samples on one device: create one feeder for each device, with shard=(rank, world_size), or use "
+         'cache="host"'),
+        (("static_batches=True",), ('cache="device"',), ValueError,
+         "batches are views, which need no copy: use copy_ to copy them into tensors of your own if addresses must not "
+         'change, or use cache="host"'),
+    )
+    # fmt: on
+
+    def facts(self, arguments: Any) -> Mapping[str, str]:
+        """Return whether the decoder is random."""
+        decode = arguments.decode
         random = decode is not None and new_codec(decode).random
-        return {'cache="device"', "a random decoder"} if random else {'cache="device"'}
+        return {"a random decoder": f"decode={decode!r}"} if random else {}
 
     def open_store(self, config: FeederConfig) -> ResidentStore:
         """Return an empty store for the samples of a feeder."""
@@ -408,6 +421,7 @@ class CachedData:
         targets: Whether a sample is ``(decoded, target)``.
     """
 
+    traits: Traits = Traits(decode="none", in_memory=True)
     alias = False
     rows = None
     mapped: MappedFiles = MappedFiles(())
@@ -468,8 +482,9 @@ class InlineCache(InlineData):
         return super().new_pipeline(config, None if stale else running)
 
     def _data(self, config: Any) -> CachedData:
-        axes = config.decode.row.axes if decodes_in_place(config.decode) else None
-        return CachedData(self._store, axes, targets=Members.of(config.source).target is not None)
+        row = None if config.decode is None else bind_decoder(config.decode).row
+        axes = None if row is None else row.axes
+        return CachedData(self._store, axes, targets=config.source.target is not None)
 
 
 def _permuted(rows: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from aiofeed.kernel.devices.backend import DeviceBackend, Event, Stream
+    from aiofeed.kernel.core.faces import BaseDevice, Event, Stream
     from aiofeed.kernel.devices.copier import Copier, PendingCopy
 
 log: logging.Logger = logging.getLogger("aiofeed.engine")
@@ -95,7 +96,7 @@ class DeviceWindows:
     ahead = 1
     statistic = "copy_s"
 
-    def __init__(self, backend: DeviceBackend, source: Any, batch_size: int, memory_bytes: int) -> None:
+    def __init__(self, backend: BaseDevice, source: Any, batch_size: int, memory_bytes: int) -> None:
         from aiofeed.kernel.devices.copier import Copier
 
         self._backend = backend
@@ -210,19 +211,12 @@ class DeviceWindows:
             self._copying.popleft()[1]()
 
     def _upload(self) -> list[DeviceData]:
-        import torch
-
         backend = self._backend
         memory = free_and_total(backend)
         if memory is not None and self._data_bytes(only_to_copy=True) + 2 * self._batch_bytes > memory[0]:
             raise self._does_not_fit("all")
         try:
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-                allocating(backend.device),
-                backend.use_stream(backend.side_stream()),
-            ):
+            with filling(backend):
                 return self._copy_data()
         except Exception as error:
             if is_out_of_memory(error):
@@ -281,7 +275,7 @@ class DeviceWindows:
 class DeviceTokenWindows(DeviceWindows):
     """Uploads the tokens of files to a device, and gathers windows of them there. Arguments as for ``ResidentData``."""
 
-    def __init__(self, backend: DeviceBackend, source: Any, batch_size: int, memory_bytes: int) -> None:
+    def __init__(self, backend: BaseDevice, source: Any, batch_size: int, memory_bytes: int) -> None:
         arrays = source.arrays
         self._dtype = np.result_type(*{tokens.dtype for tokens in arrays}).newbyteorder("=")
         self._count = sum(map(len, arrays))
@@ -367,10 +361,19 @@ def _is_torchs(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().resizable()
 
 
-def free_and_total(backend: DeviceBackend) -> tuple[int, int] | None:
+@contextmanager
+def filling(backend: BaseDevice) -> Iterator[None]:
+    """Allocate memory for data that stay on the device, on its side stream, whatever the modes of the consumer are."""
+    import torch
+
+    side = backend.use_stream(backend.side_stream())
+    with torch.inference_mode(False), torch.no_grad(), allocating(backend.device), side:
+        yield
+
+
+def free_and_total(backend: BaseDevice) -> tuple[int, int] | None:
     """Return the free and total bytes of the device's memory; ``None`` if the backend does not know them."""
-    memory: Callable[[], tuple[int, int] | None] | None = getattr(backend, "memory", None)
-    return None if memory is None else memory()
+    return backend.memory()
 
 
 def integer_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

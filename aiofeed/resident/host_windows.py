@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from aiofeed.kernel.core.types import traits_of
 from aiofeed.kernel.runtime.buffers import HostBufferPool, array
 from aiofeed.kernel.runtime.tensors import is_tensor, keep_memory, tensor_row_bytes, view_as_integers
 from aiofeed.kernel.runtime.threads import is_ending, may_be_fork
@@ -48,7 +47,7 @@ def window_batches(batch_bytes: int, *bounds: int) -> int:
 
 def row_bytes(source: Any) -> int:
     """Return the bytes of one sample in a batch."""
-    return source.sample_bytes if traits_of(source).rows else sum(map(tensor_row_bytes, source.tensors))
+    return source.sample_bytes if source.traits.rows else sum(map(tensor_row_bytes, source.tensors))
 
 
 def _host_batches(
@@ -84,9 +83,9 @@ class HostWindows:
 
         self._torch = torch
         self._dtypes: Sequence[torch.dtype | None] | None = None
-        self._form_batch: Callable[[list[torch.Tensor]], Any] | None = getattr(source, "form_batch", None)
+        self._form_batch: Callable[[list[torch.Tensor]], Any] | None = source.form_batch
         self._gather: Callable[[BatchRange, HostBufferPool], list[NDArray[Any]]]
-        if traits_of(source).rows:
+        if source.traits.rows:
             self._gather = lambda batch_range, memory: source.gathered(batch_range.indices, memory)
             buffers = 1
         else:

@@ -16,7 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiofeed.kernel.core.errors import DeviceCopyError, IteratorClosedError, ReadError, SampleError
-from aiofeed.kernel.core.types import traits_of
 from aiofeed.kernel.core.validation import check_returned
 from aiofeed.kernel.devices.backend import poll, poll_pauses
 from aiofeed.kernel.engine.fetch.user_errors import sample_error
@@ -32,8 +31,8 @@ from aiofeed.resident.tensors import with_own_rows
 if TYPE_CHECKING:
     import torch
 
+    from aiofeed.kernel.core.faces import BaseDevice
     from aiofeed.kernel.core.types import Transform
-    from aiofeed.kernel.devices.backend import DeviceBackend
 
 log: logging.Logger = logging.getLogger("aiofeed.engine")
 
@@ -54,10 +53,10 @@ class ResidentData:
         form_batch: Makes a batch of the rows of each tensor; ``None``: the list of rows is the batch.
     """
 
-    def __init__(self, source: Any, *, batch_size: int, backend: DeviceBackend | None, memory_bytes: int) -> None:
+    def __init__(self, source: Any, *, batch_size: int, backend: BaseDevice | None, memory_bytes: int) -> None:
         self.source: Any = source
         self.windows: Windows | None = None
-        self.form_batch: Callable[[list[torch.Tensor]], Any] | None = getattr(source, "form_batch", None)
+        self.form_batch: Callable[[list[torch.Tensor]], Any] | None = source.form_batch
         self.backend = backend
         self._batch_size = batch_size
         self._memory_bytes = memory_bytes
@@ -70,14 +69,14 @@ class ResidentData:
                 self.windows = HostWindows(source, *sizes)
             else:
                 source.mapped.check()
-                kind = DeviceTokenWindows if traits_of(source).rows else DeviceWindows
+                kind = DeviceTokenWindows if source.traits.rows else DeviceWindows
                 self.windows = kind(self.backend, with_own_rows(source), *sizes)
         return self.windows
 
     def read_error(self, error: OSError, batch_range: BatchRange | None) -> SampleError:
         """Return the error of the first sample of a range whose file became shorter."""
         failed = 0
-        for failed in batch_range.indices.tolist() if batch_range and traits_of(self.source).rows else ():
+        for failed in batch_range.indices.tolist() if batch_range and self.source.traits.rows else ():
             try:
                 self.source.read_now([failed])
             except OSError:
@@ -331,7 +330,7 @@ class ResidentPipeline:
         self.data.clear(0)
 
 
-def _transformed(transform: Transform, backend: DeviceBackend, batch: Any) -> Any:
+def _transformed(transform: Transform, backend: BaseDevice, batch: Any) -> Any:
     try:
         with default_modes(backend.device.type):
             return check_returned("transform=", transform(batch))

@@ -6,15 +6,17 @@ import copy
 import hashlib
 import operator
 import sys
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
 from aiofeed.common.mapped import MappedFiles, file_of
+from aiofeed.kernel.core.faces import BaseSource, Exclusion
 from aiofeed.kernel.core.formatting import kind_of
 from aiofeed.kernel.core.types import Traits, public
 from aiofeed.kernel.core.validation import check_bool
-from aiofeed.kernel.runtime.tensors import tensor_row_bytes
+from aiofeed.kernel.runtime.tensors import is_plain, tensor_row_bytes
 from aiofeed.kernel.sources.dataset import FromDataset
 from aiofeed.kernel.sources.subset import IndexedSource, part_fingerprint
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 # Enough to distinguish datasets, and hashed in a few milliseconds.
 FINGERPRINT_ROWS = 1024
 FINGERPRINT_BYTES = 1 << 20
+_IN_MEMORY = "batches are views of the data in memory, and not collated from samples"
 
 
 @public
@@ -48,6 +51,21 @@ class Tensors(IndexedSource):
 
     traits: Traits = Traits(decode="none", in_memory=True)
     rows: NDArray[np.int64] | None = None
+    # fmt: off
+    excluded: ClassVar[Sequence[Exclusion]] = (
+        (("batch_sampler=", "a plan"), ("Tensors on a device",), ValueError,
+         f"{_IN_MEMORY}: pass torch.utils.data.TensorDataset(...) as the source"),
+        (("collate_fn=",), ("Tensors on a device",), TypeError,
+         f"{_IN_MEMORY}: pass transform=, which gets each batch, or torch.utils.data.TensorDataset(...) as the source"),
+        (("cache=",), ("Tensors",), TypeError, "the data are in memory already: leave it out"),
+        (("a list of devices",), ("Tensors on a device",), ValueError,
+         "the data are on one device: create one feeder for each device, with shard=(rank, world_size)"),
+        (("static_batches=True",), ("Tensors on a device",), ValueError,
+         "batches are views, which need no copy: use copy_ to copy them into tensors of your own if addresses must not "
+         "change"),
+        (('engine="process"',), ("Tensors on a device",), ValueError, "the data are decoded already: leave it out"),
+    )
+    # fmt: on
     """The rows that are samples; ``None``: all."""
 
     def __init__(self, *tensors: torch.Tensor | NDArray[Any], alias: bool = False) -> None:
@@ -92,8 +110,15 @@ class Tensors(IndexedSource):
         found = digest.hexdigest()[:32]
         return found if self.rows is None else part_fingerprint(found, self.rows)
 
-    def _as_dataset(self) -> FromDataset:
-        """Return the rows as samples, for options that need samples; batches and states are the same."""
+    def facts(self, arguments: Any) -> Mapping[str, str]:
+        """Return that the data are in memory, and whether on a device."""
+        names = ["Tensors"] if self.on_host else ["Tensors", "Tensors on a device"]
+        return dict.fromkeys(names, repr(self))
+
+    def as_samples(self) -> BaseSource:
+        """Return rows in host memory as samples, for options that need samples; batches and states are the same."""
+        if not self.on_host:
+            return self
         import torch
         import torch.utils.data
 
@@ -147,8 +172,7 @@ def _is_plain(tensor: Any) -> bool:
 
 def _check(tensor: Any, what: str, alias: bool) -> None:
     if isinstance(tensor, np.ndarray):
-        known = tensor.dtype.kind in "biu" or tensor.dtype.name in ("float16", "float32", "float64", "complex64")
-        if type(tensor) not in (np.ndarray, np.memmap) or not (known or tensor.dtype == np.complex128):
+        if type(tensor) not in (np.ndarray, np.memmap) or not is_plain(tensor.dtype.newbyteorder("=")):
             raise TypeError(f"{what} is {kind_of(tensor)} of {tensor.dtype}, which torch cannot convert")
         if not tensor.dtype.isnative:
             raise TypeError(f"{what} is not in native byte order ({tensor.dtype.str}): convert it with .astype")

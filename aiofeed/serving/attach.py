@@ -28,7 +28,7 @@ from aiofeed.serving.subscription import EpochFeed, Subscription
 if TYPE_CHECKING:
     import torch
 
-    from aiofeed.kernel.devices.backend import DeviceBackend
+    from aiofeed.kernel.core.faces import BaseDevice
     from aiofeed.reports.explanation import Explanation
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
@@ -40,7 +40,7 @@ _NO_STATE = "the server's feeder has the state: save and load it in the server's
 @explain_arguments()
 def attach(
     address: str | os.PathLike[str],
-    device: str | int | torch.device | DeviceBackend | None = None,
+    device: str | int | torch.device | BaseDevice | None = None,
     *,
     transform: Transform | None = None,
     wait_s: float = 10.0,
@@ -78,7 +78,7 @@ class AttachedFeed:
     ``iter()``. Errors of the feeder are raised with their types and messages; if the server dies, ``WorkerDiedError``.
     """
 
-    def __init__(self, address: Path, backend: DeviceBackend | None, transform: Transform | None) -> None:
+    def __init__(self, address: Path, backend: BaseDevice | None, transform: Transform | None) -> None:
         self._address = address
         self._backend = backend
         self._transform = transform

@@ -17,7 +17,7 @@ from aiofeed.serving import messages
 from aiofeed.serving.device_memory.device_reader import DeviceReader
 
 if TYPE_CHECKING:
-    from aiofeed.kernel.devices.backend import DeviceBackend
+    from aiofeed.kernel.core.faces import BaseDevice
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
@@ -55,7 +55,7 @@ def server_died(address: object, pid: int) -> WorkerDiedError:
     return WorkerDiedError(f"the server at {address}{who} has died: start it again, and attach again")
 
 
-def connect_to_server(address: Path, wait_s: float, backend: DeviceBackend | None, *, host_only: bool) -> ServerLink:
+def connect_to_server(address: Path, wait_s: float, backend: BaseDevice | None, *, host_only: bool) -> ServerLink:
     """Connect to the server at an address; blocks.
 
     Args:
@@ -78,7 +78,7 @@ def connect_to_server(address: Path, wait_s: float, backend: DeviceBackend | Non
         raise
 
 
-def _open_device_memory(link: ServerLink, device: str, backend: DeviceBackend | None) -> DeviceReader | None:
+def _open_device_memory(link: ServerLink, device: str, backend: BaseDevice | None) -> DeviceReader | None:
     """Return the memory of the server's device if this process can read it; else ``None``, and log the reason."""
     address = link.address
     if not device:

@@ -71,7 +71,7 @@ class Hub:
         listener: Listener,
         options: ServeOptions,
         executor: ThreadPool,
-        ring: DeviceRing | None = None,
+        ring: DeviceRing | None,
     ) -> None:
         self._feeder = feeder
         self._listener = listener

@@ -15,9 +15,9 @@ from typing import Any
 from aiofeed.ipc.address import SERVER, Listener, check_free, resolve
 from aiofeed.ipc.cuda_ipc import SharedDevice, shared_device
 from aiofeed.kernel.core.errors import as_exception
+from aiofeed.kernel.core.faces import BaseDevice
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_positive_int, explain_arguments
-from aiofeed.kernel.devices.backend import DeviceBackend, splits_batches
 from aiofeed.kernel.feeder.feeder import Feeder
 from aiofeed.kernel.runtime import threads
 from aiofeed.kernel.runtime.event_loop import EventLoopThread
@@ -221,9 +221,9 @@ class Server:
         return f"Server({self._feeder!r}, {str(self._address)!r}, mode={self._options.mode!r})"
 
 
-def _shared(backend: DeviceBackend) -> tuple[DeviceBackend, SharedDevice]:
+def _shared(backend: BaseDevice) -> tuple[BaseDevice, SharedDevice]:
     """Return the device of a served feeder, and its interface for sharing memory with other processes."""
-    several = splits_batches(backend)
+    several = backend.splits
     shared = None if several else shared_device(backend)
     if shared is None:
         reason = "there are several devices" if several else "its memory cannot be shared"

@@ -40,7 +40,7 @@ from aiofeed.serving.device_memory.device_reader import BlockCopier, DeviceBatch
 from aiofeed.serving.messages import BatchAvailable
 
 if TYPE_CHECKING:
-    from aiofeed.kernel.devices.backend import DeviceBackend
+    from aiofeed.kernel.core.faces import BaseDevice
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
@@ -127,9 +127,7 @@ class Subscription:
         host_only: Whether this server's device memory could not be opened; a new connection is to do without it.
     """
 
-    def __init__(
-        self, link: ServerLink, backend: DeviceBackend | None, memory: BufferPool, executor: ThreadPool
-    ) -> None:
+    def __init__(self, link: ServerLink, backend: BaseDevice | None, memory: BufferPool, executor: ThreadPool) -> None:
         self._link = link
         self._device_reader = link.device_reader
         self._memory = memory
@@ -159,7 +157,7 @@ class Subscription:
         """The server's address and process."""
         return self._link.address, self._link.process.pid
 
-    def copier(self, backend: DeviceBackend, transform: Callable[[Any], Any] | None) -> Copier:
+    def copier(self, backend: BaseDevice, transform: Callable[[Any], Any] | None) -> Copier:
         """Return the copier of batches to the device."""
         if self._device_reader is None:
             return Copier(backend, transform)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import codecs
 import importlib
 import re
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
+
+from aiofeed.common.blocking import signal_held
 
 _CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1f\x7f]")
 
@@ -23,7 +21,7 @@ def arrow(module: str = "pyarrow") -> Any:
         ImportError: It is not installed.
     """
     try:
-        with _interrupts_held():
+        with signal_held():
             return importlib.import_module(module)
     except ImportError:
         raise ImportError('Parquet, Arrow and such files need pyarrow: pip install "aiofeed[parquet]"') from None
@@ -32,25 +30,8 @@ def arrow(module: str = "pyarrow") -> Any:
 @cache
 def load_pandas() -> None:
     """Let pyarrow import pandas if it is installed, which it does for the first array that becomes numpy's."""
-    with _interrupts_held():
+    with signal_held():
         arrow().array([0]).to_numpy()
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Deliver Ctrl-C at the end of the block: it is lost while pyarrow is imported, or imports pandas."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or handler is None:
-        yield
-        return
-    pressed: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if pressed:
-        signal.raise_signal(signal.SIGINT)
 
 
 def stored_type(kind: Any) -> Any:

@@ -109,8 +109,7 @@ class ParquetRows(Shards):
             raise TypeError(f"ParquetRows(columns=) must be a list of names, got {columns!r}")
         if columns is not None and data is not None:
             raise ValueError("ParquetRows: data= is one column and columns= are those of a dict: pass one of them")
-        targets = [target] if target is None or isinstance(target, str) else list(target)
-        for argument, value in (("data", data), *[("target", each) for each in targets]):
+        for argument, value in (("data", data), *[("target", each) for each in as_list(target)]):
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"ParquetRows({argument}=) must be the name of a column, got {value!r}")
         self._columns = None if columns is None else list(columns)
@@ -182,8 +181,7 @@ class ParquetRows(Shards):
         shard.extra = found = RowGroups(metadata, np.cumsum([0, *rows]))
         fields, wanted = metadata.schema.to_arrow_schema(), self._columns
         names, counts = fields.names, Counter(fields.names)
-        targets = self._target_columns if self._target_columns is not None else []
-        targets = [targets] if isinstance(targets, str) else list(targets)
+        targets = as_list(self._target_columns)
         if self._data is not None:
             found.data = self._path(fields, self._data) or ()
             wanted = [self._data]
@@ -371,6 +369,11 @@ def leaves(metadata: Any, columns: Sequence[str] | None) -> list[int]:
     paths = () if own.keys() >= set(columns) else [f"{metadata.schema.column(number).path}." for number in numbers]
     found = [own.get(name) or [at for at, path in enumerate(paths) if path.startswith(f"{name}.")] for name in columns]
     return list(dict.fromkeys(chain.from_iterable(found)))
+
+
+def as_list(names: Any) -> list[Any]:
+    """Return no name, a name or several as a list."""
+    return [] if names is None else [names] if isinstance(names, str) else list(names)
 
 
 def _leaf_count(kind: Any) -> int:

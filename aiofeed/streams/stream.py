@@ -7,11 +7,12 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 from aiofeed.kernel.core.errors import FeedError, ReadError, StateError, as_exception
+from aiofeed.kernel.core.faces import BaseSource, Exclusion
 from aiofeed.kernel.core.formatting import format_error
 from aiofeed.kernel.core.types import Traits, public, takes_keyword
 from aiofeed.kernel.core.validation import check_bool, check_int_from, counted, explain_arguments, is_async_function
@@ -33,7 +34,7 @@ _END: Any = object()
 
 @public
 @explain_arguments({"decode": "pass decode= to Feeder, as for every source"})
-class Stream:
+class Stream(BaseSource):
     """An iterable whose items are the samples: of one that has no index, such as a Hugging Face streaming dataset.
 
     Each epoch iterates it once, in one thread, ahead of the training; an async iterable on the event loop of the
@@ -67,6 +68,28 @@ class Stream:
     """
 
     traits: Traits = Traits(decode="optional", indexed=False)
+    # fmt: off
+    excluded: ClassVar[Sequence[Exclusion]] = (
+        (("shuffle=",), ("Stream",), ValueError,
+         "a stream has an order of its own: pass Stream(..., shuffle_buffer=N)"),
+        (("sampler=", "weights="), ("Stream",), ValueError, "a stream has no indices: choose items in the iterable"),
+        (("batch_sampler=",), ("Stream",), ValueError, "a stream has no indices: pass batch_size="),
+        (("a plan with lengths=",), ("Stream",), ValueError,
+         "a stream has no list of lengths: pass Buckets, TokenBudget or Pack without lengths=, which measure the "
+         "items"),
+        (("cache=",), ("Stream",), ValueError,
+         "a stream has no indices, by which a cache finds samples: leave it out"),
+        (('in_order="samples"',), ("Stream",), ValueError,
+         "a stream gives the items of a batch together: pass in_order=False"),
+        (('engine="process"',), ("Stream",), ValueError, 'a stream is read in this process: pass engine="thread"'),
+        (("retries",), ("Stream",), ValueError,
+         "a stream gives each item once, so that a read cannot be timed or repeated: do that in the iterable"),
+        (("max_failures as a share",), ("Stream",), ValueError,
+         "a stream has no length of which it is a fraction: pass on_error=FailurePolicy(..., max_failures=100)"),
+        (("exclude=",), ("Stream",), ValueError,
+         "it leaves out samples of shuffle=True, False or 'keyed' only: take them out of the source"),
+    )
+    # fmt: on
 
     def __init__(
         self,
@@ -168,7 +191,12 @@ class Stream:
         before = (each for each in snapshots if each.epoch == epoch and each.item <= first)
         return max(before, key=lambda each: each.item, default=None)
 
-    def _new_order(self, schedule: Schedule, shard: Shard, plan: LengthPlan | None) -> StreamOrder:
+    def facts(self, arguments: Any) -> Mapping[str, str]:
+        """Return that it is a stream."""
+        return {"Stream": repr(self)}
+
+    def new_order(self, schedule: Schedule, shard: Shard, plan: LengthPlan | None) -> StreamOrder:
+        """Return the order of its items."""
         return StreamOrder(schedule, shard, self, plan)
 
     def _read_blocks(self, epoch: int, first: int, snapshot: Snapshot | None, size: int, measure: Measured) -> Blocks:

@@ -17,9 +17,10 @@ from aiofeed.kernel.engine.fetch.user_errors import pointer_hint
 from aiofeed.kernel.runtime.machine import free_memory
 from aiofeed.kernel.sources.file_io import SAMPLED, Content
 from aiofeed.shards.arrow import arrow
+from aiofeed.shards.parquet import as_list
 from aiofeed.shards.urls import ShardFinder
 from aiofeed.tables.columns import Columns, NumberColumn
-from aiofeed.tables.table import Table, as_list, check_columns
+from aiofeed.tables.table import Table, check_columns
 
 if TYPE_CHECKING:
     import torch

@@ -16,11 +16,11 @@ import numpy as np
 from aiofeed.kernel.core.types import Traits
 from aiofeed.kernel.sources.file_io import Content
 from aiofeed.shards.arrow import stored_type
-from aiofeed.shards.parquet import ParquetRows, memory_of
+from aiofeed.shards.parquet import ParquetRows, as_list, memory_of
 from aiofeed.shards.urls import Shard
 from aiofeed.streams.stream import Stream
 from aiofeed.tables.columns import Columns, GatheredRows, ValueColumn, example_of, is_encoded, problem_of, take_rows
-from aiofeed.tables.table import Table, as_list, check_columns
+from aiofeed.tables.table import Table, check_columns
 
 
 class ParquetTable(ParquetRows, Table):
@@ -178,11 +178,12 @@ class StreamTable(Stream, Table):  # type: ignore[misc]
         [row] = Columns.of(index.item.select(as_list(self._target_columns))).rows(np.arange(1))
         return row[self._target_columns] if isinstance(self._target_columns, str) else row
 
-    def _new_order(self, schedule: Any, shard: Any, plan: Any) -> Any:
+    def new_order(self, schedule: Any, shard: Any, plan: Any) -> Any:
+        """Return the order of its rows; a plan that measures a whole row is refused."""
         if plan is not None and self._schema is not None and not callable(plan.length):
             row = {name: example_of(self._schema.field(name).type) for name in self._problems()}
             plan._length_in(row if self.data is None else row[self.data], 0)
-        return super()._new_order(schedule, shard, plan)
+        return super().new_order(schedule, shard, plan)
 
     def _measured(self, item: Any) -> Any:
         """Return the sample of a row; the row itself is a table.

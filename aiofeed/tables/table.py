@@ -117,11 +117,13 @@ class Table(GroupedSource):
         return f"{self.name}[{index}]"
 
     def in_batches(self) -> Self:
-        """Return the table with samples for ``collate_rows``.
+        """Return the table with samples for ``collate_rows``; itself if a sample is one column.
 
         Raises:
             TypeError: A column has no tensors.
         """
+        if self.data is not None:
+            return self
         for column, problem in self._problems().items():
             if problem is not None:
                 raise TypeError(f"{self.name}: {no_tensors(column, problem)}")
@@ -164,11 +166,6 @@ class Table(GroupedSource):
         found = iter(self._samples_of(Columns.of(take_rows(table, np.flatnonzero(valid))), np.arange(valid.sum())))
         null = ValueError(f"{' or '.join(map(repr, nulls))} is null")
         return [next(found) if each else null for each in valid]
-
-
-def as_list(names: Any) -> list[Any]:
-    """Return no name, a name or several as a list."""
-    return [] if names is None else [names] if isinstance(names, str) else list(names)
 
 
 def check_columns(name: str, known: Sequence[str], wanted: Sequence[str]) -> None:

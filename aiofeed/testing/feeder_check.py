@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from aiofeed.kernel.devices.backend import CpuBackend, backends_of, splits_batches
+from aiofeed.kernel.devices.backend import CpuBackend
 from aiofeed.kernel.devices.resolve import resolve_devices
 from aiofeed.kernel.feeder.feeder import Feeder
 from aiofeed.testing.copier_check import PHASE, StreamConsumer, WrongBytesError
@@ -19,7 +19,7 @@ from aiofeed.testing.copier_check import PHASE, StreamConsumer, WrongBytesError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from aiofeed.kernel.devices.backend import DeviceBackend, Stream
+    from aiofeed.kernel.core.faces import DeviceBackend, Stream
 
 _ROW = 96  # bytes of a sample
 
@@ -79,8 +79,7 @@ def check_feeder(
         WrongBytesError: a checksum differs.
     """
     resolved = resolve_devices(device)
-    backends: list[DeviceBackend]
-    backends = list(backends_of(resolved or CpuBackend()))
+    backends = list((resolved or CpuBackend()).backends)
     consumers = [
         _FeedConsumer(
             backend,
@@ -113,7 +112,7 @@ def check_feeder(
         **options,
     )
     with feeder:
-        number = _train(feeder, consumers, several=splits_batches(resolved))
+        number = _train(feeder, consumers, several=resolved is not None and resolved.splits)
     _compare(source, consumers, number)
     return feeder
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from aiofeed.kernel.core.limits import Limits
 from aiofeed.kernel.core.pytree import map_leaves
-from aiofeed.kernel.core.types import traits_of
+from aiofeed.kernel.feeder.arguments import as_source
 from aiofeed.kernel.feeder.feeder import Feeder
 
 
@@ -39,7 +39,7 @@ def check_source(source: Any, *, decode: Callable[..., Any] | None = None, sampl
     keys = [source.key(index) for index in range(count)]
     if not all(isinstance(key, str) for key in keys) or len({*keys}) < count:
         raise WrongSampleError(f"key(index) must be another text for each sample, got {keys[:4]}")
-    if decode is None and traits_of(source).decode == "needed":
+    if decode is None and as_source(source).traits.decode == "needed":
         decode = _unchanged
 
     def read(indices: list[int], checked: Any = source, resumed_at: int = 0, **limits: int) -> list[str]:

@@ -10,13 +10,16 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
 from aiofeed import _load_addon
 from aiofeed.common.mapped import MappedFiles
 from aiofeed.common.unreadable import naming_file
+from aiofeed.kernel.core.errors import CacheError
+from aiofeed.kernel.core.faces import Exclusion
+from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.kernel.core.types import Row, Traits, public
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, explain_arguments
 from aiofeed.kernel.runtime.buffers import HostBufferPool, array
@@ -76,8 +79,19 @@ class Tokens(IndexedSource):
     """
 
     traits: Traits = Traits(decode="none", rows=True)
+    # fmt: off
+    excluded: ClassVar[Sequence[Exclusion]] = (
+        (("batch_sampler=", "a plan", "collate_fn=", 'engine="process"', "static_batches=True", "a list of devices"),
+         ("Tokens on the device",), ValueError,
+         "batches are gathered on one device, in its own memory and in one size: leave out {option}"),
+        (("Tokens on the device",), ("Tokens at URLs",), ValueError,
+         "they are copied from files: download them, or pass cache=EncodedCache(path, max_bytes), which keeps windows "
+         "on the local disk"),
+    )
+    # fmt: on
     answers_at_once = True
     looks_ahead = False
+    gathers_on_device = True
     _column: str | None = None
 
     def __new__(cls, paths: Any = None, *_: Any, column: Any = None, store: Any = None, **__: Any) -> Self:
@@ -186,6 +200,20 @@ class Tokens(IndexedSource):
     def shard_starts(self) -> Sequence[int] | NDArray[np.int64]:
         """The first window of each file, and the number of windows, for ``shuffle="window"``."""
         return self._starts
+
+    def facts(self, arguments: Any) -> Mapping[str, str]:
+        """Return whether the tokens are kept on the device, and whether they are at URLs."""
+        found = {"Tokens on the device": "cache='device'"} if arguments.cache == "device" else {}
+        return found | ({"Tokens at URLs": repr(self)} if self.looks_ahead else {})
+
+    def check_room(self, backend: Any, /) -> None:
+        """Raise ``CacheError`` if the tokens are to be kept in host memory and do not fit there."""
+        if backend is None and not self.in_memory:
+            raise CacheError(
+                f'cache="device" with device=None keeps {self!r} in host memory, and its '
+                f"{format_bytes(sum(tokens.nbytes for tokens in self.arrays))} are more than half of the free "
+                f"{format_bytes(free_memory())}: leave out cache=, and threads gather batches ahead"
+            )
 
     def fingerprint(self) -> str:
         """Return the number of windows and some of their keys, as for files without a fingerprint of their own."""

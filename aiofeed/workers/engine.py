@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from aiofeed.kernel.core.types import traits_of
 from aiofeed.workers.pool import ProcessPool, WorkerPool
 from aiofeed.workers.remote_assembly import RemoteAssembly
 from aiofeed.workers.spawn import WorkerConfig, check_not_starting
@@ -17,7 +16,7 @@ def open_workers(config: Any) -> tuple[WorkerPool[Any], Callable[..., RemoteAsse
     check_not_starting()
     limits, source = config.limits, config.source
     # Each process has its own copy of a Dataset.
-    copies = config.engines if traits_of(source).items else 1
+    copies = config.engines if source.threads else 1
     worker_config = WorkerConfig(
         source=source,
         decode=config.decode,
@@ -40,5 +39,5 @@ def open_workers(config: Any) -> tuple[WorkerPool[Any], Callable[..., RemoteAsse
         pool = ActorPool(worker_config, config.ray)
     else:
         # All devices of one kind can copy from memory that one of them has page-locked.
-        pool = ProcessPool(worker_config, getattr(config.backend, "backends", (config.backend,))[0])
+        pool = ProcessPool(worker_config, None if config.backend is None else config.backend.backends[0])
     return pool, partial(RemoteAssembly, pool=pool)

@@ -21,7 +21,7 @@ from aiofeed.kernel.core.types import BatchPlan
 from aiofeed.workers import protocol
 
 if TYPE_CHECKING:
-    from aiofeed.kernel.devices.backend import DeviceBackend
+    from aiofeed.kernel.core.faces import BaseDevice
 
 
 class Handle(ABC):
@@ -107,7 +107,7 @@ class WorkerHandle(Handle):
         number: int,
         count: int,
         config: int,
-        backend: DeviceBackend | None,
+        backend: BaseDevice | None,
         *,
         received: Callable[[WorkerHandle, protocol.FromWorker], None],
         lost: Callable[[WorkerHandle, Exception | None], None],

@@ -34,7 +34,7 @@ from aiofeed.workers.handle import AssignedBatch, Handle, WorkerHandle
 from aiofeed.workers.spawn import WorkerConfig, write_config
 
 if TYPE_CHECKING:
-    from aiofeed.kernel.devices.backend import DeviceBackend
+    from aiofeed.kernel.core.faces import BaseDevice
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
 
@@ -213,7 +213,7 @@ class ProcessPool(WorkerPool[WorkerHandle]):
         backend: The device that copies from their rings; ``None`` for none.
     """
 
-    def __init__(self, worker_config: WorkerConfig, backend: DeviceBackend | None) -> None:
+    def __init__(self, worker_config: WorkerConfig, backend: BaseDevice | None) -> None:
         super().__init__(worker_config)
         self._config = write_config(worker_config)
         # For a pool that is never started. At interpreter exit the system closes it.

@@ -23,7 +23,7 @@ from aiofeed.kernel.core.failure_policy import FailurePolicy
 from aiofeed.kernel.engine.tuning.reads import READS_MOST
 
 if TYPE_CHECKING:
-    from aiofeed.kernel.engine.fetchers import CacheStore
+    from aiofeed.kernel.core.faces import CacheStore
 
 _OR_THREADS = 'or use engine="thread"'
 
@@ -197,12 +197,6 @@ def write_config(worker_config: WorkerConfig) -> int:
     return descriptor
 
 
-def unpickle_config(data: bytes) -> WorkerConfig:
-    """Unpickle the configuration that the trainer has pickled."""
-    worker_config: WorkerConfig = pickle.loads(data)
-    return worker_config
-
-
 def read_config(descriptor: int) -> WorkerConfig:
     """Unpickle what ``write_config`` has written; imports the script first if an object is defined in it."""
     global starting
@@ -210,12 +204,13 @@ def read_config(descriptor: int) -> WorkerConfig:
         size = os.fstat(descriptor).st_size
         starting = True
         with mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as data:
-            preparation, worker_config = pickle.loads(data)
+            preparation, pickled = pickle.loads(data)
         if preparation:
             from multiprocessing import spawn
 
             spawn.prepare(preparation)
-        return unpickle_config(worker_config)
+        worker_config: WorkerConfig = pickle.loads(pickled)
+        return worker_config
     finally:
         starting = False
         os.close(descriptor)

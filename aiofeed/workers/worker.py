@@ -21,7 +21,6 @@ from aiofeed.ipc.schema import encode
 from aiofeed.kernel.core.errors import CollateError, FeedError, add_note
 from aiofeed.kernel.core.limits import ResolvedLimits
 from aiofeed.kernel.core.statistics import EpochStats, new_events
-from aiofeed.kernel.core.types import Members
 from aiofeed.kernel.engine.admission import MemoryBudget
 from aiofeed.kernel.engine.assembly import AssemblyOptions
 from aiofeed.kernel.engine.concurrency import Tuner
@@ -66,18 +65,15 @@ class Worker:
     async def run(self) -> None:
         """Open the source and assemble batches, until cancelled."""
         source = self._config.source
-        members = Members.of(source)
         try:
-            if members.open is not None:
-                await members.open()
+            await source.open()
         except BaseException as error:  # the user's coroutine may raise anything; the trainer raises it
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
-            add_note(error, f"in {type(source).__name__}.open()")
+            add_note(error, f"in {type(source.given).__name__}.open()")
             self.send(protocol.WorkerEnded(describe(error)))
             return
-        if members.aclose is not None:
-            self.loop_thread.at_stop(members.aclose)
+        self.loop_thread.at_stop(source.aclose)
         self._engine = self._new_engine()
         self.send(protocol.WorkerReady())
         await self._engine.run()

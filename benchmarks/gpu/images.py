@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import aiofeed
-from aiofeed.kernel.devices.backend import DeviceBackend
+from aiofeed.kernel.core.faces import DeviceBackend
 from aiofeed.reports.machine.environment import describe_accelerator
 from benchmarks import data
 from benchmarks.figures import Figure, column, per

@@ -12,7 +12,8 @@ from typing import Any, cast
 
 import torch
 
-from aiofeed.kernel.devices.backend import CpuBackend, DeviceBackend
+from aiofeed.kernel.core.faces import DeviceBackend
+from aiofeed.kernel.devices.backend import CpuBackend
 from aiofeed.kernel.devices.resolve import resolve_devices
 from aiofeed.reports.machine.environment import describe_accelerator, inspect_environment
 from benchmarks import report

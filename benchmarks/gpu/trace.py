@@ -19,7 +19,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 import aiofeed
-from aiofeed.kernel.devices.backend import DeviceBackend
+from aiofeed.kernel.core.faces import DeviceBackend
 from benchmarks.figures import Figure, at_least, at_most, column, per
 from benchmarks.gpu.overlap import Blank, step_of
 from benchmarks.gpu.setup import Setup, drive, marker, synchronize

@@ -225,6 +225,7 @@ def test_a_pickled_copy_and_a_state(kind: str, server: FaultServer) -> None:
         assert done + rows_of(feeder) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Zarr 3", "HDF5"])
 def test_processes_read_at_urls(kind: str, server: FaultServer) -> None:
     """Two of them."""

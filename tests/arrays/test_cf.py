@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import aiofeed
 from tests.support.arrays import assert_same
+from tests.support.examples import examples
 
 h5py = pytest.importorskip("h5py")
 xarray = pytest.importorskip("xarray")
@@ -70,7 +71,7 @@ def stored_as(kind: str, folder: str, stored: Any, attributes: Any) -> tuple[str
 
 
 @pytest.mark.parametrize("kind", ["NetCDF", "Zarr 2", "Zarr 3"])
-@settings(max_examples=60, report_multiple_bugs=False)
+@settings(max_examples=examples(20), report_multiple_bugs=False)
 @given(packed())
 def test_values_and_dtypes_are_those_of_xarray(kind: str, given: Any) -> None:
     """Of integers and floats, packed in every way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import multiprocessing
 import pickle
@@ -20,7 +21,6 @@ import aiofeed
 from aiofeed.arrays.chunked import ChunkedArray
 from aiofeed.errors import ReadError, StateError
 from tests.support.arrays import samples_of
-from tests.support.simulated_device import SimulatedDevice
 
 zarr = pytest.importorskip("zarr", minversion="3")
 h5py = pytest.importorskip("h5py")
@@ -137,8 +137,9 @@ def test_ranks(arrays: dict[str, Any], shuffle: Any, world: int) -> None:
     assert sorted(rows_of(whole)) == list(range(FIRST, FIRST + 120))
 
 
-@pytest.mark.parametrize("shuffle", ORDERS)
-@pytest.mark.parametrize("batches", [0, 1, 11, 29])
+@pytest.mark.parametrize(
+    ("shuffle", "batches"), [*((order, 11) for order in ORDERS), *itertools.product((True, "window"), (0, 1, 29))]
+)
 def test_a_resume_is_exact(arrays: dict[str, Any], shuffle: Any, batches: int) -> None:
     """In the second epoch, with random tiles: bit by bit."""
     options: dict[str, Any] = {"batch_size": BATCH, "shuffle": shuffle, "seed": 5}
@@ -238,37 +239,6 @@ def test_a_mixture(arrays: dict[str, Any]) -> None:
 # --- everything else of a feeder --------------------------------------------------------------------------------------
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "in_order=False": {"in_order": False},
-    "in_order='samples'": {"in_order": "samples"},
-    "device": {"device": SimulatedDevice()},
-    "processes": {"engine": "process:2"},
-    "little": {"limits": aiofeed.Limits(decode_threads=1, prefetch_batches=1, lookahead_bytes=1)},
-    "skip": {"on_error": aiofeed.FailurePolicy("skip", decode_timeout_s=10, read_timeout_s=10)},
-    "replace": {"on_error": "replace"},
-    "drop_last": {"drop_last": True},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("tiles", ["random", "whole"])
-@pytest.mark.usefixtures("forked_workers")
-def test_options_of_the_feeder(name: str, tiles: str, arrays: dict[str, Any]) -> None:
-    """Two epochs of all samples, in the order of the plain feeder unless another one is asked for."""
-    source = (random_tiles if tiles == "random" else new)(arrays)
-    with (
-        aiofeed.Feeder(source, batch_size=BATCH, shuffle="window:2") as plain,
-        aiofeed.Feeder(source, batch_size=BATCH, shuffle="window:2", **OPTIONS[name]) as feeder,
-    ):
-        for _ in range(2):
-            batches = [{name: tensor.cpu() for name, tensor in batch.items()} for batch in feeder]
-            rows, expected = rows_of(batches), list(plain)
-            if "in_order" in name:
-                assert sorted(rows) == sorted(rows_of(expected))
-            else:
-                assert equal(batches, expected[: len(batches)])
-
-
 def test_a_transform_and_a_decoder(arrays: dict[str, Any], tmp_path: Path) -> None:
     """A decoder gets samples, whose results caches keep."""
     calls = []
@@ -315,7 +285,7 @@ def tracker_started() -> None:
     resource_tracker.ensure_running()
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("tracker_started")
 def test_another_process_reads_it(method: str, arrays: dict[str, Any]) -> None:
     """After it was opened here: no handle is shared."""

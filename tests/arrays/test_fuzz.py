@@ -16,7 +16,7 @@ from tests.support.hdf5_files import FLETCHER32, GZIP, SHUFFLE, ZSTD, write_pack
 zarr = pytest.importorskip("zarr", minversion="3")
 h5py = pytest.importorskip("h5py")
 
-TIMES = 150
+TIMES = 100
 
 
 def write_hdf5(path: Path) -> dict[str, str]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import aiofeed
 from tests.support.arrays import Asked, check_epoch, numbers, selections
+from tests.support.examples import examples
 from tests.support.hdf5_files import layouts
 
 h5py = pytest.importorskip("h5py")
@@ -20,7 +21,7 @@ h5py = pytest.importorskip("h5py")
 ORDERS = (False, True, "window:2")
 
 
-@settings(max_examples=100, report_multiple_bugs=False)
+@settings(max_examples=examples(25), report_multiple_bugs=False)
 @given(st.data())
 def test_windows_equal_h5py(data: Any) -> None:
     """Whatever the window, the layout, the filters, the missing chunks and the order."""

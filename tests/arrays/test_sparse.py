@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import aiofeed
 from aiofeed.errors import ReadError
 from tests.support.arrays import assert_same
+from tests.support.examples import examples
 from tests.support.simulated_device import SimulatedDevice
 
 h5py = pytest.importorskip("h5py")
@@ -129,7 +130,7 @@ def test_rows_and_columns(name: str, writer: str, tmp_path: Path) -> None:
     assert sorted(rows) == list(range(ROWS))
 
 
-@settings(max_examples=60, report_multiple_bugs=False)
+@settings(max_examples=examples(12), report_multiple_bugs=False)
 @given(st.data())
 def test_rows_equal_scipy(data: Any) -> None:
     """Of several files of any lengths, dtypes and chunks, in windows of rows and any order."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import aiofeed
 from tests.support.arrays import Asked, assert_same, check_epoch, numbers, samples_of, selections
+from tests.support.examples import examples
 
 zarr = pytest.importorskip("zarr", minversion="3")
 h5py = pytest.importorskip("h5py")
@@ -23,7 +24,7 @@ TIME, LAT, LON = 20, 6, 9
 ORDERS = (False, True, "window:2")
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(50))
 @given(st.data())
 def test_windows_of_arrays_in_memory(data: Any) -> None:
     """Of any shapes, axes of samples, windows, tiles, strides and pads."""

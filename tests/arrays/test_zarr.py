@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.arrays import DTYPES, Asked, check_epoch, numbers, selections
+from tests.support.examples import examples
 
 zarr = pytest.importorskip("zarr", minversion="3")
 numcodecs = pytest.importorskip("numcodecs")
@@ -108,7 +109,7 @@ def write(path: Path, values: Any, layout: dict[str, Any], holes: Any = ()) -> A
     return zarr.open_array(path, mode="r")[...]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(15))
 @given(st.data())
 def test_windows_equal_zarr(data: Any) -> None:
     """Whatever the window, the layout, the missing chunks and the order."""

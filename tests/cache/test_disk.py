@@ -597,6 +597,7 @@ def test_a_kill_during_creation_leaves_a_file_that_is_created_again(path: Path, 
     assert DiskCache(path).verify() == ()
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("engines", ["process", "process:2"])
 def test_engine_processes_share_the_file(jpeg_folder: Path, path: Path, engines: str) -> None:
     """A thread engine reads what they have written, and batches equal those of a thread engine."""

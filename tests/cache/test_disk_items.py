@@ -34,6 +34,7 @@ from aiofeed.common.fingerprint import dataset_identity
 from aiofeed.errors import CacheError, IteratorClosedError, ReadError
 from tests.cache.test_item_codec import ITEMS, Items, Many, Pair, flat
 from tests.support.epochs_beside import same_after
+from tests.support.examples import examples
 from tests.support.logged_items import Logged, LoggedMany, Ragged
 from tests.support.paths import ROOT, environment
 from tests.support.simulated_device import SimulatedDevice
@@ -94,7 +95,7 @@ def test_batches_equal_those_without_a_cache(path: Path, device: Any, item: str)
     most=st.sampled_from([None, 8192 + 400]),
     stops=st.lists(st.integers(0, 12), min_size=2, max_size=6),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_epochs_that_are_left_resumed_and_set_equal_those_without_a_cache(
     tmp_path_factory: pytest.TempPathFactory,
     n: int,

@@ -37,6 +37,7 @@ from aiofeed import (
     serve,
 )
 from aiofeed.errors import CacheError
+from aiofeed.kernel.core.faces import AdaptedSource
 from tests.support.encoded import HEAD_BYTES, HEADS, RECORD_BYTES, Blocks, as_it_is, block, head, heads, stored
 from tests.support.paths import ROOT
 from tests.support.shard_files import members_of, sample_bytes, write_tar
@@ -181,7 +182,7 @@ def test_forked_child(cache: EncodedCache) -> None:
 
 def test_pickled_source(cache: EncodedCache) -> None:
     """A pickled source opens the file itself; settings survive."""
-    source = cache.wrap(Blocks())
+    source = cache.wrap(AdaptedSource(Blocks()))
     copy: Any = pickle.loads(pickle.dumps(source))
     assert repr(copy).startswith("CachedSource(")
     assert (copy.key(3), len(copy)) == ("block 3", 40)
@@ -226,7 +227,7 @@ async def test_round_trip(cache: EncodedCache) -> None:
         np.ones(2),
     ]
     for _ in range(2):
-        source: Any = cache.wrap(inner := Values(values))
+        source: Any = cache.wrap(AdaptedSource(inner := Values(values)))
         assert typed(await source.read_many(range(len(values)))) == typed(values)
     assert not inner.reads
 
@@ -234,7 +235,7 @@ async def test_round_trip(cache: EncodedCache) -> None:
 @pytest.mark.parametrize("value", [bytearray(b"a"), {"a": object()}, [1 << 70], (set(),)])
 async def test_other_samples_are_refused(cache: EncodedCache, value: Any) -> None:
     """A sample that cannot be restored exactly is an error that names it and the way out."""
-    source: Any = cache.wrap(Values([b"", value]))
+    source: Any = cache.wrap(AdaptedSource(Values([b"", value])))
     [_, error] = await source.read_many([0, 1])
     assert isinstance(error, TypeError)
     assert "'block 1' (index 1) cannot be cached: sample" in str(error)
@@ -244,7 +245,7 @@ async def test_other_samples_are_refused(cache: EncodedCache, value: Any) -> Non
 async def test_errors_are_not_cached(cache: EncodedCache) -> None:
     """A sample that cannot be read is tried again, and fails or succeeds alone."""
     inner = Values([block(0), OSError("unreadable"), block(2)])
-    source: Any = cache.wrap(inner)
+    source: Any = cache.wrap(AdaptedSource(inner))
     assert [type(sample) for sample in await source.read_many(range(3))] == [bytes, OSError, bytes]
     with pytest.raises(OSError, match="unreadable"):
         await source.read(1)
@@ -310,7 +311,7 @@ async def test_version(cache: EncodedCache) -> None:
             return f"{self.number}"
 
     inner = Versioned()
-    sources: Any = [cache.wrap(inner), cache.wrap(inner)]
+    sources: Any = [cache.wrap(AdaptedSource(inner)), cache.wrap(AdaptedSource(inner))]
     for number in (1, 2):
         inner.number = number
         for _ in range(3):
@@ -428,7 +429,7 @@ def test_a_file_that_is_truncated_while_it_is_used(cache: EncodedCache, caplog: 
 
 async def test_a_record_that_is_overwritten_while_it_is_used(cache: EncodedCache) -> None:
     """A sample whose checksum was verified before is read again if it is none any more."""
-    source: Any = cache.wrap(inner := Blocks())
+    source: Any = cache.wrap(AdaptedSource(inner := Blocks()))
     await source.read_many(range(40))
     with Path(cache.path).open("r+b") as file:
         file.seek(HEAD_BYTES)

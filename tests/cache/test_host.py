@@ -343,7 +343,7 @@ def test_samples_that_do_not_fit_are_decoded_in_every_epoch(caplog: pytest.LogCa
 def test_half_of_the_free_memory_is_divided_among_the_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     from aiofeed.kernel.runtime import machine
 
-    monkeypatch.setattr(machine, "free_memory", lambda: 20 * 10 * 2 * 2)
+    monkeypatch.setattr(machine, "free_memory", lambda *_: 20 * 10 * 2 * 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     source = CountedNumbers()
     epochs(Feeder(source, decode=tensor, batch_size=4, cache="host", limits=Limits(decode_threads=1)), 2)

@@ -22,6 +22,8 @@ from aiofeed.kernel.feeder.pipeline import StreamingPipeline
 from aiofeed.resident.device_cache import HostRows
 from aiofeed.resident.pipeline import ResidentPipeline
 from tests.support.epochs_beside import same_after
+from tests.support.examples import examples
+from tests.support.number_decoders import CountedNumbers, tensor
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import until
 
@@ -155,7 +157,7 @@ def test_batches_are_those_of_default_collate() -> None:
 @given(
     n=st.integers(1, 40),
     batch_size=st.integers(1, 9),
-    item=st.sampled_from([name for name in ITEMS if name != "mapped"]),
+    item=st.sampled_from(["a file", *(name for name in ITEMS if name != "mapped")]),
     many=st.booleans(),
     threads=st.sampled_from([1, 3]),
     shuffle=st.sampled_from([False, True, "keyed"]),
@@ -166,7 +168,7 @@ def test_batches_are_those_of_default_collate() -> None:
     cache=st.sampled_from(["device", "host", HostCache(400)]),
     stops=st.lists(st.integers(0, 12), min_size=2, max_size=6),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_epochs_that_are_left_resumed_and_set_equal_those_without_a_cache(
     n: int,
     batch_size: int,
@@ -190,10 +192,15 @@ def test_epochs_that_are_left_resumed_and_set_equal_those_without_a_cache(
         "shard": rank_of,
         "limits": Limits(memory_bytes=200),
     }
-    dataset = (Many if many else Items)(n, item)
-    source = FromDataset(dataset, threads=threads)
+    if item == "a file":
+        source: Any = CountedNumbers(n)
+        other: Any = CountedNumbers(n)
+        options["decode"] = tensor
+    else:
+        other = (Many if many else Items)(n, item)
+        source = FromDataset((Many if many else Items)(n, item), threads=threads)
     cached: Feeder[Any] = Feeder(source, cache=cache, device=SimulatedDevice() if simulated else None, **options)
-    plain: Feeder[Any] = Feeder((Many if many else Items)(n, item), **options)
+    plain: Feeder[Any] = Feeder(other, **options)
     with cached, plain:
         for step, stop in enumerate(stops):
             same_after(step, stop, cached, plain, flat)
@@ -525,41 +532,33 @@ def test_items_that_differ_are_not_cached_on_a_device(kind: str | None, case: in
         list(feeder)
 
 
+NOT_CACHED: list[tuple[Any, str]] = [
+    ({"a": {"b": object()}}, r"item\['a'\]\['b'\] is a object"),
+    (torch.zeros(2, requires_grad=True), r"item is tensor float32 \[2\] \(requires grad\)"),
+    (torch.zeros(2).to_sparse(), r"item is tensor float32 \[2\] \(torch.sparse_coo\)"),
+    (torch.nn.Parameter(torch.zeros(2)), r"item is parameter float32 \[2\]"),
+    (Counter("a"), r"item is a Counter with the keys \['a'\]"),
+]
+NOT_ON_A_DEVICE: list[tuple[Any, str]] = [
+    ("text", r"item is a str, 'text'"),
+    ((1, "text"), r"item\[1\] is a str, 'text'"),
+    (np.zeros(2, "U3"), r"item is array <U3 \[2\]"),
+    (np.zeros(2, np.longdouble), r"item is array float128 \[2\]|item is array longdouble \[2\]"),
+    (np.datetime64("2020-01-01"), "item is a datetime64"),
+    ((), "no elements: it is a tuple of 0"),
+    (torch.zeros(0), r"no elements: it is tensor float32 \[0\]"),
+]
+
+
 @DEVICES
-@ALL_CACHES
 @pytest.mark.parametrize(
-    ("odd", "message"),
-    [
-        ({"a": {"b": object()}}, r"item\['a'\]\['b'\] is a object"),
-        (torch.zeros(2, requires_grad=True), r"item is tensor float32 \[2\] \(requires grad\)"),
-        (torch.zeros(2).to_sparse(), r"item is tensor float32 \[2\] \(torch.sparse_coo\)"),
-        (torch.nn.Parameter(torch.zeros(2)), r"item is parameter float32 \[2\]"),
-        (Counter("a"), r"item is a Counter with the keys \['a'\]"),
-    ],
+    ("cache", "odd", "message"),
+    [(cache, *each) for cache in ("device", "host", "disk") for each in NOT_CACHED]
+    + [("device", *each) for each in NOT_ON_A_DEVICE],
 )
 def test_items_that_cannot_be_cached(kind: str | None, cache: Any, odd: Any, message: str) -> None:
-    """An error before the first batch names the item and its part."""
+    """An error before the first batch names the item and its part; a device caches less than others."""
     feeder: Feeder[Any] = Feeder(Items(12, lambda _: odd), batch_size=4, cache=cache_of(cache), device=device_of(kind))
-    with feeder, pytest.raises(CacheError, match=r"'Items\[0\]' \(index 0\) cannot be cached: .*" + message):
-        next(iter(feeder))
-
-
-@DEVICES
-@pytest.mark.parametrize(
-    ("odd", "message"),
-    [
-        ("text", r"item is a str, 'text'"),
-        ((1, "text"), r"item\[1\] is a str, 'text'"),
-        (np.zeros(2, "U3"), r"item is array <U3 \[2\]"),
-        (np.zeros(2, np.longdouble), r"item is array float128 \[2\]|item is array longdouble \[2\]"),
-        (np.datetime64("2020-01-01"), "item is a datetime64"),
-        ((), "no elements: it is a tuple of 0"),
-        (torch.zeros(0), r"no elements: it is tensor float32 \[0\]"),
-    ],
-)
-def test_items_that_a_device_does_not_cache(kind: str | None, odd: Any, message: str) -> None:
-    """The same error for what no device has."""
-    feeder: Feeder[Any] = Feeder(Items(12, lambda _: odd), batch_size=4, cache="device", device=device_of(kind))
     with feeder, pytest.raises(CacheError, match=r"'Items\[0\]' \(index 0\) cannot be cached: .*" + message):
         next(iter(feeder))
 
@@ -581,7 +580,7 @@ def test_items_that_do_not_fit_on_the_device_are_an_error_with_the_figures(laten
 
 def test_items_that_do_not_fit_into_host_memory_are_an_error_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a device the limit is free host memory; ``cache="host"`` caches the items that fit."""
-    monkeypatch.setattr("aiofeed.kernel.runtime.machine.free_memory", lambda: 700)
+    monkeypatch.setattr("aiofeed.kernel.runtime.machine.free_memory", lambda *_: 700)
     with Feeder(Items(22), batch_size=4, cache="device") as feeder, pytest.raises(CacheError, match="700 bytes free"):
         next(iter(feeder))
     dataset = Items(22)

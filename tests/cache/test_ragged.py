@@ -30,6 +30,7 @@ from aiofeed.errors import CacheError, CollateError
 from tests.cache.test_disk import offsets
 from tests.cache.test_item_codec import UNLIKE, Items
 from tests.support.epochs_beside import same_after
+from tests.support.examples import examples
 from tests.support.number_decoders import CountedNumbers
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
@@ -173,7 +174,7 @@ def arrays(value: Any) -> list[Any]:
     rank_of=st.sampled_from([(0, 1), (1, 3)]),
     stops=st.lists(st.integers(0, 12), min_size=2, max_size=5),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_epochs_that_are_left_and_resumed_equal_those_without_a_cache(
     tmp_path_factory: pytest.TempPathFactory,
     seed: int,

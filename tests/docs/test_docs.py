@@ -48,6 +48,10 @@ NEEDS = {
 }
 """Packages that a document imports and aiofeed does not need."""
 ROBOTS = ROOT / "docs" / "robots.md"
+SLOW = {"docs/training-frameworks.md", "docs/tutorial.md"}
+"""Documents that take more than a second."""
+SMALLER = {"README.md": ("range(256)", "range(40)"), "docs/index.md": ("range(64)", "range(40)")}
+"""Replacements in the code of documents: fewer pictures."""
 BUCKET_RECIPE = ROOT / "docs" / "recipes" / "buckets.md"
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```\s*$", re.MULTILINE | re.DOTALL)
 INFO_STRINGS = {"python": True, "{.python .no-run}": False}
@@ -106,7 +110,11 @@ def run_document(path: Path) -> None:
     """Run the blocks of a document, and close its feeders."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     try:
-        run_blocks(python_blocks(path, path.read_text(encoding="utf-8")), namespace)
+        text = path.read_text(encoding="utf-8")
+        if smaller := SMALLER.get(path.relative_to(ROOT).as_posix()):
+            assert smaller[0] in text
+            text = text.replace(*smaller)
+        run_blocks(python_blocks(path, text), namespace)
     finally:
         for value in list(namespace.values()):
             if isinstance(value, aiofeed.Feeder):
@@ -154,6 +162,7 @@ def document(path: Path) -> Any:
     """The parameter of a document; one that needs other packages is marked, and their warnings are allowed."""
     name = path.relative_to(ROOT).as_posix()
     marks = [pytest.mark.integration, pytest.mark.filterwarnings("default")] if name in NEEDS else []
+    marks += [pytest.mark.slow] if name in SLOW else []
     return pytest.param(path, id=name, marks=marks)
 
 

@@ -119,6 +119,7 @@ def demo(run: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> D
     return DemoRun(data, run("demo.py", *SMALL_DEMO, "--epochs", "1", "--data", data))
 
 
+@pytest.mark.slow
 def test_demo_compares_the_sides(demo: DemoRun) -> None:
     """The table has figures for both sides, the gain, and the same Pillow calls in both; all sides learn the same."""
     for label in (
@@ -175,6 +176,7 @@ def test_demo_generates_its_images_once(run: Callable[..., str], demo: DemoRun) 
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.jpg")} == written
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_demo_prints_no_traceback_on_ctrl_c(demo: DemoRun) -> None:
     """Ctrl-C while it measures, sent to the workers too, prints one word and no traceback."""
@@ -212,9 +214,6 @@ def test_demo_refuses_too_few_images(run: Callable[..., str], tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
-# --- overlap ----------------------------------------------------------------------------------------------------------
-
-
 def test_overlap_loads_the_next_sample_during_a_step(run: Callable[..., str]) -> None:
     """With one load at a time, load N + 1 begins after load N ends and before step N ends."""
     one_by_one, four = run("overlap.py", "--samples", "3", "--scale", "0.5").split("4 loads at a time")
@@ -235,6 +234,7 @@ def test_overlap_loads_the_next_sample_during_a_step(run: Callable[..., str]) ->
 # --- train_images -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_train_images_saves_a_model(run: Callable[..., str], jpeg_folder: Path, tmp_path: Path) -> None:
     """Training on a folder prints loss and statistics per epoch, and saves the weights with the class names."""
     saved = tmp_path / "model.pt"
@@ -270,9 +270,7 @@ def test_train_images_names_the_bad_path(run: Callable[..., str], kind: str, tmp
     assert not (tmp_path / "model.pt").exists()
 
 
-# --- async_training ---------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.slow
 def test_async_training_answers_while_it_trains(run: Callable[..., str]) -> None:
     """The answers to /progress advance through the batches, and the loss falls."""
     output = run("async_training.py", "--self-test", "--samples", "12000", "--epochs", "2")
@@ -286,9 +284,6 @@ def test_async_training_answers_while_it_trains(run: Callable[..., str]) -> None
     assert f"self-test: {len(answers)} answers while training" in output
 
 
-# --- existing_dataset -------------------------------------------------------------------------------------------------
-
-
 def test_existing_dataset_gives_the_same_batches_in_every_way(run: Callable[..., str]) -> None:
     """The batches of Feeder, Feeder with two threads and prefetch equal DataLoader's."""
     output = run("existing_dataset.py", "--samples", "50", "--batch-size", "16", "--step-s", "0.005")
@@ -299,6 +294,7 @@ def test_existing_dataset_gives_the_same_batches_in_every_way(run: Callable[...,
 # --- detection --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_detection_learns_from_pictures_of_two_shapes(run: Callable[..., str]) -> None:
     """The loss falls to less than half, over epochs, with batches of both shapes."""
     output = run("detection.py", "--samples", "320", "--steps", "60", "--report", "20")
@@ -325,9 +321,6 @@ def test_detection_ignores_padded_boxes(monkeypatch: pytest.MonkeyPatch) -> None
     assert script.detection_loss(grid, padded) == script.detection_loss(grid, batch)
 
 
-# --- packed_text ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_packed_text_is_resumed_with_another_number_of_processes() -> None:
     """The loss falls, documents come in the proportions of the mixture, and no batch is lost or repeated."""
@@ -342,9 +335,7 @@ def test_packed_text_is_resumed_with_another_number_of_processes() -> None:
     assert "uninterrupted process: True" in output
 
 
-# --- segmentation -----------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.slow
 def test_segmentation_learns_the_masks(run: Callable[..., str]) -> None:
     """The loss falls, objects are found, and the boxes are on their objects."""
     pytest.importorskip("skimage")
@@ -358,9 +349,7 @@ def test_segmentation_learns_the_masks(run: Callable[..., str]) -> None:
     assert min(fits) > 0.7
 
 
-# --- nanogpt ----------------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.slow
 def test_nanogpt_is_resumed_with_its_next_batches(run: Callable[..., str]) -> None:
     """The loss on other text falls, and the resumed training gets the batches of an uninterrupted one."""
     output = run("nanogpt.py", "--steps", "60")
@@ -370,9 +359,7 @@ def test_nanogpt_is_resumed_with_its_next_batches(run: Callable[..., str]) -> No
     assert "uninterrupted training: True" in output
 
 
-# --- raw_text ---------------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.slow
 @pytest.mark.integration
 def test_raw_text_is_packed_once_on_8_ranks_then_2_then_8(
     object_server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -402,9 +389,6 @@ def test_raw_text_is_packed_once_on_8_ranks_then_2_then_8(
     assert "560 documents of 4 shards, each token once: True" in output
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow  # tests/sources/tables has these resumes, too
 @pytest.mark.integration
 def test_tables_is_resumed_with_its_next_batches() -> None:
@@ -417,9 +401,7 @@ def test_tables_is_resumed_with_its_next_batches() -> None:
     assert "the same batches: True" in output
 
 
-# --- video_clips ------------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.slow
 def test_video_clips_learns_and_is_resumed_with_its_next_clips(run: Callable[..., str]) -> None:
     """The network tells the directions of other videos apart, and the resumed training sees the same clips."""
     pytest.importorskip("av")
@@ -430,9 +412,7 @@ def test_video_clips_learns_and_is_resumed_with_its_next_clips(run: Callable[...
     assert int(accuracy[1]) > 60
 
 
-# --- push_dot ---------------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.slow
 def test_push_dot_learns_and_is_resumed_with_its_next_moments(run: Callable[..., str]) -> None:
     """The loss falls, and the resumed training sees the moments and pixels of an uninterrupted one."""
     pytest.importorskip("av")
@@ -449,6 +429,7 @@ def test_push_dot_learns_and_is_resumed_with_its_next_moments(run: Callable[...,
 # --- weather, single_cells --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_weather_is_forecast_better_than_by_persistence(run: Callable[..., str]) -> None:
     """After an epoch, the error in a year that the model has not seen is smaller than that of no change."""
     pytest.importorskip("zarr")
@@ -458,6 +439,7 @@ def test_weather_is_forecast_better_than_by_persistence(run: Callable[..., str])
     assert float(found[1]) < 0.8 * float(found[2])
 
 
+@pytest.mark.slow
 def test_single_cells_are_told_apart(run: Callable[..., str]) -> None:
     """Dense and sparse batches of the same rows train the same classifier."""
     pytest.importorskip("h5py")
@@ -467,9 +449,7 @@ def test_single_cells_are_told_apart(run: Callable[..., str]) -> None:
     assert float(dense) > 90
 
 
-# --- several_devices --------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.slow
 def test_several_devices_equal_one_device(run: Callable[..., str]) -> None:
     """The loss falls, and is the same with two devices as with one."""
     losses = {}
@@ -480,9 +460,7 @@ def test_several_devices_equal_one_device(run: Callable[..., str]) -> None:
     assert losses[2] == pytest.approx(losses[1], rel=0.01, abs=1e-5)
 
 
-# --- shared_tensors ---------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no Unix sockets that pass descriptors")
 def test_shared_tensors_are_one_copy(run: Callable[..., str]) -> None:
     """Both children train on 16 MiB that three processes map, and each accounts for a third."""
@@ -502,45 +480,34 @@ def test_shared_tensors_are_one_copy(run: Callable[..., str]) -> None:
 # --- training frameworks ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow  # tests/integration has this framework, too
-@pytest.mark.integration
-def test_lightning_resume_sees_each_sample_once() -> None:
-    """The Trainer sees 40 samples before it stops, the other 60 after it resumes, then the next epoch."""
-    pytest.importorskip("lightning")
-    output = run_fresh("lightning_resume.py")
-    assert "stopped after step 5 of 13: 40 samples seen" in output
-    assert "resumed: 60 more samples in epoch 0, 100 in epoch 1" in output
-    assert "epoch 0, each sample once: True" in output
-
-
-@pytest.mark.slow  # tests/integration has this framework, too
-@pytest.mark.integration
-def test_accelerate_loop_sees_each_sample_once() -> None:
-    """After ``load_state`` the training continues in mid-epoch and sees each sample once."""
-    pytest.importorskip("accelerate")
-    output = run_fresh("accelerate_loop.py")
-    assert "saved in epoch 0, after 40 samples" in output
-    assert "trained to the end" in output
-    assert "epoch 0, each sample once: True" in output
+OUTPUTS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("lightning", "lightning_resume.py"): (
+        "stopped after step 5 of 13: 40 samples seen",
+        "resumed: 60 more samples in epoch 0, 100 in epoch 1",
+        "epoch 0, each sample once: True",
+    ),
+    ("accelerate", "accelerate_loop.py"): (
+        "saved in epoch 0, after 40 samples",
+        "trained to the end",
+        "epoch 0, each sample once: True",
+    ),
+    ("transformers", "transformers_trainer.py"): ("after 40 samples", "epoch 0, each sample once: True"),
+    ("lightning", "fabric_loop.py"): ("after 40 samples", "epoch 0, each sample once: True"),
+    ("ignite", "ignite_engine.py"): ("after 40 samples", "epoch 0, each sample once: True"),
+    ("ray", "ray_train.py", "--self-test"): ("self-test: 302 samples seen: 300, and 2 repeated",),
+}
 
 
 @pytest.mark.slow  # tests/integration has these frameworks, too
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    ("package", "example"),
-    [
-        ("transformers", "transformers_trainer.py"),
-        ("lightning", "fabric_loop.py"),
-        ("ignite", "ignite_engine.py"),
-    ],
-)
-def test_framework_example_sees_each_sample_once(package: str, example: str) -> None:
-    """The training stops after 40 of 100 samples, resumes, and sees each sample of the epoch once."""
+@pytest.mark.parametrize("command", OUTPUTS, ids=lambda command: command[1])
+def test_framework_example_resumes_with_the_rest_of_its_samples(command: tuple[str, ...]) -> None:
+    """The training stops after 40 of 100 samples, resumes, also with more workers, and sees each sample once."""
+    package, *script = command
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    output = run_fresh(example)
-    assert "after 40 samples" in output
-    assert "epoch 0, each sample once: True" in output
+    output = run_fresh(*script)
+    assert [line for line in OUTPUTS[command] if line not in output] == []
 
 
 @pytest.mark.integration
@@ -571,14 +538,6 @@ def test_torchrun_ddp_shows_its_command(run: Callable[..., str]) -> None:
 
 @pytest.mark.integration
 @pytest.mark.slow
-def test_ray_train_resumes_with_more_workers() -> None:
-    """Two workers see 40 samples each, then three see the rest of the 300, with two repeated."""
-    pytest.importorskip("ray")
-    assert "self-test: 302 samples seen: 300, and 2 repeated" in run_fresh("ray_train.py", "--self-test")
-
-
-@pytest.mark.integration
-@pytest.mark.slow
 def test_ray_data_is_resumed_with_its_next_batches() -> None:
     """Ray's batches and the feeder's rows are all images, and the resumed feeder gets the batches after its state."""
     pytest.importorskip("ray")
@@ -587,6 +546,7 @@ def test_ray_data_is_resumed_with_its_next_batches() -> None:
     assert "one uninterrupted epoch: True" in output
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_checkpoint_dcp_sees_each_sample_once() -> None:
     """A distributed checkpoint restores the feeder's position and the weights."""
@@ -622,11 +582,9 @@ def test_ddp_one_host_distributes_the_batches() -> None:
     assert "each sample once: True, same weights: True" in output
 
 
-# --- device_mesh ------------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="four processes that each import torch take too long")
-@pytest.mark.parametrize("arguments", [(), pytest.param(("--accelerate",), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("arguments", [(), ("--accelerate",)], ids=str)
 def test_device_mesh_is_resumed_on_another_mesh(run: Callable[..., str], arguments: tuple[str, ...]) -> None:
     """Tensor-parallel processes see the same samples, and a resume on another mesh has the rest of the epoch."""
     if arguments:
@@ -636,18 +594,13 @@ def test_device_mesh_is_resumed_on_another_mesh(run: Callable[..., str], argumen
     assert "4 x 1: each sample once: True" in output
 
 
-# --- all --------------------------------------------------------------------------------------------------------------
-
-
 def test_every_example_is_listed() -> None:
     """examples/README.md lists exactly the examples that exist."""
     listed = re.findall(r"\]\((\w+\.(?:py|ipynb))\)", (EXAMPLES / "README.md").read_text(encoding="utf-8"))
     assert sorted(listed) == sorted(path.name for ending in ("py", "ipynb") for path in EXAMPLES.glob(f"*.{ending}"))
 
 
-# --- resident_digits --------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.slow
 def test_resident_digits_learns_and_compares(run: Callable[..., str]) -> None:
     """The test accuracy is above 95 %, and every way has a time."""
     pytest.importorskip("sklearn")

@@ -21,6 +21,7 @@ nbformat.write(notebook, "executed.ipynb")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda path: path.name)
 def test_notebook(path: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("train_ranks.py")
 SAMPLES, EPOCHS = 27, 2
 """The same values as in train_ranks.py."""
 
-pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 
 def train(torchrun: TorchRun, folder: Path, *frameworks: str) -> None:
@@ -73,7 +73,6 @@ def test_accelerate(trained: Path) -> None:
         assert rank["feeder rates"] == pytest.approx([0.75, 0.5, 0.25, 0])
 
 
-@pytest.mark.slow
 def test_lightning_and_fabric(torchrun: TorchRun, tmp_path: Path) -> None:
     """Lightning and Fabric make `aiofeed.DataLoader` again with a sampler of their own; `predict` returns each sample
     once."""

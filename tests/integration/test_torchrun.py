@@ -28,7 +28,7 @@ from tests.support.waiting import until
 
 TorchRun: TypeAlias = Callable[..., subprocess.Popen[str]]
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("train_ddp.py")
 SAMPLES, BATCH_SIZE, SEED = 101, 4, 3
@@ -151,7 +151,6 @@ def test_uninterrupted_training_follows_distributed_sampler(whole: Run) -> None:
             assert indices == sharded(rank, 2, epoch)
 
 
-@pytest.mark.slow
 def test_resume_with_as_many_processes(
     fork_server: ForkServer, killed: tuple[Path, Run], whole: Run, tmp_path: Path
 ) -> None:
@@ -163,7 +162,7 @@ def test_resume_with_as_many_processes(
     assert torch.equal(resumed.checkpoint["model"]["weight"], whole.checkpoint["model"]["weight"])
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("workers", [1, 3])
 def test_resume_with_other_processes(
     fork_server: ForkServer, killed: tuple[Path, Run], whole: Run, tmp_path: Path, workers: int
 ) -> None:
@@ -187,7 +186,6 @@ def rendezvous() -> torch.distributed.TCPStore:
     return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_nodes_leave_and_join(
     torchrun: TorchRun, kill: Callable[..., None], rendezvous: torch.distributed.TCPStore, whole: Run, tmp_path: Path

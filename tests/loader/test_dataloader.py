@@ -257,11 +257,19 @@ class Long(Endless):
 LENGTHS = [10**10, 2000, ValueError, NotImplementedError, RuntimeError]
 
 
+WAYS: list[dict[str, Any]] = [
+    {"threads": 2},
+    {"cache": "host"},
+    {"on_error": "skip"},
+    {"engine": "process:1"},
+    {},
+    {"num_workers": 1},
+]
+
+
 @pytest.mark.parametrize("kind", ["sampler", "batch_sampler"])
-@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(
-    "options",
-    [{"threads": 2}, {"cache": "host"}, {"on_error": "skip"}, {"engine": "process:1"}, {}, {"num_workers": 1}],
+    ("options", "length"), [*((way, LENGTHS[0]) for way in WAYS), *(({}, each) for each in LENGTHS[1:])]
 )
 @pytest.mark.usefixtures("forked_workers")
 def test_a_long_sampler_is_read_as_it_goes(options: dict[str, Any], length: Any, kind: str) -> None:

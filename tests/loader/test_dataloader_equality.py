@@ -112,7 +112,7 @@ def test_the_caller_s_thread_gives_torch_s_batches(case: dict[str, Any]) -> None
     check(case)
 
 
-@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(st.integers(1, 3)))
 def test_workers_give_torch_s_batches(case: dict[str, Any]) -> None:
     """With workers all batches, errors and draws are torch's, also around epochs that were left."""

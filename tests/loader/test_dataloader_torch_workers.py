@@ -172,6 +172,7 @@ def processes_of_multiprocessing_started() -> None:
     multiprocessing.reduction.ForkingPickler.dumps(torch.zeros(1))
 
 
+@pytest.mark.slow
 def test_a_spawned_worker_does_the_same() -> None:
     """Workers that are spawned have the same seeds and samples as forked ones."""
     from tests.support.loader_parts import Random

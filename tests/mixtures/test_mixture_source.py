@@ -68,7 +68,7 @@ def text(data: bytes) -> str:
 def test_sources_of_bytes_are_one_source() -> None:
     """Every sample comes exactly once with the default weights, with or without ``read_many``."""
     mixture = Mixture({"a": Letters("a", 4), "b": Letters("b", 6)})
-    assert isinstance(mixture.combined, Source)
+    assert isinstance(mixture.whole, Source)
     assert len(mixture) == 10
     assert sorted(samples_of(mixture, decode=text, shuffle=True)) == items("a", 4) + items("b", 6)
 
@@ -91,8 +91,8 @@ def test_files_are_read_by_decode_threads_as_without_a_mixture(tmp_path: Path) -
     files = [Files([tmp_path / name for name in items("f", 40)][half::2]) for half in (0, 1)]
     mixture = Mixture({"even": files[0], "odd": files[1]})
     assert sorted(samples_of(mixture, decode=text)) == sorted(items("f", 40))
-    assert mixture.combined.answers_at_once == all(one.answers_at_once for one in files)  # type: ignore[union-attr]
-    assert sorted(mixture.combined.read_now([0, 39, 20])) == [b"f0", b"f1", b"f39"]  # type: ignore[union-attr]
+    assert mixture.whole.answers_at_once == all(one.answers_at_once for one in files)  # type: ignore[union-attr]
+    assert sorted(mixture.whole.read_now([0, 39, 20])) == [b"f0", b"f1", b"f39"]  # type: ignore[union-attr]
 
 
 def test_every_source_is_opened_and_closed() -> None:
@@ -148,8 +148,8 @@ def test_datasets_are_asked_in_groups_and_by_their_own_threads() -> None:
             "list": FromDataset([10, 11, 12], threads=2, setup=lambda _: ready.append("list")),
         }
     )
-    assert isinstance(mixture.combined, CombinedDatasets)
-    assert mixture.combined.threads == 2
+    assert isinstance(mixture.whole, CombinedDatasets)
+    assert mixture.whole.threads == 2
     assert sorted(samples_of(mixture)) == [0, 1, 2, 3, 4, 5, 10, 11, 12]
     assert all(len(indices) > 1 for indices in calls)
     assert set(ready) == {"group", "list"}
@@ -171,7 +171,7 @@ def test_an_error_names_the_source_and_the_sample() -> None:
 def test_it_is_identified_by_its_sources() -> None:
     """Their names and keys, or the fingerprints that the user gave."""
     prints = [
-        Mixture(parts).combined.fingerprint()
+        Mixture(parts).whole.fingerprint()
         for parts in (
             {"a": Letters("a", 4), "b": Letters("b", 4)},
             {"a": Letters("a", 4), "c": Letters("b", 4)},
@@ -180,7 +180,7 @@ def test_it_is_identified_by_its_sources() -> None:
         )
     ]
     assert len(set(prints)) == 4
-    assert Mixture({"a": FromDataset([1], fingerprint="x"), "b": [1]}).combined.fingerprint() is None
+    assert Mixture({"a": FromDataset([1], fingerprint="x"), "b": [1]}).whole.fingerprint() is None
 
 
 def test_it_survives_pickling() -> None:
@@ -196,7 +196,7 @@ def test_a_source_that_fails_as_a_whole_fails_the_group() -> None:
         async def read_many(self, indices: Sequence[int]) -> list[bytes]:
             raise OSError("no network")
 
-    combined: Any = Mixture({"a": Grouped("a", 3), "b": Failing("b", 3)}).combined
+    combined: Any = Mixture({"a": Grouped("a", 3), "b": Failing("b", 3)}).whole
     with pytest.raises(OSError, match="no network"):
         asyncio.run(combined.read_many([0, 4]))
 

@@ -1,7 +1,6 @@
 import asyncio
 import logging
 import multiprocessing
-import os
 import pickle
 import shutil
 import ssl
@@ -18,10 +17,11 @@ from hypothesis import strategies as st
 from aiofeed.objects import reader as reader_module
 from aiofeed.objects.clients import _aws_profile
 from aiofeed.objects.reader import ObjectReader, statistics_of
+from tests.support.examples import examples
 from tests.support.fault_server import Fault, FaultServer
 from tests.support.waiting import until
 
-EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "250")) // 2
+EXAMPLES = examples(125)
 DATA = bytes(range(256)) * 16
 
 

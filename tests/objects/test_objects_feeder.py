@@ -19,12 +19,13 @@ from aiofeed.objects import reader as reader_module
 from aiofeed.objects import samples as samples_module
 from aiofeed.objects.clients import open_requests
 from tests.conftest import write_image_folder
+from tests.support.examples import examples
 from tests.support.fault_server import Fault
 from tests.support.number_decoders import scalar
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import until
 
-EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "250")) // 10
+EXAMPLES = examples(25)
 SAMPLES = 200
 
 

@@ -612,6 +612,7 @@ async def test_an_asynchronous_loop_is_explained() -> None:
         assert feeder.explain().stage != ""
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_worker_processes_send_their_counters() -> None:
     """With ``engine="process"`` all decode jobs and reads are counted; the verdict counts processes."""
     with Feeder(Numbers(40, read_s=0.001), decode=plants.decode, batch_size=4, engine="process:2") as feeder:

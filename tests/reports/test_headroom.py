@@ -169,7 +169,7 @@ def test_static_batches_stay_in_their_memory() -> None:
     assert seen == [*real[: REAL + 4], *[real[REAL + 3]] * 4, *real[REAL + 4 :]]
 
 
-@pytest.mark.usefixtures("capsys")
+@pytest.mark.usefixtures("capsys", "forked_workers")
 def test_other_engines_and_data_are_measured() -> None:
     """Worker processes, samples in any order, a skipped failure, a cache and data in memory: batches come again."""
     with feeder(engine="process") as feeding:

@@ -227,7 +227,7 @@ class TestFacts:
     def test_ranks(self, monkeypatch):
         """Of several ranks, each has its part of the cores and of the memory."""
         monkeypatch.setattr(environment.machine, "cpus", lambda: 128)
-        monkeypatch.setattr(environment.machine, "free_memory", lambda: 64 * GIB)
+        monkeypatch.setattr(environment.machine, "free_memory", lambda *_: 64 * GIB)
         assert "ranks share" not in str(DeviceReport((), "x", environment.inspect_environment(), ()))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
         text = str(DeviceReport((), "x", environment.inspect_environment(), ()))
@@ -238,7 +238,7 @@ class TestFacts:
     def test_pillow(self, monkeypatch):
         """The version is that of the active package, not of the installed one."""
         installed = {"pillow": "12.1.1", "pillow-simd": "12.1.1.post0"}
-        monkeypatch.setattr(environment, "_installed", installed.get)
+        monkeypatch.setattr(environment, "version", installed.get)
         for version, simd, hidden in (("12.1.1", False, True), ("12.1.1.post0", True, False)):
             monkeypatch.setitem(sys.modules, "PIL", SimpleNamespace(__version__=version))
             found = environment.inspect_environment()
@@ -250,7 +250,7 @@ class TestFacts:
         """Decoders are found without importing them."""
         (tmp_path / "simplejpeg.py").write_text("raise AssertionError('imported')")
         monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.setattr(environment, "_installed", lambda package: "9.9" if package == "simplejpeg" else None)
+        monkeypatch.setattr(environment, "version", lambda package: "9.9" if package == "simplejpeg" else None)
         assert environment.inspect_environment().decoders["simplejpeg"] == "9.9"
 
     def test_the_native_library(self, monkeypatch):
@@ -405,6 +405,7 @@ class TestCommand:
         assert re.search(rf"^aiofeed .*; Python {platform.python_version()}", output, re.MULTILINE)
         assert "torch" in output
 
+    @pytest.mark.slow
     def test_as_a_module(self):
         """``python -m aiofeed doctor`` prints the report."""
         done = subprocess.run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import pickle
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from aiofeed import DecodeImage, FailurePolicy, Feeder, Files, Limits, Tensors
+from aiofeed import DecodeImage, FailurePolicy, Feeder, Files, Tensors
 from aiofeed.cache.layout import Layout
 from aiofeed.errors import CacheError, DeviceCopyError
 from aiofeed.kernel.devices.backend import CpuBackend
@@ -25,7 +22,6 @@ from aiofeed.resident.device_cache import DeviceStore
 from aiofeed.resident.device_windows import DeviceWindows
 from aiofeed.resident.pipeline import ResidentPipeline
 from tests.support.dropping import python_calls_while_dropping
-from tests.support.epochs_beside import same_after
 from tests.support.number_decoders import CountedNumbers, array, half, scalar, tensor
 from tests.support.simulated_device import SimulatedDevice
 
@@ -98,61 +94,6 @@ def test_batches_equal_those_without_a_cache(kind: str | None, decode: Any, targ
     assert sum(source.reads.values()) == 22 + probes
 
 
-@given(
-    n=st.integers(1, 40),
-    batch_size=st.integers(1, 9),
-    shuffle=st.sampled_from([False, True, "keyed"]),
-    drop_last=st.booleans(),
-    pad=st.booleans(),
-    rank_of=st.sampled_from([(0, 1), (0, 2), (1, 3)]),
-    simulated=st.booleans(),
-    stops=st.lists(st.integers(0, 12), min_size=2, max_size=6),
-)
-@settings(max_examples=60, deadline=None)
-def test_epochs_that_are_left_resumed_and_set_equal_those_without_a_cache(
-    n: int,
-    batch_size: int,
-    shuffle: Any,
-    drop_last: bool,
-    pad: bool,
-    rank_of: tuple[int, int],
-    simulated: bool,
-    stops: list[int],
-) -> None:
-    """Epochs are left, resumed from a state or chosen by number, for every shard and with any samples cached."""
-    options: dict[str, Any] = {
-        "decode": tensor,
-        "batch_size": batch_size,
-        "shuffle": shuffle,
-        "drop_last": drop_last,
-        "pad": pad,
-        "shard": rank_of,
-        "limits": Limits(memory_bytes=200),
-    }
-    cached: Feeder[Any] = Feeder(
-        CountedNumbers(n), cache="device", device=SimulatedDevice() if simulated else None, **options
-    )
-    plain: Feeder[Any] = Feeder(CountedNumbers(n), **options)
-    with cached, plain:
-        for step, stop in enumerate(stops):
-            same_after(step, stop, cached, plain, flat)
-
-
-@DEVICES
-def test_out_of_order(kind: str | None) -> None:
-    """Every epoch has all samples, and a state the samples that were not returned."""
-    options: dict[str, Any] = {"decode": scalar, "batch_size": 4, "shuffle": True, "in_order": False}
-    feeder: Feeder[Any] = Feeder(CountedNumbers(30, target=None), cache="device", device=device_of(kind), **options)
-    with feeder:
-        for stop in (3, 8, 2, 5, 8):
-            found = [batch for batch, _ in zip(feeder, range(stop), strict=False)]
-            feeder.load_state_dict(feeder.state_dict())
-            found += list(feeder) if stop < 8 else []
-            seen = [int(number) for batch in found for number in batch.cpu().tolist()]
-            assert len(set(seen)) == len(seen)
-            assert len(seen) >= 26
-
-
 @DEVICES
 def test_epochs_in_a_row_become_resident(kind: str | None) -> None:
     """This includes ``epochs(n)``, which otherwise starts the next epoch early."""
@@ -163,38 +104,6 @@ def test_epochs_in_a_row_become_resident(kind: str | None) -> None:
             assert len([flat(batch) for batch in feeder]) == 6
             assert isinstance(feeder._session.pipeline, ResidentPipeline if epoch else StreamingPipeline)
         assert source.reads == Counter([*range(22), 0])
-
-
-@DEVICES
-def test_resident_epochs_copy_no_samples_from_the_host(kind: str | None) -> None:
-    """After the first epoch, only the indices of its windows are copied to the device, and the targets once."""
-    if kind is None:
-        pytest.skip("nothing is copied")
-    backend = SimulatedDevice(latency=kind)  # type: ignore[arg-type]
-    feeder: Feeder[Any] = Feeder(
-        CountedNumbers(), decode=tensor, batch_size=4, shuffle=True, cache="device", device=backend
-    )
-    with feeder:
-        list(feeder)
-        list(feeder)
-        before = backend.copies
-        list(feeder)
-        assert backend.copies - before == 1
-    assert feeder.statistics().batches == 6
-
-
-@DEVICES
-def test_a_rank_streams_samples_that_are_new_to_it(kind: str | None) -> None:
-    """Over several epochs each rank reads every sample once, and mixed batches equal those of streaming."""
-    options: dict[str, Any] = {"decode": tensor, "batch_size": 4, "shuffle": True, "shard": (0, 2)}
-    source = CountedNumbers(40)
-    cached: Feeder[Any] = Feeder(source, cache="device", device=device_of(kind), **options)
-    plain: Feeder[Any] = Feeder(CountedNumbers(40), **options)
-    with cached, plain:
-        for _ in range(12):
-            assert [flat(batch) for batch in cached] == [flat(batch) for batch in plain]
-        assert isinstance(cached._session.pipeline, ResidentPipeline)
-    assert source.reads - Counter([0]) == Counter(range(40)) - (Counter([0]) if source.reads[0] == 1 else Counter())
 
 
 def test_a_shard_that_never_changes_is_resident_from_the_second_epoch() -> None:
@@ -229,33 +138,6 @@ def test_samples_that_fail(kind: str | None, action: Any, decode_timeout_s: floa
             first = first or good
             assert good == first
         assert {failure.index for failure in cached.failures} == bad
-
-
-@DEVICES
-def test_transform_gets_the_same_batches_as_when_streaming(kind: str | None) -> None:
-    """The cached samples are the decoder's."""
-    options: dict[str, Any] = {"decode": tensor, "batch_size": 4, "transform": lambda batch: [batch[0] * 2, batch[1]]}
-    cached: Feeder[Any] = Feeder(CountedNumbers(), cache="device", device=device_of(kind), **options)
-    with cached, Feeder(CountedNumbers(), device=device_of(kind), **options) as plain:
-        for _ in range(3):
-            assert [flat(batch) for batch in cached] == [flat(batch) for batch in plain]
-
-
-@DEVICES
-def test_writing_into_a_batch_changes_nothing_else(kind: str | None) -> None:
-    """Other batches and later epochs stay the same, streamed or resident, and batches stay over epochs."""
-    feeder: Feeder[Any] = Feeder(
-        CountedNumbers(), decode=tensor, batch_size=4, shuffle=True, cache="device", device=device_of(kind)
-    )
-    plain: Feeder[Any] = Feeder(CountedNumbers(), decode=tensor, batch_size=4, shuffle=True)
-    with feeder, plain:
-        batches = []
-        for _ in range(4):
-            for (x, y), expected in zip(feeder, plain, strict=True):
-                assert flat([x, y]) == flat(expected)
-                batches.append((x.clone(), x, y))
-                y.fill_(99)
-        assert all(flat(copy) == flat(x) for copy, x, _ in batches)
 
 
 @pytest.mark.parametrize("latency", LATENCIES)
@@ -334,7 +216,7 @@ def test_samples_that_do_not_fit_into_host_memory_are_an_error_with_the_figures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without a device the limit is free host memory, which the ranks of a host share."""
-    monkeypatch.setattr("aiofeed.kernel.runtime.machine.free_memory", lambda: 1000)
+    monkeypatch.setattr("aiofeed.kernel.runtime.machine.free_memory", lambda *_: 1000)
     feeder: Feeder[Any] = Feeder(CountedNumbers(22), decode=tensor, batch_size=4, cache="device")
     assert len(list(feeder)) == 6
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -401,23 +283,6 @@ def test_samples_that_differ_are_an_error(kind: str | None) -> None:
         list(feeder)
 
 
-@DEVICES
-def test_memory_is_freed_with_the_feeder(kind: str | None) -> None:
-    """The cache survives ``close``, so nothing is read again, and its memory is freed with the feeder."""
-    source = CountedNumbers()
-    backend = device_of(kind)
-    feeder: Feeder[Any] = Feeder(source, decode=tensor, batch_size=4, cache="device", device=backend)
-    with feeder:
-        first = [flat(batch) for batch in feeder]
-    with feeder:
-        assert [flat(batch) for batch in feeder] == first
-    assert max(source.reads.values()) <= 2
-    del feeder
-    if backend is not None:
-        backend.synchronize()
-        assert backend.allocated_bytes == 0
-
-
 def test_memory_is_freed_with_its_owner_by_a_c_function() -> None:
     """The collector may drop the owner in any thread; no Python code runs but that of the simulated device."""
 
@@ -460,7 +325,6 @@ def test_memory_is_allocated_beside_captures(monkeypatch: pytest.MonkeyPatch) ->
         yield
         modes.pop()
 
-    monkeypatch.setattr("aiofeed.resident.device_cache.allocating", allocating)
     monkeypatch.setattr("aiofeed.resident.device_windows.allocating", allocating)
     backend = ModeOfAllocations(modes)
     store = DeviceStore(22, 4)
@@ -469,27 +333,6 @@ def test_memory_is_allocated_beside_captures(monkeypatch: pytest.MonkeyPatch) ->
     assert backend.found == [["cuda:0"]]
     DeviceWindows(backend, Tensors(torch.ones(4, 2)), 2, 1 << 20)  # type: ignore[arg-type]
     assert backend.found == [["cuda:0"], ["cuda:0"]]
-
-
-@DEVICES
-@pytest.mark.parametrize("decode", [tensor, Planar()])
-def test_an_epoch_begun_under_inference_mode(kind: str | None, decode: Any) -> None:
-    """Samples cached then can be trained on outside it, and more can be cached."""
-    feeder: Feeder[Any] = Feeder(
-        CountedNumbers(),
-        decode=decode,
-        batch_size=4,
-        cache="device",
-        device=device_of(kind),
-        limits=Limits(memory_bytes=64),
-    )
-    with feeder:
-        for _ in range(2):
-            with torch.inference_mode():
-                iterator = iter(feeder)
-                first = next(iterator)
-            assert not first[0].is_inference()
-            assert len([first, *iterator]) == 6
 
 
 @DEVICES
@@ -524,46 +367,6 @@ def test_close_waits_for_the_threads_of_the_first_epoch(kind: str | None) -> Non
     feeder.close()
     assert source.opened == 0
     assert pipeline.join(0)  # type: ignore[union-attr]
-
-
-def test_a_pickled_feeder_starts_with_an_empty_cache() -> None:
-    feeder: Feeder[Any] = Feeder(Files([__file__] * 5), decode=len_of, batch_size=2, cache="device")
-    with feeder:
-        first = [flat(batch) for batch in feeder]
-        other = pickle.loads(pickle.dumps(feeder))
-    with other:
-        assert [flat(batch) for batch in other] == first
-        assert isinstance(other._session.pipeline, StreamingPipeline)
-        assert [flat(batch) for batch in other] == first
-        assert isinstance(other._session.pipeline, ResidentPipeline)
-
-
-@DEVICES
-def test_a_sampler_is_respected(kind: str | None) -> None:
-    """Repeats are returned, and epochs are resident once all samples of the sampler are cached."""
-    order = [3, 1, 3, 5, 8, 8, 8, 2]
-    feeder: Feeder[Any] = Feeder(
-        CountedNumbers(), decode=tensor, batch_size=3, sampler=order, cache="device", device=device_of(kind)
-    )
-    plain: Feeder[Any] = Feeder(CountedNumbers(), decode=tensor, batch_size=3, sampler=order)
-    with feeder, plain:
-        for epoch in range(3):
-            assert [flat(batch) for batch in feeder] == [flat(batch) for batch in plain]
-            assert isinstance(feeder._session.pipeline, ResidentPipeline) == (epoch > 0)
-
-
-@pytest.mark.parametrize("latency", LATENCIES)
-def test_an_epoch_after_one_that_was_left_is_right(latency: Any) -> None:
-    """Samples whose copies were in flight when the epoch was left count as cached once they are on the device."""
-    backend = SimulatedDevice(latency=latency)
-    feeder: Feeder[Any] = Feeder(
-        CountedNumbers(64), decode=tensor, batch_size=4, shuffle=True, cache="device", device=backend
-    )
-    plain: Feeder[Any] = Feeder(CountedNumbers(64), decode=tensor, batch_size=4, shuffle=True)
-    with feeder, plain:
-        for stop in (1, 5, 0, 9, 16, 16):
-            for ours, theirs in zip(range(stop), zip(feeder, plain, strict=True), strict=False):
-                assert flat(theirs[0]) == flat(theirs[1]), ours
 
 
 def test_images_of_a_folder(tmp_path: Path) -> None:

@@ -185,6 +185,7 @@ print("of a child", of_multiprocessing())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a fork with threads is not safe")
 def test_a_forked_child_does_not_hang() -> None:
     """A forked child that may_be_fork() notices does not use OpenMP's threads, which a fork does not copy."""

@@ -27,10 +27,11 @@ from aiofeed.resident.batch_ranges import BatchRange
 from aiofeed.resident.device_windows import QUEUED_WINDOWS, DeviceWindows
 from aiofeed.resident.host_windows import WINDOW_BYTES, HostWindows
 from tests.support.device_cases import ACCELERATORS, EVERY_DEVICE, LATENCIES, DeviceCase, on
+from tests.support.examples import examples
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.states import edited_state
 
-EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "250"))
+EXAMPLES = examples(250)
 
 
 def data(n: int, width: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +92,7 @@ def simulated(device: tuple[Any, int] | None) -> SimulatedDevice | None:
 
 
 @pytest.mark.timeout(3600)
-@settings(max_examples=max(EXAMPLES // 5, 50), suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(35), suppress_health_check=list(HealthCheck))
 @given(config=configurations, memory=window_limits, device=devices, cut=st.integers(0, 12), alias=st.booleans())
 def test_batches_and_states_are_those_of_streaming(
     config: dict[str, Any], memory: int | None, device: tuple[Any, int] | None, cut: int, alias: bool

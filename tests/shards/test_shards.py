@@ -34,10 +34,11 @@ from aiofeed.shards.tar import scan_tar
 from aiofeed.shards.tfrecord import scan_tfrecord
 from aiofeed.shards.urls import expand_braces
 from aiofeed.shards.zip import scan_zip
+from tests.support.examples import examples
 from tests.support.fault_server import Fault
 from tests.support.shard_files import members_of, numbered, tfrecord, write_tar, write_zip
 
-EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "250")) // 10
+EXAMPLES = examples(25)
 
 
 @pytest.fixture
@@ -589,7 +590,7 @@ def test_look_ahead_under_random_faults(server: Any, labels: TarShards, monkeypa
     with Feeder(labels, **options) as feeder:
         expected = [label for batch in feeder for label in batch.tolist()]
 
-    @hypothesis.settings(max_examples=EXAMPLES, suppress_health_check=list(hypothesis.HealthCheck), deadline=None)
+    @hypothesis.settings(max_examples=examples(7), suppress_health_check=list(hypothesis.HealthCheck), deadline=None)
     @given(st.lists(faults, max_size=60), st.integers(1, 4000), st.booleans())
     def check(schedule: list[Fault | None], nbytes: int, stops: bool) -> None:
         server.count = 0

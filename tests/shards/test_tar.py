@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from aiofeed import Source, TarShards
 from aiofeed.reports.commands.cli import main
 from aiofeed.shards.index import ShardIndex
+from tests.support.examples import examples
 from tests.support.shard_files import members_of, numbered, tar_of, write_tar
 
 
@@ -99,7 +100,7 @@ names = st.text(st.characters(codec="utf-8", exclude_characters="\0/.", exclude_
 paths = st.lists(names.filter(lambda name: not name.startswith("__")), min_size=1, max_size=8).map("/".join)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     keys=st.lists(paths, unique=True, min_size=1, max_size=8),
     sizes=st.lists(st.integers(0, 1600), min_size=3, max_size=3),

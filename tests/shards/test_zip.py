@@ -83,6 +83,7 @@ def test_names_of_both_encodings(tmp_path: Path) -> None:
     assert [source.key(index)[-2:] for index in range(len(source))] == ["/ü", "/é"]
 
 
+@pytest.mark.slow
 def test_more_members_than_16_bits_count(tmp_path: Path, read_all: Any) -> None:
     """An archive with a zip64 end record is read."""
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as file:

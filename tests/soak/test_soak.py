@@ -22,6 +22,7 @@ def soak(tmp_path: Path) -> Iterator[Soak]:
     gc.unfreeze()
 
 
+@pytest.mark.slow
 def test_episodes_of_a_seed(soak: Soak) -> None:
     """Epochs that end in every way, with and without faults, lose, double, corrupt and leak nothing."""
     for number in range(EPISODES):

@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset
 import aiofeed
 from aiofeed import Buckets, FailurePolicy, Feeder, FeedError, Stream
 from aiofeed.errors import BatchFailedError, DecodeError, ReadError, StateError
+from tests.support.examples import examples
 from tests.support.fork_server import ForkServer
 from tests.support.interrupts import Interrupt
 from tests.support.simulated_device import SimulatedDevice
@@ -75,7 +76,7 @@ def make(n: int, shuffle_buffer: int, *, is_async: bool = False) -> Stream:
 # --- order, ranks and resume, by brute force --------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(40))
 @given(
     n=st.integers(0, 40),
     batch_size=st.integers(1, 5),

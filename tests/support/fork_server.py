@@ -30,6 +30,9 @@ from tests.support.paths import ROOT, environment
 HANG_S = 90.0
 """Time limit of each wait."""
 
+spent_s = 0.0
+"""Processor time of all children that have ended."""
+
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 # Its parent ends at once: tests that look at the children of their own process do not find the server among them.
@@ -223,8 +226,11 @@ class ForkServer:
         codes: list[int] = []
 
         def reap(timeout_s: float) -> int | None:
+            global spent_s
             if not codes and select.select([ours], [], [], timeout_s)[0]:
-                codes.append(int(answers.readline()))
+                code, seconds = answers.readline().split()
+                codes.append(int(code))
+                spent_s += float(seconds)
                 answers.close()
                 ours.close()
             return codes[0] if codes else None
@@ -252,7 +258,8 @@ def serve(descriptor: int) -> CodeType:
             os.close(out)
             os.close(err)
             parent.sendall(b"%d\n" % pid)
-            parent.sendall(b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            _, status, used = os.wait4(pid, 0)
+            parent.sendall(b"%d %.6f\n" % (os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime))
             os._exit(0)
     os.setsid()
     signal.alarm(int(2 * HANG_S))  # A child whose parent stopped waiting ends by this alarm.

@@ -22,7 +22,6 @@ from aiofeed.kernel.core import validation
 from aiofeed.kernel.sources import file_io
 from aiofeed.tables import columns
 from tests.support.number_decoders import scalar
-from tests.support.simulated_device import SimulatedDevice
 
 arrow = pytest.importorskip("pyarrow")
 
@@ -560,40 +559,6 @@ def numbers_of(batch: Any) -> list[int]:
 
 def epoch(feeder: Any) -> list[int]:
     return [number for batch in feeder for number in numbers_of(batch)]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"device": "simulated"},
-        {"cache": "host"},
-        {"cache": "device"},
-        {"cache": "disk"},
-        {"in_order": False},
-        {"in_order": "samples"},
-        pytest.param({"engine": "process:2"}, marks=pytest.mark.slow),
-        pytest.param({"engine": "process:1", "cache": "disk"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_epochs(source: Manifest, folder: Path, arguments: dict[str, Any]) -> None:
-    """Every sample comes exactly once per epoch with its target, however the feeder works."""
-    with new_feeder(source) as feeder:
-        expected = epoch(feeder)
-    if arguments.get("cache") == "disk":
-        arguments = {**arguments, "cache": aiofeed.DiskCache(folder / "cache.aiofeed")}
-    if "device" in arguments:
-        arguments = {**arguments, "device": SimulatedDevice()}
-    with new_feeder(source, **arguments) as feeder:
-        for number in range(3):
-            for _ in feeder:
-                break
-            feeder.set_epoch(number)
-            found = epoch(feeder)
-            assert sorted(found) == list(range(SAMPLES))
-            if not number and "in_order" not in arguments:
-                assert found == expected
 
 
 def test_resume_at_every_position(source: Manifest, folder: Path) -> None:

@@ -19,7 +19,6 @@ from aiofeed.shards.parquet import ParquetRows
 from aiofeed.shards.urls import Shard
 from aiofeed.tables.columns import GatheredRows
 from tests.support.fault_server import FaultServer
-from tests.support.simulated_device import SimulatedDevice
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -165,28 +164,6 @@ def test_ranks_decode_their_own_row_groups(tmp_path: Path, decoded: Counter[Any]
         groups.append(set(decoded))
     assert len(groups[0]) == len(groups[1]) == 14
     assert not groups[0] & groups[1]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"in_order": False},
-        {"in_order": "samples"},
-        {"device": "simulated"},
-        {"engine": "process:2"},
-        {"limits": aiofeed.Limits(decode_threads=1, prefetch_batches=1)},
-        {"on_error": aiofeed.FailurePolicy("skip", decode_timeout_s=10, read_timeout_s=10)},
-    ],
-    ids=str,
-)
-@pytest.mark.usefixtures("forked_workers")
-def test_it_goes_with(paths: list[str], arguments: dict[str, Any]) -> None:
-    """Two epochs of all rows, in the order of the plain feeder unless another one is asked for."""
-    chosen = {**arguments, "device": SimulatedDevice()} if "device" in arguments else arguments
-    with new_feeder(paths, shuffle="window:2") as plain, new_feeder(paths, shuffle="window:2", **chosen) as feeder:
-        for _ in range(2):
-            rows, expected = rows_of(feeder), rows_of(plain)
-            assert sorted(rows) == sorted(expected) if "in_order" in arguments else rows == expected
 
 
 def test_a_resume_is_exact(paths: list[str]) -> None:

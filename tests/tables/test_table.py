@@ -18,7 +18,6 @@ import aiofeed
 from aiofeed import DecodeImage, Feeder, Mixture, Table, pad_collate
 from aiofeed.errors import CollateError, ReadError, StateError
 from aiofeed.tables.memory import MemoryTable
-from tests.support.simulated_device import SimulatedDevice
 from tests.support.tables import NUMBERS, ROWS, TABLES, TEXTS, TOKENS, arrow_table, dataset, in_chunks, parquet
 
 pytestmark = pytest.mark.integration
@@ -236,52 +235,6 @@ def test_encoded_files_in_rows(tmp_path: Path) -> None:
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "device": {"device": SimulatedDevice()},
-    "static": {"device": SimulatedDevice(), "static_batches": True, "drop_last": True},
-    "as they finish": {"in_order": False},
-    "samples": {"in_order": "samples"},
-    "processes": {"engine": "process"},
-    "batch_sampler": {"batch_sampler": [list(range(at, at + 6)) for at in range(0, 96, 6)], "batch_size": None},
-    "skip": {"on_error": "skip"},
-    "replace": {"on_error": "replace"},
-    "transform": {"transform": lambda batch: batch},
-    "shuffle": {"shuffle": True},
-    "keyed": {"shuffle": "keyed"},
-    "window": {"shuffle": "window:2"},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("kind", ["Arrow, pieces", "datasets, chosen", "Parquet", "Lance"])
-def test_options_of_the_feeder(name: str, kind: str, way: str, tmp_path: Path) -> None:
-    """With every option each epoch has all rows once, and the columns of a batch belong together."""
-    if name == "processes" and way == "in memory":
-        return  # workers never gather in the consumer's thread
-    source = Table(TABLES[kind](tmp_path))
-    options = {"batch_size": 6} | OPTIONS[name]
-    count = 96 if name in ("static", "batch_sampler") else ROWS
-    if name == "window" and kind in ("datasets, chosen", "Lance"):
-        with pytest.raises(ValueError, match="mixes the samples of shards"):
-            Feeder(source, **options)
-        return
-    with Feeder(source, **options) as feeder:
-        for _ in feeder.epochs(2):
-            seen = []
-            for batch in feeder:
-                rows = (batch["y"].cpu() // 7).numpy()
-                np.testing.assert_array_equal(batch["x"].cpu(), NUMBERS["x"][rows])
-                seen += rows.tolist()
-            assert len(seen) == len(set(seen)) == count
-
-
-def test_several_devices() -> None:
-    """Each device gets its part of each column."""
-    devices = [SimulatedDevice(), SimulatedDevice()]
-    with Feeder(Table(in_chunks()), batch_size=6, device=devices) as feeder:
-        first = next(iter(feeder))
-        assert sum([part["y"].cpu().tolist() for part in first], []) == NUMBERS["y"][:6].tolist()
 
 
 @pytest.mark.parametrize("cache", ["host", "device"])

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import default_collate
 
 import aiofeed
 from aiofeed import DiskCache, Feeder, Mixture, Tokens
@@ -170,42 +169,6 @@ def test_files_larger_than_memory(tmp_path: Path) -> None:
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "static": {"device": SimulatedDevice(), "static_batches": True, "drop_last": True},
-    "as they finish": {"in_order": False, "collate_fn": default_collate},
-    "samples": {"in_order": "samples"},
-    "collate_fn": {"collate_fn": default_collate},
-    "batch_sampler": {"batch_sampler": [list(range(at, at + 6)) for at in range(0, 60, 6)], "batch_size": None},
-    "window": {"shuffle": True},
-    "keyed": {"shuffle": "keyed"},
-    "replacement": {"weights": torch.ones(62)},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_of_the_feeder(name: str, way: str, path: Path) -> None:
-    """With every option an epoch has windows and their targets, each once unless it draws with replacement."""
-    options = {"batch_size": 6} | OPTIONS[name]
-    count = 60 if name in ("static", "batch_sampler") else 62
-    with Feeder(tokens_in(way, path, BLOCK, targets=True), **options) as feeder:
-        for _ in feeder.epochs(2):
-            seen = []
-            for x, y in feeder:
-                assert torch.equal(x[:, 1:].cpu(), y[:, :-1].cpu())
-                seen += list(map(tuple, x.tolist()))
-            assert len(seen) == count
-            assert set(seen) <= set(map(tuple, windows()))
-            assert name == "replacement" or len(set(seen)) == count
-
-
-def test_several_devices(path: Path) -> None:
-    """Each device gets its part of ``x`` and ``y``."""
-    devices = [SimulatedDevice(), SimulatedDevice()]
-    feeder: Feeder[Any] = Feeder(Tokens(path, BLOCK, targets=True), batch_size=6, device=devices)
-    first = [[part.cpu().tolist() for part in parts] for parts in next(iter(feeder))]
-    assert first[0][0] + first[1][0] == windows()[:6]
-    feeder.close()
 
 
 def test_window_shuffle_mixes_files(way: str, tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def test_ctrl_c_while_the_interpreter_of_a_worker_starts(
 # --- leaving the loop ---
 
 
+@pytest.mark.slow
 def test_after_break() -> None:
     """The workers end although the feeder lives on; the next loop starts new ones."""
     feeder = Feeder(parts.Numbers(40), decode=parts.number, batch_size=4, engine="process:2")
@@ -199,6 +200,7 @@ LOOP = """
 """
 
 
+@pytest.mark.slow
 def test_at_interpreter_exit(tmp_path: Path) -> None:
     """A script that exits in mid-epoch exits at once and prints nothing; its workers end."""
     process = script(LOOP.format(then="sys.exit(0)"), str(tmp_path / "script.py"))
@@ -207,7 +209,8 @@ def test_at_interpreter_exit(tmp_path: Path) -> None:
     until(lambda: not any(psutil.pid_exists(int(pid)) for pid in out.split()), LIMIT_S)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_when_the_trainer_is_killed(number: int, tmp_path: Path) -> None:
     """Its workers end within a second, whatever the signal."""
     process = script(LOOP.format(then="[None for _ in iterator]"), str(tmp_path / "script.py"))
@@ -307,6 +310,7 @@ def test_a_worker_is_killed_while_it_starts() -> None:
     wait_until_gone()
 
 
+@pytest.mark.slow
 def test_a_worker_is_killed_at_random_moments() -> None:
     """Correct batches, then a WorkerDiedError; no process is left."""
     kill_at_random_moments(6, seed=1)
@@ -352,8 +356,9 @@ def test_an_exit_status_that_cannot_be_obtained_is_reported_as_unknown(fork_serv
 # --- starting ---
 
 
-@pytest.mark.parametrize("closed", [*(pytest.param(one, marks=pytest.mark.slow) for one in "012"), "0 1 2"])
-@pytest.mark.parametrize("engine", [pytest.param("thread", marks=pytest.mark.slow), "process:2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", ["0", "1", "2", "0 1 2"])
+@pytest.mark.parametrize("engine", ["thread", "process:2"])
 def test_closed_standard_streams(engine: str, closed: str, tmp_path: Path) -> None:
     """A script that was started without them (`python script.py <&-`) gets its batches and exits normally."""
     process = script(

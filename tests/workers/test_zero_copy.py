@@ -43,7 +43,7 @@ def test_a_batch_is_handed_out_without_a_copy() -> None:
     """It is the slot's memory; the slot is reused after the batch is dropped."""
     with large() as feeder:
         places = set()
-        for number, batch in zip(range(60), feeder, strict=False):
+        for number, batch in zip(range(30), feeder, strict=False):
             assert is_in_ring(feeder, batch)
             assert is_correct(batch, number)
             places.add(batch.data_ptr())
@@ -101,7 +101,7 @@ def test_a_batch_in_a_fork_is_never_overwritten() -> None:
             os.read(ours, 1)  # until the trainer has continued
             os._exit(0 if all((row == at).all() for at, row in enumerate(batch)) else 1)
         del batch
-        for number in range(1, 40):
+        for number in range(1, 20):
             assert is_correct(next(iterator), number)
         os.write(theirs, b"!")
         _, status = os.waitpid(child, 0)
@@ -109,7 +109,7 @@ def test_a_batch_in_a_fork_is_never_overwritten() -> None:
         os.close(theirs)
         assert os.waitstatus_to_exitcode(status) == 0
         # Slots borrowed after the fork are reused.
-        places = {next(iterator).data_ptr() for _ in range(40)}
+        places = {next(iterator).data_ptr() for _ in range(20)}
         assert len(places) <= 7
 
 

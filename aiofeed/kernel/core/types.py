@@ -152,12 +152,6 @@ class Traits:
     ordered: bool = False
 
 
-def traits_of(source: Any) -> Traits:
-    """Return the traits of a source."""
-    traits = getattr(source, "traits", None)
-    return traits if isinstance(traits, Traits) else Traits()
-
-
 class Uncopied(NamedTuple):
     """An encoded sample in the memory of a client library; the decode job makes ``bytes`` of it."""
 
@@ -203,32 +197,6 @@ class Gathered(Sequence[Any], ABC):
     def batch(self, lease: Any) -> tuple[Any, int]:
         """Return the batch, of ``HostTensor`` in memory of a lease, and its bytes; unless a decoder makes the batch."""
         raise NotImplementedError
-
-
-class Members(NamedTuple):
-    """The optional methods of a source, which ``Source`` describes; ``None`` for each that it lacks."""
-
-    open: Callable[[], Awaitable[None]] | None
-    aclose: Callable[[], Awaitable[None]] | None
-    read_many: Callable[[Sequence[int]], Awaitable[Sequence[Any]]] | None
-    read_planned: Callable[..., Awaitable[Sequence[Any]]] | None
-    read_now: Callable[[Sequence[int]], Sequence[Any]] | None
-    target: Callable[[int], Any] | None
-    version: Callable[[int], str] | None
-    storage_statistics: Callable[[], Any] | None
-
-    @classmethod
-    def of(cls, source: Any) -> Members:
-        """Return the methods that a source has now."""
-        return cls._make(getattr(source, name, None) for name in cls._fields)
-
-
-def uncopied_reader_of(source: Any) -> Callable[[int], Awaitable[Any]] | None:
-    """Return the function of a source that reads samples for the engine, one at a time, if it has one."""
-    # Of the class: a wrapper may pass on the attributes of another source.
-    found = getattr(type(source), "uncopied_reader", None)
-    reader: Callable[[int], Awaitable[Any]] | None = found and found(source)
-    return reader
 
 
 @public
@@ -295,24 +263,6 @@ class RowDecoder(Protocol):
         """Decode ``data`` into ``out``, an array of ``row.shape`` and ``row.dtype``."""
 
 
-def takes_rng(decoder: Callable[..., Any]) -> bool:
-    """Return whether a decoder has a keyword ``rng``, and no ``takes_seed`` that is false.
-
-    False if its signature cannot be read.
-    """
-    return takes_keyword(decoder, "rng") and bool(getattr(decoder, "takes_seed", True))
-
-
-def takes_target(decoder: object) -> bool:
-    """Return whether a decoder gets the target, as the keyword ``target``."""
-    return getattr(decoder, "takes_target", False) is True
-
-
-def keywords_of(decoder: Any) -> list[str]:
-    """Return the keywords with which a decoder, or an ``augment``, is called."""
-    return ["rng"] * takes_rng(decoder) + ["target"] * takes_target(decoder)
-
-
 def takes_keyword(function: Callable[..., Any], name: str) -> bool:
     """Whether a function has a parameter ``name`` that can be passed by name; False if its signature cannot be read."""
     try:
@@ -320,11 +270,6 @@ def takes_keyword(function: Callable[..., Any], name: str) -> bool:
     except (TypeError, ValueError):
         return False
     return parameter is not None and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-
-
-def decodes_in_place(decoder: object) -> bool:
-    """Return whether a decoder writes into rows of the batch's memory."""
-    return hasattr(decoder, "decode_into") and hasattr(decoder, "row")
 
 
 class HostTensor:

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from aiofeed.kernel.core.errors import DeviceCopyError
+from aiofeed.kernel.core.faces import BaseDevice, Event, Stream
 from aiofeed.kernel.devices import cuda
 from aiofeed.kernel.runtime.buffers import pinned_mapping
 
@@ -21,24 +22,10 @@ if TYPE_CHECKING:
 
 log: logging.Logger = logging.getLogger("aiofeed.devices")
 
-Stream: TypeAlias = Any
-"""A first-in first-out queue of work on a device. Its type is private to the backend."""
-
-
 # One side stream per device for the whole process: each stream has a memory pool of its own, so a new stream per epoch
 # would leak one pool per epoch.
 _side_streams: dict[torch.device, Stream] = {}
 _side_streams_lock = threading.Lock()
-
-
-class Event(Protocol):
-    """A marker in a stream. It is complete when all work queued before it is complete."""
-
-    def query(self) -> bool:
-        """Return whether the event is complete. Does not block."""
-
-    def synchronize(self) -> Any:
-        """Block the calling thread until the event is complete."""
 
 
 class AllEvents:
@@ -103,71 +90,7 @@ def is_out_of_memory(error: BaseException | None) -> TypeGuard[torch.OutOfMemory
     return isinstance(error, torch.OutOfMemoryError)
 
 
-@runtime_checkable
-class DeviceBackend(Protocol):
-    """The operations of a device that aiofeed uses. ``device=`` accepts any object with these members.
-
-    Optional members: ``memory() -> (free, total) | None``, in bytes, ``None`` if unknown; ``interprocess()``, which
-    returns an ``aiofeed.ipc.cuda_ipc.SharedDevice`` for memory shared with other processes.
-    """
-
-    name: str
-    """The device's name in errors and reports: ``"cuda:0"``."""
-    device: torch.device
-    """The ``device`` attribute of tensors on this device."""
-
-    def enter_thread(self) -> None:
-        """Make the device current in the calling thread. Current device and current stream are thread-local."""
-
-    def side_stream(self) -> Stream:
-        """Return the stream for copies, one per device for the whole process: each stream has its own memory pool."""
-
-    def current_stream(self) -> Stream:
-        """Return the calling thread's current stream of this device."""
-
-    def use_stream(self, stream: Stream, /) -> AbstractContextManager[None]:
-        """Make a stream current in the calling thread; restore the previous one at exit. Can be nested."""
-
-    def copy(self, tensor: torch.Tensor, /) -> torch.Tensor:
-        """Queue a copy to the device on the current stream. Keeps the dtype and, for dense tensors, the strides.
-
-        Returns the tensor itself if it is on the device already. The copy reads host memory when it runs: keep that
-        memory alive and unchanged until an event recorded after the copy is complete.
-        """
-
-    def record(self, stream: Stream, /) -> Event:
-        """Return an event after all work queued on a stream so far."""
-
-    def wait(self, stream: Stream, event: Any, /) -> None:
-        """Make later work on a stream wait for an event of ``record``. Does not block the host."""
-
-    def record_stream(self, tensor: torch.Tensor, stream: Stream, /) -> None:
-        """After the tensor is dropped, keep its memory until the work then queued on a stream is complete.
-
-        Does nothing for tensors that are not on this device.
-        """
-
-    def pin(self, nbytes: int, /) -> NDArray[np.uint8]:
-        """Return page-locked host memory, uint8 [nbytes], contents undefined.
-
-        It may be unlocked as soon as nothing refers to it: the caller keeps a reference while copies from it run.
-
-        Raises:
-            RuntimeError: Memory cannot be pinned.
-        """
-
-
-def backends_of(backend: DeviceBackend) -> tuple[DeviceBackend, ...]:
-    """Return the devices of a group, or the single device."""
-    return getattr(backend, "backends", None) or (backend,)
-
-
-def splits_batches(backend: DeviceBackend | None) -> bool:
-    """Return whether each batch is split among several devices."""
-    return hasattr(backend, "backends")
-
-
-class TorchBackend:
+class TorchBackend(BaseDevice):
     """An accelerator that torch supports. Made by ``resolve_device``, which gives every device an index."""
 
     def __init__(self, device: torch.device) -> None:
@@ -331,7 +254,7 @@ def _set_device_index(index: int) -> None:
     (getattr(accelerator, "set_device_index", None) or accelerator.set_device_idx)(index)
 
 
-class CpuBackend:
+class CpuBackend(BaseDevice):
     """The host as a device: copies run at once, there are no streams, and memory is pageable."""
 
     name = "cpu"

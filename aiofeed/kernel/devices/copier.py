@@ -31,7 +31,7 @@ from aiofeed.kernel.runtime.tensors import is_tensor, restore_layout
 if TYPE_CHECKING:
     import torch
 
-    from aiofeed.kernel.devices.backend import DeviceBackend, Event, Stream
+    from aiofeed.kernel.core.faces import BaseDevice, Event, Stream
 
 log: logging.Logger = logging.getLogger("aiofeed.devices")
 
@@ -70,7 +70,7 @@ class Copier:
         output: Called by ``deliver`` with the batch and the consumer's stream; ``deliver`` returns its result.
     """
 
-    backend: DeviceBackend
+    backend: BaseDevice
     transform: Transform | None = None
     output: Callable[[Any, Stream], Any] | None = None
 
@@ -239,8 +239,8 @@ def _drop_copied(sources: _Sources) -> bool:
 
 
 def copier_for(
-    backend: DeviceBackend, transform: Transform | None = None, outputs: Sequence[Callable[[Any, Stream], Any]] = ()
+    backend: BaseDevice, transform: Transform | None = None, outputs: Sequence[Callable[[Any, Stream], Any]] = ()
 ) -> Copier:
     """Return the copier of a device, or of a group of devices, which brings its own; ``outputs`` has one per device."""
-    kind: type[Copier] = getattr(backend, "batch_copier", Copier)
-    return kind(backend, transform, *outputs)
+    copier: Copier = (backend.batch_copier or Copier)(backend, transform, *outputs)
+    return copier

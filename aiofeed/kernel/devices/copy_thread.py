@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiofeed.kernel.core.errors import DeviceCopyError, FeedError
 from aiofeed.kernel.core.formatting import format_error
-from aiofeed.kernel.devices.backend import backends_of, is_complete, poll
+from aiofeed.kernel.devices.backend import is_complete, poll
 from aiofeed.kernel.runtime.buffers import BufferLease, keep_pinned_memory
 from aiofeed.kernel.runtime.queue import (
     BatchQueue,
@@ -38,7 +38,7 @@ from aiofeed.kernel.runtime.queue import (
 from aiofeed.kernel.runtime.threads import BoundedThread
 
 if TYPE_CHECKING:
-    from aiofeed.kernel.devices.backend import Event
+    from aiofeed.kernel.core.faces import Event
     from aiofeed.kernel.devices.copier import Copier
 
 log: logging.Logger = logging.getLogger("aiofeed.devices")
@@ -150,7 +150,7 @@ class CopyThread(BoundedThread):
         in a destructor, which ends the process before the user sees the error.
         """
         try:
-            for each in backends_of(self._copier.backend):
+            for each in self._copier.backend.backends:
                 each.record(each.side_stream()).query()
         except Exception:  # noqa: BLE001 - the driver's
             keep_pinned_memory()

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from aiofeed import _load_addon
+from aiofeed.kernel.core.faces import BaseDevice, DeviceBackend, adapt_device
 
 if TYPE_CHECKING:
     import torch
 
-    from aiofeed.kernel.devices.backend import DeviceBackend
 
 Device: TypeAlias = "str | int | torch.device | DeviceBackend | None"
 """The types that name one device."""
@@ -20,7 +20,7 @@ Device: TypeAlias = "str | int | torch.device | DeviceBackend | None"
 _ALTERNATIVES = 'device=None gives host tensors, device="auto" uses the accelerator if there is one'
 
 
-def resolve_device(device: object) -> DeviceBackend | None:
+def resolve_device(device: object) -> BaseDevice | None:
     """Return the backend of a device, or ``None`` for host tensors.
 
     Args:
@@ -34,10 +34,10 @@ def resolve_device(device: object) -> DeviceBackend | None:
     if device is None or (isinstance(device, str) and device == "cpu"):
         return None
     # Host tensors need no module of devices.
-    from aiofeed.kernel.devices.backend import DeviceBackend, TorchBackend
+    from aiofeed.kernel.devices.backend import TorchBackend
 
-    if isinstance(device, DeviceBackend) and not isinstance(device, type):
-        return device
+    if (adapted := adapt_device(device)) is not None:
+        return adapted
     if isinstance(device, list | tuple):
         raise TypeError(f"device={device!r}: expected one device, not several")
     import torch
@@ -65,7 +65,7 @@ def resolve_device(device: object) -> DeviceBackend | None:
     return TorchBackend(torch.device(wanted_type, index))
 
 
-def resolve_devices(device: Any) -> DeviceBackend | None:
+def resolve_devices(device: Any) -> BaseDevice | None:
     """Return the backend of a device, the group of a list of devices, or ``None`` for host tensors.
 
     Args:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from aiofeed.kernel.core.faces import bind_decoder
 from aiofeed.kernel.core.limits import ResolvedLimits
 from aiofeed.kernel.engine.batch import ReorderBuffer
 
@@ -173,5 +174,5 @@ class MemoryBudget:
 
 def bytes_per_sample(decode: Any) -> float:
     """Return the bytes of a decoded sample if the decoder declares its row; otherwise 0."""
-    row = getattr(decode, "row", None)
+    row = None if decode is None else bind_decoder(decode).row
     return 0.0 if row is None else float(math.prod(row.shape) * np.dtype(row.dtype).itemsize)

@@ -11,18 +11,27 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from aiofeed import _hint_at
 from aiofeed import _load_addon as load_addon
-from aiofeed.kernel.core.errors import CacheError
+from aiofeed.kernel.core.faces import (
+    BaseDevice,
+    BaseSource,
+    BoundDecoder,
+    CacheStore,
+    Exclusion,
+    adapt_shards,
+    adapt_source,
+    bind_decoder,
+)
 from aiofeed.kernel.core.failure_policy import FailurePolicy, as_policy
 from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.kernel.core.limits import Limits, ResolvedLimits, resolve_limits
 from aiofeed.kernel.core.statistics import new_events
-from aiofeed.kernel.core.types import Collate, Row, Traits, Transform, decodes_in_place, keywords_of, public, traits_of
+from aiofeed.kernel.core.types import Collate, Traits, Transform, public
 from aiofeed.kernel.core.validation import (
     check_bool,
     check_callable,
@@ -32,17 +41,13 @@ from aiofeed.kernel.core.validation import (
     counted,
     local_ranks,
 )
-from aiofeed.kernel.engine.fetchers import CacheStore
-from aiofeed.kernel.feeder.rules import Fact, cache_of, check, facts_of
+from aiofeed.kernel.feeder.rules import cache_of, check
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.tensors import is_plain
 from aiofeed.kernel.sampling.feed_order import FeedOrder
 from aiofeed.kernel.sampling.lister import STREAM_SAMPLES, Lister, Plan
 from aiofeed.kernel.sampling.schedule import Schedule, Shuffle, check_shuffle, window_shards
 from aiofeed.kernel.sampling.state import InOrder, check_in_order
-
-if TYPE_CHECKING:
-    from aiofeed.kernel.devices.backend import DeviceBackend
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
@@ -53,41 +58,39 @@ _CHECKED_BYTES = 8 << 20
 # --- the source, the decoder and the engine ---
 
 
-def adopt_source(source: Any) -> Any:
-    """Return the source itself, ``FromDataset`` of a torch ``Dataset``, or ``Stream`` of an ``IterableDataset``."""
-    # On the type: a Dataset may delegate unknown attributes to another one.
-    if isinstance(getattr(type(source), "traits", None), Traits):
-        return getattr(source, "combined", source)
+def as_source(source: Any) -> BaseSource:
+    """Return the source that an object is, ``FromDataset`` of a torch ``Dataset``, ``Stream`` of an iterable one.
+
+    Raises:
+        TypeError: It is nothing that a feeder reads.
+    """
+    if isinstance(source, BaseSource):
+        return source
     # Sources of files do without it.
     from aiofeed.kernel.sources.dataset import FromDataset, check_parts, is_iterable_dataset, is_map_dataset
 
     if is_iterable_dataset(source):
-        return load_addon("Stream", "an IterableDataset")(source)
-    if isinstance(source, type):
-        raise TypeError(f"a source is an object, got the class {source.__name__}; pass an instance")
-    if callable(getattr(source, "read", None)) or callable(getattr(source, "read_many", None)):
-        missing = [name for name in ("__len__", "key", "read") if not hasattr(source, name)]
-        if missing:
-            raise TypeError(f"a source needs __len__, key and async read; {type(source).__name__} lacks {missing}")
-        return source
+        stream: BaseSource = load_addon("Stream", "an IterableDataset")(source)
+        return stream
+    if (adapted := adapt_source(source)) is not None:
+        return adapted
     if _is_known_mistake(source) and (message := _hint_at("source", source)):
         raise TypeError(message)
     if is_map_dataset(source):
         check_parts(source)
-        return FromDataset(source)
+        return adapt_shards(FromDataset(source), source)
     raise TypeError(
         f"a source has __len__, key and async read, or is a Dataset with __len__ and __getitem__; got {source!r}. For "
         f"an iterable or a generator function pass aiofeed.Stream(...)"
     )
 
 
-def _check_row(decode: Any) -> None:
+def _check_row(decoder: BoundDecoder) -> None:
     """Raise ``TypeError`` if torch has no tensors of the dtype of a decoder's rows."""
-    dtype = np.dtype(decode.row.dtype)
-    if not is_plain(dtype):
+    if decoder.row is not None and not is_plain(dtype := np.dtype(decoder.row.dtype)):
         raise TypeError(
-            f"the rows of {decode!r} have the dtype {dtype!s}, of which torch has no tensors: use numbers or bools in "
-            f"the machine's byte order, or leave out decode_into and return something else"
+            f"the rows of {decoder.call!r} have the dtype {dtype!s}, of which torch has no tensors: use numbers or "
+            f"bools in the machine's byte order, or leave out decode_into and return something else"
         )
 
 
@@ -104,13 +107,13 @@ def check_decoder(decode: Any, items: object) -> Callable[..., Any] | None:
         return None
     if isinstance(items, list | tuple) and items and isinstance(items[0], str | os.PathLike):
         raise TypeError(f"a {type(items).__name__} is used as a Dataset; for files pass aiofeed.Files(paths)")
-    check_callable("decode", decode, keywords_of(decode))
-    if decodes_in_place(decode):
-        _check_row(decode)
-    return decode  # type: ignore[no-any-return]
+    bound = bind_decoder(decode)
+    check_callable("decode", decode, bound.keywords)
+    _check_row(bound)
+    return bound.call
 
 
-def backend_of(device: Any) -> DeviceBackend | None:
+def backend_of(device: Any) -> BaseDevice | None:
     """Return the backend of ``device=``; host tensors need no module of ``devices/``."""
     if device is None:
         return None
@@ -179,7 +182,9 @@ def check_batch_size(value: object) -> int:
     return check_positive_int("batch_size", value)
 
 
-def limits_for(limits: Limits | None, batch_size: int, source: Any, engines: int, ray: Any = None) -> ResolvedLimits:
+def limits_for(
+    limits: Limits | None, batch_size: int, source: BaseSource, engines: int, ray: Any = None
+) -> ResolvedLimits:
     """Return all limits as numbers for this machine or the actors of ``ray``, and for a source.
 
     Raises:
@@ -188,7 +193,7 @@ def limits_for(limits: Limits | None, batch_size: int, source: Any, engines: int
     """
     if limits is not None and not isinstance(limits, Limits):
         raise TypeError(f"limits must be aiofeed.Limits(...), got {limits!r}")
-    if limits is not None and not traits_of(source).items:  # each process has its own copy of a Dataset
+    if limits is not None and not source.threads:  # each process has its own copy of a Dataset
         for name in ("read_concurrency", "decode_threads"):
             given = getattr(limits, name)
             if given is not None and given < engines:
@@ -197,7 +202,7 @@ def limits_for(limits: Limits | None, batch_size: int, source: Any, engines: int
                     f'Limits({name}={given}) with engine="{kind}:{engines}": the {what} share the limit, and each '
                     f'needs 1; use at least {engines}, or fewer {what}, as engine="{kind}:{given}"'
                 )
-    calls = source.threads * max(engines, 1) if traits_of(source).items else 0
+    calls = source.threads * max(engines, 1)
     if calls and limits is not None and (limits.decode_threads or 0) > calls:
         log.warning(
             "Limits(decode_threads=%d) has no effect: %s allows %s at a time; if the Dataset is thread-safe, pass "
@@ -209,7 +214,7 @@ def limits_for(limits: Limits | None, batch_size: int, source: Any, engines: int
         batch_size=batch_size,
         cpus=ray.actors * ray.cpus_per_actor if ray else machine.rank_cpus(),
         free_memory=machine.rank_memory(),
-        most_threads=source.threads if traits_of(source).items else 0,
+        most_threads=source.threads,
         procs=engines,
         ranks=local_ranks(),
     )
@@ -258,8 +263,9 @@ class Arguments:
         source, decode = self.source, self.decode
         if (unpacked := getattr(type(source), "_unpacked", None)) is not None:  # of Clips, which have a decoder
             self.source, decode = unpacked(source, decode)
-        self.adopted: Any = adopt_source(self.source)
-        self.decode = check_decoder(decode, getattr(self.adopted, "dataset", None))
+        self.source = as_source(self.source)
+        self.adopted: BaseSource = self.source.adopted()
+        self.decode = check_decoder(decode, self.adopted.given)
         self.shuffle = check_shuffle("shuffle", self.shuffle)
         self.seed = check_seed(self.seed)
         check_bool("drop_last", self.drop_last)
@@ -273,7 +279,7 @@ class Arguments:
         if self.split_sequence is not None:
             sequence_part = load_addon("sequence_part", "split_sequence=")
             self.transform = sequence_part(self.split_sequence, self.transform)
-        self.backend: DeviceBackend | None = backend_of(self.device)
+        self.backend: BaseDevice | None = backend_of(self.device)
         self.on_error = as_policy(self.on_error)
         self.replica: tuple[int, int] = (0, 1)
         mesh = self.shard[1] if isinstance(self.shard, tuple) and len(self.shard) == 2 else self.shard
@@ -291,15 +297,14 @@ class Arguments:
     def _choose_source(self) -> None:
         """Use ``Tensors`` in host memory and a ``Mixture`` without weights as plain samples if an option needs that."""
         listed = self.batch_sampler is not None or self.plan is not None
-        split = self.static_batches or hasattr(self.backend, "backends")
-        samples = listed or split or self.engines or self.collate_fn is not None
-        if samples and traits_of(self.adopted).in_memory and self.adopted.on_host:
-            self.adopted = self.adopted._as_dataset()
-        ordered = traits_of(self.source).ordered
+        split = self.static_batches or (self.backend is not None and self.backend.splits)
+        if listed or split or self.engines or self.collate_fn is not None:
+            self.adopted = self.adopted.as_samples()
+        ordered = self.source.traits.ordered
         if ordered and not self.source.draws:
             ordered = self.sampler is self.weights is self.batch_sampler is self.exclude is None
             ordered = ordered and self.shuffle in (True, False, "keyed")
-        self.traits: Traits = replace(traits_of(self.adopted), ordered=ordered)
+        self.traits: Traits = replace(self.adopted.traits, ordered=ordered)
         self.length: int = len(self.adopted) if self.traits.indexed else 0
 
 
@@ -325,7 +330,7 @@ def new_order(a: Arguments) -> FeedOrder:
             order = replace(order, batch_size=a.samples)
         feed_order = FeedOrder(order, a.shard, lister)
     else:
-        feed_order = a.adopted._new_order(replace(order, batch_size=a.samples), a.shard, a.plan)
+        feed_order = a.adopted.new_order(replace(order, batch_size=a.samples), a.shard, a.plan)
         a.samples = a.samples if a.plan is None else STREAM_SAMPLES
     feed_order.events = new_events(a.timeline)
     feed_order.replica = a.replica[0]
@@ -335,7 +340,7 @@ def new_order(a: Arguments) -> FeedOrder:
 def _new_lister(a: Arguments, order: Schedule) -> Lister | None:
     """Return what lists the epochs of a feeder in place of its schedule, if anything does."""
     mixture: Lister | None = None
-    if a.traits.ordered or (a.exclude is not None and traits_of(a.source).ordered):
+    if a.traits.ordered or (a.exclude is not None and a.source.traits.ordered):
         mixture = a.source.order(a.seed, shuffle=bool(a.shuffle))
     lister = mixture
     if a.batch_sampler is not None:
@@ -347,8 +352,8 @@ def _new_lister(a: Arguments, order: Schedule) -> Lister | None:
     elif a.weights is not None:
         lister = load_addon("WeightedOrder", "weights=")(a.weights, a.length, a.seed)
     elif (shards := window_shards(a.shuffle)) is not None:
-        dealt = bool(getattr(a.source, "reads_whole_shards", False))
-        lister = load_addon("WindowOrder", f"shuffle={a.shuffle!r}")(a.source.shard_starts, shards, a.seed, dealt=dealt)
+        starts, dealt = a.source.shard_starts, a.source.reads_whole_shards
+        lister = load_addon("WindowOrder", f"shuffle={a.shuffle!r}")(starts, shards, a.seed, dealt=dealt)
     return lister if a.plan is None else a.plan.new_lister(order, lister)
 
 
@@ -363,16 +368,17 @@ class FeederConfig:
         engines: Number of worker processes or actors; 0: threads of this process.
         ray: The options of ``engine="ray"``.
         static_outputs: One per device if ``static_batches=True``; otherwise empty.
-        tokens_resident: Whether ``Tokens`` are kept where batches are wanted.
+        kept_on_device: Whether the data are kept where batches are wanted.
         facts: What holds for the arguments, see ``rules.py``.
+        excluded: The rows that exclude facts.
     """
 
-    source: Any
+    source: BaseSource
     length: int
     decode: Callable[..., Any] | None
     batch_size: int
     collate_fn: Any
-    backend: DeviceBackend | None
+    backend: BaseDevice | None
     transform: Transform | None
     policy: FailurePolicy
     limits: ResolvedLimits
@@ -381,9 +387,10 @@ class FeederConfig:
     engines: int
     static_outputs: tuple[Any, ...] = ()
     cache: CacheStore | None = None
-    tokens_resident: bool = False
+    kept_on_device: bool = False
     ray: Any = None
-    facts: frozenset[Fact] = frozenset()
+    facts: frozenset[str] = frozenset()
+    excluded: tuple[Exclusion, ...] = ()
 
     @property
     def engine(self) -> Any:
@@ -399,31 +406,25 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
             worker.
         CacheError: The file of a cache cannot be used.
     """
-    facts = facts_of(a)
-    check(facts, a)
+    facts, excluded = check(a)
     order = new_order(a)
-    source, cache, tokens_resident = a.adopted, a.cache, "Tokens on the device" in facts
-    if "neighbours come together" in facts and (sharing := getattr(source, "sharing_frames", None)) is not None:
-        source = sharing()
-    decoder = getattr(source, "decoder", None)
+    source = a.adopted.for_neighbours() if "neighbours come together" in facts else a.adopted
     collate_fn: Any = a.collate_fn
     if a.plan is not None and (packs := a.plan.new_collate()) is not None:
         collate_fn = packs
-    elif collate_fn is None and "rows of a Table" in facts and source.data is None:
+    elif collate_fn is None and source.traits.rows and a.decode is None:
         source = source.in_batches()
         collate_fn = source.collate
-    if tokens_resident:
-        _check_room_for_tokens(a)
-        cache = None
-    elif cache is not None:
-        cache = cache_of(cache)
-        wrap = getattr(cache, "wrap", None)
-        if wrap is not None and (wrapped := wrap(source)) is not None:
-            source, cache = wrapped, None
+    kept_on_device = a.cache == "device" and source.gathers_on_device
+    if kept_on_device:
+        source.check_room(a.backend)
+    cache = None if a.cache is None or kept_on_device else cache_of(a.cache)
+    if cache is not None and (wrapped := cache.wrap(source)) is not None:
+        source, cache = as_source(wrapped), None
     config = FeederConfig(
         source=source,
         length=a.length,
-        decode=decoder if a.traits.decode == "none" else a.decode,
+        decode=source.decoder if a.traits.decode == "none" else a.decode,
         batch_size=a.samples,
         collate_fn=collate_fn,
         backend=a.backend,
@@ -434,8 +435,9 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
         in_order=a.in_order,
         engines=a.engines,
         ray=a.ray,
-        tokens_resident=tokens_resident,
+        kept_on_device=kept_on_device,
         facts=frozenset(facts),
+        excluded=tuple(excluded),
     )
     _warn_of_large_batches(config)
     if config.engines:
@@ -445,7 +447,7 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     if a.static_batches:
         with_outputs = load_addon("with_static_outputs", "static_batches=True")
         config = with_outputs(config, 1 if a.plan is None else a.plan.shapes)
-    if "a plan" not in facts and "batch_sampler=" not in facts and not traits_of(a.source).items:
+    if "a plan" not in facts and "batch_sampler=" not in facts and not a.source.traits.items:
         config = _with_resident_tensors(config)
     return order, config
 
@@ -458,7 +460,7 @@ def check_for_workers(config: FeederConfig, kind: str) -> None:
 
 def _warn_of_large_batches(config: FeederConfig) -> None:
     """Log a warning if two batches take more than the free memory, if their size is known."""
-    row: Row | None = getattr(config.decode, "row", None) if decodes_in_place(config.decode) else None
+    row = None if config.decode is None else bind_decoder(config.decode).row
     if row is None or row.parts:
         return
     nbytes = 2 * config.batch_size * math.prod(row.shape) * np.dtype(row.dtype).itemsize
@@ -479,22 +481,12 @@ def _with_resident_tensors(config: FeederConfig) -> FeederConfig:
     For a device they are streamed, because they may not fit there.
     """
     excluded = (config.collate_fn, config.backend, config.cache, config.engines or None)
-    if not traits_of(config.source).items or any(option is not None for option in excluded):
+    if not config.source.traits.items or any(option is not None for option in excluded):
         return config
-    whole: Any = config.source.dataset
+    whole: Any = config.source.given
     while type(whole).__name__ == "Subset":
         whole = whole.dataset
     if type(whole).__name__ != "TensorDataset":
         return config
-    tensors = load_addon("tensors_of", "a TensorDataset")(config.source.dataset)
+    tensors = load_addon("tensors_of", "a TensorDataset")(config.source.given)
     return config if tensors is None else replace(config, source=tensors)
-
-
-def _check_room_for_tokens(a: Arguments) -> None:
-    """Raise ``CacheError`` if ``Tokens`` are to be kept in host memory, and do not fit there."""
-    if a.backend is None and not a.adopted.in_memory:
-        raise CacheError(
-            f'cache="device" with device=None keeps {a.source!r} in host memory, and its '
-            f"{format_bytes(sum(tokens.nbytes for tokens in a.adopted.arrays))} are more than half of the free "
-            f"{format_bytes(machine.free_memory())}: leave out cache=, and threads gather batches ahead"
-        )

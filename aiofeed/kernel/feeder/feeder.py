@@ -13,7 +13,7 @@ from aiofeed.kernel.core.failure_policy import Action, FailurePolicy
 from aiofeed.kernel.core.failures import Failure, FailureLog
 from aiofeed.kernel.core.limits import Limits
 from aiofeed.kernel.core.statistics import EpochStats, FeedStatistics
-from aiofeed.kernel.core.types import hides_secrets, public, traits_of
+from aiofeed.kernel.core.types import hides_secrets, public
 from aiofeed.kernel.core.validation import (
     check_bool,
     check_epoch,
@@ -23,7 +23,7 @@ from aiofeed.kernel.core.validation import (
 )
 from aiofeed.kernel.feeder.arguments import Arguments, FeederConfig, Processes, backend_of, log, new_config
 from aiofeed.kernel.feeder.iterator import FeedIterator
-from aiofeed.kernel.feeder.rules import check, facts_of
+from aiofeed.kernel.feeder.rules import check
 from aiofeed.kernel.feeder.session import FeederSession, OpenEpoch, Steps
 from aiofeed.kernel.runtime import threads
 from aiofeed.kernel.runtime.threads import JOIN_S
@@ -337,7 +337,7 @@ class Feeder(Generic[BatchT]):
             timeline=timeline,
         )
         if arguments.plan is not None and arguments.plan.measures:
-            check(facts_of(arguments), arguments)
+            check(arguments)
             _load_addon("measure_lengths", 'lengths="measure"')(arguments.plan, arguments, Feeder)
         self._source, self._length = arguments.adopted, arguments.length
         self._order, config = new_config(arguments)
@@ -424,7 +424,7 @@ class Feeder(Generic[BatchT]):
     @property
     def dataset(self) -> Any:
         """The ``Dataset`` or ``Source``; ``len(feeder.dataset)`` is the number of samples."""
-        return getattr(self._source, "dataset", self._source)
+        return self._source.given
 
     @property
     def epoch(self) -> int:
@@ -568,7 +568,7 @@ class Feeder(Generic[BatchT]):
             TypeError, ValueError: An argument is no such number, there are no batches, or the order is that of a
                 ``Stream``, ``sampler=`` or ``batch_sampler=``, which is known only by listing it.
         """
-        if not traits_of(self._source).indexed:
+        if not self._source.traits.indexed:
             raise ValueError(f"the samples of a step are not known with {self._source!r}: its items have no names")
         samples_at = _load_addon("samples_at", "feeder.samples()")
         found: list[StepSample] = samples_at(self._order, step, epoch, rank, lambda at: str(self._source.key(at)))

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from aiofeed import _load_addon as load_addon
 from aiofeed.kernel.core.errors import add_note, as_exception
+from aiofeed.kernel.core.faces import BuildsBatches, bind_decoder
 from aiofeed.kernel.core.statistics import EpochStats
-from aiofeed.kernel.core.types import Members, traits_of
 from aiofeed.kernel.engine.admission import Admission, MemoryBudget, bytes_per_sample
 from aiofeed.kernel.engine.assembly import Assembly, AssemblyOptions
 from aiofeed.kernel.engine.chunks import ChunkAssembly
@@ -98,7 +98,7 @@ class StreamingPipeline(LoopProducer):
             after=None if after is None else after.loop_thread,
         )
         super().__init__(loop_thread, BatchQueue())
-        if config.cache is not None and not hasattr(config.backend, "backends"):
+        if config.cache is not None and not (config.backend is not None and config.backend.splits):
             config.cache.attach(config.backend)
         self._fetcher = new_fetcher(
             config.source,
@@ -153,7 +153,7 @@ class StreamingPipeline(LoopProducer):
     def _assembly_of(self, stream: EpochStream) -> Callable[[Admission], Assembly]:
         config = self._config
         # The user's function makes no HostTensor; with a device, the copier takes them.
-        own = config.collate_fn is not None and not hasattr(config.collate_fn, "new_builder")
+        own = config.collate_fn is not None and not isinstance(config.collate_fn, BuildsBatches)
         options = AssemblyOptions(
             fetcher=self._fetcher,
             new_builder=self._new_builder,
@@ -193,7 +193,7 @@ class StreamingPipeline(LoopProducer):
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
             if not opened and self._pool is None:
-                add_note(error, f"in {type(self._config.source).__name__}.open()")
+                add_note(error, f"in {type(self._config.source.given).__name__}.open()")
             self.queue.put(FeedFailure(as_exception(error)))
             return False
         return True
@@ -206,17 +206,14 @@ class StreamingPipeline(LoopProducer):
             self.loop_thread.at_stop(self._pool.aclose)
             await self._pool.start()  # the processes open the source
             return
-        members = Members.of(self._config.source)
-        if members.open is not None:
-            await members.open()
-        if members.aclose is not None:
-            self.loop_thread.at_stop(members.aclose)
+        await self._config.source.open()
+        self.loop_thread.at_stop(self._config.source.aclose)
         self._opened = True
 
     def waiting_for(self) -> tuple[Any, ...]:
         """See ``Producer.waiting_for``."""
         if self._engine is None or not self._opened:
-            return (f"for {type(self._config.source).__name__}.open()",)
+            return (f"for {type(self._config.source.given).__name__}.open()",)
         if self._pool is not None and not self._pool.started:
             return ("for the workers to start: each imports the script and opens the source",)
         return self._engine.waiting_for()
@@ -260,7 +257,7 @@ def _new_tuner(config: FeederConfig) -> Tuner:
         decode_threads=limits.decode_threads,
         # FromDataset(threads=) fixes the number of threads.
         threads_given=(
-            config.user_limits.decode_threads is not None or traits_of(config.source).items or bool(config.engines)
+            config.user_limits.decode_threads is not None or config.source.threads > 0 or bool(config.engines)
         ),
         read_concurrency=limits.read_concurrency,
         reads_given=config.user_limits.read_concurrency is not None,
@@ -270,7 +267,7 @@ def _new_tuner(config: FeederConfig) -> Tuner:
 def _warn_of_gil(config: FeederConfig, limit: GilLimit) -> None:
     from aiofeed.kernel.decoders.native_jpeg import native_decoder
 
-    backend = getattr(config.decode, "backend", None)
+    backend = None if config.decode is None else bind_decoder(config.decode).backend
     without = backend == "auto" and find_spec("simplejpeg") is None and native_decoder() is None
     log.warning(gil_message(limit, cores=config.limits.decode_threads, turbo=without or backend == "pillow"))
 

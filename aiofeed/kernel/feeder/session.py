@@ -11,13 +11,13 @@ import weakref
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from aiofeed import _load_addon as load_addon
 from aiofeed.kernel.core.errors import FeedError
+from aiofeed.kernel.core.faces import BaseSource
 from aiofeed.kernel.core.failures import LOGGED_MOST, FailureLog
 from aiofeed.kernel.core.statistics import EpochStats, FeedStatistics
-from aiofeed.kernel.core.types import Members, traits_of
 from aiofeed.kernel.core.validation import counted
 from aiofeed.kernel.feeder.arguments import FeederConfig
 from aiofeed.kernel.feeder.delivery import Delivery
@@ -75,7 +75,7 @@ class FeederSession(Generic[BatchT]):
     checkpoint: Checkpoint
     failures: FailureLog
     earlier_stats: EpochStats
-    source: Any
+    source: BaseSource
 
     def __post_init__(self) -> None:
         config = self.config
@@ -122,7 +122,7 @@ class FeederSession(Generic[BatchT]):
         stats.add(self.stats)
         limits, pipeline = self.config.limits, self.pipeline
         tuner = pipeline.tuner if pipeline is not None else None
-        storage = Members.of(self.config.source).storage_statistics
+        storage = None if self.config.engines else self.config.source.storage_statistics()
         return FeedStatistics(
             **stats.totals(),  # type: ignore[arg-type]
             queue_depth=len(self.delivery.queue) if self.delivery is not None else 0,
@@ -130,7 +130,7 @@ class FeederSession(Generic[BatchT]):
             decode_threads=limits.decode_threads if tuner is None else tuner.max_running,
             chunk_size=pipeline.chunk_size if pipeline is not None else 0,
             by_source=self.order.counts(self.checkpoint.position),
-            storage=None if storage is None or self.config.engines else storage(),
+            storage=storage,
         )
 
     def explain(self, *, ranks: bool) -> Any:
@@ -224,11 +224,11 @@ class FeederSession(Generic[BatchT]):
 
     def _begin(self) -> FeedIterator[BatchT]:
         asked = clocks()
-        if traits_of(self.config.source).items and not self.config.engines:
+        if self.config.source.traits.items and not self.config.engines:
             from aiofeed.kernel.sources.dataset_slots import check_iteration
 
-            check_iteration(self.config.source)
-        if hasattr(self.source, "content_parts"):
+            check_iteration(cast("Any", self.config.source))
+        if type(self.source).content_parts is not BaseSource.content_parts:
             with contextlib.suppress(Exception):  # of damaged data: their samples have the error
                 _ = self.fingerprint  # of the data that are read now: later there may be others
         completed = self._finish_complete_epoch()
@@ -365,7 +365,7 @@ class FeederSession(Generic[BatchT]):
         config, stats = self.config, self.stats
         slow = stats.wall_s > HINT_AFTER_S and stats.stall_s - stats.order_s > HINT_STALL * stats.wall_s
         source: Any = config.source
-        if not slow or self._hinted or not traits_of(source).items or source.threads > 1:
+        if not slow or self._hinted or source.threads != 1:
             return
         if config.engines or (cores := machine.rank_cpus()) == 1:
             return
@@ -538,17 +538,17 @@ class _SessionObserver(EpochObserver):
 def _new_memory(config: FeederConfig) -> InlineBatches | None:
     """Return what makes the batches of a cache or source in the consumer's thread, if no option needs threads."""
     source, cache, policy = config.source, config.cache, config.policy
-    if (new := getattr(cache, "new_memory", None)) is not None:
-        of_cache: InlineBatches | None = new(config)
-        return of_cache
-    traits = traits_of(source)
-    threads = config.backend or config.engines or config.collate_fn is not getattr(source, "collate", None)
+    if cache is not None and (memory := cache.new_memory(config)) is not None:
+        found: InlineBatches = memory
+        return found
+    traits = source.traits
+    threads = config.backend or config.engines or config.collate_fn is not source.collate
     # For a device, threads gather into pinned memory, unless the tokens are kept on the device.
-    gathered = traits.rows and not threads and getattr(source, "in_memory", False)
-    if traits.in_memory or config.tokens_resident or gathered:
+    gathered = traits.rows and not threads and source.in_memory
+    if traits.in_memory or config.kept_on_device or gathered:
         data: InlineBatches = load_addon("InlineData", type(source).__name__)()
         return data
     if threads or cache or config.in_order == "samples" or config.user_limits.prefetch_batches is not None:
         return None
     recovers = policy.action != "raise" or policy.retries or policy.read_timeout_s or policy.decode_timeout_s
-    return SmallItems() if traits.items and source.threads == 1 and not recovers else None
+    return SmallItems() if source.threads == 1 and not recovers else None

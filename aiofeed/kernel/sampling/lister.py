@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+from aiofeed.kernel.core.faces import Declares
 from aiofeed.kernel.sampling.order import EpochList, Int64
 from aiofeed.kernel.sampling.schedule import Position, Schedule
 
@@ -97,20 +98,18 @@ class Lister:
         return at
 
 
-class Plan(ABC):
+class Plan(Declares, ABC):
     """The base class of values of ``batch_size=`` that form batches by the lengths of samples.
 
     Attributes:
         streams: Whether it is for a stream, whose items it measures as they come.
         measures: Whether the lengths have to be found by reading all samples first.
         shapes: The number of sizes of its full batches; 0: any.
-        packs: Whether it puts the batches together, too, by ``new_collate``.
     """
 
     streams: bool = False
     measures: bool = False
     shapes: int = 0
-    packs: bool = False
 
     @abstractmethod
     def new_lister(self, schedule: Schedule, samples: Lister | None) -> Lister:

@@ -92,6 +92,11 @@ class FromDataset(IndexedSource):
         """Return the number of samples."""
         return len(self.dataset)
 
+    @property
+    def given(self) -> Any:
+        """The dataset."""
+        return self.dataset
+
     def __repr__(self) -> str:
         return f"FromDataset({type(self.dataset).__name__}, threads={self.threads})"
 

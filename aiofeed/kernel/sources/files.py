@@ -123,7 +123,7 @@ class Files(IndexedSource):
             if len(targets) != len(self):
                 paths = counted(len(self), "path" if self._width is None else "sample")
                 raise ValueError(f"{paths}, but {counted(len(targets), 'target')}")
-            if not hasattr(type(self), "target"):  # a subclass may define its own
+            if type(self).target is None:  # a subclass may define its own
                 self.target = targets.__getitem__
         self._seconds_per_file = 0.0
         self._bytes_per_file = 0.0

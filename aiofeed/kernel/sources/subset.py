@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 
+from aiofeed.kernel.core.faces import BY_INDEX, BY_INDICES, BaseSource, passes_on
 from aiofeed.kernel.core.formatting import brief
-from aiofeed.kernel.core.types import hides_secrets, traits_of, uncopied_reader_of
+from aiofeed.kernel.core.types import hides_secrets
 from aiofeed.kernel.core.validation import check_seed, counted
 from aiofeed.kernel.sampling.order import shuffled
 from aiofeed.kernel.sampling.schedule import fingerprint
@@ -20,18 +21,13 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from aiofeed.kernel.sources.file_io import Content
-
 Indices: TypeAlias = "slice | Sequence[int] | Sequence[bool] | NDArray[Any] | torch.Tensor"
 
 # Methods that datasets of other libraries have.
 _OTHERS = {"map", "filter", "select", "take", "skip", "shuffle", "batch", "shard", "random_split", "train_test_split"}
-# Methods of a source that get an index or several.
-_INDEXED = ("target", "version", "nbytes", "read_many", "read_now")
-_INDEXED_FIRST = ("gathered", "first_tokens", "new_gathered", "gather_ahead", "read_planned")
 
 
-class IndexedSource(Sized):
+class IndexedSource(BaseSource, Sized):
     """A source whose samples have indices, so that parts of it are sources, too."""
 
     def __getitem__(self, indices: Indices) -> Self:
@@ -88,6 +84,7 @@ class IndexedSource(Sized):
             raise AttributeError(text, name=name, obj=self)
 
 
+@passes_on
 class Subset(IndexedSource):
     """The samples of a source at some indices.
 
@@ -96,9 +93,9 @@ class Subset(IndexedSource):
         rows: The indices.
     """
 
-    def __init__(self, whole: Any, rows: NDArray[np.int64]) -> None:
-        self.whole = whole
-        self.rows = rows
+    def __init__(self, whole: BaseSource, rows: NDArray[np.int64]) -> None:
+        self.whole: Any = whole
+        self.rows: NDArray[np.int64] = rows
         self._ascending = bool((np.diff(rows) >= 0).all())
 
     def __len__(self) -> int:
@@ -113,14 +110,18 @@ class Subset(IndexedSource):
         if name.startswith("_") or name in ("whole", "rows", "paths"):
             raise AttributeError(f"a part of a source has no {name!r}: its attribute `whole` is the source")
         value = getattr(self.whole, name)
-        if name in ("targets", "names") and hasattr(value, "__len__"):
-            return [value[row] for row in self.rows.tolist()]
-        if name in _INDEXED and value is not None:  # Tokens at URLs have no read_now
+        return [value[row] for row in self.rows.tolist()] if name in ("targets", "names") else value
+
+    def _passed(self, name: str, value: Any) -> Any:
+        """Return a member of the whole source for the part."""
+        if value is None:
+            return None
+        if name in BY_INDEX:
             return lambda indices: value(self.rows.take(indices).tolist())
-        if name in _INDEXED_FIRST and value is not None:
+        if name in BY_INDICES:
             return lambda indices, *more, **named: value(self.rows[indices], *more, **named)
         if name in ("shard_starts", "looks_ahead") and not self._ascending:
-            raise AttributeError(f"the samples of {self!r} are not in the order of its shards: no {name}")
+            return None if name == "shard_starts" else False
         return np.unique(np.searchsorted(self.rows, value)).tolist() if name == "shard_starts" else value
 
     def _part(self, rows: NDArray[np.int64]) -> Self:
@@ -141,19 +142,28 @@ class Subset(IndexedSource):
 
     def uncopied_reader(self) -> Any:
         """Return a function that reads a sample without a copy, if the whole source can do that."""
-        read = uncopied_reader_of(self.whole)
+        read = self.whole.uncopied_reader()
         return read and (lambda index: read(self.rows[index].tolist()))
 
-    def sharing_frames(self) -> Self:
-        """Return the same moments of ``Episodes`` with frames that are kept; of another source itself."""
-        return type(self)(getattr(self.whole, "sharing_frames", lambda: self.whole)(), self.rows)
+    def lengths(self, unit: str, /) -> NDArray[np.int64] | None:
+        """Return the lengths of the samples, if the whole source knows them."""
+        found = self.whole.lengths(unit)
+        return None if found is None else found[self.rows]
 
     def in_batches(self) -> Self:
-        """Return the same rows of a ``Table`` of which batches are gathered."""
+        """Return the same rows of a source of which batches are gathered."""
         return type(self)(self.whole.in_batches(), self.rows)
 
+    def as_samples(self) -> Self:
+        """Return the same samples of a source that has them one by one."""
+        return type(self)(self.whole.as_samples(), self.rows)
 
-def fingerprint_of(source: Any, length: int) -> str:
+    def for_neighbours(self) -> Self:
+        """Return the same samples of a source for orders in which neighbours come together."""
+        return type(self)(self.whole.for_neighbours(), self.rows)
+
+
+def fingerprint_of(source: BaseSource, length: int) -> str:
     """Return ``names_of`` a source, with a digest of a sample of its contents.
 
     The digest has what the source knows of its ``content_parts()``: for files their sizes and some of their bytes, for
@@ -161,27 +171,21 @@ def fingerprint_of(source: Any, length: int) -> str:
     """
     names = names_of(source, length)
     with contextlib.suppress(Exception):  # of damaged data, the libraries that read them raise any
-        if parts := content_parts_of(source):
+        if parts := source.content_parts():
             from aiofeed.kernel.sources.file_io import digest_of
 
             return f"{names} {digest_of(parts)}"
     return names
 
 
-def content_parts_of(source: Any) -> Sequence[Content]:
-    """Return the parts of a source whose contents identify it; none if they are not known."""
-    return getattr(source, "content_parts", list)()
-
-
-def names_of(source: Any, length: int) -> str:
+def names_of(source: BaseSource, length: int) -> str:
     """Return the source's own ``fingerprint()``, or a hash of its type, length and keys."""
-    own = getattr(source, "fingerprint", None)
-    if own is not None and (found := own()) is not None:
-        return str(found)
-    kind = type(source.dataset) if traits_of(source).items else type(source)
-    named = fingerprint(kind.__qualname__, length, lambda index: str(source.key(index)))
-    rows = getattr(source, "rows", None)  # of a ``FromDataset`` without a fingerprint of its own
-    return named if rows is None else part_fingerprint(named, rows)
+    own = source.fingerprint()
+    kind = type(source.given).__qualname__
+    if own is not None:
+        return str(own)
+    named = fingerprint(kind, length, lambda index: str(source.key(index)))
+    return named if source.rows is None else part_fingerprint(named, source.rows)
 
 
 def part_fingerprint(whole: str, rows: NDArray[np.int64]) -> str:
@@ -189,9 +193,9 @@ def part_fingerprint(whole: str, rows: NDArray[np.int64]) -> str:
     return hashlib.sha256(whole.encode() + rows.astype("<i8").tobytes()).hexdigest()[:32]
 
 
-def kind_of(source: object) -> str:
+def kind_of(source: BaseSource) -> str:
     """Return the name of the class of a source; of a part, that of its whole source."""
-    kind = type(source.whole if isinstance(source, Subset) else source)
+    kind = type(source.given)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 

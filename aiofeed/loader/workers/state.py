@@ -6,19 +6,20 @@ import pickle
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch.utils.data.dataloader import _DatasetKind, _get_distributed_settings
 
 from aiofeed.kernel.core.errors import StateError
-from aiofeed.kernel.core.validation import length_of
+from aiofeed.kernel.core.validation import check_int_from, length_of
 from aiofeed.kernel.sampling.state import state_hint, unreadable
 from aiofeed.loader.workers import random_state as rng
 from aiofeed.loader.workers.fetching import dataset_state, first_stateful
 
 VERSION = 1
+_natural = partial(check_int_from, 0, "a count")
 
 
 @dataclass(frozen=True)
@@ -356,12 +357,6 @@ def _batches(loader: Any) -> int | None:
 def saved_dataset(loader: Any) -> Any:
     """Return the state of a dataset with indices, which is called in this process."""
     return dataset_state(None, loader.dataset) if loader._dataset_kind == _DatasetKind.Map else None
-
-
-def _natural(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a count")
-    return value
 
 
 def _checked_worker(state: list[Any] | None) -> list[Any] | None:

@@ -7,16 +7,15 @@ import os
 import pickle
 import signal
 import socket
-import sys
-import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
+from aiofeed.common.blocking import signal_held
 from aiofeed.ipc.framing import close_all
 from aiofeed.ipc.peers import describe_exit
 from aiofeed.ipc.pickling import load_batch
@@ -38,27 +37,6 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _ending: list[list[Any]] = []
 
 
-@contextmanager
-def _held(number: int, forks: bool) -> Iterator[None]:
-    """Call the handler of a signal after a block that forks, not in it, if this is the main thread.
-
-    ``os.fork`` calls Python functions that modules have registered. Python handles a signal in the first one, where
-    the exception of the handler is printed and lost.
-    """
-    handler = signal.getsignal(number)
-    arrived: list[int] = []
-    if not forks or not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    try:
-        signal.signal(number, lambda *_: arrived.append(number))
-        yield
-    finally:
-        signal.signal(number, handler)
-        if arrived:
-            handler(number, sys._getframe())
-
-
 class _LoaderProcess:
     """One process, its channel and its shared memory."""
 
@@ -77,7 +55,7 @@ class _LoaderProcess:
 
     def start(self) -> None:
         """Start the process."""
-        with self._theirs, _held(signal.SIGTERM, self._forks), _held(signal.SIGINT, self._forks):
+        with self._theirs, signal_held(signal.SIGTERM, self._forks), signal_held(signal.SIGINT, self._forks):
             self.process.start()
 
     def releases(self) -> Sequence[tuple[int, bool]]:

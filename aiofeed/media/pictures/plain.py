@@ -87,16 +87,10 @@ def decode_plain(
     Returns:
         False if Pillow has to decode the file; ``out`` is unchanged then.
     """
-    max_pixels = decoder.max_pixels
-    if decoder.backend != "native" and ("JPEG" in decoder.formats or "MPO" in decoder.formats):
-        any_size = decoder.backend == "turbo"
-        simplejpeg = required_simplejpeg_decoder() if any_size else simplejpeg_decoder()
-        if simplejpeg is not None and decode_jpeg_into(
-            out, data, choose_view, simplejpeg, scaled=decoder.scaled, max_pixels=max_pixels, any_size=any_size
-        ):
-            return True
-    is_png = data.startswith(PNG_SIGNATURE) and "PNG" in decoder.formats
-    return is_png and decode_png_into(out, data, choose_view, max_pixels=max_pixels)
+    takes_jpeg = decoder.backend != "native" and ("JPEG" in decoder.formats or "MPO" in decoder.formats)
+    if takes_jpeg and _decode_jpeg_into(decoder, data, out, choose_view):
+        return True
+    return "PNG" in decoder.formats and _decode_png_into(decoder, data, out, choose_view)
 
 
 # --- JPEG
@@ -114,22 +108,10 @@ def required_simplejpeg_decoder() -> Callable[..., Any]:
     return decoder
 
 
-def decode_jpeg_into(
-    out: NDArray[np.uint8],
-    data: bytes,
-    choose_view: Callable[[int, int], View],
-    decoder: Callable[..., Any],
-    *,
-    scaled: bool,
-    max_pixels: int,
-    any_size: bool,
+def _decode_jpeg_into(
+    settings: DecodeImage, data: bytes, out: NDArray[np.uint8], choose_view: Callable[[int, int], View]
 ) -> bool:
     """Fill ``out``, C-contiguous uint8 [H, W, 3], with ``choose_view(width, height)`` of a plain JPEG.
-
-    Args:
-        decoder: ``simplejpeg.decode_jpeg``.
-        scaled: decode at a smaller scale, by the rule of ``load_picture``.
-        any_size: also decode pictures of more than ``WORTHWHILE_PIXELS``.
 
     Returns:
         False if Pillow has to decode the file; ``out`` is unchanged then.
@@ -137,30 +119,28 @@ def decode_jpeg_into(
     Raises:
         ValueError: more than ``max_pixels`` pixels.
     """
-    header = read_header(data)
-    if header is None:
+    any_size = settings.backend == "turbo"
+    decoder = required_simplejpeg_decoder() if any_size else simplejpeg_decoder()
+    if decoder is None or (header := read_header(data)) is None:
         return False
     width, height, orientation = header
-    check_pixels((width, height), max_pixels)
+    check_pixels((width, height), settings.max_pixels)
     if width * height > WORTHWHILE_PIXELS and not any_size:
         return False
     upright = (width, height) if orientation < 5 else (height, width)
     view = choose_view(*upright)
-    if view == ((0, 0, width, height), False) and out.shape == (height, width, 3) and orientation == 1:
-        # No resize. The pixels are still copied: a file that ends too early must leave `out` unchanged.
-        pixels = _decode_jpeg(decoder, data, "RGB", (width, height), 1)
-        if pixels is None:
-            return False
-        out[:] = pixels
-        return True
-    factor = jpeg_factor(view.box, out.shape[1], out.shape[0]) if scaled else 1
+    as_it_is = view == ((0, 0, width, height), False) and out.shape == (height, width, 3) and orientation == 1
+    factor = jpeg_factor(view.box, out.shape[1], out.shape[0]) if settings.scaled and not as_it_is else 1
     size = -(-width // factor), -(-height // factor)
-    pixels = _decode_jpeg(decoder, data, "RGBX", size, factor)
+    pixels = _decode_jpeg(decoder, data, "RGB" if as_it_is else "RGBX", size, factor)
     if pixels is None:
         return False
-    # RGBX is Pillow's memory layout of RGB: Pillow reads these bytes in place.
-    picture = turn_upright(Image.frombuffer("RGBX", size, pixels, "raw", "RGBX", 0, 1), orientation)
-    render(picture, View(scaled_box(view.box, *upright, factor, orientation), view.flip), out)
+    if as_it_is:
+        out[:] = pixels  # not decoded in place: a file that ends too early must leave `out` unchanged
+    else:
+        # RGBX is Pillow's memory layout of RGB: Pillow reads these bytes in place.
+        picture = turn_upright(Image.frombuffer("RGBX", size, pixels, "raw", "RGBX", 0, 1), orientation)
+        render(picture, View(scaled_box(view.box, *upright, factor, orientation), view.flip), out)
     return True
 
 
@@ -207,8 +187,8 @@ def plain_size(data: bytes) -> tuple[int, int] | None:
     return None
 
 
-def decode_png_into(
-    out: NDArray[np.uint8], data: bytes, choose_view: Callable[[int, int], View], *, max_pixels: int
+def _decode_png_into(
+    settings: DecodeImage, data: bytes, out: NDArray[np.uint8], choose_view: Callable[[int, int], View]
 ) -> bool:
     """Fill ``out``, C-contiguous uint8 [H, W, 3], with ``choose_view(width, height)`` of a plain PNG.
 
@@ -218,9 +198,9 @@ def decode_png_into(
     Raises:
         ValueError: more than ``max_pixels`` pixels.
     """
-    if (decoder := png_decoder()) is None or (size := plain_size(data)) is None:
+    if (size := plain_size(data)) is None or (decoder := png_decoder()) is None:
         return False
-    check_pixels(size, max_pixels)
+    check_pixels(size, settings.max_pixels)
     try:
         pixels: NDArray[np.uint8] = decoder(data)
     except Exception:  # noqa: BLE001 - for any reason: Pillow decodes the file next

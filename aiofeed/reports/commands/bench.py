@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -14,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import aiofeed
+from aiofeed.common.blocking import signal_held
 from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.kernel.core.validation import check_positive_int
 from aiofeed.kernel.runtime import machine
+from aiofeed.kernel.runtime.tensors import unchanged
 from aiofeed.reports.commands.data_set import DataSet, nothing, open_data_set, quoted
 
 # Each step is measured for so long, after a warm-up in which threads and reads are tuned.
@@ -125,17 +126,13 @@ def _feed(source: Any, **options: Any) -> tuple[float, float]:
     return rate, rate * found.bytes_read / max(found.samples, 1)
 
 
-def _unchanged(data: Any) -> Any:
-    return data
-
-
 def _some_samples(source: Any, batch_size: int) -> list[bytes]:
     """Read encoded samples for decoding alone, as many as are read within a step."""
     found: list[bytes] = []
     begin = time.perf_counter()
     policy = aiofeed.FailurePolicy("skip", max_failures=0.5)
     with aiofeed.Feeder(
-        source, decode=_unchanged, batch_size=batch_size, shuffle=True, collate_fn=list, on_error=policy
+        source, decode=unchanged, batch_size=batch_size, shuffle=True, collate_fn=list, on_error=policy
     ) as feeder:
         for batch in feeder:
             found += [sample[0] if isinstance(sample, tuple) else sample for sample in batch]
@@ -214,15 +211,8 @@ def _torch_rate(data: DataSet, decode: Any, batch_size: int, workers: int) -> fl
         num_workers=workers,
         multiprocessing_context=None if local else "spawn",  # connections do not survive a fork
     )
-    # A Ctrl-C during a fork is lost in the callbacks of the fork. The workers keep this handler, and so ignore Ctrl-C.
-    pressed: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda *_: pressed.append(1))
-    try:
+    with signal_held():  # the workers keep its handler, and so ignore Ctrl-C
         batches = iter(loader)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if pressed:
-        raise KeyboardInterrupt
     return _rate(batches)
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from aiofeed.kernel.core.errors import StateError
+from aiofeed.kernel.feeder.arguments import as_source
 from aiofeed.kernel.sampling.feed_order import FeedOrder
 from aiofeed.kernel.sampling.schedule import uncompared
 from aiofeed.kernel.sampling.state import ORDERS, SavedState, states_in
@@ -25,7 +26,7 @@ def replay(path: str, data: Sequence[str], *, at: str | None, step: int, epoch: 
         mixture = MixtureOrder.of_state(state.sampler, schedule.seed, shuffle=bool(schedule.shuffle))
     elif state.sampler:
         raise StateError(f"the state does not have the whole order, {state.order}: call feeder.samples({step})")
-    source = open_data_set(data).source if data else None
+    source = as_source(open_data_set(data).source) if data else None
     if source is not None and uncompared(state.fingerprint, fingerprint_of(source, len(source))) is None:
         raise StateError(f"the state is of other data than {source!r}")
     order = FeedOrder(schedule, (schedule.rank, schedule.world_size), mixture)

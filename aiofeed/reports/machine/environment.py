@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from aiofeed.kernel.devices.backend import DeviceBackend
+    from aiofeed.kernel.core.faces import BaseDevice
 
 # Bytes of each measured copy, and how long a kind of copy is measured.
 COPY_BYTES = 32 << 20
@@ -52,8 +52,10 @@ def inspect_environment() -> Environment:
     """Read the facts of the running process and its machine."""
     import torch
 
-    pillow = _pillow()
-    native_problem, native_decoder = _native_decoder()
+    # The module's version, not the metadata's: both packages may be installed, and the later one is active.
+    pillow: str | None = _attempt(lambda: importlib.import_module("PIL").__version__)
+    native_problem, native_decoder = _attempt(_native_decoder) or ("", {})
+    shm = _attempt(lambda: os.statvfs(_DEV / "shm"))
     files = sorted(path for path in _DEV.glob("nvidia*") if not path.is_dir())
     untyped: Any = torch.cuda
     if torch.version.cuda is not None:
@@ -68,9 +70,9 @@ def inspect_environment() -> Environment:
         pillow=pillow,
         # Pillow-SIMD's versions are Pillow's followed by ".post" and a number.
         pillow_simd=pillow is not None and ".post" in pillow,
-        pillow_simd_hidden=pillow is not None and ".post" not in pillow and _installed("pillow-simd") is not None,
+        pillow_simd_hidden=pillow is not None and ".post" not in pillow and _version(("pillow-simd",)) != "",
         x86=platform.machine().lower() in ("x86_64", "amd64"),
-        missing_formats=_missing_formats(),
+        missing_formats=_attempt(_missing_formats) or (),
         native_problem=native_problem,
         decoders=native_decoder
         | {name: _version(packages) for name, packages in _DECODERS.items() if _importable(name)},
@@ -81,10 +83,10 @@ def inspect_environment() -> Environment:
         cores=machine.rank_cpus(),
         memory_limit_bytes=machine.memory_limit(),
         free_memory_bytes=machine.free_memory(),
-        open_files=_limit("RLIMIT_NOFILE"),
-        locked_bytes=_limit("RLIMIT_MEMLOCK"),
-        shm_bytes=_shm_bytes(),
-        nvidia_driver=_driver(),
+        open_files=_attempt(partial(_limit, "RLIMIT_NOFILE")),
+        locked_bytes=_attempt(partial(_limit, "RLIMIT_MEMLOCK")),
+        shm_bytes=None if shm is None else shm.f_frsize * shm.f_blocks,
+        nvidia_driver=_attempt(_driver),
         nvidia_files=bool(files),
         nvidia_refused=tuple(str(path) for path in files if not os.access(path, os.R_OK | os.W_OK)),
         forked=bool(untyped._is_in_bad_fork()),
@@ -94,21 +96,17 @@ def inspect_environment() -> Environment:
     )
 
 
-def _pillow() -> str | None:
-    # The module's version, not the metadata's: both packages may be installed, and the later one is active.
+def _attempt(function: Callable[[], Any]) -> Any:
     try:
-        found: str = importlib.import_module("PIL").__version__
-    except ImportError:
+        return function()
+    except Exception:  # noqa: BLE001 - the report leaves out what this system, its packages or a full device cannot tell
         return None
-    return found
 
 
 def _native_decoder() -> tuple[str, dict[str, str]]:
     """Why there is no native JPEG library, or the library with the version of its libjpeg-turbo."""
-    try:
-        from aiofeed.kernel.decoders import native_jpeg
-    except ImportError:  # it needs Pillow
-        return "", {}
+    from aiofeed.kernel.decoders import native_jpeg  # needs Pillow
+
     problem, decoder = native_jpeg.load_native_decoder()
     if decoder is None:
         return f"{problem}: {native_jpeg.INSTALL}", {}
@@ -117,10 +115,7 @@ def _native_decoder() -> tuple[str, dict[str, str]]:
 
 def _missing_formats() -> tuple[str, ...]:
     """Return the image formats that the installed Pillow cannot read."""
-    try:
-        features: Any = importlib.import_module("PIL.features")
-    except ImportError:
-        return ()
+    features: Any = importlib.import_module("PIL.features")
     return tuple(name for name, feature in _FORMATS.items() if not features.check(feature))
 
 
@@ -131,40 +126,19 @@ def _importable(name: str) -> bool:
         return True
 
 
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def _version(packages: tuple[str, ...]) -> str:
-    return next((found for package in packages if (found := _installed(package))), "")
+    return next((found for package in packages if (found := _attempt(partial(version, package)))), "")
 
 
-def _limit(name: str) -> tuple[int, int] | None:
-    try:
-        resource: Any = importlib.import_module("resource")
-        soft, hard = resource.getrlimit(getattr(resource, name))
-    except (ImportError, AttributeError):  # Windows; a system without this limit
-        return None
+def _limit(name: str) -> tuple[int, int]:
+    resource: Any = importlib.import_module("resource")  # Windows lacks it, and some systems a limit
+    soft, hard = resource.getrlimit(getattr(resource, name))
     soft, hard = (-1 if limit == resource.RLIM_INFINITY else int(limit) for limit in (soft, hard))
     return soft, hard
 
 
-def _shm_bytes() -> int | None:
-    try:
-        shm = os.statvfs(_DEV / "shm")
-    except (AttributeError, OSError):  # Windows; macOS
-        return None
-    return shm.f_frsize * shm.f_blocks
-
-
-def _driver() -> str | None:
-    try:
-        words = _DRIVER.read_text().split()
-    except OSError:
-        return None
+def _driver() -> str:
+    words = _DRIVER.read_text().split()
     # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan ...", or "Open Kernel Module for x86_64".
     return next((word for word in words if word[0].isdigit() and word.count(".") >= 1), "")
 
@@ -187,7 +161,7 @@ def find_accelerators(*, measure: bool) -> tuple[AcceleratorReport, ...]:
     return tuple(reports)
 
 
-def describe_accelerator(backend: DeviceBackend) -> AcceleratorReport:
+def describe_accelerator(backend: BaseDevice) -> AcceleratorReport:
     """Name and memory of one accelerator; ``None`` for values that torch does not report."""
     import torch
 
@@ -213,7 +187,7 @@ def describe_accelerator(backend: DeviceBackend) -> AcceleratorReport:
     )
 
 
-def measure_copies(report: AcceleratorReport, backend: DeviceBackend, nbytes: int) -> AcceleratorReport:
+def measure_copies(report: AcceleratorReport, backend: BaseDevice, nbytes: int) -> AcceleratorReport:
     """Return the report of a device with the rates of pinned and pageable copies of ``nbytes`` each."""
     import numpy as np
 
@@ -233,14 +207,7 @@ def measure_copies(report: AcceleratorReport, backend: DeviceBackend, nbytes: in
     return replace(report, pinned_bytes_per_s=pinned, pageable_bytes_per_s=pageable, pin_error=pin_error)
 
 
-def _attempt(function: Callable[[], Any]) -> Any:
-    try:
-        return function()
-    except Exception:  # noqa: BLE001 - a full or busy device is still reported, without this value
-        return None
-
-
-def copy_rate(backend: DeviceBackend, memory: NDArray[np.uint8], seconds: float) -> float:
+def copy_rate(backend: BaseDevice, memory: NDArray[np.uint8], seconds: float) -> float:
     """Bytes per second of copies from host memory on the side stream, measured for a number of seconds.
 
     At least three copies are made; the first is not counted.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from aiofeed.ipc.cuda_ipc import SharedDevice, SharedEvent
-    from aiofeed.kernel.devices.backend import DeviceBackend, Event, Stream
+    from aiofeed.kernel.core.faces import BaseDevice, Event, Stream
     from aiofeed.kernel.runtime.buffers import BufferLease
 
 log: logging.Logger = logging.getLogger("aiofeed.processes")
@@ -68,7 +68,7 @@ class DeviceReader:
     """
 
     def __init__(
-        self, backend: DeviceBackend, shared: SharedDevice, server: ProcessMonitor, died: Callable[[], FeedError]
+        self, backend: BaseDevice, shared: SharedDevice, server: ProcessMonitor, died: Callable[[], FeedError]
     ) -> None:
         self.backend = backend
         self.shared = shared

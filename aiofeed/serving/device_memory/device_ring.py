@@ -30,7 +30,7 @@ from aiofeed.serving.messages import MAX_DEVICE_LETTERS, DeviceBlockHandle, Prob
 
 if TYPE_CHECKING:
     from aiofeed.ipc.cuda_ipc import SharedDevice, SharedEvent
-    from aiofeed.kernel.devices.backend import DeviceBackend, Event
+    from aiofeed.kernel.core.faces import BaseDevice, Event
 
 _PROBE_BYTES = 64
 # Wide loads, and the granularity of CUDA's allocator.
@@ -87,7 +87,7 @@ class DeviceRing:
             still run after they have sent ``Read``.
     """
 
-    def __init__(self, backend: DeviceBackend, shared: SharedDevice, blocks: int) -> None:
+    def __init__(self, backend: BaseDevice, shared: SharedDevice, blocks: int) -> None:
         self._backend = backend
         self._shared = shared
         self._max_blocks = blocks

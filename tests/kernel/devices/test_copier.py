@@ -250,7 +250,7 @@ class TestStreams:
     def test_memory_in_use_is_flat(self):
         """The device memory reserved does not grow with the number of batches."""
         reserved = []
-        for batches in (200, 600):
+        for batches in (100, 300):
             device = DeviceCase("late")
             check(device, batches=batches)
             # Subtract the checksums of the check itself, one row per batch.

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from aiofeed.kernel.core.errors import DeviceCopyError
+from aiofeed.kernel.core.faces import DeviceBackend
 from aiofeed.kernel.devices import backend as device_module
-from aiofeed.kernel.devices.backend import DeviceBackend, TorchBackend
+from aiofeed.kernel.devices.backend import TorchBackend
 from aiofeed.kernel.devices.resolve import resolve_device
 from tests.support.interrupts import Interrupt
 from tests.support.simulated_device import SimulatedDevice

@@ -84,6 +84,7 @@ def iterate_until(feeder: Feeder[Any], threads: int) -> None:
             pass
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("four_cores")
 def test_useless_threads_are_removed_and_the_gil_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """GIL-bound decoding goes from four threads to one; statistics and one warning per feeder name the GIL."""

@@ -323,7 +323,7 @@ FEEDERS: dict[str, Callable[[], Feeder[Any]]] = {
 def test_a_close_from_another_thread_during_iter(kind: str) -> None:
     """The iterator is then closed, or `close` came before `iter`; the next `iter` begins the same epoch."""
     closed = 0
-    for place in range(0, 1000, 5):
+    for place in range(0, 1000, 8):
         feeder = FEEDERS[kind]()
         with Interrupt(place, partial(feeder._session.stop, "the feeder was closed")) as meanwhile:
             iterator = iter(feeder)

@@ -14,6 +14,7 @@ import torch
 
 import aiofeed
 from aiofeed import Feeder
+from aiofeed.kernel.core.faces import Declares, Exclusion
 from aiofeed.kernel.core.types import Traits
 from aiofeed.kernel.feeder.rules import EXCLUDED
 from tests.support.calls import PUBLIC, calls_in
@@ -25,15 +26,29 @@ N = 24
 LENGTHS = [1 + number % 5 for number in range(N)]
 
 
+def excluded() -> list[Exclusion]:
+    """The rows of the kernel, and those of the sources, plans and caches of all add-ons, by their names."""
+    kinds: dict[str, type[Declares]] = {}
+    waiting: list[type[Declares]] = [Declares]
+    for name in (each for each in PUBLIC if each in dir(aiofeed)):
+        getattr(aiofeed, name)  # which imports its module
+    while waiting:
+        kind = waiting.pop()
+        waiting += kind.__subclasses__()
+        if kind.__module__.startswith("aiofeed") and isinstance(vars(kind).get("excluded"), tuple):
+            kinds[kind.__name__] = kind
+    return [*EXCLUDED, *(row for _, kind in sorted(kinds.items()) for row in kind.excluded)]
+
+
 def options_page() -> str:
     """The content of docs/options.md."""
-    rows = [f"| {_code(options)} | {_code(others)} | {why} |" for options, others, _, why in EXCLUDED]
+    rows = [f"| {_code(options)} | {_code(others)} | {why} |" for options, others, _, why in excluded()]
     text = [
         "# What goes with what",
         "",
         "Every option of `Feeder` goes with every source and every other option, except for the pairs in this table.",
         "The error of a `Feeder` that is made with such a pair gives the same reason. The page is printed from the",
-        "table in `aiofeed/kernel/feeder/rules.py`.",
+        "table in `aiofeed/kernel/feeder/rules.py` and from `excluded` in the classes of sources, plans and caches.",
         "",
         "| this | not with | reason, and what to do |",
         "| --- | --- | --- |",
@@ -57,7 +72,7 @@ def test_calls_in_the_table_work(tmp_path: Path) -> None:
     """Each call that is written out makes an object; of ``N`` and other names a program has its own values."""
     (tmp_path / "a").write_bytes(b"a")
     names = {"aiofeed": aiofeed, "path": tmp_path / "cache", "paths": [tmp_path / "a"], "max_bytes": 1 << 20}
-    calls = [call for *_, why in EXCLUDED for call in calls_in(why)]
+    calls = [call for *_, why in excluded() for call in calls_in(why)]
     assert {call.name for call in calls} >= {"DiskCache", "EncodedCache", "Files", "DecodeImage", "Stream"}
     for call in calls:
         call.bind()

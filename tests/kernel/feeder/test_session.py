@@ -576,9 +576,9 @@ def test_thousands_of_short_epochs_leak_nothing(make: MakeFeeder) -> None:
     source = Watched(2)
     feeder = make(source)
     threads, objects = set(), []
-    for epoch in feeder.epochs(3000):
+    for epoch in feeder.epochs(1500):
         assert sum(1 for _ in feeder) == 1
-        if epoch % 1000 == 500:
+        if epoch % 500 == 250:
             threads |= {thread.name for thread in threading.enumerate() if thread.name.startswith("aiofeed")}
             wait_until_idle(feeder, source)
             source.reads.clear()
@@ -586,7 +586,7 @@ def test_thousands_of_short_epochs_leak_nothing(make: MakeFeeder) -> None:
             objects.append(len(gc.get_objects()))
     assert objects[2] - objects[0] < 300
     assert len(threads) <= 4
-    assert feeder.statistics(total=True).samples == 6000
+    assert feeder.statistics(total=True).samples == 3000
 
 
 @pytest.mark.parametrize("options", [{}, {"sampler": [0, 1]}])

@@ -76,14 +76,8 @@ def test_sigterm_at_random_moments(fork_server: ForkServer) -> None:
     assert totals.signals == 5
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "plain",
-        pytest.param("device", marks=pytest.mark.slow),
-        pytest.param("asynchronous_closing", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "device", "asynchronous_closing"])
 def test_ctrl_c_in_a_fresh_interpreter(name: str) -> None:
     """SIGINT from the import of aiofeed on causes one KeyboardInterrupt."""
     after_s = random.uniform(0, FRESH_SPREAD_S)
@@ -105,6 +99,7 @@ def interrupt_without_torch(after_s: float) -> list[str]:
     return [f"after {after_s:.2f} s: {wrong}\n{end.err}" for wrong in interrupted(end, "endless")]
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_torch_is_imported() -> None:
     """A process that is importing torch for its first batch dies of SIGINT with one traceback."""
     # The import begins after 0.2 s and takes a second or more.
@@ -120,11 +115,13 @@ def test_ctrl_c_at_each_moment_of_the_first_two_seconds() -> None:
     assert not sum(wrong, [])
 
 
+@pytest.mark.slow
 def test_the_end_of_main_while_torch_is_imported() -> None:
     """A script that ends while its feeder imports torch exits with 0 and prints nothing."""
     right(begun(fresh("end", WITHOUT_TORCH)).end())
 
 
+@pytest.mark.slow
 def test_sigterm_in_a_fresh_interpreter() -> None:
     """SIGTERM from the import of aiofeed on ends the process at once."""
     child = begun(fresh("images"))

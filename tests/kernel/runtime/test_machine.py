@@ -240,6 +240,7 @@ print(machine.has_gil())
 """
 
 
+@pytest.mark.slow
 def test_the_gil_stays_off(jpeg_folder: Path) -> None:
     """Importing aiofeed and two epochs of images do not turn on the GIL of a free-threaded build."""
     run = subprocess.run(

@@ -296,6 +296,7 @@ def test_the_interpreter_ends_in_silence(fork_server: ForkServer, state: str) ->
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "message"),
     [

@@ -16,7 +16,7 @@ from aiofeed import Feeder, Limits
 from tests.support.process_parts import Numbers
 
 # `make test-long` sets this.
-EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "100"))
+EXAMPLES = int(os.environ.get("AIOFEED_EXAMPLES", "30"))
 
 
 def augmented(data: bytes, *, rng: torch.Generator) -> tuple[int, torch.Tensor]:

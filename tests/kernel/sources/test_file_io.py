@@ -8,8 +8,6 @@ import logging
 import os
 import socket
 import struct
-import subprocess
-import sys
 import warnings
 import zlib
 from collections.abc import Callable
@@ -26,7 +24,6 @@ from aiofeed.errors import DecodeError, ReadError, SampleError
 from aiofeed.kernel.sources import file_io
 from aiofeed.kernel.sources.file_io import ReadRules, read_file
 from tests.support.fork_server import ForkServer
-from tests.support.paths import ROOT
 from tests.support.rewriting import rewritten
 
 resource: Any = pytest.importorskip("resource", reason="needs POSIX: FIFOs, links and peak memory")
@@ -164,7 +161,7 @@ def test_a_path_with_a_separator_at_its_end_names_a_folder(
         read_file(path, ReadRules(follow_symlinks=follow, root=root))
 
 
-def test_no_permission_is_a_read_error(tmp_path: Path) -> None:
+def test_no_permission_is_a_read_error(tmp_path: Path, fork_server: ForkServer) -> None:
     """A file without read permission raises PermissionError as the cause."""
     (tmp_path / "bad.jpg").write_bytes(encoded("JPEG"))
     (tmp_path / "bad.jpg").chmod(0)
@@ -176,11 +173,8 @@ def test_no_permission_is_a_read_error(tmp_path: Path) -> None:
     # The superuser may read every file, so a process of another user tries.
     tmp_path.chmod(0o755)
     code = (
-        "import os, sys\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import os\n"
         "from aiofeed import Feeder, Files, ReadError\n"
-        "from aiofeed.kernel.sources.file_io import read_file\n"
-        "import torch\n"
         f"folder = os.open({str(tmp_path)!r}, os.O_RDONLY)\n"
         "os.fchdir(folder)\n"
         "list(Feeder(Files(['bad.jpg']), decode=len, batch_size=1))\n"  # imports everything while it may
@@ -189,10 +183,10 @@ def test_no_permission_is_a_read_error(tmp_path: Path) -> None:
         "try:\n"
         "    list(Feeder(Files(['bad.jpg']), decode=len, batch_size=1))\n"
         "except ReadError as error:\n"
-        "    print(type(error.__cause__).__name__, error)\n"
+        "    print(type(error.__cause__).__name__, error, flush=True)\n"
         "os._exit(0)"
     )
-    done = subprocess.run([sys.executable, "-u", "-c", code], capture_output=True, text=True)
+    done = fork_server.run(code)
     assert done.stdout.startswith("PermissionError cannot read 'bad.jpg'"), done
 
 

@@ -294,6 +294,7 @@ def test_state_of_a_part_with_a_fingerprint_of_the_user() -> None:
     assert source[:5].fingerprint() != FromDataset(Squares(), fingerprint="v2")[:5].fingerprint()
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_worker_processes_and_caches(tmp_path: Path) -> None:
     """A part is pickled to workers, and cached as any source; an `EncodedCache` of the whole has its samples."""
     (tmp_path / "files").mkdir()

@@ -582,6 +582,7 @@ def test_dropping_the_result_of_share_closes_it() -> None:
     assert tensors.tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_processes_that_are_killed(start: Callable[..., Process]) -> None:
     """The others keep the memory; the address of a killed process is free, although a fork of it lives."""
     shm = Path("/dev/shm")
@@ -611,6 +612,7 @@ def test_processes_that_are_killed(start: Callable[..., Process]) -> None:
     until(lambda: not left or not left & set(os.listdir(shm)))
 
 
+@pytest.mark.slow
 def test_interpreter_exit_removes_the_socket(start: Callable[..., Process]) -> None:
     """Without close()."""
     sharer = start("share", "exit").ready()

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
+from aiofeed.kernel.core.faces import BaseSource
 from aiofeed.kernel.core.failure_policy import FailurePolicy, backoff_s
-from aiofeed.kernel.core.types import Gathered, Members, Source, uncopied_reader_of
+from aiofeed.kernel.core.types import Gathered
 from aiofeed.kernel.engine.tuning.reads import READS_MOST
 from aiofeed.kernel.runtime.cancellation import caught, clear_cancellation, ended_by, is_cancelled
 
@@ -56,11 +57,11 @@ class _Slots:
 class AsyncReader:
     """Calls a source's coroutines on the loop, with time limit and retries, and returns what they raise as values."""
 
-    def __init__(self, source: Source[Any], policy: FailurePolicy) -> None:
+    def __init__(self, source: BaseSource, policy: FailurePolicy) -> None:
         self._source = source
         self._policy = policy
-        self._read_uncopied = uncopied_reader_of(source)
-        self._read_many = None if self._read_uncopied else Members.of(source).read_many
+        self._read_uncopied = source.uncopied_reader()
+        self._read_many = None if self._read_uncopied else source.read_many
         self._jitter = random.Random()
         # Reads over their time limit that ignore cancellation; referred to here so that they are not garbage collected.
         self._abandoned: set[asyncio.Future[Any]] = set()

@@ -16,20 +16,11 @@ import numpy as np
 
 from aiofeed import _load_addon
 from aiofeed.kernel.core.errors import DecodeError, FeedError, ReadError
+from aiofeed.kernel.core.faces import BaseSource, bind_decoder
 from aiofeed.kernel.core.failure_policy import FailurePolicy
 from aiofeed.kernel.core.formatting import format_error
 from aiofeed.kernel.core.limits import ResolvedLimits
-from aiofeed.kernel.core.types import (
-    BatchPlan,
-    Gathered,
-    Members,
-    RowDecoder,
-    Source,
-    Uncopied,
-    takes_rng,
-    takes_target,
-    traits_of,
-)
+from aiofeed.kernel.core.types import BatchPlan, Gathered, Uncopied
 from aiofeed.kernel.engine.fetch.async_reader import AsyncReader, ReadResult, total_bytes
 from aiofeed.kernel.engine.fetch.collate import BatchBuilder, DefaultCollateBuilder, RowBatchBuilder, misfit_error
 from aiofeed.kernel.engine.fetch.fetcher import UNREAD, Chunk, ChunkOutcome, Fetcher, Place, RunJob, seed_of
@@ -78,7 +69,7 @@ class SourceFetcher(Fetcher):
 
     def __init__(
         self,
-        source: Source[Any],
+        source: BaseSource,
         decoder: Callable[..., Any] | None,
         *,
         in_place: bool,
@@ -90,29 +81,27 @@ class SourceFetcher(Fetcher):
         self._source = source
         self._may_keep = decoder is None  # a stream's items stay in memory with the plan of their batch
         self._decoder: Callable[..., Any] = unchanged if decoder is None else decoder
+        bound = bind_decoder(self._decoder)
+        self._row, self._decode_into, self._takes_target = bound.row, bound.decode_into, bound.takes_target
         self._in_place = in_place
         self._length = len(source) if length is None else length
         self.limit_s: float | None = self.policy.decode_timeout_s
-        members = Members.of(source)
-        self.target: Callable[[int], Any] | None = members.target
+        self.target: Callable[[int], Any] | None = source.target
         # Reads the samples of later steps; to the reader it is the source.
         self._look_ahead: Any = None
-        self._read_planned = members.read_planned
-        if lookahead_bytes and getattr(source, "looks_ahead", False):
+        self._read_planned = source.read_planned
+        if lookahead_bytes and source.looks_ahead:
             self._look_ahead = _load_addon("LookAhead", "looks_ahead = True")(source, lookahead_bytes)
         self._gathers: bool = self._look_ahead is not None and self._look_ahead.gathers
         self._reader = AsyncReader(source, self.policy)
         # Reads in decode threads, if the source can do it, and without a time limit.
         self._blocking_reader: BlockingReader | None = None
-        if members.read_now is not None and self.policy.read_timeout_s is None:
-            self._blocking_reader = BlockingReader(members.read_now, self.policy)
+        if source.read_now is not None and self.policy.read_timeout_s is None:
+            self._blocking_reader = BlockingReader(source.read_now, self.policy)
             # Rows of a table, and windows of tokens, cost less than a change of threads.
-            self.reads_in_jobs: bool = traits_of(source).rows and bool(getattr(source, "answers_at_once", False))
-        self._decode_many: Callable[..., Sequence[Exception | None]] | None = None
-        if in_place:
-            self._decode_many = getattr(decoder, "decode_many_into", None)
-        self._takes_rng = takes_rng(self._decoder)
-        self._takes_seed = bool(getattr(decoder, "takes_seed", False))
+            self.reads_in_jobs: bool = source.traits.rows and source.answers_at_once
+        self._decode_many = bound.decode_many_into if in_place else None
+        self._takes_rng, self._takes_seed = bound.takes_rng, bound.takes_seed
         self._read_s = 0.0
 
     def reading_ahead(self, steps: Iterable[Step], run: RunJob, threads: int) -> AbstractContextManager[Iterable[Step]]:
@@ -124,8 +113,8 @@ class SourceFetcher(Fetcher):
         """Return a builder with the decoder's rows, or one that collates samples."""
         if not self._in_place:
             return DefaultCollateBuilder(samples, lease, may_keep=self._may_keep, target=self.target and 1)
-        decoder: RowDecoder = self._decoder  # type: ignore[assignment]
-        return RowBatchBuilder(decoder.row, samples, lease, targets=self.target is not None)
+        assert self._row is not None
+        return RowBatchBuilder(self._row, samples, lease, targets=self.target is not None)
 
     def job_sizes(self, limits: ResolvedLimits) -> tuple[int, int]:
         """By the time that samples take; fewer if reads are slow. A batch that is gathered is not cut."""
@@ -166,7 +155,7 @@ class SourceFetcher(Fetcher):
             read_many = partial(self._look_ahead.read, plan=plan, start=start)
         result = await self._reader.read(indices, read_many, read_at)
         self._sizer.observe_bytes(result.nbytes, len(indices))
-        result.waited = traits_of(self._source).indexed  # the items of a stream are in memory
+        result.waited = self._source.traits.indexed  # the items of a stream are in memory
         if not result.retries:  # pauses between attempts are not the storage's time
             self._read_s += (time.perf_counter() - started - self._read_s) * 0.2
         return result
@@ -187,7 +176,7 @@ class SourceFetcher(Fetcher):
         return (
             self._blocking_reader is not None
             and 0.0 < self._sizer.seconds < SMALL_DECODE_S
-            and bool(getattr(self._source, "answers_at_once", False))
+            and self._source.answers_at_once
         )
 
     def decode_chunk(self, chunk: Chunk) -> None:
@@ -292,14 +281,14 @@ class SourceFetcher(Fetcher):
         indices, timed = plan.indices, chunk.control.deadline is not None
         if self._in_place:
             assert isinstance(builder, RowBatchBuilder)
-            row_decoder: RowDecoder = decoder  # type: ignore[assignment]
-            rows = builder.rows
+            assert self._decode_into is not None
+            rows, decode_into = builder.rows, self._decode_into
 
             def decode_into_row(position: int, value: Any) -> None:
                 row = rows[position]
                 # An abandoned job must not write into the batch later.
                 out = np.empty_like(row) if timed else row
-                row_decoder.decode_into(value, out, seed_of(plan, position) if self._takes_seed else None)
+                decode_into(value, out, seed_of(plan, position) if self._takes_seed else None)
                 label = None if target is None else target(indices[position])
                 if timed:
                     with chunk.commit():
@@ -312,7 +301,7 @@ class SourceFetcher(Fetcher):
         put = chunk.put
         takes_rng = self._takes_rng
 
-        if target is not None and takes_target(decoder):
+        if target is not None and self._takes_target:
 
             def decode_with_target(position: int, value: Any) -> None:
                 options = {"rng": generator_of(plan, position)} if takes_rng else {}
@@ -336,7 +325,7 @@ class SourceFetcher(Fetcher):
             return sample_error(DecodeError, error, key, index, hint, traced=self.stop_at_error)
         hint = ""
         if isinstance(error, TypeError) and "await" in format_error(error):
-            hint = f" ({type(self._source).__name__}.read is not an `async def`; a source needs one)"
+            hint = f" ({type(self._source.given).__name__}.read is not an `async def`; a source needs one)"
         if isinstance(error, IsADirectoryError):
             hint = f" (it is a folder: aiofeed.ImageFolder({error.filename or key!r}) reads images of its sub-folders)"
         if isinstance(error, IndexError):

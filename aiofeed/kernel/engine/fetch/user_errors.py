@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
+from typing import Any
 
 from aiofeed.kernel.core.errors import OF_CODE, DecodeError, FeedError, ReadError, SampleError, add_note, notes_of
 from aiofeed.kernel.core.formatting import format_error
 
 # Modules that call the user's code. Frames of sources and decoders stay in a traceback: they show where it failed.
-_OURS = ("aiofeed.kernel.engine.", "aiofeed.kernel.runtime.", "aiofeed.cache.", "aiofeed.resident.", "aiofeed.objects.")
+_OURS = ("aiofeed.kernel.engine.", "aiofeed.kernel.runtime.")
 _BYTES = " (the decoder gets the bytes of a file, not its path: Image.open(io.BytesIO(data)))"
 # What Python, Pillow, NumPy, torch and OpenCV say about them.
 _OPENED = re.compile(r"embedded null|(not|got|type) (<class )?['\"]bytes|'bytes' object has|and bytes in|'filename'")
@@ -67,10 +69,16 @@ def without_our_frames(error: BaseException) -> BaseException:
     cycle, which would keep all frames of the traceback alive, in the end those of the trainer.
     """
     traceback = error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_globals.get("__name__", "").startswith(_OURS):
+    while traceback is not None and _is_ours(traceback.tb_frame.f_globals):
         traceback = traceback.tb_next
     # Not by assignment, which a frozen dataclass refuses.
     return BaseException.with_traceback(error, traceback)
+
+
+def _is_ours(module: dict[str, Any]) -> bool:
+    """Return whether a module calls the user's code: the engine, or an add-on whose package says ``hides_frames``."""
+    package = sys.modules.get(str(module.get("__package__")))
+    return str(module.get("__name__")).startswith(_OURS) or "hides_frames" in vars(package or re)
 
 
 def untrace(error: BaseException) -> None:

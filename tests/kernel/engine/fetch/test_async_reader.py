@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from aiofeed.kernel.core.faces import AdaptedSource
 from aiofeed.kernel.core.failure_policy import FailurePolicy
 from aiofeed.kernel.engine.fetch.async_reader import AsyncReader
 
@@ -39,7 +40,7 @@ class Numbers:
 
 
 def new_reader(source: Any, concurrency: int, **policy: Any) -> AsyncReader:
-    reader = AsyncReader(source, FailurePolicy(**policy))
+    reader = AsyncReader(AdaptedSource(source), FailurePolicy(**policy))
     reader.concurrency = concurrency
     return reader
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import aiofeed
+from aiofeed.kernel.core.faces import AdaptedSource
 from aiofeed.kernel.core.types import BatchPlan
 from aiofeed.objects.look_ahead import LookAhead
 from tests.support.simulated_device import SimulatedDevice
@@ -170,7 +171,7 @@ def test_samples_that_are_noted_and_not_begun_are_read_at_once() -> None:
 
     async def check() -> None:
         source = Sharded()
-        ahead = LookAhead(source, 1 << 20)
+        ahead = LookAhead(AdaptedSource(source), 1 << 20)
         plans = [BatchPlan(at, [at * SHARD], [at], 0) for at in range(10)]
         with ahead.reading_ahead(plans, asyncio.to_thread, 1) as steps:
             for _ in range(2):
@@ -212,7 +213,7 @@ def test_a_read_that_is_given_up_keeps_no_samples() -> None:
     async def check() -> None:
         source = Sharded()
         source.held_back = asyncio.Event()
-        ahead = LookAhead(source, 1 << 20)
+        ahead = LookAhead(AdaptedSource(source), 1 << 20)
         plans = [BatchPlan(at, [at * SHARD], [at], 0) for at in range(3)]
         with ahead.reading_ahead(plans, asyncio.to_thread, 1) as steps:
             for plan in steps:
@@ -278,7 +279,7 @@ def test_async_loops_and_steps() -> None:
         assert len(numbers(feeder.steps(100))) >= 100 * 7
 
 
-@hypothesis.settings(max_examples=15, deadline=None)
+@hypothesis.settings(max_examples=6, deadline=None)
 @given(position=st.integers(0, 62), nbytes=st.integers(1, SAMPLES * SAMPLE_BYTES))
 def test_resume_is_exact(position: int, nbytes: int) -> None:
     """The rest of an epoch after a saved state is the same as without a break, whatever the look-ahead."""

@@ -388,6 +388,7 @@ class Failing(Numbers):
         return await super().read(index)
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(
     ("kind", "engine"),
     [

@@ -151,6 +151,7 @@ def test_a_worker_that_takes_long_is_named(logged: Logged, tmp_path: Path, trans
     assert logged.lines[0].count("py-spy dump --pid") == 2
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_worker_processes_of_a_feeder_are_named(logged: Logged, tmp_path: Path) -> None:
     file = tmp_path / "go"
     threading.Thread(target=lambda: logged.first.wait(30) and file.touch()).start()
@@ -168,6 +169,7 @@ class LoadsSlowly(Waits):
             threading.Event().wait(0.01)
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_workers_that_take_long_to_start_are_named(logged: Logged, tmp_path: Path) -> None:
     file = tmp_path / "go"
     threading.Thread(target=lambda: logged.first.wait(30) and file.touch()).start()
