@@ -19,7 +19,7 @@ _HOMES: dict[str, dict[str, str]] = {
         "Feeder": "aiofeed.kernel.feeder.feeder",
         "DataLoader": "aiofeed.loader.dataloader",
         "Limits": "aiofeed.kernel.core.limits",
-        "FailurePolicy": "aiofeed.kernel.core.failure_policy",
+        "FailurePolicy": "aiofeed.kernel.core.failures",
         "prefetch": "aiofeed.loader.prefetch",
         "scatter": "aiofeed.device_groups.scatter",
     },

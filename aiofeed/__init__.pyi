@@ -14,7 +14,7 @@ from aiofeed.cache.host import HostCache as HostCache
 from aiofeed.device_groups.scatter import scatter as scatter
 from aiofeed.episodes.episodes import Episodes as Episodes
 from aiofeed.kernel.core.errors import FeedError as FeedError
-from aiofeed.kernel.core.failure_policy import FailurePolicy as FailurePolicy
+from aiofeed.kernel.core.failures import FailurePolicy as FailurePolicy
 from aiofeed.kernel.core.limits import Limits as Limits
 from aiofeed.kernel.core.types import Decoder as Decoder
 from aiofeed.kernel.core.types import Source as Source

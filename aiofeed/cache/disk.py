@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from aiofeed.cache.cached_fetcher import CachedFetcher
     from aiofeed.cache.disk_format import CacheFile, Description
-    from aiofeed.kernel.engine.fetchers import InnerFetcher
+    from aiofeed.kernel.engine.fetch.choose import InnerFetcher
     from aiofeed.kernel.feeder.arguments import FeederConfig
 
 log: logging.Logger = logging.getLogger("aiofeed.cache")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiofeed.cache.cached_fetcher import CachedFetcher
-    from aiofeed.kernel.engine.fetchers import InnerFetcher
+    from aiofeed.kernel.engine.fetch.choose import InnerFetcher
     from aiofeed.kernel.feeder.arguments import FeederConfig
 
 # Records lie in blocks of so many units, 16 MB. A longer record has a block of its own.

@@ -19,8 +19,7 @@ from torch.utils.data import BatchSampler, default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from aiofeed import _load_addon as load_addon
-from aiofeed.kernel.core.failure_policy import Action, FailurePolicy
-from aiofeed.kernel.core.failures import FailureCounter
+from aiofeed.kernel.core.failures import Action, FailureCounter, FailurePolicy
 from aiofeed.kernel.core.limits import DEVICE_BATCHES, PREFETCH_BATCHES, Limits
 from aiofeed.kernel.core.statistics import EpochStats
 from aiofeed.kernel.core.types import Source, Transform, public

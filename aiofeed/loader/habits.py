@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 import aiofeed
-from aiofeed.kernel.core.failure_policy import FailurePolicy
+from aiofeed.kernel.core.failures import FailurePolicy
 from aiofeed.kernel.core.formatting import brief
 from aiofeed.kernel.core.limits import Limits
 

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import islice, pairwise
 from typing import Any, TypeAlias, TypeVar
 
-from aiofeed.kernel.core.failure_policy import backoff_s
+from aiofeed.kernel.core.failures import backoff_s
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.sources.file_io import MAX_BYTES, ReadRules, open_file, read_file, too_large
 from aiofeed.objects.clients import StoreClient, open_requests, shared_client

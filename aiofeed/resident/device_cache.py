@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from aiofeed.cache.cached_fetcher import CachedFetcher
     from aiofeed.kernel.core.faces import BaseDevice
-    from aiofeed.kernel.engine.fetchers import InnerFetcher
+    from aiofeed.kernel.engine.fetch.choose import InnerFetcher
     from aiofeed.kernel.feeder.arguments import FeederConfig
 
 

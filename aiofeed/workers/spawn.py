@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiofeed.ipc.shared_memory import anonymous_memory
-from aiofeed.kernel.core.failure_policy import FailurePolicy
+from aiofeed.kernel.core.failures import FailurePolicy
 from aiofeed.kernel.engine.tuning.reads import READS_MOST
 
 if TYPE_CHECKING:

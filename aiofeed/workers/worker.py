@@ -25,7 +25,7 @@ from aiofeed.kernel.engine.admission import MemoryBudget
 from aiofeed.kernel.engine.assembly import AssemblyOptions
 from aiofeed.kernel.engine.concurrency import Tuner
 from aiofeed.kernel.engine.engine import Engine
-from aiofeed.kernel.engine.fetchers import builder_factory, new_fetcher
+from aiofeed.kernel.engine.fetch.choose import builder_factory, new_fetcher
 from aiofeed.kernel.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
 from aiofeed.kernel.runtime.tensors import unchanged
 from aiofeed.kernel.sampling.epochs import EpochStart, Step

@@ -21,8 +21,8 @@ from aiofeed.kernel.engine.admission import Admission
 from aiofeed.kernel.engine.assembly import AssemblyOptions
 from aiofeed.kernel.engine.batch import Batch
 from aiofeed.kernel.engine.chunks import ChunkAssembly
+from aiofeed.kernel.engine.fetch.choose import NewBuilder
 from aiofeed.kernel.engine.fetch.collate import BatchBuilder
-from aiofeed.kernel.engine.fetchers import NewBuilder
 from aiofeed.kernel.runtime.buffers import BufferLease
 from aiofeed.kernel.runtime.queue import BatchQueue, FeedFailure, QueueItem, ReadyBatch
 from aiofeed.workers import protocol

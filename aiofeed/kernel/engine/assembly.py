@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from aiofeed.kernel.core.failure_policy import FailurePolicy
+from aiofeed.kernel.core.failures import FailurePolicy
 from aiofeed.kernel.core.types import BatchPlan
 from aiofeed.kernel.engine.admission import Admission
 from aiofeed.kernel.engine.batch import Batch

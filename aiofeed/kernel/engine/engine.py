@@ -30,8 +30,7 @@ from functools import partial
 from typing import Any
 
 from aiofeed.kernel.core.errors import BatchFailedError, FeedError, SampleError
-from aiofeed.kernel.core.failure_policy import FailurePolicy
-from aiofeed.kernel.core.failures import FailureCounter
+from aiofeed.kernel.core.failures import FailureCounter, FailurePolicy
 from aiofeed.kernel.core.limits import ResolvedLimits
 from aiofeed.kernel.core.statistics import EpochStats
 from aiofeed.kernel.core.types import BatchPlan

@@ -27,7 +27,7 @@ from aiofeed.kernel.core.faces import (
     adapt_source,
     bind_decoder,
 )
-from aiofeed.kernel.core.failure_policy import FailurePolicy, as_policy
+from aiofeed.kernel.core.failures import FailurePolicy, as_policy
 from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.kernel.core.limits import Limits, ResolvedLimits, resolve_limits
 from aiofeed.kernel.core.statistics import new_events

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from aiofeed import _hint_at, _load_addon
 from aiofeed.kernel.core.errors import StateError
-from aiofeed.kernel.core.failure_policy import Action, FailurePolicy
-from aiofeed.kernel.core.failures import Failure, FailureLog
+from aiofeed.kernel.core.failures import Action, Failure, FailureLog, FailurePolicy
 from aiofeed.kernel.core.limits import Limits
 from aiofeed.kernel.core.statistics import EpochStats, FeedStatistics
 from aiofeed.kernel.core.types import hides_secrets, public

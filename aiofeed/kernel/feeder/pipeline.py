@@ -20,7 +20,7 @@ from aiofeed.kernel.engine.assembly import Assembly, AssemblyOptions
 from aiofeed.kernel.engine.chunks import ChunkAssembly
 from aiofeed.kernel.engine.concurrency import Tuner
 from aiofeed.kernel.engine.engine import Engine
-from aiofeed.kernel.engine.fetchers import builder_factory, new_fetcher
+from aiofeed.kernel.engine.fetch.choose import builder_factory, new_fetcher
 from aiofeed.kernel.engine.tuning.threads import GilLimit, gil_message
 from aiofeed.kernel.feeder.arguments import FeederConfig
 from aiofeed.kernel.feeder.delivery import LoopProducer, Producer

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from aiofeed.kernel.core.failure_policy import FailurePolicy, backoff_s
+from aiofeed.kernel.core.failures import FailurePolicy, backoff_s
 from aiofeed.kernel.runtime.thread_pool import ABANDONED_MOST, ThreadPool
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import pytest
 from PIL import UnidentifiedImageError
 
 from aiofeed import FailurePolicy
-from aiofeed.kernel.core.failure_policy import BACKOFF_MOST_S, BACKOFF_S, as_policy, backoff_s
+from aiofeed.kernel.core.failures import BACKOFF_MOST_S, BACKOFF_S, as_policy, backoff_s
 
 
 @pytest.mark.parametrize("word", ["raise", "skip", "replace"])

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiofeed.kernel.core.failure_policy import FailurePolicy
-from aiofeed.kernel.core.failures import FailureCounter
+from aiofeed.kernel.core.failures import FailureCounter, FailurePolicy
 from aiofeed.kernel.core.limits import Limits, resolve_limits
 from aiofeed.kernel.core.statistics import EpochStats
 from aiofeed.kernel.core.types import BatchPlan

@@ -375,7 +375,7 @@ def test_a_feeder_with_a_policy_pickles() -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiofeed.kernel.core.failure_policy.BACKOFF_S", 0.001)
+    monkeypatch.setattr("aiofeed.kernel.core.failures.BACKOFF_S", 0.001)
 
 
 class Flaky(Numbers):
@@ -499,7 +499,7 @@ async def test_closing_ends_a_wait_for_the_next_attempt(
 ) -> None:
     """Closing the feeder ends the pause before a retry at once."""
     for name in ("BACKOFF_S", "BACKOFF_MOST_S"):
-        monkeypatch.setattr(f"aiofeed.kernel.core.failure_policy.{name}", 600.0)
+        monkeypatch.setattr(f"aiofeed.kernel.core.failures.{name}", 600.0)
     source = Flaky(20, frozenset({0}), times=1000)
     feeder = Feeder(source, decode=number, batch_size=4, on_error=FailurePolicy(retries=1000))
     iterator = aiter(feeder)

@@ -133,7 +133,7 @@ def test_reads_that_block_threads_do_not_delay_others() -> None:
 
 def test_a_read_that_exceeds_the_limit_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A timeout is a transient error."""
-    monkeypatch.setattr("aiofeed.kernel.core.failure_policy.BACKOFF_S", 0.001)
+    monkeypatch.setattr("aiofeed.kernel.core.failures.BACKOFF_S", 0.001)
 
     class Once(Numbers):
         async def _wait(self) -> None:

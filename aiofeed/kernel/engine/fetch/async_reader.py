@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from aiofeed.kernel.core.faces import BaseSource
-from aiofeed.kernel.core.failure_policy import FailurePolicy, backoff_s
+from aiofeed.kernel.core.failures import FailurePolicy, backoff_s
 from aiofeed.kernel.core.types import Gathered
 from aiofeed.kernel.engine.tuning.reads import READS_MOST
 from aiofeed.kernel.runtime.cancellation import caught, clear_cancellation, ended_by, is_cancelled

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from aiofeed.kernel.core.errors import FeedError, ReadError
-from aiofeed.kernel.core.failure_policy import FailurePolicy
+from aiofeed.kernel.core.failures import FailurePolicy
 from aiofeed.kernel.core.formatting import format_error
 from aiofeed.kernel.core.limits import ResolvedLimits
 from aiofeed.kernel.core.types import BatchPlan

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from aiofeed.kernel.core.errors import FeedError
-from aiofeed.kernel.core.failure_policy import FailurePolicy
+from aiofeed.kernel.core.failures import FailurePolicy
 from aiofeed.kernel.core.limits import ResolvedLimits
 from aiofeed.kernel.core.types import BatchPlan, Uncopied
 from aiofeed.kernel.engine.fetch.async_reader import ReadResult

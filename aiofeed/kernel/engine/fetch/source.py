@@ -17,7 +17,7 @@ import numpy as np
 from aiofeed import _load_addon
 from aiofeed.kernel.core.errors import DecodeError, FeedError, ReadError
 from aiofeed.kernel.core.faces import BaseSource, bind_decoder
-from aiofeed.kernel.core.failure_policy import FailurePolicy
+from aiofeed.kernel.core.failures import FailurePolicy
 from aiofeed.kernel.core.formatting import format_error
 from aiofeed.kernel.core.limits import ResolvedLimits
 from aiofeed.kernel.core.types import BatchPlan, Gathered, Uncopied

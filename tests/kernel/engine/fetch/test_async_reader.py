@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aiofeed.kernel.core.faces import AdaptedSource
-from aiofeed.kernel.core.failure_policy import FailurePolicy
+from aiofeed.kernel.core.failures import FailurePolicy
 from aiofeed.kernel.engine.fetch.async_reader import AsyncReader
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from aiofeed.kernel.core.failure_policy import FailurePolicy
+from aiofeed.kernel.core.failures import FailurePolicy
 from aiofeed.kernel.engine.fetch import source as fetch_source
 from aiofeed.kernel.engine.fetch.fetcher import ChunkOutcome
 from aiofeed.kernel.engine.fetch.source import BlockingReader

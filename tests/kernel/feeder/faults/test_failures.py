@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from aiofeed import DataLoader, DecodeImage, Feeder, FeedError, Files, ImageFolder, Limits, prefetch
 from aiofeed.errors import CollateError, DecodeError, DeviceCopyError, ReadError, SampleError, TooManyFailures
-from aiofeed.kernel.core.failure_policy import FailurePolicy
+from aiofeed.kernel.core.failures import FailurePolicy
 from aiofeed.kernel.core.types import Row
 from aiofeed.kernel.engine.fetch.fetcher import ChunkOutcome
 from aiofeed.kernel.engine.fetch.source import BlockingReader

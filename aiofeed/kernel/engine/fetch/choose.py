@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from aiofeed.kernel.core.faces import BaseSource, BuildsBatches, CacheStore, bind_decoder
-from aiofeed.kernel.core.failure_policy import FailurePolicy
+from aiofeed.kernel.core.failures import FailurePolicy
 from aiofeed.kernel.core.types import BatchPlan
 from aiofeed.kernel.engine.fetch.collate import BatchBuilder, CollateBatchBuilder
 from aiofeed.kernel.engine.fetch.fetcher import Fetcher
