@@ -45,6 +45,9 @@ $(DOCS_STAMP): $(STAMP)
 	$(PIP) install --quiet --constraint constraints-dev.txt --editable '.[docs]'
 	@touch $@
 
+# Without their bytecode, each program that a test starts compiles all modules again.
+test test-long: export PYTHONDONTWRITEBYTECODE :=
+
 # The same examples each time: `make test-long` draws others.
 test: export CI ?= true
 test: ARGS ?= -m "not slow"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from aiofeed import _load_addon as load_addon
-from aiofeed.kernel.core.failure_policy import FailurePolicy
+from aiofeed.kernel.core.failures import FailurePolicy
 from aiofeed.kernel.core.limits import Limits
 from aiofeed.kernel.core.pytree import map_leaves
 from aiofeed.kernel.feeder.arguments import as_source

@@ -265,7 +265,7 @@ def test_a_rank_streams_items_that_are_new_to_it(kind: str | None) -> None:
     )
 
 
-@DEVICES
+@pytest.mark.parametrize("kind", [None, "random"])
 @CACHES
 @pytest.mark.parametrize("action", ["skip", "replace"])
 @pytest.mark.parametrize("decode_timeout_s", [None, 30.0])

@@ -76,7 +76,7 @@ TARGETS: list[Any] = [
 ]
 
 
-@DEVICES
+@pytest.mark.parametrize("kind", [None, "random"])
 @pytest.mark.parametrize("decode", [tensor, half, array, scalar, wide, Planar()])
 @pytest.mark.parametrize("target", range(len(TARGETS)))
 def test_batches_equal_those_without_a_cache(kind: str | None, decode: Any, target: int) -> None:

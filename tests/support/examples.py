@@ -6,5 +6,5 @@ import os
 
 
 def examples(number: int) -> int:
-    """Return `number`, or `number * N // 250` if ``AIOFEED_EXAMPLES=N`` is set, as in `make test-long`."""
+    """Return `number`, or with ``AIOFEED_EXAMPLES=N``, as `make test-long` sets it, `number * N // 250`."""
     return number * int(os.environ.get("AIOFEED_EXAMPLES", "250")) // 250

@@ -247,10 +247,11 @@ class TestStreams:
         with pytest.raises(WrongBytesError):
             check(device, copier=mistake, batches=512, **options)
 
+    @pytest.mark.slow
     def test_memory_in_use_is_flat(self):
         """The device memory reserved does not grow with the number of batches."""
         reserved = []
-        for batches in (100, 300):
+        for batches in (200, 600):
             device = DeviceCase("late")
             check(device, batches=batches)
             # Subtract the checksums of the check itself, one row per batch.

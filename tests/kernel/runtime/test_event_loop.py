@@ -62,6 +62,7 @@ def test_the_fork_server_distinguishes_its_children(start: Callable[[str], Child
     assert (endless.end().returncode, ended.end().returncode) == (-signal.SIGKILL, 1)
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_random_moments(fork_server: ForkServer) -> None:
     """At any moment SIGINT causes one KeyboardInterrupt, and the process ends in time; each script gets one signal."""
     totals = run_signal_cases(fork_server, len(TRAINING), seed=random.randrange(2**32))

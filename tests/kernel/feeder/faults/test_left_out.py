@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -259,7 +260,7 @@ def test_a_loader_of_one_of_several_ranks_raises() -> None:
 
 def test_an_interrupted_next_leaves_it_out_once() -> None:
     """After Ctrl-C anywhere in the `next` that leaves a batch out, the other batches come, and it counts once."""
-    for place in range(2000):
+    for place in range(random.randrange(2), 2000, 2):
         feeder = KINDS["dataset"](MIDDLE)
         iterator = iter(feeder)
         got = values(next(iterator) for _ in range(2))
