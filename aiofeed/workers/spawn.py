@@ -197,6 +197,12 @@ def write_config(worker_config: WorkerConfig) -> int:
     return descriptor
 
 
+def unpickle_config(data: bytes) -> WorkerConfig:
+    """Unpickle the configuration that the trainer has pickled."""
+    worker_config: WorkerConfig = pickle.loads(data)
+    return worker_config
+
+
 def read_config(descriptor: int) -> WorkerConfig:
     """Unpickle what ``write_config`` has written; imports the script first if an object is defined in it."""
     global starting
@@ -204,13 +210,12 @@ def read_config(descriptor: int) -> WorkerConfig:
         size = os.fstat(descriptor).st_size
         starting = True
         with mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as data:
-            preparation, pickled = pickle.loads(data)
+            preparation, worker_config = pickle.loads(data)
         if preparation:
             from multiprocessing import spawn
 
             spawn.prepare(preparation)
-        worker_config: WorkerConfig = pickle.loads(pickled)
-        return worker_config
+        return unpickle_config(worker_config)
     finally:
         starting = False
         os.close(descriptor)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import platform
 import time
 from importlib.metadata import version
@@ -22,7 +21,7 @@ from aiofeed.kernel.core.errors import FeedError
 from aiofeed.kernel.core.formatting import format_error
 from aiofeed.kernel.runtime.buffers import Bytes, DropTracker
 from aiofeed.workers.protocol import BatchFinished, FromWorker, ReleaseSlot, WorkerEnded, decode_to_worker
-from aiofeed.workers.spawn import WorkerConfig
+from aiofeed.workers.spawn import WorkerConfig, unpickle_config
 from aiofeed.workers.worker import Worker, encode_finished
 
 if TYPE_CHECKING:
@@ -67,7 +66,8 @@ class FeedActor:
 
         try:
             check_versions(expected, location)
-            self._worker = worker = _ActorWorker(pickle.loads(config), self._number, put)
+            worker_config = unpickle_config(config)
+            self._worker = worker = _ActorWorker(worker_config, self._number, put)
             worker.loop_thread.at_death(lambda error: put(WorkerEnded(describe(error)), {}))
             worker.loop_thread.launch(import_torch=False)
             worker.loop_thread.start(worker.run)
