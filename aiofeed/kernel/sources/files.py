@@ -21,7 +21,6 @@ from aiofeed.kernel.sources.file_io import (
     MAX_BYTES,
     SMALL,
     Content,
-    GroupReader,
     ReadRules,
     evenly,
     group_reader,
@@ -233,12 +232,6 @@ class Files(IndexedSource):
             return min(most, 8)
         return max(1, min(most, GROUP_MOST, int(GROUP_S / self._seconds_per_file)))
 
-    def _group_reader(self, files: int) -> GroupReader | None:
-        """Return the native library, if it was built and is faster for these files."""
-        if files < GROUP_LEAST or not 0.0 < self._bytes_per_file <= SMALL:
-            return None
-        return group_reader()
-
     def _observe(self, contents: list[bytes | OSError], seconds: float) -> None:
         # Moving averages adapt to faster or slower storage within a few groups.
         per_file = seconds / len(contents)
@@ -263,7 +256,21 @@ class Files(IndexedSource):
 
     def _contents(self, indices: Sequence[int]) -> list[bytes | OSError]:
         """Return the contents of files, or the error of each that cannot be read."""
-        return _read_files([self.paths[index] for index in indices], self._rules, self._group_reader(len(indices)))
+        paths = [self.paths[index] for index in indices]
+        found = None
+        if len(paths) >= GROUP_LEAST and 0.0 < self._bytes_per_file <= SMALL and (reader := group_reader()) is not None:
+            found = read_group(reader, paths, self._rules)
+        contents: list[bytes | OSError] = []
+        for at, path in enumerate(paths):
+            if found is not None and (data := found[at]) is not None:
+                contents.append(data)
+                continue
+            try:
+                contents.append(read_file(path, self._rules))
+            except OSError as error:
+                # The traceback refers to this frame, and so to the bytes of all other files.
+                contents.append(error.with_traceback(None))
+        return contents
 
     def storage_statistics(self) -> StorageStatistics | None:
         """Return the requests for objects at URLs in this process; ``None`` for files."""
@@ -301,37 +308,18 @@ def path_of(value: object, position: int) -> str:
     Raises:
         TypeError, ValueError: It is something else.
     """
-    if type(value) is str:
-        return value if "://" not in value else _path_of_url(value, position)
+    if type(value) is str and "://" not in value:
+        return value
     # A path as bytes is refused, because keys are texts.
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(path, str):
         raise TypeError(f"Files needs paths as str or os.PathLike; number {position} is {value!r}")
-    return path
-
-
-def _path_of_url(value: str, position: int) -> str:
-    if (path := local_path(value)) is None:
+    if (local := local_path(path)) is None:
         raise ValueError(
-            f"{shown(value)!r}, number {position}, is a URL, and number 0 is a file: Files reads either; "
+            f"{shown(path)!r}, number {position}, is a URL, and number 0 is a file: Files reads either; "
             f"aiofeed.Mixture reads both"
         )
-    return path
-
-
-def _read_files(paths: Sequence[str], rules: ReadRules, reader: GroupReader | None) -> list[bytes | OSError]:
-    contents: list[bytes | OSError] = []
-    found = None if reader is None else read_group(reader, paths, rules)
-    for at, path in enumerate(paths):
-        if found is not None and (data := found[at]) is not None:
-            contents.append(data)
-            continue
-        try:
-            contents.append(read_file(path, rules))
-        except OSError as error:
-            # The traceback refers to this frame, and so to the bytes of all other files.
-            contents.append(error.with_traceback(None))
-    return contents
+    return local
 
 
 _in_executor: Callable[..., Awaitable[list[bytes | OSError]]] = wrap(lambda read, indices: read(indices))

@@ -7,7 +7,6 @@ first sample's are collated at the end.
 
 from __future__ import annotations
 
-import inspect
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from aiofeed.kernel.core.formatting import format_error, kind_of
 from aiofeed.kernel.core.pytree import is_flat_plain, is_namedtuple, like_list, like_mapping, map_leaves, total_nbytes
 from aiofeed.kernel.core.types import Collate, Gathered, HostTensor, Row
 from aiofeed.kernel.runtime.buffers import BufferLease, array
-from aiofeed.kernel.runtime.tensors import NUMBER_DTYPES, as_array, as_tensor, as_tensors, is_plain, is_tensor, stage
+from aiofeed.kernel.runtime.tensors import NUMBER_DTYPES, as_array, as_tensor, as_tensors, is_tensor, stage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -545,37 +544,12 @@ def _default_collate(values: Any) -> Any:
     try:
         return default_collate(values)
     except Exception as error:  # torch and the samples' own classes raise any: each is one that names the samples
-        for position, value in enumerate(values):
-            if (problem := _common_mistake(value)) is not None:
-                raise MisfitError(problem, (position,), _NO_RETURN if value is None else "") from error
-        shapes = [tuple(value.shape) if hasattr(value, "shape") else None for value in values]
-        for position, shape in enumerate(shapes):
-            if shape != shapes[0]:
-                problem = f"shapes {list(shapes[0] or ())} and {list(shape or ())}"
-                if shape is None or shapes[0] is None:
-                    problem = f"one is {kind_of(values[0])}, another {kind_of(values[position])}"
-                raise MisfitError(problem, (0, position)) from error
-        dtypes = [getattr(value, "dtype", None) for value in values]
-        for position, dtype in enumerate(dtypes):
-            if dtype != dtypes[0]:
-                raise MisfitError(f"dtypes {dtypes[0]} and {dtype}: {error}", (0, position)) from error
-        raise MisfitError(str(error), ()) from error
+        from aiofeed.kernel.engine.fetch.misfits import find_misfit
 
-
-def _common_mistake(value: Any) -> str | None:
-    """Return what is wrong with a value of a type that never collates, and the way out; ``None`` for other values."""
-    if value is None:
-        return _NONE
-    if inspect.iscoroutine(value):
-        return "one is a coroutine: `async def` is for a source's read, not for decoders, datasets and targets"
-    if inspect.isgenerator(value):
-        return "one is a generator: use `return` in place of `yield`, or list(...)"
-    if type(value).__module__.startswith("PIL."):
-        return f"one is {kind_of(value)}, a PIL image: convert it with numpy.asarray(image), or pass collate_fn=list"
-    dtype = getattr(value, "dtype", None)
-    if isinstance(dtype, np.dtype) and not (is_plain(dtype) or isinstance(value, str | bytes)):
-        return f"one has the dtype {dtype}, which torch lacks: convert it"
-    return None
+        if (nothing := next((at for at, value in enumerate(values) if value is None), None)) is not None:
+            raise MisfitError(_NONE, (nothing,), _NO_RETURN) from error
+        problem, positions, way = find_misfit(values, error)
+        raise MisfitError(problem, positions, _WAY if way is None else way) from error
 
 
 def compact(rows: NDArray[Any], positions: Positions) -> NDArray[Any]:
