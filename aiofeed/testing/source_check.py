@@ -115,7 +115,7 @@ def check_source(source: Any, *, decode: Callable[..., Any] | None = None, sampl
         raise WrongSampleError(f"key(index) must be another text for each sample, got {keys[:4]}")
     if decode is None and whole.traits.decode == "needed":
         decode = _unchanged
-    given = {"decode": decode, "batch_size": 4, "collate_fn": list}
+    given: dict[str, Any] = {"decode": decode, "batch_size": 4, "collate_fn": list}
     with Feeder(part, **given, limits=Limits(read_concurrency=1, decode_threads=1)) as feeder:
         expected = [_digest(sample) for batch in feeder for sample in batch]
     reads: list[tuple[str, Any, Way]] = [(name, part, way) for name, way in ways_of(count).items()]
