@@ -126,6 +126,7 @@ def test_functions_whose_signature_fits_or_is_not_known() -> None:
         aiofeed.Feeder(aiofeed.Files([__file__]), decode=decode, batch_size=1).close()
 
 
+@pytest.mark.slow
 def test_a_decoder_that_workers_cannot_see(tmp_path: Path) -> None:
     """A function defined under the guard of the script: the error says to define it above."""
     script = tmp_path / "script.py"

@@ -93,6 +93,7 @@ def test_feeder_imports_only_what_every_feeder_needs() -> None:
     assert result.stdout.split() == []
 
 
+@pytest.mark.slow
 def test_without_pillow_only_the_use_of_it_fails() -> None:
     """The package can be imported, listed and inspected; using `DecodeImage` names both extras that install PIL."""
     code = """
@@ -163,6 +164,7 @@ def test_a_missing_add_on_is_an_error_that_names_it_and_what_needs_it(monkeypatc
         aiofeed._load_addon("Gone", "weights=")
 
 
+@pytest.mark.slow
 def test_aiofeed_log_prints_every_stage() -> None:
     """`AIOFEED_LOG=debug` prints when batches are planned, read, decoded, delivered and returned."""
     code = """

@@ -244,6 +244,7 @@ def test_the_formats_argument() -> None:
     assert not {"EPS", "WMF", "HDF5", "FITS", "MPEG", "GRIB", "BUFR", "ICO", "TGA"} & set(DecodeImage.formats)
 
 
+@pytest.mark.slow
 def test_decoding_starts_no_program_and_touches_no_file(tmp_path: Path) -> None:
     """Under an audit hook, decoding any bytes executes, unpickles, connects to, writes and opens nothing."""
     samples = [encoded(kind) for kind in ("JPEG", "PNG", "GIF", "TIFF", "BMP", "PPM")] + list(FOREIGN.values())

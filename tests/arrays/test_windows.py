@@ -37,7 +37,7 @@ def test_windows_of_arrays_in_memory(data: Any) -> None:
     check_epoch(asked, values, values, shuffle=data.draw(st.sampled_from(ORDERS)))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(35))
 @given(st.data())
 def test_joined_files(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     """Of different lengths and chunks, along the first axis of samples."""

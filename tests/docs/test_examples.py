@@ -137,6 +137,7 @@ def test_demo_compares_the_sides(demo: DemoRun) -> None:
     assert by_feeder == pytest.approx(by_loader, rel=0.2)
 
 
+@pytest.mark.slow
 def test_demo_makes_its_point_in_ten_lines(demo: DemoRun) -> None:
     """The table and the reasons are the last ten lines, of 120 letters at most."""
     lines = demo.output.rstrip().splitlines()[-10:]
@@ -146,6 +147,7 @@ def test_demo_makes_its_point_in_ten_lines(demo: DemoRun) -> None:
     assert max(map(len, lines)) <= 120
 
 
+@pytest.mark.slow
 def test_demo_gives_two_sides_the_same_pixels(demo: DemoRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """DataLoader and the feeder with the same decoding give equal batches."""
     monkeypatch.syspath_prepend(str(EXAMPLES))

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiofeed import Feeder, Mixture, TokenBudget
 from aiofeed.errors import StateError
 from aiofeed.mixtures.mixture_order import SourceCourse
+from tests.support.examples import examples
 
 EPOCH = 3000
 SIZES = {"a": 50, "b": 1700, "c": 400}
@@ -217,6 +218,7 @@ def test_a_state_of_an_older_version_is_loaded() -> None:
     again.close()
 
 
+@settings(max_examples=examples(20), deadline=None)
 @given(
     st.lists(st.integers(1, 40), min_size=2, max_size=4),
     st.lists(st.integers(1, 40), min_size=2, max_size=4),

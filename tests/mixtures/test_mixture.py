@@ -276,9 +276,9 @@ def test_an_order_deep_in_a_large_mixture_needs_no_walk_to_it() -> None:
 
 def test_counts_are_forgotten_except_those_of_epochs() -> None:
     """A long training keeps a bounded number of counts, and the start of its epoch."""
-    for blocks_per_epoch in (2, 6000):
+    for blocks_per_epoch in (2, 3000):
         interleaving = constant([1, 1], blocks_per_epoch * BLOCK)
-        for block in range(10_000):
+        for block in range(5_000):
             interleaving.counts(block)
         assert len(interleaving._counts) <= KEPT_COUNTS + 2
-        assert 10_000 // blocks_per_epoch * blocks_per_epoch - blocks_per_epoch in interleaving._counts
+        assert 5_000 // blocks_per_epoch * blocks_per_epoch - blocks_per_epoch in interleaving._counts

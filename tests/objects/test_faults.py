@@ -21,7 +21,7 @@ from tests.support.examples import examples
 from tests.support.fault_server import Fault, FaultServer
 from tests.support.waiting import until
 
-EXAMPLES = examples(125)
+EXAMPLES = examples(50)
 DATA = bytes(range(256)) * 16
 
 

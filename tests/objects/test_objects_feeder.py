@@ -25,7 +25,7 @@ from tests.support.number_decoders import scalar
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import until
 
-EXAMPLES = examples(25)
+EXAMPLES = examples(9)
 SAMPLES = 200
 
 
@@ -116,6 +116,7 @@ def test_an_object_of_another_size_than_in_its_listing(object_server, kind):
     assert "bucket/y/3.png" in str(failure)
 
 
+@pytest.mark.slow
 def test_urls_with_queries_of_their_own(object_server, expected, monkeypatch):
     """URLs that differ in their query are read through one client, which keeps some connections only."""
     monkeypatch.setattr(clients_module, "QUERIES", 8)

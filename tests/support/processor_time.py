@@ -123,6 +123,9 @@ class ProcessorTime:
 
 
 def judged(item: pytest.Item, report: pytest.TestReport) -> bool:
-    """Return whether a test has to keep to the limit: not if more examples are asked for, or where CUDA starts."""
+    """Return whether a test has to keep to the limit: not if more examples are asked for, or where CUDA starts.
+
+    On other systems than Linux tests start new interpreters in place of forks.
+    """
     free = "AIOFEED_EXAMPLES" in os.environ or any(map(item.get_closest_marker, ("slow", "cuda")))
-    return report.passed and not free
+    return report.passed and not free and sys.platform == "linux"
