@@ -215,6 +215,13 @@ class Episodes(GroupedSource):
             fields["task"] = [self._of.data.tasks[number] for number in fields["task"].tolist()]
         return fields
 
+    def structure(self) -> Mapping[str, Sequence[int]]:
+        """Return the shapes of the fields."""
+        rows = self._of.take(np.zeros(1, np.int64))
+        return {name: shape for name, (shape, _) in self._of.fields.items()} | {
+            name: value.shape[1:] for name, value in rows.items()
+        }
+
     def in_batches(self) -> Self:
         """Return moments without cameras, of which a batch is gathered at once."""
         found = copy.copy(self)

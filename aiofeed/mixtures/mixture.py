@@ -258,6 +258,11 @@ class _Combined:
 class CombinedSource(_Combined, BaseSource):
     """Sources of bytes as one."""
 
+    excluded: ClassVar[Sequence[Exclusion]] = (
+        (("sources with different columns",), ("no decode=",), TypeError,
+         "their samples do not fit into one batch: choose equal columns, or pass decode= or collate_fn="),
+    )  # fmt: skip
+
     def __init__(self, sources: Mapping[str, Any], names: bool) -> None:
         super().__init__(sources, names)
         self.sources: dict[str, Any] = dict(sources)
@@ -302,6 +307,17 @@ class CombinedSource(_Combined, BaseSource):
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self._names)})"
+
+    def structure(self) -> Mapping[str, Sequence[int] | None] | None:
+        """Return the columns of the first source."""
+        found: Mapping[str, Sequence[int] | None] | None = self._sources[0].structure()
+        return found
+
+    def facts(self, arguments: Any) -> Mapping[str, str]:
+        """Return whether the sources are known to have different columns."""
+        columns = {name: sorted(source.structure() or ()) for name, source in self.sources.items()}
+        differ = arguments.collate_fn is None and len({*map(str, columns.values())}) > 1
+        return {"sources with different columns": f"Mixture of the columns {columns}"} if differ else {}
 
     def fingerprint(self) -> str:
         """Identifies all sources, with their names."""

@@ -10,9 +10,10 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from aiofeed import _load_addon
-from aiofeed.kernel.core.faces import Exclusion
+from aiofeed.kernel.core.faces import Exclusion, bind_decoder
 from aiofeed.kernel.core.types import public
 from aiofeed.kernel.core.validation import check_bool, check_callable, check_int_from, check_positive_int
+from aiofeed.kernel.runtime.tensors import unchanged
 from aiofeed.kernel.sampling.order import BatchLists, Int64
 from aiofeed.plans.balanced import Cost, assign, integer_costs, warn_of_large
 from aiofeed.plans.length_plans import LengthPlan, Lengths, Measure, OnOversize, check_on_oversize, starts_of
@@ -75,6 +76,9 @@ class Pack(LengthPlan):
         (("collate_fn=",), ("Pack",), ValueError, "Pack puts the batches together; transform= gets each batch"),
         (("Tensors",), ("Pack",), ValueError,
          "a row of Tensors is a tuple, a document one tensor: pass a Dataset of those"),
+        (("samples that are no documents",), ("Pack",), ValueError,
+         "a document is a row of tokens, or a dict of such columns, and these samples have a target, parts or more "
+         "dimensions: leave out targets, or pass a Dataset of documents"),
         (('on_error="replace"',), ("Pack",), ValueError,
          "it plans the place of every token, and a replacement has another length and is used twice: pass "
          "on_error='skip', which leaves padding, or 'raise'"),
@@ -141,8 +145,14 @@ class Pack(LengthPlan):
         raise ValueError(f"document {index} has {longest} tokens{with_separator}, more than {most}: {way}")
 
     def facts(self, arguments: Any) -> Mapping[str, str]:
-        """Return that batches are packed."""
-        return {"Pack": "Pack"}
+        """Return that batches are packed, and whether it is known that samples are no documents."""
+        source = arguments.adopted
+        bound = bind_decoder(arguments.decode or source.decoder or unchanged)
+        shapes = [] if arguments.decode else [*(source.structure() or {}).values()]
+        shapes += [] if bound.row is None else [bound.row.shape]
+        has_target = source.target is not None and not bound.takes_target
+        others = has_target or any(shape is not None and len(shape) != 1 for shape in shapes)
+        return {"Pack": "Pack"} | ({"samples that are no documents": repr(arguments.source)} if others else {})
 
     def new_collate(self) -> Any:
         """Return what puts the documents of a batch into rows."""

@@ -116,6 +116,10 @@ class Table(GroupedSource):
         """Return the table and the row."""
         return f"{self.name}[{index}]"
 
+    def structure(self) -> Mapping[str, None] | None:
+        """Return the columns, if samples are rows."""
+        return dict.fromkeys(self._problems()) if self.data is None else None
+
     def in_batches(self) -> Self:
         """Return the table with samples for ``collate_rows``; itself if a sample is one column.
 

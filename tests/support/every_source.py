@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 import aiofeed
+from aiofeed.kernel.core.types import Traits
 from tests.support.fault_server import FaultServer
 from tests.support.media_files import video
 from tests.support.shard_files import tfrecord, write_mds, write_tar, write_zip
@@ -115,6 +116,19 @@ class Bytes:
         return X[index].tobytes()
 
 
+class OwnRows(Bytes):
+    """A source of decoded samples, which reads them in the calling thread, too."""
+
+    traits = Traits(decode="none")
+    answers_at_once = True
+
+    def read_now(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        return list(torch.from_numpy(X[list(indices)]))
+
+    async def read(self, index: int) -> torch.Tensor:  # type: ignore[override]
+        return self.read_now([index])[0]
+
+
 # --- the instances ---
 
 
@@ -142,8 +156,9 @@ class EverySource:
     def kinds(self) -> set[str]:
         """What the table of refusals calls it."""
         kinds = set(self.traits.split(", "))
-        others = {"a stream": "indexed samples", "shards": "no shards", "targets": "no targets"}
-        others |= {"tuples": "no tuples", "x and y": "x only"}
+        others = {"a stream": "samples with indices", "shards": "samples in no shards"}
+        others |= {"samples with targets": "samples without targets", "a Dataset of tuples": "a Dataset of tensors"}
+        others |= {"Tokens with targets": "Tokens without targets"}
         return kinds | {name for kind, name in others.items() if kind not in kinds}
 
     def samples(self, source: Any) -> list[Any]:
@@ -284,41 +299,50 @@ def _token_pairs(_: Any) -> list[tuple[Any, Any]]:
 
 S = EverySource
 EVERY_SOURCE: dict[str, EverySource] = {
-    "Files": S(_files, "bytes", row_of),
-    "Files at URLs": S(_objects, "bytes", row_of, needs=("obstore",)),
+    "Files": S(_files, "encoded samples", row_of),
+    "Files at URLs": S(_objects, "encoded samples", row_of, needs=("obstore",)),
     "ImageFolder": S(
         lambda folder, _: aiofeed.ImageFolder(_pictures(folder)),
-        "bytes, targets",
+        "encoded samples, samples with targets",
         pixels_of,
         lambda _: [(row, number * 2 // N) for number, row in enumerate(X)],
     ),
     "FolderPairs": S(
         lambda folder, _: aiofeed.FolderPairs(_pictures(folder / "images"), _pictures(folder / "masks", X + 7)),
-        "bytes, pairs",
+        "encoded samples, a decoder of tuples",
         pair_of,
         lambda _: [(row, row + 7) for row in X],
     ),
-    "Manifest": S(_manifest, "bytes, targets", row_of, lambda _: [(row, number) for number, row in enumerate(X)]),
+    "Manifest": S(
+        _manifest,
+        "encoded samples, samples with targets",
+        row_of,
+        lambda _: [(row, number) for number, row in enumerate(X)],
+    ),
     "TarShards": S(
-        lambda folder, _: aiofeed.TarShards(_shards(folder, write_tar, "tar"), "bin"), "bytes, shards", row_of
+        lambda folder, _: aiofeed.TarShards(_shards(folder, write_tar, "tar"), "bin"), "encoded samples, shards", row_of
     ),
     "ZipShards": S(
-        lambda folder, _: aiofeed.ZipShards(_shards(folder, write_zip, "zip"), "bin"), "bytes, shards", row_of
+        lambda folder, _: aiofeed.ZipShards(_shards(folder, write_zip, "zip"), "bin"), "encoded samples, shards", row_of
     ),
-    "MDSShards": S(_mds, "bytes, shards", row_of),
-    "TFRecordShards": S(_records, "bytes, shards", row_of),
+    "MDSShards": S(_mds, "encoded samples, shards", row_of),
+    "TFRecordShards": S(_records, "encoded samples, shards", row_of),
     "ParquetRows": S(
-        lambda folder, _: aiofeed.ParquetRows(_parquet(folder)), "bytes, shards", column_of, needs=("pyarrow",)
+        lambda folder, _: aiofeed.ParquetRows(_parquet(folder)),
+        "encoded samples, shards",
+        column_of,
+        needs=("pyarrow",),
     ),
-    "an object of three methods": S(lambda *_: Bytes(), "bytes", row_of),
-    "a part of Files": S(lambda *given: _files(*given)[::-1], "bytes", row_of, lambda _: X[::-1]),
+    "an object of three methods": S(lambda *_: Bytes(), "encoded samples", row_of),
+    "an object of decoded samples": S(lambda *_: OwnRows(), "an object of decoded samples, decoded samples"),
+    "a part of Files": S(lambda *given: _files(*given)[::-1], "encoded samples", row_of, lambda _: X[::-1]),
     "Dataset": S(lambda *_: Rows(), "Dataset"),
     "list": S(lambda *_: list(map(torch.from_numpy, X)), "Dataset"),
     "FromDataset": S(lambda *_: aiofeed.FromDataset(Rows(), threads=2), "Dataset"),
     "a part of FromDataset": S(lambda *_: aiofeed.FromDataset(Rows())[::-1], "Dataset", model=lambda _: X[::-1]),
     "TensorDataset": S(
         lambda *_: torch.utils.data.TensorDataset(torch.from_numpy(X)),
-        "Dataset, tuples",
+        "Dataset, a Dataset of tuples",
         model=lambda _: [(row,) for row in X],
     ),
     "Tensors": S(lambda *_: aiofeed.Tensors(torch.from_numpy(X)), "Tensors", model=lambda _: [(row,) for row in X]),
@@ -329,12 +353,14 @@ EVERY_SOURCE: dict[str, EverySource] = {
     ),
     "Table of NumPy": S(_structured, "rows, Table", None, _as_dicts, ("pyarrow",)),
     "Table of datasets": S(lambda *_: aiofeed.Table(_hf_dataset()), "rows, Table", None, _as_dicts, ("datasets",)),
-    "Table, decoded": S(lambda folder, _: aiofeed.Table(_arrow()), "decoded Table", column_of, needs=("pyarrow",)),
+    "Table, decoded": S(
+        lambda folder, _: aiofeed.Table(_arrow()), "a Table with decode=", column_of, needs=("pyarrow",)
+    ),
     "a part of Table": S(lambda *_: aiofeed.Table(_arrow())[:], "rows, Table", None, _as_dicts, ("pyarrow",)),
     "Tokens": S(lambda folder, _: aiofeed.Tokens(write_raw(folder / "x.bin", X), WIDTH), "rows, Tokens, shards"),
     "Tokens with targets": S(
         lambda folder, _: aiofeed.Tokens(write_raw(folder / "x.bin", range(N * WIDTH + 1)), WIDTH, targets=True),
-        "rows, Tokens, shards, x and y",
+        "rows, Tokens, shards, Tokens with targets",
         model=_token_pairs,
     ),
     "Tokens of a column": S(
@@ -343,12 +369,13 @@ EVERY_SOURCE: dict[str, EverySource] = {
         needs=("pyarrow",),
     ),
     "a part of Tokens": S(
-        lambda folder, _: aiofeed.Tokens(write_raw(folder / "x.bin", X), WIDTH)[:], "rows, Tokens, shards, part"
+        lambda folder, _: aiofeed.Tokens(write_raw(folder / "x.bin", X), WIDTH)[:],
+        "rows, Tokens, shards, a part of Tokens",
     ),
     "Arrays of HDF5": S(_hdf5, "rows, Arrays, shards", None, _as_dicts, ("h5py",)),
     "Arrays of NetCDF": S(_netcdf, "rows, Arrays, shards", None, _as_dicts, ("h5netcdf",)),
     "Arrays of Zarr": S(_zarr, "rows, Arrays, shards", None, _as_dicts, ("zarr",)),
-    "Clips": S(_clips, "Clips", None, _clip_samples, ("av",)),
+    "Clips": S(_clips, "Clips, decoded samples", None, _clip_samples, ("av",)),
     "Episodes": S(
         lambda *_: aiofeed.Episodes(LEROBOT, {"action": [0.0]}, episodes=[0], features=["action", "observation.state"]),
         "rows, Episodes, shards",
@@ -363,7 +390,7 @@ EVERY_SOURCE: dict[str, EverySource] = {
     ),
     "Mixture of Files": S(
         lambda *given: aiofeed.Mixture({"a": _files(*given)[:6], "b": _files(*given)[6:]}),
-        "Mixture, bytes",
+        "Mixture, encoded samples",
         row_of,
         order=ALTERNATING,
     ),

@@ -8,6 +8,7 @@ SHUFFLES = ("shuffle=True", 'shuffle="keyed"', 'shuffle="window"', 'shuffle="rep
 PLANS = ("Buckets", "TokenBudget", "Balanced", "Pack", 'lengths="measure"')
 SAMPLES = ('cache="host"', "DiskCache")
 CACHES = (*SAMPLES, 'cache="device"', "EncodedCache")
+ROWS = ("Table", "a Table with decode=", "Arrays", "Episodes")
 
 # fmt: off
 REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -22,11 +23,13 @@ REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("a stream", ("exclude=",), "it leaves out samples of shuffle=True, False or 'keyed' only"),
     ("a Mixture with weights", ("exclude=",), "it leaves out samples of shuffle=True, False or 'keyed' only"),
     ("a Mixture with weights", ("sampler=", "weights=", "batch_sampler=", *SHUFFLES[2:]),
-     "a Mixture decides which samples come: leave out"),
-    ("no shards", ('shuffle="window"',), "it mixes the samples of shards: pass shuffle=True"),
+     "a Mixture decides which samples come"),
+    ("samples in no shards", ('shuffle="window"',), "it mixes the samples of shards: pass shuffle=True"),
     ("Tensors", CACHES, "the data are in memory already: leave it out"),
     ("Tensors", ("Pack", "a plan without lengths="), "a row of Tensors is a tuple, a document one tensor"),
-    ("indexed samples", ("a plan without lengths=",), "measures the items of a Stream: pass lengths="),
+    *[(source, ("Pack", "a plan without lengths="), "a document is a row of tokens, or a dict of such columns")
+      for source in ("samples with targets", "Tokens with targets", "Clips", "Episodes")],
+    ("samples with indices", ("a plan without lengths=",), "measures the items of a Stream: pass lengths="),
     ("Tokens at URLs", ('cache="device"',), "they are copied from files: download them, or pass cache=EncodedCache"),
     ("Tokens", SAMPLES, 'rows are decoded already: leave it out, or pass cache="device" for Tokens'),
     ("rows", (*SAMPLES, "EncodedCache"), "rows are decoded already: leave it out"),
@@ -34,20 +37,16 @@ REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("Arrays", ('cache="device"',), "rows are decoded already: leave it out"),
     ("Episodes", ('cache="device"',), "rows are decoded already: leave it out"),
     ("Dataset", ("EncodedCache",), "it keeps the bytes that a source reads, and the items of a Dataset are decoded"),
-    ("bytes", ("no decode=",), "it returns samples as they are stored: pass aiofeed.DecodeImage(size=224)"),
+    ("encoded samples", ("no decode=",), "it returns samples as they are stored: pass aiofeed.DecodeImage(size=224)"),
     *[(source, ("decode=",), "its samples are decoded already; transform= gets each batch")
-      for source in ("Dataset", "Tensors", "Tokens", "Clips")],
+      for source in ("Dataset", "Tensors", "Tokens", "decoded samples")],
 )
 """Each row: a source, options, and what the constructor of ``Feeder`` says. The first row that applies counts."""
 
 UNKNOWN_BEFORE: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("pairs", ("Pack",), "has tokens in a tuple: Pack takes a tensor, an array or a list of ints"),
-    ("tuples", ("Pack",), "has tokens in a tuple: Pack takes a tensor, an array or a list of ints"),
-    ("targets", ("Pack",), "has tokens in a tuple: Pack takes a tensor, an array or a list of ints"),
-    ("x and y", ("Pack",), "has tokens in a tuple: Pack takes a tensor, an array or a list of ints"),
-    ("Clips", ("Pack",), "has 1 tokens, and Pack(lengths=) has 4"),
-    ("Episodes", ("Pack",), "has 3 observation.state, and Pack(lengths=) has 4"),
-    ("pairs", ('cache="device"',), "cannot be cached: the decoder returned a tuple of 2"),
+    ("a decoder of tuples", ("Pack",), "has tokens in a tuple: Pack takes a tensor, an array or a list of ints"),
+    ("a Dataset of tuples", ("Pack",), "has tokens in a tuple: Pack takes a tensor, an array or a list of ints"),
+    ("a decoder of tuples", ('cache="device"',), "cannot be cached: the decoder returned a tuple of 2"),
 )
 """The same of what only a decoded sample tells: the first batch says it."""
 
@@ -56,20 +55,24 @@ MIXED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("Mixture", ("anything",), "must be a source with __len__, key and read, or a Dataset"),
     ("a Mixture with weights", ("anything",), "must be a source with __len__, key and read, or a Dataset"),
     ("Tensors", ("anything",), "is Tensors, which give whole batches: pass a TensorDataset instead"),
-    ("part", ("anything",), "are Tokens, which mix with Tokens only, whole"),
-    ("Tokens", ("bytes", "Dataset", "Table", "decoded Table", "Arrays", "Episodes", "Clips"),
+    ("a part of Tokens", ("anything",), "are Tokens, which mix with Tokens only, whole"),
+    ("Tokens", ("encoded samples", "Dataset", "decoded samples", *ROWS),
      "are Tokens, which mix with Tokens only, whole"),
-    ("x and y", ("x only",), "differ in block or targets, so they do not fit into one batch"),
-    ("Dataset", ("bytes", "Table", "decoded Table", "Arrays", "Episodes", "Clips"), "make them of one kind"),
-    ("bytes", ("Table", "decoded Table", "Arrays", "Episodes", "Clips"), "differ in whether samples are decoded by"),
-    ("Clips", ("Table", "decoded Table", "Arrays", "Episodes"), "differ in whether samples are decoded by"),
-    ("targets", ("no targets",), "have no targets, and the others have: give all of them"),
+    ("Tokens with targets", ("Tokens without targets",),
+     "differ in block or targets, so they do not fit into one batch"),
+    ("Dataset", ("encoded samples", "decoded samples", *ROWS), "make them of one kind"),
+    ("encoded samples", ("decoded samples", *ROWS), "differ in whether samples are decoded by decode="),
+    ("decoded samples", ROWS, "differ in whether samples are decoded by decode="),
+    ("Clips", ("an object of decoded samples",), "decode samples in different ways; give them the same arguments"),
+    ("Episodes", ("Table", "Arrays"),
+     "do not fit into one batch: choose equal columns, or pass decode= or collate_fn="),
+    ("samples with targets", ("samples without targets",), "have no targets, and the others have: give all of them"),
 )
 """Each row: a source, others, and what the constructor of ``Mixture`` says of both."""
 
 MIXED_UNKNOWN_BEFORE: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("Episodes", ("Table", "Arrays"), "the samples of a batch do not fit together: one has the keys"),
-    ("tuples", ("no tuples",), "the samples of a batch do not fit together"),
+    ("Episodes", ("a Table with decode=",), "cannot decode"),
+    ("a Dataset of tuples", ("a Dataset of tensors",), "the samples of a batch do not fit together"),
 )
 """The same of what only decoded samples tell: the first batch that has both says it."""
 # fmt: on

@@ -217,8 +217,11 @@ class BaseSource(Declares):
         """
         return None
 
-    def structure(self) -> Any:
-        """Return an example of a decoded sample, of arrays without memory; ``None``: unknown before decoding."""
+    def structure(self) -> Mapping[str, Sequence[int] | None] | None:
+        """Return the columns of samples that are dicts, with their shapes as far as these are known.
+
+        ``None``: samples are no dicts, or only decoding tells.
+        """
         return None
 
     # --- how a feeder takes it ---
@@ -274,6 +277,7 @@ _INTERNAL = frozenset(
             "collate",
             "in_memory",
             "sample_bytes",
+            "structure",
             "form_batch",
             "check_room",
         ),
