@@ -383,6 +383,13 @@ EVERY_SOURCE: dict[str, EverySource] = {
         lambda source: [source[index] for index in range(len(source))],
         ("av", "pyarrow"),
     ),
+    "Episodes with a camera": S(
+        lambda *_: aiofeed.Episodes(LEROBOT, episodes=[0], features=["observation.images.top", "index"]),
+        "Episodes with a camera, decoded samples, shards",
+        None,
+        lambda source: [source[index] for index in range(len(source))],
+        ("av", "pyarrow"),
+    ),
     "Mixture of Datasets": S(
         lambda *_: aiofeed.Mixture({"a": list(map(torch.from_numpy, X[:6])), "b": list(map(torch.from_numpy, X[6:]))}),
         "Mixture, Dataset",
