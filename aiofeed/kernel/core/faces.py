@@ -266,24 +266,13 @@ class BaseSource(Declares):
 BY_INDEX: frozenset[str] = frozenset({"key", "read", "target", "version", "nbytes", "read_many", "read_now"})
 BY_INDICES: frozenset[str] = frozenset({"read_planned", "new_gathered", "gather_ahead", "gathered", "first_tokens"})
 # Members by which the kernel knows its own sources; an object of the user that has the names means something else.
-_INTERNAL = frozenset(
-    {
-        *(
-            "traits",
-            "given",
-            "rows",
-            "threads",
-            "decoder",
-            "collate",
-            "in_memory",
-            "sample_bytes",
-            "structure",
-            "form_batch",
-            "check_room",
-        ),
-        *("adopted", "as_samples", "in_batches", "for_neighbours", "order", "draws", "new_order", "gathers_on_device"),
-    }
-)
+# fmt: off
+_INTERNAL = frozenset({
+    "traits", "given", "rows", "threads", "decoder", "collate", "in_memory", "gathered", "first_tokens", "sample_bytes",
+    "form_batch", "structure", "adopted", "as_samples", "in_batches", "for_neighbours", "order", "draws", "new_order",
+    "gathers_on_device", "check_room",
+})
+# fmt: on
 
 
 SourceT = TypeVar("SourceT", bound=type[BaseSource])
