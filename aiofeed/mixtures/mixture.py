@@ -249,6 +249,11 @@ class _Combined:
         """Return the number of samples of all sources."""
         return len(self._parts)
 
+    def lengths(self, unit: str, /) -> NDArray[np.int64] | None:
+        """Return the lengths of the samples of all sources, if all know them."""
+        found = [each for source in self._sources if (each := source.lengths(unit)) is not None]
+        return np.concatenate(found) if len(found) == len(self._sources) else None
+
     def key(self, index: int, /) -> str:
         """Return the name of the source, and the sample's key in it."""
         number, local = self._parts.find(index)
@@ -411,6 +416,10 @@ class CombinedDatasets(FromDataset):
     def key(self, index: int, /) -> str:
         """Return the name of the source, and the sample's key in it."""
         return self._items.key(index)
+
+    def lengths(self, unit: str, /) -> NDArray[np.int64] | None:
+        """Return the lengths of the samples of all Datasets, if all are known."""
+        return self._items.lengths(unit)
 
 
 class CombinedDataset(_Combined):
