@@ -148,11 +148,14 @@ class Pack(LengthPlan):
         """Return that batches are packed, and whether it is known that samples are no documents."""
         source = arguments.adopted
         bound = bind_decoder(arguments.decode or source.decoder or unchanged)
-        shapes = [] if arguments.decode else [*(source.structure() or {}).values()]
-        shapes += [] if bound.row is None else [bound.row.shape]
-        has_target = source.target is not None and not bound.takes_target
-        others = has_target or any(shape is not None and len(shape) != 1 for shape in shapes)
-        return {"Pack": "Pack"} | ({"samples that are no documents": repr(arguments.source)} if others else {})
+        shapes = dict((not arguments.decode and source.structure()) or {})
+        if bound.row is not None:
+            shapes["decoded"] = bound.row.shape
+        others = [name for name, shape in shapes.items() if type(name) is int or (shape is not None and len(shape) != 1)]
+        if source.target is not None and not bound.takes_target:
+            others.append("target")
+        words = f"{arguments.source!r}, of which {others} are no rows of tokens,"
+        return {"Pack": "Pack"} | ({"samples that are no documents": words} if others else {})
 
     def new_collate(self) -> Any:
         """Return what puts the documents of a batch into rows."""

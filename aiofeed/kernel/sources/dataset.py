@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from aiofeed.kernel.core.errors import add_note
@@ -13,9 +13,8 @@ from aiofeed.kernel.core.types import Source, Traits, public
 from aiofeed.kernel.core.validation import check_callable, check_positive_int, counted, explain_arguments
 from aiofeed.kernel.sources.subset import IndexedSource, part_fingerprint
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 ItemT_co = TypeVar("ItemT_co", covariant=True)
@@ -105,14 +104,13 @@ class FromDataset(IndexedSource):
         """Return the user-specified fingerprint."""
         return self._fingerprint
 
-    def lengths(self, unit: str, /) -> NDArray[np.int64] | None:
-        """Return the length of each item of a ``TensorDataset``, or of a ``Subset`` of one."""
+    def structure(self) -> Mapping[int, Sequence[int]] | None:
+        """Return the shapes of the parts of an item of a ``TensorDataset``, or of a ``Subset`` of one."""
         dataset, data = self._whole, sys.modules.get("torch.utils.data")
         while data is not None and type(dataset) is data.Subset:
             dataset = dataset.dataset
-        tensors = dataset.tensors if data is not None and type(dataset) is data.TensorDataset else ()
-        sizes = [] if unit else [tensor.shape[1] for tensor in tensors if tensor.ndim > 1]
-        return np.full(len(self), sizes[0]) if sizes else None
+        known = data is not None and type(dataset) is data.TensorDataset
+        return {at: tuple(tensor.shape[1:]) for at, tensor in enumerate(dataset.tensors)} if known else None
 
     def key(self, index: int, /) -> str:
         """Return the type's name and the index, because a Dataset has no names for samples."""
