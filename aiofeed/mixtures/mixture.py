@@ -320,7 +320,8 @@ class CombinedSource(_Combined, BaseSource):
 
     def facts(self, arguments: Any) -> Mapping[str, str]:
         """Return whether the sources are known to have different columns."""
-        columns = {name: sorted(source.structure() or ()) for name, source in self.sources.items()}
+        known = [(name, source.structure()) for name, source in self.sources.items()]
+        columns = {name: sorted(found) for name, found in known if found is not None}
         differ = arguments.collate_fn is None and len({*map(str, columns.values())}) > 1
         return {"sources with different columns": f"Mixture of the columns {columns}"} if differ else {}
 

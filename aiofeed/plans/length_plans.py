@@ -237,8 +237,9 @@ class Buckets(LengthPlan):
     Args:
         lengths: The length of each sample, an array or list of ints from 1; or a function of the index, called once
             per sample; or "measure": the items of a ``Dataset`` are read once and measured, and their lengths kept in
-            ``$AIOFEED_CACHE``. Leave it out for a ``Stream``, whose items are measured as they come. There a batch
-            ends when its first item is 16,384 items old, and ``drop_last=True`` leaves it out if it is not full.
+            ``$AIOFEED_CACHE``, unless the source knows them, as a ``Table`` does. Leave it out for a source that knows
+            them, or for a ``Stream``, whose items are measured as they come. There a batch ends when its first item is
+            16,384 items old, and ``drop_last=True`` leaves it out if it is not full.
         boundaries: Ascending lengths. Bucket k has the samples with ``boundaries[k - 1] <= length < boundaries[k]``, as
             in ``tf.data``'s ``bucket_by_sequence_length``; the last bucket has the rest.
         batch_sizes: Samples per batch of each bucket, one more than boundaries.
