@@ -315,9 +315,9 @@ class Arrays(GroupedSource):
     def _parts(self) -> Iterator[ChunkedArray]:
         return (part for source in self._sources for part in source.parts)
 
-    def structure(self) -> Mapping[str, Sequence[int]]:
-        """Return the shapes of the fields."""
-        return {name: field.shape for name, field in self._fields.items()}
+    def structure(self) -> Mapping[str, Sequence[int] | None]:
+        """Return the shapes of the fields; of rows in CSR ``None``."""
+        return {name: field.shape if field.is_dense else None for name, field in self._fields.items()}
 
     def in_batches(self) -> Self:
         """Return the source whose batches are gathered."""

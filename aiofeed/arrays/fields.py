@@ -65,6 +65,8 @@ class DenseField:
         nbytes: Bytes of a sample.
     """
 
+    is_dense = True
+
     def __init__(self, joined: Joined, selections: Sequence[Selection], pad: float | None) -> None:
         self.name: str = joined.first.name
         self.sources: list[Joined] = [joined]
@@ -151,7 +153,7 @@ class SparseField:
         self.sources: list[Joined] = [Joined([each.values for each in parts]), Joined([each.columns for each in parts])]
         self._axis = selection.axis
         self._offset, self._count = selection.offsets[0], len(selection.offsets)
-        self._dense = dense
+        self.is_dense: bool = dense
         self._width = parts[0].width
         for part in parts:
             part.columns.limit = self._width
@@ -209,7 +211,7 @@ class SparseField:
     def samples(self, state: Any) -> Any:
         """Return the samples of a batch: rows, or the columns that have values, and these."""
         (values, columns), begin, end, lengths, _ = state
-        if self._dense:
+        if self.is_dense:
             return self._dense_rows(state, np.empty((len(lengths), self._width), values.dtype))
         cuts = np.cumsum(end - begin)[:-1]
         return list(zip(np.split(columns, cuts), np.split(values, cuts), strict=True))
@@ -217,14 +219,14 @@ class SparseField:
     def batch(self, state: Any, lease: BufferLease) -> Any:
         """Return the tensor of a batch."""
         (values, columns), begin, end, lengths, _ = state
-        if not self._dense:
+        if not self.is_dense:
             return SparseRows(np.cumsum(end - begin), columns, values, self._width)
         out = array(lease, (len(lengths), self._width), values.dtype)
         return HostTensor(self._dense_rows(state, out), pinned=lease.pinned)
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """Return the tensor of some samples."""
-        if self._dense:
+        if self.is_dense:
             return HostTensor(np.stack(samples))
         columns, values = zip(*samples, strict=True)
         ends = np.cumsum([len(each) for each in columns])

@@ -249,6 +249,11 @@ class _Combined:
         """Return the number of samples of all sources."""
         return len(self._parts)
 
+    def lengths(self, unit: str, /) -> NDArray[np.int64] | None:
+        """Return the lengths of the samples of all sources, if all know them."""
+        found = [each for source in self._sources if (each := source.lengths(unit)) is not None]
+        return np.concatenate(found) if len(found) == len(self._sources) else None
+
     def key(self, index: int, /) -> str:
         """Return the name of the source, and the sample's key in it."""
         number, local = self._parts.find(index)
@@ -315,7 +320,8 @@ class CombinedSource(_Combined, BaseSource):
 
     def facts(self, arguments: Any) -> Mapping[str, str]:
         """Return whether the sources are known to have different columns."""
-        columns = {name: sorted(source.structure() or ()) for name, source in self.sources.items()}
+        known = [(name, source.structure()) for name, source in self.sources.items()]
+        columns = {name: sorted(found) for name, found in known if found is not None}
         differ = arguments.collate_fn is None and len({*map(str, columns.values())}) > 1
         return {"sources with different columns": f"Mixture of the columns {columns}"} if differ else {}
 
@@ -411,6 +417,10 @@ class CombinedDatasets(FromDataset):
     def key(self, index: int, /) -> str:
         """Return the name of the source, and the sample's key in it."""
         return self._items.key(index)
+
+    def lengths(self, unit: str, /) -> NDArray[np.int64] | None:
+        """Return the lengths of the samples of all Datasets, if all are known."""
+        return self._items.lengths(unit)
 
 
 class CombinedDataset(_Combined):

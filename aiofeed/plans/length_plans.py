@@ -78,6 +78,10 @@ class LengthPlan(Plan):
         if not (measured or callable(lengths)):
             self.use(lengths)  # type: ignore[arg-type]
 
+    def forget(self) -> None:
+        """Have no lengths again."""
+        self._lengths = None
+
     def use(self, lengths: Sequence[int] | Int64) -> None:
         """Set the lengths.
 
@@ -91,6 +95,17 @@ class LengthPlan(Plan):
             index = int(array.argmin())
             raise ValueError(f"lengths must be at least 1, got {array[index]} for sample {index}")
         self._lengths = array.astype(np.int64)
+
+    def known_lengths(self, a: Any) -> Int64 | None:
+        """Return the lengths that a source knows without decoding, as ``measure`` would find them.
+
+        Args:
+            a: The ``Arguments`` of a feeder.
+        """
+        source, unit = a.adopted, "" if self.length is None else self.length
+        with_target = unit and source.target is not None  # a tuple, which has no part of the name
+        known = a.decode is None and isinstance(unit, str) and not with_target
+        return source.lengths(unit) if known else None
 
     def new_lister(self, schedule: Schedule, samples: Lister | None) -> Lister:
         """Return the lister of the plan for a schedule of all samples, or for an order of them."""
@@ -146,7 +161,7 @@ class LengthPlan(Plan):
         Raises:
             TypeError, ValueError: They are no lengths of that many samples.
         """
-        if self.streams:
+        if self.streams and self._lengths is None:
             raise ValueError(f"{self} measures the items of a Stream: pass lengths=, for a Dataset also 'measure'")
         if self._lengths is None:
             assert callable(self._given)
@@ -222,8 +237,9 @@ class Buckets(LengthPlan):
     Args:
         lengths: The length of each sample, an array or list of ints from 1; or a function of the index, called once
             per sample; or "measure": the items of a ``Dataset`` are read once and measured, and their lengths kept in
-            ``$AIOFEED_CACHE``. Leave it out for a ``Stream``, whose items are measured as they come. There a batch
-            ends when its first item is 16,384 items old, and ``drop_last=True`` leaves it out if it is not full.
+            ``$AIOFEED_CACHE``, unless the source knows them, as a ``Table`` does. Leave it out for a source that knows
+            them, or for a ``Stream``, whose items are measured as they come. There a batch ends when its first item is
+            16,384 items old, and ``drop_last=True`` leaves it out if it is not full.
         boundaries: Ascending lengths. Bucket k has the samples with ``boundaries[k - 1] <= length < boundaries[k]``, as
             in ``tf.data``'s ``bucket_by_sequence_length``; the last bucket has the rest.
         batch_sizes: Samples per batch of each bucket, one more than boundaries.

@@ -77,8 +77,8 @@ class Pack(LengthPlan):
         (("Tensors",), ("Pack",), ValueError,
          "a row of Tensors is a tuple, a document one tensor: pass a Dataset of those"),
         (("samples that are no documents",), ("Pack",), ValueError,
-         "a document is a row of tokens, or a dict of such columns, and these samples have a target, parts or more "
-         "dimensions: leave out targets, or pass a Dataset of documents"),
+         "a document is a row of tokens, or a dict of such columns of one length: choose columns, leave out targets, "
+         "or pass a Dataset of documents"),
         (('on_error="replace"',), ("Pack",), ValueError,
          "it plans the place of every token, and a replacement has another length and is used twice: pass "
          "on_error='skip', which leaves padding, or 'raise'"),
@@ -148,11 +148,17 @@ class Pack(LengthPlan):
         """Return that batches are packed, and whether it is known that samples are no documents."""
         source = arguments.adopted
         bound = bind_decoder(arguments.decode or source.decoder or unchanged)
-        shapes = [] if arguments.decode else [*(source.structure() or {}).values()]
-        shapes += [] if bound.row is None else [bound.row.shape]
-        has_target = source.target is not None and not bound.takes_target
-        others = has_target or any(shape is not None and len(shape) != 1 for shape in shapes)
-        return {"Pack": "Pack"} | ({"samples that are no documents": repr(arguments.source)} if others else {})
+        shapes = (not arguments.decode and source.structure()) or {}
+        # A part of a tuple, a number or a text is no column; those of one document have one length.
+        others = [name for name, shape in shapes.items() if type(name) is int or shape == ()]
+        if len({shape[0] for shape in shapes.values() if shape}) > 1:
+            others = list(shapes)
+        if bound.row is not None and len(bound.row.shape) != 1:
+            others.append("decoded samples")
+        if source.target is not None and not bound.takes_target:
+            others.append("target")
+        words = f"{arguments.source!r}, in which {others} cannot be packed,"
+        return {"Pack": "Pack"} | ({"samples that are no documents": words} if others else {})
 
     def new_collate(self) -> Any:
         """Return what puts the documents of a batch into rows."""

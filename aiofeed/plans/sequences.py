@@ -350,7 +350,9 @@ def _value(argument: str, value: float, dtype: np.dtype[Any]) -> Any:
 
 
 def measure_lengths(plan: LengthPlan, a: Any, new_feeder: Any) -> None:
-    """Give a plan the lengths of all samples: those in the cache folder if some samples still have them, or read once.
+    """Give a plan the lengths of all samples: those in the cache folder if some samples still have them, or found once.
+
+    A plan without lengths gets those that the source knows without decoding, if it does.
 
     Args:
         plan: The plan.
@@ -362,6 +364,9 @@ def measure_lengths(plan: LengthPlan, a: Any, new_feeder: Any) -> None:
     from aiofeed.common.progress_bar import LoadProgress
 
     source, samples, name = a.adopted, a.length, f"measuring {a.adopted!r}"
+    if plan.streams:
+        plan.forget()  # those of another feeder
+        return None if (found := plan.known_lengths(a)) is None else plan.use(found)
 
     def measure(indices: range) -> NDArray[np.int64]:
         feeder = new_feeder(source, decode=a.decode, batch_size=32, sampler=indices, collate_fn=list, limits=a.limits)
@@ -389,7 +394,8 @@ def measure_lengths(plan: LengthPlan, a: Any, new_feeder: Any) -> None:
             log.warning("%s: lengths of an earlier version are used, and only some could be compared: %s", name, known)
             write_cached(path, [cached.tobytes()], f"the lengths of {source!r} are not cached")
         return plan.use(cached)
-    lengths = measure(range(samples))
+    if (lengths := plan.known_lengths(a)) is None:
+        lengths = measure(range(samples))
     if path is not None:
         write_cached(path, [lengths.tobytes()], f"the lengths of {source!r} are not cached")
     plan.use(lengths)

@@ -14,7 +14,7 @@ from aiofeed import _load_addon
 from aiofeed.kernel.engine.admission import bytes_per_sample
 from aiofeed.kernel.engine.tuning.reads import READS_MOST
 from aiofeed.kernel.feeder.arguments import FeederConfig, check_engine, check_for_workers, limits_for
-from aiofeed.kernel.feeder.rules import cache_of, conflict
+from aiofeed.kernel.feeder.rules import EXCLUDED, cache_of, conflict
 from aiofeed.kernel.runtime.event_loop import MOST_READ_THREADS
 from aiofeed.reports.bottleneck import KEEPS_UP, STEP, FeedMeasurements
 from aiofeed.reports.explanation import Explanation, RankTimes, format_seconds
@@ -108,7 +108,7 @@ def allows(config: FeederConfig, answers: dict[str, bool], **options: Any) -> bo
 
 
 def _is_accepted(config: FeederConfig, options: dict[str, Any]) -> bool:
-    facts, rows = set(config.facts), list(config.excluded)
+    facts, rows = set(config.facts), [*config.excluded, *EXCLUDED]
     try:
         if "engine" in options:
             engines, ray = check_engine(options["engine"])

@@ -63,6 +63,11 @@ class NumberColumn:
             self._data, self._starts = spanned
             self._firsts = np.array([0, *self._ends])
 
+    @property
+    def row_shape(self) -> tuple[int, ...] | None:
+        """The shape of a row; ``None`` if that is not known, as of an empty column of lists."""
+        return None if 0 in self.shape else self.shape
+
     def take(self, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Return rows in memory of their own."""
         if self._starts is None:
@@ -131,6 +136,11 @@ class ValueColumn:
             self._value = _file
         elif is_list(column.type) or isinstance(column.type, arrow().BaseExtensionType):
             self._value = _as_array
+
+    @property
+    def row_shape(self) -> tuple[int, ...] | None:
+        """The shape of a row; ``None`` if it varies or has parts."""
+        return None if example_of(self.column.type) == [0] else ()
 
     def value(self, row: int) -> Any:
         """Return a row; ``None`` for null."""
@@ -344,10 +354,9 @@ def _column(column: Any) -> NumberColumn | ValueColumn:
         return ValueColumn(column, str(error))
 
 
-def problem_of(kind: Any) -> str | None:
-    """Return why columns of an Arrow type have no tensors; ``None`` if they may have."""
-    column = _column(arrow().chunked_array([], kind))
-    return column.problem if isinstance(column, ValueColumn) else None
+def empty_column(kind: Any) -> NumberColumn | ValueColumn:
+    """Return a column of an Arrow type without rows."""
+    return _column(arrow().chunked_array([], kind))
 
 
 def _array(chunk: Any) -> NDArray[Any]:
@@ -413,6 +422,25 @@ def example_of(kind: Any) -> Any:
     if (types.is_nested(kind) or isinstance(kind, arrow().BaseExtensionType)) and not is_encoded(kind):
         return [0]
     return 0 if types.is_primitive(kind) else ""
+
+
+def list_lengths(column: Any) -> NDArray[np.int64] | None:
+    """Return the lengths of the lists of numbers in an Arrow column; ``None`` for others, or if there are nulls.
+
+    Raises:
+        ValueError: The column is damaged.
+    """
+    types, found = arrow().types, [np.empty(0, np.int64)]
+    inner = column.type.value_type if is_list(column.type) else None
+    if inner is None or not (types.is_integer(inner) or types.is_floating(inner) or types.is_boolean(inner)):
+        return None
+    for chunk in column.chunks:
+        chunk.validate(full=True)  # arrow would read beyond the memory of the column
+        if chunk.null_count or chunk.flatten().null_count:
+            return None
+        is_fixed = types.is_fixed_size_list(column.type)
+        found.append(np.full(len(chunk), column.type.list_size) if is_fixed else np.diff(chunk.offsets.to_numpy()))
+    return np.concatenate(found, dtype=np.int64)
 
 
 def is_encoded(kind: Any) -> bool:

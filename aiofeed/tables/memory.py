@@ -19,7 +19,7 @@ from aiofeed.kernel.sources.file_io import SAMPLED, Content
 from aiofeed.shards.arrow import arrow
 from aiofeed.shards.parquet import as_list
 from aiofeed.shards.urls import ShardFinder
-from aiofeed.tables.columns import Columns, NumberColumn
+from aiofeed.tables.columns import Columns, NumberColumn, ValueColumn, list_lengths
 from aiofeed.tables.table import Table, check_columns
 
 if TYPE_CHECKING:
@@ -74,8 +74,16 @@ class MemoryTable(Table):
         self.__dict__.update(state)
         self._load()
 
-    def _problems(self) -> Mapping[str, str | None]:
-        return {name: getattr(column, "problem", None) for name, column in self._columns.columns.items()}
+    def _chosen_columns(self) -> Mapping[str, NumberColumn | ValueColumn]:
+        return self._columns.columns
+
+    def _list_lengths(self, name: str) -> NDArray[np.int64] | None:
+        column = self._columns.columns[name]
+        if isinstance(column, NumberColumn):
+            return np.full(len(self), column.shape[0])
+        self._mapped.check()
+        found = list_lengths(column.column)
+        return found if found is None else found[self._row_of(np.arange(len(self)))]
 
     def read_now(self, indices: Sequence[int], /) -> list[Any]:
         """Return samples."""

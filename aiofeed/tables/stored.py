@@ -13,13 +13,26 @@ from typing import Any
 
 import numpy as np
 
+from aiofeed.common.blocking import run_blocking
 from aiofeed.kernel.core.types import Traits
 from aiofeed.kernel.sources.file_io import Content
+from aiofeed.objects.reader import run_all
 from aiofeed.shards.arrow import stored_type
-from aiofeed.shards.parquet import ParquetRows, as_list, memory_of
+from aiofeed.shards.base import SCAN
+from aiofeed.shards.parquet import ParquetRows, as_list, leaves, memory_of
 from aiofeed.shards.urls import Shard
 from aiofeed.streams.stream import Stream
-from aiofeed.tables.columns import Columns, GatheredRows, ValueColumn, example_of, is_encoded, problem_of, take_rows
+from aiofeed.tables.columns import (
+    Columns,
+    GatheredRows,
+    NumberColumn,
+    ValueColumn,
+    empty_column,
+    example_of,
+    is_encoded,
+    list_lengths,
+    take_rows,
+)
 from aiofeed.tables.table import Table, check_columns
 
 
@@ -86,9 +99,9 @@ class ParquetTable(ParquetRows, Table):
                 raise ValueError(f"{shard.url}: column {name!r} names a file, and a file at a URL may name none")
         return self._samples_read(table)
 
-    def _problems(self) -> Mapping[str, str | None]:
+    def _chosen_columns(self) -> Mapping[str, NumberColumn | ValueColumn]:
         found, schemas = {}, [shard.extra.metadata.schema.to_arrow_schema() for shard in self._shards]
-        for name in self._columns or schemas[0].names:
+        for name in as_list(self.data) or self._columns or schemas[0].names:
             kind = schemas[0].field(name).type
             for shard, schema in zip(self._shards, schemas, strict=True):
                 if stored_type(schema.field(name).type) != stored_type(kind):
@@ -96,8 +109,25 @@ class ParquetTable(ParquetRows, Table):
                         f"{shard.url}: column {name!r} has the type {schema.field(name).type}, and {kind} in "
                         f"{self._shards[0].url}"
                     )
-            found[name] = problem_of(kind)
+            found[name] = empty_column(kind)
         return found
+
+    def _list_lengths(self, name: str) -> Any:
+        """Read the column: the files say nothing about its lists without it."""
+
+        async def read() -> list[Any]:
+            turn = asyncio.Semaphore(SCAN)
+
+            async def read_group(shard: Shard, group: int) -> Any:
+                async with turn:
+                    table = await self._read_rows(shard, group, leaves(shard.extra.metadata, [name]))
+                return list_lengths(table.column(0))
+
+            files = [(shard, shard.extra.metadata.num_row_groups) for shard in self._shards]
+            return await run_all([read_group(shard, group) for shard, groups in files for group in range(groups)])
+
+        found = run_blocking(read)
+        return None if any(each is None for each in found) else np.concatenate(found)
 
 
 class LanceTable(Table):
@@ -120,8 +150,11 @@ class LanceTable(Table):
         read = Columns.of(table.to_table(columns=as_list(target))) if target is not None else Columns({})
         self._set_targets(read, target)
 
-    def _problems(self) -> Mapping[str, str | None]:
-        return {name: problem_of(self._dataset.schema.field(name).type) for name in self._chosen}
+    def _chosen_columns(self) -> Mapping[str, NumberColumn | ValueColumn]:
+        return {name: empty_column(self._dataset.schema.field(name).type) for name in self._chosen}
+
+    def _list_lengths(self, name: str) -> Any:
+        return list_lengths(self._dataset.to_table(columns=[name]).column(0))
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Read rows."""
@@ -170,9 +203,9 @@ class StreamTable(Stream, Table):  # type: ignore[misc]
     def __repr__(self) -> str:
         return f"Table({', '.join(self._problems()) or 'rows'} of a stream)"
 
-    def _problems(self) -> Mapping[str, str | None]:
+    def _chosen_columns(self) -> Mapping[str, NumberColumn | ValueColumn]:
         names = getattr(self._make, "column_names", None) or ()
-        return {} if self._schema is None else {name: problem_of(self._schema.field(name).type) for name in names}
+        return {} if self._schema is None else {name: empty_column(self._schema.field(name).type) for name in names}
 
     def _target(self, index: Any, /) -> Any:
         [row] = Columns.of(index.item.select(as_list(self._target_columns))).rows(np.arange(1))

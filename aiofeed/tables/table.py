@@ -13,7 +13,7 @@ from aiofeed import _load_addon
 from aiofeed.common.grouped_source import GroupedSource
 from aiofeed.kernel.core.types import Traits, public
 from aiofeed.kernel.core.validation import counted, explain_arguments
-from aiofeed.tables.columns import Columns, collate_rows, no_tensors, take_rows
+from aiofeed.tables.columns import Columns, NumberColumn, ValueColumn, collate_rows, no_tensors, take_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -97,9 +97,17 @@ class Table(GroupedSource):
         """Open the table, in a subclass; ``storage`` are ``store`` and ``options``."""
         raise NotImplementedError
 
+    def _chosen_columns(self) -> Mapping[str, NumberColumn | ValueColumn]:
+        """Return each chosen column, or one of its type without rows, in a subclass."""
+        raise NotImplementedError
+
+    def _list_lengths(self, name: str) -> NDArray[np.int64] | None:
+        """Return ``list_lengths`` of a column, in a subclass."""
+        raise NotImplementedError
+
     def _problems(self) -> Mapping[str, str | None]:
         """Return for each chosen column why it has no tensors, or ``None``."""
-        raise NotImplementedError
+        return {name: getattr(column, "problem", None) for name, column in self._chosen_columns().items()}
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Return samples, in a subclass."""
@@ -116,9 +124,16 @@ class Table(GroupedSource):
         """Return the table and the row."""
         return f"{self.name}[{index}]"
 
-    def structure(self) -> Mapping[str, None] | None:
-        """Return the columns, if samples are rows."""
-        return dict.fromkeys(self._problems()) if self.data is None else None
+    def structure(self) -> Mapping[str, Sequence[int] | None] | None:
+        """Return the columns and their shapes, if samples are rows."""
+        columns = {} if self.data is not None else self._chosen_columns()
+        return {name: column.row_shape for name, column in columns.items()} or None
+
+    def lengths(self, unit: str, /) -> NDArray[np.int64] | None:
+        """Return the length of each list of numbers of a column, without a name of that of ``data=``."""
+        names = [name for name, column in self._chosen_columns().items() if column.row_shape != ()]
+        name = self.data or unit or next(iter(names), "")
+        return None if name not in names or (unit and self.data is not None) else self._list_lengths(name)
 
     def in_batches(self) -> Self:
         """Return the table with samples for ``collate_rows``; itself if a sample is one column.

@@ -83,8 +83,8 @@ def check_feeder(
     consumers = [
         _FeedConsumer(
             backend,
-            streams(backend) if streams else [backend.current_stream()],
-            partial(slow, backend),
+            streams(backend.given) if streams else [backend.current_stream()],
+            partial(slow, backend.given),
             torch.arange(1, _ROW + 1),
             torch.zeros(batches, 2, dtype=torch.int64),
         )
@@ -98,7 +98,7 @@ def check_feeder(
         rows, labels = batch
         number, device_number = divmod(next(calls), len(backends))
         if number // PHASE % 2 == 0:
-            slow(backends[device_number])
+            slow(backends[device_number].given)
         return {"rows": rows.to(torch.float32) * 2 + 1, "labels": labels}
 
     feeder: Feeder[Any] = Feeder(

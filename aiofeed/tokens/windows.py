@@ -245,6 +245,10 @@ class Tokens(IndexedSource):
         self.mapped.check(indices)
         return [*indices]
 
+    def lengths(self, unit: str, /) -> NDArray[np.int64] | None:
+        """Return ``block`` for each window."""
+        return None if unit else np.full(len(self), self.block)
+
     @property
     def decoder(self) -> TokenDecoder:
         """The decoder that a feeder uses."""

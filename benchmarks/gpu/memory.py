@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import aiofeed
-from aiofeed.kernel.runtime import buffers
+from aiofeed.kernel.devices import pinned
 from benchmarks.figures import Figure, at_most
 from benchmarks.gpu.overlap import Blank
 from benchmarks.gpu.setup import Setup
@@ -61,7 +61,7 @@ def reserved_bytes(setup: Setup) -> int | None:
     backend = setup.backend
     if backend.device.type == "cuda":
         return torch.cuda.memory_reserved(backend.device)
-    return getattr(backend, "reserved_bytes", None)
+    return getattr(backend.given, "reserved_bytes", None)
 
 
 def pinned_bytes(setup: Setup) -> int | None:
@@ -70,5 +70,5 @@ def pinned_bytes(setup: Setup) -> int | None:
     stats: dict[str, int] = host_memory_stats() if host_memory_stats is not None and setup.on_cuda else {}
     # Until torch 2.8 reserved memory was "reserved"; since then it is "allocated".
     names = [name for name in ("reserved_bytes.current", "allocated_bytes.current") if name in stats]
-    registered = sum(len(mapping) for _, (_, mapping) in list(buffers._registered._watched.values()))
+    registered = sum(len(mapping) for _, (_, mapping) in list(pinned._registered._watched.values()))
     return stats[names[0]] + registered if names else None

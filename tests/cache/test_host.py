@@ -283,11 +283,13 @@ def test_raising_names_the_sample_in_every_epoch(kind: str, tmp_path: Path) -> N
 
 
 def test_a_target_that_fails_with_a_warm_cache_names_the_sample() -> None:
-    source = CountedNumbers()
+    targets = dict(enumerate(range(100)))
+    source: Any = CountedNumbers()
+    source.target = targets.__getitem__
     feeder = Feeder(source, decode=tensor, batch_size=4, cache="host")
     list(feeder)
     feeder.close()
-    source.target = {}.__getitem__  # type: ignore[assignment]
+    targets.clear()
     with pytest.raises(DecodeError, match="number 0"):
         list(feeder)
     feeder.close()
@@ -392,7 +394,7 @@ def test_a_pickled_feeder_starts_with_an_empty_cache(kind: str, tmp_path: Path) 
     again.set_epoch(0)
     assert len(pickle.dumps(feeder)) < 5000
     assert epochs(again, 1) == first
-    assert sum(again._source.reads.values()) == (22 if kind == "disk" else 44)
+    assert sum(again.dataset.reads.values()) == (22 if kind == "disk" else 44)
 
 
 @KINDS

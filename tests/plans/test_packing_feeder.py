@@ -233,8 +233,11 @@ def test_what_pack_excludes(options: dict[str, Any], error: type[Exception], mes
 
 
 def test_samples_that_are_tuples_are_an_error() -> None:
-    """A dict of columns has a name for each."""
-    with feeder(source=TensorDataset(torch.zeros(60, 3))) as wrong, pytest.raises(CollateError, match="in a tuple"):
+    """A dict of columns has a name for each; of a ``TensorDataset`` that is known when the feeder is made."""
+    with pytest.raises(ValueError, match="a document is a row of tokens, or a dict"):
+        feeder(source=TensorDataset(torch.zeros(60, 3)))
+    rows: Any = [(row,) for row in torch.zeros(60, 3)]
+    with feeder(source=rows) as wrong, pytest.raises(CollateError, match="in a tuple"):
         list(wrong)
 
 

@@ -21,7 +21,6 @@ import torch
 import aiofeed
 from aiofeed import Feeder, FromDataset, Limits, Table, Tensors
 from aiofeed.kernel.core.statistics import EpochStats
-from aiofeed.kernel.feeder.rules import EXCLUDED
 from aiofeed.kernel.runtime import machine
 from aiofeed.reports.bottleneck import FeedMeasurements, all_allowed
 from aiofeed.reports.explanation import RankTimes
@@ -495,7 +494,7 @@ def test_an_option_is_advised_if_the_feeder_would_accept_it(options: dict[str, A
 
 def test_what_a_feeder_refuses_is_not_advised() -> None:
     """Another order of batches on the ranks of a mesh that get the same ones; a window over a source in one piece."""
-    config: Any = SimpleNamespace(facts={"a mesh with other dimensions"}, excluded=EXCLUDED)
+    config: Any = SimpleNamespace(facts={"a mesh with other dimensions"}, excluded=())
     assert not allows(config, {}, in_order=False)
     assert allows(config, {}, shuffle="window")
     uneven = heavy_decode(jobs=100, jobs_samples=400, jobs_s=10.0, jobs_square_s=5.0, decode_s=4.0)

@@ -57,7 +57,7 @@ def test_lost_and_doubled_batches_are_detected(soak: Soak, monkeypatch: pytest.M
     def doubling(queue: BatchQueue[object], item: object) -> None:
         duplicate = copy.copy(item)  # before `put`: the consumer empties the item
         put(queue, item)
-        if isinstance(item, ReadyBatch) and item.number == 1 and item.release is not None:
+        if isinstance(item, ReadyBatch) and item.number == 1 and item.on_taken is not None:
             put(queue, duplicate)
 
     number = next(

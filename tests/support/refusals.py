@@ -28,8 +28,9 @@ REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("Tensors", CACHES, "the data are in memory already: leave it out"),
     ("Tensors", ("Pack", "a plan without lengths="), "a row of Tensors is a tuple, a document one tensor"),
     *[(source, ("Pack", "a plan without lengths="), "a document is a row of tokens, or a dict of such columns")
-      for source in ("samples with targets", "Tokens with targets", "Clips", "Episodes", "Episodes with a camera")],
-    ("samples with indices", ("a plan without lengths=",), "measures the items of a Stream: pass lengths="),
+      for source in ("samples with targets", "Tokens with targets", "a Dataset of tuples", "Clips", "Episodes",
+                     "Episodes with a camera")],
+    ("samples of unknown length", ("a plan without lengths=",), "measures the items of a Stream: pass lengths="),
     ("Tokens at URLs", ('cache="device"',), "they are copied from files: download them, or pass cache=EncodedCache"),
     ("Tokens", SAMPLES, 'rows are decoded already: leave it out, or pass cache="device" for Tokens'),
     ("rows", (*SAMPLES, "EncodedCache"), "rows are decoded already: leave it out"),
@@ -47,7 +48,6 @@ REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 UNKNOWN_BEFORE: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("a decoder of tuples", ("Pack",), "has tokens in a tuple: Pack takes a tensor, an array or a list of ints"),
-    ("a Dataset of tuples", ("Pack",), "has tokens in a tuple: Pack takes a tensor, an array or a list of ints"),
     ("a decoder of tuples", ('cache="device"',), "cannot be cached: the decoder returned a tuple of 2"),
 )
 """The same of what only a decoded sample tells: the first batch says it."""

@@ -213,14 +213,14 @@ class BaseSource(Declares):
     def lengths(self, unit: str, /) -> NDArray[np.int64] | None:
         """Return the length of each sample, int64 [samples], in tokens, frames or rows; ``None``: only decoding tells.
 
-        ``unit`` names the part of a sample that is measured, such as a column; empty for a sample that has one part.
+        ``unit`` names the part of a sample that is measured, such as a column; empty: the first one that has a length.
         """
         return None
 
-    def structure(self) -> Mapping[str, Sequence[int] | None] | None:
-        """Return the columns of samples that are dicts, with their shapes as far as these are known.
+    def structure(self) -> Mapping[Any, Sequence[int] | None] | None:
+        """Return the columns of samples that are dicts, the places of tuples, with shapes as far as these are known.
 
-        ``None``: samples are no dicts, or only decoding tells.
+        ``None``: samples have no parts, or only decoding tells.
         """
         return None
 
@@ -269,8 +269,8 @@ BY_INDICES: frozenset[str] = frozenset({"read_planned", "new_gathered", "gather_
 # fmt: off
 _INTERNAL = frozenset({
     "traits", "given", "rows", "threads", "decoder", "collate", "in_memory", "gathered", "first_tokens", "sample_bytes",
-    "form_batch", "structure", "adopted", "as_samples", "in_batches", "for_neighbours", "order", "draws", "new_order",
-    "gathers_on_device", "check_room",
+    "form_batch", "lengths", "structure", "adopted", "as_samples", "in_batches", "for_neighbours", "order", "draws",
+    "new_order", "gathers_on_device", "check_room",
 })
 # fmt: on
 

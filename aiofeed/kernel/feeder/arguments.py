@@ -369,7 +369,7 @@ class FeederConfig:
         static_outputs: One per device if ``static_batches=True``; otherwise empty.
         kept_on_device: Whether the data are kept where batches are wanted.
         facts: What holds for the arguments, see ``rules.py``.
-        excluded: The rows that exclude facts.
+        excluded: What the source, the plan and the cache exclude.
     """
 
     source: BaseSource

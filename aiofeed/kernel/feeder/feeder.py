@@ -328,9 +328,9 @@ class Feeder(Generic[BatchT]):
             static_batches=static_batches,
             timeline=timeline,
         )
-        if arguments.plan is not None and arguments.plan.measures:
+        if (plan := arguments.plan) is not None and (plan.measures or (plan.streams and arguments.traits.indexed)):
             check(arguments)
-            _load_addon("measure_lengths", 'lengths="measure"')(arguments.plan, arguments, Feeder)
+            _load_addon("measure_lengths", 'lengths="measure"')(plan, arguments, Feeder)
         self._source, self._length = arguments.adopted, arguments.length
         self._order, config = new_config(arguments)
         self._device = device

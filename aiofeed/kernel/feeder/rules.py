@@ -79,7 +79,7 @@ Facts: TypeAlias = Mapping[str, str]
 
 
 def facts_of(a: Any) -> tuple[Facts, list[Exclusion]]:
-    """Return the facts that hold for ``Arguments``, and the rows that exclude some of them."""
+    """Return the facts that hold for ``Arguments``, and the rows that their source, plan and cache exclude."""
     traits, policy, cached = a.traits, a.on_error, a.cache is not None
     plan, on_device = a.plan is not None, a.cache == "device"
     listed, tokens = plan or a.batch_sampler is not None, traits.rows and traits.decode == "none"
@@ -132,7 +132,7 @@ def facts_of(a: Any) -> tuple[Facts, list[Exclusion]]:
         and (unknown or a.length % a.samples > 0),
     }
     rows = [row for each in declared for row in each.excluded]
-    return dict.fromkeys([fact for fact, holds in found.items() if holds], "") | kept, [*rows, *EXCLUDED]
+    return dict.fromkeys([fact for fact, holds in found.items() if holds], "") | kept, rows
 
 
 def cache_of(cache: Any) -> BaseCache:
@@ -165,7 +165,7 @@ def conflict(facts: Collection[str], rows: Iterable[Exclusion]) -> tuple[str, st
 def check(a: Any) -> tuple[Facts, list[Exclusion]]:
     """Return ``facts_of`` arguments. Raise an error if two of the facts exclude each other."""
     facts, rows = facts_of(a)
-    if (found := conflict(facts, rows)) is not None:
+    if (found := conflict(facts, [*rows, *EXCLUDED])) is not None:
         option, other, error, why = found
         given = facts[option] or _words(option, a)
         why = why.replace("{option}", given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from aiofeed.kernel.core.errors import add_note
@@ -103,6 +103,14 @@ class FromDataset(IndexedSource):
     def fingerprint(self) -> str | None:
         """Return the user-specified fingerprint."""
         return self._fingerprint
+
+    def structure(self) -> Mapping[int, Sequence[int]] | None:
+        """Return the shapes of the parts of an item of a ``TensorDataset``, or of a ``Subset`` of one."""
+        dataset, data = self._whole, sys.modules.get("torch.utils.data")
+        while data is not None and type(dataset) is data.Subset:
+            dataset = dataset.dataset
+        known = data is not None and type(dataset) is data.TensorDataset
+        return {at: tuple(tensor.shape[1:]) for at, tensor in enumerate(dataset.tensors)} if known else None
 
     def key(self, index: int, /) -> str:
         """Return the type's name and the index, because a Dataset has no names for samples."""

@@ -73,6 +73,12 @@ class IndexedSource(BaseSource, Sized):
             raise ValueError(f"split({parts}): with {counted(length, 'sample')} a part would be empty")
         return {name: self._part(np.sort(part)) for name, part in zip(parts, rows, strict=True)}
 
+    def lengths(self, unit: str, /) -> NDArray[np.int64] | None:
+        """Return the length of each sample, if ``structure()`` has one for all."""
+        shapes = self.structure() or {}
+        shape = shapes.get(unit or next((name for name, shape in shapes.items() if shape != ()), ""))
+        return np.full(len(self), shape[0]) if shape else None
+
     def _part(self, rows: NDArray[np.int64]) -> Self:
         return Subset(self, rows)  # type: ignore[return-value]
 

@@ -104,7 +104,7 @@ class TestResolve:
     def test_backend(self):
         """A backend resolves to itself."""
         simulated = SimulatedDevice()
-        assert resolve_device(simulated) is simulated
+        assert resolve_device(simulated).given is simulated
 
     @pytest.mark.parametrize("given", [True, 1.5, object(), {"cuda"}, SimulatedDevice])
     def test_wrong_type(self, given):
