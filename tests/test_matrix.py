@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,7 +81,6 @@ def more_ways(made: Made, folder: Path) -> dict[str, Way]:
         "a list of devices": Way({"device": devices[1:]}, order, True),
         "static_batches=True": Way({"static_batches": True, "drop_last": True}, order[: n // 4 * 4], True),
         "limits=": Way({"limits": aiofeed.Limits(read_concurrency=1, decode_threads=1)}, order, True),
-        'engine="process"': Way({"engine": "process:1"}, order, True),
     }
 
 
@@ -126,46 +126,31 @@ def problem(made: Made, name: str, way: Way) -> str:
     return ""
 
 
-SLOW = {'engine="process"'}
-GROUPS = ("orders", "forms")
-
-
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", ["orders", "forms", pytest.param("processes", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", EVERY_SOURCE)
-def test_every_source_with_every_option(make: Callable[[str], Made], name: str, group: str, tmp_path: Path) -> None:
+def test_every_source_with_every_option(
+    make: Callable[[str], Made], name: str, group: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Two epochs have the samples of the model, or the constructor says the sentence of the table."""
     made = make(name)
-    ways = ways_of(len(made.samples), made.case.order) if group == "orders" else more_ways(made, tmp_path)
+    order = made.case.order or range(len(made.samples))
+    ways = {'engine="process"': Way({"engine": "process:1"}, order, True)}
+    if group != "processes":
+        ways = ways_of(len(made.samples), made.case.order) if group == "orders" else more_ways(made, tmp_path)
+    elif "obstore" not in made.case.needs:  # whose threads a fork lacks
+        request.getfixturevalue("forked_workers")
     if made.case.decode and "encoded samples" not in made.case.kinds:  # a table needs none
         ways.pop("no decode=", None)
-    found = {name: problem(made, name, way) for name, way in ways.items() if name not in SLOW}
+    found = {name: problem(made, name, way) for name, way in ways.items()}
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EVERY_SOURCE)
-def test_every_source_in_processes(
-    make: Callable[[str], Made], name: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """Workers give the samples of the model."""
-    made = make(name)
-    if "obstore" not in made.case.needs:  # whose threads a fork lacks
-        request.getfixturevalue("forked_workers")
-    [(option, way)] = [(name, way) for name, way in more_ways(made, tmp_path).items() if name in SLOW]
-    assert problem(made, option, way) == ""
-
-
-class Failing:
-    """A decoder that fails for some samples, which are as in the model."""
-
-    def __init__(self, decode: Callable[[Any], Any], bad: Collection[Any]) -> None:
-        self.decode, self.bad = decode, bad
-
-    def __call__(self, data: Any) -> Any:
-        sample = self.decode(data)
-        if plain(sample) in self.bad:
-            raise ValueError("it is bad")
-        return sample
+def failing(decode: Callable[[Any], Any], bad: Any, data: Any) -> Any:
+    """Decode a sample; fail for one that is as in the model."""
+    sample = decode(data)
+    if plain(sample) == bad:
+        raise ValueError("it is bad")
+    return sample
 
 
 @pytest.mark.parametrize("name", [name for name, case in EVERY_SOURCE.items() if case.decode is not None])
@@ -173,8 +158,8 @@ def test_every_source_with_samples_that_fail(make: Callable[[str], Made], name: 
     """``raise`` ends the epoch with the sample's key, ``skip`` leaves the sample out, ``replace`` has another one."""
     case, source, samples = make(name)
     order, bad = case.order or range(len(samples)), samples[5]
-    sample = bad[0] if "samples with targets" in case.kinds else bad
-    options: dict[str, Any] = {"decode": Failing(case.decode or as_it_is, [sample]), "batch_size": 4}
+    decoded = bad[0] if "samples with targets" in case.kinds else bad
+    options: dict[str, Any] = {"decode": functools.partial(failing, case.decode, decoded), "batch_size": 4}
     with Feeder(source, **options) as feeder, pytest.raises(aiofeed.errors.DecodeError, match="it is bad"):
         list(feeder)
     kept = [samples[index] for index in order if index != 5]

@@ -17,11 +17,11 @@ from aiofeed import FeedError, ImageFolder, Manifest, MDSShards, ParquetRows, Ta
 from aiofeed.objects import reader as reader_module
 from aiofeed.reports.commands.cli import main
 from aiofeed.shards.index import MAGIC
-from tests.shards.test_mds import COLUMNS, compress, sample, write_mds
+from tests.shards.test_mds import COLUMNS, compress, sample
 from tests.support import fault_server
 from tests.support.fault_server import FaultServer
 from tests.support.mutations import mutated
-from tests.support.shard_files import members_of, numbered, tfrecord, write_tar, write_zip
+from tests.support.shard_files import members_of, numbered, tfrecord, write_mds, write_tar, write_zip
 
 pytestmark = pytest.mark.usefixtures("arrow_started", "obstore_started")
 
