@@ -106,7 +106,8 @@ class FromDataset(IndexedSource):
 
     def structure(self) -> Mapping[int, Sequence[int]] | None:
         """Return the shapes of the parts of an item of a ``TensorDataset``, or of a ``Subset`` of one."""
-        dataset, data = self._whole, sys.modules.get("torch.utils.data")
+        dataset: Any = self._whole
+        data = sys.modules.get("torch.utils.data")
         while data is not None and type(dataset) is data.Subset:
             dataset = dataset.dataset
         known = data is not None and type(dataset) is data.TensorDataset
