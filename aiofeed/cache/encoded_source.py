@@ -36,9 +36,8 @@ class CachedSource(BaseSource):
         path: Path of the store's file.
     """
 
-    # The ways of reading that do not ask the cache.
-    answers_at_once = in_memory = False
-    read_now = read_planned = new_gathered = gather_ahead = version = None
+    answers_at_once: bool = False
+    in_memory: bool = False
 
     def __init__(self, source: BaseSource, store: SampleStore, path: str) -> None:
         self.whole: BaseSource = source
@@ -53,7 +52,8 @@ class CachedSource(BaseSource):
         self._store.open(RECORDS)
 
     def _passed(self, name: str, value: Any) -> Any:
-        return value
+        # Without the ways of reading that do not ask the cache.
+        return None if name in ("read_now", "read_planned", "new_gathered", "gather_ahead", "version") else value
 
     def uncopied_reader(self) -> None:
         """Return ``None``: the cache keeps bytes."""

@@ -301,6 +301,8 @@ class DeviceCache(BaseCache):
     excluded: ClassVar[Sequence[Exclusion]] = (
         (('cache="device"',), ("a random decoder",), ValueError,
          'its augmentation runs on the CPU, sample by sample: use cache="host", or augment batches in transform='),
+        (('cache="device"',), ("samples that are dicts",), TypeError,
+         'it keeps one array of each sample: use cache="host" or cache=DiskCache(path)'),
         (("collate_fn=",), ('cache="device"',), ValueError,
          'batches are views of permuted rows: pass transform=, which gets each batch, or use cache="host"'),
         (('engine="process"',), ('cache="device"',), ValueError,
@@ -315,10 +317,12 @@ class DeviceCache(BaseCache):
     # fmt: on
 
     def facts(self, arguments: Any) -> Mapping[str, str]:
-        """Return whether the decoder is random."""
-        decode = arguments.decode or arguments.adopted.decoder
+        """Return whether the decoder is random, and whether samples are known to be dicts."""
+        source, decode = arguments.adopted, arguments.decode or arguments.adopted.decoder
         random = decode is not None and new_codec(decode).random
-        return {"a random decoder": f"decode={decode!r}"} if random else {}
+        found = {"a random decoder": f"decode={decode!r}"} if random else {}
+        dicts = source.traits.decode == "none" and source.structure() is not None
+        return found | ({"samples that are dicts": repr(source)} if dicts else {})
 
     def open_store(self, config: FeederConfig) -> ResidentStore:
         """Return an empty store for the samples of a feeder."""

@@ -266,7 +266,7 @@ class ResidentPipeline:
     streams = False
     chunk_size = 0
     tuner = None
-    cpu_s = 0.0
+    cpu_s: float = 0.0
 
     def __init__(self, data: ResidentData) -> None:
         self.data = data

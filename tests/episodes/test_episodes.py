@@ -771,12 +771,6 @@ def test_damaged_rows_are_named(copied: Path) -> None:
         Episodes(copied)
 
 
-def test_cache_of_encoded_samples_is_refused(tmp_path: Path) -> None:
-    """The bytes of a sample are parts of videos that others share, so an ``EncodedCache`` is refused."""
-    with pytest.raises(TypeError, match="EncodedCache"):
-        Feeder(Episodes(DATA / "av1"), batch_size=8, cache=aiofeed.EncodedCache(tmp_path / "cache", 1 << 20))
-
-
 def test_copies_are_equal(tmp_path: Path) -> None:
     """A pickled source gives the same items and fingerprint; other windows have another one."""
     episodes = Episodes(DATA / "av1", WINDOWS)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from aiofeed import Clips, EncodedCache, Feeder, Files, HostCache, Limits, Mixture, Tensors, Tokens
+from aiofeed import Clips, EncodedCache, Feeder, Files, Limits, Mixture, Tensors, Tokens
 from aiofeed.errors import DecodeError, ReadError
 from aiofeed.media import clips
 from aiofeed.media.clips import ClipDecoder, VideoIndex
@@ -447,13 +447,6 @@ def test_every_kind_of_feeder_gives_the_same_clips(folder: Path, tmp_path: Path,
 
 def by_label(batches: Sequence[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
     return [(clip[labels.argsort()], labels.sort().values) for clip, labels in batches]
-
-
-@pytest.mark.parametrize("cache", ["host", "device", HostCache(1 << 30)])
-def test_fixed_clips_can_be_cached(folder: Path, cache: Any) -> None:
-    """Cached clips are those of the first epoch, with other places in each."""
-    source = Clips(source_of(folder), 4, 2, per_video=2, size=24)
-    assert_equal(batches_of(source, cache=cache), batches_of(source))
 
 
 def test_random_clips_cannot_be_cached(folder: Path) -> None:

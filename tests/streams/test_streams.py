@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 import aiofeed
-from aiofeed import Buckets, FailurePolicy, Feeder, FeedError, Stream
+from aiofeed import FailurePolicy, Feeder, FeedError, Stream
 from aiofeed.errors import BatchFailedError, DecodeError, ReadError, StateError
 from tests.support.examples import examples
 from tests.support.fork_server import ForkServer
@@ -583,12 +583,7 @@ def test_failing_samples() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shuffle": True}, r"shuffle=True .*shuffle_buffer"),
-        ({"sampler": [1, 2]}, "sampler= is not possible"),
-        ({"batch_sampler": [[1]], "batch_size": None}, "batch_sampler="),
-        ({"batch_size": Buckets([1, 2], [1], [2, 2])}, "batch_size=.*without lengths="),
         ({"cache": "host"}, "cache='host'.*leave it out"),
-        ({"cache": "device"}, "cache='device'"),
         ({"engine": "process:2"}, 'engine=.process:2.*pass engine="thread"'),
         ({"on_error": "skip"}, r"max_failures=0\.01.*FailurePolicy\(\.\.\., max_failures=100\)"),
         ({"on_error": FailurePolicy(retries=2)}, "cannot be timed or repeated"),

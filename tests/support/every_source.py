@@ -159,7 +159,7 @@ class EverySource:
         others = {"a stream": "samples with indices", "shards": "samples in no shards"}
         others |= {"samples with targets": "samples without targets", "a Dataset of tuples": "a Dataset of tensors"}
         others |= {"Tokens with targets": "Tokens without targets"}
-        known = {"Table", "Arrays", "Tokens", "Tokens with targets", "Episodes", "a stream"}
+        known = {"Table", "Arrays", "Tokens", "Tokens with targets", "Episodes", "Episodes with a camera", "a stream"}
         others |= {kind: "samples of unknown length" for kind in known if kinds.isdisjoint(known)}
         return kinds | {name for kind, name in others.items() if kind not in kinds}
 
@@ -381,6 +381,13 @@ EVERY_SOURCE: dict[str, EverySource] = {
     "Episodes": S(
         lambda *_: aiofeed.Episodes(LEROBOT, {"action": [0.0]}, episodes=[0], features=["action", "observation.state"]),
         "rows, Episodes, shards",
+        None,
+        lambda source: [source[index] for index in range(len(source))],
+        ("av", "pyarrow"),
+    ),
+    "Episodes with a camera": S(
+        lambda *_: aiofeed.Episodes(LEROBOT, episodes=[0], features=["observation.images.top", "index"]),
+        "Episodes with a camera, decoded samples, shards",
         None,
         lambda source: [source[index] for index in range(len(source))],
         ("av", "pyarrow"),

@@ -28,7 +28,8 @@ REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("Tensors", CACHES, "the data are in memory already: leave it out"),
     ("Tensors", ("Pack", "a plan without lengths="), "a row of Tensors is a tuple, a document one tensor"),
     *[(source, ("Pack", "a plan without lengths="), "a document is a row of tokens, or a dict of such columns")
-      for source in ("samples with targets", "Tokens with targets", "a Dataset of tuples", "Clips", "Episodes")],
+      for source in ("samples with targets", "Tokens with targets", "a Dataset of tuples", "Clips", "Episodes",
+                     "Episodes with a camera")],
     ("samples of unknown length", ("a plan without lengths=",), "measures the items of a Stream: pass lengths="),
     ("Tokens at URLs", ('cache="device"',), "they are copied from files: download them, or pass cache=EncodedCache"),
     ("Tokens", SAMPLES, 'rows are decoded already: leave it out, or pass cache="device" for Tokens'),
@@ -36,6 +37,8 @@ REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("Table", ('cache="device"',), "rows are decoded already: leave it out"),
     ("Arrays", ('cache="device"',), "rows are decoded already: leave it out"),
     ("Episodes", ('cache="device"',), "rows are decoded already: leave it out"),
+    ("Episodes with a camera", ('cache="device"',), "it keeps one array of each sample"),
+    ("Episodes with a camera", ("EncodedCache",), "those of a window are parts of videos that others need"),
     ("Dataset", ("EncodedCache",), "it keeps the bytes that a source reads, and the items of a Dataset are decoded"),
     ("encoded samples", ("no decode=",), "it returns samples as they are stored: pass aiofeed.DecodeImage(size=224)"),
     *[(source, ("decode=",), "its samples are decoded already; transform= gets each batch")
@@ -62,6 +65,7 @@ MIXED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("Dataset", ("encoded samples", "decoded samples", *ROWS), "make them of one kind"),
     ("encoded samples", ("decoded samples", *ROWS), "differ in whether samples are decoded by decode="),
     ("decoded samples", ROWS, "differ in whether samples are decoded by decode="),
+    ("Episodes with a camera", ("an object of decoded samples", "Clips"), "decode samples in different ways"),
     ("Clips", ("an object of decoded samples",), "decode samples in different ways; give them the same arguments"),
     ("Episodes", ("Table", "Arrays"),
      "do not fit into one batch: choose equal columns, or pass decode= or collate_fn="),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aiofeed import FailurePolicy, Feeder, Mixture, Table
+from aiofeed import FailurePolicy, Feeder, Table
 from aiofeed.errors import DecodeError, ReadError
 
 datasets = pytest.importorskip("datasets")
@@ -140,12 +140,7 @@ def test_what_cannot_be_exact_is_refused(
         Table(change(streaming(tmp_path)), **options)
 
 
-def test_options_that_need_indices_are_refused(tmp_path: Path) -> None:
-    """A stream has no indices to shuffle, and a column of texts no tensors."""
-    data = streaming(tmp_path)
-    with pytest.raises(ValueError, match="order of its own"):
-        Feeder(Table(data, ["x"]), batch_size=2, shuffle=True)
+def test_a_column_of_texts_is_refused(tmp_path: Path) -> None:
+    """It has no tensors."""
     with pytest.raises(TypeError, match="column 'text' has the type string"):
-        Feeder(Table(data), batch_size=2)
-    with pytest.raises(TypeError):
-        Mixture({"a": Table(data, ["x"]), "b": Table(data, ["x"])})
+        Feeder(Table(streaming(tmp_path)), batch_size=2)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import aiofeed
-from aiofeed import DiskCache, Feeder, Mixture, Tokens
+from aiofeed import Feeder, Mixture, Tokens
 from aiofeed.errors import StateError
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.token_files import write_header, write_megatron, write_raw
@@ -190,31 +190,12 @@ def test_tokens_are_a_dataset(path: Path) -> None:
     assert lists(loader) == lists(Feeder(source, batch_size=6))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"cache": "host"}, "decoded already: leave it out"),
-        ({"decode": lambda data: data}, "transform= gets each batch"),
-    ],
-)
-def test_options_without_sense_are_refused(options: dict[str, Any], message: str, path: Path) -> None:
-    """A cache and a decoder are errors that say what to do instead."""
-    with pytest.raises(TypeError, match=message):
-        Feeder(Tokens(path, BLOCK), batch_size=4, **options)
-
-
 @pytest.mark.parametrize("cache", ["host", "device"])
 def test_a_cache_of_rows_with_parts_is_refused(cache: Any, path: Path) -> None:
     """A decoder whose row has parts cannot be cached, whatever its source."""
     decode = Tokens(path, BLOCK, targets=True).decoder
     with pytest.raises(TypeError, match=r"decode=TokenDecoder\(\): a cache cannot keep rows with parts"):
         Feeder(aiofeed.Files([path]), decode=decode, batch_size=1, cache=cache)
-
-
-def test_a_disk_cache_is_refused(path: Path, tmp_path: Path) -> None:
-    """So is a cache in a file."""
-    with pytest.raises(TypeError, match="leave it out"):
-        Feeder(Tokens(path, BLOCK), batch_size=4, cache=DiskCache(tmp_path / "cache"))
 
 
 # --- order and state --------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from aiofeed import EncodedCache, Feeder, Mixture, Tokens
 from aiofeed.errors import ReadError, StateError
 from aiofeed.tokens import at_urls
 from tests.support.fault_server import Fault, FaultServer, Request
-from tests.support.simulated_device import SimulatedDevice
 from tests.support.token_files import write_megatron, write_raw
 from tests.tokens.test_tokens import FORMATS, NUMBERS, lists, save_npy, windows
 
@@ -154,22 +153,6 @@ def test_the_state_of_other_windows_is_refused(changed: dict[str, Any], server: 
         Feeder(remote(server, **changed), batch_size=4).load_state_dict(state)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "device": {"device": SimulatedDevice()},
-    "processes": {"engine": "process:2"},
-    "samples": {"in_order": "samples"},
-    "skip": {"on_error": "skip"},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_of_the_feeder(name: str, server: FaultServer) -> None:
-    """With other engines and policies an epoch has every window once."""
-    with Feeder(remote(server), batch_size=6, shuffle=True, **OPTIONS[name]) as feeder:
-        seen = sum([batch.cpu().tolist() for batch in feeder], [])
-    assert sorted(seen) == sorted(windows(NUMBERS[:300]) + windows(NUMBERS[300:]))
-
-
 def test_a_mixture_of_urls_and_files(server: FaultServer, tmp_path: Path) -> None:
     """Tokens at URLs mix with those in files."""
     disk, web = Tokens(write_raw(tmp_path / "b.bin", NUMBERS), BLOCK), remote(server)
@@ -191,14 +174,6 @@ def test_an_encoded_cache_keeps_windows(server: FaultServer, tmp_path: Path) -> 
             before = server.count
             assert lists(feeder) == expected
             assert (server.count == before) == (run == 1)
-
-
-def test_caches_that_do_not_fit_are_refused(server: FaultServer, tmp_path: Path) -> None:
-    """Tokens at URLs are not copied to a device, and windows of files are not cached on disk."""
-    with pytest.raises(ValueError, match=r"cache='device' is not possible with Tokens\(.*EncodedCache"):
-        Feeder(remote(server), batch_size=4, cache="device", device=SimulatedDevice())
-    with pytest.raises(TypeError, match="leave it out"):
-        Feeder(local(server, tmp_path), batch_size=4, cache=EncodedCache(tmp_path / "cache", max_bytes=1 << 20))
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

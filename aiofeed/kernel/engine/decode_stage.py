@@ -19,17 +19,17 @@ from functools import partial
 from typing import Any
 
 from aiofeed.kernel.core.errors import BatchFailedError, CollateError, FeedError, SampleError
-from aiofeed.kernel.core.failures import FailureCounter
+from aiofeed.kernel.core.failures import FailureCounter, FailurePolicy
 from aiofeed.kernel.core.types import BatchPlan, Gathered
 from aiofeed.kernel.engine.assembly import AssemblyOptions
 from aiofeed.kernel.engine.batch import Batch, BatchKeys
 from aiofeed.kernel.engine.concurrency import JobTimer
 from aiofeed.kernel.engine.fetch.collate import BatchBuilder
-from aiofeed.kernel.engine.fetch.fetcher import UNREAD, ChunkOutcome
+from aiofeed.kernel.engine.fetch.fetcher import UNREAD, ChunkOutcome, Fetcher
 from aiofeed.kernel.engine.fetch.user_errors import suggest_policy
 from aiofeed.kernel.engine.tuning.threads import ThreadTuner
 from aiofeed.kernel.runtime import machine
-from aiofeed.kernel.runtime.thread_pool import gil_wait_s
+from aiofeed.kernel.runtime.thread_pool import ThreadPool, gil_wait_s
 from aiofeed.kernel.runtime.time_limits import (
     AbandonedError,
     JobControl,
@@ -63,7 +63,9 @@ class DecodeStage:
 
     def __post_init__(self) -> None:
         options = self.options
-        self.fetcher, self.executor, self.policy = options.fetcher, options.executor, options.policy
+        self.fetcher: Fetcher = options.fetcher
+        self.executor: ThreadPool = options.executor
+        self.policy: FailurePolicy = options.policy
         self.tuner: ThreadTuner | None = None if options.tuner is None else options.tuner.decoding
         # Only where waits for a core, and not for the GIL, can be told apart.
         self._probe_at = 0.0 if sys.platform == "linux" and machine.has_gil() else math.inf

@@ -363,7 +363,7 @@ class SmallItems(InlineBatches):
         else:
             self.in_consumer_thread, self._slower = faster, not faster
         makes = "The training thread makes" if self.in_consumer_thread else "Threads make"
-        self.reason = (
+        self.reason: str = (
             f"{makes} the batches of the next epoch: a step takes {step_s * 1e6:.0f} us, a batch "
             f"{batch_s * 1e6:.0f} us, and with threads a batch takes {self._threads_s * 1e6:.0f} us of processor time."
         )

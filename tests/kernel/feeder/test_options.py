@@ -20,8 +20,8 @@ def excluded() -> list[Exclusion]:
     """The rows of the kernel, and those of the sources, plans and caches of all add-ons, by their names."""
     kinds: dict[str, type[Declares]] = {}
     waiting: list[type[Declares]] = [Declares]
-    for name in (each for each in PUBLIC if each in dir(aiofeed)):
-        getattr(aiofeed, name)  # which imports its module
+    for name in (*aiofeed._MODULES, *aiofeed._PLUGS):
+        aiofeed._load_addon(name, "the page")  # which imports its module
     while waiting:
         kind = waiting.pop()
         waiting += kind.__subclasses__()
