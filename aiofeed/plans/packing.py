@@ -148,7 +148,8 @@ class Pack(LengthPlan):
         """Return that batches are packed, and whether it is known that samples are no documents."""
         source = arguments.adopted
         bound = bind_decoder(arguments.decode or source.decoder or unchanged)
-        shapes = (not arguments.decode and source.structure()) or {}
+        # The order of a stream refuses columns without a length.
+        shapes = (not arguments.decode and arguments.traits.indexed and source.structure()) or {}
         # A part of a tuple, a number or a text is no column; those of one document have one length.
         others = [name for name, shape in shapes.items() if type(name) is int or shape == ()]
         if len({shape[0] for shape in shapes.values() if shape}) > 1:

@@ -321,7 +321,7 @@ class DeviceCache(BaseCache):
         source, decode = arguments.adopted, arguments.decode or arguments.adopted.decoder
         random = decode is not None and new_codec(decode).random
         found = {"a random decoder": f"decode={decode!r}"} if random else {}
-        dicts = source.traits.decode == "none" and not source.traits.items and source.structure() is not None
+        dicts = source.traits.decode == "none" and any(isinstance(name, str) for name in source.structure() or ())
         return found | ({"samples that are dicts": repr(source)} if dicts else {})
 
     def open_store(self, config: FeederConfig) -> ResidentStore:

@@ -233,11 +233,10 @@ def test_what_pack_excludes(options: dict[str, Any], error: type[Exception], mes
 
 
 def test_samples_that_are_tuples_are_an_error() -> None:
-    """A dict of columns has a name for each; of a ``TensorDataset`` that is known when the feeder is made."""
-    with pytest.raises(ValueError, match="a document is a row of tokens, or a dict"):
+    """A dict of columns has a name for each. A ``TensorDataset`` is known to give tuples."""
+    with pytest.raises(ValueError, match=r"in which \[0\] cannot be packed, is not possible with Pack"):
         feeder(source=TensorDataset(torch.zeros(60, 3)))
-    rows: Any = [(row,) for row in torch.zeros(60, 3)]
-    with feeder(source=rows) as wrong, pytest.raises(CollateError, match="in a tuple"):
+    with feeder(source=[(torch.zeros(3),)] * 60) as wrong, pytest.raises(CollateError, match="in a tuple"):
         list(wrong)
 
 

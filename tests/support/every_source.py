@@ -159,7 +159,7 @@ class EverySource:
         others = {"a stream": "samples with indices", "shards": "samples in no shards"}
         others |= {"samples with targets": "samples without targets", "a Dataset of tuples": "a Dataset of tensors"}
         others |= {"Tokens with targets": "Tokens without targets"}
-        known = {"Table", "Arrays", "Tokens", "Tokens with targets", "Episodes", "a stream"}
+        known = {"Table", "Arrays", "Tokens", "Tokens with targets", "Episodes", "Episodes with a camera", "a stream"}
         others |= {kind: "samples of unknown length" for kind in known if kinds.isdisjoint(known)}
         return kinds | {name for kind, name in others.items() if kind not in kinds}
 
