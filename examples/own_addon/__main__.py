@@ -8,7 +8,7 @@ from own_addon import CacheOfReads, Lines, SimilarLengths
 
 lines = Lines(Path(__file__).with_name("plan.py"))
 check_source(lines)
-lengths = [stop - start for start, stop in zip(lines.offsets[:-1], lines.offsets[1:], strict=True)]
+lengths = [lines.nbytes(index) for index in range(len(lines))]
 options = {"decode": bytes.decode, "collate_fn": list, "cache": CacheOfReads(), "shuffle": True}
 with aiofeed.Feeder(lines, batch_size=SimilarLengths(lengths, 8), **options) as feeder:
     for _ in feeder.epochs(2):

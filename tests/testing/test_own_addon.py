@@ -78,6 +78,12 @@ def test_its_cache_reads_each_sample_once(addon: Any, lines: Any, monkeypatch: p
     assert sorted(read) == list(range(len(TEXTS)))
 
 
+def test_its_cache_excludes_processes(addon: Any, lines: Any) -> None:
+    """The error has the words of the cache."""
+    with pytest.raises(ValueError, match=r"cache=CacheOfReads\(\).*each process would keep samples of its own"):
+        new_feeder(addon, lines, cache=addon.CacheOfReads(), engine="process:2")
+
+
 def test_it_runs(addon: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """``python -m own_addon`` prints the batches of two epochs."""
     runpy.run_module("own_addon", run_name="__main__")
