@@ -84,6 +84,7 @@ class Engine:
         self._call = call
         # Batches that were taken from the queue, until the loop releases them.
         self._taken: deque[ReadyBatch] = deque()
+        self._running = True
         self.budget = budget
         self.buffer: ReorderBuffer = ReorderBuffer(in_order=in_order, prefetch_batches=limits.prefetch_batches)
         self.admission: Admission = Admission(limits, batch_size=batch_size, budget=budget, buffer=self.buffer)
@@ -111,9 +112,11 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - a sampler or source failed: raise its error in the consumer
             self._deliver_failure(error)
         finally:
+            self._running = False
+            # The next engine shares the budget. What is taken from now on wakes the loop.
+            self.release_taken()
             self.assembly.stop()
             del self.assembly.engine
-            self._taken.clear()
             self.buffer.entries.clear()  # the feeder may keep this engine; free the buffers of unfinished batches
 
     async def _run(self, steps: Iterable[Step] | AsyncIterable[Step]) -> None:
@@ -297,7 +300,7 @@ class Engine:
         """
         # Before the question: the loop may do the last of its work meanwhile.
         self._taken.append(item)
-        if not self.assembly.busy:
+        if not (self._running and self.assembly.busy):
             self._call(self.release_taken)
 
     def release_taken(self) -> None:
