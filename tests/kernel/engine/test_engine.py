@@ -27,7 +27,7 @@ from aiofeed.kernel.engine.batch import Batch
 from aiofeed.kernel.engine.chunks import ChunkAssembly
 from aiofeed.kernel.engine.engine import Engine
 from aiofeed.kernel.runtime.event_loop import EventLoopThread
-from aiofeed.kernel.runtime.queue import BatchQueue
+from aiofeed.kernel.runtime.queue import BatchQueue, ReadyBatch
 from aiofeed.kernel.runtime.thread_pool import ThreadPool
 from aiofeed.kernel.sampling.epochs import EpochStart
 from aiofeed.sample_order.sample_assembly import SampleAssembly
@@ -285,6 +285,21 @@ def test_an_engine_is_freed_without_a_garbage_collection(options: dict[str, Any]
             assert there() is None
         finally:
             gc.enable()
+
+
+def test_batches_that_are_taken_when_the_engine_ends_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop has not learnt of one yet, and another is taken while the next engine, with the same budget, is busy."""
+    monkeypatch.setattr(ChunkAssembly, "busy", True)
+    engine = new_engine()
+    engine.assembly.reading_ahead = contextlib.nullcontext  # type: ignore[assignment]
+    for number in range(2):
+        engine.buffer.waiting += 1
+        item = ReadyBatch(number, 4, None, reserved=engine.budget.reserve(4))
+        if number:
+            asyncio.run(engine.run())
+            assert engine.budget._batches == 1
+        engine.taken(item)
+    assert engine.budget._batches == engine.buffer.waiting == 0
 
 
 def test_work_that_comes_when_the_engine_ends_is_dropped() -> None:
