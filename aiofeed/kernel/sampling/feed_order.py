@@ -14,7 +14,7 @@ import numpy as np
 
 from aiofeed.kernel.core.errors import StateError
 from aiofeed.kernel.core.statistics import EpochStats, Event, new_events
-from aiofeed.kernel.core.validation import check_int_from, counted, number_from_environment
+from aiofeed.kernel.core.validation import check_int_from, counted
 from aiofeed.kernel.sampling.epochs import EpochStart, EpochStream
 from aiofeed.kernel.sampling.lister import Lister
 from aiofeed.kernel.sampling.order import BatchLists, EpochList
@@ -24,8 +24,14 @@ log: logging.Logger = logging.getLogger("aiofeed.sampling")
 
 # The index list of a shuffled epoch of this length takes 240 MB, and seconds to make.
 LARGE_EPOCH = 30_000_000
-# Variables with the number of this task and of all tasks, of launchers that set no RANK and WORLD_SIZE.
-_TASKS = {"SLURM_PROCID": "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE"}
+# Variables with the number of this process and of all processes, of torchrun and others, srun and mpirun. A batch script
+# of SLURM, which has a job but no step, is one process, however many tasks the job may have.
+_LAUNCHED = (
+    ("RANK", "WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+)
 
 
 class FeedOrder:
@@ -240,7 +246,8 @@ class FeedOrder:
 def find_shard() -> tuple[int, int]:
     """(rank, world size) of this process; (0, 1) without a launcher.
 
-    Uses ``torch.distributed`` if it is initialised, else ``RANK`` and ``WORLD_SIZE`` as torchrun sets them.
+    Uses ``torch.distributed`` if it is initialised, else ``RANK`` and ``WORLD_SIZE`` as torchrun sets them, else the
+    numbers of the task as srun or mpirun sets them, if there are several tasks.
 
     Raises:
         ValueError: The environment's values are no rank and world size.
@@ -250,20 +257,24 @@ def find_shard() -> tuple[int, int]:
         shard = (int(distributed.get_rank()), int(distributed.get_world_size()))
         log.info("shard %d of %d, from torch.distributed", *shard)
         return shard
-    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if not rank or not world_size:  # an empty variable is one that is not set
-        for names in _TASKS.items():
-            task, tasks = (number_from_environment(name, 0) for name in names)
-            if tasks > 1:
-                way = "initialise torch.distributed first, set RANK and WORLD_SIZE, or pass shard=(rank, world_size)"
-                log.warning("task %d of %d (%s, %s) gets all samples: for a part each, %s", task, tasks, *names, way)
-        return (0, 1)
-    try:
-        shard = check_shard((int(rank), int(world_size)))
-    except ValueError as error:
-        raise ValueError(f"RANK={rank!r} and WORLD_SIZE={world_size!r} in the environment: {error}") from error
-    log.info("shard %d of %d, from RANK and WORLD_SIZE", *shard)
-    return shard
+    for names in _LAUNCHED:
+        rank, world_size = map(os.environ.get, names)
+        if not rank or not world_size:  # an empty variable is one that is not set
+            continue
+        if names[1] == "SLURM_NTASKS" and "SLURM_JOB_ID" in os.environ:
+            continue
+        try:
+            shard = check_shard((int(rank), int(world_size)))
+        except ValueError as error:
+            raise ValueError(
+                f"{names[0]}={rank!r} and {names[1]}={world_size!r} in the environment: {error}"
+            ) from error
+        if names[0] == "RANK" or shard[1] > 1:
+            # Tasks may also be independent programs, which each want all samples: they should see this line.
+            level = logging.INFO if names[0] == "RANK" else logging.WARNING
+            log.log(level, "shard %d of %d, from %s and %s; shard=None reads all samples", *shard, *names)
+            return shard
+    return (0, 1)
 
 
 def check_shard(shard: tuple[int, int]) -> tuple[int, int]:

@@ -828,22 +828,39 @@ def test_the_shard_comes_from_the_environment_when_first_needed(
     assert feeder.state_dict()["world_size"] == 2
 
 
-@pytest.mark.parametrize("prefix", ["SLURM_PROCID SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE"])
-def test_a_task_of_several_without_a_rank_is_warned(
-    make: MakeFeeder, no_launcher: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, prefix: str
+@pytest.mark.parametrize(
+    "names",
+    [
+        "SLURM_PROCID SLURM_STEP_NUM_TASKS",
+        "SLURM_PROCID SLURM_NTASKS",
+        "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE",
+    ],
+)
+def test_tasks_of_srun_and_mpirun_are_ranks(
+    make: MakeFeeder, no_launcher: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, names: str
 ) -> None:
-    """A task of srun or mpirun that gets all samples logs what to set; one with a shard does not."""
-    task, tasks = prefix.split()
+    """Each of several tasks without RANK gets its part of the samples and says so; a single task gets all."""
+    task, tasks = names.split()
     no_launcher.setenv(task, "1")
     no_launcher.setenv(tasks, "4")
-    assert flat(make(shard=(1, 4))) == [1, 5, 9]
-    assert caplog.text == ""
+    assert flat(make(shard="auto")) == [1, 5, 9]
+    assert f"shard 1 of 4, from {task} and {tasks}; shard=None reads all samples" in caplog.text
+    assert flat(make(shard=(0, 2))) == [0, 2, 4, 6, 8]
+    assert flat(make(shard=None)) == list(range(10))
+    no_launcher.setenv("RANK", "0")
+    no_launcher.setenv("WORLD_SIZE", "1")
     assert flat(make(shard="auto")) == list(range(10))
-    assert f"task 1 of 4 ({task}, {tasks}) gets all samples" in caplog.text
-    caplog.clear()
+    no_launcher.setenv("RANK", "")
+    no_launcher.setenv(task, "0")
     no_launcher.setenv(tasks, "1")
     assert flat(make(shard="auto")) == list(range(10))
-    assert caplog.text == ""
+
+
+def test_a_batch_script_of_slurm_is_one_process(make: MakeFeeder, no_launcher: pytest.MonkeyPatch) -> None:
+    """A job may have several tasks; its script is none of them and gets all samples."""
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}.items():
+        no_launcher.setenv(name, value)
+    assert flat(make(shard="auto")) == list(range(10))
 
 
 def test_torch_distributed_comes_before_the_environment(
