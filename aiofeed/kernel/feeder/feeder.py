@@ -180,9 +180,10 @@ class Feeder(Generic[BatchT]):
             slow sources of bytes on a local disk.
         limits: Upper limits for resources. By default they are chosen at run time.
         shard: "auto" asks ``torch.distributed``, then ``RANK`` and ``WORLD_SIZE``, then the variables of srun and
-            mpirun, when first needed, and keeps the answer. (rank, world_size) sets it. ``None`` gives all samples to every process. A ``DeviceMesh`` shards by
-            its dimensions named "dp..." or "data...", and ("dp", mesh) or (("replicate", "shard"), mesh) by those
-            named: ranks that differ in other dimensions only get the same batches.
+            mpirun, when first needed, and keeps the answer. (rank, world_size) sets it. ``None`` gives all samples to
+            every process. A ``DeviceMesh`` shards by its dimensions named "dp..." or "data...", and ("dp", mesh) or
+            (("replicate", "shard"), mesh) by those named: ranks that differ in other dimensions only get the same
+            batches.
         split_sequence: ("cp", mesh) or (rank, size): this rank gets its part of dimension 1 of all tensors
             [N, T, ...] of a batch, after ``transform``. Parts are equal and contiguous; with "zigzag" as a third item,
             rank r of R gets pieces r and 2R - 1 - r of 2R pieces.

@@ -24,7 +24,7 @@ log: logging.Logger = logging.getLogger("aiofeed.sampling")
 
 # The index list of a shuffled epoch of this length takes 240 MB, and seconds to make.
 LARGE_EPOCH = 30_000_000
-# Variables with the number of this process and of all processes, of torchrun and others, srun and mpirun. A batch script
+# Variables with the number of this process and of all, as torchrun and others, srun and mpirun set them. A batch script
 # of SLURM, which has a job but no step, is one process, however many tasks the job may have.
 _LAUNCHED = (
     ("RANK", "WORLD_SIZE"),
