@@ -191,6 +191,39 @@ def test_every_source_passes_the_check(make: Callable[[str], Made], name: str) -
     check_source(made.source, decode=made.case.decode)
 
 
+def keyed(source: Any, **options: Any) -> list[tuple[Any, Any]]:
+    """The key of each sample of an epoch, with the sample."""
+    with Feeder(source, keys=True, **options) as feeder:
+        epoch: list[Any] = list(feeder)
+    for batch, keys in epoch:
+        assert len(keys) == len(samples_in(batch))
+    return [pair for batch, keys in epoch for pair in zip(keys, map(plain, samples_in(batch)), strict=True)]
+
+
+@pytest.mark.parametrize("name", EVERY_SOURCE)
+def test_every_source_names_its_samples(make: Callable[[str], Made], name: str) -> None:
+    """With ``keys=True`` each sample comes with its own key, in whichever order, thread or place it is made."""
+    made = make(name)
+    options: dict[str, Any] = {"decode": made.case.decode, "batch_size": 5}
+    found = keyed(made.source, **options)
+    assert [sample for _, sample in found] == [made.samples[at] for at in made.case.order or range(len(made.samples))]
+    assert len({key for key, _ in found}) == len(made.samples)
+    ways = [
+        {"shuffle": True},
+        {"in_order": "samples"},
+        {"cache": "host"},
+        {"limits": aiofeed.Limits(prefetch_batches=1)},
+    ]
+    for way in ways:
+        try:
+            Feeder(made.source, **options, **way)
+        except (TypeError, ValueError):  # of a pair that another test checks
+            continue
+        again = keyed(made.source, **options, **way)
+        assert {*again} == {*found}
+        assert len(again) == len(found)
+
+
 # --- mixtures ---
 
 

@@ -45,6 +45,20 @@ _WAYS: Mapping[str, str | Callable[[Any], str]] = {
     "generator": "aiofeed.DataLoader takes it. For a Feeder, pass seed=",
     "dataset": "it is the first argument",
     **dict.fromkeys(("rank", "world_size", "num_replicas"), "pass shard=(rank, world_size)"),
+    **dict.fromkeys(
+        ("epochs", "num_epochs", "n_epochs", "repeat"), "iterate feeder.epochs(n); iter(feeder) is one epoch"
+    ),
+    **dict.fromkeys(("steps", "max_steps", "num_batches", "infinite"), "iterate feeder.steps(n), over as many epochs"),
+    **dict.fromkeys(("progress", "progress_bar", "verbose"), "iterate feeder.progress()"),
+    **dict.fromkeys(("filter", "filters"), "exclude= leaves samples out; a source takes source[indices]"),
+    **dict.fromkeys(("return_paths", "with_paths", "return_index", "with_index", "return_keys"), "pass keys=True"),
+    **dict.fromkeys(("buffer_size", "shuffle_buffer", "shuffle_buffer_size"), "shuffle=True shuffles all samples"),
+    **dict.fromkeys(("augment", "map", "preprocess"), "decode= makes samples, transform= changes batches"),
+    **dict.fromkeys(("resume", "checkpoint", "state_dict"), "call feeder.load_state_dict(state)"),
+    **dict.fromkeys(("distributed", "local_rank"), "the rank comes from torch.distributed, or from shard="),
+    **dict.fromkeys(("split", "max_samples", "subset"), "pass a part: source.split(...), source[:1000]"),
+    "cache_dir": "pass cache=DiskCache(path)",
+    "dtype": "pass transform=, which gets each batch",
     "num_threads": _part_of("limits", Limits, "decode_threads"),
     **{each.name: _part_of("limits", Limits, each.name) for each in fields(Limits)},
     **{each.name: _part_of("on_error", FailurePolicy, each.name) for each in fields(FailurePolicy)},
@@ -60,17 +74,25 @@ _POSITIONS = (
 _NAMES: Mapping[str, Mapping[str, str]] = {
     "Feeder": {
         "sampler batch_sampler": "a Feeder shuffles and shards by itself; feeder.set_epoch(n) chooses the epoch",
+        "num_workers pin_memory prefetch_factor generator": "pass limits=, device= and seed= to Feeder",
+        "num_batches num_samples n_samples": "len(feeder) is the number of batches, len(feeder.dataset) of samples",
+        "keys paths filenames": "Feeder(keys=True) returns (batch, keys)",
         "stats metrics get_stats profile": "feeder.statistics() and feeder.explain() say where the time goes",
         "get_state set_state save load restore": "feeder.state_dict() and feeder.load_state_dict(state)",
         "stop shutdown reset": "call feeder.close(); iter(feeder) begins an epoch",
         "get get_batch next take repeat": "next(iter(feeder)) is a batch; see feeder.epochs(n), feeder.steps(n)",
-        "map filter shuffle batch to": "pass transform=, exclude=, shuffle=, batch_size=, device= to Feeder",
+        "map filter shuffle batch to apply shard unbatch with_format prefetch": (
+            "pass transform=, exclude=, shuffle=, batch_size=, device= to Feeder"
+        ),
     },
     "aiofeed": {
         "from_pandas from_polars from_arrow from_csv from_parquet read_csv read_json read_parquet load_dataset "
         "ParquetDataset": "aiofeed.Table takes frames, Arrow tables, datasets, Parquet files",
         "ConcatDataset ChainDataset concatenate_datasets interleave_datasets": "aiofeed.Mixture takes several sources",
         "random_split Subset train_test_split": "source.split(...) and source[indices] return parts",
+        "map apply batch shuffle take repeat": "Feeder(source, decode=, batch_size=, shuffle=) makes batches",
+        "concatenate zip": "aiofeed.Mixture takes several sources",
+        "Loader DataPipe Pipeline": "aiofeed.Feeder reads sources, aiofeed.DataLoader takes the arguments of torch's",
         "WebDataset TarDataset": "aiofeed.TarShards reads tar files",
         "Dataset IterableDataset": "Feeder takes both; aiofeed.FromDataset and aiofeed.Stream have options for them",
         "TensorDataset from_numpy": "aiofeed.Tensors takes tensors",

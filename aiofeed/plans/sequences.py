@@ -226,6 +226,15 @@ class PackCollate(BuildsBatches):
         """Return the builder of a planned batch, in memory of the lease."""
         return PackBatchBuilder(self, plan, lease)
 
+    def by_row(self, plan: BatchPlan, indices: Sequence[int], keys: list[Any]) -> list[Any]:
+        """Return the keys of the documents of each row, without those that were skipped."""
+        assert plan.pieces is not None
+        names, rows = dict(zip(map(int, indices), keys, strict=True)), [[] for _ in range(self.rows)]
+        for sample, place in plan.pieces[:, :2].tolist():
+            if (index := int(plan.indices[sample])) in names:
+                rows[place // self.context].append(names[index])
+        return rows
+
 
 class PackBatchBuilder(BatchBuilder):
     """Builder of a batch of ``Pack``: copies the pieces of each document to their places.

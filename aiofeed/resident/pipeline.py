@@ -133,7 +133,8 @@ class _EpochWindows:
         for at in (0, *range(followers + 1, len(numbers))):
             first, last = at * size, min((at + 1) * size, samples)
             batch = window[at] if isinstance(window, list) else (window, first, last)
-            items.append(ReadyBatch(numbers[at], last - first, batch, counters=stats))
+            indices = batch_range.indices[first:last]
+            items.append(ReadyBatch(numbers[at], last - first, batch, counters=stats, indices=indices))
         if followers and isinstance(window, list):
             items[0].following, items[0].followers = window[followers:0:-1], followers
         return items

@@ -92,7 +92,11 @@ class Tensors(IndexedSource):
 
     def key(self, index: int, /) -> str:
         """Return the index, because rows have no names."""
-        return f"Tensors[{index if self.rows is None else self.rows[index]}]"
+        return f"Tensors[{self.named(index)}]"
+
+    def named(self, index: int, /) -> int:
+        """Return the row of the tensors."""
+        return index if self.rows is None else int(self.rows[index])
 
     def _part(self, rows: NDArray[np.int64]) -> Self:
         part = copy.copy(self)

@@ -261,9 +261,7 @@ class SampleAssembly(ChunkAssembly):
         parts = [(chunk, _remaining(chunk, places)) for chunk, places in planned.parts]
         last_failures = planned.parts[-1][0].failures
         planned.parts = []
-        indices = [chunk.plan.indices[at] for chunk, positions in parts for at in positions]
-        if len(indices) < len(batch.plan.indices):
-            batch.kept = range(len(indices))
+        batch.indices = indices = [chunk.indices[at] for chunk, positions in parts for at in positions]
         if not indices:
             batch.error = nothing_left(batch.plan, last_failures[-1])
             return

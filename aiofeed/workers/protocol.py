@@ -100,7 +100,7 @@ class BatchFinished(Struct, frozen=True):
         chunk_size: Samples per decode job.
         segments: Memory that is new to the trainer.
         retired: Numbers of segments that will not be used again.
-        samples: How many samples are left.
+        indices: The indices of its samples; ``None``: those of the plan.
         reads: How many samples the worker reads at a time.
         events: What took place for this batch, see ``EpochStats``. All processes have the same clock.
     """
@@ -114,7 +114,7 @@ class BatchFinished(Struct, frozen=True):
     chunk_size: int = 0
     segments: Sequence[NewSegment] = ()
     retired: Sequence[int] = ()
-    samples: int = 0
+    indices: Sequence[int] | None = None
     reads: int = 0
     events: Sequence[Event] = ()
 

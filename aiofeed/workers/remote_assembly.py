@@ -114,7 +114,8 @@ class RemoteAssembly(Assembly):
             error = rebuild(reply.error)
             batch.error = error if isinstance(error, FeedError) else FeedError(f"{type(error).__name__}: {error}")
         else:
-            batch.kept = range(reply.samples)
+            if reply.indices is not None:
+                batch.indices = reply.indices
             borrowed = await self._receive(batch, worker, assigned, reply)
         failures = map(rebuild, reply.failures)
         batch.failures = [batch.failure_counter.remember(error) for error in failures if isinstance(error, SampleError)]

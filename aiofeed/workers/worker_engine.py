@@ -77,7 +77,7 @@ class Outbox(BatchQueue[QueueItem]):
             message,
             batch=item.batch,
             chunk_size=self.chunk_size,
-            samples=item.samples,
+            indices=item.indices if item.failures else None,
             reads=self.reads,
             events=list(item.counters.events),
         )

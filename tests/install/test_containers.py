@@ -87,7 +87,7 @@ def test_small(tmp_path: Path) -> None:
         {
             "small.report": r"/dev/shm has 64.0 MiB.*only 200.0 MiB of memory are free \(the cgroup allows 300.0 MiB",
             "small.share_too_much": "FeedError: .*250.0 MiB.* 200.0 MiB",
-            "small.batches_too_large": r"\Atwo batches of 64 samples.*take 384.0 MiB.*has 200.0 MiB left: make batch",
+            "small.batches_too_large": r"\Atwo batches of 64 samples.*take 384.0 MiB.*has 200.0 MiB left.*: make batch",
             "small.batches_too_large_in_processes": r"a batch needs 210\.\d MiB.*has 200.0 MiB left; make batch",
         },
     )

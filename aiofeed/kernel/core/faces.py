@@ -81,6 +81,10 @@ class BaseSource(Declares):
         """Return the name of a sample in errors."""
         raise NotImplementedError
 
+    def named(self, index: int, /) -> str | int:
+        """Return what ``keys=True`` gives for a sample: its key, or its index if samples have no names."""
+        return self.key(index)
+
     async def read(self, index: int, /) -> Any:
         """Read an encoded sample."""
         raise NotImplementedError
@@ -398,6 +402,10 @@ class BuildsBatches(ABC):
     @abstractmethod
     def new_builder(self, plan: BatchPlan, lease: Any, /) -> Any:
         """Return the ``BatchBuilder`` of a planned batch, in memory of a lease."""
+
+    def by_row(self, plan: BatchPlan, indices: Sequence[int], keys: list[Any]) -> list[Any]:
+        """Return the keys of the samples of a batch, which has these ``indices``, as ``keys=True`` gives them."""
+        return keys
 
 
 # --- caches ---

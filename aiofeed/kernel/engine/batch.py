@@ -48,6 +48,9 @@ class Batch:
             of ``perf_counter``, where the chunk ends, and the samples that are decoded.
         grouped: the batches that the same job makes after this one. The engine plans, reserves memory for, delivers
             and releases all of them as one.
+
+    Attributes:
+        indices: those of the plan, until samples are replaced, or another process or order has chosen the samples.
     """
 
     plan: BatchPlan
@@ -74,6 +77,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         self.counters: EpochStats = self.epoch.counters
+        self.indices: Sequence[int] = self.plan.indices
 
     def count_read(self, read: ReadResult) -> None:
         """Add a read to the statistics; on the loop."""

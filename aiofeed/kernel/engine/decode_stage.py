@@ -194,6 +194,7 @@ class DecodeStage:
             recovery = skip_failed(batch.plan, failed)
         else:
             recovery = await replace_failed(batch.plan, failed, batch.failure_counter, partial(self._attempt, batch))
+        batch.indices = recovery.indices or batch.plan.indices
         batch.kept, batch.failures, batch.error = recovery.kept, recovery.failures, recovery.error
         if batch.error is None:
             outcome = ChunkOutcome()
@@ -234,11 +235,13 @@ class Recovery:
         kept: positions of the remaining samples; ``None``: all, replacements included.
         failures: errors of the failed samples, and of replacements that failed, in a fixed order.
         error: raised to the consumer if there is no batch to deliver.
+        indices: those of the plan with those of replacements; empty without replacements.
     """
 
     kept: Sequence[int] | None = None
     failures: list[SampleError] = field(default_factory=list)
     error: FeedError | None = None
+    indices: list[int] = field(default_factory=list)
 
 
 def skip_failed(plan: BatchPlan, failed: Sequence[tuple[int, SampleError]]) -> Recovery:
@@ -270,10 +273,10 @@ async def replace_failed(
 
     One after the other: adjacent failed samples would otherwise attempt the same replacements at the same time.
     """
-    recovery = Recovery()
+    recovery = Recovery(indices=list(plan.indices))
     # One after the other: adjacent samples would attempt the same replacements at the same time.
     for position, error in failed:
-        further, recovery.error = await _replace_one(plan, position, failure_counter, attempt)
+        further, recovery.error = await _replace_one(plan, position, recovery.indices, failure_counter, attempt)
         recovery.failures += [error, *further]
         if recovery.error is not None:
             break
@@ -281,9 +284,9 @@ async def replace_failed(
 
 
 async def _replace_one(
-    plan: BatchPlan, position: int, failure_counter: FailureCounter, attempt: Attempt
+    plan: BatchPlan, position: int, indices: list[int], failure_counter: FailureCounter, attempt: Attempt
 ) -> tuple[list[SampleError], FeedError | None]:
-    """Fill one place; returns the errors of candidates that failed, and an error if none was found."""
+    """Fill one place of ``indices``; returns the errors of candidates that failed, and one if none was found."""
     replacements = plan.replacements
     assert replacements is not None
     failed: dict[int, SampleError] = {}
@@ -295,9 +298,8 @@ async def _replace_one(
             if step % YIELD_STEPS == 0:
                 await asyncio.sleep(0)
         else:
-            indices = list(plan.indices)
             indices[position] = index
-            error = await attempt(replace(plan, indices=indices), position)
+            error = await attempt(replace(plan, indices=[*indices]), position)
             if not isinstance(error, SampleError):
                 return list(failed.values()), error
             failed[index] = failure_counter.remember(error)

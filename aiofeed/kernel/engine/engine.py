@@ -275,10 +275,11 @@ class Engine:
         if log.isEnabledFor(logging.DEBUG):
             log.debug("batch %d: delivered, %d waiting", batch.plan.number, self.buffer.waiting)
         self.assembly.delivered(batch)
+        indices = batch.indices if batch.kept is None else [batch.indices[at] for at in batch.kept]
         self._queue.put(
             ReadyBatch(
                 batch.plan.number,
-                len(batch.plan.indices) if batch.kept is None else len(batch.kept),
+                len(indices),
                 batch.result,
                 batch.lease,
                 reserved or 0,
@@ -287,6 +288,7 @@ class Engine:
                 failures,
                 batch.returned_samples,
                 plan=batch.plan,
+                indices=indices,
                 error=batch.error,
             )
         )

@@ -259,6 +259,7 @@ class Arguments:
     engine: Any
     static_batches: bool
     timeline: bool
+    keys: bool
 
     def __post_init__(self) -> None:
         self.given_source: bool = isinstance(self.source, BaseSource)
@@ -291,6 +292,7 @@ class Arguments:
         self.engines, self.ray = check_engine(self.engine)
         check_bool("static_batches", self.static_batches)
         check_bool("timeline", self.timeline)
+        check_bool("keys", self.keys)
         self._choose_source()
 
     def _choose_source(self) -> None:
@@ -370,6 +372,7 @@ class FeederConfig:
         kept_on_device: Whether the data are kept where batches are wanted.
         facts: What holds for the arguments, see ``rules.py``.
         excluded: What the source, the plan and the cache exclude.
+        keys: Whether the user gets the keys of samples with each batch.
     """
 
     source: BaseSource
@@ -390,6 +393,7 @@ class FeederConfig:
     ray: Any = None
     facts: frozenset[str] = frozenset()
     excluded: tuple[Exclusion, ...] = ()
+    keys: bool = False
 
     @property
     def engine(self) -> Any:
@@ -437,6 +441,7 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
         kept_on_device=kept_on_device,
         facts=frozenset(facts),
         excluded=tuple(excluded),
+        keys=a.keys,
     )
     _warn_of_large_batches(config)
     if config.engines:

@@ -204,6 +204,9 @@ class Feeder(Generic[BatchT]):
             length that ``batch_size`` divides) and batches of equal structure and shapes; excludes ``on_error="skip"``.
             With ``Buckets`` and ``drop_last=True`` the batches of each bucket have tensors of their own.
         timeline: Keep the latest 20,000 events for ``timeline()``.
+        keys: Return ``(batch, keys)``: with each batch a list of the names of its samples, as errors show them (the
+            path of a file, the member of a shard); for a ``Dataset`` and ``Tensors`` their indices. Skipped samples
+            have none, replaced ones that of their replacement. With ``Pack`` the list has a list for each row.
 
     Batches are those that ``DataLoader`` would give. With ``DecodeImage`` and without ``collate_fn``, images are uint8
     [N, 3, H, W] in channels_last memory. A batch that the user keeps is never overwritten, except with
@@ -277,6 +280,19 @@ class Feeder(Generic[BatchT]):
             self: Feeder[tuple[Any, ...]], source: Decoded, *, decode: None = None, **options: Unpack[_Devices]
         ) -> None: ...
 
+        @overload
+        def __init__(
+            self: Feeder[tuple[Any, list[Any]]],
+            source: Encoded[Any] | Decoded,
+            *,
+            keys: Literal[True],
+            decode: Decode[Any] | None = None,
+            collate_fn: Callable[[list[Any]], Any] | None = None,
+            device: Device | Sequence[Device] = None,
+            transform: Callable[[Any], Any] | None = None,
+            **options: Unpack[_Options],
+        ) -> None: ...
+
     def __init__(
         self,
         source: Encoded[Any] | Decoded,
@@ -303,6 +319,7 @@ class Feeder(Generic[BatchT]):
         engine: Engine = "thread",
         static_batches: bool = False,
         timeline: bool = True,
+        keys: bool = False,
     ) -> None:
         arguments = Arguments(
             source=source,
@@ -328,6 +345,7 @@ class Feeder(Generic[BatchT]):
             engine=engine,
             static_batches=static_batches,
             timeline=timeline,
+            keys=keys,
         )
         if (plan := arguments.plan) is not None and (plan.measures or (plan.streams and arguments.traits.indexed)):
             check(arguments)

@@ -51,6 +51,10 @@ class EpochObserver:
     def returning(self, item: ReadyBatch) -> None:
         """Act before a batch is returned; twice for the same batch if ``next`` is interrupted and repeated."""
 
+    def with_keys(self, item: ReadyBatch, batch: Any) -> Any:
+        """Return the batch as the user gets it."""
+        return batch
+
     def returned(self, item: ReadyBatch) -> None:
         """Count a batch that is returned. Must not call any function, so that no signal handler runs in it."""
 
@@ -229,6 +233,7 @@ class FeedIterator(Generic[BatchT_co]):
             self.observer.failed(FeedFailure(error, item.number))
             self._fail(error)
         self.observer.returning(item)
+        batch = self.observer.with_keys(item, batch)
         now = time.perf_counter()
         waited = now - loop_delay_s
         stall_s = waited - asked - (_overlap_s(*backlog, asked, waited) if (backlog := item.device_backlog) else 0.0)

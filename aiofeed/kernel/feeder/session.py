@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from aiofeed import _load_addon as load_addon
 from aiofeed.kernel.core.errors import FeedError
-from aiofeed.kernel.core.faces import BaseSource
+from aiofeed.kernel.core.faces import BaseSource, BuildsBatches
 from aiofeed.kernel.core.failures import LOGGED_MOST, FailureLog
 from aiofeed.kernel.core.statistics import EpochStats, FeedStatistics
 from aiofeed.kernel.core.validation import counted
@@ -259,7 +259,8 @@ class FeederSession(Generic[BatchT]):
         epoch.order_digest = order_digest(schedule, self.config.in_order, self.order.lister.identity())
         delivery = self._start(stream)
         config, logged = self.config, log.isEnabledFor(logging.DEBUG)
-        delivery.queue.runs = config.in_order is True and config.transform is None and not logged
+        alone = logged or config.transform is not None or config.keys
+        delivery.queue.runs = config.in_order is True and not alone
         # In this order, a thread that reads the totals meanwhile counts no epoch twice.
         ended, self.stats = self.stats, stats
         self.earlier_stats.add(ended)
@@ -520,6 +521,15 @@ class _SessionObserver(EpochObserver):
         if epoch.one_left:
             # Dropping the iterator after its last batch is not a break.
             self._delivery.watch(session)
+
+    def with_keys(self, item: ReadyBatch, batch: Any) -> Any:
+        config = self._session.config
+        if not config.keys:
+            return batch
+        assert item.indices is not None
+        keys = [config.source.named(int(index)) for index in item.indices]
+        grouped = isinstance(config.collate_fn, BuildsBatches) and item.plan is not None
+        return batch, config.collate_fn.by_row(item.plan, item.indices, keys) if grouped else keys
 
     def returned(self, item: ReadyBatch) -> None:
         self._epoch.record(item.number, item.returned_samples, item.following, item.followers)

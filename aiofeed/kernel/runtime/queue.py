@@ -16,17 +16,20 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from aiofeed.kernel.core.errors import FeedError, SampleError
 from aiofeed.kernel.core.statistics import EpochStats
 from aiofeed.kernel.core.types import BatchPlan
 from aiofeed.kernel.runtime.buffers import BufferLease
 from aiofeed.kernel.runtime.threads import POLL_INTERVAL_S
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 T = TypeVar("T")
 
@@ -187,6 +190,7 @@ class ReadyBatch:
             waited because too many earlier batches were queued on the device, or the consumer's event loop ran other
             tasks. ``None``: it did not wait.
         plan: Its plan, if an engine made it.
+        indices: The indices of its samples in the source, if known.
         error: The error to raise in its place: in a worker any, otherwise that of a batch of which nothing is left,
             unless it may be left out.
         following: Batches that are returned after it without an item of their own, the last one first. Each has as
@@ -209,6 +213,7 @@ class ReadyBatch:
     taken_at: float = 0.0
     device_backlog: tuple[float, float] | None = None
     plan: BatchPlan | None = None
+    indices: Sequence[int] | NDArray[Any] | None = None
     error: FeedError | None = None
     following: list[Any] = field(default_factory=list)
     followers: int = 0

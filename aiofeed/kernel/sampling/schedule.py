@@ -71,6 +71,8 @@ def check_shuffle(name: str, value: object) -> Shuffle:
     if is_shuffle(value):
         return value
     hint = ": pass False; aiofeed.DataLoader takes None, too" if value is None else ""
+    if isinstance(value, int):
+        hint = ": True shuffles all samples, without a buffer"
     kind = ValueError if isinstance(value, str) else TypeError
     raise kind(f"{name} must be True, False, {SHUFFLES}, got {value!r}{hint}")
 

@@ -115,7 +115,11 @@ class FromDataset(IndexedSource):
 
     def key(self, index: int, /) -> str:
         """Return the type's name and the index, because a Dataset has no names for samples."""
-        return f"{type(self._whole).__name__}[{index if self.rows is None else self.rows[index]}]"
+        return f"{type(self._whole).__name__}[{self.named(index)}]"
+
+    def named(self, index: int, /) -> int:
+        """Return the index in the whole dataset."""
+        return index if self.rows is None else int(self.rows[index])
 
     def _part(self, rows: NDArray[np.int64]) -> Self:
         from torch.utils.data import Subset

@@ -163,8 +163,9 @@ def is_pair(key: str, sample: Any, target: Any) -> bool:
 
 
 def is_picture(key: str, sample: Any, target: Any) -> bool:
-    """Whether a sample has its picture; the targets in an index with the right checksum are not read again."""
-    return bool(sample == SAMPLES[key.partition("x.tar/")[2]]["jpg"])
+    """Whether a sample has its picture; names and targets in an index with the right checksum are not read again."""
+    named = SAMPLES.get(key.partition("x.tar/")[2])
+    return sample in ([named["jpg"]] if named else [each["jpg"] for each in SAMPLES.values()])
 
 
 CASES = {
