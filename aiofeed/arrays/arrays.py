@@ -130,6 +130,7 @@ class Arrays(GroupedSource):
             self._fields[name] = make(name, parts, offsets, sparse == "dense" if is_matrix else pad)
         self.categories: dict[str, list[str]] = opener.categories
         self._sources = [source for field in self._fields.values() for source in field.sources]
+        self._field_of = [(name, at) for name, field in self._fields.items() for at in range(len(field.sources))]
         self._numbers = np.cumsum([0, *[each.count for each in self._sources]])
         self._selection = repr((list(arrays), window, sample, tile, stride, pad, decode_cf, sparse))
         # To write a sample takes as long as to copy so many bytes.
@@ -143,7 +144,7 @@ class Arrays(GroupedSource):
     def _rows_of(self, name: str, parts: Any, offsets: Any, dense: Any) -> SparseField:
         axis = next(iter(self._windows))
         selection = self._select(name, axis, offsets)
-        if len(selection.runs()) > 1 or (selection.kept and not dense):
+        if len(selection.runs(1)) > 1 or (selection.kept and not dense):
             raise ValueError(f"Arrays: {name!r} is sparse: its window is a range of step 1, and none for sparse='csr'")
         found = SparseField(parts, selection, dense=dense)
         self._measure(name, axis, len(found.rows) - 1)
@@ -381,8 +382,8 @@ class Arrays(GroupedSource):
                     if part.metadata is not None:
                         part.metadata.check()  # after reading: of the array that has this chunk
             values = part.decode(data, chunk)
-            for gathered, places in targets:
-                gathered.put(number, places, place, values)
+            name, at = self._field_of[number]
+            self._fields[name].put([(gathered.states[name], places) for gathered, places in targets], at, place, values)
             targets[0][0].nbytes += len(data) if isinstance(data, bytes) else 0
             targets[0][0].seconds += time.perf_counter() - started
             targets[0][0].cpu_seconds += time.thread_time() - cpu_started
@@ -443,25 +444,19 @@ class GatheredArrays(Gathered):
         super().__init__(len(starts[None]))
         self.errors = {}
         self._fields = fields
-        self._states = {name: field.new(starts, memory) for name, field in fields.items()}
-        self._sources = [(name, at) for name, field in fields.items() for at in range(len(field.sources))]
+        self.states = {name: field.new(starts, memory) for name, field in fields.items()}
         needs = [each for field in fields.values() for each in field.needs(starts)]
         self.shards = (
             np.concatenate([places for places, _ in needs]),
             np.concatenate([each + first for (_, each), first in zip(needs, numbers, strict=False)]),
         )
 
-    def put(self, number: int, places: NDArray[np.int64], place: Any, values: Any) -> None:
-        """Write a chunk of a joined array into samples; from any thread."""
-        name, source = self._sources[number]
-        self._fields[name].put(self._states[name], source, places, place, values)
-
     def __iter__(self) -> Iterator[Any]:
-        found = {name: field.samples(self._states[name]) for name, field in self._fields.items()}
+        found = {name: field.samples(self.states[name]) for name, field in self._fields.items()}
         for at in range(len(self)):
             yield self.errors.get(at) or {name: samples[at] for name, samples in found.items()}
 
     def batch(self, lease: BufferLease) -> tuple[Any, int]:
         """Return the tensors of the fields, and their bytes."""
-        found = {name: field.batch(self._states[name], lease) for name, field in self._fields.items()}
+        found = {name: field.batch(self.states[name], lease) for name, field in self._fields.items()}
         return found, sum(field.nbytes for field in self._fields.values()) * len(self)

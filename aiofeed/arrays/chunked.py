@@ -309,6 +309,12 @@ class Joined:
         part, at = expand(-(-grids // step))
         return np.append(self._starts[part, axis] + at * step * self._chunks[part, axis], self.shape[axis])
 
+    def shortest(self) -> NDArray[np.int64]:
+        """Return how long the shortest chunk is along each axis, but for those at the end of the array."""
+        found = self._chunks.min(0)
+        last = self._sizes[:-1] - (self._grids[:-1] - 1) * self._chunks[:-1]  # in parts, these are not at the end
+        return np.minimum(found, last.min(0, initial=MOST_CHUNKS))
+
     def needed(self, boxes: int, begins: Sequence[Any], ends: Sequence[Any]) -> Needs:
         """Return the chunks that boxes need, of which there is for each axis where all begin and end."""
         rows, part = np.arange(boxes), np.zeros(boxes, np.int64)

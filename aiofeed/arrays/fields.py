@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,17 @@ if TYPE_CHECKING:
 
 # A source has at most so many shards: 32 MiB for their first samples.
 MOST_SHARDS = 1 << 22
+# Parts of samples of up to so many bytes are copied together: a copy of its own takes 3 us.
+SMALL_BYTES = 8 << 10
+# So many blocks are planned together.
+MOST_BLOCKS = 1 << 16
 
 Starts: TypeAlias = "Mapping[Any, NDArray[np.int64]]"
 """For each axis where the samples of a batch begin; for the axis ``None`` zeros."""
 Place: TypeAlias = Sequence[tuple[int, int]]
 """Where a chunk begins and ends along each axis."""
+Targets: TypeAlias = "Sequence[tuple[Any, NDArray[np.int64]]]"
+"""For some batches what ``new`` returned, and the places of the samples that need a chunk."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +46,21 @@ class Selection:
     offsets: Sequence[int]
     kept: bool = True
 
-    def runs(self) -> list[tuple[Any, int, int, int]]:
-        """Return the axis and, for each run of offsets, the first one, their number and the place of the first."""
-        if isinstance(self.offsets, range) and self.offsets.step == 1:
-            return [(self.axis, self.offsets[0], len(self.offsets), 0)]  # not listed: of any length
-        cuts = np.flatnonzero(np.diff(self.offsets) != 1) + 1
-        firsts, ends = [0, *cuts.tolist()], [*cuts.tolist(), len(self.offsets)]
-        return [(self.axis, self.offsets[first], end - first, first) for first, end in zip(firsts, ends, strict=True)]
+    @property
+    def step(self) -> int:
+        """The distance from each offset to the next one, if it is the same for all and not 0; otherwise 1."""
+        if isinstance(self.offsets, range):
+            return self.offsets.step  # not listed: of any length
+        steps = {*np.diff(self.offsets).tolist()}
+        return next(iter(steps)) or 1 if len(steps) == 1 else 1
+
+    def runs(self, step: int) -> NDArray[np.int64]:
+        """Return, for each run of offsets in steps, the first offset, the place of it, and their number."""
+        if isinstance(self.offsets, range) and self.offsets.step == step:
+            return np.array([[self.offsets[0], 0, len(self.offsets)]])
+        offsets = np.asarray(self.offsets, np.int64)
+        firsts = np.flatnonzero(np.diff(offsets, prepend=offsets[0] - step - 1) != step)
+        return np.stack([offsets[firsts], firsts, np.diff(firsts, append=len(offsets))], 1)
 
 
 class DenseField:
@@ -76,7 +89,17 @@ class DenseField:
             raise ValueError(f"Arrays(pad={pad}) is no value of {joined.first.name}, {joined.dtype}") from None
         self._axes = [each.axis for each in selections]
         self._full = [len(each.offsets) for each in selections]
-        self._blocks = list(itertools.product(*[each.runs() for each in selections]))
+        steps = [each.step for each in selections]
+        self._steps = np.abs(np.array(steps, np.int64))
+        self._order = tuple(slice(None, None, 1 if step > 0 else -1) for step in steps)
+        ascending = [
+            Selection(each.axis, each.offsets[order]) for each, order in zip(selections, self._order, strict=True)
+        ]
+        # Blocks that are copied, of one run of offsets along each axis; and blocks of which all chunks are needed.
+        self._offsets, self._firsts, self._lengths = _blocks([*map(Selection.runs, ascending, self._steps.tolist())])
+        spans = np.where(self._steps <= joined.shortest(), self._steps, 1)
+        self._begins, _, counts = _blocks([*map(Selection.runs, ascending, spans.tolist())])
+        self._spans = (counts - 1) * spans + 1
         self.shape: tuple[int, ...] = tuple(len(each.offsets) for each in selections if each.kept)
         self.nbytes: int = math.prod(self.shape) * joined.dtype.itemsize
 
@@ -86,36 +109,47 @@ class DenseField:
 
     def needs(self, starts: Starts) -> list[Needs]:
         """Return the chunks that samples need, of each joined array."""
-        [joined], found = self.sources, []
-        for block in self._blocks:
-            begins = [starts[axis] + offset for axis, offset, _, _ in block]
-            ends = [begin + length for begin, (_, _, length, _) in zip(begins, block, strict=True)]
-            found.append(np.stack(joined.needed(len(starts[None]), begins, ends)))
-        places, numbers = np.unique(np.concatenate(found, axis=1), axis=1) if len(found) > 1 else found[0]
+        [joined], count, blocks = self.sources, len(starts[None]), len(self._begins)
+        firsts = zip(self._axes, self._begins.T, strict=True)
+        begins = [(starts[axis][:, None] + offsets).reshape(-1) for axis, offsets in firsts]
+        ends = [begin + np.tile(spans, count) for begin, spans in zip(begins, self._spans.T, strict=True)]
+        places, numbers = joined.needed(count * blocks, begins, ends)
+        if blocks > 1:
+            found, at = np.unique(numbers, return_inverse=True)
+            places, at = np.divmod(np.unique(places // blocks * len(found) + at), max(len(found), 1))
+            numbers = found[at]
         return [(places, numbers)]
 
     def new(self, starts: Starts, memory: BufferLease) -> Any:
-        """Return memory for the samples of a batch, and where they begin, as lists."""
-        out = array(memory, (len(starts[None]), *self._full), self.sources[0].dtype)
+        """Return memory for the samples of a batch, the same in the order of the arrays, and where samples begin."""
+        count = len(starts[None])
+        out = array(memory, (count, *self._full), self.sources[0].dtype)
         if self._pad is not None:
             out[...] = self._pad
-        return out, {axis: starts[axis].tolist() for axis in self._axes}
+        begins = np.array([starts[axis] for axis in self._axes], np.int64).reshape(-1, count).T
+        return out, out[(slice(None), *self._order)], begins
 
-    def put(self, state: Any, source: int, places: NDArray[np.int64], place: Place, values: Any) -> None:
+    def put(self, targets: Targets, source: int, place: Place, values: Any) -> None:
         """Write a chunk of a joined array into samples."""
-        out, starts = state
-        # Mostly few samples of a batch: numpy would take longer.
-        for block, at in itertools.product(self._blocks, places.tolist()):
-            outer, inner = [at], []
-            for (axis, offset, length, first), (low, high) in zip(block, place, strict=True):
-                begin = starts[axis][at] + offset
-                start, end = max(begin, low), min(begin + length, high)
-                if start >= end:
-                    break
-                outer.append(slice(start - begin + first, end - begin + first))
-                inner.append(slice(start - low, end - low))
-            else:
-                out[tuple(outer)] = values[tuple(inner)] if values.ndim else values
+        outs = [out for (_, out, _), _ in targets]
+        if not place:
+            for out, (_, places) in zip(outs, targets, strict=True):
+                out[places] = values
+            return
+        low, high = np.transpose(place)
+        values = values if values.ndim else np.broadcast_to(values, high - low)
+        batch = np.repeat(np.arange(len(targets)), [len(places) for _, places in targets])
+        samples = np.stack([batch, np.concatenate([places for _, places in targets])], 1)
+        starts = np.concatenate([begins[places] for (_, _, begins), places in targets]) - low
+        most = max(MOST_BLOCKS // len(self._offsets), 1)
+        for at in range(0, len(samples), most):
+            begins = starts[at : at + most, None] + self._offsets
+            skipped = np.maximum(-(begins // self._steps), 0)
+            sizes = np.minimum(-((begins - (high - low)) // self._steps), self._lengths) - skipped
+            sample, block = np.nonzero((sizes > 0).all(2))
+            inner, outer = begins + skipped * self._steps, skipped + self._firsts
+            found = (each[sample, block] for each in (inner, outer, sizes))
+            _copy(values, outs, samples[at + sample], *found, self._steps)
 
     def samples(self, state: Any) -> Any:
         """Return the samples of a batch."""
@@ -133,6 +167,49 @@ class DenseField:
     def collate(self, samples: Sequence[Any]) -> HostTensor:
         """Return the tensor of some samples."""
         return HostTensor(np.stack(samples))
+
+
+def _blocks(runs: Sequence[NDArray[np.int64]]) -> Any:
+    """Return all combinations of one run of each axis: first offsets, their places and lengths, each [blocks, axes]."""
+    counts = [len(each) for each in runs]
+    grid = np.indices(counts).reshape(len(runs), math.prod(counts))
+    found = [each[at] for each, at in zip(runs, grid, strict=True)]
+    return np.array(found, np.int64).reshape(*grid.shape, 3).transpose(2, 1, 0)
+
+
+def _copy(values: Any, outs: Sequence[Any], samples: Any, inner: Any, outer: Any, sizes: Any, steps: Any) -> None:
+    """Copy parts of an array into samples.
+
+    Args:
+        values: The array.
+        outs: The samples of each batch.
+        samples: [parts, 2]: the batch and the place of the sample, ascending.
+        inner: [parts, axes]: where a part begins in the array.
+        outer: The same in the sample.
+        sizes: The sizes of a part.
+        steps: By axis, those in the array.
+    """
+    longest = sizes.max(0, initial=0)
+    alike = (sizes == longest).all(1)
+    if np.prod(longest) * values.itemsize <= SMALL_BYTES and np.count_nonzero(alike) > 2 * len(outs):
+        taken, places = _parts(values, longest, steps)[(*inner[alike].T,)], outer[alike]
+        batch, sample = samples[alike].T
+        ends = np.searchsorted(batch, np.arange(len(outs) + 1)).tolist()
+        for out, part in zip(outs, map(slice, ends, ends[1:]), strict=True):
+            _parts(out, longest, 1)[(sample[part], *places[part].T)] = taken[part]
+        samples, inner, outer, sizes = (each[~alike] for each in (samples, inner, outer, sizes))
+    bounds = inner, inner + (sizes - 1) * steps + 1, outer, outer + sizes
+    by, parts = steps.tolist(), zip(samples.tolist(), *(each.tolist() for each in bounds), strict=True)
+    for (batch, sample), begin, end, first, last in parts:
+        outs[batch][(sample, *map(slice, first, last))] = values[(*map(slice, begin, end, by),)]
+
+
+def _parts(values: Any, sizes: NDArray[np.int64], steps: Any) -> Any:
+    """Return a view that has, at each place along the last axes where a part of some sizes begins, that part."""
+    given, strides = np.array(values.shape), np.array(values.strides)
+    given[-len(sizes) :] -= (sizes - 1) * steps
+    shape, apart = (*given.tolist(), *sizes.tolist()), strides[-len(sizes) :] * steps
+    return np.lib.stride_tricks.as_strided(values, shape, (*strides.tolist(), *apart.tolist()))
 
 
 class SparseField:
@@ -189,17 +266,16 @@ class SparseField:
         rows = (starts[self._axis][:, None] + self._offset + np.arange(self._count)).reshape(-1)
         flat = [array(memory, (int((end - begin).sum()),), source.dtype) for source in self.sources]
         flat[1][...] = 0  # where a chunk fails, none are written
-        lists = (begin.tolist(), end.tolist(), (np.cumsum(end - begin) - end + begin).tolist())
-        return flat, begin, end, self.rows[rows + 1] - self.rows[rows], lists
+        return flat, begin, end, self.rows[rows + 1] - self.rows[rows], np.cumsum(end - begin) - end
 
-    def put(self, state: Any, source: int, places: NDArray[np.int64], place: Place, values: Any) -> None:
+    def put(self, targets: Targets, source: int, place: Place, values: Any) -> None:
         """Write a chunk of values or of columns into rows."""
-        (flat, *_, (begins, ends, firsts)), [(low, high)] = state, place
-        # Mostly few rows of a batch: numpy would take longer.
-        for at in places.tolist():
-            begin, end = max(begins[at], low), min(ends[at], high)
-            first = firsts[at] + begin - begins[at]
-            flat[source][first : first + end - begin] = values[begin - low : end - low] if values.ndim else values
+        [(low, high)] = place
+        for (flat, begins, ends, _, firsts), places in targets:
+            begin, end = np.maximum(begins[places], low), np.minimum(ends[places], high)
+            rows, within = expand(end - begin)
+            to, of = (firsts[places] + begin)[rows] + within, (begin - low)[rows] + within
+            flat[source][to] = values[of] if values.ndim else values
 
     def _dense_rows(self, state: Any, out: NDArray[Any]) -> NDArray[Any]:
         (values, columns), _, _, lengths, _ = state

@@ -41,7 +41,8 @@ OBJECT_BYTES = 64
 # Shards that are read at the same time.
 GROUPS = 128
 # Free blocks of memory that are kept for samples that are gathered: fresh pages cost more than what is written to them.
-SPARE = 16
+# The samples of a whole window are given back, and taken again, together.
+SPARE = 256
 # A shard that is read whole so often in an epoch is worth a line in the log.
 OFTEN = 4
 
@@ -68,7 +69,7 @@ class LookAhead:
         self._whole = source.reads_whole_shards
         self._starts: NDArray[np.int64] = np.asarray(source.shard_starts)
         self._upcoming = _UpcomingSamples(self, asyncio.to_thread, 1)
-        self.memory: HostBufferPool = HostBufferPool(SPARE)
+        self.memory: HostBufferPool = HostBufferPool(SPARE, limit_bytes)
         self._told = False
 
     @contextmanager
