@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # A source has at most so many shards: 32 MiB for their first samples.
 MOST_SHARDS = 1 << 22
 # Parts of samples of up to so many bytes are copied together: a copy of its own takes 3 us.
-SMALL_BYTES = 8 << 10
+SMALL_BYTES, FEW = 8 << 10, 8
 # So many blocks are planned together.
 MOST_BLOCKS = 1 << 16
 
@@ -89,17 +89,22 @@ class DenseField:
             raise ValueError(f"Arrays(pad={pad}) is no value of {joined.first.name}, {joined.dtype}") from None
         self._axes = [each.axis for each in selections]
         self._full = [len(each.offsets) for each in selections]
-        steps = [each.step for each in selections]
-        self._steps = np.abs(np.array(steps, np.int64))
-        self._order = tuple(slice(None, None, 1 if step > 0 else -1) for step in steps)
+        self._order = tuple(slice(None, None, 1 if each.step > 0 else -1) for each in selections)
+        steps = np.abs(np.array([each.step for each in selections], np.int64))
         ascending = [
             Selection(each.axis, each.offsets[order]) for each, order in zip(selections, self._order, strict=True)
         ]
-        # Blocks that are copied, of one run of offsets along each axis; and blocks of which all chunks are needed.
-        self._offsets, self._firsts, self._lengths = _blocks([*map(Selection.runs, ascending, self._steps.tolist())])
-        spans = np.where(self._steps <= joined.shortest(), self._steps, 1)
+        # Blocks of one run of offsets along each axis, of which all chunks between the first and the last are needed.
+        spans = np.where(steps <= joined.shortest(), steps, 1)
         self._begins, _, counts = _blocks([*map(Selection.runs, ascending, spans.tolist())])
-        self._spans = (counts - 1) * spans + 1
+        self._spans = (counts - 1) * spans[:, None] + 1
+        # The axes along which samples begin at different places; those come first where chunks are copied, by blocks.
+        self._varying = [number for number, axis in enumerate(self._axes) if axis is not None]
+        self._turned = sorted(range(len(self._axes)), key=lambda number: self._axes[number] is None)
+        self._fixed = [(0, self._full[number]) for number in self._turned[len(self._varying) :]]
+        self._steps = steps[self._varying]
+        runs = [ascending[number].runs(step) for number, step in zip(self._varying, self._steps.tolist(), strict=True)]
+        self._offsets, self._firsts, self._lengths = _blocks(runs)
         self.shape: tuple[int, ...] = tuple(len(each.offsets) for each in selections if each.kept)
         self.nbytes: int = math.prod(self.shape) * joined.dtype.itemsize
 
@@ -109,10 +114,10 @@ class DenseField:
 
     def needs(self, starts: Starts) -> list[Needs]:
         """Return the chunks that samples need, of each joined array."""
-        [joined], count, blocks = self.sources, len(starts[None]), len(self._begins)
-        firsts = zip(self._axes, self._begins.T, strict=True)
+        [joined], count, blocks = self.sources, len(starts[None]), self._begins.shape[1]
+        firsts = zip(self._axes, self._begins, strict=True)
         begins = [(starts[axis][:, None] + offsets).reshape(-1) for axis, offsets in firsts]
-        ends = [begin + np.tile(spans, count) for begin, spans in zip(begins, self._spans.T, strict=True)]
+        ends = [begin + np.tile(spans, count) for begin, spans in zip(begins, self._spans, strict=True)]
         places, numbers = joined.needed(count * blocks, begins, ends)
         if blocks > 1:
             found, at = np.unique(numbers, return_inverse=True)
@@ -121,35 +126,45 @@ class DenseField:
         return [(places, numbers)]
 
     def new(self, starts: Starts, memory: BufferLease) -> Any:
-        """Return memory for the samples of a batch, the same in the order of the arrays, and where samples begin."""
+        """Return memory for the samples of a batch, a view of it for ``put``, and where samples begin."""
         count = len(starts[None])
         out = array(memory, (count, *self._full), self.sources[0].dtype)
         if self._pad is not None:
             out[...] = self._pad
-        begins = np.array([starts[axis] for axis in self._axes], np.int64).reshape(-1, count).T
-        return out, out[(slice(None), *self._order)], begins
+        begins = [starts[self._axes[number]] for number in self._varying]
+        view = out[(slice(None), *self._order)].transpose(0, *(1 + number for number in self._turned))
+        return out, view, np.array(begins, np.int64).reshape(-1, count)
 
     def put(self, targets: Targets, source: int, place: Place, values: Any) -> None:
         """Write a chunk of a joined array into samples."""
-        outs = [out for (_, out, _), _ in targets]
-        if not place:
+        axes, turned = len(self._varying), [place[number] for number in self._turned]
+        low, high = np.array(turned[:axes], np.int64).reshape(-1, 2).T[..., None, None]
+        if values.ndim:
+            fixed = (slice(end - first) for first, end in turned[axes:])
+            values = values.transpose(self._turned)[(*[slice(None)] * axes, *fixed)]
+        else:
+            values = np.broadcast_to(values, [end - first for first, end in turned])
+        outs = [view for (_, view, _), _ in targets]
+        if turned[axes:] != self._fixed:
+            inside = (*[slice(None)] * (1 + axes), *(slice(first, end) for first, end in turned[axes:]))
+            outs = [out[inside] for out in outs]
+        if not axes:
             for out, (_, places) in zip(outs, targets, strict=True):
                 out[places] = values
             return
-        low, high = np.transpose(place)
-        values = values if values.ndim else np.broadcast_to(values, high - low)
-        batch = np.repeat(np.arange(len(targets)), [len(places) for _, places in targets])
-        samples = np.stack([batch, np.concatenate([places for _, places in targets])], 1)
-        starts = np.concatenate([begins[places] for (_, _, begins), places in targets]) - low
-        most = max(MOST_BLOCKS // len(self._offsets), 1)
-        for at in range(0, len(samples), most):
-            begins = starts[at : at + most, None] + self._offsets
-            skipped = np.maximum(-(begins // self._steps), 0)
-            sizes = np.minimum(-((begins - (high - low)) // self._steps), self._lengths) - skipped
-            sample, block = np.nonzero((sizes > 0).all(2))
-            inner, outer = begins + skipped * self._steps, skipped + self._firsts
-            found = (each[sample, block] for each in (inner, outer, sizes))
-            _copy(values, outs, samples[at + sample], *found, self._steps)
+        starts = np.concatenate([begins[:, places] for (_, _, begins), places in targets], axis=1)
+        batches = np.repeat(np.arange(len(targets)), [len(places) for _, places in targets])
+        samples = np.stack([batches, np.concatenate([places for _, places in targets])])
+        steps, most = self._steps[:, None, None], max(MOST_BLOCKS // self._offsets.shape[1], 1)
+        for at in range(0, starts.shape[1], most):
+            inner = starts[:, at : at + most, None] + self._offsets[:, None] - low
+            outer = np.maximum(-(inner // steps), 0)
+            sizes = np.minimum(-((inner - (high - low)) // steps), self._lengths[:, None]) - outer
+            inner += outer * steps
+            outer += self._firsts[:, None]
+            sample, block = np.nonzero((sizes > 0).all(0))
+            parts = (each[:, sample, block] for each in (inner, outer, sizes))
+            _copy(values, outs, samples[:, at + sample], *parts, self._steps)
 
     def samples(self, state: Any) -> Any:
         """Return the samples of a batch."""
@@ -170,46 +185,55 @@ class DenseField:
 
 
 def _blocks(runs: Sequence[NDArray[np.int64]]) -> Any:
-    """Return all combinations of one run of each axis: first offsets, their places and lengths, each [blocks, axes]."""
+    """Return all combinations of one run of each axis: first offsets, their places and lengths, each [axes, blocks]."""
     counts = [len(each) for each in runs]
     grid = np.indices(counts).reshape(len(runs), math.prod(counts))
     found = [each[at] for each, at in zip(runs, grid, strict=True)]
-    return np.array(found, np.int64).reshape(*grid.shape, 3).transpose(2, 1, 0)
+    return np.array(found, np.int64).reshape(*grid.shape, 3).transpose(2, 0, 1)
 
 
 def _copy(values: Any, outs: Sequence[Any], samples: Any, inner: Any, outer: Any, sizes: Any, steps: Any) -> None:
     """Copy parts of an array into samples.
 
     Args:
-        values: The array.
+        values: The array; its first axes are those of the parts.
         outs: The samples of each batch.
-        samples: [parts, 2]: the batch and the place of the sample, ascending.
-        inner: [parts, axes]: where a part begins in the array.
+        samples: [2, parts]: the batch, ascending, and the place of the sample in it.
+        inner: [axes, parts]: where a part begins in the array.
         outer: The same in the sample.
         sizes: The sizes of a part.
         steps: By axis, those in the array.
     """
-    longest = sizes.max(0, initial=0)
-    alike = (sizes == longest).all(1)
-    if np.prod(longest) * values.itemsize <= SMALL_BYTES and np.count_nonzero(alike) > 2 * len(outs):
-        taken, places = _parts(values, longest, steps)[(*inner[alike].T,)], outer[alike]
-        batch, sample = samples[alike].T
+    if not sizes.size:
+        return
+    longest, axes = sizes.max(1), len(steps)
+    nbytes = math.prod(longest.tolist()) * math.prod(values.shape[axes:]) * values.itemsize
+    alike = (sizes == longest[:, None]).all(0) if nbytes <= SMALL_BYTES else steps[:0]
+    if np.count_nonzero(alike) > FEW:
+        taken, places = _parts(values, 0, longest, steps)[(*inner[:, alike],)], outer[:, alike]
+        batch, sample = samples[:, alike]
         ends = np.searchsorted(batch, np.arange(len(outs) + 1)).tolist()
+        is_whole = longest.tolist() == list(outs[0].shape[1 : 1 + axes])
         for out, part in zip(outs, map(slice, ends, ends[1:]), strict=True):
-            _parts(out, longest, 1)[(sample[part], *places[part].T)] = taken[part]
-        samples, inner, outer, sizes = (each[~alike] for each in (samples, inner, outer, sizes))
-    bounds = inner, inner + (sizes - 1) * steps + 1, outer, outer + sizes
-    by, parts = steps.tolist(), zip(samples.tolist(), *(each.tolist() for each in bounds), strict=True)
-    for (batch, sample), begin, end, first, last in parts:
+            if is_whole:
+                out[sample[part]] = taken[part]
+            else:
+                _parts(out, 1, longest, 1)[(sample[part], *places[:, part])] = taken[part]
+        samples, inner, outer, sizes = (each[:, ~alike] for each in (samples, inner, outer, sizes))
+    ends = inner + (sizes - 1) * steps[:, None] + 1, outer + sizes
+    by, bounds = steps.tolist(), (each.T.tolist() for each in (inner, ends[0], outer, ends[1]))
+    for batch, sample, begin, end, first, last in zip(*samples.tolist(), *bounds, strict=True):
         outs[batch][(sample, *map(slice, first, last))] = values[(*map(slice, begin, end, by),)]
 
 
-def _parts(values: Any, sizes: NDArray[np.int64], steps: Any) -> Any:
-    """Return a view that has, at each place along the last axes where a part of some sizes begins, that part."""
-    given, strides = np.array(values.shape), np.array(values.strides)
-    given[-len(sizes) :] -= (sizes - 1) * steps
-    shape, apart = (*given.tolist(), *sizes.tolist()), strides[-len(sizes) :] * steps
-    return np.lib.stride_tricks.as_strided(values, shape, (*strides.tolist(), *apart.tolist()))
+def _parts(values: Any, axis: int, sizes: NDArray[np.int64], steps: Any) -> Any:
+    """Return a view that has, at each place along axes from ``axis`` on, the part of some sizes that begins there."""
+    end = axis + len(sizes)
+    shape, strides = list(values.shape), list(values.strides)
+    shape[end:end] = sizes.tolist()
+    strides[end:end] = (np.array(strides[axis:end]) * steps).tolist()
+    shape[axis:end] = (np.array(shape[axis:end]) - (sizes - 1) * steps).tolist()
+    return np.lib.stride_tricks.as_strided(values, shape, strides)
 
 
 class SparseField:
