@@ -8,6 +8,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -65,6 +66,19 @@ class ChunkedArray(ABC):
     def local(self) -> bool:
         """Whether ``read_now`` reads a chunk; otherwise ``read`` does."""
         return self.reader is None or bool(self.reader.is_local)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether ``mapped_values`` returns all values."""
+        return False
+
+    def mapped_values(self) -> Any:
+        """Return all values, in memory or in a file that is mapped.
+
+        Raises:
+            OSError: The file has changed.
+        """
+        raise NotImplementedError
 
     async def read(self, chunk: Chunk) -> Any:
         """Return the encoded bytes of a chunk; ``None`` if it is not stored."""
@@ -127,6 +141,16 @@ class OpenedArray(ChunkedArray):
 
     array: Any
     mapped: MappedFiles
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether it is an array of NumPy."""
+        return isinstance(self.array, np.ndarray) and self.scaling is None
+
+    def mapped_values(self) -> Any:
+        """Return the array."""
+        self.mapped.check()
+        return self.array
 
     def read_now(self, chunk: Chunk) -> Any:
         """Return a chunk."""
@@ -309,11 +333,18 @@ class Joined:
         part, at = expand(-(-grids // step))
         return np.append(self._starts[part, axis] + at * step * self._chunks[part, axis], self.shape[axis])
 
+    @cached_property
+    def cut_axes(self) -> list[bool]:
+        """By axis, whether an array has several chunks along it, or several arrays are joined there."""
+        found = (self._grids > 1).any(0)
+        found[self.axis : self.axis + 1] |= len(self.parts) > 1
+        return found.tolist()
+
+    @cached_property
     def shortest(self) -> NDArray[np.int64]:
-        """Return how long the shortest chunk is along each axis, but for those at the end of the array."""
-        found = self._chunks.min(0)
+        """By axis, how long the shortest chunk is, but for those at the end of the array."""
         last = self._sizes[:-1] - (self._grids[:-1] - 1) * self._chunks[:-1]  # in parts, these are not at the end
-        return np.minimum(found, last.min(0, initial=MOST_CHUNKS))
+        return np.minimum(self._chunks.min(0), last.min(0, initial=MOST_CHUNKS))
 
     def needed(self, boxes: int, begins: Sequence[Any], ends: Sequence[Any]) -> Needs:
         """Return the chunks that boxes need, of which there is for each axis where all begin and end."""

@@ -23,13 +23,29 @@ MOST_SHARDS = 1 << 22
 SMALL_BYTES, FEW = 8 << 10, 8
 # So many blocks are planned together.
 MOST_BLOCKS = 1 << 16
+# Samples that need so many chunks of an array in memory, or of a file that can be mapped, but few bytes of each, are
+# copied from there batch by batch; each batch counts as one of so many chunks.
+MANY, LARGE, MAPPED = 4, 64 << 10, 1 << 40
 
 Starts: TypeAlias = "Mapping[Any, NDArray[np.int64]]"
 """For each axis where the samples of a batch begin; for the axis ``None`` zeros."""
-Place: TypeAlias = Sequence[tuple[int, int]]
-"""Where a chunk begins and ends along each axis."""
-Targets: TypeAlias = "Sequence[tuple[Any, NDArray[np.int64]]]"
-"""For some batches what ``new`` returned, and the places of the samples that need a chunk."""
+Targets: TypeAlias = "Sequence[tuple[Any, NDArray[np.int64], int]]"
+"""What ``new`` returned for a batch, the places of the samples that need a chunk, and the number of the chunk."""
+
+
+@dataclass
+class Chunks:
+    """Some chunks of a joined array.
+
+    Args:
+        values: [chunks, ...]: their values.
+        low: [axes, chunks]: where they begin in the array.
+        high: Where they end.
+    """
+
+    values: NDArray[Any]
+    low: NDArray[np.int64]
+    high: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -76,6 +92,7 @@ class DenseField:
         sources: The joined arrays that the field is made of.
         shape: The shape of a sample.
         nbytes: Bytes of a sample.
+        is_mapped: Whether samples are copied from memory, without chunks.
     """
 
     is_dense = True
@@ -95,13 +112,18 @@ class DenseField:
             Selection(each.axis, each.offsets[order]) for each, order in zip(selections, self._order, strict=True)
         ]
         # Blocks of one run of offsets along each axis, of which all chunks between the first and the last are needed.
-        spans = np.where(steps <= joined.shortest(), steps, 1)
+        spans = np.where(steps <= joined.shortest, steps, 1)
         self._begins, _, counts = _blocks([*map(Selection.runs, ascending, spans.tolist())])
         self._spans = (counts - 1) * spans[:, None] + 1
-        # The axes along which samples begin at different places; those come first where chunks are copied, by blocks.
-        self._varying = [number for number, axis in enumerate(self._axes) if axis is not None]
-        self._turned = sorted(range(len(self._axes)), key=lambda number: self._axes[number] is None)
-        self._fixed = [(0, self._full[number]) for number in self._turned[len(self._varying) :]]
+        part, nbytes = joined.first, math.prod(self._full) * joined.dtype.itemsize
+        needed = math.prod((-(-self._spans[:, 0] // np.maximum(part.chunks, 1))).tolist())
+        self.is_mapped: bool = len(joined.parts) == 1 and part.is_mapped and needed >= MANY and nbytes < needed * LARGE
+        # The axes along which samples begin at different places, or of which a chunk has a part. They come first where
+        # chunks are copied, by blocks.
+        parts = not self.is_mapped
+        cut = zip(self._axes, joined.cut_axes, strict=True)
+        self._varying = [number for number, (axis, several) in enumerate(cut) if axis is not None or several & parts]
+        self._turned = sorted(range(len(self._axes)), key=lambda number: number not in self._varying)
         self._steps = steps[self._varying]
         runs = [ascending[number].runs(step) for number, step in zip(self._varying, self._steps.tolist(), strict=True)]
         self._offsets, self._firsts, self._lengths = _blocks(runs)
@@ -115,6 +137,9 @@ class DenseField:
     def needs(self, starts: Starts) -> list[Needs]:
         """Return the chunks that samples need, of each joined array."""
         [joined], count, blocks = self.sources, len(starts[None]), self._begins.shape[1]
+        if self.is_mapped:
+            first = [starts[axis][0] for axis in self._axes]
+            return [(np.arange(count), np.full(count, hash(tuple(map(int, first))) % MAPPED))]
         firsts = zip(self._axes, self._begins, strict=True)
         begins = [(starts[axis][:, None] + offsets).reshape(-1) for axis, offsets in firsts]
         ends = [begin + np.tile(spans, count) for begin, spans in zip(begins, self._spans, strict=True)]
@@ -135,31 +160,30 @@ class DenseField:
         view = out[(slice(None), *self._order)].transpose(0, *(1 + number for number in self._turned))
         return out, view, np.array(begins, np.int64).reshape(-1, count)
 
-    def put(self, targets: Targets, source: int, place: Place, values: Any) -> None:
-        """Write a chunk of a joined array into samples."""
-        axes, turned = len(self._varying), [place[number] for number in self._turned]
-        low, high = np.array(turned[:axes], np.int64).reshape(-1, 2).T[..., None, None]
-        if values.ndim:
-            fixed = (slice(end - first) for first, end in turned[axes:])
-            values = values.transpose(self._turned)[(*[slice(None)] * axes, *fixed)]
-        else:
-            values = np.broadcast_to(values, [end - first for first, end in turned])
-        outs = [view for (_, view, _), _ in targets]
-        if turned[axes:] != self._fixed:
-            inside = (*[slice(None)] * (1 + axes), *(slice(first, end) for first, end in turned[axes:]))
-            outs = [out[inside] for out in outs]
+    def put(self, targets: Targets, source: int, chunks: Chunks) -> None:
+        """Write chunks of a joined array into samples."""
+        axes = len(self._varying)
+        fixed = (slice(self._full[number]) for number in self._turned[axes:])
+        values = chunks.values.transpose(0, *(1 + number for number in self._turned))
+        values = values[(*[slice(None)] * (1 + axes), *fixed)]
         if not axes:
-            for out, (_, places) in zip(outs, targets, strict=True):
-                out[places] = values
+            for (_, out, _), places, _ in targets:
+                out[places] = values[0]
             return
-        starts = np.concatenate([begins[:, places] for (_, _, begins), places in targets], axis=1)
-        batches = np.repeat(np.arange(len(targets)), [len(places) for _, places in targets])
-        samples = np.stack([batches, np.concatenate([places for _, places in targets])])
+        states = {id(state): state for state, _, _ in targets}
+        outs, numbers = [out for _, out, _ in states.values()], dict(zip(states, range(len(states)), strict=True))
+        by = [(numbers[id(state)], number) for state, _, number in targets]
+        batch, chunk = np.repeat(np.transpose(by), [len(places) for _, places, _ in targets], axis=1)
+        samples = np.stack([batch, np.concatenate([places for _, places, _ in targets]), chunk])
+        starts = np.concatenate([begins[:, places] for (_, _, begins), places, _ in targets], axis=1)
+        low, size = chunks.low[self._varying], (chunks.high - chunks.low)[self._varying]
         steps, most = self._steps[:, None, None], max(MOST_BLOCKS // self._offsets.shape[1], 1)
         for at in range(0, starts.shape[1], most):
-            inner = starts[:, at : at + most, None] + self._offsets[:, None] - low
+            some = slice(at, at + most)
+            inner = (starts[:, some] - low[:, chunk[some]])[..., None] + self._offsets[:, None]
             outer = np.maximum(-(inner // steps), 0)
-            sizes = np.minimum(-((inner - (high - low)) // steps), self._lengths[:, None]) - outer
+            ends = np.minimum(-((inner - size[:, chunk[some], None]) // steps), self._lengths[:, None])
+            sizes = ends - outer
             inner += outer * steps
             outer += self._firsts[:, None]
             sample, block = np.nonzero((sizes > 0).all(0))
@@ -193,13 +217,13 @@ def _blocks(runs: Sequence[NDArray[np.int64]]) -> Any:
 
 
 def _copy(values: Any, outs: Sequence[Any], samples: Any, inner: Any, outer: Any, sizes: Any, steps: Any) -> None:
-    """Copy parts of an array into samples.
+    """Copy parts of chunks into samples.
 
     Args:
-        values: The array; its first axes are those of the parts.
+        values: [chunks, ...]: the chunks; their first axes are those of the parts.
         outs: The samples of each batch.
-        samples: [2, parts]: the batch, ascending, and the place of the sample in it.
-        inner: [axes, parts]: where a part begins in the array.
+        samples: [3, parts]: the batch, the place of the sample in it, and the chunk.
+        inner: [axes, parts]: where a part begins in the chunk.
         outer: The same in the sample.
         sizes: The sizes of a part.
         steps: By axis, those in the array.
@@ -207,32 +231,34 @@ def _copy(values: Any, outs: Sequence[Any], samples: Any, inner: Any, outer: Any
     if not sizes.size:
         return
     longest, axes = sizes.max(1), len(steps)
-    nbytes = math.prod(longest.tolist()) * math.prod(values.shape[axes:]) * values.itemsize
+    nbytes = math.prod(longest.tolist()) * math.prod(values.shape[1 + axes :]) * values.itemsize
     alike = (sizes == longest[:, None]).all(0) if nbytes <= SMALL_BYTES else steps[:0]
     if np.count_nonzero(alike) > FEW:
-        taken, places = _parts(values, 0, longest, steps)[(*inner[:, alike],)], outer[:, alike]
-        batch, sample = samples[:, alike]
-        ends = np.searchsorted(batch, np.arange(len(outs) + 1)).tolist()
+        batch, sample, chunk = samples[:, alike]
+        taken, places = _parts(values, longest, steps)[(chunk, *inner[:, alike])], outer[:, alike]
+        order = np.argsort(batch, kind="stable")
+        ends = np.searchsorted(batch[order], np.arange(len(outs) + 1)).tolist()
         is_whole = longest.tolist() == list(outs[0].shape[1 : 1 + axes])
-        for out, part in zip(outs, map(slice, ends, ends[1:]), strict=True):
+        for out, first, end in zip(outs, ends, ends[1:], strict=False):
+            part = order[first:end]
             if is_whole:
                 out[sample[part]] = taken[part]
             else:
-                _parts(out, 1, longest, 1)[(sample[part], *places[:, part])] = taken[part]
+                _parts(out, longest, 1)[(sample[part], *places[:, part])] = taken[part]
         samples, inner, outer, sizes = (each[:, ~alike] for each in (samples, inner, outer, sizes))
     ends = inner + (sizes - 1) * steps[:, None] + 1, outer + sizes
     by, bounds = steps.tolist(), (each.T.tolist() for each in (inner, ends[0], outer, ends[1]))
-    for batch, sample, begin, end, first, last in zip(*samples.tolist(), *bounds, strict=True):
-        outs[batch][(sample, *map(slice, first, last))] = values[(*map(slice, begin, end, by),)]
+    for batch, sample, chunk, begin, end, first, last in zip(*samples.tolist(), *bounds, strict=True):
+        outs[batch][(sample, *map(slice, first, last))] = values[(chunk, *map(slice, begin, end, by))]
 
 
-def _parts(values: Any, axis: int, sizes: NDArray[np.int64], steps: Any) -> Any:
-    """Return a view that has, at each place along axes from ``axis`` on, the part of some sizes that begins there."""
-    end = axis + len(sizes)
+def _parts(values: Any, sizes: NDArray[np.int64], steps: Any) -> Any:
+    """Return a view that has, at each place along the axes after the first, the part of some sizes that begins there."""
+    end = 1 + len(sizes)
     shape, strides = list(values.shape), list(values.strides)
     shape[end:end] = sizes.tolist()
-    strides[end:end] = (np.array(strides[axis:end]) * steps).tolist()
-    shape[axis:end] = (np.array(shape[axis:end]) - (sizes - 1) * steps).tolist()
+    strides[end:end] = (np.array(strides[1:end]) * steps).tolist()
+    shape[1:end] = (np.array(shape[1:end]) - (sizes - 1) * steps).tolist()
     return np.lib.stride_tricks.as_strided(values, shape, strides)
 
 
@@ -248,6 +274,8 @@ class SparseField:
         name, sources, shape, nbytes: As of ``DenseField``; values and columns.
         rows: Where each row begins in the values, and their end.
     """
+
+    is_mapped = False
 
     def __init__(self, parts: Sequence[SparseMatrix], selection: Selection, *, dense: bool) -> None:
         self.name: str = parts[0].name
@@ -292,14 +320,13 @@ class SparseField:
         flat[1][...] = 0  # where a chunk fails, none are written
         return flat, begin, end, self.rows[rows + 1] - self.rows[rows], np.cumsum(end - begin) - end
 
-    def put(self, targets: Targets, source: int, place: Place, values: Any) -> None:
-        """Write a chunk of values or of columns into rows."""
-        [(low, high)] = place
-        for (flat, begins, ends, _, firsts), places in targets:
+    def put(self, targets: Targets, source: int, chunks: Chunks) -> None:
+        """Write chunks of values or of columns into rows."""
+        for (flat, begins, ends, _, firsts), places, number in targets:
+            [low], [high] = chunks.low[:, number], chunks.high[:, number]
             begin, end = np.maximum(begins[places], low), np.minimum(ends[places], high)
             rows, within = expand(end - begin)
-            to, of = (firsts[places] + begin)[rows] + within, (begin - low)[rows] + within
-            flat[source][to] = values[of] if values.ndim else values
+            flat[source][(firsts[places] + begin)[rows] + within] = chunks.values[number][(begin - low)[rows] + within]
 
     def _dense_rows(self, state: Any, out: NDArray[Any]) -> NDArray[Any]:
         (values, columns), _, _, lengths, _ = state
