@@ -136,7 +136,10 @@ class Arrays(GroupedSource):
         self.categories: dict[str, list[str]] = opener.categories
         self._sources = [source for field in self._fields.values() for source in field.sources]
         self._field_of = [(name, at) for name, field in self._fields.items() for at in range(len(field.sources))]
-        counts = [MAPPED if self._fields[name].is_mapped else source.count for (name, _), source in zip(self._field_of, self._sources, strict=True)]
+        counts = [
+            MAPPED if self._fields[name].is_mapped else source.count
+            for (name, _), source in zip(self._field_of, self._sources, strict=True)
+        ]
         self._numbers = np.cumsum([0, *counts])
         self._selection = repr((list(arrays), window, sample, tile, stride, pad, decode_cf, sparse))
         # To write a sample takes as long as to copy so many bytes.

@@ -346,8 +346,11 @@ class Joined:
         last = self._sizes[:-1] - (self._grids[:-1] - 1) * self._chunks[:-1]  # in parts, these are not at the end
         return np.minimum(self._chunks.min(0), last.min(0, initial=MOST_CHUNKS))
 
-    def needed(self, boxes: int, begins: Sequence[Any], ends: Sequence[Any]) -> Needs:
-        """Return the chunks that boxes need, of which there is for each axis where all begin and end."""
+    def needed(self, boxes: int, begins: Sequence[Any], ends: Sequence[Any], axes: Any = None) -> Needs:
+        """Return the chunks that boxes need, of which there is for each axis where all begin and end.
+
+        Along other axes than some, each box is in the only chunk; ``None``: in any.
+        """
         rows, part = np.arange(boxes), np.zeros(boxes, np.int64)
         if len(self.parts) > 1:
             bounds = (at.clip(0, self.shape[self.axis] - 1) for at in (begins[self.axis], ends[self.axis] - 1))
@@ -356,6 +359,8 @@ class Joined:
             part = first[rows] + within
         numbers = 0 * rows
         for axis in range(len(self.shape)):
+            if axes is not None and axis not in axes:
+                continue  # one chunk has all
             start, size, chunk = (each[part, axis] for each in (self._starts, self._sizes, self._chunks))
             begin, end = (begins[axis][rows] - start).clip(0), np.minimum(ends[axis][rows] - start, size)
             again, within = expand(np.where(begin < end, -(-end // chunk) - begin // chunk, 0))

@@ -143,7 +143,7 @@ class DenseField:
         firsts = zip(self._axes, self._begins, strict=True)
         begins = [(starts[axis][:, None] + offsets).reshape(-1) for axis, offsets in firsts]
         ends = [begin + np.tile(spans, count) for begin, spans in zip(begins, self._spans, strict=True)]
-        places, numbers = joined.needed(count * blocks, begins, ends)
+        places, numbers = joined.needed(count * blocks, begins, ends, self._varying)
         if blocks > 1:
             found, at = np.unique(numbers, return_inverse=True)
             places, at = np.divmod(np.unique(places // blocks * len(found) + at), max(len(found), 1))
@@ -177,18 +177,21 @@ class DenseField:
         samples = np.stack([batch, np.concatenate([places for _, places, _ in targets]), chunk])
         starts = np.concatenate([begins[:, places] for (_, _, begins), places, _ in targets], axis=1)
         low, size = chunks.low[self._varying], (chunks.high - chunks.low)[self._varying]
-        steps, most = self._steps[:, None, None], max(MOST_BLOCKS // self._offsets.shape[1], 1)
+        steps, blocks = self._steps[:, None, None], self._offsets.shape[1]
+        most = max(MOST_BLOCKS // blocks, 1)
         for at in range(0, starts.shape[1], most):
             some = slice(at, at + most)
             inner = (starts[:, some] - low[:, chunk[some]])[..., None] + self._offsets[:, None]
-            outer = np.maximum(-(inner // steps), 0)
-            ends = np.minimum(-((inner - size[:, chunk[some], None]) // steps), self._lengths[:, None])
-            sizes = ends - outer
+            outer, ends = -inner, size[:, chunk[some], None] - inner
+            if (self._steps > 1).any():
+                outer, ends = -(inner // steps), -(-ends // steps)
+            outer = np.maximum(outer, 0)
+            sizes = np.minimum(ends, self._lengths[:, None]) - outer
             inner += outer * steps
             outer += self._firsts[:, None]
-            sample, block = np.nonzero((sizes > 0).all(0))
-            parts = (each[:, sample, block] for each in (inner, outer, sizes))
-            _copy(values, outs, samples[:, at + sample], *parts, self._steps)
+            parts = [np.repeat(samples[:, some], blocks, axis=1)]
+            parts += [each.reshape(axes, -1) for each in (inner, outer, sizes)]
+            _copy(values, outs, *_some(parts, (parts[-1] > 0).all(0)), self._steps)
 
     def samples(self, state: Any) -> Any:
         """Return the samples of a batch."""
@@ -234,13 +237,13 @@ def _copy(values: Any, outs: Sequence[Any], samples: Any, inner: Any, outer: Any
     nbytes = math.prod(longest.tolist()) * math.prod(values.shape[1 + axes :]) * values.itemsize
     alike = (sizes == longest[:, None]).all(0) if nbytes <= SMALL_BYTES else steps[:0]
     if np.count_nonzero(alike) > FEW:
-        batch, sample, chunk = samples[:, alike]
-        taken, places = _parts(values, longest, steps)[(chunk, *inner[:, alike])], outer[:, alike]
-        order = np.argsort(batch, kind="stable")
-        ends = np.searchsorted(batch[order], np.arange(len(outs) + 1)).tolist()
+        together = _some((samples, inner, outer), alike)
+        order = np.argsort(together[0][0], kind="stable")
+        (batch, sample, chunk), begins, places = (each[:, order] for each in together)
+        taken = _parts(values, longest, steps)[(chunk, *begins)]
+        ends = np.searchsorted(batch, np.arange(len(outs) + 1)).tolist()
         is_whole = longest.tolist() == list(outs[0].shape[1 : 1 + axes])
-        for out, first, end in zip(outs, ends, ends[1:], strict=False):
-            part = order[first:end]
+        for out, part in zip(outs, map(slice, ends, ends[1:]), strict=False):
             if is_whole:
                 out[sample[part]] = taken[part]
             else:
@@ -250,6 +253,11 @@ def _copy(values: Any, outs: Sequence[Any], samples: Any, inner: Any, outer: Any
     by, bounds = steps.tolist(), (each.T.tolist() for each in (inner, ends[0], outer, ends[1]))
     for batch, sample, chunk, begin, end, first, last in zip(*samples.tolist(), *bounds, strict=True):
         outs[batch][(sample, *map(slice, first, last))] = values[(chunk, *map(slice, begin, end, by))]
+
+
+def _some(arrays: Sequence[NDArray[np.int64]], chosen: NDArray[np.bool_]) -> Sequence[NDArray[np.int64]]:
+    """Return the chosen columns of arrays."""
+    return arrays if chosen.all() else [each[:, chosen] for each in arrays]
 
 
 def _parts(values: Any, sizes: NDArray[np.int64], steps: Any) -> Any:

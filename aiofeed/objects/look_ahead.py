@@ -278,9 +278,7 @@ class _UpcomingSamples:
     async def _read_groups(self, groups: Mapping[int, Sequence[tuple[_Noted, NDArray[np.int64]]]]) -> None:
         """Read samples of a shard, or of several. If the source raises, the engine reads them when a batch begins."""
         async with self._turn:
-            targets = {
-                number: [(noted.samples, places) for noted, places in group] for number, group in groups.items()
-            }
+            targets = {number: [(noted.samples, places) for noted, places in group] for number, group in groups.items()}
             [*_, (number, group)] = groups.items()
             try:
                 if self._source.gather_several is not None:
