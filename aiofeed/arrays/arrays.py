@@ -10,20 +10,19 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from aiofeed.arrays.chunked import MOST_CHUNKS, Chunk, ChunkedArray, Joined, Scaling, expand
-from aiofeed.arrays.fields import MAPPED, MOST_SHARDS, Chunks, DenseField, Field, Selection, SparseField, Starts
+from aiofeed.arrays.chunked import MOST_CHUNKS, ChunkedArray, Joined, Scaling, expand
+from aiofeed.arrays.fields import MAPPED, MOST_SHARDS, DenseField, ReadChunk, Field, Selection, SparseField, Starts
 from aiofeed.arrays.opening import Opener, SparseMatrix
 from aiofeed.common.grouped_source import GroupedSource
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import BatchPlan, Gathered, Traits, public
 from aiofeed.kernel.core.validation import counted
-from aiofeed.kernel.runtime.buffers import BufferLease, HostBufferPool, array
+from aiofeed.kernel.runtime.buffers import BufferLease, HostBufferPool
 from aiofeed.kernel.runtime.tensors import as_tensors
 from aiofeed.kernel.sampling.order import mix64, sample_seed
 from aiofeed.kernel.sources.file_io import SAMPLED, Content, evenly
@@ -137,8 +136,7 @@ class Arrays(GroupedSource):
         self._sources = [source for field in self._fields.values() for source in field.sources]
         self._field_of = [(name, at) for name, field in self._fields.items() for at in range(len(field.sources))]
         counts = [
-            MAPPED if self._fields[name].is_mapped else source.count
-            for (name, _), source in zip(self._field_of, self._sources, strict=True)
+            MAPPED if field.is_mapped else source.count for field in self._fields.values() for source in field.sources
         ]
         self._numbers = np.cumsum([0, *counts])
         self._selection = repr((list(arrays), window, sample, tile, stride, pad, decode_cf, sparse))
@@ -380,66 +378,36 @@ class Arrays(GroupedSource):
 
     async def gather_several(self, shards: Mapping[int, Any], run: Any) -> None:
         """Read and decode chunks, and write them into the samples that need them."""
-        chunks: dict[int, list[_Chunk]] = {}
+        chunks = []
         for shard, targets in shards.items():
             number = int(np.searchsorted(self._numbers, shard, side="right")) - 1
-            source, (name, _) = self._sources[number], self._field_of[number]
+            source, (name, at) = self._sources[number], self._field_of[number]
             if self._fields[name].is_mapped:
                 found: Any = source.first, (), [(0, size) for size in source.shape]
             else:
                 found = source.find(shard - int(self._numbers[number]))
-            chunks.setdefault(number, []).append(_Chunk(*found, targets))
-        remote = [each for group in chunks.values() for each in group if not each.part.local]
-        if remote:
+            chunks.append(ReadChunk(name, at, *found, targets))
+        if remote := [each for each in chunks if not each.part.local]:
             read = await asyncio.gather(*[each.part.read(each.at) for each in remote], return_exceptions=True)
             for each, data in zip(remote, read, strict=True):
                 each.data = data
         try:
             await run(self._decode, chunks)
         except Exception as error:  # noqa: BLE001 - the error of each of these samples
-            for each in itertools.chain.from_iterable(chunks.values()):
+            for each in chunks:
                 each.fail(error)
 
-    def _decode(self, chunks: Mapping[int, Sequence[_Chunk]]) -> int:
-        """Decode chunks, by the number of their joined array, and write them into samples."""
-        started, cpu_started, nbytes = time.perf_counter(), time.thread_time(), 0
-        for number, group in chunks.items():
-            name, at = self._field_of[number]
-            field, source = self._fields[name], self._sources[number]
-            memory = group[0].targets[0][0].memory
-            decoded = []
-            for each in group:
-                try:
-                    values = each.part.mapped_values() if field.is_mapped else each.decode(memory)
-                    decoded.append((each, values))
-                except Exception as error:  # noqa: BLE001 - the error of each of these samples
-                    each.fail(error)
-            if not decoded:
-                continue
-            bounds = np.array([each.place for each, _ in decoded], np.int64).reshape(len(decoded), -1, 2)
-            low, high = bounds.transpose(2, 1, 0)
-            sizes = (high - low).max(1)
-            if len(decoded) == 1:
-                values = decoded[0][1]
-                stack = values[None] if values.ndim else np.broadcast_to(values, (1, *sizes.tolist()))
-            else:
-                stack = array(memory, (len(decoded), *sizes.tolist()), source.dtype)
-                for to, (_, values) in zip(stack, decoded, strict=True):
-                    inside = tuple(map(slice, values.shape))
-                    to[inside] = values[tuple(map(slice, to.shape))] if values.ndim else values
-            targets = [
-                (gathered.states[name], places, chunk)
-                for chunk, (each, _) in enumerate(decoded)
-                for gathered, places in each.targets
-            ]
-            field.put(targets, at, Chunks(stack, low, high))
-            nbytes += sum(len(each.data) for each, _ in decoded if isinstance(each.data, bytes))
-        groups = list(itertools.chain.from_iterable(chunks.values()))
-        first = groups[0].targets[0][0]
-        first.nbytes += nbytes
+    def _decode(self, chunks: Sequence[ReadChunk]) -> int:
+        """Decode chunks and write them into samples; return how many these are."""
+        started, cpu_started, [(first, _), *_] = time.perf_counter(), time.thread_time(), chunks[0].targets
+        for (name, _), group in itertools.groupby(chunks, lambda each: (each.field, each.source)):
+            field = self._fields[name]
+            if decoded := [each for each in group if each.decode(mapped=field.is_mapped)]:
+                field.put(decoded, first.memory)
+        first.nbytes += sum(len(each.data) for each in chunks if isinstance(each.data, bytes))
         first.seconds += time.perf_counter() - started
         first.cpu_seconds += time.thread_time() - cpu_started
-        return sum(len(places) for each in groups for _, places in each.targets)
+        return sum(len(places) for each in chunks for _, places in each.targets)
 
     async def read_planned(
         self, indices: Sequence[int], plan: BatchPlan | None, places: Sequence[int] | None
@@ -469,47 +437,6 @@ def _moments(parts: torch.Tensor) -> dict[str, torch.Tensor]:
     deviations = squares.sum() + (counts * (means - mean).square()).sum()
     found = {"mean": mean, "std": (deviations / counts.sum()).sqrt()}
     return {**found, "min": parts[:, 3].min(), "max": parts[:, 4].max()}
-
-
-@dataclass(eq=False)
-class _Chunk:
-    """A chunk that is read.
-
-    Args:
-        part: The array that has it.
-        at: Its place in that.
-        place: Where it begins and ends along each axis of the joined array.
-        targets: The samples that need it: of each batch, and their places in it.
-        data: Its bytes, or the error of reading them.
-    """
-
-    part: ChunkedArray
-    at: Chunk
-    place: Sequence[tuple[int, int]]
-    targets: Sequence[tuple[GatheredArrays, NDArray[np.int64]]]
-    data: Any = None
-
-    def decode(self, memory: BufferLease) -> Any:
-        """Return its values, after reading it from a file."""
-        if isinstance(self.data, Exception):
-            raise self.data
-        if self.part.local:
-            try:
-                self.data = self.part.read_now(self.at)
-            finally:
-                if self.part.metadata is not None:
-                    self.part.metadata.check()  # after reading: of the array that has this chunk
-        return self.part.decode(self.data, self.at)
-
-    def fail(self, error: Exception) -> None:
-        """Make an error that of each sample."""
-        named: Exception = error.with_traceback(None)
-        if type(error) is OSError or not isinstance(error, OSError):
-            text = f"{self.part.name}, chunk {'.'.join(map(str, self.at))}: {error}"
-            code = [error.errno] if isinstance(error, OSError) and error.errno else []
-            named = (OSError if isinstance(error, OSError) else ValueError)(*code, text)
-        for gathered, places in self.targets:
-            gathered.errors.update(dict.fromkeys(places.tolist(), named))
 
 
 class GatheredArrays(Gathered):

@@ -67,18 +67,13 @@ class ChunkedArray(ABC):
         """Whether ``read_now`` reads a chunk; otherwise ``read`` does."""
         return self.reader is None or bool(self.reader.is_local)
 
-    @property
-    def is_mapped(self) -> bool:
-        """Whether ``mapped_values`` returns all values."""
-        return False
-
     def mapped_values(self) -> Any:
-        """Return all values, in memory or in a file that is mapped.
+        """Return all values, in memory or in a file that is mapped; ``None``: there are only chunks.
 
         Raises:
             OSError: The file has changed.
         """
-        raise NotImplementedError
+        return None
 
     async def read(self, chunk: Chunk) -> Any:
         """Return the encoded bytes of a chunk; ``None`` if it is not stored."""
@@ -142,15 +137,10 @@ class OpenedArray(ChunkedArray):
     array: Any
     mapped: MappedFiles
 
-    @property
-    def is_mapped(self) -> bool:
-        """Whether it is an array of NumPy."""
-        return isinstance(self.array, np.ndarray) and self.scaling is None
-
     def mapped_values(self) -> Any:
-        """Return the array."""
+        """Return an array of NumPy."""
         self.mapped.check()
-        return self.array
+        return self.array if isinstance(self.array, np.ndarray) and self.scaling is None else None
 
     def read_now(self, chunk: Chunk) -> Any:
         """Return a chunk."""

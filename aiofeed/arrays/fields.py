@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from aiofeed.arrays.chunked import Joined, Needs, expand
+from aiofeed.arrays.chunked import Chunk, ChunkedArray, Joined, Needs, expand
 from aiofeed.arrays.opening import SparseMatrix
 from aiofeed.kernel.core.types import DeferredTensor, HostTensor
 from aiofeed.kernel.runtime.buffers import BufferLease, array
@@ -29,23 +29,63 @@ MANY, LARGE, MAPPED = 4, 64 << 10, 1 << 40
 
 Starts: TypeAlias = "Mapping[Any, NDArray[np.int64]]"
 """For each axis where the samples of a batch begin; for the axis ``None`` zeros."""
-Targets: TypeAlias = "Sequence[tuple[Any, NDArray[np.int64], int]]"
-"""What ``new`` returned for a batch, the places of the samples that need a chunk, and the number of the chunk."""
 
 
-@dataclass
-class Chunks:
-    """Some chunks of a joined array.
+@dataclass(eq=False)
+class ReadChunk:
+    """A chunk that is read.
 
     Args:
-        values: [chunks, ...]: their values.
-        low: [axes, chunks]: where they begin in the array.
-        high: Where they end.
+        field: The field, by its name.
+        source: The number of its joined array in that.
+        part: The array that has it.
+        at: Its place in that.
+        place: Where it begins and ends along each axis of the joined array.
+        targets: The samples that need it: for each batch its ``GatheredArrays``, and places in it.
+        data: Its bytes, or the error of reading them.
+        values: Its values.
     """
 
-    values: NDArray[Any]
-    low: NDArray[np.int64]
-    high: NDArray[np.int64]
+    field: str
+    source: int
+    part: ChunkedArray
+    at: Chunk
+    place: Place
+    targets: Sequence[tuple[Any, NDArray[np.int64]]]
+    data: Any = None
+    values: Any = None
+
+    def decode(self, *, mapped: bool) -> bool:
+        """Set its values, after reading it from a file; return whether it has some."""
+        try:
+            if isinstance(self.data, Exception):
+                raise self.data
+            if mapped:
+                self.values = self.part.mapped_values()
+            else:
+                if self.part.local:
+                    self.data = self._read_now()
+                self.values = self.part.decode(self.data, self.at)
+        except Exception as error:  # noqa: BLE001 - the error of each of these samples
+            self.fail(error)
+        return self.values is not None
+
+    def _read_now(self) -> Any:
+        try:
+            return self.part.read_now(self.at)
+        finally:
+            if self.part.metadata is not None:
+                self.part.metadata.check()  # after reading: of the array that has this chunk
+
+    def fail(self, error: Exception) -> None:
+        """Make an error that of each sample."""
+        named: Exception = error.with_traceback(None)
+        if type(error) is OSError or not isinstance(error, OSError):
+            text = f"{self.part.name}, chunk {'.'.join(map(str, self.at))}: {error}"
+            code = [error.errno] if isinstance(error, OSError) and error.errno else []
+            named = (OSError if isinstance(error, OSError) else ValueError)(*code, text)
+        for gathered, places in self.targets:
+            gathered.errors.update(dict.fromkeys(places.tolist(), named))
 
 
 @dataclass(frozen=True)
@@ -115,9 +155,11 @@ class DenseField:
         spans = np.where(steps <= joined.shortest, steps, 1)
         self._begins, _, counts = _blocks([*map(Selection.runs, ascending, spans.tolist())])
         self._spans = (counts - 1) * spans[:, None] + 1
-        part, nbytes = joined.first, math.prod(self._full) * joined.dtype.itemsize
-        needed = math.prod((-(-self._spans[:, 0] // np.maximum(part.chunks, 1))).tolist())
-        self.is_mapped: bool = len(joined.parts) == 1 and part.is_mapped and needed >= MANY and nbytes < needed * LARGE
+        needed = math.prod((-(-self._spans[:, 0] // np.maximum(joined.first.chunks, 1))).tolist())
+        few = math.prod(self._full) * joined.dtype.itemsize < needed * LARGE
+        self.is_mapped: bool = (
+            needed >= MANY and few and len(joined.parts) == 1 and joined.first.mapped_values() is not None
+        )
         # The axes along which samples begin at different places, or of which a chunk has a part. They come first where
         # chunks are copied, by blocks.
         parts = not self.is_mapped
@@ -160,23 +202,25 @@ class DenseField:
         view = out[(slice(None), *self._order)].transpose(0, *(1 + number for number in self._turned))
         return out, view, np.array(begins, np.int64).reshape(-1, count)
 
-    def put(self, targets: Targets, source: int, chunks: Chunks) -> None:
+    def put(self, chunks: Sequence[ReadChunk], memory: BufferLease) -> None:
         """Write chunks of a joined array into samples."""
-        axes = len(self._varying)
-        fixed = (slice(self._full[number]) for number in self._turned[axes:])
-        values = chunks.values.transpose(0, *(1 + number for number in self._turned))
-        values = values[(*[slice(None)] * (1 + axes), *fixed)]
+        axes, name, targets = len(self._varying), chunks[0].field, [each for chunk in chunks for each in chunk.targets]
+        low, high = np.array([chunk.place for chunk in chunks], np.int64).reshape(len(chunks), -1, 2).transpose(2, 1, 0)
+        values = _stack(chunks, (high - low).max(1), self.sources[0].dtype, memory)
+        values = values.transpose(0, *(1 + number for number in self._turned))
         if not axes:
-            for (_, out, _), places, _ in targets:
-                out[places] = values[0]
+            for gathered, places in targets:
+                gathered.states[name][1][places] = values[0]
             return
-        states = {id(state): state for state, _, _ in targets}
-        outs, numbers = [out for _, out, _ in states.values()], dict(zip(states, range(len(states)), strict=True))
-        by = [(numbers[id(state)], number) for state, _, number in targets]
-        batch, chunk = np.repeat(np.transpose(by), [len(places) for _, places, _ in targets], axis=1)
-        samples = np.stack([batch, np.concatenate([places for _, places, _ in targets]), chunk])
-        starts = np.concatenate([begins[:, places] for (_, _, begins), places, _ in targets], axis=1)
-        low, size = chunks.low[self._varying], (chunks.high - chunks.low)[self._varying]
+        # By batch, and the batch, the place and the chunk of each sample.
+        states = {gathered: gathered.states[name] for gathered, _ in targets}
+        batches = dict(zip(states, range(len(states)), strict=True))
+        outs = [out for _, out, _ in states.values()]
+        by = [(batches[gathered], number) for number, chunk in enumerate(chunks) for gathered, _ in chunk.targets]
+        batch, chunk = np.repeat(np.transpose(by), [len(places) for _, places in targets], axis=1)
+        samples = np.stack([batch, np.concatenate([places for _, places in targets]), chunk])
+        starts = np.concatenate([states[gathered][2][:, places] for gathered, places in targets], axis=1)
+        low, size = low[self._varying], (high - low)[self._varying]
         steps, blocks = self._steps[:, None, None], self._offsets.shape[1]
         most = max(MOST_BLOCKS // blocks, 1)
         for at in range(0, starts.shape[1], most):
@@ -211,6 +255,20 @@ class DenseField:
         return HostTensor(np.stack(samples))
 
 
+def _stack(chunks: Sequence[ReadChunk], shape: Any, dtype: np.dtype[Any], memory: BufferLease) -> Any:
+    """Return the values of chunks, [chunks, ...]: a view of one, without what reaches beyond the array."""
+    inside = [
+        each.values[(*map(slice, shape.tolist()),)] if each.values.ndim else np.broadcast_to(each.values, shape)
+        for each in chunks
+    ]
+    if len(inside) == 1:
+        return inside[0][None]
+    found = array(memory, (len(chunks), *shape.tolist()), dtype)
+    for to, values in zip(found, inside, strict=True):
+        to[(*map(slice, values.shape),)] = values
+    return found
+
+
 def _blocks(runs: Sequence[NDArray[np.int64]]) -> Any:
     """Return all combinations of one run of each axis: first offsets, their places and lengths, each [axes, blocks]."""
     counts = [len(each) for each in runs]
@@ -242,12 +300,8 @@ def _copy(values: Any, outs: Sequence[Any], samples: Any, inner: Any, outer: Any
         (batch, sample, chunk), begins, places = (each[:, order] for each in together)
         taken = _parts(values, longest, steps)[(chunk, *begins)]
         ends = np.searchsorted(batch, np.arange(len(outs) + 1)).tolist()
-        is_whole = longest.tolist() == list(outs[0].shape[1 : 1 + axes])
         for out, part in zip(outs, map(slice, ends, ends[1:]), strict=False):
-            if is_whole:
-                out[sample[part]] = taken[part]
-            else:
-                _parts(out, longest, 1)[(sample[part], *places[:, part])] = taken[part]
+            _parts(out, longest, 1)[(sample[part], *places[:, part])] = taken[part]
         samples, inner, outer, sizes = (each[:, ~alike] for each in (samples, inner, outer, sizes))
     ends = inner + (sizes - 1) * steps[:, None] + 1, outer + sizes
     by, bounds = steps.tolist(), (each.T.tolist() for each in (inner, ends[0], outer, ends[1]))
@@ -328,13 +382,16 @@ class SparseField:
         flat[1][...] = 0  # where a chunk fails, none are written
         return flat, begin, end, self.rows[rows + 1] - self.rows[rows], np.cumsum(end - begin) - end
 
-    def put(self, targets: Targets, source: int, chunks: Chunks) -> None:
+    def put(self, chunks: Sequence[ReadChunk], memory: BufferLease) -> None:
         """Write chunks of values or of columns into rows."""
-        for (flat, begins, ends, _, firsts), places, number in targets:
-            [low], [high] = chunks.low[:, number], chunks.high[:, number]
+        for chunk, (gathered, places) in ((chunk, target) for chunk in chunks for target in chunk.targets):
+            [(low, high)] = chunk.place
+            flat, begins, ends, _, firsts = gathered.states[chunk.field]
             begin, end = np.maximum(begins[places], low), np.minimum(ends[places], high)
-            rows, within = expand(end - begin)
-            flat[source][(firsts[places] + begin)[rows] + within] = chunks.values[number][(begin - low)[rows] + within]
+            bounds = begin - low, end - low, firsts[places] + begin, firsts[places] + end
+            out, values = flat[chunk.source], np.broadcast_to(chunk.values, chunk.values.shape or (high - low,))
+            for at, stop, first, last in zip(*map(np.ndarray.tolist, bounds), strict=True):
+                out[first:last] = values[at:stop]
 
     def _dense_rows(self, state: Any, out: NDArray[Any]) -> NDArray[Any]:
         (values, columns), _, _, lengths, _ = state

@@ -94,14 +94,13 @@ class HDF5Array(ChunkedArray):
     def _ranges(self, chunk: Chunk) -> list[tuple[int, int]]:
         return [(start, start + size) for start, size, _ in self._places(chunk)]
 
-    @property
-    def is_mapped(self) -> bool:
-        """Whether the data set is contiguous, and in a file."""
-        is_whole = self.numbers is None and self.local and self.scaling is None and self.written == self.shape
-        return is_whole and [start + size <= self.shard.size for start, size, _ in self.table.tolist()] == [True]
-
     def mapped_values(self) -> Any:
-        """Return all values of a contiguous data set."""
+        """Return all values of a contiguous data set in a file."""
+        fits = [start + size <= self.shard.size for start, size, _ in self.table.tolist()] == [True]
+        if self.numbers is not None or not (
+            fits and self.local and self.scaling is None and self.written == self.shape
+        ):
+            return None
         self.shard.read_now([])  # raises if the file has changed: to read behind its end would end the process
         return np.memmap(self.shard.key, self.dtype, "r", int(self.table[0, 0]), self.shape)
 
