@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import hashlib
+import itertools
 import math
 import os
 import time
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from aiofeed.arrays.chunked import MOST_CHUNKS, ChunkedArray, Joined, Scaling, expand
-from aiofeed.arrays.fields import MOST_SHARDS, DenseField, Field, Selection, SparseField, Starts
+from aiofeed.arrays.fields import MAPPED, MOST_SHARDS, DenseField, ReadChunk, Field, Selection, SparseField, Starts
 from aiofeed.arrays.opening import Opener, SparseMatrix
 from aiofeed.common.grouped_source import GroupedSource
 from aiofeed.kernel.core.statistics import StorageStatistics
@@ -40,6 +41,9 @@ FARTHEST = 1 << 40  # offset of a window
 # Chunks are read at the same time up to so many bytes, and so many chunks.
 READ_BYTES = 32 << 20
 READS = 128
+# One job decodes so many chunks, up to so many bytes: to begin a job and to plan copies takes as long as 100 KB.
+TOGETHER_BYTES = 1 << 20
+TOGETHER = 32
 
 
 @public
@@ -130,20 +134,25 @@ class Arrays(GroupedSource):
             self._fields[name] = make(name, parts, offsets, sparse == "dense" if is_matrix else pad)
         self.categories: dict[str, list[str]] = opener.categories
         self._sources = [source for field in self._fields.values() for source in field.sources]
-        self._numbers = np.cumsum([0, *[each.count for each in self._sources]])
+        self._field_of = [(name, at) for name, field in self._fields.items() for at in range(len(field.sources))]
+        counts = [
+            MAPPED if field.is_mapped else source.count for field in self._fields.values() for source in field.sources
+        ]
+        self._numbers = np.cumsum([0, *counts])
         self._selection = repr((list(arrays), window, sample, tile, stride, pad, decode_cf, sparse))
         # To write a sample takes as long as to copy so many bytes.
         self.gathered_bytes: int = max(sum(field.nbytes for field in self._fields.values()), SAMPLE_BYTES)
         self._lay_out(stride, pad)
         chunk_bytes = max(part.chunk_bytes for source in self._sources for part in source.parts)
         self.shards_at_once: int = max(1, min(READS, READ_BYTES // max(chunk_bytes, 1)))
+        self.shards_per_read: int = max(1, min(TOGETHER, TOGETHER_BYTES // max(chunk_bytes, 1)))
 
     # --- the layout of samples
 
     def _rows_of(self, name: str, parts: Any, offsets: Any, dense: Any) -> SparseField:
         axis = next(iter(self._windows))
         selection = self._select(name, axis, offsets)
-        if len(selection.runs()) > 1 or (selection.kept and not dense):
+        if len(selection.runs(1)) > 1 or (selection.kept and not dense):
             raise ValueError(f"Arrays: {name!r} is sparse: its window is a range of step 1, and none for sparse='csr'")
         found = SparseField(parts, selection, dense=dense)
         self._measure(name, axis, len(found.rows) - 1)
@@ -367,50 +376,54 @@ class Arrays(GroupedSource):
         gathered.apart = self._apart
         return gathered
 
-    async def gather_ahead(self, indices: Any, targets: Any, run: Any, shard: int) -> None:
-        """Read and decode a chunk, and write it into the samples that need it."""
-        number = int(np.searchsorted(self._numbers, shard, side="right")) - 1
-        part, chunk, place = self._sources[number].find(shard - int(self._numbers[number]))
-
-        def write(data: Any) -> int:
-            started, cpu_started = time.perf_counter(), time.thread_time()
-            if part.local:
-                try:
-                    data = part.read_now(chunk)
-                finally:
-                    if part.metadata is not None:
-                        part.metadata.check()  # after reading: of the array that has this chunk
-            values = part.decode(data, chunk)
-            for gathered, places in targets:
-                gathered.put(number, places, place, values)
-            targets[0][0].nbytes += len(data) if isinstance(data, bytes) else 0
-            targets[0][0].seconds += time.perf_counter() - started
-            targets[0][0].cpu_seconds += time.thread_time() - cpu_started
-            return sum(len(places) for _, places in targets)
-
+    async def gather_several(self, shards: Mapping[int, Any], run: Any) -> None:
+        """Read and decode chunks, and write them into the samples that need them."""
+        chunks = []
+        for shard, targets in shards.items():
+            number = int(np.searchsorted(self._numbers, shard, side="right")) - 1
+            source, (name, at) = self._sources[number], self._field_of[number]
+            if self._fields[name].is_mapped:
+                found: Any = source.first, (), [(0, size) for size in source.shape]
+            else:
+                found = source.find(shard - int(self._numbers[number]))
+            chunks.append(ReadChunk(name, at, *found, targets))
+        if remote := [each for each in chunks if not each.part.local]:
+            read = await asyncio.gather(*[each.part.read(each.at) for each in remote], return_exceptions=True)
+            for each, data in zip(remote, read, strict=True):
+                each.data = data
         try:
-            await run(write, None if part.local else await part.read(chunk))
+            await run(self._decode, chunks)
         except Exception as error:  # noqa: BLE001 - the error of each of these samples
-            named: Exception = error.with_traceback(None)
-            if type(error) is OSError or not isinstance(error, OSError):
-                text = f"{part.name}, chunk {'.'.join(map(str, chunk))}: {error}"
-                code = [error.errno] if isinstance(error, OSError) and error.errno else []
-                named = (OSError if isinstance(error, OSError) else ValueError)(*code, text)
-            for gathered, places in targets:
-                gathered.errors.update(dict.fromkeys(places.tolist(), named))
+            for each in chunks:
+                each.fail(error)
+
+    def _decode(self, chunks: Sequence[ReadChunk]) -> int:
+        """Decode chunks and write them into samples; return how many these are."""
+        started, cpu_started, [(first, _), *_] = time.perf_counter(), time.thread_time(), chunks[0].targets
+        for (name, _), group in itertools.groupby(chunks, lambda each: (each.field, each.source)):
+            field = self._fields[name]
+            if decoded := [each for each in group if each.decode(mapped=field.is_mapped)]:
+                field.put(decoded, first.memory)
+        first.nbytes += sum(len(each.data) for each in chunks if isinstance(each.data, bytes))
+        first.seconds += time.perf_counter() - started
+        first.cpu_seconds += time.thread_time() - cpu_started
+        return sum(len(places) for each in chunks for _, places in each.targets)
 
     async def read_planned(
         self, indices: Sequence[int], plan: BatchPlan | None, places: Sequence[int] | None
     ) -> list[Any]:
         """Return samples, or the error of each that cannot be read."""
         gathered = self.new_gathered(indices, HostBufferPool(0), plan, places)
-        (needing, numbers), turn = gathered.shards, asyncio.Semaphore(self.shards_at_once)
+        (needing, numbers), turn = gathered.shards, asyncio.Semaphore(-(-self.shards_at_once // self.shards_per_read))
 
-        async def gather(number: int) -> None:
+        async def gather(some: Sequence[int]) -> None:
             async with turn:
-                await self.gather_ahead(None, [(gathered, needing[numbers == number])], asyncio.to_thread, number)
+                shards = {number: [(gathered, needing[numbers == number])] for number in some}
+                await self.gather_several(shards, asyncio.to_thread)
 
-        await run_all([gather(number) for number in np.unique(numbers).tolist()])
+        each = np.unique(numbers).tolist()
+        firsts = range(0, len(each), self.shards_per_read)
+        await run_all([gather(each[first : first + self.shards_per_read]) for first in firsts])
         return list(gathered)
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
@@ -442,26 +455,21 @@ class GatheredArrays(Gathered):
     def __init__(self, fields: Mapping[str, Field], numbers: Any, starts: Starts, memory: BufferLease) -> None:
         super().__init__(len(starts[None]))
         self.errors = {}
+        self.memory = memory
         self._fields = fields
-        self._states = {name: field.new(starts, memory) for name, field in fields.items()}
-        self._sources = [(name, at) for name, field in fields.items() for at in range(len(field.sources))]
+        self.states = {name: field.new(starts, memory) for name, field in fields.items()}
         needs = [each for field in fields.values() for each in field.needs(starts)]
         self.shards = (
             np.concatenate([places for places, _ in needs]),
             np.concatenate([each + first for (_, each), first in zip(needs, numbers, strict=False)]),
         )
 
-    def put(self, number: int, places: NDArray[np.int64], place: Any, values: Any) -> None:
-        """Write a chunk of a joined array into samples; from any thread."""
-        name, source = self._sources[number]
-        self._fields[name].put(self._states[name], source, places, place, values)
-
     def __iter__(self) -> Iterator[Any]:
-        found = {name: field.samples(self._states[name]) for name, field in self._fields.items()}
+        found = {name: field.samples(self.states[name]) for name, field in self._fields.items()}
         for at in range(len(self)):
             yield self.errors.get(at) or {name: samples[at] for name, samples in found.items()}
 
     def batch(self, lease: BufferLease) -> tuple[Any, int]:
         """Return the tensors of the fields, and their bytes."""
-        found = {name: field.batch(self._states[name], lease) for name, field in self._fields.items()}
+        found = {name: field.batch(self.states[name], lease) for name, field in self._fields.items()}
         return found, sum(field.nbytes for field in self._fields.values()) * len(self)

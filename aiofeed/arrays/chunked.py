@@ -8,6 +8,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -65,6 +66,14 @@ class ChunkedArray(ABC):
     def local(self) -> bool:
         """Whether ``read_now`` reads a chunk; otherwise ``read`` does."""
         return self.reader is None or bool(self.reader.is_local)
+
+    def mapped_values(self) -> Any:
+        """Return all values, in memory or in a file that is mapped; ``None``: there are only chunks.
+
+        Raises:
+            OSError: The file has changed.
+        """
+        return None
 
     async def read(self, chunk: Chunk) -> Any:
         """Return the encoded bytes of a chunk; ``None`` if it is not stored."""
@@ -127,6 +136,11 @@ class OpenedArray(ChunkedArray):
 
     array: Any
     mapped: MappedFiles
+
+    def mapped_values(self) -> Any:
+        """Return an array of NumPy."""
+        self.mapped.check()
+        return self.array if isinstance(self.array, np.ndarray) and self.scaling is None else None
 
     def read_now(self, chunk: Chunk) -> Any:
         """Return a chunk."""
@@ -309,8 +323,24 @@ class Joined:
         part, at = expand(-(-grids // step))
         return np.append(self._starts[part, axis] + at * step * self._chunks[part, axis], self.shape[axis])
 
-    def needed(self, boxes: int, begins: Sequence[Any], ends: Sequence[Any]) -> Needs:
-        """Return the chunks that boxes need, of which there is for each axis where all begin and end."""
+    @cached_property
+    def cut_axes(self) -> list[bool]:
+        """By axis, whether an array has several chunks along it, or several arrays are joined there."""
+        found = (self._grids > 1).any(0)
+        found[self.axis : self.axis + 1] |= len(self.parts) > 1
+        return found.tolist()
+
+    @cached_property
+    def shortest(self) -> NDArray[np.int64]:
+        """By axis, how long the shortest chunk is, but for those at the end of the array."""
+        last = self._sizes[:-1] - (self._grids[:-1] - 1) * self._chunks[:-1]  # in parts, these are not at the end
+        return np.minimum(self._chunks.min(0), last.min(0, initial=MOST_CHUNKS))
+
+    def needed(self, boxes: int, begins: Sequence[Any], ends: Sequence[Any], axes: Any = None) -> Needs:
+        """Return the chunks that boxes need, of which there is for each axis where all begin and end.
+
+        Along other axes than some, each box is in the only chunk; ``None``: in any.
+        """
         rows, part = np.arange(boxes), np.zeros(boxes, np.int64)
         if len(self.parts) > 1:
             bounds = (at.clip(0, self.shape[self.axis] - 1) for at in (begins[self.axis], ends[self.axis] - 1))
@@ -319,6 +349,8 @@ class Joined:
             part = first[rows] + within
         numbers = 0 * rows
         for axis in range(len(self.shape)):
+            if axes is not None and axis not in axes:
+                continue  # one chunk has all
             start, size, chunk = (each[part, axis] for each in (self._starts, self._sizes, self._chunks))
             begin, end = (begins[axis][rows] - start).clip(0), np.minimum(ends[axis][rows] - start, size)
             again, within = expand(np.where(begin < end, -(-end // chunk) - begin // chunk, 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from aiofeed.arrays.chunked import Joined, Needs, expand
+from aiofeed.arrays.chunked import Chunk, ChunkedArray, Joined, Needs, expand
 from aiofeed.arrays.opening import SparseMatrix
 from aiofeed.kernel.core.types import DeferredTensor, HostTensor
 from aiofeed.kernel.runtime.buffers import BufferLease, array
@@ -20,11 +19,73 @@ if TYPE_CHECKING:
 
 # A source has at most so many shards: 32 MiB for their first samples.
 MOST_SHARDS = 1 << 22
+# Parts of samples of up to so many bytes are copied together: a copy of its own takes 3 us.
+SMALL_BYTES, FEW = 8 << 10, 8
+# So many blocks are planned together.
+MOST_BLOCKS = 1 << 16
+# Samples that need so many chunks of an array in memory, or of a file that can be mapped, but few bytes of each, are
+# copied from there batch by batch; each batch counts as one of so many chunks.
+MANY, LARGE, MAPPED = 4, 64 << 10, 1 << 40
 
 Starts: TypeAlias = "Mapping[Any, NDArray[np.int64]]"
 """For each axis where the samples of a batch begin; for the axis ``None`` zeros."""
-Place: TypeAlias = Sequence[tuple[int, int]]
-"""Where a chunk begins and ends along each axis."""
+
+
+@dataclass(eq=False)
+class ReadChunk:
+    """A chunk that is read.
+
+    Args:
+        field: The field, by its name.
+        source: The number of its joined array in that.
+        part: The array that has it.
+        at: Its place in that.
+        place: Where it begins and ends along each axis of the joined array.
+        targets: The samples that need it: for each batch its ``GatheredArrays``, and places in it.
+        data: Its bytes, or the error of reading them.
+        values: Its values.
+    """
+
+    field: str
+    source: int
+    part: ChunkedArray
+    at: Chunk
+    place: Place
+    targets: Sequence[tuple[Any, NDArray[np.int64]]]
+    data: Any = None
+    values: Any = None
+
+    def decode(self, *, mapped: bool) -> bool:
+        """Set its values, after reading it from a file; return whether it has some."""
+        try:
+            if isinstance(self.data, Exception):
+                raise self.data
+            if mapped:
+                self.values = self.part.mapped_values()
+            else:
+                if self.part.local:
+                    self.data = self._read_now()
+                self.values = self.part.decode(self.data, self.at)
+        except Exception as error:  # noqa: BLE001 - the error of each of these samples
+            self.fail(error)
+        return self.values is not None
+
+    def _read_now(self) -> Any:
+        try:
+            return self.part.read_now(self.at)
+        finally:
+            if self.part.metadata is not None:
+                self.part.metadata.check()  # after reading: of the array that has this chunk
+
+    def fail(self, error: Exception) -> None:
+        """Make an error that of each sample."""
+        named: Exception = error.with_traceback(None)
+        if type(error) is OSError or not isinstance(error, OSError):
+            text = f"{self.part.name}, chunk {'.'.join(map(str, self.at))}: {error}"
+            code = [error.errno] if isinstance(error, OSError) and error.errno else []
+            named = (OSError if isinstance(error, OSError) else ValueError)(*code, text)
+        for gathered, places in self.targets:
+            gathered.errors.update(dict.fromkeys(places.tolist(), named))
 
 
 @dataclass(frozen=True)
@@ -41,13 +102,21 @@ class Selection:
     offsets: Sequence[int]
     kept: bool = True
 
-    def runs(self) -> list[tuple[Any, int, int, int]]:
-        """Return the axis and, for each run of offsets, the first one, their number and the place of the first."""
-        if isinstance(self.offsets, range) and self.offsets.step == 1:
-            return [(self.axis, self.offsets[0], len(self.offsets), 0)]  # not listed: of any length
-        cuts = np.flatnonzero(np.diff(self.offsets) != 1) + 1
-        firsts, ends = [0, *cuts.tolist()], [*cuts.tolist(), len(self.offsets)]
-        return [(self.axis, self.offsets[first], end - first, first) for first, end in zip(firsts, ends, strict=True)]
+    @property
+    def step(self) -> int:
+        """The distance from each offset to the next one, if it is the same for all and not 0; otherwise 1."""
+        if isinstance(self.offsets, range):
+            return self.offsets.step  # not listed: of any length
+        steps = {*np.diff(self.offsets).tolist()}
+        return next(iter(steps)) or 1 if len(steps) == 1 else 1
+
+    def runs(self, step: int) -> NDArray[np.int64]:
+        """Return, for each run of offsets in steps, the first offset, the place of it, and their number."""
+        if isinstance(self.offsets, range) and self.offsets.step == step:
+            return np.array([[self.offsets[0], 0, len(self.offsets)]])
+        offsets = np.asarray(self.offsets, np.int64)
+        firsts = np.flatnonzero(np.diff(offsets, prepend=offsets[0] - step - 1) != step)
+        return np.stack([offsets[firsts], firsts, np.diff(firsts, append=len(offsets))], 1)
 
 
 class DenseField:
@@ -63,6 +132,7 @@ class DenseField:
         sources: The joined arrays that the field is made of.
         shape: The shape of a sample.
         nbytes: Bytes of a sample.
+        is_mapped: Whether samples are copied from memory, without chunks.
     """
 
     is_dense = True
@@ -76,7 +146,29 @@ class DenseField:
             raise ValueError(f"Arrays(pad={pad}) is no value of {joined.first.name}, {joined.dtype}") from None
         self._axes = [each.axis for each in selections]
         self._full = [len(each.offsets) for each in selections]
-        self._blocks = list(itertools.product(*[each.runs() for each in selections]))
+        self._order = tuple(slice(None, None, 1 if each.step > 0 else -1) for each in selections)
+        steps = np.abs(np.array([each.step for each in selections], np.int64))
+        ascending = [
+            Selection(each.axis, each.offsets[order]) for each, order in zip(selections, self._order, strict=True)
+        ]
+        # Blocks of one run of offsets along each axis, of which all chunks between the first and the last are needed.
+        spans = np.where(steps <= joined.shortest, steps, 1)
+        self._begins, _, counts = _blocks([*map(Selection.runs, ascending, spans.tolist())])
+        self._spans = (counts - 1) * spans[:, None] + 1
+        needed = math.prod((-(-self._spans[:, 0] // np.maximum(joined.first.chunks, 1))).tolist())
+        few = math.prod(self._full) * joined.dtype.itemsize < needed * LARGE
+        self.is_mapped: bool = (
+            needed >= MANY and few and len(joined.parts) == 1 and joined.first.mapped_values() is not None
+        )
+        # The axes along which samples begin at different places, or of which a chunk has a part. They come first where
+        # chunks are copied, by blocks.
+        parts = not self.is_mapped
+        cut = zip(self._axes, joined.cut_axes, strict=True)
+        self._varying = [number for number, (axis, several) in enumerate(cut) if axis is not None or several & parts]
+        self._turned = sorted(range(len(self._axes)), key=lambda number: number not in self._varying)
+        self._steps = steps[self._varying]
+        runs = [ascending[number].runs(step) for number, step in zip(self._varying, self._steps.tolist(), strict=True)]
+        self._offsets, self._firsts, self._lengths = _blocks(runs)
         self.shape: tuple[int, ...] = tuple(len(each.offsets) for each in selections if each.kept)
         self.nbytes: int = math.prod(self.shape) * joined.dtype.itemsize
 
@@ -86,36 +178,64 @@ class DenseField:
 
     def needs(self, starts: Starts) -> list[Needs]:
         """Return the chunks that samples need, of each joined array."""
-        [joined], found = self.sources, []
-        for block in self._blocks:
-            begins = [starts[axis] + offset for axis, offset, _, _ in block]
-            ends = [begin + length for begin, (_, _, length, _) in zip(begins, block, strict=True)]
-            found.append(np.stack(joined.needed(len(starts[None]), begins, ends)))
-        places, numbers = np.unique(np.concatenate(found, axis=1), axis=1) if len(found) > 1 else found[0]
+        [joined], count, blocks = self.sources, len(starts[None]), self._begins.shape[1]
+        if self.is_mapped:
+            first = [starts[axis][0] for axis in self._axes]
+            return [(np.arange(count), np.full(count, hash(tuple(map(int, first))) % MAPPED))]
+        firsts = zip(self._axes, self._begins, strict=True)
+        begins = [(starts[axis][:, None] + offsets).reshape(-1) for axis, offsets in firsts]
+        ends = [begin + np.tile(spans, count) for begin, spans in zip(begins, self._spans, strict=True)]
+        places, numbers = joined.needed(count * blocks, begins, ends, self._varying)
+        if blocks > 1:
+            found, at = np.unique(numbers, return_inverse=True)
+            places, at = np.divmod(np.unique(places // blocks * len(found) + at), max(len(found), 1))
+            numbers = found[at]
         return [(places, numbers)]
 
     def new(self, starts: Starts, memory: BufferLease) -> Any:
-        """Return memory for the samples of a batch, and where they begin, as lists."""
-        out = array(memory, (len(starts[None]), *self._full), self.sources[0].dtype)
+        """Return memory for the samples of a batch, a view of it for ``put``, and where samples begin."""
+        count = len(starts[None])
+        out = array(memory, (count, *self._full), self.sources[0].dtype)
         if self._pad is not None:
             out[...] = self._pad
-        return out, {axis: starts[axis].tolist() for axis in self._axes}
+        begins = [starts[self._axes[number]] for number in self._varying]
+        view = out[(slice(None), *self._order)].transpose(0, *(1 + number for number in self._turned))
+        return out, view, np.array(begins, np.int64).reshape(-1, count)
 
-    def put(self, state: Any, source: int, places: NDArray[np.int64], place: Place, values: Any) -> None:
-        """Write a chunk of a joined array into samples."""
-        out, starts = state
-        # Mostly few samples of a batch: numpy would take longer.
-        for block, at in itertools.product(self._blocks, places.tolist()):
-            outer, inner = [at], []
-            for (axis, offset, length, first), (low, high) in zip(block, place, strict=True):
-                begin = starts[axis][at] + offset
-                start, end = max(begin, low), min(begin + length, high)
-                if start >= end:
-                    break
-                outer.append(slice(start - begin + first, end - begin + first))
-                inner.append(slice(start - low, end - low))
-            else:
-                out[tuple(outer)] = values[tuple(inner)] if values.ndim else values
+    def put(self, chunks: Sequence[ReadChunk], memory: BufferLease) -> None:
+        """Write chunks of a joined array into samples."""
+        axes, name, targets = len(self._varying), chunks[0].field, [each for chunk in chunks for each in chunk.targets]
+        low, high = np.array([chunk.place for chunk in chunks], np.int64).reshape(len(chunks), -1, 2).transpose(2, 1, 0)
+        values = _stack(chunks, (high - low).max(1), self.sources[0].dtype, memory)
+        values = values.transpose(0, *(1 + number for number in self._turned))
+        if not axes:
+            for gathered, places in targets:
+                gathered.states[name][1][places] = values[0]
+            return
+        # By batch, and the batch, the place and the chunk of each sample.
+        states = {gathered: gathered.states[name] for gathered, _ in targets}
+        batches = dict(zip(states, range(len(states)), strict=True))
+        outs = [out for _, out, _ in states.values()]
+        by = [(batches[gathered], number) for number, chunk in enumerate(chunks) for gathered, _ in chunk.targets]
+        batch, chunk = np.repeat(np.transpose(by), [len(places) for _, places in targets], axis=1)
+        samples = np.stack([batch, np.concatenate([places for _, places in targets]), chunk])
+        starts = np.concatenate([states[gathered][2][:, places] for gathered, places in targets], axis=1)
+        low, size = low[self._varying], (high - low)[self._varying]
+        steps, blocks = self._steps[:, None, None], self._offsets.shape[1]
+        most = max(MOST_BLOCKS // blocks, 1)
+        for at in range(0, starts.shape[1], most):
+            some = slice(at, at + most)
+            inner = (starts[:, some] - low[:, chunk[some]])[..., None] + self._offsets[:, None]
+            outer, ends = -inner, size[:, chunk[some], None] - inner
+            if (self._steps > 1).any():
+                outer, ends = -(inner // steps), -(-ends // steps)
+            outer = np.maximum(outer, 0)
+            sizes = np.minimum(ends, self._lengths[:, None]) - outer
+            inner += outer * steps
+            outer += self._firsts[:, None]
+            parts = [np.repeat(samples[:, some], blocks, axis=1)]
+            parts += [each.reshape(axes, -1) for each in (inner, outer, sizes)]
+            _copy(values, outs, *_some(parts, (parts[-1] > 0).all(0)), self._steps)
 
     def samples(self, state: Any) -> Any:
         """Return the samples of a batch."""
@@ -135,6 +255,75 @@ class DenseField:
         return HostTensor(np.stack(samples))
 
 
+def _stack(chunks: Sequence[ReadChunk], shape: Any, dtype: np.dtype[Any], memory: BufferLease) -> Any:
+    """Return the values of chunks, [chunks, ...]: a view of one, without what reaches beyond the array."""
+    inside = [
+        each.values[(*map(slice, shape.tolist()),)] if each.values.ndim else np.broadcast_to(each.values, shape)
+        for each in chunks
+    ]
+    if len(inside) == 1:
+        return inside[0][None]
+    found = array(memory, (len(chunks), *shape.tolist()), dtype)
+    for to, values in zip(found, inside, strict=True):
+        to[(*map(slice, values.shape),)] = values
+    return found
+
+
+def _blocks(runs: Sequence[NDArray[np.int64]]) -> Any:
+    """Return all combinations of one run of each axis: first offsets, their places and lengths, each [axes, blocks]."""
+    counts = [len(each) for each in runs]
+    grid = np.indices(counts).reshape(len(runs), math.prod(counts))
+    found = [each[at] for each, at in zip(runs, grid, strict=True)]
+    return np.array(found, np.int64).reshape(*grid.shape, 3).transpose(2, 0, 1)
+
+
+def _copy(values: Any, outs: Sequence[Any], samples: Any, inner: Any, outer: Any, sizes: Any, steps: Any) -> None:
+    """Copy parts of chunks into samples.
+
+    Args:
+        values: [chunks, ...]: the chunks; their first axes are those of the parts.
+        outs: The samples of each batch.
+        samples: [3, parts]: the batch, the place of the sample in it, and the chunk.
+        inner: [axes, parts]: where a part begins in the chunk.
+        outer: The same in the sample.
+        sizes: The sizes of a part.
+        steps: By axis, those in the array.
+    """
+    if not sizes.size:
+        return
+    longest, axes = sizes.max(1), len(steps)
+    nbytes = math.prod(longest.tolist()) * math.prod(values.shape[1 + axes :]) * values.itemsize
+    alike = (sizes == longest[:, None]).all(0) if nbytes <= SMALL_BYTES else steps[:0]
+    if np.count_nonzero(alike) > FEW:
+        together = _some((samples, inner, outer), alike)
+        order = np.argsort(together[0][0], kind="stable")
+        (batch, sample, chunk), begins, places = (each[:, order] for each in together)
+        taken = _parts(values, longest, steps)[(chunk, *begins)]
+        ends = np.searchsorted(batch, np.arange(len(outs) + 1)).tolist()
+        for out, part in zip(outs, map(slice, ends, ends[1:]), strict=False):
+            _parts(out, longest, 1)[(sample[part], *places[:, part])] = taken[part]
+        samples, inner, outer, sizes = (each[:, ~alike] for each in (samples, inner, outer, sizes))
+    ends = inner + (sizes - 1) * steps[:, None] + 1, outer + sizes
+    by, bounds = steps.tolist(), (each.T.tolist() for each in (inner, ends[0], outer, ends[1]))
+    for batch, sample, chunk, begin, end, first, last in zip(*samples.tolist(), *bounds, strict=True):
+        outs[batch][(sample, *map(slice, first, last))] = values[(chunk, *map(slice, begin, end, by))]
+
+
+def _some(arrays: Sequence[NDArray[np.int64]], chosen: NDArray[np.bool_]) -> Sequence[NDArray[np.int64]]:
+    """Return the chosen columns of arrays."""
+    return arrays if chosen.all() else [each[:, chosen] for each in arrays]
+
+
+def _parts(values: Any, sizes: NDArray[np.int64], steps: Any) -> Any:
+    """Return a view that has, at each place along the axes after the first, the part of some sizes that begins there."""
+    end = 1 + len(sizes)
+    shape, strides = list(values.shape), list(values.strides)
+    shape[end:end] = sizes.tolist()
+    strides[end:end] = (np.array(strides[1:end]) * steps).tolist()
+    shape[1:end] = (np.array(shape[1:end]) - (sizes - 1) * steps).tolist()
+    return np.lib.stride_tricks.as_strided(values, shape, strides)
+
+
 class SparseField:
     """Rows of CSR matrices.
 
@@ -147,6 +336,8 @@ class SparseField:
         name, sources, shape, nbytes: As of ``DenseField``; values and columns.
         rows: Where each row begins in the values, and their end.
     """
+
+    is_mapped = False
 
     def __init__(self, parts: Sequence[SparseMatrix], selection: Selection, *, dense: bool) -> None:
         self.name: str = parts[0].name
@@ -189,17 +380,18 @@ class SparseField:
         rows = (starts[self._axis][:, None] + self._offset + np.arange(self._count)).reshape(-1)
         flat = [array(memory, (int((end - begin).sum()),), source.dtype) for source in self.sources]
         flat[1][...] = 0  # where a chunk fails, none are written
-        lists = (begin.tolist(), end.tolist(), (np.cumsum(end - begin) - end + begin).tolist())
-        return flat, begin, end, self.rows[rows + 1] - self.rows[rows], lists
+        return flat, begin, end, self.rows[rows + 1] - self.rows[rows], np.cumsum(end - begin) - end
 
-    def put(self, state: Any, source: int, places: NDArray[np.int64], place: Place, values: Any) -> None:
-        """Write a chunk of values or of columns into rows."""
-        (flat, *_, (begins, ends, firsts)), [(low, high)] = state, place
-        # Mostly few rows of a batch: numpy would take longer.
-        for at in places.tolist():
-            begin, end = max(begins[at], low), min(ends[at], high)
-            first = firsts[at] + begin - begins[at]
-            flat[source][first : first + end - begin] = values[begin - low : end - low] if values.ndim else values
+    def put(self, chunks: Sequence[ReadChunk], memory: BufferLease) -> None:
+        """Write chunks of values or of columns into rows."""
+        for chunk, (gathered, places) in ((chunk, target) for chunk in chunks for target in chunk.targets):
+            [(low, high)] = chunk.place
+            flat, begins, ends, _, firsts = gathered.states[chunk.field]
+            begin, end = np.maximum(begins[places], low), np.minimum(ends[places], high)
+            bounds = begin - low, end - low, firsts[places] + begin, firsts[places] + end
+            out, values = flat[chunk.source], np.broadcast_to(chunk.values, chunk.values.shape or (high - low,))
+            for at, stop, first, last in zip(*map(np.ndarray.tolist, bounds), strict=True):
+                out[first:last] = values[at:stop]
 
     def _dense_rows(self, state: Any, out: NDArray[Any]) -> NDArray[Any]:
         (values, columns), _, _, lengths, _ = state

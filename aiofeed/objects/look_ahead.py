@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,7 +41,8 @@ OBJECT_BYTES = 64
 # Shards that are read at the same time.
 GROUPS = 128
 # Free blocks of memory that are kept for samples that are gathered: fresh pages cost more than what is written to them.
-SPARE = 16
+# The samples of a whole window are given back, and taken again, together.
+SPARE = 256
 # A shard that is read whole so often in an epoch is worth a line in the log.
 OFTEN = 4
 
@@ -66,9 +67,10 @@ class LookAhead:
         self._sample_bytes = source.gathered_bytes if self.gathers else max(source.nbytes(0), OBJECT_BYTES)
         # Whether a shard is read whole, however few of its samples are wanted.
         self._whole = source.reads_whole_shards
+        self.per_read: int = source.shards_per_read
         self._starts: NDArray[np.int64] = np.asarray(source.shard_starts)
         self._upcoming = _UpcomingSamples(self, asyncio.to_thread, 1)
-        self.memory: HostBufferPool = HostBufferPool(SPARE)
+        self.memory: HostBufferPool = HostBufferPool(SPARE, limit_bytes)
         self._told = False
 
     @contextmanager
@@ -221,7 +223,8 @@ class _UpcomingSamples:
         self.times: Counter[int] = Counter()
         """How often a shard was read in the epoch."""
         # Of shards that are read whole, all bytes are in memory until a thread has decoded them.
-        self._turn = asyncio.Semaphore(ahead.at_once(threads) if ahead._whole else GROUPS)
+        self._threads = threads
+        self._turn = asyncio.Semaphore(-(-ahead.at_once(threads) // ahead.per_read) if ahead._whole else GROUPS)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:
@@ -257,32 +260,39 @@ class _UpcomingSamples:
     def read_soon(self, plan: BatchPlan) -> None:
         """Read the shards of samples that are not being read."""
         noted = self.noted[plan]
-        for number in noted.numbers:
-            if number not in noted.reads:
-                group = self._groups.pop((noted.epoch, number))
-                task = asyncio.get_running_loop().create_task(self._read_group(number, group))
+        numbers = [number for number in noted.numbers if number not in noted.reads]
+        together = max(min(self._ahead.per_read, len(numbers) // self._threads), 1)
+        for at in range(0, len(numbers), together):
+            some = numbers[at : at + together]
+            groups = {number: self._groups.pop((noted.epoch, number)) for number in some}
+            task = asyncio.get_running_loop().create_task(self._read_groups(groups))
+            for number, group in groups.items():
                 for each, _ in group:
                     each.reads[number] = task
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
                 self.times[number] += 1
                 if self._ahead._whole and self.times[number] == OFTEN and self.mixed > 2 and self.is_full:
                     self._ahead.tell()
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    async def _read_group(self, number: int, group: Sequence[tuple[_Noted, NDArray[np.int64]]]) -> None:
-        """Read samples of one shard. If the source raises, the engine reads them when their batch begins."""
+    async def _read_groups(self, groups: Mapping[int, Sequence[tuple[_Noted, NDArray[np.int64]]]]) -> None:
+        """Read samples of a shard, or of several. If the source raises, the engine reads them when a batch begins."""
         async with self._turn:
-            indices = np.concatenate([noted.indices[places] for noted, places in group])
+            targets = {number: [(noted.samples, places) for noted, places in group] for number, group in groups.items()}
+            [*_, (number, group)] = groups.items()
             try:
+                if self._source.gather_several is not None:
+                    await self._source.gather_several(targets, self._run)
+                    return
+                indices = np.concatenate([noted.indices[places] for noted, places in group])
                 if self._ahead.gathers:
-                    targets = [(noted.samples, places) for noted, places in group]
-                    await self._source.gather_ahead(indices, targets, self._run, number)
+                    await self._source.gather_ahead(indices, targets[number], self._run, number)
                     return
                 values = list(await self._source.read_many(indices.tolist()))
             except asyncio.CancelledError:
                 raise
             except BaseException:  # noqa: BLE001 - the user's source; SystemExit in a task would end the loop
-                for noted, _ in group:
+                for noted, _ in chain.from_iterable(groups.values()):
                     noted.failed = True
                 return
         if len(values) == len(indices):

@@ -180,6 +180,12 @@ class BaseSource(Declares):
     gather_ahead: Callable[..., Awaitable[None]] | None = None
     """Writes samples of a shard into several ``Gathered``: ``(indices, targets, run, shard)``."""
 
+    gather_several: Callable[..., Awaitable[None]] | None = None
+    """``gather_ahead`` of several shards, in place of it: ``({shard: targets}, run)``."""
+
+    shards_per_read: int = 1
+    """How many shards ``gather_several`` gets at most."""
+
     @default
     def gathered_bytes(self) -> float:
         """Encoded bytes of a sample, as far as they are known, for ``new_gathered``."""
