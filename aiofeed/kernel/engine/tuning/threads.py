@@ -26,11 +26,17 @@ WORTH_A_TRY = 2
 # which another thread has the GIL does not decide.
 JOBS = 8
 SCORE_S = 0.01
+# A trial that gives less than this part of the best rate ends after so many jobs. It has shown enough, and is costly.
+LEAVE = 0.7
+LEAVE_JOBS = 3
 # Seconds of decoding until other counts are tried again; doubled each time that nothing changed.
-RETRY_S = 4.0
+RETRY_S = 2.0
 RETRY_MOST_S = 64.0
-# A change of processor time per sample by this factor is another kind of work: the search starts again.
+# Whatever else calls for a search, what the one before took away was this part of the time since then at most.
+COST = 0.02
+# A change by this factor, seen so many times in a row, is another kind of work: the search starts again.
 OTHER_WORK = 1.6
+LASTS = 3
 # A trial ends without a result after this many jobs in a row that ran while threads were idle.
 GIVE_UP_JOBS = 48
 # Outside a search one job in this many is timed.
@@ -109,9 +115,28 @@ class Score:
         return self.cores / self.threads
 
     @property
+    def large(self) -> bool:
+        """Whether the samples are so large that threads wait for memory, while they count as on the processor."""
+        return self.nbytes > LARGE_BYTES * self.samples
+
+    @property
     def cpu_per_sample(self) -> float:
         """Seconds of processor time per sample."""
         return self.cpu_s / self.samples
+
+    @property
+    def took_s(self) -> float:
+        """Seconds until it was known, and half a job's before, until those of another number of threads had ended."""
+        return self.wall_s / self.threads + self.wall_s / self.jobs / 2
+
+    def differs(self, before: Score, most: int) -> bool:
+        """Whether it is of other work than the score ``before`` of as many threads, so that other counts may suit."""
+        change = self.cpu_per_sample / max(before.cpu_per_sample, 1e-9)
+        # What is worth little of a core is what jobs cost, not what samples cost.
+        worth = abs(self.cpu_per_sample - before.cpu_per_sample) * max(self.rate, before.rate) > ONE_AT_WORK
+        # More threads help those that begin to wait.
+        waits = self.threads < most and self.rate * OTHER_WORK < before.rate
+        return waits or (worth and not 1 / OTHER_WORK < change < OTHER_WORK)
 
 
 @dataclass(frozen=True)
@@ -136,7 +161,7 @@ class GilLimit:
 
 def gil_limit(chosen: Score, more: Score | None) -> GilLimit | None:
     """Return the limit of the GIL, if for it ``more`` threads decode no more than the ``chosen`` ones."""
-    if more is None or not chosen.cpu_s or chosen.nbytes > LARGE_BYTES * chosen.samples:
+    if more is None or not chosen.cpu_s or chosen.large:
         return None
     if chosen.cores < CHOSEN_CORES or more.at_work >= MORE_AT_WORK:
         return None
@@ -186,21 +211,28 @@ class ThreadTuner:
         # The first job of each thread fills caches, or begins beside jobs of another number of threads.
         self._first_jobs = most
         self._untimed = self._idle_jobs = 0
-        self._retry_s, self._since_s = RETRY_S, 0.0
+        # Seconds since the last search, and until the next one at least.
+        self._since_s, self._paid_s, self._retry_s = 0.0, 0.0, RETRY_S
         self._chosen: Score | None = None
+        # The first score after a search, with which later ones are compared, and how many in a row differ from it.
+        self._usual: Score | None = None
+        self._others = 0
         self._search: _Search | None = None
         if not given and most > 1:
             self._search = _Search(most)
         self._score = Score(most)
 
     @property
+    def _closely(self) -> bool:
+        """Whether all jobs are timed."""
+        return self._search is not None or self._usual is None or self._others > 0
+
+    @property
     def listening(self) -> bool:
         """Whether the next job should be timed; call it once per job."""
         if self.given or self.most == 1:
             return False
-        if self._search is not None:
-            return True
-        self._untimed = (self._untimed + 1) % TIMED
+        self._untimed = 0 if self._closely else (self._untimed + 1) % TIMED
         return self._untimed == 0
 
     @property
@@ -223,20 +255,26 @@ class ThreadTuner:
                 self._give_up()
             return
         self._idle_jobs = 0
-        self.worked_s += job.cpu_s * (1 if self._search is not None else TIMED)
-        if self._first_jobs >= 0 and self._search is not None:
+        seconds = 1 if self._closely else TIMED
+        self.worked_s += job.cpu_s * seconds
+        self._since_s += job.wall_s * seconds / self.threads
+        if self._first_jobs >= 0 and self._closely:
             return
         score = self._score
         score.add(job)
+        jobs = max(JOBS, self.threads // 4) // (1 if self._closely else 2)  # a first look
+        enough = score.jobs >= jobs and score.wall_s >= SCORE_S * self.threads
         if self._search is None:
-            self._watch(job)
-        elif score.jobs >= max(JOBS, self.threads // 4) and score.wall_s >= SCORE_S * self.threads:
+            if enough:
+                self._watch(score)
+        elif enough or self._search.hopeless(score):
             self._advance(self._search)
 
     def _run(self, threads: int) -> None:
-        # The jobs that run now end beside another number of threads.
+        # The jobs that run now end beside another number of threads. Those of fewer threads begin when these have.
         self._idle_jobs = -self.threads
-        self.threads = self._first_jobs = threads
+        self._first_jobs = threads if threads > self.threads else 0
+        self.threads = threads
         self._score = Score(threads)
 
     def _advance(self, search: _Search) -> None:
@@ -247,10 +285,10 @@ class ThreadTuner:
         assert search.best is not None
         unchanged = self._chosen is not None and self._chosen.threads == search.best.threads
         self._retry_s = min(self._retry_s * 2, RETRY_MOST_S) if unchanged else RETRY_S
-        self._chosen, self._search, self._since_s = search.best, None, 0.0
+        self._chosen, self._paid_s = search.best, search.lost_s / COST
         fewer = search.best.threads < self.most
         self.gil = gil_limit(search.best, search.above) if fewer and machine.has_gil() else None
-        self._run(search.best.threads)
+        self._settle(search.best.threads)
 
     def _give_up(self) -> None:
         """End a search without a result: the consumer no longer keeps the pool busy."""
@@ -258,26 +296,26 @@ class ThreadTuner:
             self._search = _Search(self.most)
             self._run(self.most)
         else:
-            self._search, self._since_s = None, 0.0
-            self._run(self._chosen.threads)
+            self._settle(self._chosen.threads)
 
-    def _watch(self, job: JobTiming) -> None:
+    def _settle(self, threads: int) -> None:
+        """End a search; the jobs from now on show what is usual."""
+        self._search = self._usual = None
+        self._since_s, self._others = 0.0, 0
+        self._run(threads)
+
+    def _watch(self, score: Score) -> None:
         """Start a search if the work per sample has changed, or if it is time for another one."""
-        assert self._chosen is not None
-        score = self._score
-        self._since_s += job.wall_s * TIMED / self.threads
-        if score.jobs < JOBS // 2:
+        self._score = Score(self.threads)
+        if self._usual is None:
+            self._usual = score
             return
-        change = score.cpu_per_sample / max(self._chosen.cpu_per_sample, 1e-9)
-        # Of a little processor time, little is enough to change it.
-        used = max(score.cores, self._chosen.cores) > ONE_AT_WORK
-        changed = used and not 1 / OTHER_WORK < change < OTHER_WORK
-        if changed:
-            self._chosen = None
-        may_gain = self.threads < self.most or score.at_work < AT_WORK
-        if changed or (self._since_s >= self._retry_s and may_gain):
+        self._others = self._others + 1 if score.differs(self._usual, self.most) else 0
+        may_gain = self.threads < self.most or score.at_work < AT_WORK or score.large
+        wanted = self._others >= LASTS or (self._since_s >= self._retry_s and may_gain)
+        if wanted and self._since_s >= self._paid_s:
             self._search = _Search(self.most)
-        self._run(self.threads)
+            self._run(self.threads)
 
 
 class _Search:
@@ -295,15 +333,30 @@ class _Search:
         self._most = most
         self._peak = 0.0
         self._tried: list[Score] = []
+        # The count before the search, tried once more at its end if fewer threads seem to do: that may be chance, or
+        # an engine that was just beginning.
         self._first: Score | None = None
+        self._checked = False
         self.best: Score | None = None
         self.above: Score | None = None
 
+    @property
+    def lost_s(self) -> float:
+        """Seconds of decoding that the trials took away."""
+        assert self.best is not None
+        return sum(score.took_s * max(0.0, 1 - score.rate / self.best.rate) for score in self._tried)
+
+    def hopeless(self, trial: Score) -> bool:
+        """Whether a trial is clearly slower than what was tried before."""
+        return trial.jobs >= LEAVE_JOBS and trial.rate < LEAVE * self._peak
+
     def step(self, tried: Score) -> int | None:
         """Return the count to try next; ``None`` if ``best`` is found."""
-        self._first = self._first or tried
-        self._peak = max(self._peak, tried.rate)
-        counts = self._tried = sorted([*self._tried, tried], key=lambda score: score.threads)
+        again = self._first is not None and tried.threads == self._first.threads
+        self._first = tried if again else self._first or tried
+        others = [score for score in self._tried if score.threads != tried.threads]
+        counts = self._tried = sorted([*others, tried], key=lambda score: score.threads)
+        self._peak = max(score.rate for score in counts)
         at = next(at for at, score in enumerate(counts) if score.rate >= self._bar(score))
         self.best, threads = counts[at], counts[at].threads
         above = self.above = counts[at + 1] if at + 1 < len(counts) else None
@@ -313,6 +366,9 @@ class _Search:
             return isqrt(counts[at - 1].threads * threads)
         if above is None and threads < self._most:
             return min(threads + max(1, threads // 2), self._most)
+        if threads < self._first.threads and not self._checked:
+            self._checked = True
+            return self._first.threads
         return None
 
     def _needed(self, below: Score) -> int:
@@ -328,8 +384,9 @@ class _Search:
         # Chance may make a count appear a little slower.
         slower = [score for score in self._tried if score.rate < CLEARLY_SLOWER * self._peak]
         score = next(score for score in self._tried if score not in slower)
-        if score.cores <= ONE_AT_WORK or max(score.at_work, score.cpu_s / score.wall_s) >= AT_WORK:
+        at_work = max(score.at_work, score.cpu_s / score.wall_s)
+        if not score.large and (score.cores <= ONE_AT_WORK or at_work >= AT_WORK):
             return None
         below = [self._needed(each) for each in slower if each.threads < score.threads]
-        least = max(1, ceil(score.cores - 0.2), *below)
+        least = max(1, 1 if score.large else ceil(score.cores - 0.2), *below)
         return isqrt(least * score.threads) if WORTH_A_TRY * least <= score.threads else None
