@@ -30,13 +30,14 @@ SCORE_S = 0.01
 LEAVE = 0.7
 LEAVE_JOBS = 3
 # Seconds of decoding until other counts are tried again; doubled each time that nothing changed.
-RETRY_S = 2.0
+RETRY_S = 1.0
 RETRY_MOST_S = 64.0
 # Whatever else calls for a search, what the one before took away was this part of the time since then at most.
 COST = 0.02
+AHEAD_S = 20.0
 # A change by this factor, seen so many times in a row, is another kind of work: the search starts again.
 OTHER_WORK = 1.6
-LASTS = 3
+LASTS = 2
 # A trial ends without a result after this many jobs in a row that ran while threads were idle.
 GIVE_UP_JOBS = 48
 # Outside a search one job in this many is timed.
@@ -126,8 +127,8 @@ class Score:
 
     @property
     def took_s(self) -> float:
-        """Seconds until it was known, and half a job's before, until those of another number of threads had ended."""
-        return self.wall_s / self.threads + self.wall_s / self.jobs / 2
+        """Seconds of the trial: also those of the first jobs, and half of those of jobs of other threads before."""
+        return self.wall_s / self.threads + 1.5 * self.wall_s / self.jobs
 
     def differs(self, before: Score, most: int) -> bool:
         """Whether it is of other work than the score ``before`` of as many threads, so that other counts may suit."""
@@ -216,7 +217,7 @@ class ThreadTuner:
         self._chosen: Score | None = None
         # The first score after a search, with which later ones are compared, and how many in a row differ from it.
         self._usual: Score | None = None
-        self._others = 0
+        self._others = self._check = 0
         self._search: _Search | None = None
         if not given and most > 1:
             self._search = _Search(most)
@@ -249,7 +250,7 @@ class ThreadTuner:
         if not self.warm:
             return
         if not beside_all:
-            self._idle_jobs += 1
+            self._idle_jobs += not job.threads  # others ended before the number changed
             on_trial = self._search is not None and (self._chosen is not None or self.threads < self.most)
             if on_trial and self._idle_jobs > GIVE_UP_JOBS:
                 self._give_up()
@@ -271,10 +272,9 @@ class ThreadTuner:
             self._advance(self._search)
 
     def _run(self, threads: int) -> None:
-        # The jobs that run now end beside another number of threads. Those of fewer threads begin when these have.
+        # The jobs that run now end beside another number of threads.
         self._idle_jobs = -self.threads
-        self._first_jobs = threads if threads > self.threads else 0
-        self.threads = threads
+        self.threads = self._first_jobs = threads
         self._score = Score(threads)
 
     def _advance(self, search: _Search) -> None:
@@ -282,16 +282,21 @@ class ThreadTuner:
         if (next_count := search.step(self._score)) is not None:
             self._run(next_count)
             return
-        assert search.best is not None
+        assert search.best is not None and search.first is not None
         unchanged = self._chosen is not None and self._chosen.threads == search.best.threads
         self._retry_s = min(self._retry_s * 2, RETRY_MOST_S) if unchanged else RETRY_S
-        self._chosen, self._paid_s = search.best, search.lost_s / COST
+        self._chosen = search.best
+        self._paid_s = max(0.0, self._paid_s - self._since_s) + search.lost_s / COST
+        # That fewer threads seemed to do may have been chance, or an engine that was just beginning.
+        likely = search.first.rate > LEAVE * search.best.rate
+        self._check = search.first.threads if likely else 0
         fewer = search.best.threads < self.most
         self.gil = gil_limit(search.best, search.above) if fewer and machine.has_gil() else None
         self._settle(search.best.threads)
 
     def _give_up(self) -> None:
         """End a search without a result: the consumer no longer keeps the pool busy."""
+        self._retry_s = min(self._retry_s * 2, RETRY_MOST_S)
         if self._chosen is None:
             self._search = _Search(self.most)
             self._run(self.most)
@@ -307,15 +312,23 @@ class ThreadTuner:
     def _watch(self, score: Score) -> None:
         """Start a search if the work per sample has changed, or if it is time for another one."""
         self._score = Score(self.threads)
+        assert self._chosen is not None
         if self._usual is None:
-            self._usual = score
-            return
-        self._others = self._others + 1 if score.differs(self._usual, self.most) else 0
+            # The work may have changed at the end of the search.
+            self._usual, self._others = score, LASTS if score.differs(self._chosen, self.most) else 0
+        else:
+            self._others = self._others + 1 if score.differs(self._usual, self.most) else 0
         may_gain = self.threads < self.most or score.at_work < AT_WORK or score.large
         wanted = self._others >= LASTS or (self._since_s >= self._retry_s and may_gain)
-        if wanted and self._since_s >= self._paid_s:
-            self._search = _Search(self.most)
-            self._run(self.threads)
+        # Too few threads cost more than a search, so that looking for more waits less.
+        ahead_s = AHEAD_S if self.threads < self.most else 0.0
+        if wanted and self._since_s >= self._paid_s - ahead_s:
+            self._search = _Search(self.most, self._check)
+            if self._others:
+                self._score = score
+                self._advance(self._search)
+            else:
+                self._run(self.threads)
 
 
 class _Search:
@@ -324,51 +337,51 @@ class _Search:
     Each thread more adds at most as much as those before it, so two counts show where the best one may be. It is no
     generator: closing one is Python code that the garbage collector would run, where Ctrl-C would be lost.
 
+    Args:
+        most: the largest count.
+        check: a larger count than that in use, to be tried first.
+
     Attributes:
+        first: the count in use.
         best: the count chosen so far.
         above: the next larger count that was tried, which brought no more.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, check: int = 0) -> None:
         self._most = most
+        self._check = check
         self._peak = 0.0
         self._tried: list[Score] = []
-        # The count before the search, tried once more at its end if fewer threads seem to do: that may be chance, or
-        # an engine that was just beginning.
-        self._first: Score | None = None
-        self._checked = False
+        self.first: Score | None = None
         self.best: Score | None = None
         self.above: Score | None = None
 
     @property
     def lost_s(self) -> float:
         """Seconds of decoding that the trials took away."""
-        assert self.best is not None
-        return sum(score.took_s * max(0.0, 1 - score.rate / self.best.rate) for score in self._tried)
+        assert self.first is not None
+        return sum(score.took_s * max(0.0, 1 - score.rate / self.first.rate) for score in self._tried)
 
     def hopeless(self, trial: Score) -> bool:
         """Whether a trial is clearly slower than what was tried before."""
-        return trial.jobs >= LEAVE_JOBS and trial.rate < LEAVE * self._peak
+        return trial.jobs >= max(LEAVE_JOBS, trial.threads // 2) and trial.rate < LEAVE * self._peak
 
     def step(self, tried: Score) -> int | None:
         """Return the count to try next; ``None`` if ``best`` is found."""
-        again = self._first is not None and tried.threads == self._first.threads
-        self._first = tried if again else self._first or tried
-        others = [score for score in self._tried if score.threads != tried.threads]
-        counts = self._tried = sorted([*others, tried], key=lambda score: score.threads)
-        self._peak = max(score.rate for score in counts)
+        self.first = self.first or tried
+        self._peak = max(self._peak, tried.rate)
+        counts = self._tried = sorted([*self._tried, tried], key=lambda score: score.threads)
         at = next(at for at, score in enumerate(counts) if score.rate >= self._bar(score))
         self.best, threads = counts[at], counts[at].threads
         above = self.above = counts[at + 1] if at + 1 < len(counts) else None
+        if tried is self.first and self._check > tried.threads:
+            return self._check
         if (fewer := self._fewer()) is not None:
             return fewer
         if at and WORTH_A_TRY**2 * self._needed(counts[at - 1]) <= threads:
             return isqrt(counts[at - 1].threads * threads)
         if above is None and threads < self._most:
-            return min(threads + max(1, threads // 2), self._most)
-        if threads < self._first.threads and not self._checked:
-            self._checked = True
-            return self._first.threads
+            return min(2 * threads, self._most)
         return None
 
     def _needed(self, below: Score) -> int:
@@ -377,7 +390,7 @@ class _Search:
 
     def _bar(self, score: Score) -> float:
         """Return the rate from which a count is good enough: more threads than at first must bring more."""
-        return self._peak / MORE_BRING if score is self._first else FEWER_KEEP * self._peak
+        return self._peak / MORE_BRING if score is self.first else FEWER_KEEP * self._peak
 
     def _fewer(self) -> int | None:
         """Fewer threads than those that decode as much, which may do so too; ``None`` if none are worth a try."""
