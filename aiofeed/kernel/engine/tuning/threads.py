@@ -263,12 +263,12 @@ class ThreadTuner:
             return
         score = self._score
         score.add(job)
-        jobs = max(JOBS, self.threads // 4) // (1 if self._closely else 2)  # a first look
-        enough = score.jobs >= jobs and score.wall_s >= SCORE_S * self.threads
-        if self._search is None:
-            if enough:
-                self._watch(score)
-        elif enough or self._search.hopeless(score):
+        if score.wall_s < SCORE_S * self.threads:
+            return
+        enough = score.jobs >= max(JOBS, self.threads // 4) // (1 if self._closely else 2)  # a first look
+        if self._search is None and enough:
+            self._watch(score)
+        elif self._search is not None and (enough or self._search.hopeless(score)):
             self._advance(self._search)
 
     def _run(self, threads: int) -> None:
