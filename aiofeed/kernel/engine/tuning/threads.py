@@ -26,11 +26,18 @@ WORTH_A_TRY = 2
 # which another thread has the GIL does not decide.
 JOBS = 8
 SCORE_S = 0.01
+# A trial that gives less than this part of the best rate ends after so many jobs. It has shown enough, and is costly.
+LEAVE = 0.7
+LEAVE_JOBS = 3
 # Seconds of decoding until other counts are tried again; doubled each time that nothing changed.
-RETRY_S = 4.0
+RETRY_S = 1.0
 RETRY_MOST_S = 64.0
-# A change of processor time per sample by this factor is another kind of work: the search starts again.
+# Whatever else calls for a search, what the one before took away was this part of the time since then at most.
+COST = 0.02
+AHEAD_S = 20.0
+# A change by this factor, seen so many times in a row, is another kind of work: the search starts again.
 OTHER_WORK = 1.6
+LASTS = 2
 # A trial ends without a result after this many jobs in a row that ran while threads were idle.
 GIVE_UP_JOBS = 48
 # Outside a search one job in this many is timed.
@@ -109,9 +116,28 @@ class Score:
         return self.cores / self.threads
 
     @property
+    def large(self) -> bool:
+        """Whether the samples are so large that threads wait for memory, while they count as on the processor."""
+        return self.nbytes > LARGE_BYTES * self.samples
+
+    @property
     def cpu_per_sample(self) -> float:
         """Seconds of processor time per sample."""
         return self.cpu_s / self.samples
+
+    @property
+    def took_s(self) -> float:
+        """Seconds of the trial: also those of the first jobs, and half of those of jobs of other threads before."""
+        return self.wall_s / self.threads + 1.5 * self.wall_s / self.jobs
+
+    def differs(self, before: Score, most: int) -> bool:
+        """Whether it is of other work than the score ``before`` of as many threads, so that other counts may suit."""
+        change = self.cpu_per_sample / max(before.cpu_per_sample, 1e-9)
+        # What is worth little of a core is what jobs cost, not what samples cost.
+        worth = abs(self.cpu_per_sample - before.cpu_per_sample) * max(self.rate, before.rate) > ONE_AT_WORK
+        # More threads help those that begin to wait.
+        waits = self.threads < most and self.rate * OTHER_WORK < before.rate
+        return waits or (worth and not 1 / OTHER_WORK < change < OTHER_WORK)
 
 
 @dataclass(frozen=True)
@@ -136,7 +162,7 @@ class GilLimit:
 
 def gil_limit(chosen: Score, more: Score | None) -> GilLimit | None:
     """Return the limit of the GIL, if for it ``more`` threads decode no more than the ``chosen`` ones."""
-    if more is None or not chosen.cpu_s or chosen.nbytes > LARGE_BYTES * chosen.samples:
+    if more is None or not chosen.cpu_s or chosen.large:
         return None
     if chosen.cores < CHOSEN_CORES or more.at_work >= MORE_AT_WORK:
         return None
@@ -186,21 +212,28 @@ class ThreadTuner:
         # The first job of each thread fills caches, or begins beside jobs of another number of threads.
         self._first_jobs = most
         self._untimed = self._idle_jobs = 0
-        self._retry_s, self._since_s = RETRY_S, 0.0
+        # Seconds since the last search, and until the next one at least.
+        self._since_s, self._paid_s, self._retry_s = 0.0, 0.0, RETRY_S
         self._chosen: Score | None = None
+        # The first score after a search, with which later ones are compared, and how many in a row differ from it.
+        self._usual: Score | None = None
+        self._others = self._check = 0
         self._search: _Search | None = None
         if not given and most > 1:
             self._search = _Search(most)
         self._score = Score(most)
 
     @property
+    def _closely(self) -> bool:
+        """Whether all jobs are timed."""
+        return self._search is not None or self._usual is None or self._others > 0
+
+    @property
     def listening(self) -> bool:
         """Whether the next job should be timed; call it once per job."""
         if self.given or self.most == 1:
             return False
-        if self._search is not None:
-            return True
-        self._untimed = (self._untimed + 1) % TIMED
+        self._untimed = 0 if self._closely else (self._untimed + 1) % TIMED
         return self._untimed == 0
 
     @property
@@ -217,20 +250,25 @@ class ThreadTuner:
         if not self.warm:
             return
         if not beside_all:
-            self._idle_jobs += 1
+            self._idle_jobs += not job.threads  # others ended before the number changed
             on_trial = self._search is not None and (self._chosen is not None or self.threads < self.most)
             if on_trial and self._idle_jobs > GIVE_UP_JOBS:
                 self._give_up()
             return
         self._idle_jobs = 0
-        self.worked_s += job.cpu_s * (1 if self._search is not None else TIMED)
-        if self._first_jobs >= 0 and self._search is not None:
+        seconds = 1 if self._closely else TIMED
+        self.worked_s += job.cpu_s * seconds
+        self._since_s += job.wall_s * seconds / self.threads
+        if self._first_jobs >= 0 and self._closely:
             return
         score = self._score
         score.add(job)
-        if self._search is None:
-            self._watch(job)
-        elif score.jobs >= max(JOBS, self.threads // 4) and score.wall_s >= SCORE_S * self.threads:
+        if score.wall_s < SCORE_S * self.threads:
+            return
+        enough = score.jobs >= max(JOBS, self.threads // 4) // (1 if self._closely else 2)  # a first look
+        if self._search is None and enough:
+            self._watch(score)
+        elif self._search is not None and (enough or self._search.hopeless(score)):
             self._advance(self._search)
 
     def _run(self, threads: int) -> None:
@@ -244,40 +282,53 @@ class ThreadTuner:
         if (next_count := search.step(self._score)) is not None:
             self._run(next_count)
             return
-        assert search.best is not None
+        assert search.best is not None and search.first is not None
         unchanged = self._chosen is not None and self._chosen.threads == search.best.threads
         self._retry_s = min(self._retry_s * 2, RETRY_MOST_S) if unchanged else RETRY_S
-        self._chosen, self._search, self._since_s = search.best, None, 0.0
+        self._chosen = search.best
+        self._paid_s = max(0.0, self._paid_s - self._since_s) + search.lost_s / COST
+        # That fewer threads seemed to do may have been chance, or an engine that was just beginning.
+        likely = search.first.rate > LEAVE * search.best.rate
+        self._check = search.first.threads if likely else 0
         fewer = search.best.threads < self.most
         self.gil = gil_limit(search.best, search.above) if fewer and machine.has_gil() else None
-        self._run(search.best.threads)
+        self._settle(search.best.threads)
 
     def _give_up(self) -> None:
         """End a search without a result: the consumer no longer keeps the pool busy."""
+        self._retry_s = min(self._retry_s * 2, RETRY_MOST_S)
         if self._chosen is None:
             self._search = _Search(self.most)
             self._run(self.most)
         else:
-            self._search, self._since_s = None, 0.0
-            self._run(self._chosen.threads)
+            self._settle(self._chosen.threads)
 
-    def _watch(self, job: JobTiming) -> None:
+    def _settle(self, threads: int) -> None:
+        """End a search; the jobs from now on show what is usual."""
+        self._search = self._usual = None
+        self._since_s, self._others = 0.0, 0
+        self._run(threads)
+
+    def _watch(self, score: Score) -> None:
         """Start a search if the work per sample has changed, or if it is time for another one."""
+        self._score = Score(self.threads)
         assert self._chosen is not None
-        score = self._score
-        self._since_s += job.wall_s * TIMED / self.threads
-        if score.jobs < JOBS // 2:
-            return
-        change = score.cpu_per_sample / max(self._chosen.cpu_per_sample, 1e-9)
-        # Of a little processor time, little is enough to change it.
-        used = max(score.cores, self._chosen.cores) > ONE_AT_WORK
-        changed = used and not 1 / OTHER_WORK < change < OTHER_WORK
-        if changed:
-            self._chosen = None
-        may_gain = self.threads < self.most or score.at_work < AT_WORK
-        if changed or (self._since_s >= self._retry_s and may_gain):
-            self._search = _Search(self.most)
-        self._run(self.threads)
+        if self._usual is None:
+            # The work may have changed at the end of the search.
+            self._usual, self._others = score, LASTS if score.differs(self._chosen, self.most) else 0
+        else:
+            self._others = self._others + 1 if score.differs(self._usual, self.most) else 0
+        may_gain = self.threads < self.most or score.at_work < AT_WORK or score.large
+        wanted = self._others >= LASTS or (self._since_s >= self._retry_s and may_gain)
+        # Too few threads cost more than a search, so that looking for more waits less.
+        ahead_s = AHEAD_S if self.threads < self.most else 0.0
+        if wanted and self._since_s >= self._paid_s - ahead_s:
+            self._search = _Search(self.most, self._check)
+            if self._others:
+                self._score = score
+                self._advance(self._search)
+            else:
+                self._run(self.threads)
 
 
 class _Search:
@@ -286,33 +337,51 @@ class _Search:
     Each thread more adds at most as much as those before it, so two counts show where the best one may be. It is no
     generator: closing one is Python code that the garbage collector would run, where Ctrl-C would be lost.
 
+    Args:
+        most: the largest count.
+        check: a larger count than that in use, to be tried first.
+
     Attributes:
+        first: the count in use.
         best: the count chosen so far.
         above: the next larger count that was tried, which brought no more.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, check: int = 0) -> None:
         self._most = most
+        self._check = check
         self._peak = 0.0
         self._tried: list[Score] = []
-        self._first: Score | None = None
+        self.first: Score | None = None
         self.best: Score | None = None
         self.above: Score | None = None
 
+    @property
+    def lost_s(self) -> float:
+        """Seconds of decoding that the trials took away."""
+        assert self.first is not None
+        return sum(score.took_s * max(0.0, 1 - score.rate / self.first.rate) for score in self._tried)
+
+    def hopeless(self, trial: Score) -> bool:
+        """Whether a trial is clearly slower than what was tried before."""
+        return trial.jobs >= max(LEAVE_JOBS, trial.threads // 2) and trial.rate < LEAVE * self._peak
+
     def step(self, tried: Score) -> int | None:
         """Return the count to try next; ``None`` if ``best`` is found."""
-        self._first = self._first or tried
+        self.first = self.first or tried
         self._peak = max(self._peak, tried.rate)
         counts = self._tried = sorted([*self._tried, tried], key=lambda score: score.threads)
         at = next(at for at, score in enumerate(counts) if score.rate >= self._bar(score))
         self.best, threads = counts[at], counts[at].threads
         above = self.above = counts[at + 1] if at + 1 < len(counts) else None
+        if tried is self.first and self._check > tried.threads:
+            return self._check
         if (fewer := self._fewer()) is not None:
             return fewer
         if at and WORTH_A_TRY**2 * self._needed(counts[at - 1]) <= threads:
             return isqrt(counts[at - 1].threads * threads)
         if above is None and threads < self._most:
-            return min(threads + max(1, threads // 2), self._most)
+            return min(2 * threads, self._most)
         return None
 
     def _needed(self, below: Score) -> int:
@@ -321,15 +390,16 @@ class _Search:
 
     def _bar(self, score: Score) -> float:
         """Return the rate from which a count is good enough: more threads than at first must bring more."""
-        return self._peak / MORE_BRING if score is self._first else FEWER_KEEP * self._peak
+        return self._peak / MORE_BRING if score is self.first else FEWER_KEEP * self._peak
 
     def _fewer(self) -> int | None:
         """Fewer threads than those that decode as much, which may do so too; ``None`` if none are worth a try."""
         # Chance may make a count appear a little slower.
         slower = [score for score in self._tried if score.rate < CLEARLY_SLOWER * self._peak]
         score = next(score for score in self._tried if score not in slower)
-        if score.cores <= ONE_AT_WORK or max(score.at_work, score.cpu_s / score.wall_s) >= AT_WORK:
+        at_work = max(score.at_work, score.cpu_s / score.wall_s)
+        if not score.large and (score.cores <= ONE_AT_WORK or at_work >= AT_WORK):
             return None
         below = [self._needed(each) for each in slower if each.threads < score.threads]
-        least = max(1, ceil(score.cores - 0.2), *below)
+        least = max(1, 1 if score.large else ceil(score.cores - 0.2), *below)
         return isqrt(least * score.threads) if WORTH_A_TRY * least <= score.threads else None
