@@ -31,7 +31,7 @@ from aiofeed.resident.tensors import with_own_rows
 if TYPE_CHECKING:
     import torch
 
-    from aiofeed.kernel.core.faces import BaseDevice
+    from aiofeed.kernel.core.faces import BaseDevice, BaseSource
     from aiofeed.kernel.core.types import Transform
 
 log: logging.Logger = logging.getLogger("aiofeed.engine")
@@ -342,9 +342,17 @@ def _transformed(transform: Transform, backend: BaseDevice, batch: Any) -> Any:
 class InlineData(InlineBatches):
     """The data of a source, of which batches are gathered, or views of windows, where they are wanted."""
 
+    def __init__(self, source: BaseSource, length: int) -> None:
+        self._source, self._length, self._places = source, length, 0
+
     def ready(self, stream: EpochStream) -> bool:
-        """Return True."""
-        return True
+        """Return whether the data are in memory, after they were read if they are to be."""
+        self._places = stream.schedule.places(self._length)
+        return self._source.load(self._places)
+
+    def may_read_ahead(self, streams: bool | None) -> bool:
+        """Return whether threads do not stream an epoch while the data have come into memory."""
+        return not (streams and self._source.load(self._places))
 
     def new_pipeline(self, config: Any, running: Any) -> ResidentPipeline:
         """Return a pipeline of the data, which shares those of the running one."""

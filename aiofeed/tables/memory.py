@@ -20,14 +20,11 @@ from aiofeed.shards.arrow import arrow
 from aiofeed.shards.parquet import as_list
 from aiofeed.shards.urls import ShardFinder
 from aiofeed.tables.columns import Columns, NumberColumn, ValueColumn, list_lengths
-from aiofeed.tables.table import Table, check_columns
+from aiofeed.tables.table import MEMORY_SHARE, Table, check_columns
 
 if TYPE_CHECKING:
-    import torch
     from numpy.typing import NDArray
 
-# Columns up to this share (1 / MEMORY_SHARE) of free memory stay in the page cache, which all ranks share.
-MEMORY_SHARE = 2
 # Enough to tell tables apart, and read in a millisecond.
 FINGERPRINT_ROWS = 64
 
@@ -50,9 +47,14 @@ class MemoryTable(Table):
         paths = self._table if isinstance(self._table, list | tuple) else [self._table]
         are_paths = bool(paths) and all(isinstance(path, str | os.PathLike) for path in paths)
         self.name: str = os.fspath(paths[0]) if are_paths else "Table"
+        if self._asked is False and not are_paths:
+            raise ValueError("Table(in_memory=False) is for files, and this table is in memory")
         files, table = _mapped_all(paths) if are_paths else (None, self._table)
+        if are_paths and self._asked:
+            self._check_room(table.nbytes)
+            files, table = [], _copied(table)
         columns, self._rows = _columns_of(table)
-        self._mapped = MappedFiles(files or _files_of(table))
+        self._mapped = MappedFiles(_files_of(table) if files is None else files)
         known, targets = [name for name, _ in columns], as_list(self._target_columns)
         chosen = self._chosen or (known if self.data is None else [self.data])
         check_columns(self.name, known, [*chosen, *targets])
@@ -60,7 +62,7 @@ class MemoryTable(Table):
         self._length = len(found[chosen[0]] if self._rows is None else self._rows)
         if not self._length:
             raise ValueError(f"{self.name}: the table has no rows")
-        self._columns = Columns({name: found[name] for name in chosen})
+        self._held = Columns({name: found[name] for name in chosen})
         self._set_targets(Columns({name: found[name] for name in targets}), self._target_columns)
         pieces = [len(piece) for piece in getattr(found[chosen[0]], "chunks", ()) if len(piece)]
         if self._rows is None and len(pieces) > 1:
@@ -68,17 +70,17 @@ class MemoryTable(Table):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out views of the table; a file is mapped again."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_columns", "_targets", "_rows")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_held", "_targets", "_rows")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._load()
 
     def _chosen_columns(self) -> Mapping[str, NumberColumn | ValueColumn]:
-        return self._columns.columns
+        return self._held.columns
 
     def _list_lengths(self, name: str) -> NDArray[np.int64] | None:
-        column = self._columns.columns[name]
+        column = self._held.columns[name]
         if isinstance(column, NumberColumn):
             return np.full(len(self), column.shape[0])
         self._mapped.check()
@@ -89,7 +91,7 @@ class MemoryTable(Table):
         """Return samples."""
         rows = self._row_of(np.asarray(indices, np.int64))
         self._mapped.check(rows)
-        return self._samples_of(self._columns, rows)
+        return self._samples_of(self._held, rows)
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Return samples. Rows may have to be read from disk, which a thread does."""
@@ -100,21 +102,11 @@ class MemoryTable(Table):
         """Whether batches are gathered of columns that are in memory, or that the operating system can keep there."""
         return self._whole and self.sample_bytes * len(self) * MEMORY_SHARE <= free_memory()
 
-    @property
-    def sample_bytes(self) -> int:
-        """Bytes of the columns of numbers in one row."""
-        columns = self._columns.columns.values()
-        return sum(column.row_bytes for column in columns if isinstance(column, NumberColumn))
-
     def gathered(self, indices: NDArray[np.int64], memory: object) -> list[NDArray[Any]]:
         """Return rows of each column."""
         rows = self._row_of(indices)
         self._mapped.check(rows)
-        return list(self._columns.take(rows).values())
-
-    def form_batch(self, rows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return a batch of rows of each column."""
-        return dict(zip(self._columns.columns, rows, strict=True))
+        return super().gathered(rows, memory)
 
     def _row_of(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         return indices if self._rows is None else self._rows[indices]
@@ -130,7 +122,7 @@ class MemoryTable(Table):
     def _digest(self, most: int) -> str:
         digest = hashlib.sha256(f"{self.data} {self._target_columns} {len(self)}".encode())
         rows = self._row_of(np.linspace(0, len(self) - 1, min(len(self), most)).astype(np.int64))
-        for columns in (self._columns, self._targets):
+        for columns in (self._held, self._targets):
             for name, column in columns.columns.items():
                 digest.update(f"\n{name} {getattr(column, 'dtype', '')}".encode())
                 for value in column.values(rows):
@@ -219,6 +211,14 @@ def _mapped_all(paths: Sequence[str | os.PathLike[str]]) -> Any:
         return files, tables[0] if len(tables) == 1 else arrow().concat_tables(tables)
     except arrow().ArrowException as error:
         raise ValueError(f"{os.fspath(paths[0])} and other files differ in their columns: {error}") from None
+
+
+def _copied(table: Any) -> Any:
+    """Return an Arrow table in memory of its own."""
+    sink = arrow().BufferOutputStream()
+    with arrow().ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return arrow().ipc.open_stream(sink.getvalue()).read_all()
 
 
 def mapped(path: str) -> Any:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import glob
 import importlib
+import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from aiofeed.common.blocking import run_blocking
+from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.kernel.core.types import Traits
+from aiofeed.kernel.runtime import machine
+from aiofeed.kernel.runtime.thread_pool import ThreadPool
 from aiofeed.kernel.sources.file_io import Content
 from aiofeed.objects.reader import run_all
-from aiofeed.shards.arrow import stored_type
+from aiofeed.shards.arrow import arrow, stored_type
 from aiofeed.shards.base import SCAN
 from aiofeed.shards.parquet import ParquetRows, as_list, leaves, memory_of
 from aiofeed.shards.urls import Shard
@@ -33,11 +40,40 @@ from aiofeed.tables.columns import (
     list_lengths,
     take_rows,
 )
-from aiofeed.tables.table import Table, check_columns
+from aiofeed.tables.table import MEMORY_SHARE, Table, check_columns
+
+log: logging.Logger = logging.getLogger("aiofeed.sources")
+
+# An epoch that reads a table at so many places for each row group needs nearly all of them, in whatever order.
+PLACES = 4
+# Bytes of a text or list in memory besides its own.
+OFFSET_BYTES = 4
+
+
+class Loaded:
+    """What feeders of a table have in memory together; a copy of the table in another process has nothing.
+
+    Attributes:
+        done: Whether the row groups were read.
+        columns: Their columns; ``None`` if one of them was not read, or they differ.
+        tensors: Whether all columns have tensors.
+    """
+
+    def __init__(self) -> None:
+        self.done, self.tensors = False, False
+        self.columns: Columns | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Loaded, ()
 
 
 class ParquetTable(ParquetRows, Table):
-    """Rows of Parquet files, read by row groups as ``ParquetRows`` reads them."""
+    """Rows of Parquet files, read by row groups as ``ParquetRows`` reads them, or whole by the first epoch."""
+
+    # The bytes of the columns that may be in memory.
+    _room: int = 0
+    # Whether they are there in this epoch.
+    _loads: bool = False
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         Table.__init__(self, *arguments, **options)
@@ -45,6 +81,116 @@ class ParquetTable(ParquetRows, Table):
     def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
         ParquetRows.__init__(self, table, columns, data=self.data, target=target, **storage)
         self.name: str = self._shards[0].url
+        self._loaded = Loaded()
+        if self._asked:
+            self._check_room(self._decoded_bytes())
+
+    def _decoded_bytes(self, most: float = math.inf) -> int:
+        """Return the bytes of the columns in memory, as far as the files say; of more than ``most`` some of them."""
+        columns = self._chosen_columns()
+        numbers = [column for column in columns.values() if column.row_shape == () and isinstance(column, NumberColumn)]
+        nbytes = len(self) * sum(column.row_bytes for column in numbers)
+        others = [name for name, column in columns.items() if column not in numbers]
+        for shard in self._shards if others else ():
+            metadata = shard.extra.metadata
+            chosen = leaves(metadata, others)
+            for group in map(metadata.row_group, range(metadata.num_row_groups)):
+                if nbytes > most:
+                    return nbytes
+                chunks = [group.column(leaf) for leaf in chosen]
+                nbytes += sum(memory_of(chunk) + OFFSET_BYTES * group.num_rows for chunk in chunks)
+        return nbytes
+
+    def for_memory(self, nbytes: int, /) -> Self:
+        """Return the table that may be in memory, if it fits; a file that a URL names has its error in row groups."""
+        room = machine.rank_memory() // MEMORY_SHARE if self._asked else nbytes * (self._asked is None)
+        named = not all(shard.local for shard in self._shards) and any(
+            is_encoded(column.column.type)
+            for column in self._chosen_columns().values()
+            if isinstance(column, ValueColumn)
+        )
+        if named or not room or self._decoded_bytes(room) >= room:
+            return self
+        found = copy(self)
+        found._room, found._loads = room, bool(self._asked)
+        return found
+
+    def load(self, places: int, /) -> bool:
+        """Read all row groups, if an epoch needs them. Where an event loop runs, which must not wait, ``open`` does."""
+        needed = self._asked or places >= min(PLACES * (len(self.shard_starts) - 1), len(self))
+        self._loads = bool(self._room and needed)
+        if self._loads and not self._loaded.done and asyncio._get_running_loop() is None:
+            run_blocking(self.open)
+        if self._loaded.done and not self.answers_at_once:
+            self._loads = False  # of row groups, samples have their errors
+        return self.answers_at_once
+
+    async def open(self) -> None:
+        """Read all row groups into memory. Those that cannot be read are read again for their samples."""
+        if not self._loads or self._loaded.done:
+            return
+        loop, turn, nbytes = asyncio.get_running_loop(), asyncio.Semaphore(SCAN), 0
+        pool, most = ThreadPool("load", min(machine.rank_cpus(), SCAN)), min(2 * self._room, machine.rank_memory() // 2)
+
+        async def read_group(shard: Shard, group: int) -> Any:
+            nonlocal nbytes
+            async with turn:
+                with contextlib.suppress(Exception):
+                    file = None if shard.local else await self._parts_of(shard, group, shard.extra.leaves)
+                    if nbytes <= most:
+                        table = await loop.run_in_executor(pool, self._decode_valid, shard, group, file)
+                        nbytes += table.nbytes
+                        return table
+
+        groups = [(shard, group) for shard in self._shards for group in range(shard.extra.metadata.num_row_groups)]
+        try:
+            found = await run_all([read_group(*each) for each in groups])
+        finally:
+            pool.stop()
+        if nbytes > most:
+            self._check_room(nbytes)
+            log.info("%s: the row groups take more than %s in memory and are not kept", self.name, format_bytes(most))
+            self._room, self._loads = 0, False
+            return
+        loaded = self._loaded
+        if all(table is not None for table in found):
+            with contextlib.suppress(arrow().ArrowException):  # the files differ
+                loaded.columns = Columns.of(arrow().concat_tables(found))
+                loaded.tensors = all(isinstance(each, NumberColumn) for each in loaded.columns.columns.values())
+        if not loaded.tensors:
+            self._tables.keep({each: table for each, table in zip(groups, found, strict=True) if table is not None})
+        loaded.done = True
+
+    def _decode_valid(self, shard: Shard, group: int, file: Any) -> Any:
+        self._chunks_of(shard, group, shard.extra.leaves)  # raises for a group that would expand too much
+        table = self._decode_rows(shard, group, shard.extra.leaves, file)
+        table.validate(full=True)
+        return table
+
+    @property
+    def _held(self) -> Columns:  # type: ignore[override]
+        assert self._loaded.columns is not None
+        return self._loaded.columns
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether batches may be gathered from memory."""
+        return self._whole and self._room > 0
+
+    @property
+    def answers_at_once(self) -> bool:
+        """Whether samples are in memory."""
+        loaded = self._loaded
+        return self._loads and (loaded.tensors if self._whole else loaded.columns is not None)
+
+    @property
+    def looks_ahead(self) -> bool:  # type: ignore[override]
+        """Whether row groups are read before their batches begin."""
+        return not self._loads
+
+    def read_now(self, indices: Sequence[int], /) -> list[Any]:
+        """Return samples that are in memory."""
+        return self._samples_of(self._held, np.asarray(indices, np.int64))
 
     def _path(self, fields: Any, name: str) -> list[str] | None:
         return [name] if name in fields.names else None  # a dot in the name of a column parts no fields
@@ -58,8 +204,8 @@ class ParquetTable(ParquetRows, Table):
     @property
     def new_gathered(self) -> Callable[..., GatheredRows] | None:
         """Makes the rows of a batch; ``None`` if samples are rows for ``decode=`` or ``collate_fn=``."""
-        names = list(self._problems())
-        return (lambda indices, memory, _: GatheredRows(names, len(indices), memory)) if self._whole else None
+        names, gathers = list(self._problems()), self._whole and not self._loads
+        return (lambda indices, memory, _: GatheredRows(names, len(indices), memory)) if gathers else None
 
     @cached_property
     def gathered_bytes(self) -> float:
@@ -134,6 +280,8 @@ class LanceTable(Table):
     """Rows of a Lance dataset; a read is one ``take``."""
 
     def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
+        if self._asked:
+            raise ValueError("Table(in_memory=True): for a Lance dataset in memory pass Table(dataset.to_table())")
         if isinstance(table, str | os.PathLike):
             try:
                 table = importlib.import_module("lance").dataset(os.fspath(table), **(storage["options"] or {}))
@@ -182,6 +330,8 @@ class StreamTable(Stream, Table):  # type: ignore[misc]
 
     def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
         names = columns or [*as_list(self.data), *as_list(target)]
+        if self._asked:
+            raise ValueError("Table(in_memory=True): a streaming dataset is read in its order; load it as a Dataset")
         self._target_columns, self._schema = target, table.features and table.features.arrow_schema
         if any(value is not None for value in storage.values()):
             raise ValueError("Table: store= and options= are for URLs of Parquet files")

@@ -11,15 +11,21 @@ import numpy as np
 
 from aiofeed import _load_addon
 from aiofeed.common.grouped_source import GroupedSource
+from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.kernel.core.types import Traits, public
-from aiofeed.kernel.core.validation import counted, explain_arguments
+from aiofeed.kernel.core.validation import check_bool, counted, explain_arguments
+from aiofeed.kernel.runtime import machine
 from aiofeed.tables.columns import Columns, NumberColumn, ValueColumn, collate_rows, no_tensors, take_rows
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
 
 # Suffixes of files that are mapped; all other files are read as Parquet.
 ARROW_FILES = (".arrow", ".feather", ".ipc")
+# Columns up to this share (1 / MEMORY_SHARE) of free memory may be in memory, or stay in the page cache, which all
+# ranks share.
+MEMORY_SHARE = 2
 
 
 @public
@@ -48,12 +54,17 @@ class Table(GroupedSource):
         target: The column of the target, or several for a dict; a sample is then ``(decoded, target)``. Needs ``data``.
         store: For Parquet, an obstore store that reads the URLs.
         options: For Parquet, arguments of ``obstore.store.from_url``; for Lance, of ``lance.dataset``.
+        in_memory: Whether Parquet files, or ``.arrow`` files, are read whole by the first epoch and stay in memory, for
+            all feeders of this table. Order and states are the same. Default: Parquet, if the columns take less than
+            a quarter of ``Limits.memory_bytes`` in memory, an epoch of this rank needs all row groups, and neither
+            worker processes nor a cache are used.
 
     Raises:
         ImportError: pyarrow or Lance is not installed.
         FileNotFoundError: A file does not exist.
         TypeError: No table, a dataset with a transform, or several splits.
-        ValueError: A table without rows, a column that does not exist, or a damaged file.
+        ValueError: A table without rows, a column that does not exist, a damaged file, or ``in_memory=True`` for
+            columns that take more than half of the free memory.
     """
 
     _whole = False
@@ -61,6 +72,8 @@ class Table(GroupedSource):
     name: str = "Table"
     """The table in keys and messages."""
     _length: int
+    _held: Columns
+    """The columns that are in memory."""
     target: Callable[[int], Any]
 
     def __new__(cls, table: Any = None, *_: Any, **__: Any) -> Self:
@@ -80,6 +93,7 @@ class Table(GroupedSource):
         target: str | Sequence[str] | None = None,
         store: Any = None,
         options: Mapping[str, Any] | None = None,
+        in_memory: bool | None = None,
     ) -> None:
         if isinstance(columns, str) or (columns is not None and not columns):
             raise TypeError(f"Table(columns=) must be a list of names, got {columns!r}")
@@ -89,13 +103,23 @@ class Table(GroupedSource):
             raise ValueError(
                 "Table(target=) needs data=, the column of the sample; without it, a batch has all columns"
             )
-        self.data = data
+        if in_memory is not None:
+            check_bool("Table(in_memory=)", in_memory)
+        self.data, self._asked = data, in_memory
         paths = table if isinstance(table, list | tuple) else ()
         self._open(paths[0] if len(paths) == 1 else table, columns, target, store=store, options=options)
 
     def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
         """Open the table, in a subclass; ``storage`` are ``store`` and ``options``."""
         raise NotImplementedError
+
+    def _check_room(self, nbytes: int) -> None:
+        """Raise ``ValueError`` if columns that are to be in memory do not fit."""
+        if self._asked and nbytes > (room := machine.rank_memory() // MEMORY_SHARE):
+            raise ValueError(
+                f"{self.name}: in_memory=True needs {format_bytes(nbytes)}, and half of the free memory of this rank is "
+                f"{format_bytes(room)}: choose columns=[...], or leave in_memory= out"
+            )
 
     def _chosen_columns(self) -> Mapping[str, NumberColumn | ValueColumn]:
         """Return each chosen column, or one of its type without rows, in a subclass."""
@@ -134,6 +158,19 @@ class Table(GroupedSource):
         names = [name for name, column in self._chosen_columns().items() if column.row_shape != ()]
         name = self.data or unit or next(iter(names), "")
         return None if name not in names or (unit and self.data is not None) else self._list_lengths(name)
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of the columns of numbers in one row."""
+        return sum(column.row_bytes for column in self._held.columns.values() if isinstance(column, NumberColumn))
+
+    def gathered(self, indices: NDArray[np.int64], memory: object) -> list[NDArray[Any]]:
+        """Return rows of each column in memory."""
+        return list(self._held.take(indices).values())
+
+    def form_batch(self, rows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a batch of rows of each column."""
+        return dict(zip(self._held.columns, rows, strict=True))
 
     def in_batches(self) -> Self:
         """Return the table with samples for ``collate_rows``; itself if a sample is one column.

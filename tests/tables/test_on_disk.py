@@ -64,7 +64,8 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
 
 def new_feeder(paths: list[str], **arguments: Any) -> aiofeed.Feeder[Any]:
     chosen = {"batch_size": BATCH, "seed": 2, **arguments}
-    return aiofeed.Feeder(aiofeed.Table(paths, chosen.pop("columns", None)), **chosen)
+    table = aiofeed.Table(paths, chosen.pop("columns", None), in_memory=False)
+    return aiofeed.Feeder(table, **chosen)
 
 
 def rows_of(batches: Any) -> list[int]:
@@ -120,7 +121,7 @@ def test_small_batches_are_not_all_prepared_before_the_first_one(
     note = look_ahead._UpcomingSamples.note
     monkeypatch.setattr(look_ahead._UpcomingSamples, "note", lambda *args: noted.append(args) or note(*args))
     decode = None if kind is aiofeed.Table else operator.itemgetter("row")
-    source = kind(str(tmp_path / "x.parquet"))
+    source = kind(str(tmp_path / "x.parquet"), **({"in_memory": False} if kind is aiofeed.Table else {}))
     with aiofeed.Feeder(source, decode=decode, batch_size=4, seed=2, shuffle=shuffle) as feeder:
         steps = iter(feeder)
         next(steps)
@@ -181,7 +182,7 @@ def test_a_resume_is_exact(paths: list[str]) -> None:
 
 def test_parts_of_a_table(paths: list[str], decoded: Counter[Any]) -> None:
     """A part in the order of the file is read by row groups; so is one in another order."""
-    table = aiofeed.Table(paths)
+    table = aiofeed.Table(paths, in_memory=False)
     for part, expected in ((table[10:400:3], list(range(10, 400, 3))), (table[[70, 5, 599]], [70, 5, 599])):
         decoded.clear()
         with aiofeed.Feeder(part, batch_size=BATCH) as feeder:
@@ -285,7 +286,7 @@ def test_row_groups_at_urls_are_read_no_faster_than_they_are_decoded(
     """Also if each batch needs all of them: those that were read are in memory."""
     pq.write_table(pa.table(columns(ROWS)), tmp_path / "x.parquet", row_group_size=10)
     object_server.objects = {"bucket/x.parquet": (tmp_path / "x.parquet").read_bytes()}
-    table = aiofeed.Table("s3://bucket/x.parquet", options=object_server.options)
+    table = aiofeed.Table("s3://bucket/x.parquet", options=object_server.options, in_memory=False)
     read, decode = Shard.read, ParquetRows._decode_rows
     begun = most = 0
 

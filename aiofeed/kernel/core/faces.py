@@ -252,6 +252,17 @@ class BaseSource(Declares):
         """Return the source for an order in which neighbours come together."""
         return self
 
+    def for_memory(self, nbytes: int, /) -> BaseSource:
+        """Return the source for an epoch that may keep the data in memory, if they take less than ``nbytes`` there."""
+        return self
+
+    def load(self, places: int, /) -> bool:
+        """Read the data that stay in memory, if an epoch of this rank reads them at so many places that it needs all.
+
+        Called before the first epoch, and before later ones. Returns whether ``gathered`` can be called.
+        """
+        return True
+
     def order(self, seed: int, *, shuffle: bool) -> Any:
         """Return the ``Lister`` of a source that is ``ordered``."""
         raise NotImplementedError
@@ -280,7 +291,7 @@ BY_INDICES: frozenset[str] = frozenset({"read_planned", "new_gathered", "gather_
 _INTERNAL = frozenset({
     "traits", "given", "rows", "threads", "decoder", "collate", "in_memory", "gathered", "first_tokens", "sample_bytes",
     "form_batch", "lengths", "structure", "adopted", "as_samples", "in_batches", "for_neighbours", "order", "draws",
-    "new_order", "gathers_on_device", "check_room",
+    "new_order", "gathers_on_device", "check_room", "for_memory", "load",
 })
 # fmt: on
 

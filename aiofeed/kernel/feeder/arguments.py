@@ -53,6 +53,8 @@ log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
 # Batches from this size on are compared with the free memory.
 _CHECKED_BYTES = 8 << 20
+# A source may keep its data in memory if they take less than this share (1 / SOURCE_SHARE) of ``Limits.memory_bytes``.
+SOURCE_SHARE = 4
 
 
 # --- the source, the decoder and the engine ---
@@ -424,6 +426,9 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     cache = None if a.cache is None or kept_on_device else cache_of(a.cache)
     if cache is not None and (wrapped := cache.wrap(source)) is not None:
         source, cache = as_source(wrapped), None
+    limits = limits_for(a.limits, a.samples, a.adopted, a.engines, a.ray)
+    # Processes would each have a copy, and a cache keeps the samples already.
+    source = source.for_memory(0 if a.engines or a.cache is not None else limits.memory_bytes // SOURCE_SHARE)
     config = FeederConfig(
         source=source,
         length=a.length,
@@ -433,7 +438,7 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
         backend=a.backend,
         transform=a.transform,
         policy=a.on_error,
-        limits=limits_for(a.limits, a.samples, a.adopted, a.engines, a.ray),
+        limits=limits,
         user_limits=a.limits or Limits(),
         in_order=a.in_order,
         engines=a.engines,

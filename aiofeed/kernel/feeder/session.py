@@ -318,6 +318,8 @@ class FeederSession(Generic[BatchT]):
                 from aiofeed.kernel.devices.copier import copier_for
 
                 copier, transform = copier_for(backend, transform, config.static_outputs), None
+            if not config.engines:
+                config.source.load(stream.schedule.places(config.length))
             streaming = StreamingPipeline(config, after=None if self._streaming is None else self._streaming[0])
             self.pipeline = streaming
             self.delivery = Delivery(streaming, copier, transform, config.limits.device_batches)
@@ -555,7 +557,7 @@ def _new_memory(config: FeederConfig) -> InlineBatches | None:
     # For a device, threads gather into pinned memory, unless the tokens are kept on the device.
     gathered = traits.rows and not threads and source.in_memory
     if traits.in_memory or config.kept_on_device or gathered:
-        data: InlineBatches = load_addon("InlineData", type(source).__name__)()
+        data: InlineBatches = load_addon("InlineData", type(source).__name__)(source, config.length)
         return data
     if threads or cache or config.in_order == "samples" or config.user_limits.prefetch_batches is not None:
         return None

@@ -131,6 +131,17 @@ class Schedule:
         """Return the remaining samples of this rank, without a last batch that is dropped."""
         return self._without_dropped(self._undropped(consumed))
 
+    def places(self, length: int) -> int:
+        """Return at how many places an epoch of this rank reads a source of ``length`` samples; ``length``: all of it.
+
+        Samples in the order of the source are one place for each batch. Of a window, each rank gets shards of its own.
+        """
+        if self.world_size == 1 and self.length >= length:
+            return length
+        if window_shards(self.shuffle) is not None:
+            return 0
+        return self.samples() if self.shuffle else self.batches()
+
     def _undropped(self, consumed: int) -> int:
         """Return the remaining samples of this rank, with those of a last batch that is dropped."""
         left = max(self.length - consumed, 0)

@@ -165,6 +165,12 @@ class Subset(IndexedSource):
         """Return the same samples of a source that has them one by one."""
         return type(self)(self.whole.as_samples(), self.rows)
 
+    def for_memory(self, nbytes: int, /) -> Self:
+        """Return the same samples of a source that may keep its data in memory; all of its shards have some of them."""
+        starts = self.whole.shard_starts
+        needed = starts is None or len(np.unique(np.searchsorted(starts, self.rows, "right"))) == len(starts) - 1
+        return type(self)(self.whole.for_memory(nbytes if needed else 0), self.rows)
+
     def for_neighbours(self) -> Self:
         """Return the same samples of a source for orders in which neighbours come together."""
         return type(self)(self.whole.for_neighbours(), self.rows)
