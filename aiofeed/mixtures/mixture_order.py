@@ -29,7 +29,16 @@ import numpy as np
 from aiofeed.kernel.core.errors import StateError
 from aiofeed.kernel.core.validation import check_int_from
 from aiofeed.kernel.sampling.lister import Lister
-from aiofeed.kernel.sampling.order import ComputedEpoch, Int64, Permutation, drawn_from, feistel, mix64
+from aiofeed.kernel.sampling.order import (
+    ComputedEpoch,
+    Int64,
+    Permutation,
+    UInt64,
+    drawn_from,
+    feistel,
+    feistel_each,
+    mix64,
+)
 from aiofeed.kernel.sampling.schedule import Position
 from aiofeed.kernel.sampling.state import unreadable
 
@@ -222,10 +231,9 @@ class Interleaving:
                 first = np.array(counts)
                 sources = self._choose(self.blocks.start(number), self.blocks.start(number + 1), number, counts)
                 self._keep(number + 1, counts)
-                numbers = np.empty_like(sources)
-                for source in range(len(counts)):
-                    at = np.flatnonzero(sources == source)
-                    numbers[at] = first[source] + np.arange(len(at))
+                by_source = np.argsort(sources, kind="stable")
+                grouped, numbers = sources[by_source], np.empty_like(sources)
+                numbers[by_source] = first[grouped] + np.arange(len(grouped)) - np.searchsorted(grouped, grouped)
                 while len(self._blocks) >= KEPT_BLOCKS:
                     del self._blocks[next(iter(self._blocks))]
                 found = self._blocks[number] = sources, numbers
@@ -331,10 +339,14 @@ class MixtureOrder(Lister):
         self._interleaving = interleaving
         self._restarts = restarts
         self._names = list(lengths)
-        self._lengths = list(lengths.values())
-        self._offsets = [0, *np.cumsum(self._lengths).tolist()]
-        self._seeds = [mix64(seed ^ int(hashlib.sha256(name.encode()).hexdigest()[:16], 16)) for name in lengths]
+        self._lengths: Int64 = np.array([*lengths.values()], np.int64)
+        self._offsets: Int64 = np.cumsum([0, *self._lengths])
+        seeds = [mix64(seed ^ int(hashlib.sha256(name.encode()).hexdigest()[:16], 16)) for name in lengths]
+        self._seeds: UInt64 = np.array(seeds, np.uint64)
         self._shuffle = shuffle
+        # The indices of blocks, for the batches of each. The planner and the consumer ask.
+        self._lock = threading.Lock()
+        self._found: dict[tuple[int, int], Int64] = {}
         # In the epoch of the last change the interleaving begins. The sources, also those taken out, are in the course.
         self.changed_at: Position = Position()
         self._course = self._fresh()
@@ -366,7 +378,7 @@ class MixtureOrder(Lister):
         return order
 
     def _fresh(self) -> dict[str, SourceCourse]:
-        return {name: SourceCourse(length) for name, length in zip(self._names, self._lengths, strict=True)}
+        return {name: SourceCourse(length) for name, length in zip(self._names, self._lengths.tolist(), strict=True)}
 
     def __str__(self) -> str:
         return f"Mixture({', '.join(self._names)})"
@@ -377,22 +389,35 @@ class MixtureOrder(Lister):
 
     def _indices(self, epoch: int, positions: Int64) -> Int64:
         blocks, within = np.divmod(positions, BLOCK)
-        first = self._first_block(epoch)
-        sources, numbers = np.empty_like(positions), np.empty_like(positions)
+        found = np.empty_like(positions)
         edges = [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(positions)]
         for start, stop in pairwise(edges):
             if start < stop:
-                found = self._interleaving.block(first + int(blocks[start]))
-                sources[start:stop], numbers[start:stop] = (each[within[start:stop]] for each in found)
-        for source in np.unique(sources).tolist():
-            at = np.flatnonzero(sources == source)
-            course = self._course[self._names[source]]
-            passes, local = np.divmod(numbers[at] + self._start(epoch, source) + course.shift, self._lengths[source])
-            for one in np.unique(passes).tolist() if self._shuffle else ():
-                of_pass = passes == one
-                local[of_pass] = course.permutation(self._seeds[source], one)(local[of_pass])
-            numbers[at] = self._offsets[source] + local
-        return numbers
+                found[start:stop] = self._indices_of_block(epoch, int(blocks[start]))[within[start:stop]]
+        return found
+
+    def _indices_of_block(self, epoch: int, number: int) -> Int64:
+        """Return the indices of a block of an epoch. All sources are permuted at once, for all batches of the block."""
+        with self._lock:
+            if (found := self._found.get((epoch, number))) is None:
+                while len(self._found) >= KEPT_BLOCKS:
+                    del self._found[next(iter(self._found))]
+                found = self._found[epoch, number] = self._permuted(epoch, number)
+            return found
+
+    def _permuted(self, epoch: int, number: int) -> Int64:
+        sources, numbers = self._interleaving.block(self._first_block(epoch) + number)
+        courses = [self._course[name] for name in self._names]
+        before, shifts = np.array([(course.number, course.shift) for course in courses]).T
+        lengths = self._lengths[sources]
+        passes, local = np.divmod(numbers + (self._start(epoch) + shifts)[sources], lengths)
+        if not self._shuffle:
+            return self._offsets[sources] + local
+        found = feistel_each(lengths, self._seeds[sources], passes + before[sources], local)
+        for source in [source for source, course in enumerate(courses) if course.grown]:
+            at = np.flatnonzero((sources == source) & (passes == 0))
+            found[at] = courses[source].permutation(int(self._seeds[source]), 0)(local[at])
+        return self._offsets[sources] + found
 
     def _first_block(self, epoch: int) -> int:
         return 0 if self._restarts else (epoch - self.changed_at.epoch) * self._interleaving.blocks.per_epoch
@@ -401,17 +426,17 @@ class MixtureOrder(Lister):
         """Return the samples of each source in an epoch, if every epoch restarts."""
         return self._interleaving.counts(self._interleaving.blocks.per_epoch)
 
-    def _start(self, epoch: int, source: int) -> int:
-        """Return where an epoch begins in the endless list of a source's passes; 0 unless every epoch restarts."""
+    def _start(self, epoch: int) -> Int64:
+        """Return where an epoch begins in the endless list of each source's passes; 0 unless every epoch restarts."""
         if not self._restarts or not epoch:
-            return 0
-        drawn, length = self._drawn_per_epoch()[source], self._lengths[source]
+            return np.zeros_like(self._lengths)
+        drawn, lengths = np.array(self._drawn_per_epoch()), self._lengths
         if not self._shuffle:
             return epoch * drawn
         # An epoch that draws each sample, or none twice, does not begin or end in the middle of two permutations: it
         # takes whole passes, the last one cut, or a pass serves as many epochs as it has samples for.
-        passes, epochs = -(-drawn // length), max(length // drawn, 1)
-        return epoch // epochs * passes * length + epoch % epochs * drawn
+        passes, epochs = -(-drawn // lengths), np.maximum(lengths // np.maximum(drawn, 1), 1)
+        return epoch // epochs * passes * lengths + epoch % epochs * drawn
 
     def count(self, indices: Int64) -> dict[str, int]:
         """Return how many of some indices are of each source."""
@@ -490,6 +515,7 @@ class MixtureOrder(Lister):
             self.changed_at, self._course = Position(at, consumed), fresh | course
         except (ValueError, TypeError, AttributeError, LookupError) as error:
             raise unreadable(f"the state of the mixture, {text!r:.300},", error) from error
+        self._forget()
         for block, before in counts:
             self._interleaving.set_counts(block, before)
 
@@ -504,6 +530,11 @@ class MixtureOrder(Lister):
             for name, each in (mine | course).items()
         }
         self.changed_at = position
+        self._forget()
+
+    def _forget(self) -> None:
+        with self._lock:
+            self._found.clear()
 
     def _checked(self, block: object, counts: list[object]) -> list[int]:
         """Return the counts before a block, if they can be those."""
@@ -519,6 +550,8 @@ class MixtureOrder(Lister):
         return f"{self._describe()} {(self.changed_at.epoch, self.changed_at.consumed, changed) if changed else ''}"
 
     def _describe(self) -> str:
-        lengths = ", ".join(f"{name}: {length}" for name, length in zip(self._names, self._lengths, strict=True))
+        lengths = ", ".join(
+            f"{name}: {length}" for name, length in zip(self._names, self._lengths.tolist(), strict=True)
+        )
         epochs = " in each epoch" if self._restarts else ""
         return f"Mixture({lengths}; {self._interleaving.describe()}, {len(self)} samples{epochs})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import mmap
 import operator
 import os
@@ -149,8 +150,7 @@ class Tokens(IndexedSource):
         self._starts = np.cumsum([0, *map(len, self._windows)])
         self.mapped: MappedFiles = MappedFiles(mapped)
         """The files of windows."""
-        self.in_memory: bool = sum(tokens.nbytes for tokens in self.arrays) * MEMORY_SHARE <= free_memory()
-        """Whether the operating system can keep the files in memory."""
+        self.__dict__.pop("in_memory", None)
         self.form_batch: Callable[[list[Any]], Any] | None = None if self.targets else operator.itemgetter(0)
         """Makes a batch of what ``gathered`` returns, as tensors; ``None``: it is the batch."""
 
@@ -195,6 +195,11 @@ class Tokens(IndexedSource):
 
     def _read_at_once(self, index: int) -> Any:
         return self.read_now([index])[0]
+
+    @functools.cached_property
+    def in_memory(self) -> bool:
+        """Whether the operating system can keep the files in memory; asked once, by the feeder of all of them."""
+        return sum(tokens.nbytes for tokens in self.arrays) * MEMORY_SHARE <= free_memory()
 
     @property
     def shard_starts(self) -> Sequence[int] | NDArray[np.int64]:

@@ -17,6 +17,7 @@ from aiofeed import Mixture
 from aiofeed.errors import StateError
 from aiofeed.kernel.sampling.order import ComputedEpoch
 from aiofeed.kernel.sampling.schedule import Position, Schedule
+from aiofeed.mixtures import mixture_order
 from aiofeed.mixtures.mixture_order import (
     BLOCK,
     KEPT_COUNTS,
@@ -282,3 +283,20 @@ def test_counts_are_forgotten_except_those_of_epochs() -> None:
             interleaving.counts(block)
         assert len(interleaving._counts) <= KEPT_COUNTS + 2
         assert 5_000 // blocks_per_epoch * blocks_per_epoch - blocks_per_epoch in interleaving._counts
+
+
+def test_sources_are_permuted_once_for_all_batches_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 50 sources, too; a change of the mixture permutes anew."""
+    calls: list[int] = []
+    each = mixture_order.feistel_each
+    monkeypatch.setattr(
+        mixture_order, "feistel_each", lambda *arguments: calls.append(len(arguments[3])) or each(*arguments)
+    )
+    order = Mixture({f"{k}": range(100) for k in range(50)}, [1] * 50, until=10 * BLOCK).order(0, shuffle=True)
+    epoch = order.list_epoch(0, resumed=False)
+    batches = [epoch[np.arange(at, at + 64)] for at in range(0, 2 * BLOCK, 64)]
+    assert calls == [BLOCK, BLOCK]
+    order.load_state(order.state(Position()))
+    again = order.list_epoch(0, resumed=True)
+    assert np.array_equal(again[np.arange(64)], batches[0])
+    assert calls == [BLOCK, BLOCK, BLOCK]

@@ -254,6 +254,16 @@ def test_a_mixture_of_tokens(way: str, tmp_path: Path) -> None:
     assert feeder.statistics().by_source == {"web": 60, "code": 20}
 
 
+def test_many_files_of_tokens_ask_once_for_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The feeder of a mixture asks, not each of its sources."""
+    asked: list[int] = []
+    monkeypatch.setattr("aiofeed.tokens.windows.free_memory", lambda: asked.append(1) or 1 << 40)
+    sources = {str(k): Tokens(write_raw(tmp_path / f"{k}.bin", range(64)), BLOCK) for k in range(20)}
+    with Feeder(Mixture(sources, [1] * 20, until=64), batch_size=8) as feeder:
+        assert len(list(feeder)) == 8
+    assert asked == [1]
+
+
 @pytest.mark.parametrize(
     ("others", "error", "message"),
     [

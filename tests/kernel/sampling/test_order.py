@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from aiofeed.kernel.sampling.order import epoch_seed, feistel, mix64, sample_seed, shuffled
+from aiofeed.kernel.sampling.order import epoch_seed, feistel, feistel_each, mix64, sample_seed, shuffled
 from aiofeed.kernel.sampling.schedule import Position, Schedule
 
 
@@ -128,3 +128,17 @@ def test_blocks_of_plans_do_not_change_the_batches() -> None:
             positions = schedule.positions(100, number)
             assert plan.positions == positions.tolist()
             assert plan.indices == order(positions % 5000).tolist()
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**6), st.integers(0, 2**64 - 1), st.integers(0, 2**40)), min_size=1))
+def test_many_permutations_at_once_are_those_of_each(drawn: list[tuple[int, int, int]]) -> None:
+    """Each place has another length, seed and epoch."""
+    positions = [n * 7 // 10 for n, _, _ in drawn]
+    found = feistel_each(
+        np.array([n for n, _, _ in drawn]),
+        np.array([seed for _, seed, _ in drawn], np.uint64),
+        np.array([epoch for _, _, epoch in drawn]),
+        np.array(positions),
+    )
+    one_by_one = [feistel(*each)(np.array([at]))[0] for each, at in zip(drawn, positions, strict=True)]
+    assert found.tolist() == one_by_one
