@@ -242,6 +242,13 @@ class BaseSource(Declares):
         """Return the source for an order in which neighbours come together."""
         return self
 
+    def in_pieces(self) -> BaseSource:
+        """Return the source for batches of parts of samples: reads may return a ``Gathered`` that has ``located`` them.
+
+        No ``decode=`` is given.
+        """
+        return self
+
     def order(self, seed: int, *, shuffle: bool) -> Any:
         """Return the ``Lister`` of a source that is ``ordered``."""
         raise NotImplementedError
@@ -269,8 +276,8 @@ BY_INDICES: frozenset[str] = frozenset({"read_planned", "new_gathered", "gather_
 # fmt: off
 _INTERNAL = frozenset({
     "traits", "given", "rows", "threads", "decoder", "collate", "in_memory", "gathered", "first_tokens", "sample_bytes",
-    "form_batch", "lengths", "structure", "adopted", "as_samples", "in_batches", "for_neighbours", "order", "draws",
-    "new_order", "gathers_on_device", "check_room",
+    "form_batch", "lengths", "structure", "adopted", "as_samples", "in_batches", "for_neighbours", "in_pieces", "order",
+    "draws", "new_order", "gathers_on_device", "check_room",
 })
 # fmt: on
 
