@@ -301,17 +301,25 @@ class PackBatchBuilder(BatchBuilder):
         token = separator[name] if isinstance(separator, Mapping) else separator
         return rows, None if token is None else _value("separator", token, first.dtype), padding
 
-    def _gather(self, name: Any, memory: NDArray[Any], places: NDArray[np.int64], padding: Any) -> None:
-        """Copy a column from places in memory; behind documents, and in padding, there may be none."""
-        (rows, separator, pad), (_, at, starts, stops, lengths) = self._columns[name], self._pieces.T
-        ends = (at + lengths - starts)[stops > lengths]
-        holes = ends if padding is None else np.concatenate([ends, np.flatnonzero(padding)])
-        if len(holes) < len(rows):
-            places[holes] = places[np.setdiff1d(at, holes)[0]]
-            np.take(memory, places, out=rows, mode="clip")
-        rows[holes] = pad
-        if len(ends):
-            rows[ends] = separator
+    def _gather(self, at: Any, ids: NDArray[np.int64], places: NDArray[np.int64], padding: Any) -> None:
+        """Copy the pieces that are located. Behind documents, and in padding, there may be no memory to copy."""
+        _, begins, starts, stops, lengths = self._pieces.T
+        counts = np.minimum(stops, lengths) - starts
+        longest, ends = counts.argmax(), (begins + counts)[stops > lengths]
+        holes = ends if padding is None else np.append(ends, np.flatnonzero(padding))
+        for name, (memory, firsts) in self._located.items():
+            rows, separator, pad = self._columns[name]
+            moves = np.zeros(ids[-1] + 1, np.int64)
+            moves[at] = firsts - begins
+            np.add(np.take(moves, ids, out=places, mode="clip"), _numbers(len(ids)), out=places)
+            if len(holes):
+                places[holes] = firsts[longest]
+            if counts[longest]:
+                np.take(memory, places, out=rows, mode="clip")
+            if len(holes):
+                rows[holes] = pad
+            if len(ends):
+                rows[ends] = separator
 
     def _array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         memory = array(self._lease, shape, dtype)
@@ -324,21 +332,19 @@ class PackBatchBuilder(BatchBuilder):
             pieces = pieces[np.isin(pieces[:, 0], positions)]
         starts = pieces[:, 1]
         # The padding at the end of a row is a piece of that row.
-        edges = np.unique(np.concatenate([starts, starts + pieces[:, 3] - pieces[:, 2], np.arange(rows + 1) * context]))
+        edges = np.concatenate([starts, starts + pieces[:, 3] - pieces[:, 2], np.arange(rows + 1) * context])
+        edges.sort()
         sizes = np.diff(edges)
+        edges, sizes = np.append(edges[:-1][sizes > 0], edges[-1]), sizes[sizes > 0]
         at = np.searchsorted(edges, starts)
         numbers = np.full(len(sizes), -1)
         numbers[at] = np.arange(len(starts))
         # In memory that is used again: fresh pages cost several times what is computed.
         places, ids = self._array((2, rows * context), np.dtype(np.int64))
         ids[:] = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
-        every, padding = _numbers(rows * context), np.repeat(numbers < 0, sizes) if len(starts) < len(sizes) else None
-        for name, (memory, firsts) in self._located.items():
-            moves = np.zeros(len(sizes), np.int64)
-            moves[at] = firsts - starts
-            np.add(np.take(moves, ids, out=places, mode="clip"), every, out=places)
-            self._gather(name, memory, places, padding)
-        np.subtract(every, np.take(edges, ids, out=places, mode="clip"), out=places)
+        padding = None if len(starts) == len(sizes) else np.repeat(numbers < 0, sizes)
+        self._gather(at, ids, places, padding)
+        np.subtract(_numbers(len(ids)), np.take(edges, ids, out=places, mode="clip"), out=places)
         if padding is not None:
             ids[:] = np.repeat(numbers, sizes)
         batch = {name: column for name, (column, *_) in self._columns.items()}

@@ -197,6 +197,7 @@ class ListColumn(ValueColumn):
             self.flat = np.concatenate(numbers) if spanned is None else spanned[0][:, 0]
             starts = np.cumsum([0, *map(len, numbers[:-1])]) if spanned is None else spanned[1]
         self._owners = numbers
+        self.nbytes: int = sum(each.nbytes for each in numbers)
         self._moves = starts - np.array([each[0] for each in offsets])
 
     def bounds(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
