@@ -106,6 +106,7 @@ _PLUGS: dict[str, str] = {
     "Augmentation": "aiofeed.media.augment",
     "BatchSamplerAdapter": "aiofeed.plans.sampler",
     "InlineData": "aiofeed.resident.pipeline",
+    "InlinePlans": "aiofeed.resident.planned_windows",
     "DeviceCache": "aiofeed.resident.device_cache",
     "DeviceGroup": "aiofeed.device_groups.scatter",
     "ExcludingOrder": "aiofeed.plans.computed",

@@ -121,7 +121,7 @@ class Clips(IndexedSource):
 
     def _passed(self, name: str, value: Any) -> Any:
         """Return a member of the source of the videos; clips have no other form."""
-        return (lambda: self) if name in ("as_samples", "in_batches", "for_neighbours") else value
+        return (lambda: self) if name in ("as_samples", "in_batches", "for_neighbours", "in_pieces") else value
 
 
 class ClipDecoder:

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import chain
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +19,7 @@ import numpy as np
 
 from aiofeed.kernel.core.faces import BuildsBatches
 from aiofeed.kernel.core.formatting import brief
-from aiofeed.kernel.core.types import BatchPlan, HostTensor, public
+from aiofeed.kernel.core.types import BatchPlan, Gathered, HostTensor, public
 from aiofeed.kernel.core.validation import check_positive_int
 from aiofeed.kernel.engine.fetch.collate import BatchBuilder, MisfitError, Positions
 from aiofeed.kernel.runtime.buffers import BufferLease, array
@@ -249,12 +250,18 @@ class PackBatchBuilder(BatchBuilder):
         self._pack = pack
         self._lease = lease
         self._pieces = plan.pieces
-        self._pieces_of: list[list[list[int]]] = [[] for _ in plan.indices]
-        for sample, *piece in plan.pieces.tolist():
-            self._pieces_of[sample].append(piece)
-        # The flattened rows and the separator of each column, from the first document on.
-        self._columns: dict[Any, tuple[NDArray[Any], Any]] = {}
+        self._samples = len(plan.indices)
+        # The flattened rows, the separator and the padding of each column, from the first document on.
+        self._columns: dict[Any, tuple[NDArray[Any], Any, Any]] = {}
+        self._located: Mapping[Any, tuple[NDArray[Any], NDArray[np.int64]]] = {}
         self._lock = threading.Lock()
+
+    @cached_property
+    def _pieces_of(self) -> list[list[list[int]]]:
+        found: list[list[list[int]]] = [[] for _ in range(self._samples)]
+        for sample, *piece in self._pieces.tolist():
+            found[sample].append(piece)
+        return found
 
     def put(self, position: int, sample: Any) -> None:
         """Copy the pieces of a document.
@@ -270,7 +277,7 @@ class PackBatchBuilder(BatchBuilder):
             raise _DocumentError(f"has the columns {list(columns)}, and another one {list(self._columns)}")
         pieces = self._pieces_of[position]
         for name, memory in columns.items():
-            rows, separator = self._columns[name]
+            rows, separator, _ = self._columns[name]
             planned = pieces[0][-1]
             if len(memory) != planned:
                 raise _DocumentError(f"has {len(memory)} {name}, and Pack(lengths=) has {planned}")
@@ -282,14 +289,46 @@ class PackBatchBuilder(BatchBuilder):
                 if stop > planned:
                     rows[place + planned - start] = separator
 
-    def _new_column(self, name: Any, first: NDArray[Any]) -> tuple[NDArray[Any], Any]:
+    def put_gathered(self, samples: Gathered) -> bool:
+        """Note where the pieces of all documents are, if they fit; otherwise ``put`` tells which one does not."""
+        if len(samples) != self._samples or (located := samples.located(self._pieces)) is None:
+            return False
+        try:
+            self._columns = {name: self._new_column(name, array) for name, (array, _) in located.items()}
+        except _DocumentError:
+            return False
+        self._located = located
+        return True
+
+    def _new_column(self, name: Any, first: NDArray[Any]) -> tuple[NDArray[Any], Any, Any]:
         rows = self._array((self._pack.rows * self._pack.context, *first.shape[1:]), first.dtype)
         pad, separator = self._pack.pad, self._pack.separator
-        rows[:] = _value("pad", pad.get(name, 0) if isinstance(pad, Mapping) else pad, first.dtype)
+        padding = _value("pad", pad.get(name, 0) if isinstance(pad, Mapping) else pad, first.dtype)
+        rows[:] = padding
         if isinstance(separator, Mapping) and name not in separator:
             raise _DocumentError(f"has {name}, for which Pack(separator=) has no token")
         token = separator[name] if isinstance(separator, Mapping) else separator
-        return rows, None if token is None else _value("separator", token, first.dtype)
+        return rows, None if token is None else _value("separator", token, first.dtype), padding
+
+    def _gather(self, at: Any, ids: NDArray[np.int64], places: NDArray[np.int64], padding: Any) -> None:
+        """Copy the pieces that are located. Behind documents, and in padding, there may be no memory to copy."""
+        _, begins, starts, stops, lengths = self._pieces.T
+        counts = np.minimum(stops, lengths) - starts
+        longest, ends = counts.argmax(), (begins + counts)[stops > lengths]
+        holes = ends if padding is None else np.append(ends, np.flatnonzero(padding))
+        for name, (memory, firsts) in self._located.items():
+            rows, separator, pad = self._columns[name]
+            moves = np.zeros(ids[-1] + 1, np.int64)
+            moves[at] = firsts - begins
+            np.add(np.take(moves, ids, out=places, mode="clip"), _numbers(len(ids)), out=places)
+            if len(holes):
+                places[holes] = firsts[longest]
+            if counts[longest]:
+                np.take(memory, places, out=rows, mode="clip")
+            if len(holes):
+                rows[holes] = pad
+            if len(ends):
+                rows[ends] = separator
 
     def _array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         memory = array(self._lease, shape, dtype)
@@ -302,23 +341,34 @@ class PackBatchBuilder(BatchBuilder):
             pieces = pieces[np.isin(pieces[:, 0], positions)]
         starts = pieces[:, 1]
         # The padding at the end of a row is a piece of that row.
-        edges = np.unique(np.concatenate([starts, starts + pieces[:, 3] - pieces[:, 2], np.arange(rows + 1) * context]))
+        edges = np.concatenate([starts, starts + pieces[:, 3] - pieces[:, 2], np.arange(rows + 1) * context])
+        edges.sort()
         sizes = np.diff(edges)
+        edges, sizes = np.append(edges[:-1][sizes > 0], edges[-1]), sizes[sizes > 0]
+        at = np.searchsorted(edges, starts)
         numbers = np.full(len(sizes), -1)
-        numbers[np.searchsorted(edges, starts)] = np.arange(len(starts))
-        batch = {name: column for name, (column, _) in self._columns.items()}
-        for name, values in {
-            "position_ids": np.arange(rows * context) - np.repeat(edges[:-1], sizes),
-            "document_ids": np.repeat(numbers, sizes),
-        }.items():
-            batch[name] = self._array(values.shape, np.dtype(np.int64))
-            batch[name][:] = values
+        numbers[at] = np.arange(len(starts))
+        # In memory that is used again: fresh pages cost several times what is computed.
+        places, ids = self._array((2, rows * context), np.dtype(np.int64))
+        ids[:] = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        padding = None if len(starts) == len(sizes) else np.repeat(numbers < 0, sizes)
+        self._gather(at, ids, places, padding)
+        np.subtract(_numbers(len(ids)), np.take(edges, ids, out=places, mode="clip"), out=places)
+        if padding is not None:
+            ids[:] = np.repeat(numbers, sizes)
+        batch = {name: column for name, (column, *_) in self._columns.items()}
+        batch |= {"position_ids": places, "document_ids": ids}
         cu_seqlens = self._array(edges.shape, np.dtype(np.int32))
         cu_seqlens[:] = edges
         batch = {name: column.reshape(rows, context, *column.shape[1:]) for name, column in batch.items()}
         batch["cu_seqlens"] = cu_seqlens
         leaves = {name: HostTensor(memory, pinned=self._lease.pinned) for name, memory in batch.items()}
         return {**leaves, "max_seqlen": int(sizes.max())}
+
+
+@lru_cache(maxsize=1)
+def _numbers(count: int) -> NDArray[np.int64]:
+    return np.arange(count)
 
 
 class _DocumentError(MisfitError):

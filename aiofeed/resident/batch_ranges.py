@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from aiofeed.kernel.core.types import BatchPlan
+from aiofeed.kernel.sampling.epochs import EpochStart
 from aiofeed.kernel.sampling.order import ComputedEpoch, Int64, Permutation, sequential
 from aiofeed.kernel.sampling.schedule import Position, Schedule
 
@@ -78,3 +80,27 @@ class BatchRanges:
             self._block_numbers = range(first, first + several)
         at = (first - self._block_numbers.start) * schedule.batch_size
         return self._block[at : at + count * schedule.batch_size]
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedRange(BatchRange):
+    """A batch with its plan."""
+
+    plan: BatchPlan
+
+
+class PlannedRanges:
+    """The batches of an epoch whose batches are listed, one after the other."""
+
+    def __init__(self, schedule: Schedule, start: EpochStart) -> None:
+        self._plans = schedule.plans(start.position, start.sampled)
+        self._plan: BatchPlan | None = None
+
+    def at(self, first: int, most: int) -> PlannedRange | None:
+        """Return the batch number ``first``, or the next one; ``None`` if none is left."""
+        while self._plan is None or self._plan.number < first:
+            if (plan := next(self._plans, None)) is None:
+                return None
+            self._plan = plan
+        plan = self._plan
+        return PlannedRange([plan.number], np.array(plan.indices), len(plan.indices), run=False, plan=plan)

@@ -23,7 +23,7 @@ from aiofeed.kernel.feeder.pipeline import InlineBatches
 from aiofeed.kernel.runtime.queue import BatchQueue, EndOfEpoch, FeedFailure, QueueItem, ReadyBatch, Stopped
 from aiofeed.kernel.sampling.epochs import EpochStart, EpochStream
 from aiofeed.kernel.sampling.order import BatchLists
-from aiofeed.resident.batch_ranges import BatchRange, BatchRanges
+from aiofeed.resident.batch_ranges import BatchRange, BatchRanges, PlannedRanges
 from aiofeed.resident.device_windows import DeviceTokenWindows, DeviceWindows
 from aiofeed.resident.host_windows import HostWindows, default_modes
 from aiofeed.resident.tensors import with_own_rows
@@ -97,8 +97,11 @@ class _EpochWindows:
         self.stream = stream
         self.start = start
         self.made: list[ReadyBatch] = []
-        assert not isinstance(start.sampled, BatchLists)  # the session streams those
-        self._ranges = BatchRanges(stream.schedule, start.position, start.sampled)
+        self._ranges: Any
+        if isinstance(start.sampled, BatchLists):
+            self._ranges = PlannedRanges(stream.schedule, start)
+        else:
+            self._ranges = BatchRanges(stream.schedule, start.position, start.sampled)
         self._last = stream.schedule.batch_numbers(start.position) - 1
 
     def next_range(self, windows: Windows) -> BatchRange | None:

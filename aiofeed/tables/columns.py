@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -67,6 +68,10 @@ class NumberColumn:
     def row_shape(self) -> tuple[int, ...] | None:
         """The shape of a row; ``None`` if that is not known, as of an empty column of lists."""
         return None if 0 in self.shape else self.shape
+
+    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Return the length of each row, if rows are arrays."""
+        return np.full(len(rows), self.shape[0]) if self.shape else None
 
     def take(self, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Return rows in memory of their own."""
@@ -142,6 +147,10 @@ class ValueColumn:
         """The shape of a row; ``None`` if it varies or has parts."""
         return None if example_of(self.column.type) == [0] else ()
 
+    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Return ``None``: only decoding tells."""
+        return None
+
     def value(self, row: int) -> Any:
         """Return a row; ``None`` for null."""
         number = bisect_right(self._ends, row)
@@ -154,6 +163,62 @@ class ValueColumn:
     def values(self, rows: NDArray[np.int64]) -> list[Any]:
         """Return rows; ``None`` for null."""
         return [self.value(row) for row in rows.tolist()]
+
+
+class ListColumn(ValueColumn):
+    """A column of lists of numbers, of which rows are parts of one array.
+
+    Args:
+        column: An arrow ``ChunkedArray`` of lists.
+        problem: Why it has no tensors.
+
+    Raises:
+        NoTensorsError: It has other values, nulls, or is damaged.
+    """
+
+    def __init__(self, column: Any, problem: str) -> None:
+        super().__init__(column, problem)
+        chunks = [chunk for chunk in column.chunks if len(chunk)]
+        varying = is_list(column.type) and not arrow().types.is_fixed_size_list(column.type)
+        if not varying or not chunks or column.null_count:
+            raise NoTensorsError(problem)
+        for chunk in chunks:
+            chunk.validate(full=True)  # arrow would read beyond the memory of the column
+        offsets, numbers = [chunk.offsets.to_numpy() for chunk in chunks], [_array(chunk.flatten()) for chunk in chunks]
+        if numbers[0].ndim > 1:
+            raise NoTensorsError(problem)
+        self._firsts = NumberColumn([each[:-1] for each in offsets])
+        self._stops = NumberColumn([each[1:] for each in offsets])
+        self._chunk_ends = np.cumsum(list(map(len, chunks)))
+        # Where each chunk's numbers begin.
+        self.flat, starts = numbers[0], np.zeros(1, np.int64)
+        if len(numbers) > 1:
+            spanned = _span(numbers, 1)
+            self.flat = np.concatenate(numbers) if spanned is None else spanned[0][:, 0]
+            starts = np.cumsum([0, *map(len, numbers[:-1])]) if spanned is None else spanned[1]
+        self._owners = numbers
+        self.nbytes: int = sum(each.nbytes for each in numbers)
+        self._moves = starts - np.array([each[0] for each in offsets])
+
+    def bounds(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return where rows begin in ``flat``, and how many numbers they have."""
+        starts = self._firsts.take(rows).astype(np.int64)
+        counts = self._stops.take(rows) - starts
+        return starts + self._moves[np.searchsorted(self._chunk_ends, rows, side="right")], counts
+
+    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the lengths of rows."""
+        return self.bounds(rows)[1]
+
+    def value(self, row: int) -> Any:
+        """Return a row as an array."""
+        return self.values(np.array([row]))[0]
+
+    def values(self, rows: NDArray[np.int64]) -> list[Any]:
+        """Return rows as arrays."""
+        starts, counts = self.bounds(rows)
+        pairs = zip(starts.tolist(), (starts + counts).tolist(), strict=True)
+        return [self.flat[start:stop].copy() for start, stop in pairs]
 
 
 def _as_python(column: Any, row: int) -> Any:
@@ -319,6 +384,35 @@ def _like(blocks: Blocks, count: int, memory: BufferLease) -> Blocks:
     return [(names, array(memory, (len(names), count, *block.shape[2:]), block.dtype)) for names, block in blocks]
 
 
+class GatheredLists(Gathered):
+    """Rows of columns of lists of numbers, of which parts are gathered.
+
+    Args:
+        columns: The columns, by the names that they have in a batch.
+        rows: The rows.
+        samples: Returns the rows as samples.
+    """
+
+    def __init__(
+        self, columns: Mapping[Any, ListColumn], rows: NDArray[np.int64], samples: Callable[[], Sequence[Any]]
+    ) -> None:
+        super().__init__(len(rows))
+        self._columns, self._rows, self._samples = columns, rows, samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._samples())
+
+    def located(self, pieces: NDArray[np.int64], /) -> dict[Any, tuple[NDArray[Any], NDArray[np.int64]]] | None:
+        """Return for each column where parts of rows begin; ``None`` if a row has another length than planned."""
+        found, rows = {}, self._rows[pieces[:, 0]]
+        for name, column in self._columns.items():
+            starts, lengths = column.bounds(rows)
+            if (lengths != pieces[:, 4]).any():
+                return None
+            found[name] = column.flat, starts + pieces[:, 2]
+        return found
+
+
 def collate_rows(samples: Sequence[tuple[Columns, int]]) -> dict[str, torch.Tensor]:
     """Return a batch of rows, each given as its columns and its number in them.
 
@@ -351,6 +445,9 @@ def _column(column: Any) -> NumberColumn | ValueColumn:
         # Not array([], type), which some types lack.
         return NumberColumn([_array(chunk) for chunk in column.chunks or [arrow().nulls(0, column.type)]])
     except NoTensorsError as error:
+        # Of a damaged column, each row has its error.
+        with suppress(NoTensorsError, arrow().ArrowException):
+            return ListColumn(column, str(error))
         return ValueColumn(column, str(error))
 
 
@@ -425,22 +522,8 @@ def example_of(kind: Any) -> Any:
 
 
 def list_lengths(column: Any) -> NDArray[np.int64] | None:
-    """Return the lengths of the lists of numbers in an Arrow column; ``None`` for others, or if there are nulls.
-
-    Raises:
-        ValueError: The column is damaged.
-    """
-    types, found = arrow().types, [np.empty(0, np.int64)]
-    inner = column.type.value_type if is_list(column.type) else None
-    if inner is None or not (types.is_integer(inner) or types.is_floating(inner) or types.is_boolean(inner)):
-        return None
-    for chunk in column.chunks:
-        chunk.validate(full=True)  # arrow would read beyond the memory of the column
-        if chunk.null_count or chunk.flatten().null_count:
-            return None
-        is_fixed = types.is_fixed_size_list(column.type)
-        found.append(np.full(len(chunk), column.type.list_size) if is_fixed else np.diff(chunk.offsets.to_numpy()))
-    return np.concatenate(found, dtype=np.int64)
+    """Return the lengths of the lists of numbers in an Arrow column; ``None`` for others, or if there are nulls."""
+    return _column(column).lengths(np.arange(len(column)))
 
 
 def is_encoded(kind: Any) -> bool:

@@ -7,7 +7,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from aiofeed.kernel.sources.file_io import SAMPLED, Content
 from aiofeed.shards.arrow import arrow
 from aiofeed.shards.parquet import as_list
 from aiofeed.shards.urls import ShardFinder
-from aiofeed.tables.columns import Columns, NumberColumn, ValueColumn, list_lengths
+from aiofeed.tables.columns import Columns, GatheredLists, ListColumn, NumberColumn, ValueColumn
 from aiofeed.tables.table import MEMORY_SHARE, Table, check_columns
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ class MemoryTable(Table):
     """Rows of a table in memory, or of a mapped ``.arrow`` file."""
 
     answers_at_once = True
+    _joins = False
+    """Whether samples are for plans that join parts of them."""
 
     def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
         if any(value is not None for value in storage.values()):
@@ -80,26 +82,32 @@ class MemoryTable(Table):
         return self._held.columns
 
     def _list_lengths(self, name: str) -> NDArray[np.int64] | None:
-        column = self._held.columns[name]
-        if isinstance(column, NumberColumn):
-            return np.full(len(self), column.shape[0])
         self._mapped.check()
-        found = list_lengths(column.column)
-        return found if found is None else found[self._row_of(np.arange(len(self)))]
+        return self._held.columns[name].lengths(self._row_of(np.arange(len(self))))
 
-    def read_now(self, indices: Sequence[int], /) -> list[Any]:
+    def in_pieces(self) -> Self:
+        """Return the table with rows as ``GatheredLists``, if it has lists of numbers only."""
+        lists = all(isinstance(column, ListColumn) for column in self._held.columns.values())
+        return self._changed(_joins=True) if lists and self._target_columns is None else self
+
+    def read_now(self, indices: Sequence[int], /) -> Any:
         """Return samples."""
         rows = self._row_of(np.asarray(indices, np.int64))
         self._mapped.check(rows)
-        return self._samples_of(self._held, rows)
+        if not self._joins:
+            return self._samples_of(self._held, rows)
+        names = {name if self.data is None else "tokens": column for name, column in self._held.columns.items()}
+        return GatheredLists(names, rows, lambda: self._samples_of(self._held, rows))
 
-    async def read_many(self, indices: Sequence[int], /) -> list[Any]:
+    async def read_many(self, indices: Sequence[int], /) -> Any:
         """Return samples. Rows may have to be read from disk, which a thread does."""
         return self.read_now(indices) if self._whole else await asyncio.to_thread(self.read_now, indices)
 
     @property
     def in_memory(self) -> bool:
         """Whether batches are gathered of columns that are in memory, or that the operating system can keep there."""
+        if self._joins:
+            return sum(column.nbytes for column in self._held.columns.values()) * MEMORY_SHARE <= free_memory()
         return self._whole and self.sample_bytes * len(self) * MEMORY_SHARE <= free_memory()
 
     def gathered(self, indices: NDArray[np.int64], memory: object) -> list[NDArray[Any]]:

@@ -183,9 +183,12 @@ class Table(GroupedSource):
         for column, problem in self._problems().items():
             if problem is not None:
                 raise TypeError(f"{self.name}: {no_tensors(column, problem)}")
-        whole = object.__new__(type(self))
-        whole.__dict__.update(self.__dict__, _whole=True, collate=collate_rows)
-        return whole
+        return self._changed(_whole=True, collate=collate_rows)
+
+    def _changed(self, **attributes: Any) -> Self:
+        changed = object.__new__(type(self))
+        changed.__dict__.update(self.__dict__, **attributes)
+        return changed
 
     def _set_targets(self, columns: Columns, names: str | Sequence[str] | None) -> None:
         """Keep columns of targets in memory."""

@@ -115,7 +115,7 @@ class RemoteTokens(Tokens, ParquetRows):
         self._shards = run_blocking(lambda: self._open_all(finder, urls))
         self._parts = Parts(map(self._samples, self._shards))
         self._starts = np.array(self._parts.starts)
-        self.documents: list[NDArray[np.int64] | None] = [shard.extra.layout.documents for shard in self._shards]
+        self._layouts = [shard.extra.layout for shard in self._shards]
         dtypes = [np.dtype(shard.extra.layout.dtype) for shard in self._shards]
         self._dtype = dtypes[0] if len(set(dtypes)) == 1 else np.result_type(*dtypes)
         self.gathered_bytes: int = self._needed * self._dtype.itemsize

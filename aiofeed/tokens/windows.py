@@ -130,10 +130,9 @@ class Tokens(IndexedSource):
         needed = self.block + self.targets
         self._files = files = [(_local_path(path), dtype, stride) for path, dtype, stride in files]
         self._windows = []
+        self._layouts: list[TokenLayout] = []
         self.arrays: list[NDArray[Any]] = []
         """The mapped tokens of each file."""
-        self.documents: list[NDArray[np.int64] | None] = []
-        """The first token of each document of each file, and the number of tokens; ``None`` without documents."""
         mapped = []
         for path, dtype, stride in files:
             with naming_file(str(path)):
@@ -143,7 +142,7 @@ class Tokens(IndexedSource):
             self._windows.append(np.lib.stride_tricks.sliding_window_view(tokens, needed)[::stride])
             mapped.append(([(str(path), layout.offset + tokens.nbytes)], len(self._windows[-1])))
             self.arrays.append(tokens)
-            self.documents.append(layout.documents)
+            self._layouts.append(layout)
             if vocab is not None:
                 for start in checked_places(len(tokens)):
                     check_vocab(str(path), start, tokens[start : start + CHECKED_TOKENS], vocab)
@@ -177,6 +176,11 @@ class Tokens(IndexedSource):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._open(self._files)
+
+    @property
+    def documents(self) -> list[NDArray[np.int64] | None]:
+        """The first token of each document of each file, and the number of tokens; ``None`` without documents."""
+        return [layout.documents for layout in self._layouts]
 
     def __len__(self) -> int:
         """Return the number of windows."""
@@ -375,11 +379,16 @@ def open_tokens(path: Path, dtype: str) -> tuple[NDArray[Any], TokenLayout]:
         raise FileNotFoundError(f"{path} does not exist{hint}")
     index_path = path.with_suffix(".idx")
     has_index = path.suffix == ".bin" and index_path.is_file()
-    index = index_path.read_bytes() if has_index else None
+    index = _mapped(index_path) if has_index else None
+    with path.open("rb") as file:
+        size, head = os.fstat(file.fileno()).st_size, file.read(CHECKED_BYTES)
+    layout = layout_of(str(path), path.suffix, size, head, dtype, index, str(index_path))
+    memory = _mapped(path)
+    return np.frombuffer(memory, layout.dtype, layout.count, layout.offset if layout.count else 0), layout
+
+
+def _mapped(path: Path) -> mmap.mmap | bytes:
     # From Python 3.13 on, a mapping needs no open file: a dataset may have more files than a process may open.
     more: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
     with path.open("rb") as file:
-        size, head = os.fstat(file.fileno()).st_size, file.read(CHECKED_BYTES)
-        layout = layout_of(str(path), path.suffix, size, head, dtype, index, str(index_path))
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **more) if layout.count else b""
-    return np.frombuffer(memory, layout.dtype, layout.count, layout.offset if layout.count else 0), layout
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **more) if os.fstat(file.fileno()).st_size else b""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
 import pickle
 import re
+import sys
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -532,6 +534,38 @@ def test_documents_of_megatron_cover_the_tokens(
     assert documents.tolist() == expected
     complete = boundaries[:1] == [0] and boundaries[-1:] == [3]
     assert [str(index) in record.message for record in caplog.records] == [True] * (not complete)
+
+
+@pytest.mark.parametrize(
+    ("place", "number", "at_once"),
+    [(34 + 12, 5, True), (34 + 12 + 8, 5, True), (34 + 36 + 8, 4, False), (34 + 36 + 8, -1, False)],
+    ids=["first sequence", "second sequence", "a document behind the end", "a document before the beginning"],
+)
+def test_a_damaged_index_of_megatron(place: int, number: int, at_once: bool, tmp_path: Path) -> None:
+    """Sequences are compared when the source is made, documents when they are asked for."""
+    index = write_megatron(tmp_path / "a.bin", np.split(np.arange(900), [300, 500])).with_suffix(".idx")
+    damaged = bytearray(index.read_bytes())
+    damaged[place : place + 8] = number.to_bytes(8, "little", signed=True)
+    index.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"a\.idx is damaged") if at_once else contextlib.nullcontext():
+        tokens = Tokens(tmp_path / "a.bin", BLOCK)
+    if not at_once:
+        with pytest.raises(ValueError, match=r"a\.idx is damaged"):
+            _ = tokens.documents
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files have holes there")
+def test_an_index_of_any_size_is_opened_at_once(tmp_path: Path) -> None:
+    """An index is mapped, and a few of its places are read: here holes are sequences without tokens."""
+    index, count = write_megatron(tmp_path / "a.bin", [np.arange(900)]).with_suffix(".idx"), 1 << 28
+    head = index.read_bytes()
+    with index.open("wb") as file:
+        file.write(head[:18] + count.to_bytes(8, "little") + (2).to_bytes(8, "little"))
+        file.truncate(34 + 12 * count + 16)
+        for place, number in ((34 + 4 * count - 4, 900), (34 + 12 * count + 8, count)):
+            file.seek(place)
+            file.write(number.to_bytes(4, "little"))
+    assert len(Tokens(tmp_path / "a.bin", BLOCK)) == 900 // BLOCK
 
 
 def test_targets_need_one_token_more(tmp_path: Path) -> None:

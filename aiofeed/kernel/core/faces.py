@@ -263,6 +263,13 @@ class BaseSource(Declares):
         """
         return True
 
+    def in_pieces(self) -> BaseSource:
+        """Return the source for batches of parts of samples: reads may return a ``Gathered`` that has ``located`` them.
+
+        No ``decode=`` is given.
+        """
+        return self
+
     def order(self, seed: int, *, shuffle: bool) -> Any:
         """Return the ``Lister`` of a source that is ``ordered``."""
         raise NotImplementedError
@@ -290,8 +297,8 @@ BY_INDICES: frozenset[str] = frozenset({"read_planned", "new_gathered", "gather_
 # fmt: off
 _INTERNAL = frozenset({
     "traits", "given", "rows", "threads", "decoder", "collate", "in_memory", "gathered", "first_tokens", "sample_bytes",
-    "form_batch", "lengths", "structure", "adopted", "as_samples", "in_batches", "for_neighbours", "order", "draws",
-    "new_order", "gathers_on_device", "check_room", "for_memory", "load",
+    "form_batch", "lengths", "structure", "adopted", "as_samples", "in_batches", "for_neighbours", "in_pieces", "order",
+    "draws", "new_order", "gathers_on_device", "check_room", "for_memory", "load",
 })
 # fmt: on
 

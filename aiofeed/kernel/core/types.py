@@ -198,6 +198,13 @@ class Gathered(Sequence[Any], ABC):
         """Return the batch, of ``HostTensor`` in memory of a lease, and its bytes; unless a decoder makes the batch."""
         raise NotImplementedError
 
+    def located(self, pieces: NDArray[np.int64], /) -> Mapping[Any, tuple[NDArray[Any], NDArray[np.int64]]] | None:
+        """Return by column an array and where in it parts of samples begin; ``None``: samples are taken one by one.
+
+        ``pieces``: see ``BatchPlan``; ``None`` if one of their samples has another length.
+        """
+        return None
+
 
 @public
 @runtime_checkable

@@ -417,6 +417,7 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     collate_fn: Any = a.collate_fn
     if a.plan is not None and (packs := a.plan.new_collate()) is not None:
         collate_fn = packs
+        source = source if a.decode else source.in_pieces()
     elif collate_fn is None and source.traits.rows and a.decode is None:
         source = source.in_batches()
         collate_fn = source.collate

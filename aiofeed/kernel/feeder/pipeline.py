@@ -288,6 +288,8 @@ class InlineBatches(ABC):
     """
 
     reason: str = ""
+    planned: bool = False
+    """Whether it makes batches that a plan lists; otherwise those of one size."""
 
     @abstractmethod
     def ready(self, stream: EpochStream) -> bool:

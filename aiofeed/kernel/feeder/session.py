@@ -301,9 +301,9 @@ class FeederSession(Generic[BatchT]):
         return self.inline is None or self.inline.may_read_ahead(streams)
 
     def _inline_for(self, stream: EpochStream) -> InlineBatches | None:
-        """Return what makes the batches of a stream in the consumer's thread, in windows for batches of one size."""
+        """Return what makes the batches of a stream in the consumer's thread."""
         inline, listed = self.inline, isinstance(stream.first.sampled, BatchLists)
-        return None if inline is None or listed or not inline.ready(stream) else inline
+        return None if inline is None or listed != inline.planned or not inline.ready(stream) else inline
 
     def _replace_pipeline(self, stream: EpochStream) -> None:
         """Create the pipeline for a stream, and its delivery."""
@@ -553,13 +553,17 @@ def _new_memory(config: FeederConfig) -> InlineBatches | None:
         found: InlineBatches = memory
         return found
     traits = source.traits
-    threads = config.backend or config.engines or config.collate_fn is not source.collate
+    threads = config.backend or config.engines
+    others = threads or config.collate_fn is not source.collate
     # For a device, threads gather into pinned memory, unless the tokens are kept on the device.
-    gathered = traits.rows and not threads and source.in_memory
+    gathered = traits.rows and not others and source.in_memory
     if traits.in_memory or config.kept_on_device or gathered:
         data: InlineBatches = load_addon("InlineData", type(source).__name__)(source, config.length)
         return data
-    if threads or cache or config.in_order == "samples" or config.user_limits.prefetch_batches is not None:
-        return None
     recovers = policy.action != "raise" or policy.retries or policy.read_timeout_s or policy.decode_timeout_s
-    return SmallItems() if source.threads == 1 and not recovers else None
+    if threads or cache or recovers or config.in_order == "samples" or config.user_limits.prefetch_batches is not None:
+        return None
+    if isinstance(config.collate_fn, BuildsBatches) and source.in_memory:
+        plans: InlineBatches = load_addon("InlinePlans", type(source).__name__)()
+        return plans
+    return SmallItems() if source.threads == 1 and config.collate_fn is None else None

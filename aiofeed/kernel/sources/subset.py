@@ -123,6 +123,8 @@ class Subset(IndexedSource):
         """Return a member of the whole source for the part."""
         if value is None:
             return None
+        if name in ("in_batches", "as_samples", "for_neighbours", "in_pieces"):
+            return lambda: type(self)(value(), self.rows)
         if name in BY_INDEX:
             return lambda indices: value(self.rows.take(indices).tolist())
         if name in BY_INDICES:
@@ -157,23 +159,11 @@ class Subset(IndexedSource):
         found = self.whole.lengths(unit)
         return None if found is None else found[self.rows]
 
-    def in_batches(self) -> Self:
-        """Return the same rows of a source of which batches are gathered."""
-        return type(self)(self.whole.in_batches(), self.rows)
-
-    def as_samples(self) -> Self:
-        """Return the same samples of a source that has them one by one."""
-        return type(self)(self.whole.as_samples(), self.rows)
-
     def for_memory(self, nbytes: int, /) -> Self:
         """Return the same samples of a source that may keep its data in memory; all of its shards have some of them."""
         starts = self.whole.shard_starts
         needed = starts is None or len(np.unique(np.searchsorted(starts, self.rows, "right"))) == len(starts) - 1
         return type(self)(self.whole.for_memory(nbytes if needed else 0), self.rows)
-
-    def for_neighbours(self) -> Self:
-        """Return the same samples of a source for orders in which neighbours come together."""
-        return type(self)(self.whole.for_neighbours(), self.rows)
 
 
 def fingerprint_of(source: BaseSource, length: int) -> str:

@@ -190,10 +190,11 @@ class SourceFetcher(Fetcher):
 
         ``None``: decode them into the batch.
         """
-        gathered = chunk.values if isinstance(chunk.values, Gathered) else None
-        if gathered is None:
+        if not isinstance(chunk.values, Gathered):
             self._read_now(chunk)
-        else:
+        gathered = chunk.values if isinstance(chunk.values, Gathered) else None
+        if gathered is not None:
+            self._gathers = True
             chunk.outcome.decode_s += gathered.seconds
             chunk.outcome.decode_cpu_s += gathered.cpu_seconds
         started, cpu_started = time.perf_counter(), time.thread_time()
@@ -220,6 +221,9 @@ class SourceFetcher(Fetcher):
         assert self._blocking_reader is not None
         indices, first = [chunk.plan.indices[position] for position in positions], chunk.positions[0]
         encoded = self._blocking_reader.read(indices, chunk.outcome, chunk.control.stop)
+        if isinstance(encoded, Gathered) and len(positions) == len(chunk.values):
+            chunk.values = encoded
+            return
         for position, value in zip(positions, encoded, strict=True):
             chunk.values[position - first] = value
 
@@ -364,16 +368,16 @@ class BlockingReader:
     policy: FailurePolicy
     _turn: threading.Lock = field(default_factory=threading.Lock)
 
-    def read(self, indices: Sequence[int], outcome: ChunkOutcome, stop: threading.Event) -> list[Any]:
+    def read(self, indices: Sequence[int], outcome: ChunkOutcome, stop: threading.Event) -> Any:
         """The encoded samples, exceptions for those that failed; time, bytes and retries are added to ``outcome``."""
         started = time.thread_time()
         try:
-            encoded = self._read_in_turn(indices)
+            encoded: Any = self._read_in_turn(indices)
             if len(encoded) != len(indices):
                 raise ValueError(f"read_now returned {len(encoded)} samples for {len(indices)} indices")
         except BaseException:  # noqa: BLE001 - the user's source may raise anything; one by one, the error gets a name
             encoded = [self._read_one(index) for index in indices]
-        if self.policy.retries:
+        if self.policy.retries and not isinstance(encoded, Gathered):
             for at, data in enumerate(encoded):
                 if isinstance(data, BaseException):
                     attempt = partial(self._attempt, indices[at])
@@ -384,13 +388,12 @@ class BlockingReader:
         outcome.nbytes += total_bytes(encoded)
         return encoded
 
-    def _read_in_turn(self, indices: Sequence[int]) -> list[Any]:
-        if not machine.has_gil():
-            return list(self.read_now(indices))
+    def _read_in_turn(self, indices: Sequence[int]) -> Sequence[Any]:
         # Threads that read files at the same time pass the GIL back and forth, which costs more than the reads.
-        acquired = self._turn.acquire(timeout=TURN_S)
+        acquired = machine.has_gil() and self._turn.acquire(timeout=TURN_S)
         try:
-            return list(self.read_now(indices))
+            found = self.read_now(indices)
+            return found if isinstance(found, Gathered) else list(found)
         finally:
             if acquired:
                 self._turn.release()
