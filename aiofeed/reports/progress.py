@@ -100,6 +100,9 @@ class _ShownEpoch:
             ended = time.perf_counter()
             self._due = ended + max(BAR_EVERY_S, (ended - started) / DRAWING_SHARE)
 
+    def with_keys(self, item: Any, batch: Any) -> Any:
+        return self._observer.with_keys(item, batch)
+
     def returned(self, item: Any) -> None:
         self._observer.returned(item)
 

@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_an_error_of_a_row(plan: dict[str, Any], message: s
 
 def test_rows_are_arrays_of_their_own() -> None:
     """A sample of a table may be changed: it is a copy, of the dtype of its lists."""
-    column = Table(arrow(("x",), pieces=3))._columns.columns["x"]
+    column = Table(arrow(("x",), pieces=3))._held.columns["x"]
     assert isinstance(column, ListColumn)
     rows = column.values(np.array([59, 0, 31]))
     assert [row.tolist() for row in rows] == [COLUMNS["x"][row].tolist() for row in (59, 0, 31)]

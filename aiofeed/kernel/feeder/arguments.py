@@ -424,12 +424,12 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     kept_on_device = a.cache == "device" and source.gathers_on_device
     if kept_on_device:
         source.check_room(a.backend)
+    limits = limits_for(a.limits, a.samples, a.adopted, a.engines, a.ray)
+    source = source.for_memory(0 if a.engines or a.cache is not None else limits.memory_bytes // SOURCE_SHARE)
     cache = None if a.cache is None or kept_on_device else cache_of(a.cache)
     if cache is not None and (wrapped := cache.wrap(source)) is not None:
         source, cache = as_source(wrapped), None
-    limits = limits_for(a.limits, a.samples, a.adopted, a.engines, a.ray)
     # Processes would each have a copy, and a cache keeps the samples already.
-    source = source.for_memory(0 if a.engines or a.cache is not None else limits.memory_bytes // SOURCE_SHARE)
     config = FeederConfig(
         source=source,
         length=a.length,
