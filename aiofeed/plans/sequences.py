@@ -230,7 +230,8 @@ class PackCollate(BuildsBatches):
     def by_row(self, plan: BatchPlan, indices: Sequence[int], keys: list[Any]) -> list[Any]:
         """Return the keys of the documents of each row, without those that were skipped."""
         assert plan.pieces is not None
-        names, rows = dict(zip(map(int, indices), keys, strict=True)), [[] for _ in range(self.rows)]
+        names = dict(zip(map(int, indices), keys, strict=True))
+        rows: list[list[Any]] = [[] for _ in range(self.rows)]
         for sample, place in plan.pieces[:, :2].tolist():
             if (index := int(plan.indices[sample])) in names:
                 rows[place // self.context].append(names[index])
