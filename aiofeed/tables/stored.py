@@ -102,26 +102,25 @@ class ParquetTable(ParquetRows, Table):
         return nbytes
 
     def for_memory(self, nbytes: int, /) -> Self:
-        """Return the table that may be in memory, if it fits; a file that a URL names has its error in row groups."""
-        room = machine.rank_memory() // MEMORY_SHARE if self._asked else nbytes * (self._asked is None)
-        named = not all(shard.local for shard in self._shards) and any(
-            is_encoded(column.column.type)
-            for column in self._chosen_columns().values()
-            if isinstance(column, ValueColumn)
-        )
-        if named or not room or self._decoded_bytes(room) >= room:
+        """Return the table that may be in memory, if it fits, or if another feeder has it there."""
+        columns = [each for each in self._chosen_columns().values() if isinstance(each, ValueColumn)]
+        # A file that a URL names is an error of its row group.
+        if any(is_encoded(each.column.type) for each in columns) and not all(shard.local for shard in self._shards):
             return self
+        room = machine.rank_memory() // MEMORY_SHARE if self._asked else nbytes
         found = copy(self)
-        found._room, found._loads = room, bool(self._asked)
+        found._room = room if self._asked or self._decoded_bytes(room) < room else 0
+        found._loads = bool(self._asked)
         return found
 
     def load(self, places: int, /) -> bool:
         """Read all row groups, if an epoch needs them. Where an event loop runs, which must not wait, ``open`` does."""
-        needed = self._asked or places >= min(PLACES * (len(self.shard_starts) - 1), len(self))
-        self._loads = bool(self._room and needed)
-        if self._loads and not self._loaded.done and asyncio._get_running_loop() is None:
+        loaded, groups = self._loaded, len(self.shard_starts) - 1
+        needed = self._asked or places >= min(PLACES * groups, len(self))
+        self._loads = self._asked is not False and (loaded.done or bool(self._room and needed))
+        if self._loads and not loaded.done and asyncio._get_running_loop() is None:
             run_blocking(self.open)
-        if self._loaded.done and not self.answers_at_once:
+        if loaded.done and not self.answers_at_once:
             self._loads = False  # of row groups, samples have their errors
         return self.answers_at_once
 
@@ -129,8 +128,11 @@ class ParquetTable(ParquetRows, Table):
         """Read all row groups into memory. Those that cannot be read are read again for their samples."""
         if not self._loads or self._loaded.done:
             return
-        loop, turn, nbytes = asyncio.get_running_loop(), asyncio.Semaphore(SCAN), 0
-        pool, most = ThreadPool("load", min(machine.rank_cpus(), SCAN)), min(2 * self._room, machine.rank_memory() // 2)
+        groups = [(shard, group) for shard in self._shards for group in range(shard.extra.metadata.num_row_groups)]
+        # While a row group is decoded it takes up to twice its memory, and the table must not.
+        threads = max(min(machine.rank_cpus(), SCAN, len(groups) // 2), 1)
+        loop, turn, pool = asyncio.get_running_loop(), asyncio.Semaphore(threads + 1), ThreadPool("load", threads)
+        nbytes, most = 0, min(2 * self._room, machine.rank_memory() // MEMORY_SHARE)
 
         async def read_group(shard: Shard, group: int) -> Any:
             nonlocal nbytes
@@ -142,11 +144,11 @@ class ParquetTable(ParquetRows, Table):
                         nbytes += table.nbytes
                         return table
 
-        groups = [(shard, group) for shard in self._shards for group in range(shard.extra.metadata.num_row_groups)]
         try:
             found = await run_all([read_group(*each) for each in groups])
         finally:
             pool.stop()
+            arrow().default_memory_pool().release_unused()
         if nbytes > most:
             self._check_room(nbytes)
             log.info("%s: the row groups take more than %s in memory and are not kept", self.name, format_bytes(most))
@@ -175,7 +177,7 @@ class ParquetTable(ParquetRows, Table):
     @property
     def in_memory(self) -> bool:
         """Whether batches may be gathered from memory."""
-        return self._whole and self._room > 0
+        return self._whole and self._asked is not False
 
     @property
     def answers_at_once(self) -> bool:

@@ -117,8 +117,8 @@ class Table(GroupedSource):
         """Raise ``ValueError`` if columns that are to be in memory do not fit."""
         if self._asked and nbytes > (room := machine.rank_memory() // MEMORY_SHARE):
             raise ValueError(
-                f"{self.name}: in_memory=True needs {format_bytes(nbytes)}, and half of the free memory of this rank is "
-                f"{format_bytes(room)}: choose columns=[...], or leave in_memory= out"
+                f"{self.name}: in_memory=True needs {format_bytes(nbytes)}, and half of the free memory of this rank "
+                f"is {format_bytes(room)}: choose columns=[...], or leave in_memory= out"
             )
 
     def _chosen_columns(self) -> Mapping[str, NumberColumn | ValueColumn]:
