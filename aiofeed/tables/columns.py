@@ -192,6 +192,8 @@ class Columns:
             name: _column(column) for name, column in columns.items()
         }
 
+        self.has_values = any(isinstance(column, ValueColumn) for column in self.columns.values())
+
     @classmethod
     def of(cls, table: Any) -> Columns:
         """Return the columns of an Arrow table."""

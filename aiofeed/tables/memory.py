@@ -19,7 +19,7 @@ from aiofeed.kernel.sources.file_io import SAMPLED, Content
 from aiofeed.shards.arrow import arrow
 from aiofeed.shards.parquet import as_list
 from aiofeed.shards.urls import ShardFinder
-from aiofeed.tables.columns import Columns, NumberColumn, ValueColumn, list_lengths
+from aiofeed.tables.columns import Columns, NumberColumn, ValueColumn, list_lengths, take_rows
 from aiofeed.tables.table import MEMORY_SHARE, Table, check_columns
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class MemoryTable(Table):
         files, table = _mapped_all(paths) if are_paths else (None, self._table)
         if are_paths and self._asked:
             self._check_room(table.nbytes)
-            files, table = [], _copied(table)
+            files, table = [], take_rows(table, np.arange(len(table)))
         columns, self._rows = _columns_of(table)
         self._mapped = MappedFiles(_files_of(table) if files is None else files)
         known, targets = [name for name, _ in columns], as_list(self._target_columns)
@@ -211,14 +211,6 @@ def _mapped_all(paths: Sequence[str | os.PathLike[str]]) -> Any:
         return files, tables[0] if len(tables) == 1 else arrow().concat_tables(tables)
     except arrow().ArrowException as error:
         raise ValueError(f"{os.fspath(paths[0])} and other files differ in their columns: {error}") from None
-
-
-def _copied(table: Any) -> Any:
-    """Return an Arrow table in memory of its own."""
-    sink = arrow().BufferOutputStream()
-    with arrow().ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return arrow().ipc.open_stream(sink.getvalue()).read_all()
 
 
 def mapped(path: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import glob
 import importlib
 import logging
@@ -50,23 +49,6 @@ PLACES = 4
 OFFSET_BYTES = 4
 
 
-class Loaded:
-    """What feeders of a table have in memory together; a copy of the table in another process has nothing.
-
-    Attributes:
-        done: Whether the row groups were read.
-        columns: Their columns; ``None`` if one of them was not read, or they differ.
-        tensors: Whether all columns have tensors.
-    """
-
-    def __init__(self) -> None:
-        self.done, self.tensors = False, False
-        self.columns: Columns | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Loaded, ()
-
-
 class ParquetTable(ParquetRows, Table):
     """Rows of Parquet files, read by row groups as ``ParquetRows`` reads them, or whole by the first epoch."""
 
@@ -81,7 +63,6 @@ class ParquetTable(ParquetRows, Table):
     def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
         ParquetRows.__init__(self, table, columns, data=self.data, target=target, **storage)
         self.name: str = self._shards[0].url
-        self._loaded = Loaded()
         if self._asked:
             self._check_room(self._decoded_bytes())
 
@@ -115,18 +96,19 @@ class ParquetTable(ParquetRows, Table):
 
     def load(self, places: int, /) -> bool:
         """Read all row groups, if an epoch needs them. Where an event loop runs, which must not wait, ``open`` does."""
-        loaded, groups = self._loaded, len(self.shard_starts) - 1
+        kept, groups = self._tables, len(self.shard_starts) - 1
         needed = self._asked or places >= min(PLACES * groups, len(self))
-        self._loads = self._asked is not False and (loaded.done or bool(self._room and needed))
-        if self._loads and not loaded.done and asyncio._get_running_loop() is None:
+        self._loads = self._asked is not False and (kept.complete or bool(self._room and needed))
+        if self._loads and not kept.complete and asyncio._get_running_loop() is None:
             run_blocking(self.open)
-        if loaded.done and not self.answers_at_once:
+        if kept.complete and not self.answers_at_once:
             self._loads = False  # of row groups, samples have their errors
         return self.answers_at_once
 
     async def open(self) -> None:
-        """Read all row groups into memory. Those that cannot be read are read again for their samples."""
-        if not self._loads or self._loaded.done:
+        """Read all row groups into memory, unless some of them cannot be read: their samples have the errors."""
+        kept = self._tables
+        if not self._loads or kept.complete:
             return
         groups = [(shard, group) for shard in self._shards for group in range(shard.extra.metadata.num_row_groups)]
         # While a row group is decoded it takes up to twice its memory, and the table must not.
@@ -137,31 +119,25 @@ class ParquetTable(ParquetRows, Table):
         async def read_group(shard: Shard, group: int) -> Any:
             nonlocal nbytes
             async with turn:
-                with contextlib.suppress(Exception):
-                    file = None if shard.local else await self._parts_of(shard, group, shard.extra.leaves)
-                    if nbytes <= most:
-                        table = await loop.run_in_executor(pool, self._decode_valid, shard, group, file)
-                        nbytes += table.nbytes
-                        return table
+                file = None if shard.local else await self._parts_of(shard, group, shard.extra.leaves)
+                if nbytes <= most:
+                    table = await loop.run_in_executor(pool, self._decode_valid, shard, group, file)
+                    nbytes += table.nbytes
+                    return table
 
         try:
             found = await run_all([read_group(*each) for each in groups])
+            if nbytes <= most:
+                kept.columns = Columns.of(arrow().concat_tables(found))
+        except Exception as error:  # noqa: BLE001 - damaged files, or such that differ, may raise any
+            log.debug("%s: it is read by row groups: %s", self.name, error)
         finally:
             pool.stop()
             arrow().default_memory_pool().release_unused()
+        kept.complete = True
         if nbytes > most:
             self._check_room(nbytes)
             log.info("%s: the row groups take more than %s in memory and are not kept", self.name, format_bytes(most))
-            self._room, self._loads = 0, False
-            return
-        loaded = self._loaded
-        if all(table is not None for table in found):
-            with contextlib.suppress(arrow().ArrowException):  # the files differ
-                loaded.columns = Columns.of(arrow().concat_tables(found))
-                loaded.tensors = all(isinstance(each, NumberColumn) for each in loaded.columns.columns.values())
-        if not loaded.tensors:
-            self._tables.keep({each: table for each, table in zip(groups, found, strict=True) if table is not None})
-        loaded.done = True
 
     def _decode_valid(self, shard: Shard, group: int, file: Any) -> Any:
         self._chunks_of(shard, group, shard.extra.leaves)  # raises for a group that would expand too much
@@ -171,8 +147,7 @@ class ParquetTable(ParquetRows, Table):
 
     @property
     def _held(self) -> Columns:  # type: ignore[override]
-        assert self._loaded.columns is not None
-        return self._loaded.columns
+        return self._tables.columns  # type: ignore[no-any-return]
 
     @property
     def in_memory(self) -> bool:
@@ -182,8 +157,8 @@ class ParquetTable(ParquetRows, Table):
     @property
     def answers_at_once(self) -> bool:
         """Whether samples are in memory."""
-        loaded = self._loaded
-        return self._loads and (loaded.tensors if self._whole else loaded.columns is not None)
+        found = self._tables.columns if self._loads else None
+        return found is not None and not (self._whole and found.has_values)
 
     @property
     def looks_ahead(self) -> bool:  # type: ignore[override]
