@@ -115,6 +115,7 @@ _PLUGS: dict[str, str] = {
     "MemoryTable": "aiofeed.tables.memory",
     "PackCollate": "aiofeed.plans.sequences",
     "ParquetTable": "aiofeed.tables.stored",
+    "ParsedTable": "aiofeed.tables.parsed",
     "ProgressFeed": "aiofeed.reports.progress",
     "RemoteTokens": "aiofeed.tokens.at_urls",
     "SampleAssembly": "aiofeed.sample_order.sample_assembly",

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import logging
 import os
-import sys
 import time
 import zlib
 from abc import ABC, abstractmethod
@@ -270,18 +269,15 @@ class RecentParts:
     """Keeps the large parts of shards that were read last. Several reads that need a part read it once."""
 
     def __init__(self) -> None:
-        self.most_bytes: int = CACHE_BYTES
+        # All parts together, once they were read into memory, and whether that was tried.
+        self.columns: Any = None
+        self.complete = False
         self._parts: OrderedDict[Hashable, Any] = OrderedDict()
         self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, Any]] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle no parts."""
         return type(self), ()
-
-    def keep(self, parts: Mapping[Hashable, Any]) -> None:
-        """Keep parts, and all that are read later."""
-        self._parts.update(parts)
-        self.most_bytes = sys.maxsize
 
     def kept(self, key: Hashable) -> Any:
         """Return a part that is kept, or ``None``."""
@@ -294,7 +290,7 @@ class RecentParts:
             part = self._parts.get(key)
             if part is None:
                 part = self._parts[key] = await read()
-                while len(self._parts) > 1 and sum([each.nbytes for each in self._parts.values()]) > self.most_bytes:
+                while len(self._parts) > 1 and sum([each.nbytes for each in self._parts.values()]) > CACHE_BYTES:
                     self._parts.popitem(last=False)
         locks.pop(key, None)
         return part

@@ -257,6 +257,8 @@ class Columns:
             name: _column(column) for name, column in columns.items()
         }
 
+        self.has_values = any(isinstance(column, ValueColumn) for column in self.columns.values())
+
     @classmethod
     def of(cls, table: Any) -> Columns:
         """Return the columns of an Arrow table."""
@@ -293,10 +295,11 @@ class Columns:
             blocks.append((list(columns), block))
         return blocks
 
-    def rows(self, rows: NDArray[np.int64]) -> list[dict[str, Any]]:
-        """Return rows as dicts."""
-        columns = [column.values(rows) for column in self.columns.values()]
-        return [dict(zip(self.columns, values, strict=True)) for values in zip(*columns, strict=True)]
+    def rows(self, rows: NDArray[np.int64], without: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """Return rows as dicts, without some columns."""
+        names = [name for name in self.columns if name not in without]
+        columns = [self.columns[name].values(rows) for name in names]
+        return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 Blocks: TypeAlias = "list[tuple[list[str], NDArray[Any]]]"

@@ -115,8 +115,8 @@ class TableFile:
                 return list(next(_objects(stream), {}))
             return list(arrow("pyarrow.csv").open_csv(stream, *self._csv_options()).schema.names)
 
-    def read(self, columns: list[str], types: Mapping[str, Any]) -> Any:
-        """Return an Arrow table of some columns, some of them as values of a type.
+    def read(self, columns: list[str] | None, types: Mapping[str, Any]) -> Any:
+        """Return an Arrow table of some columns, some of them as values of a type; ``None``: of all, with nulls.
 
         Raises:
             ValueError: The file is damaged, or a value is not of the type of its column.
@@ -130,25 +130,32 @@ class TableFile:
                 table = self._read_lines(stream, columns, types)
             else:
                 reader = arrow("pyarrow.csv")
-                convert = reader.ConvertOptions(include_columns=columns, column_types=dict(types))
-                table = reader.read_csv(stream, *self._csv_options(), convert)
+                nulls = {"strings_can_be_null": columns is None}
+                convert = reader.ConvertOptions(include_columns=columns, column_types=dict(types), **nulls)
+                try:
+                    table = reader.read_csv(stream, *self._csv_options(), convert)
+                except arrow().ArrowInvalid:  # in one thread, the message has the row
+                    table = reader.read_csv(self._open(), *self._csv_options(threads=False), convert)
         # A text that looks like a date is a text.
         if dates := {each.name: arrow().string() for each in table.schema if arrow().types.is_temporal(each.type)}:
             return self.read(columns, {**types, **dates})
-        for at, name in enumerate(columns):
+        for at, name in enumerate(table.column_names):
             if _largest(table.column(name)) >= _EXACT:
                 table = table.set_column(at, name, self._exact(name, table.column(name)))
         return table
 
-    def _read_lines(self, stream: Any, columns: list[str], types: Mapping[str, Any]) -> Any:
+    def _read_lines(self, stream: Any, columns: list[str] | None, types: Mapping[str, Any]) -> Any:
         reader = arrow("pyarrow.json")
         # A column with values of several types is an error only if some type has to be inferred.
-        others = "ignore" if types.keys() >= set(columns) else "infer"
+        others = "ignore" if columns is not None and types.keys() >= set(columns) else "infer"
         parsing = reader.ParseOptions(arrow().schema(types.items()), unexpected_field_behavior=others)
         blocks = reader.ReadOptions(block_size=_LINE)
         try:
-            return reader.read_json(stream, blocks, parsing).select(columns)
+            found = reader.read_json(stream, blocks, parsing)
+            return found if columns is None else found.select(columns)
         except arrow().ArrowInvalid:  # it may be a column of which no type is needed here
+            if columns is None:
+                raise
             kept = [{name: row[name] for name in columns if name in row} for row in _objects(self._open())]
             lines = arrow().py_buffer("\n".join(map(json.dumps, kept)).encode())
             return reader.read_json(arrow().BufferReader(lines), blocks, parsing).select(columns)
@@ -178,10 +185,10 @@ class TableFile:
                 f"this and the other values exactly: write them as texts"
             ) from None
 
-    def _csv_options(self) -> tuple[Any, Any]:
+    def _csv_options(self, threads: bool = True) -> tuple[Any, Any]:
         reader, delimiter = arrow("pyarrow.csv"), "\t" if self._format == "tsv" else ","
         parsing = reader.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-        return reader.ReadOptions(block_size=_LINE), parsing
+        return reader.ReadOptions(use_threads=threads, block_size=_LINE), parsing
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

@@ -19,7 +19,8 @@ from aiofeed.kernel.sources.file_io import SAMPLED, Content
 from aiofeed.shards.arrow import arrow
 from aiofeed.shards.parquet import as_list
 from aiofeed.shards.urls import ShardFinder
-from aiofeed.tables.columns import Columns, GatheredLists, ListColumn, NumberColumn, ValueColumn
+from aiofeed.tables.columns import Columns, GatheredLists, ListColumn, NumberColumn, ValueColumn, take_rows
+from aiofeed.tables.filled import coded, filled, is_text, values_of
 from aiofeed.tables.table import MEMORY_SHARE, Table, check_columns
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class MemoryTable(Table):
     answers_at_once = True
     _joins = False
     """Whether samples are for plans that join parts of them."""
+    _prepares = True
 
     def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
         if any(value is not None for value in storage.values()):
@@ -51,24 +53,59 @@ class MemoryTable(Table):
         self.name: str = os.fspath(paths[0]) if are_paths else "Table"
         if self._asked is False and not are_paths:
             raise ValueError("Table(in_memory=False) is for files, and this table is in memory")
-        files, table = _mapped_all(paths) if are_paths else (None, self._table)
-        if are_paths and self._asked:
-            self._check_room(table.nbytes)
-            files, table = [], _copied(table)
+        files, table = self._opened(paths) if are_paths else (None, self._table)
         columns, self._rows = _columns_of(table)
         self._mapped = MappedFiles(_files_of(table) if files is None else files)
         known, targets = [name for name, _ in columns], as_list(self._target_columns)
-        chosen = self._chosen or (known if self.data is None else [self.data])
-        check_columns(self.name, known, [*chosen, *targets])
-        found = dict(columns)
+        features = [name for name in known if name not in targets]
+        chosen = self._chosen or (features if self.data is None else [self.data])
+        options = [*self._fill, *([] if self._coded == "codes" else self._coded or ())]
+        check_columns(self.name, known, [*chosen, *targets, *options])
+        found = self._prepared({name: column for name, column in columns if name in {*chosen, *targets}})
         self._length = len(found[chosen[0]] if self._rows is None else self._rows)
         if not self._length:
             raise ValueError(f"{self.name}: the table has no rows")
-        self._held = Columns({name: found[name] for name in chosen})
+        self._held = Columns({name: found[name] for name in [*chosen, *(targets if self.data is None else ())]})
         self._set_targets(Columns({name: found[name] for name in targets}), self._target_columns)
         pieces = [len(piece) for piece in getattr(found[chosen[0]], "chunks", ()) if len(piece)]
         if self._rows is None and len(pieces) > 1:
             self.shard_starts: list[int] = list(accumulate(pieces, initial=0))
+
+    def _opened(self, paths: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Return the files of paths for ``MappedFiles``, and their rows as an Arrow table."""
+        files, table = _mapped_all(paths)
+        if not self._asked:
+            return files, table
+        self._check_room(table.nbytes)
+        return [], take_rows(table, np.arange(len(table)))
+
+    def _prepared(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Return columns with ``fill`` and the numbers of categories."""
+        found, given = {}, self._coded
+        for name, column in columns.items():
+            kind, fill = getattr(column, "type", None), self._fill.get(name)
+            listed = given == "codes" and kind is not None and is_text(kind)
+            values = values_of(column) if listed else given.get(name) if isinstance(given, Mapping) else None
+            try:
+                if values is not None:
+                    self.categories = {**self.categories, name: list(values)}
+                    column = coded(name, arrow().chunked_array([column]) if kind is None else column, values, fill)
+                elif fill is not None:
+                    column = filled(name, column, fill)
+            except ValueError as error:
+                raise ValueError(f"{self.name}: {error}") from None
+            found[name] = column
+        if given == "codes":
+            self._coded = self.categories  # a copy in another process has the same numbers
+        return found
+
+    def _way_out(self, name: str) -> str:
+        column = self._held.columns[name]
+        assert isinstance(column, ValueColumn)
+        if column.column.null_count:
+            row = arrow("pyarrow.compute").index(column.column.is_null(), True).as_py()
+            return f". The first null is in row {row} (the first is 0), and fill={{{name!r}: ...}} replaces nulls"
+        return '. categories="codes" makes numbers of texts' * is_text(column.column.type)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out views of the table; a file is mapped again."""
@@ -219,14 +256,6 @@ def _mapped_all(paths: Sequence[str | os.PathLike[str]]) -> Any:
         return files, tables[0] if len(tables) == 1 else arrow().concat_tables(tables)
     except arrow().ArrowException as error:
         raise ValueError(f"{os.fspath(paths[0])} and other files differ in their columns: {error}") from None
-
-
-def _copied(table: Any) -> Any:
-    """Return an Arrow table in memory of its own."""
-    sink = arrow().BufferOutputStream()
-    with arrow().ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return arrow().ipc.open_stream(sink.getvalue()).read_all()
 
 
 def mapped(path: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import glob
 import importlib
 import logging
@@ -50,23 +49,6 @@ PLACES = 4
 OFFSET_BYTES = 4
 
 
-class Loaded:
-    """What feeders of a table have in memory together; a copy of the table in another process has nothing.
-
-    Attributes:
-        done: Whether the row groups were read.
-        columns: Their columns; ``None`` if one of them was not read, or they differ.
-        tensors: Whether all columns have tensors.
-    """
-
-    def __init__(self) -> None:
-        self.done, self.tensors = False, False
-        self.columns: Columns | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Loaded, ()
-
-
 class ParquetTable(ParquetRows, Table):
     """Rows of Parquet files, read by row groups as ``ParquetRows`` reads them, or whole by the first epoch."""
 
@@ -81,7 +63,6 @@ class ParquetTable(ParquetRows, Table):
     def _open(self, table: Any, columns: Any, target: Any, **storage: Any) -> None:
         ParquetRows.__init__(self, table, columns, data=self.data, target=target, **storage)
         self.name: str = self._shards[0].url
-        self._loaded = Loaded()
         if self._asked:
             self._check_room(self._decoded_bytes())
 
@@ -102,64 +83,61 @@ class ParquetTable(ParquetRows, Table):
         return nbytes
 
     def for_memory(self, nbytes: int, /) -> Self:
-        """Return the table that may be in memory, if it fits; a file that a URL names has its error in row groups."""
-        room = machine.rank_memory() // MEMORY_SHARE if self._asked else nbytes * (self._asked is None)
-        named = not all(shard.local for shard in self._shards) and any(
-            is_encoded(column.column.type)
-            for column in self._chosen_columns().values()
-            if isinstance(column, ValueColumn)
-        )
-        if named or not room or self._decoded_bytes(room) >= room:
+        """Return the table that may be in memory, if it fits, or if another feeder has it there."""
+        columns = [each for each in self._chosen_columns().values() if isinstance(each, ValueColumn)]
+        # A file that a URL names is an error of its row group.
+        if any(is_encoded(each.column.type) for each in columns) and not all(shard.local for shard in self._shards):
             return self
+        room = machine.rank_memory() // MEMORY_SHARE if self._asked else nbytes
         found = copy(self)
-        found._room, found._loads = room, bool(self._asked)
+        found._room = room if self._asked or self._decoded_bytes(room) < room else 0
+        found._loads = bool(self._asked)
         return found
 
     def load(self, places: int, /) -> bool:
         """Read all row groups, if an epoch needs them. Where an event loop runs, which must not wait, ``open`` does."""
-        needed = self._asked or places >= min(PLACES * (len(self.shard_starts) - 1), len(self))
-        self._loads = bool(self._room and needed)
-        if self._loads and not self._loaded.done and asyncio._get_running_loop() is None:
+        kept, groups = self._tables, len(self.shard_starts) - 1
+        needed = self._asked or places >= min(PLACES * groups, len(self))
+        self._loads = self._asked is not False and (kept.complete or bool(self._room and needed))
+        if self._loads and not kept.complete and asyncio._get_running_loop() is None:
             run_blocking(self.open)
-        if self._loaded.done and not self.answers_at_once:
+        if kept.complete and not self.answers_at_once:
             self._loads = False  # of row groups, samples have their errors
         return self.answers_at_once
 
     async def open(self) -> None:
-        """Read all row groups into memory. Those that cannot be read are read again for their samples."""
-        if not self._loads or self._loaded.done:
+        """Read all row groups into memory, unless some of them cannot be read: their samples have the errors."""
+        kept = self._tables
+        if not self._loads or kept.complete:
             return
-        loop, turn, nbytes = asyncio.get_running_loop(), asyncio.Semaphore(SCAN), 0
-        pool, most = ThreadPool("load", min(machine.rank_cpus(), SCAN)), min(2 * self._room, machine.rank_memory() // 2)
+        groups = [(shard, group) for shard in self._shards for group in range(shard.extra.metadata.num_row_groups)]
+        # While a row group is decoded it takes up to twice its memory, and the table must not.
+        threads = max(min(machine.rank_cpus(), SCAN, len(groups) // 2), 1)
+        loop, turn, pool = asyncio.get_running_loop(), asyncio.Semaphore(threads + 1), ThreadPool("load", threads)
+        nbytes, most = 0, min(2 * self._room, machine.rank_memory() // MEMORY_SHARE)
 
         async def read_group(shard: Shard, group: int) -> Any:
             nonlocal nbytes
             async with turn:
-                with contextlib.suppress(Exception):
-                    file = None if shard.local else await self._parts_of(shard, group, shard.extra.leaves)
-                    if nbytes <= most:
-                        table = await loop.run_in_executor(pool, self._decode_valid, shard, group, file)
-                        nbytes += table.nbytes
-                        return table
+                file = None if shard.local else await self._parts_of(shard, group, shard.extra.leaves)
+                if nbytes <= most:
+                    table = await loop.run_in_executor(pool, self._decode_valid, shard, group, file)
+                    nbytes += table.nbytes
+                    return table
 
-        groups = [(shard, group) for shard in self._shards for group in range(shard.extra.metadata.num_row_groups)]
         try:
             found = await run_all([read_group(*each) for each in groups])
+            if nbytes <= most:
+                kept.columns = Columns.of(arrow().concat_tables(found))
+        except Exception as error:  # noqa: BLE001 - damaged files, or such that differ, may raise any
+            log.debug("%s: it is read by row groups: %s", self.name, error)
         finally:
             pool.stop()
+            arrow().default_memory_pool().release_unused()
+        kept.complete = True
         if nbytes > most:
             self._check_room(nbytes)
             log.info("%s: the row groups take more than %s in memory and are not kept", self.name, format_bytes(most))
-            self._room, self._loads = 0, False
-            return
-        loaded = self._loaded
-        if all(table is not None for table in found):
-            with contextlib.suppress(arrow().ArrowException):  # the files differ
-                loaded.columns = Columns.of(arrow().concat_tables(found))
-                loaded.tensors = all(isinstance(each, NumberColumn) for each in loaded.columns.columns.values())
-        if not loaded.tensors:
-            self._tables.keep({each: table for each, table in zip(groups, found, strict=True) if table is not None})
-        loaded.done = True
 
     def _decode_valid(self, shard: Shard, group: int, file: Any) -> Any:
         self._chunks_of(shard, group, shard.extra.leaves)  # raises for a group that would expand too much
@@ -169,19 +147,18 @@ class ParquetTable(ParquetRows, Table):
 
     @property
     def _held(self) -> Columns:  # type: ignore[override]
-        assert self._loaded.columns is not None
-        return self._loaded.columns
+        return self._tables.columns  # type: ignore[no-any-return]
 
     @property
     def in_memory(self) -> bool:
         """Whether batches may be gathered from memory."""
-        return self._whole and self._room > 0
+        return self._whole and self._asked is not False
 
     @property
     def answers_at_once(self) -> bool:
         """Whether samples are in memory."""
-        loaded = self._loaded
-        return self._loads and (loaded.tensors if self._whole else loaded.columns is not None)
+        found = self._tables.columns if self._loads else None
+        return found is not None and not (self._whole and found.has_values)
 
     @property
     def looks_ahead(self) -> bool:  # type: ignore[override]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
@@ -15,14 +16,19 @@ from aiofeed.kernel.core.formatting import format_bytes
 from aiofeed.kernel.core.types import Traits, public
 from aiofeed.kernel.core.validation import check_bool, counted, explain_arguments
 from aiofeed.kernel.runtime import machine
+from aiofeed.shards.parquet import as_list
 from aiofeed.tables.columns import Columns, NumberColumn, ValueColumn, collate_rows, no_tensors, take_rows
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from aiofeed.tables.filled import Categories
+
 # Suffixes of files that are mapped; all other files are read as Parquet.
 ARROW_FILES = (".arrow", ".feather", ".ipc")
+# Suffixes of files that are parsed, before one of a compression.
+TEXT_FILES, PACKED = (".csv", ".tsv", ".jsonl", ".ndjson", ".json"), (".gz", ".bz2", ".zst")
 # Columns up to this share (1 / MEMORY_SHARE) of free memory may be in memory, or stay in the page cache, which all
 # ranks share.
 MEMORY_SHARE = 2
@@ -67,11 +73,14 @@ class Table(GroupedSource):
             columns that take more than half of the free memory.
     """
 
+    _prepares = False
+    """Whether ``categories``, ``fill``, and ``target`` without ``data`` are possible."""
     _whole = False
     """Whether samples are rows for ``collate_rows``."""
     name: str = "Table"
     """The table in keys and messages."""
     _length: int
+    _target_columns: Any = None
     _held: Columns
     """The columns that are in memory."""
     target: Callable[[int], Any]
@@ -94,14 +103,22 @@ class Table(GroupedSource):
         store: Any = None,
         options: Mapping[str, Any] | None = None,
         in_memory: bool | None = None,
+        categories: Literal["codes"] | Categories | None = None,
+        fill: Mapping[str, Any] | None = None,
     ) -> None:
         if isinstance(columns, str) or (columns is not None and not columns):
             raise TypeError(f"Table(columns=) must be a list of names, got {columns!r}")
         if columns is not None and data is not None:
             raise ValueError("Table: data= is one column and columns= are those of a dict: pass one of them")
-        if target is not None and data is None:
+        self.categories: dict[str, list[Any]] = {}
+        self._coded, self._fill = categories, dict(fill or {})
+        if categories not in (None, "codes") and not isinstance(categories, Mapping):
+            raise TypeError(f'Table(categories=) must be "codes" or the `categories` of a table, got {categories!r}')
+        prepared = (target is not None and data is None) or categories is not None or fill is not None
+        if prepared and not self._prepares:
             raise ValueError(
-                "Table(target=) needs data=, the column of the sample; without it, a batch has all columns"
+                "Table(categories=, fill=, or target= without data=) takes tables in memory: read these files by "
+                "pyarrow.parquet.read_table(path) or pandas.read_parquet(path), and pass the result"
             )
         if in_memory is not None:
             check_bool("Table(in_memory=)", in_memory)
@@ -117,8 +134,8 @@ class Table(GroupedSource):
         """Raise ``ValueError`` if columns that are to be in memory do not fit."""
         if self._asked and nbytes > (room := machine.rank_memory() // MEMORY_SHARE):
             raise ValueError(
-                f"{self.name}: in_memory=True needs {format_bytes(nbytes)}, and half of the free memory of this rank is "
-                f"{format_bytes(room)}: choose columns=[...], or leave in_memory= out"
+                f"{self.name}: in_memory=True needs {format_bytes(nbytes)}, and half of the free memory of this rank "
+                f"is {format_bytes(room)}: choose columns=[...], or leave in_memory= out"
             )
 
     def _chosen_columns(self) -> Mapping[str, NumberColumn | ValueColumn]:
@@ -132,6 +149,10 @@ class Table(GroupedSource):
     def _problems(self) -> Mapping[str, str | None]:
         """Return for each chosen column why it has no tensors, or ``None``."""
         return {name: getattr(column, "problem", None) for name, column in self._chosen_columns().items()}
+
+    def _way_out(self, name: str) -> str:
+        """Return what to do about a column without tensors, in a subclass."""
+        return ""
 
     async def read_many(self, indices: Sequence[int], /) -> list[Any]:
         """Return samples, in a subclass."""
@@ -150,7 +171,9 @@ class Table(GroupedSource):
 
     def structure(self) -> Mapping[str, Sequence[int] | None] | None:
         """Return the columns and their shapes, if samples are rows."""
-        columns = {} if self.data is not None else self._chosen_columns()
+        targets = as_list(self._target_columns)
+        chosen = {} if self.data is not None else self._chosen_columns()
+        columns = {name: column for name, column in chosen.items() if name not in targets}
         return {name: column.row_shape for name, column in columns.items()} or None
 
     def lengths(self, unit: str, /) -> NDArray[np.int64] | None:
@@ -168,9 +191,10 @@ class Table(GroupedSource):
         """Return rows of each column in memory."""
         return list(self._held.take(indices).values())
 
-    def form_batch(self, rows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return a batch of rows of each column."""
-        return dict(zip(self._held.columns, rows, strict=True))
+    def form_batch(self, rows: Sequence[torch.Tensor]) -> Any:
+        """Return a batch of rows of each column; with targets ``(batch, targets)``."""
+        batch = dict(zip(self._held.columns, rows, strict=True))
+        return batch if self._target_columns is None else _without_target(self._target_columns, batch)
 
     def in_batches(self) -> Self:
         """Return the table with samples for ``collate_rows``; itself if a sample is one column.
@@ -182,8 +206,10 @@ class Table(GroupedSource):
             return self
         for column, problem in self._problems().items():
             if problem is not None:
-                raise TypeError(f"{self.name}: {no_tensors(column, problem)}")
-        return self._changed(_whole=True, collate=collate_rows)
+                raise TypeError(f"{self.name}: {no_tensors(column, problem)}{self._way_out(column)}")
+        names = self._target_columns
+        collate = collate_rows if names is None else partial(_collate_with_target, names)
+        return self._changed(_whole=True, target=None, collate=collate)
 
     def _changed(self, **attributes: Any) -> Self:
         changed = object.__new__(type(self))
@@ -193,7 +219,7 @@ class Table(GroupedSource):
     def _set_targets(self, columns: Columns, names: str | Sequence[str] | None) -> None:
         """Keep columns of targets in memory."""
         self._targets, self._target_columns = columns, names
-        if names is not None:
+        if names is not None and not self._whole:
             self.target = self._target
 
     def _target(self, index: int, /) -> Any:
@@ -211,7 +237,7 @@ class Table(GroupedSource):
         if self._whole:
             return [(columns, row) for row in rows.tolist()]
         if self.data is None:
-            return columns.rows(rows)
+            return columns.rows(rows, without=as_list(self._target_columns))
         values = columns.columns[self.data].values(rows)
         null = ValueError(f"column {self.data!r} is null")
         return [null if value is None else value for value in values]
@@ -227,6 +253,15 @@ class Table(GroupedSource):
         return [next(found) if each else null for each in valid]
 
 
+def _without_target(names: Any, batch: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    targets = {name: batch.pop(name) for name in as_list(names)}
+    return batch, targets[names] if isinstance(names, str) else targets
+
+
+def _collate_with_target(names: Any, samples: Sequence[tuple[Columns, int]]) -> Any:
+    return _without_target(names, collate_rows(samples))
+
+
 def check_columns(name: str, known: Sequence[str], wanted: Sequence[str]) -> None:
     """Raise ``ValueError`` if columns do not exist, or names are not unique."""
     for column in wanted:
@@ -240,7 +275,9 @@ def _kind_of(table: Any) -> str:
     """Return the name of the class for a kind of table."""
     path = table[0] if isinstance(table, list | tuple) and table else table
     if isinstance(path, str | os.PathLike):
-        suffix = PurePath(path).suffix
+        suffix = PurePath(path).suffix.lower()
+        if (PurePath(PurePath(path).stem).suffix.lower() if suffix in PACKED else suffix) in TEXT_FILES:
+            return "ParsedTable"
         return "LanceTable" if suffix == ".lance" else "MemoryTable" if suffix in ARROW_FILES else "ParquetTable"
     package, is_stream = type(table).__module__.partition(".")[0], type(table).__name__ == "IterableDataset"
     if package == "datasets" and is_stream:
