@@ -226,7 +226,7 @@ class ThreadTuner:
     @property
     def _closely(self) -> bool:
         """Whether all jobs are timed."""
-        return self._search is not None or self._usual is None or self._others > 0
+        return self._search is not None or self._usual is None or 0 < self._others < LASTS
 
     @property
     def listening(self) -> bool:
@@ -286,26 +286,27 @@ class ThreadTuner:
         unchanged = self._chosen is not None and self._chosen.threads == search.best.threads
         self._retry_s = min(self._retry_s * 2, RETRY_MOST_S) if unchanged else RETRY_S
         self._chosen = search.best
-        self._paid_s = max(0.0, self._paid_s - self._since_s) + search.lost_s / COST
         # That fewer threads seemed to do may have been chance, or an engine that was just beginning.
         likely = search.first.rate > LEAVE * search.best.rate
         self._check = search.first.threads if likely else 0
         fewer = search.best.threads < self.most
         self.gil = gil_limit(search.best, search.above) if fewer and machine.has_gil() else None
-        self._settle(search.best.threads)
+        self._settle(search.best.threads, search.lost_s)
 
     def _give_up(self) -> None:
         """End a search without a result: the consumer no longer keeps the pool busy."""
-        self._retry_s = min(self._retry_s * 2, RETRY_MOST_S)
         if self._chosen is None:
             self._search = _Search(self.most)
             self._run(self.most)
-        else:
-            self._settle(self._chosen.threads)
+            return
+        if self.threads != self._chosen.threads:
+            self._retry_s = min(self._retry_s * 2, RETRY_MOST_S)
+        self._settle(self._chosen.threads, 0.0)
 
-    def _settle(self, threads: int) -> None:
-        """End a search; the jobs from now on show what is usual."""
+    def _settle(self, threads: int, lost_s: float) -> None:
+        """End a search that took ``lost_s`` away; the jobs from now on show what is usual."""
         self._search = self._usual = None
+        self._paid_s = max(0.0, self._paid_s - self._since_s) + lost_s / COST
         self._since_s, self._others = 0.0, 0
         self._run(threads)
 
@@ -316,7 +317,7 @@ class ThreadTuner:
         if self._usual is None:
             # The work may have changed at the end of the search.
             self._usual, self._others = score, LASTS if score.differs(self._chosen, self.most) else 0
-        else:
+        elif self._others < LASTS:
             self._others = self._others + 1 if score.differs(self._usual, self.most) else 0
         may_gain = self.threads < self.most or score.at_work < AT_WORK or score.large
         wanted = self._others >= LASTS or (self._since_s >= self._retry_s and may_gain)
