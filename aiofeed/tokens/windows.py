@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import glob
 import mmap
 import operator
 import os
@@ -345,7 +346,8 @@ def _checked_paths(given: Any) -> list[Any]:
                 f"Tokens reads files, got {what} in a {type(given).__name__}. For a dataset of "
                 f"documents: Feeder(Table(dataset), batch_size=Pack(...)); for tokens in memory, numpy.save(path, ...)"
             )
-        paths.append(path)
+        is_glob = isinstance(path, str) and glob.has_magic(path) and not (is_remote(path) or os.path.exists(path))
+        paths += sorted(glob.glob(path)) if is_glob else [path]
     if not paths:
         raise ValueError("Tokens needs at least one file; an empty list may come from a glob without a match")
     return paths
