@@ -77,84 +77,15 @@ class Documents(GroupedSource):
         store: Any = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
+        if separator is not None:
+            check_int_from(0, "Documents(separator=...)", separator)
         self._tokens: Any = Tokens(paths, 1, dtype, column=column, store=store, options=options)
         self.looks_ahead: bool = self._tokens.looks_ahead
         self.answers_at_once: bool = not self.looks_ahead
         self._files = np.asarray(self._tokens._starts)
-        if separator is not None:
-            check_int_from(0, "Documents(separator=...)", separator)
-            ends = run_blocking(lambda: self._ends_by(separator, at_start))
-        elif column is not None:
-            lengths = Table(paths, data=column, store=store, options=options).lengths("")
-            if lengths is None:
-                raise ValueError(f"Documents: column {column!r} has nulls, and a document is a list of tokens")
-            ends = [np.cumsum(lengths)]
-        else:
-            ends = run_blocking(lambda: run_all([self._known_ends(number) for number in range(len(self._files) - 1)]))
-        bounds = np.concatenate([self._files[:1], *ends])
-        # The first token of each document, counted through all files, and the number of tokens.
-        self._bounds: NDArray[np.int64] = bounds[np.append(True, np.diff(bounds) > 0)]
+        self._bounds: NDArray[np.int64] = document_bounds(self._tokens, separator, at_start)
         if not self.looks_ahead:
             self.read_now: Any = self._read_now
-
-    async def _ends_by(self, separator: int, at_start: bool | None) -> list[NDArray[np.int64]]:
-        """Return where documents end by a separator, of each file."""
-        turn = asyncio.Semaphore(SCANS)
-        [first] = await self._read_ranges(0, np.zeros(1, np.int64), np.ones(1, np.int64))
-        after = not (first[0] == separator if at_start is None else at_start)
-
-        async def scan(number: int) -> NDArray[np.int64]:
-            begin, end = self._files[number : number + 2].tolist()
-            found = []
-            async with turn:
-                for at in range(0, end - begin, SCAN_TOKENS):
-                    stop = min(at + SCAN_TOKENS, end - begin)
-                    [part] = await self._read_ranges(number, np.array([at]), np.array([stop]))
-                    found.append(np.flatnonzero(part == separator) + (begin + at + after))
-            return np.concatenate([*found, [end]])
-
-        found = await run_all([scan(number) for number in range(len(self._files) - 1)])
-        if sum(map(len, found)) == len(found):
-            raise ValueError(
-                f"Documents(separator={separator}): {self._name(0)} and the other files have no such token"
-            )
-        return found
-
-    async def _known_ends(self, number: int) -> NDArray[np.int64]:
-        """Return where the documents of a file end, by the index of Megatron or the description that dolma writes.
-
-        Raises:
-            ValueError: There is none, or it does not fit.
-        """
-        name, (begin, end) = self._name(number), self._files[number : number + 2].tolist()
-        if (documents := self._tokens._layouts[number].documents) is not None:
-            return begin + documents
-        beside = f"{os.path.splitext(name)[0]}.csv.gz"
-        try:
-            if self.looks_ahead:
-                shard = self._tokens._shards[number]
-                shard = shard.beside(f"{os.path.splitext(shard.key)[0]}.csv.gz")
-                data = await shard.reader.read(shard.key)
-            else:
-                data = await asyncio.to_thread(Path(beside).read_bytes)
-        except (FileNotFoundError, PermissionError):  # S3 denies access to a key that does not exist
-            raise ValueError(
-                f"nothing says where the documents of {name} end: there is no {beside}, as OLMo and dolma write it, "
-                f"and no .idx of Megatron. Pass Documents(separator=...), the token between documents"
-            ) from None
-        try:
-            spans = np.loadtxt(io.BytesIO(gzip.decompress(data)), np.int64, delimiter=",", usecols=(0, 1), ndmin=2)
-        except (ValueError, OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"{beside} has not the first and the last token of each document: {error}") from None
-        starts, stops = spans.T if len(spans) else (np.zeros(1, np.int64), np.array([end - begin]))
-        if starts[0] != 0 or stops[-1] != end - begin or (starts[1:] != stops[:-1]).any() or (stops < starts).any():
-            raise ValueError(
-                f"{beside} does not describe the {end - begin} tokens of {name}, one document after the other"
-            )
-        return begin + stops
-
-    def _name(self, number: int) -> str:
-        return str(self._tokens._files[number][0])
 
     def __len__(self) -> int:
         """Return the number of documents."""
@@ -174,7 +105,7 @@ class Documents(GroupedSource):
     def key(self, index: int, /) -> str:
         """Return the file and the tokens of a document, as in ``train.bin[2048:3072]``."""
         [number], [start], [stop] = self._places(index)
-        return f"{self._name(number)}[{start}:{stop}]"
+        return f"{self._tokens._files[number][0]}[{start}:{stop}]"
 
     def lengths(self, unit: str, /) -> NDArray[np.int64] | None:
         """Return the tokens of each document."""
@@ -213,21 +144,13 @@ class Documents(GroupedSource):
         bounds = [self._bounds[each] - self._files[numbers] for each in (rows, rows + 1)]
         return numbers.tolist(), bounds[0].tolist(), bounds[1].tolist()
 
-    async def _read_ranges(self, number: int, firsts: Any, lasts: Any) -> list[NDArray[Any]]:
-        """Return ranges of tokens of a file."""
-        tokens = self._tokens
-        if not self.looks_ahead:
-            return [tokens.arrays[number][first:last] for first, last in zip(firsts, lasts, strict=True)]
-        parts = await tokens._read_tokens(tokens._shards[number], np.asarray(firsts), np.asarray(lasts))
-        return [np.frombuffer(part, tokens._shards[number].extra.layout.dtype) for part in parts]
-
     async def read_many(self, indices: Sequence[int], /) -> Any:
         """Return the tokens of documents. Files are read in a thread."""
         if not self.looks_ahead:
             return await asyncio.to_thread(self._read_now, indices)
         numbers, starts, stops = map(np.array, self._places(indices))
         groups = [np.flatnonzero(numbers == number) for number in np.unique(numbers)]
-        reads = [self._read_ranges(int(numbers[places[0]]), starts[places], stops[places]) for places in groups]
+        reads = [read_ranges(self._tokens, int(numbers[places[0]]), starts[places], stops[places]) for places in groups]
         found = zip([places.tolist() for places in groups], await run_all(reads), strict=True)
         return [tokens.astype(np.int64) for tokens in in_order(len(indices), found)]
 
@@ -269,3 +192,91 @@ class Documents(GroupedSource):
         starts = self._bounds[rows]
         numbers = np.searchsorted(self._files, starts, side="right") - 1
         return self._joined[1][numbers] + starts - self._files[numbers], self._bounds[rows + 1] - starts
+
+
+def document_bounds(tokens: Any, separator: int | None, at_start: bool | None = None) -> NDArray[np.int64]:
+    """Return the first token of each document, counted through all files, and the number of tokens.
+
+    Args:
+        tokens: ``Tokens``, whose files may have documents without tokens: these are left out.
+        separator: As ``Documents`` takes it.
+        at_start: As ``Documents`` takes it.
+
+    Raises:
+        ValueError: Nothing says where the documents of a file end.
+    """
+    files = np.cumsum([0, *(layout.count for layout in tokens._layouts)])
+    if separator is not None:
+        ends = run_blocking(lambda: _ends_by(tokens, files, separator, at_start))
+    elif tokens._column is not None:
+        (store, options), paths = tokens._storage, [str(path) for path, *_ in tokens._files]
+        lengths = Table(paths, data=tokens._column, store=store, options=options).lengths("")
+        if lengths is None:
+            raise ValueError(f"column {tokens._column!r} of {tokens!r} has nulls, and a document is a list of tokens")
+        ends = [np.cumsum(lengths)]
+    else:
+        ends = run_blocking(lambda: run_all([_known_ends(tokens, files, number) for number in range(len(files) - 1)]))
+    bounds = np.concatenate([files[:1], *ends])
+    return bounds[np.append(True, np.diff(bounds) > 0)]
+
+
+async def _ends_by(tokens: Any, files: NDArray[Any], separator: int, at_start: bool | None) -> list[NDArray[np.int64]]:
+    """Return where documents end by a separator, of each file."""
+    turn = asyncio.Semaphore(SCANS)
+    [first] = await read_ranges(tokens, 0, np.zeros(1, np.int64), np.ones(1, np.int64))
+    after = not (first[0] == separator if at_start is None else at_start)
+
+    async def scan(number: int) -> NDArray[np.int64]:
+        begin, end = files[number : number + 2].tolist()
+        found = []
+        async with turn:
+            for at in range(0, end - begin, SCAN_TOKENS):
+                stop = min(at + SCAN_TOKENS, end - begin)
+                [part] = await read_ranges(tokens, number, np.array([at]), np.array([stop]))
+                found.append(np.flatnonzero(part == separator) + (begin + at + after))
+        return np.concatenate([*found, [end]])
+
+    found = await run_all([scan(number) for number in range(len(files) - 1)])
+    if sum(map(len, found)) == len(found):
+        raise ValueError(f"separator={separator}: {tokens._files[0][0]} and the other files have no such token")
+    return found
+
+
+async def read_ranges(tokens: Any, number: int, firsts: Any, lasts: Any) -> list[NDArray[Any]]:
+    """Return ranges of tokens of a file of ``Tokens``."""
+    if not tokens.looks_ahead:
+        return [tokens.arrays[number][first:last] for first, last in zip(firsts, lasts, strict=True)]
+    parts = await tokens._read_tokens(tokens._shards[number], np.asarray(firsts), np.asarray(lasts))
+    return [np.frombuffer(part, tokens._layouts[number].dtype) for part in parts]
+
+
+async def _known_ends(tokens: Any, files: NDArray[Any], number: int) -> NDArray[np.int64]:
+    """Return where the documents of a file end, by the index of Megatron or the description that dolma writes.
+
+    Raises:
+        ValueError: There is none, or it does not fit.
+    """
+    name, (begin, end) = str(tokens._files[number][0]), files[number : number + 2].tolist()
+    if (documents := tokens._layouts[number].documents) is not None:
+        return begin + documents
+    beside = f"{os.path.splitext(name)[0]}.csv.gz"
+    try:
+        if tokens.looks_ahead:
+            shard = tokens._shards[number]
+            shard = shard.beside(f"{os.path.splitext(shard.key)[0]}.csv.gz")
+            data = await shard.reader.read(shard.key)
+        else:
+            data = await asyncio.to_thread(Path(beside).read_bytes)
+    except (FileNotFoundError, PermissionError):  # S3 denies access to a key that does not exist
+        raise ValueError(
+            f"nothing says where the documents of {name} end: there is no {beside}, as OLMo and dolma write it, "
+            f"and no .idx of Megatron. Pass separator=, the token between documents"
+        ) from None
+    try:
+        spans = np.loadtxt(io.BytesIO(gzip.decompress(data)), np.int64, delimiter=",", usecols=(0, 1), ndmin=2)
+    except (ValueError, OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{beside} has not the first and the last token of each document: {error}") from None
+    starts, stops = spans.T if len(spans) else (np.zeros(1, np.int64), np.array([end - begin]))
+    if starts[0] != 0 or stops[-1] != end - begin or (starts[1:] != stops[:-1]).any() or (stops < starts).any():
+        raise ValueError(f"{beside} does not describe the {end - begin} tokens of {name}, one document after the other")
+    return begin + stops
