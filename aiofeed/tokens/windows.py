@@ -110,7 +110,9 @@ class Tokens(IndexedSource):
         (("Pack",), ("Tokens with documents=",), ValueError, "its windows are full: pass Documents, which it packs"),
     )
     # fmt: on
-    answers_at_once = True
+    answers_at_once: bool = True
+    collate: Any = None
+    read_planned: Any = None
     looks_ahead = False
     gathers_on_device = True
     _column: str | None = None
@@ -178,9 +180,9 @@ class Tokens(IndexedSource):
             if vocab is not None:
                 for start in checked_places(len(tokens)):
                     check_vocab(str(path), start, tokens[start : start + CHECKED_TOKENS], vocab)
-        self._starts = np.cumsum([0, *(windows for _, windows in mapped)])
-        self._firsts = np.cumsum([0, *map(len, self.arrays)])
-        self._strides = np.array([stride for *_, stride in files])
+        self._starts: NDArray[np.int64] = np.cumsum([0, *(windows for _, windows in mapped)])
+        self._firsts: NDArray[np.int64] = np.cumsum([0, *map(len, self.arrays)])
+        self._strides: NDArray[np.int64] = np.array([stride for *_, stride in files])
         self.mapped: MappedFiles = MappedFiles(mapped)
         """The files of windows."""
         self.in_memory: bool = sum(tokens.nbytes for tokens in self.arrays) * MEMORY_SHARE <= free_memory()
@@ -188,12 +190,12 @@ class Tokens(IndexedSource):
         self.form_batch: Callable[[list[Any]], Any] | None = None if self.targets else operator.itemgetter(0)
         """Makes a batch of what ``gathered`` returns, as tensors; ``None``: it is the batch."""
         if documents:
-            from aiofeed.tokens.documents import document_bounds
+            from aiofeed.tokens.bounds import document_bounds  # loads tables
 
             self._bounds: NDArray[np.int64] = document_bounds(self, separator)
             self.form_batch, self.collate = tensors_with_documents, collate_windows
         if offset:
-            self.in_memory = self.answers_at_once = False
+            self.in_memory, self.answers_at_once = False, False
             self.read_planned, self.read_now = self._read_planned, None  # type: ignore[method-assign, assignment]
 
     def joined(self, others: Sequence[Tokens]) -> Tokens:
@@ -350,8 +352,8 @@ class Tokens(IndexedSource):
         numbers = np.searchsorted(self._starts, indices, side="right") - 1
         moves = self._firsts[:-1]
         if epoch_seed is not None:
-            moves = moves + [epoch_offset(epoch_seed, stride) for stride in self._strides.tolist()]
-        return moves[numbers] + (indices - self._starts[numbers]) * self._strides[numbers]  # type: ignore[no-any-return]
+            moves = moves + np.array([epoch_offset(epoch_seed, stride) for stride in self._strides.tolist()])
+        return moves[numbers] + (indices - self._starts[numbers]) * self._strides[numbers]
 
     def _write(self, tokens: NDArray[Any], parts: Sequence[NDArray[Any]], rows: Any) -> None:
         for at, part in enumerate(parts[: 1 + self.targets]):
@@ -402,7 +404,7 @@ def _dtype_name(dtype: Any) -> str:
 def _checked_paths(given: Any) -> list[Any]:
     if not isinstance(given, str | os.PathLike | Iterable):
         raise TypeError(f"Tokens(paths) must be the path of a file, or several, got {given!r}")
-    paths = []
+    paths: list[Any] = []
     for path in [given] if isinstance(given, str | os.PathLike) else given:
         if not isinstance(path, str | os.PathLike):
             what = path if isinstance(path, int) else type(path).__name__  # not a row of a dataset
@@ -410,8 +412,8 @@ def _checked_paths(given: Any) -> list[Any]:
                 f"Tokens reads files, got {what} in a {type(given).__name__}. For a dataset of "
                 f"documents: Feeder(Table(dataset), batch_size=Pack(...)); for tokens in memory, numpy.save(path, ...)"
             )
-        is_glob = isinstance(path, str) and glob.has_magic(path) and not (is_remote(path) or os.path.exists(path))
-        paths += sorted(glob.glob(path)) if is_glob else [path]
+        found = sorted(glob.glob(path)) if isinstance(path, str) and not is_remote(path) else []
+        paths += [path] if not found or os.path.exists(path) else found
     if not paths:
         raise ValueError("Tokens needs at least one file; an empty list may come from a glob without a match")
     return paths
