@@ -60,6 +60,7 @@ _HOMES: dict[str, dict[str, str]] = {
         "FromDataset": "aiofeed.kernel.sources.dataset",
         "Tensors": "aiofeed.resident.tensors",
         "Tokens": "aiofeed.tokens.windows",
+        "Documents": "aiofeed.tokens.documents",
         "Table": "aiofeed.tables.table",
         "Arrays": "aiofeed.arrays.arrays",
         "Clips": "aiofeed.media.clips",

@@ -51,6 +51,7 @@ from aiofeed.shards.zip import ZipShards as ZipShards
 from aiofeed.streams.stream import Stream as Stream
 from aiofeed.tables.manifest import Manifest as Manifest
 from aiofeed.tables.table import Table as Table
+from aiofeed.tokens.documents import Documents as Documents
 from aiofeed.tokens.windows import Tokens as Tokens
 
 __version__: str

@@ -19,7 +19,7 @@ import numpy as np
 
 from aiofeed.kernel.core.faces import BuildsBatches
 from aiofeed.kernel.core.formatting import brief
-from aiofeed.kernel.core.types import BatchPlan, Gathered, HostTensor, public
+from aiofeed.kernel.core.types import BatchPlan, Gathered, HostTensor, Located, public
 from aiofeed.kernel.core.validation import check_positive_int
 from aiofeed.kernel.engine.fetch.collate import BatchBuilder, MisfitError, Positions
 from aiofeed.kernel.runtime.buffers import BufferLease, array
@@ -254,7 +254,7 @@ class PackBatchBuilder(BatchBuilder):
         self._samples = len(plan.indices)
         # The flattened rows, the separator and the padding of each column, from the first document on.
         self._columns: dict[Any, tuple[NDArray[Any], Any, Any]] = {}
-        self._located: Mapping[Any, tuple[NDArray[Any], NDArray[np.int64]]] = {}
+        self._located: Mapping[Any, Located] = {}
         self._lock = threading.Lock()
 
     @cached_property
@@ -295,7 +295,7 @@ class PackBatchBuilder(BatchBuilder):
         if len(samples) != self._samples or (located := samples.located(self._pieces)) is None:
             return False
         try:
-            self._columns = {name: self._new_column(name, array) for name, (array, _) in located.items()}
+            self._columns = {name: self._new_column(name, np.empty(0, dtype)) for name, (*_, dtype) in located.items()}
         except _DocumentError:
             return False
         self._located = located
@@ -317,7 +317,7 @@ class PackBatchBuilder(BatchBuilder):
         counts = np.minimum(stops, lengths) - starts
         longest, ends = counts.argmax(), (begins + counts)[stops > lengths]
         holes = ends if padding is None else np.append(ends, np.flatnonzero(padding))
-        for name, (memory, firsts) in self._located.items():
+        for name, (memory, firsts, dtype) in self._located.items():
             rows, separator, pad = self._columns[name]
             moves = np.zeros(ids[-1] + 1, np.int64)
             moves[at] = firsts - begins
@@ -325,7 +325,9 @@ class PackBatchBuilder(BatchBuilder):
             if len(holes):
                 places[holes] = firsts[longest]
             if counts[longest]:
-                np.take(memory, places, out=rows, mode="clip")
+                found = np.take(memory, places, out=rows if memory.dtype == dtype else None, mode="clip")
+                if found is not rows:
+                    rows[:] = found
             if len(holes):
                 rows[holes] = pad
             if len(ends):

@@ -97,7 +97,7 @@ class _EpochWindows:
         self.stream = stream
         self.start = start
         self.made: list[ReadyBatch] = []
-        self._ranges: Any
+        self._ranges: BatchRanges | PlannedRanges
         if isinstance(start.sampled, BatchLists):
             self._ranges = PlannedRanges(stream.schedule, start)
         else:

@@ -9,14 +9,12 @@ from aiofeed.kernel.engine.batch import BatchKeys
 from aiofeed.kernel.engine.fetch.fetcher import UNREAD
 from aiofeed.kernel.engine.fetch.source import SourceFetcher
 from aiofeed.kernel.engine.fetch.user_errors import suggest_policy
-from aiofeed.kernel.feeder.pipeline import InlineBatches
 from aiofeed.kernel.runtime.buffers import HostBufferPool
 from aiofeed.kernel.runtime.tensors import as_tensors
 from aiofeed.kernel.runtime.time_limits import JobControl
-from aiofeed.kernel.sampling.epochs import EpochStream
 from aiofeed.resident.batch_ranges import BatchRange
 from aiofeed.resident.host_windows import HostWindows, default_modes
-from aiofeed.resident.pipeline import ResidentData, ResidentPipeline
+from aiofeed.resident.pipeline import InlineData, ResidentData, ResidentPipeline
 
 # Blocks of memory that are used again: those of the batch in use and of the next one.
 SPARE = 8
@@ -49,14 +47,10 @@ class PlannedWindows(HostWindows):
             return batch_range, [as_tensors(builder.finish(BatchKeys(plan, self._fetcher)))]
 
 
-class InlinePlans(InlineBatches):
+class InlinePlans(InlineData):
     """The batches of a plan of data in memory."""
 
     planned = True
-
-    def ready(self, stream: EpochStream) -> bool:
-        """Return True."""
-        return True
 
     def new_pipeline(self, config: Any, running: Any) -> ResidentPipeline:
         """Return a pipeline that makes batches in the consumer's thread."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from aiofeed.kernel.core.types import Gathered, HostTensor
+from aiofeed.kernel.core.types import Gathered, HostTensor, Located
 from aiofeed.kernel.runtime.buffers import BufferLease, HostBufferPool, array
 from aiofeed.shards.arrow import arrow, load_pandas
 
@@ -120,6 +120,15 @@ def _span(pieces: Sequence[NDArray[Any]], width: int) -> tuple[NDArray[Any], NDA
     return np.lib.stride_tricks.sliding_window_view(memory, width), (addresses - low) // itemsize
 
 
+def joined_memory(pieces: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], NDArray[np.int64]] | None:
+    """Return one array over the memory of arrays of numbers, and where each begins; ``None`` if they do not fit."""
+    if len(pieces) == 1:
+        return pieces[0], np.zeros(1, np.int64)
+    if len({piece.dtype for piece in pieces}) > 1 or (spanned := _span(pieces, 1)) is None:
+        return None
+    return spanned[0][:, 0], spanned[1]
+
+
 class ValueColumn:
     """A column of an Arrow table whose rows are Python values.
 
@@ -191,11 +200,9 @@ class ListColumn(ValueColumn):
         self._stops = NumberColumn([each[1:] for each in offsets])
         self._chunk_ends = np.cumsum(list(map(len, chunks)))
         # Where each chunk's numbers begin.
-        self.flat, starts = numbers[0], np.zeros(1, np.int64)
-        if len(numbers) > 1:
-            spanned = _span(numbers, 1)
-            self.flat = np.concatenate(numbers) if spanned is None else spanned[0][:, 0]
-            starts = np.cumsum([0, *map(len, numbers[:-1])]) if spanned is None else spanned[1]
+        starts = np.cumsum([0, *map(len, numbers[:-1])])
+        self.flat, starts = joined_memory(numbers) or (np.concatenate(numbers), starts)
+        self.dtype: np.dtype[Any] = self.flat.dtype
         self._owners = numbers
         self.nbytes: int = sum(each.nbytes for each in numbers)
         self._moves = starts - np.array([each[0] for each in offsets])
@@ -391,13 +398,13 @@ class GatheredLists(Gathered):
     """Rows of columns of lists of numbers, of which parts are gathered.
 
     Args:
-        columns: The columns, by the names that they have in a batch.
+        columns: By the names that they have in a batch, columns or others with ``flat``, ``dtype`` and ``bounds``.
         rows: The rows.
         samples: Returns the rows as samples.
     """
 
     def __init__(
-        self, columns: Mapping[Any, ListColumn], rows: NDArray[np.int64], samples: Callable[[], Sequence[Any]]
+        self, columns: Mapping[Any, Any], rows: NDArray[np.int64], samples: Callable[[], Sequence[Any]]
     ) -> None:
         super().__init__(len(rows))
         self._columns, self._rows, self._samples = columns, rows, samples
@@ -405,14 +412,14 @@ class GatheredLists(Gathered):
     def __iter__(self) -> Iterator[Any]:
         return iter(self._samples())
 
-    def located(self, pieces: NDArray[np.int64], /) -> dict[Any, tuple[NDArray[Any], NDArray[np.int64]]] | None:
+    def located(self, pieces: NDArray[np.int64], /) -> dict[Any, Located] | None:
         """Return for each column where parts of rows begin; ``None`` if a row has another length than planned."""
         found, rows = {}, self._rows[pieces[:, 0]]
         for name, column in self._columns.items():
             starts, lengths = column.bounds(rows)
             if (lengths != pieces[:, 4]).any():
                 return None
-            found[name] = column.flat, starts + pieces[:, 2]
+            found[name] = column.flat, starts + pieces[:, 2], column.dtype
         return found
 
 

@@ -144,7 +144,8 @@ class MemoryTable(Table):
     def in_memory(self) -> bool:
         """Whether batches are gathered of columns that are in memory, or that the operating system can keep there."""
         if self._joins:
-            return sum(column.nbytes for column in self._held.columns.values()) * MEMORY_SHARE <= free_memory()
+            lists = [column.nbytes for column in self._held.columns.values() if isinstance(column, ListColumn)]
+            return sum(lists) * MEMORY_SHARE <= free_memory()
         return self._whole and self.sample_bytes * len(self) * MEMORY_SHARE <= free_memory()
 
     def gathered(self, indices: NDArray[np.int64], memory: object) -> list[NDArray[Any]]:

@@ -24,7 +24,7 @@ from aiofeed.shards.urls import Shard, ShardFinder
 from aiofeed.tables.columns import is_list
 from aiofeed.tables.memory import mapped
 from aiofeed.tokens.formats import CHECKED_BYTES, DTYPES, TokenLayout, check_vocab, layout_of
-from aiofeed.tokens.windows import CHECKED_TOKENS, Tokens, checked_places
+from aiofeed.tokens.windows import CHECKED_TOKENS, TokenDecoder, Tokens, checked_places
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -286,7 +286,7 @@ class RemoteTokens(Tokens, ParquetRows):
         self._write(windows, parts, slice(None))
 
     def _read_at_once(self, index: int) -> Any:
-        return run_blocking(lambda: self.read(index))
+        return TokenDecoder(self)(run_blocking(lambda: self.read(index)))
 
 
 def _ranges(file: TokenObject) -> NDArray[np.int64]:

@@ -272,7 +272,9 @@ def _megatron_documents(
     if boundaries and (firsts.min() < 0 or firsts.max() > sequences):
         raise ValueError(f"{name} is damaged: it has {sequences} sequences, and documents begin behind them")
     begins, closes = boundaries > 0 and firsts[0] == 0, boundaries > 0 and firsts[-1] == sequences
-    found = starts[np.r_[[0] * (not begins), firsts, [sequences] * (not closes)].astype(np.int64)] // itemsize
+    found: NDArray[np.int64] = (
+        starts[np.r_[[0] * (not begins), firsts, [sequences] * (not closes)].astype(np.int64)] // itemsize
+    )
     if (np.diff(found) < 0).any():
         raise ValueError(f"{name} is damaged: its documents are not in the order of its sequences")
     return found

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import glob
 import mmap
 import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 
@@ -21,15 +22,22 @@ from aiofeed.common.unreadable import naming_file
 from aiofeed.kernel.core.errors import CacheError
 from aiofeed.kernel.core.faces import Exclusion
 from aiofeed.kernel.core.formatting import format_bytes, redacted
-from aiofeed.kernel.core.types import Row, Traits, public
+from aiofeed.kernel.core.types import BatchPlan, Row, Traits, public
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, explain_arguments
-from aiofeed.kernel.runtime.buffers import HostBufferPool, array
+from aiofeed.kernel.runtime.buffers import BufferLease, HostBufferPool, array
 from aiofeed.kernel.runtime.machine import free_memory
 from aiofeed.kernel.sampling.schedule import fingerprint
 from aiofeed.kernel.sources.file_io import Content, check_path
 from aiofeed.kernel.sources.subset import IndexedSource, Indices
 from aiofeed.objects.urls import is_remote, split_url
 from aiofeed.tokens.formats import CHECKED_BYTES, DTYPES, DefaultDtype, TokenLayout, check_vocab, layout_of
+from aiofeed.tokens.positions import (
+    GatheredDocuments,
+    collate_windows,
+    epoch_offset,
+    tensors_with_documents,
+    write_positions,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +74,14 @@ class Tokens(IndexedSource):
         targets: Make samples ``(x, y)``. A window then needs ``block + 1`` tokens.
         vocab: The size of the vocabulary. The tokens at the beginning, in the middle and at the end of each file must
             be less.
+        documents: "positions" makes a batch a dict of "tokens", with ``targets`` "labels", and what ``Pack`` adds:
+            "position_ids" from 0 at the start of each document and window, "document_ids", "cu_seqlens" and
+            "max_seqlen". Documents are found as ``Documents`` finds them. For files on disk.
+        separator: With ``documents``, the token between them; see ``Documents``.
+        labels: With ``documents`` and ``targets``, the label of tokens whose next one is of another document, such as
+            -100, which ``cross_entropy`` ignores. Default: the next token.
+        offset: "epoch" moves the borders of windows in each epoch by a number of tokens below ``stride`` that follows
+            from seed and epoch. Each file has up to one window less. For files on disk.
         column: The column of lists of tokens in Parquet files, or in Arrow files on disk. The tokens of all rows are
             one stream. Row groups are read whole; they are the shards of ``shuffle="window"``.
         store: An obstore store that reads the URLs. Default: made of the URLs.
@@ -88,9 +104,16 @@ class Tokens(IndexedSource):
         (("Tokens on the device",), ("Tokens at URLs",), ValueError,
          "they are copied from files: download them, or pass cache=EncodedCache(path, max_bytes), which keeps windows "
          "on the local disk"),
+        (("cache=",), ("Tokens with documents= or offset=",), ValueError,
+         "windows are gathered with what depends on documents or epoch: leave it out"),
+        (("static_batches=True", "a list of devices"), ("Tokens with documents=",), ValueError,
+         "cu_seqlens is one for all rows of a batch, and its size varies: leave out {option}"),
+        (("Pack",), ("Tokens with documents=",), ValueError, "its windows are full: pass Documents, which it packs"),
     )
     # fmt: on
-    answers_at_once = True
+    answers_at_once: bool = True
+    collate: Any = None
+    read_planned: Any = None
     looks_ahead = False
     gathers_on_device = True
     _column: str | None = None
@@ -111,6 +134,10 @@ class Tokens(IndexedSource):
         targets: bool = False,
         vocab: int | None = None,
         *,
+        documents: Literal["positions"] | None = None,
+        separator: int | None = None,
+        labels: int | None = None,
+        offset: Literal["epoch"] | None = None,
         column: str | None = None,
         store: Any = None,
         options: Mapping[str, Any] | None = None,
@@ -120,6 +147,13 @@ class Tokens(IndexedSource):
         step = self.block if stride is None else check_positive_int("Tokens(stride=...)", stride)
         name = dtype if isinstance(dtype, DefaultDtype) else _dtype_name(dtype)
         checked = None if vocab is None else check_positive_int("Tokens(vocab=...)", vocab)
+        if documents not in (None, "positions") or offset not in (None, "epoch"):
+            raise ValueError(f'Tokens takes documents="positions" and offset="epoch", got {documents!r} and {offset!r}')
+        if (labels is not None and not (documents and targets)) or (separator is not None and not documents):
+            raise ValueError('Tokens(labels=, separator=) need documents="positions", labels= targets=True, too')
+        if self.looks_ahead and (documents or offset):
+            raise ValueError("Tokens(documents=, offset=) are for files on disk without column=: download them")
+        self._extras = documents, separator, labels, offset
         self._storage: tuple[Any, Any] = store, options
         if column is not None:
             self._column = column
@@ -127,7 +161,7 @@ class Tokens(IndexedSource):
 
     def _open(self, files: list[tuple[Any, str, int]], vocab: int | None = None) -> None:
         """Map files, each with the dtype of raw tokens and the stride."""
-        needed = self.block + self.targets
+        needed, (documents, separator, *_, offset) = self.block + self.targets, self._extras
         self._files = files = [(_local_path(path), dtype, stride) for path, dtype, stride in files]
         self._windows = []
         self._layouts: list[TokenLayout] = []
@@ -137,21 +171,32 @@ class Tokens(IndexedSource):
         for path, dtype, stride in files:
             with naming_file(str(path)):
                 tokens, layout = open_tokens(path, dtype)
-            layout.checked(str(path), needed, targets=self.targets)
-            # A view, in which windows may overlap.
-            self._windows.append(np.lib.stride_tricks.sliding_window_view(tokens, needed)[::stride])
-            mapped.append(([(str(path), layout.offset + tokens.nbytes)], len(self._windows[-1])))
+            spare = stride - 1 if offset else 0
+            layout.checked(str(path), needed + spare, targets=self.targets)
+            # A view, in which windows overlap.
+            self._windows.append(np.lib.stride_tricks.sliding_window_view(tokens, needed))
+            mapped.append(([(str(path), layout.offset + tokens.nbytes)], (layout.count - needed - spare) // stride + 1))
             self.arrays.append(tokens)
             self._layouts.append(layout)
             if vocab is not None:
                 for start in checked_places(len(tokens)):
                     check_vocab(str(path), start, tokens[start : start + CHECKED_TOKENS], vocab)
-        self._starts = np.cumsum([0, *map(len, self._windows)])
+        self._starts: NDArray[np.int64] = np.cumsum([0, *(windows for _, windows in mapped)])
+        self._firsts: NDArray[np.int64] = np.cumsum([0, *map(len, self.arrays)])
+        self._strides: NDArray[np.int64] = np.array([stride for *_, stride in files])
         self.mapped: MappedFiles = MappedFiles(mapped)
         """The files of windows."""
         self.__dict__.pop("in_memory", None)
         self.form_batch: Callable[[list[Any]], Any] | None = None if self.targets else operator.itemgetter(0)
         """Makes a batch of what ``gathered`` returns, as tensors; ``None``: it is the batch."""
+        if documents:
+            from aiofeed.tokens.bounds import document_bounds  # loads tables
+
+            self._bounds: NDArray[np.int64] = document_bounds(self, separator)
+            self.form_batch, self.collate = tensors_with_documents, collate_windows
+        if offset:
+            self.in_memory, self.answers_at_once = False, False
+            self.read_planned, self.read_now = self._read_planned, None  # type: ignore[method-assign, assignment]
 
     def joined(self, others: Sequence[Tokens]) -> Tokens:
         """Return these windows, followed by those of others.
@@ -160,18 +205,18 @@ class Tokens(IndexedSource):
             ValueError: ``block`` or ``targets`` differ.
         """
         for other in others:
-            if (other.block, other.targets) != (self.block, self.targets):
+            if (other.block, other.targets, other._extras) != (self.block, self.targets, self._extras):
                 raise ValueError(
                     f"{self!r} and {other!r} differ in block or targets, so they do not fit into one batch"
                 )
-        both = copy.copy(next((each for each in (self, *others) if each.read_now is None), self))
+        both = copy.copy(next((each for each in (self, *others) if each.looks_ahead), self))
         both._column = None
         both._open([*self._files, *(file for other in others for file in other._files)])
         return both
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the arguments; files are mapped again."""
-        return {name: self.__dict__[name] for name in ("block", "targets", "_files", "_storage")}
+        return {name: self.__dict__[name] for name in ("block", "targets", "_files", "_storage", "_extras")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -194,11 +239,14 @@ class Tokens(IndexedSource):
     def __getitem__(self, indices: int | Indices) -> Any:
         """One window as an int64 tensor, or ``(x, y)``, as from a ``Dataset``; or a part, as of other sources."""
         if isinstance(indices, int | np.integer):
-            return self.decoder(self._read_at_once(range(len(self))[indices]))
+            return self._read_at_once(range(len(self))[indices])
         return super().__getitem__(indices)
 
     def _read_at_once(self, index: int) -> Any:
-        return self.read_now([index])[0]
+        places = self.first_tokens(np.array([index]))
+        if self._extras[0]:
+            return tensors_with_documents(self.gather_new(places))
+        return TokenDecoder(self)(places[0])
 
     @functools.cached_property
     def in_memory(self) -> bool:
@@ -213,6 +261,9 @@ class Tokens(IndexedSource):
     def facts(self, arguments: Any) -> Mapping[str, str]:
         """Return whether the tokens are kept on the device, and whether they are at URLs."""
         found = {"Tokens on the device": "cache='device'"} if arguments.cache == "device" else {}
+        documents, *_, offset = self._extras
+        found |= {"Tokens with documents=": repr(self)} if documents else {}
+        found |= {"Tokens with documents= or offset=": repr(self)} if documents or offset else {}
         return found | ({"Tokens at URLs": repr(self)} if self.looks_ahead else {})
 
     def check_room(self, backend: Any, /) -> None:
@@ -239,62 +290,78 @@ class Tokens(IndexedSource):
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         path, _, stride = self._files[number]
         first = (index - int(self._starts[number])) * stride
-        return f"{path}[{first}:{first + self.block}]"
+        return f"{path}[{first}:{first + self.block}]{' moved' * (self._extras[3] is not None)}"
 
     async def read(self, index: int, /) -> Any:
-        """Return the index: the decoder gathers tokens."""
-        return self._read_at_once(index)
+        """Return the place of a window: the decoder gathers tokens."""
+        [place] = await self.read_many([index])
+        return place
 
-    async def read_many(self, indices: Sequence[int], /) -> list[Any]:
-        """Return the indices: the decoder gathers tokens."""
-        return self.read_now(indices)
+    async def read_many(self, indices: Sequence[int], /) -> Any:
+        """Return the places of windows: the decoder gathers tokens."""
+        return self._found(indices)
 
-    def read_now(self, indices: Sequence[int], /) -> list[Any]:
+    def read_now(self, indices: Sequence[int], /) -> Any:
         """``read_many`` in the calling thread. Raises ``OSError`` if a file became shorter."""
+        return self._found(indices)
+
+    async def _read_planned(self, indices: Sequence[int], plan: BatchPlan, places: Sequence[int]) -> Any:
+        return self._found(indices, plan.epoch_seed)
+
+    def _found(self, indices: Sequence[int], epoch_seed: int | None = None) -> Any:
         self.mapped.check(indices)
-        return [*indices]
+        places = self.first_tokens(np.asarray(indices, np.int64), epoch_seed)
+        return GatheredDocuments(self, places) if self._extras[0] else places.tolist()
 
     def lengths(self, unit: str, /) -> NDArray[np.int64] | None:
         """Return ``block`` for each window."""
         return None if unit else np.full(len(self), self.block)
 
     @property
-    def decoder(self) -> TokenDecoder:
+    def decoder(self) -> TokenDecoder | None:
         """The decoder that a feeder uses."""
-        return TokenDecoder(self)
+        return None if self._extras[0] else TokenDecoder(self)
 
     @property
     def sample_bytes(self) -> int:
         """Bytes of a window, with targets."""
-        return (1 + self.targets) * self.block * 8
+        return (1 + self.targets + (self._extras[0] is not None)) * self.block * 8
 
     def gathered(self, indices: NDArray[np.int64], memory: HostBufferPool) -> list[NDArray[Any]]:
-        """Return windows as ``[x]`` or ``[x, y]``."""
+        """Return windows as ``[x]`` or ``[x, y]``, with ``documents`` and their positions."""
         self.mapped.check(indices)
-        parts = list(array(memory, (1 + self.targets, len(indices), self.block), np.dtype(np.int64)))
-        self.gather(indices, *parts)
+        return self.gather_new(self.first_tokens(indices), memory)
+
+    def gather_new(self, places: NDArray[np.int64], memory: BufferLease | None = None) -> list[NDArray[Any]]:
+        """Return windows in new memory."""
+        count = self.sample_bytes // (8 * self.block)
+        parts = list(array(memory or HostBufferPool(0), (count, len(places), self.block), np.dtype(np.int64)))
+        self.gather(places, *parts)
         return parts
 
-    def gather(self, indices: Any, *parts: NDArray[Any]) -> None:
+    def gather(self, places: Any, *parts: NDArray[Any]) -> None:
         """Write windows, of which there is what ``read`` returned, into ``x``, and with targets ``y``: [N, block]."""
-        rows = np.asarray(indices, np.int64)
+        rows, (documents, _, ignored, _) = np.asarray(places, np.int64), self._extras
         if len(self._windows) == 1:
             self._write(self._windows[0][rows], parts, slice(None))
-            return
-        numbers = np.searchsorted(self._starts, rows, side="right") - 1
-        for number in np.unique(numbers):
-            chosen = np.flatnonzero(numbers == number)
-            self._write(self._windows[number][rows[chosen] - self._starts[number]], parts, chosen)
+        else:
+            numbers = np.searchsorted(self._firsts, rows, side="right") - 1
+            for number in np.unique(numbers):
+                chosen = np.flatnonzero(numbers == number)
+                self._write(self._windows[number][rows[chosen] - self._firsts[number]], parts, chosen)
+        if documents:
+            write_positions(self._bounds, rows, parts, ignored)
 
-    def first_tokens(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    def first_tokens(self, indices: NDArray[np.int64], epoch_seed: int | None = None) -> NDArray[np.int64]:
         """Return the position of each window's first token among the tokens of all files, one file after the other."""
         numbers = np.searchsorted(self._starts, indices, side="right") - 1
-        files = np.cumsum([0, *map(len, self.arrays)])
-        strides = np.array([stride for _, _, stride in self._files])
-        return files[numbers] + (indices - self._starts[numbers]) * strides[numbers]  # type: ignore[no-any-return]
+        moves = self._firsts[:-1]
+        if epoch_seed is not None:
+            moves = moves + np.array([epoch_offset(epoch_seed, stride) for stride in self._strides.tolist()])
+        return moves[numbers] + (indices - self._starts[numbers]) * self._strides[numbers]
 
     def _write(self, tokens: NDArray[Any], parts: Sequence[NDArray[Any]], rows: Any) -> None:
-        for at, part in enumerate(parts):
+        for at, part in enumerate(parts[: 1 + self.targets]):
             part[rows] = tokens[:, at : at + self.block]
 
 
@@ -342,7 +409,7 @@ def _dtype_name(dtype: Any) -> str:
 def _checked_paths(given: Any) -> list[Any]:
     if not isinstance(given, str | os.PathLike | Iterable):
         raise TypeError(f"Tokens(paths) must be the path of a file, or several, got {given!r}")
-    paths = []
+    paths: list[Any] = []
     for path in [given] if isinstance(given, str | os.PathLike) else given:
         if not isinstance(path, str | os.PathLike):
             what = path if isinstance(path, int) else type(path).__name__  # not a row of a dataset
@@ -350,7 +417,8 @@ def _checked_paths(given: Any) -> list[Any]:
                 f"Tokens reads files, got {what} in a {type(given).__name__}. For a dataset of "
                 f"documents: Feeder(Table(dataset), batch_size=Pack(...)); for tokens in memory, numpy.save(path, ...)"
             )
-        paths.append(path)
+        found = sorted(glob.glob(path)) if isinstance(path, str) and not is_remote(path) else []
+        paths += [path] if not found or os.path.exists(path) else found
     if not paths:
         raise ValueError("Tokens needs at least one file; an empty list may come from a glob without a match")
     return paths

@@ -19,7 +19,7 @@ from aiofeed.kernel.core.types import Traits
 from tests.support.fault_server import FaultServer
 from tests.support.media_files import video
 from tests.support.shard_files import tfrecord, write_mds, write_tar, write_zip
-from tests.support.token_files import write_raw
+from tests.support.token_files import write_megatron, write_raw
 
 N = 12
 WIDTH = 4
@@ -159,7 +159,16 @@ class EverySource:
         others = {"a stream": "samples with indices", "shards": "samples in no shards"}
         others |= {"samples with targets": "samples without targets", "a Dataset of tuples": "a Dataset of tensors"}
         others |= {"Tokens with targets": "Tokens without targets"}
-        known = {"Table", "Arrays", "Tokens", "Tokens with targets", "Episodes", "Episodes with a camera", "a stream"}
+        known = {
+            "Table",
+            "Arrays",
+            "Tokens",
+            "Documents",
+            "Tokens with targets",
+            "Episodes",
+            "Episodes with a camera",
+            "a stream",
+        }
         others |= {kind: "samples of unknown length" for kind in known if kinds.isdisjoint(known)}
         return kinds | {name for kind, name in others.items() if kind not in kinds}
 
@@ -373,6 +382,17 @@ EVERY_SOURCE: dict[str, EverySource] = {
     "a part of Tokens": S(
         lambda folder, _: aiofeed.Tokens(write_raw(folder / "x.bin", X), WIDTH)[:],
         "rows, Tokens, shards, a part of Tokens",
+    ),
+    "Documents": S(lambda folder, _: aiofeed.Documents(write_megatron(folder / "x.bin", X)), "rows, Documents, shards"),
+    "Documents of a column": S(
+        lambda folder, _: aiofeed.Documents(_parquet(folder), column="x"),
+        "rows, Documents, shards",
+        needs=("pyarrow",),
+    ),
+    "a part of Documents": S(
+        lambda folder, _: aiofeed.Documents(write_megatron(folder / "x.bin", X))[::-1],
+        "rows, Documents",
+        model=lambda _: X[::-1],
     ),
     "Arrays of HDF5": S(_hdf5, "rows, Arrays, shards", None, _as_dicts, ("h5py",)),
     "Arrays of NetCDF": S(_netcdf, "rows, Arrays, shards", None, _as_dicts, ("h5netcdf",)),

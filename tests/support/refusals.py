@@ -8,7 +8,7 @@ SHUFFLES = ("shuffle=True", 'shuffle="keyed"', 'shuffle="window"', 'shuffle="rep
 PLANS = ("Buckets", "TokenBudget", "Balanced", "Pack", 'lengths="measure"')
 SAMPLES = ('cache="host"', "DiskCache")
 CACHES = (*SAMPLES, 'cache="device"', "EncodedCache")
-ROWS = ("Table", "a Table with decode=", "Arrays", "Episodes")
+ROWS = ("Table", "a Table with decode=", "Documents", "Arrays", "Episodes")
 
 # fmt: off
 REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -35,6 +35,7 @@ REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("Tokens", SAMPLES, 'rows are decoded already: leave it out, or pass cache="device" for Tokens'),
     ("rows", (*SAMPLES, "EncodedCache"), "rows are decoded already: leave it out"),
     ("Table", ('cache="device"',), "rows are decoded already: leave it out"),
+    ("Documents", ('cache="device"',), "rows are decoded already: leave it out"),
     ("Arrays", ('cache="device"',), "rows are decoded already: leave it out"),
     ("Episodes", ('cache="device"',), "rows are decoded already: leave it out"),
     ("Episodes with a camera", ('cache="device"',), "it keeps one array of each sample"),
@@ -75,6 +76,7 @@ MIXED: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 MIXED_UNKNOWN_BEFORE: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("Episodes", ("a Table with decode=",), "cannot decode"),
+    ("Documents", ("Table", "Arrays", "Episodes"), "the samples of a batch do not fit together"),
     ("a Dataset of tuples", ("a Dataset of tensors",), "the samples of a batch do not fit together"),
 )
 """The same of what only decoded samples tell: the first batch that has both says it."""

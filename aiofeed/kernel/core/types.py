@@ -158,6 +158,10 @@ class Uncopied(NamedTuple):
     data: memoryview
 
 
+Located: TypeAlias = "tuple[NDArray[Any], NDArray[np.int64], np.dtype[Any]]"
+"""An array, where in it parts of samples begin, and the dtype that they have in a batch."""
+
+
 class Gathered(Sequence[Any], ABC):
     """All samples of a batch that a source gathers, part by part, in arrays: a sequence of samples.
 
@@ -198,8 +202,8 @@ class Gathered(Sequence[Any], ABC):
         """Return the batch, of ``HostTensor`` in memory of a lease, and its bytes; unless a decoder makes the batch."""
         raise NotImplementedError
 
-    def located(self, pieces: NDArray[np.int64], /) -> Mapping[Any, tuple[NDArray[Any], NDArray[np.int64]]] | None:
-        """Return by column an array and where in it parts of samples begin; ``None``: samples are taken one by one.
+    def located(self, pieces: NDArray[np.int64], /) -> Mapping[Any, Located] | None:
+        """Return by column where parts of samples are; ``None``: samples are taken one by one.
 
         ``pieces``: see ``BatchPlan``; ``None`` if one of their samples has another length.
         """

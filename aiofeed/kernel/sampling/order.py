@@ -40,6 +40,14 @@ def mix64(value: int) -> int:
     return finalize64((value + INCREMENT) & MASK64)
 
 
+def unmix64(value: int) -> int:
+    """Return the state of which ``mix64`` is ``value``."""
+    for shift, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):
+        value ^= (value >> shift) ^ (value >> 2 * shift)
+        value = value * pow(factor, -1, 1 << 64) & MASK64
+    return (value - INCREMENT) & MASK64
+
+
 class SplitMix64:
     """The random numbers of one sample.
 

@@ -62,8 +62,8 @@ class Chunk:
     fetcher: Fetcher
     plan: BatchPlan
     positions: Sequence[int]
-    # For each position an encoded sample or an item, an exception, or a placeholder.
-    values: list[Any]
+    # For each position an encoded sample or an item, an exception, or a placeholder; or a Gathered.
+    values: Any
     builder: BatchBuilder
     control: JobControl
     outcome: ChunkOutcome = field(default_factory=ChunkOutcome)
