@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from aiofeed.arrays.chunked import MOST_CHUNKS, ChunkedArray, Joined, Scaling, expand
-from aiofeed.arrays.fields import MAPPED, MOST_SHARDS, DenseField, ReadChunk, Field, Selection, SparseField, Starts
+from aiofeed.arrays.fields import MAPPED, MOST_SHARDS, DenseField, Field, ReadChunk, Selection, SparseField, Starts
 from aiofeed.arrays.opening import Opener, SparseMatrix
 from aiofeed.common.grouped_source import GroupedSource
 from aiofeed.kernel.core.statistics import StorageStatistics
@@ -400,7 +400,7 @@ class Arrays(GroupedSource):
     def _decode(self, chunks: Sequence[ReadChunk]) -> int:
         """Decode chunks and write them into samples; return how many these are."""
         started, cpu_started, [(first, _), *_] = time.perf_counter(), time.thread_time(), chunks[0].targets
-        for (name, _), group in itertools.groupby(chunks, lambda each: (each.field, each.source)):
+        for (name, *_), group in itertools.groupby(chunks, lambda each: (each.field, each.source, each.size)):
             field = self._fields[name]
             if decoded := [each for each in group if each.decode(mapped=field.is_mapped)]:
                 field.put(decoded, first.memory)
