@@ -382,11 +382,11 @@ class Arrays(GroupedSource):
         for shard, targets in shards.items():
             number = int(np.searchsorted(self._numbers, shard, side="right")) - 1
             source, (name, at) = self._sources[number], self._field_of[number]
-            if self._fields[name].is_mapped:
-                found: Any = source.first, (), [(0, size) for size in source.shape]
-            else:
-                found = source.find(shard - int(self._numbers[number]))
-            chunks.append(ReadChunk(name, at, *found, targets))
+            is_mapped = self._fields[name].is_mapped
+            part, chunk, place = source.find(0 if is_mapped else shard - int(self._numbers[number]))
+            if is_mapped:
+                chunk, place = (), [(0, size) for size in source.shape]
+            chunks.append(ReadChunk(name, at, part, chunk, place, targets))
         if remote := [each for each in chunks if not each.part.local]:
             read = await asyncio.gather(*[each.part.read(each.at) for each in remote], return_exceptions=True)
             for each, data in zip(remote, read, strict=True):

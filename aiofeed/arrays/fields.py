@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from aiofeed.arrays.chunked import Chunk, ChunkedArray, Joined, Needs, expand
+from aiofeed.arrays.chunked import Chunk, ChunkedArray, Joined, Needs, expand, grid_of
 from aiofeed.arrays.opening import SparseMatrix
 from aiofeed.kernel.core.types import DeferredTensor, HostTensor
 from aiofeed.kernel.runtime.buffers import BufferLease, array
@@ -23,8 +23,8 @@ MOST_SHARDS = 1 << 22
 SMALL_BYTES, FEW = 8 << 10, 8
 # So many blocks are planned together.
 MOST_BLOCKS = 1 << 16
-# Samples that need so many chunks of an array in memory, or of a file that can be mapped, but few bytes of each, are
-# copied from there batch by batch; each batch counts as one of so many chunks.
+# Samples that need so many chunks of an array in memory, or of a file that can be mapped, but few bytes of each, or a
+# part of rows that are so many times as long, are copied from there batch by batch, each as one of so many chunks.
 MANY, LARGE, MAPPED = 4, 64 << 10, 1 << 40
 
 Place: TypeAlias = Sequence[tuple[int, int]]
@@ -167,11 +167,10 @@ class DenseField:
         found = [each[at] for each, at in zip(runs, grid, strict=True)]
         blocks = np.array(found, np.int64).reshape(*grid.shape, 3).transpose(2, 0, 1)
         self._begins, self._spans = blocks[0], (blocks[2] - 1) * steps[:, None] + 1
-        needed = math.prod((-(-self._spans[:, 0] // np.maximum(joined.first.chunks, 1))).tolist())
-        few = math.prod(self._full) * joined.dtype.itemsize < needed * LARGE
-        self.is_mapped: bool = (
-            needed >= MANY and few and len(joined.parts) == 1 and joined.first.mapped_values() is not None
-        )
+        needed = math.prod(grid_of(self._full, joined.first.chunks))
+        few = needed >= MANY and math.prod(self._full) * joined.dtype.itemsize < needed * LARGE
+        few |= MANY * math.prod(self._full[1:]) <= math.prod(joined.shape[1:])
+        self.is_mapped: bool = few and len(joined.parts) == 1 and joined.first.mapped_values() is not None
         # The axes along which samples begin at different places, or of which a chunk has a part. They come first where
         # chunks are copied, by blocks.
         parts = not self.is_mapped
@@ -250,7 +249,7 @@ class DenseField:
             sizes = np.minimum(ends, self._lengths) - outer
             parts = [each.reshape(axes, -1) for each in (inner + outer * steps, outer + self._firsts, sizes)]
             parts.insert(0, np.repeat(samples[:, some], blocks, axis=1))
-            _copy(values, outs, *_some(parts, (parts[-1] > 0).all(0)), steps[:, 0, 0])
+            _copy(values, outs, steps[:, 0, 0], *_some(parts, (parts[-1] > 0).all(0)))
 
     def samples(self, state: Any) -> Any:
         """Return the samples of a batch."""
@@ -270,17 +269,17 @@ class DenseField:
         return HostTensor(np.stack(samples))
 
 
-def _copy(values: Any, outs: Sequence[Any], samples: Any, inner: Any, outer: Any, sizes: Any, steps: Any) -> None:
+def _copy(values: Any, outs: Sequence[Any], steps: Any, samples: Any, inner: Any, outer: Any, sizes: Any) -> None:
     """Copy parts of chunks into samples.
 
     Args:
         values: [chunks, ...]: the chunks; their first axes are those of the parts.
         outs: The samples of each batch.
+        steps: By axis, those in the array.
         samples: [3, parts]: the batch, the place of the sample in it, and the chunk.
         inner: [axes, parts]: where a part begins in the chunk.
         outer: The same in the sample.
         sizes: The sizes of a part.
-        steps: By axis, those in the array.
     """
     if not sizes.size:
         return
