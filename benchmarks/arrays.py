@@ -8,13 +8,18 @@ that answers after 20 ms, where ``DataLoader`` gets 256 samples. Rows of a CSR m
 4,000, in annbatch's own layout and beside its loader, as sparse batches of 1,024 with their labels; on the local disk
 with zarrs.
 
+Windows of data that decompress quickly, sums of steps, of the same shape. Rows of 50 floats in chunks of 1,000, batch
+4,096, beside a block shuffle by NumPy; tiles of 32 x 32 x 32 bytes at random places of data without chunks, beside
+h5py in the same thread; windows of every second row out of 1,000, beside those of all rows.
+
 annbatch and xbatcher take part if AIOFEED_ARRAYS_PYTHON is the path of an interpreter with annbatch[zarrs,torch],
 xbatcher, obstore and psutil. Memory is the peak above the imports, in look-aheads with the samples of a window; and
 beyond that of the first batch, in chunks of a window.
 
-Targets: HDF5 1.3 times ``DataLoader`` shuffled and 6 times with windows, Zarr 2 and 6 times; in the store 30 times, and
-0.9 of the local array and of a store that answers at once; rows as fast as from annbatch, and twice in the store;
-memory of two look-aheads.
+Targets: HDF5 1.3 times ``DataLoader`` shuffled and 6 times with windows, sums of steps 1.3 and 5 times, Zarr 2 and 6
+times; 0.67 of the rows of NumPy, as many tiles as h5py, and every second step 0.83 times as fast as all; in the store
+30 times, and 0.9 of the local array and of a store that answers at once; sparse rows as fast as from annbatch, and
+twice in the store; memory of two look-aheads.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ from benchmarks.objects import DELAY_S, new_store, options_of, server
 if TYPE_CHECKING:
     import aiofeed
 
-TITLE = "Arrays: windows of 4 x 64 x 64 float32, batch 32; rows of sparse matrices, batch 1,024"
+TITLE = "Arrays: windows of 4 x 64 x 64 float32, batch 32; small rows, tiles and steps; sparse rows, batch 1,024"
 
 PEERS = "AIOFEED_ARRAYS_PYTHON"
 """The environment variable with the interpreter that has annbatch and xbatcher."""
@@ -57,7 +62,8 @@ def run(settings: Settings) -> list[Figure]:
     folder = weather(settings)
     figures = compared(settings, "HDF5", f"{folder / 'weather.h5'}::t2m", (1.3, 6))
     figures += compared(settings, "Zarr", str(folder / "weather.zarr/t2m"), (2, 6))
-    figures += [*stored(settings, folder), *memory(settings, folder)]
+    figures += compared(settings, "sums of steps", f"{folder / 'weather.h5'}::steps", (1.3, 5))
+    figures += [*small_parts(settings, folder), *stored(settings, folder), *memory(settings, folder)]
     if PEERS in os.environ:
         return figures + cells(settings)
     print(f"Without {PEERS} there are no figures beside xbatcher and annbatch.")
@@ -66,7 +72,7 @@ def run(settings: Settings) -> list[Figure]:
 
 def weather(settings: Settings) -> Path:
     steps = settings.size(STEPS, 64)
-    return generate(settings.data / f"arrays-{steps}", lambda made: write_weather(made, steps))
+    return generate(settings.data / f"arrays-2-{steps}", lambda made: write_weather(made, steps))
 
 
 def compared(settings: Settings, name: str, array: str, targets: tuple[float, float]) -> list[Figure]:
@@ -86,6 +92,21 @@ def compared(settings: Settings, name: str, array: str, targets: tuple[float, fl
         figures += [race.speed(order, other, target, case) for other in (LOADER, XBATCHER) if other in race]
         figures.append(race.cpu(order, LOADER, None, case))
     return figures + race.rates("samples", name)
+
+
+def small_parts(settings: Settings, folder: Path) -> list[Figure]:
+    """Rows, tiles, and windows with a step, each beside another way to the same values."""
+    file, count = str(folder / "small.h5"), settings.size(512, 16)
+    figures = []
+    for case, contenders, target in (
+        ("rows of 50 floats", (small_rows, numpy_rows, {"file": file}, {}), 0.67),
+        ("tiles without chunks", (tiles, h5py_tiles, {"file": file, "count": count}, {}), 1),
+        ("a step of 2", (stepped, stepped, {"file": file, "step": 2}, {"step": 1}), 0.83),
+    ):
+        ours, other, options, changed = contenders
+        race = interleave([Contender("ours", ours, options), Contender("other", other, options | changed)], settings)
+        figures += [race.speed("ours", "other", target, case), *race.rates("samples", case)]
+    return figures
 
 
 def stored(settings: Settings, folder: Path) -> list[Figure]:
@@ -191,6 +212,62 @@ def first_and_rest(array: str, lookahead: int) -> Iterator[Measure]:
     with feeder_of(array, "window", lookahead) as feeder:
         batches, counts = several_epochs(feeder, 4)(), iter([1, None])
         yield lambda: {"items": sum(map(samples_in, islice(batches, next(counts))))}
+
+
+def small_rows(file: str) -> AbstractContextManager[Measure]:
+    import aiofeed
+
+    source = aiofeed.Arrays({"x": f"{file}::rows"})
+    return measured(aiofeed.Feeder(source, batch_size=4_096, shuffle="window"), 4, samples_in)
+
+
+def numpy_rows(file: str) -> AbstractContextManager[Measure]:
+    """16 chunks at a time in random order, their rows permuted."""
+    import h5py
+    import numpy as np
+    import torch
+
+    numbers, data = np.random.default_rng(0), h5py.File(file)["rows"]
+
+    def batches() -> Iterator[Any]:
+        for _ in range(4):
+            starts = numbers.permutation(np.arange(0, len(data), 1_000)).tolist()
+            for at in range(0, len(starts), 16):
+                block = np.concatenate([data[start : start + 1_000] for start in starts[at : at + 16]])
+                permuted = numbers.permutation(len(block))
+                yield from (torch.from_numpy(block[permuted[at : at + 4_096]]) for at in range(0, len(block), 4_096))
+
+    return epochs(batches, len)
+
+
+def tiles(file: str, count: int) -> AbstractContextManager[Measure]:
+    import aiofeed
+
+    tile = {"window": range(32), "tile": {1: 32, 2: 32}, "stride": "random"}
+    source = aiofeed.Arrays({"x": f"{file}::volume"}, **tile)
+    some = source[[at % len(source) for at in range(count)]]
+    return measured(aiofeed.Feeder(some, batch_size=8, shuffle=True), 4, samples_in)
+
+
+def h5py_tiles(file: str, count: int) -> AbstractContextManager[Measure]:
+    import h5py
+    import numpy as np
+    import torch
+
+    numbers, volume = np.random.default_rng(0), h5py.File(file)["volume"]
+
+    def batches() -> Iterator[Any]:
+        for z, y, x in numbers.integers(0, np.array(volume.shape) - 32, (4 * count, 3)).tolist():
+            yield torch.from_numpy(volume[z : z + 32, y : y + 32, x : x + 32])[None]
+
+    return epochs(batches, len)
+
+
+def stepped(file: str, step: int) -> AbstractContextManager[Measure]:
+    import aiofeed
+
+    source = aiofeed.Arrays({"x": f"{file}::rows"}, window=range(0, 1_000, step))[::100]
+    return measured(aiofeed.Feeder(source, batch_size=32, shuffle=True), 4, samples_in)
 
 
 class Windows(Counted):
@@ -306,6 +383,14 @@ def write_weather(folder: Path, steps: int) -> None:
     data, chunks = (280 + 10 * field / field.std()).astype(np.float32), (CHUNK, SIDE, SIDE)
     with h5py.File(folder / "weather.h5", "w") as file:
         file.create_dataset("t2m", data=data, chunks=chunks, compression="gzip", shuffle=True)
+        sums = numbers.integers(-1, 2, steps).cumsum().astype(np.float32)[:, None, None] + np.arange(SIDE, dtype="f4")
+        whole = np.repeat(sums[:, :, :], SIDE, 1)
+        file.create_dataset("steps", data=whole, chunks=chunks, compression="gzip", shuffle=True)
+    with h5py.File(folder / "small.h5", "w") as file:
+        rows = numbers.random((10 * steps, 50), np.float32)
+        file.create_dataset("rows", data=rows, chunks=(min(1_000, len(rows)), 50), compression="lzf")
+        side = min(steps, 1_024)
+        file.create_dataset("volume", data=numbers.integers(0, 255, (min(steps, 100), side, side), np.uint8))
     blosc = zarr.codecs.BloscCodec(cname="zstd", clevel=5, shuffle="shuffle")
     group = zarr.open_group(folder / "weather.zarr", mode="w")
     group.create_array("t2m", data=data, chunks=chunks, compressors=blosc, dimension_names=axes)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from aiofeed.arrays.chunked import MOST_CHUNKS, ChunkedArray, Joined, Scaling, expand
-from aiofeed.arrays.fields import MAPPED, MOST_SHARDS, DenseField, ReadChunk, Field, Selection, SparseField, Starts
+from aiofeed.arrays.fields import MAPPED, MOST_SHARDS, DenseField, Field, ReadChunk, Selection, SparseField, Starts
 from aiofeed.arrays.opening import Opener, SparseMatrix
 from aiofeed.common.grouped_source import GroupedSource
 from aiofeed.kernel.core.statistics import StorageStatistics
@@ -382,11 +382,11 @@ class Arrays(GroupedSource):
         for shard, targets in shards.items():
             number = int(np.searchsorted(self._numbers, shard, side="right")) - 1
             source, (name, at) = self._sources[number], self._field_of[number]
-            if self._fields[name].is_mapped:
-                found: Any = source.first, (), [(0, size) for size in source.shape]
-            else:
-                found = source.find(shard - int(self._numbers[number]))
-            chunks.append(ReadChunk(name, at, *found, targets))
+            is_mapped = self._fields[name].is_mapped
+            part, chunk, place = source.find(0 if is_mapped else shard - int(self._numbers[number]))
+            if is_mapped:
+                chunk, place = (), [(0, size) for size in source.shape]
+            chunks.append(ReadChunk(name, at, part, chunk, place, targets))
         if remote := [each for each in chunks if not each.part.local]:
             read = await asyncio.gather(*[each.part.read(each.at) for each in remote], return_exceptions=True)
             for each, data in zip(remote, read, strict=True):
@@ -400,7 +400,7 @@ class Arrays(GroupedSource):
     def _decode(self, chunks: Sequence[ReadChunk]) -> int:
         """Decode chunks and write them into samples; return how many these are."""
         started, cpu_started, [(first, _), *_] = time.perf_counter(), time.thread_time(), chunks[0].targets
-        for (name, _), group in itertools.groupby(chunks, lambda each: (each.field, each.source)):
+        for (name, *_), group in itertools.groupby(chunks, lambda each: (each.field, each.source, each.size)):
             field = self._fields[name]
             if decoded := [each for each in group if each.decode(mapped=field.is_mapped)]:
                 field.put(decoded, first.memory)

@@ -326,15 +326,15 @@ class Joined:
     @cached_property
     def cut_axes(self) -> list[bool]:
         """By axis, whether an array has several chunks along it, or several arrays are joined there."""
-        found = (self._grids > 1).any(0)
-        found[self.axis : self.axis + 1] |= len(self.parts) > 1
-        return found.tolist()
+        several: list[bool] = np.any(self._grids > 1, axis=0, keepdims=True)[0].tolist()
+        return [each or (axis == self.axis and len(self.parts) > 1) for axis, each in enumerate(several)]
 
     @cached_property
     def shortest(self) -> NDArray[np.int64]:
         """By axis, how long the shortest chunk is, but for those at the end of the array."""
         last = self._sizes[:-1] - (self._grids[:-1] - 1) * self._chunks[:-1]  # in parts, these are not at the end
-        return np.minimum(self._chunks.min(0), last.min(0, initial=MOST_CHUNKS))
+        found: NDArray[np.int64] = np.minimum(self._chunks.min(0), last.min(0, initial=MOST_CHUNKS))
+        return found
 
     def needed(self, boxes: int, begins: Sequence[Any], ends: Sequence[Any], axes: Any = None) -> Needs:
         """Return the chunks that boxes need, of which there is for each axis where all begin and end.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from aiofeed.arrays.chunked import Chunk, ChunkedArray, Joined, Needs, expand
+from aiofeed.arrays.chunked import Chunk, ChunkedArray, Joined, Needs, expand, grid_of
 from aiofeed.arrays.opening import SparseMatrix
 from aiofeed.kernel.core.types import DeferredTensor, HostTensor
 from aiofeed.kernel.runtime.buffers import BufferLease, array
@@ -23,10 +23,12 @@ MOST_SHARDS = 1 << 22
 SMALL_BYTES, FEW = 8 << 10, 8
 # So many blocks are planned together.
 MOST_BLOCKS = 1 << 16
-# Samples that need so many chunks of an array in memory, or of a file that can be mapped, but few bytes of each, are
-# copied from there batch by batch; each batch counts as one of so many chunks.
+# Samples that need so many chunks of an array in memory, or of a file that can be mapped, but few bytes of each, or a
+# part of rows that are so many times as long, are copied from there batch by batch, each as one of so many chunks.
 MANY, LARGE, MAPPED = 4, 64 << 10, 1 << 40
 
+Place: TypeAlias = Sequence[tuple[int, int]]
+"""Where a chunk begins and ends along each axis."""
 Starts: TypeAlias = "Mapping[Any, NDArray[np.int64]]"
 """For each axis where the samples of a batch begin; for the axis ``None`` zeros."""
 
@@ -54,6 +56,11 @@ class ReadChunk:
     targets: Sequence[tuple[Any, NDArray[np.int64]]]
     data: Any = None
     values: Any = None
+
+    @property
+    def size(self) -> list[int]:
+        """Its shape in the array."""
+        return [end - first for first, end in self.place]
 
     def decode(self, *, mapped: bool) -> bool:
         """Set its values, after reading it from a file; return whether it has some."""
@@ -146,29 +153,32 @@ class DenseField:
             raise ValueError(f"Arrays(pad={pad}) is no value of {joined.first.name}, {joined.dtype}") from None
         self._axes = [each.axis for each in selections]
         self._full = [len(each.offsets) for each in selections]
-        self._order = tuple(slice(None, None, 1 if each.step > 0 else -1) for each in selections)
-        steps = np.abs(np.array([each.step for each in selections], np.int64))
-        ascending = [
-            Selection(each.axis, each.offsets[order]) for each, order in zip(selections, self._order, strict=True)
+        steps = np.array([each.step for each in selections], np.int64)
+        self._order = tuple(slice(None, None, step) for step in np.sign(steps).tolist())
+        # Of longer steps, some chunks are not needed.
+        steps = np.where(np.abs(steps) <= joined.shortest, np.abs(steps), 1)
+        # Blocks of one run of offsets along each axis: first offsets, their places in samples, and lengths.
+        runs = [
+            Selection(each.axis, each.offsets[order]).runs(step)
+            for each, order, step in zip(selections, self._order, steps.tolist(), strict=True)
         ]
-        # Blocks of one run of offsets along each axis, of which all chunks between the first and the last are needed.
-        spans = np.where(steps <= joined.shortest, steps, 1)
-        self._begins, _, counts = _blocks([*map(Selection.runs, ascending, spans.tolist())])
-        self._spans = (counts - 1) * spans[:, None] + 1
-        needed = math.prod((-(-self._spans[:, 0] // np.maximum(joined.first.chunks, 1))).tolist())
-        few = math.prod(self._full) * joined.dtype.itemsize < needed * LARGE
-        self.is_mapped: bool = (
-            needed >= MANY and few and len(joined.parts) == 1 and joined.first.mapped_values() is not None
-        )
+        counts = [len(each) for each in runs]
+        grid = np.indices(counts).reshape(len(runs), math.prod(counts))
+        found = [each[at] for each, at in zip(runs, grid, strict=True)]
+        blocks = np.array(found, np.int64).reshape(*grid.shape, 3).transpose(2, 0, 1)
+        self._begins, self._spans = blocks[0], (blocks[2] - 1) * steps[:, None] + 1
+        needed = math.prod(grid_of(self._full, joined.first.chunks))
+        few = needed >= MANY and math.prod(self._full) * joined.dtype.itemsize < needed * LARGE
+        few |= MANY * math.prod(self._full[1:]) <= math.prod(joined.shape[1:])
+        self.is_mapped: bool = few and len(joined.parts) == 1 and joined.first.mapped_values() is not None
         # The axes along which samples begin at different places, or of which a chunk has a part. They come first where
         # chunks are copied, by blocks.
         parts = not self.is_mapped
         cut = zip(self._axes, joined.cut_axes, strict=True)
         self._varying = [number for number, (axis, several) in enumerate(cut) if axis is not None or several & parts]
         self._turned = sorted(range(len(self._axes)), key=lambda number: number not in self._varying)
-        self._steps = steps[self._varying]
-        runs = [ascending[number].runs(step) for number, step in zip(self._varying, self._steps.tolist(), strict=True)]
-        self._offsets, self._firsts, self._lengths = _blocks(runs)
+        self._steps = steps[self._varying, None, None]
+        self._offsets, self._firsts, self._lengths = blocks[:, self._varying, None]
         self.shape: tuple[int, ...] = tuple(len(each.offsets) for each in selections if each.kept)
         self.nbytes: int = math.prod(self.shape) * joined.dtype.itemsize
 
@@ -203,10 +213,16 @@ class DenseField:
         return out, view, np.array(begins, np.int64).reshape(-1, count)
 
     def put(self, chunks: Sequence[ReadChunk], memory: BufferLease) -> None:
-        """Write chunks of a joined array into samples."""
+        """Write chunks of one size of a joined array into samples."""
         axes, name, targets = len(self._varying), chunks[0].field, [each for chunk in chunks for each in chunk.targets]
-        low, high = np.array([chunk.place for chunk in chunks], np.int64).reshape(len(chunks), -1, 2).transpose(2, 1, 0)
-        values = _stack(chunks, (high - low).max(1), self.sources[0].dtype, memory)
+        size = chunks[0].size
+        inside = [
+            each.values[(*map(slice, size),)] if each.values.ndim else np.broadcast_to(each.values, size)
+            for each in chunks
+        ]
+        values = inside[0][None]
+        if len(inside) > 1:
+            values = np.stack(inside, out=array(memory, (len(inside), *size), self.sources[0].dtype))
         values = values.transpose(0, *(1 + number for number in self._turned))
         if not axes:
             for gathered, places in targets:
@@ -220,22 +236,20 @@ class DenseField:
         batch, chunk = np.repeat(np.transpose(by), [len(places) for _, places in targets], axis=1)
         samples = np.stack([batch, np.concatenate([places for _, places in targets]), chunk])
         starts = np.concatenate([states[gathered][2][:, places] for gathered, places in targets], axis=1)
-        low, size = low[self._varying], (high - low)[self._varying]
-        steps, blocks = self._steps[:, None, None], self._offsets.shape[1]
+        low = np.array([[each.place[axis][0] for each in chunks] for axis in self._varying])
+        starts, high = starts - low[:, chunk], np.array(size)[self._varying, None, None]
+        steps, blocks = self._steps, self._offsets.shape[2]
         most = max(MOST_BLOCKS // blocks, 1)
-        for at in range(0, starts.shape[1], most):
-            some = slice(at, at + most)
-            inner = (starts[:, some] - low[:, chunk[some]])[..., None] + self._offsets[:, None]
-            outer, ends = -inner, size[:, chunk[some], None] - inner
-            if (self._steps > 1).any():
+        for some in (slice(at, at + most) for at in range(0, starts.shape[1], most)):
+            inner = starts[:, some, None] + self._offsets
+            outer, ends = -inner, high - inner
+            if (steps > 1).any():
                 outer, ends = -(inner // steps), -(-ends // steps)
             outer = np.maximum(outer, 0)
-            sizes = np.minimum(ends, self._lengths[:, None]) - outer
-            inner += outer * steps
-            outer += self._firsts[:, None]
-            parts = [np.repeat(samples[:, some], blocks, axis=1)]
-            parts += [each.reshape(axes, -1) for each in (inner, outer, sizes)]
-            _copy(values, outs, *_some(parts, (parts[-1] > 0).all(0)), self._steps)
+            sizes = np.minimum(ends, self._lengths) - outer
+            parts = [each.reshape(axes, -1) for each in (inner + outer * steps, outer + self._firsts, sizes)]
+            parts.insert(0, np.repeat(samples[:, some], blocks, axis=1))
+            _copy(values, outs, steps[:, 0, 0], *_some(parts, (parts[-1] > 0).all(0)))
 
     def samples(self, state: Any) -> Any:
         """Return the samples of a batch."""
@@ -255,39 +269,17 @@ class DenseField:
         return HostTensor(np.stack(samples))
 
 
-def _stack(chunks: Sequence[ReadChunk], shape: Any, dtype: np.dtype[Any], memory: BufferLease) -> Any:
-    """Return the values of chunks, [chunks, ...]: a view of one, without what reaches beyond the array."""
-    inside = [
-        each.values[(*map(slice, shape.tolist()),)] if each.values.ndim else np.broadcast_to(each.values, shape)
-        for each in chunks
-    ]
-    if len(inside) == 1:
-        return inside[0][None]
-    found = array(memory, (len(chunks), *shape.tolist()), dtype)
-    for to, values in zip(found, inside, strict=True):
-        to[(*map(slice, values.shape),)] = values
-    return found
-
-
-def _blocks(runs: Sequence[NDArray[np.int64]]) -> Any:
-    """Return all combinations of one run of each axis: first offsets, their places and lengths, each [axes, blocks]."""
-    counts = [len(each) for each in runs]
-    grid = np.indices(counts).reshape(len(runs), math.prod(counts))
-    found = [each[at] for each, at in zip(runs, grid, strict=True)]
-    return np.array(found, np.int64).reshape(*grid.shape, 3).transpose(2, 0, 1)
-
-
-def _copy(values: Any, outs: Sequence[Any], samples: Any, inner: Any, outer: Any, sizes: Any, steps: Any) -> None:
+def _copy(values: Any, outs: Sequence[Any], steps: Any, samples: Any, inner: Any, outer: Any, sizes: Any) -> None:
     """Copy parts of chunks into samples.
 
     Args:
         values: [chunks, ...]: the chunks; their first axes are those of the parts.
         outs: The samples of each batch.
+        steps: By axis, those in the array.
         samples: [3, parts]: the batch, the place of the sample in it, and the chunk.
         inner: [axes, parts]: where a part begins in the chunk.
         outer: The same in the sample.
         sizes: The sizes of a part.
-        steps: By axis, those in the array.
     """
     if not sizes.size:
         return
@@ -315,7 +307,7 @@ def _some(arrays: Sequence[NDArray[np.int64]], chosen: NDArray[np.bool_]) -> Seq
 
 
 def _parts(values: Any, sizes: NDArray[np.int64], steps: Any) -> Any:
-    """Return a view that has, at each place along the axes after the first, the part of some sizes that begins there."""
+    """Return a view that has, at each place along the axes after the first, the part of some sizes from there on."""
     end = 1 + len(sizes)
     shape, strides = list(values.shape), list(values.strides)
     shape[end:end] = sizes.tolist()
@@ -384,7 +376,7 @@ class SparseField:
 
     def put(self, chunks: Sequence[ReadChunk], memory: BufferLease) -> None:
         """Write chunks of values or of columns into rows."""
-        for chunk, (gathered, places) in ((chunk, target) for chunk in chunks for target in chunk.targets):
+        for chunk, (gathered, places) in ((each, target) for each in chunks for target in each.targets):
             [(low, high)] = chunk.place
             flat, begins, ends, _, firsts = gathered.states[chunk.field]
             begin, end = np.maximum(begins[places], low), np.minimum(ends[places], high)

@@ -169,7 +169,7 @@ class Gathered(Sequence[Any], ABC):
     and writes samples of one shard into those of several batches, by ``async gather_ahead(indices, targets, run,
     shard)``: ``targets`` has, for each batch, its ``Gathered`` and the places of the next samples of ``indices`` in it,
     in ascending order; ``run`` calls a function in a decode thread, which returns how many samples it wrote. If it
-    raises, the batches are read again.
+    raises, the batches are read again. A source with ``gather_several`` gets up to ``shards_per_read`` shards together.
 
     Attributes:
         nbytes: Encoded bytes that were read.
