@@ -9,7 +9,7 @@ import logging
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
@@ -25,7 +25,7 @@ from aiofeed.kernel.feeder.iterator import EpochObserver, EpochStartLock, FeedIt
 from aiofeed.kernel.feeder.pipeline import BatchPipeline, InlineBatches, SmallItems, StreamingPipeline
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.queue import FeedFailure, ReadyBatch
-from aiofeed.kernel.sampling.epochs import EpochStream
+from aiofeed.kernel.sampling.epochs import EpochStart, EpochStream
 from aiofeed.kernel.sampling.feed_order import FeedOrder
 from aiofeed.kernel.sampling.order import BatchLists
 from aiofeed.kernel.sampling.progress import Checkpoint, EpochProgress, order_digest
@@ -86,6 +86,7 @@ class FeederSession(Generic[BatchT]):
         self._stream: EpochStream | None = None
         self._iterator: weakref.ref[FeedIterator[BatchT]] | None = None
         self._epoch: EpochProgress | None = None
+        self._first: EpochStart | None = None
         # Epochs completed one after the other, and the last epoch of a running `epochs`.
         self._completed_in_a_row = 0
         self._last_epoch: int | None = None
@@ -258,15 +259,13 @@ class FeederSession(Generic[BatchT]):
         epoch = stream.new_progress(start, self.config.in_order)
         epoch.order_digest = order_digest(schedule, self.config.in_order, self.order.lister.identity())
         delivery = self._start(stream)
-        config, logged = self.config, log.isEnabledFor(logging.DEBUG)
-        delivery.queue.runs = config.in_order is True and config.transform is None and not logged
         # In this order, a thread that reads the totals meanwhile counts no epoch twice.
         ended, self.stats = self.stats, stats
         self.earlier_stats.add(ended)
         self._only_looks &= not self.checkpoint.chosen and (self._epoch is None or self._epoch.looked_at)
         self.checkpoint.on_iter(start.epoch)
         self.failures.begin()
-        self._epoch = epoch
+        self._epoch, self._first = epoch, replace(first, counters=stats)
         stats.order_s = order_s
         iterator: FeedIterator[BatchT] = FeedIterator(delivery, stats, _SessionObserver(self, delivery, epoch), asked)
         self._iterator = weakref.ref(iterator)
@@ -286,7 +285,30 @@ class FeederSession(Generic[BatchT]):
         self.delivery.start()
         if stream is not old_stream:
             self.pipeline.feed(stream)
+        config, logged = self.config, log.isEnabledFor(logging.DEBUG)
+        self.delivery.queue.runs = config.in_order is True and config.transform is None and not logged
         return self.delivery
+
+    def cut(self) -> None:
+        """Let the running pipeline make no more batches, except those of a list, which threads make."""
+        if self._stream is not None and self._first is not None and not isinstance(self._first.sampled, BatchLists):
+            self._stream.cut()
+
+    def go_on(self, delivery: Delivery, number: int) -> Delivery:
+        """Let another pipeline make the rest of the epoch, from batch ``number`` on; return its delivery.
+
+        Returns the same one if it was closed meanwhile.
+        """
+        with self._start_lock.lock():
+            if delivery.closed is not None:
+                return delivery
+            assert self._stream is not None
+            assert self._first is not None
+            rest = self._start(EpochStream(self._stream.schedule, replace(self._first, first_batch=number)))
+            rest.watch(self._live_iterator() or self)
+            if (reason := delivery.closed) is not None:  # by another thread, which did not know the rest
+                rest.stop(reason)
+            return rest
 
     def _can_feed(self, stream: EpochStream, old_stream: EpochStream | None) -> bool:
         """Return whether the running pipeline can feed a new stream, and no other kind of pipeline is faster."""
@@ -349,8 +371,6 @@ class FeederSession(Generic[BatchT]):
             # Dropping the iterator after its end is not a break.
             self._iterator = None
             self._completed_in_a_row += 1
-            if self.inline is not None and self.pipeline is not None:
-                self.inline.ended(self.stats, self.pipeline)
             if self.delivery is not None:
                 self.delivery.watch(self)
 
@@ -513,6 +533,8 @@ class _SessionObserver(EpochObserver):
 
     def returning(self, item: ReadyBatch) -> None:
         session, epoch = self._session, self._epoch
+        if (inline := session.inline) is not None and inline.changes(item, session.stats, session.pipeline):
+            session.cut()
         if item.failures:
             session.stats.failures += session.failures.add(item.failures, epoch.start.epoch)
         if not epoch.started:
@@ -520,6 +542,10 @@ class _SessionObserver(EpochObserver):
         if epoch.one_left:
             # Dropping the iterator after its last batch is not a break.
             self._delivery.watch(session)
+
+    def continued(self, number: int) -> Delivery:
+        self._delivery = self._session.go_on(self._delivery, number)
+        return self._delivery
 
     def returned(self, item: ReadyBatch) -> None:
         self._epoch.record(item.number, item.returned_samples, item.following, item.followers)
