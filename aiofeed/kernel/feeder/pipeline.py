@@ -27,11 +27,13 @@ from aiofeed.kernel.engine.fetch.choose import builder_factory, new_fetcher
 from aiofeed.kernel.engine.tuning.threads import GilLimit, gil_message
 from aiofeed.kernel.feeder.arguments import FeederConfig
 from aiofeed.kernel.feeder.delivery import LoopProducer, Producer
+from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.buffers import HostBufferPool
 from aiofeed.kernel.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 from aiofeed.kernel.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
 from aiofeed.kernel.runtime.queue import BatchQueue, FeedFailure, ReadyBatch, drop_batches
 from aiofeed.kernel.runtime.tensors import as_tensors, unchanged
+from aiofeed.kernel.runtime.thread_pool import gil_wait_s
 from aiofeed.kernel.sampling.epochs import EpochStream
 
 if TYPE_CHECKING:
@@ -45,6 +47,10 @@ WARM_BATCHES = 16
 LEAST_BATCHES, MOST_BATCHES = 32, 512
 # Looks in a row in which the consumer's thread was slower, until threads come back.
 SLOWER_LOOKS = 2
+# The thread of a Dataset is probed so often and so many times: it takes the loop 0.1 ms each time.
+GIL_PROBE_PAUSE_S, GIL_PROBES = 0.05, 64
+# Some thread that waits takes a free GIL within this time.
+GIL_FREE_S = 0.001
 # The consumer's thread, which may have an event loop, is not blocked for longer.
 SMALL_S = 0.005
 # The consumer's thread goes on with batches that would be faster with threads by less than this.
@@ -139,6 +145,8 @@ class StreamingPipeline(LoopProducer):
         loop_thread.at_death(lambda error: queue.put(FeedFailure(error)))
         loop_thread.at_exit(self._memory.close)
         self._engine: Engine | None = None
+        # Of the moments at which the one thread of a Dataset made a batch, those in which it held the GIL.
+        self.gil_probes = self.gil_held = 0
 
     def feed(self, stream: EpochStream) -> None:
         """Start an engine for the epochs of a stream; call it after ``start``."""
@@ -159,6 +167,16 @@ class StreamingPipeline(LoopProducer):
             call=self.loop_thread.call,
         )
         self.loop_thread.start(partial(self._run, self._engine))
+        if config.source.threads == 1 and not config.engines and machine.has_gil():
+            self.loop_thread.start(self._probe_gil)
+
+    async def _probe_gil(self) -> None:
+        """Count how often the one thread of a ``Dataset`` holds the GIL while it makes a batch."""
+        while self.gil_probes < GIL_PROBES:
+            await asyncio.sleep(GIL_PROBE_PAUSE_S)
+            if self.loop_thread.decode_pool.running:
+                self.gil_held += gil_wait_s() > GIL_FREE_S
+                self.gil_probes += 1
 
     def _assembly_of(self, stream: EpochStream) -> Callable[[Admission], Assembly]:
         config = self._config
@@ -310,7 +328,7 @@ class InlineBatches(ABC):
     def new_pipeline(self, config: Any, running: Any) -> Any:
         """Return a ``BatchPipeline`` of the consumer's thread. It shares the data of ``running`` if possible."""
 
-    def changes(self, item: ReadyBatch, stats: EpochStats, pipeline: BatchPipeline) -> bool:
+    def changes(self, item: ReadyBatch, stats: EpochStats, pipeline: Any) -> bool:
         """Learn from a batch that is returned; return whether another pipeline is to make the rest of the epoch."""
         return False
 
@@ -357,7 +375,7 @@ class SmallItems(InlineBatches):
         self._begin(WARM_BATCHES)
         return load_addon("dataset_pipeline", _SMALL)(config, self.batch_s)
 
-    def changes(self, item: ReadyBatch, stats: EpochStats, pipeline: BatchPipeline) -> bool:
+    def changes(self, item: ReadyBatch, stats: EpochStats, pipeline: Any) -> bool:
         """Learn from a batch that is returned; return whether another pipeline is to make the rest of the epoch."""
         self._left -= 1 + item.followers
         if self._left > 0:
