@@ -68,7 +68,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         on_error: ``"skip"``, ``"replace"`` or a ``FailurePolicy`` for samples that fail; see ``Feeder``.
         cache: Where samples are kept after the first epoch; see ``Feeder``.
         engine: ``"thread"``, ``"process:N"`` or ``Processes(N)``; see ``Feeder``.
-        threads: Number of threads that call the dataset, which must be thread-safe, at the same time.
+        threads: Number of threads that call the dataset, which must be thread-safe, at the same time; ``"auto"``: it is
+            chosen by measurement.
         limits: ``Limits(prefetch_batches=, device_batches=)``; see ``Feeder``.
         snapshot_every_n_steps: Without effect: a state is exact after each batch. For torchdata's
             ``StatefulDataLoader``.
@@ -102,7 +103,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         on_error: Action | FailurePolicy = "raise",
         cache: Literal["host", "device"] | HostCache | DiskCache | None = None,
         engine: str | Processes | None = None,
-        threads: int | None = None,
+        threads: int | Literal["auto"] | None = None,
         limits: Limits | None = None,
         snapshot_every_n_steps: int | None = 1,
     ) -> None:

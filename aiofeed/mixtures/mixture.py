@@ -409,7 +409,7 @@ class CombinedDatasets(FromDataset):
         self._items = CombinedDataset(parts, names)
         super().__init__(
             self._items,
-            threads=min(part.threads for part in parts.values()),
+            threads=min((part.threads for part in parts.values() if part.threads), default="auto"),
             setup=CombinedDataset.set_up,
             fingerprint=None if None in given.values() else digest(*[f"{name}={own}" for name, own in given.items()]),
         )

@@ -100,8 +100,8 @@ class _ShownEpoch:
             ended = time.perf_counter()
             self._due = ended + max(BAR_EVERY_S, (ended - started) / DRAWING_SHARE)
 
-    def with_keys(self, item: Any, batch: Any) -> Any:
-        return self._observer.with_keys(item, batch)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._observer, name)
 
     def returned(self, item: Any) -> None:
         self._observer.returned(item)

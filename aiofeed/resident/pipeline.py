@@ -97,6 +97,7 @@ class _EpochWindows:
         self.stream = stream
         self.start = start
         self.made: list[ReadyBatch] = []
+        self.end: EndOfEpoch = EndOfEpoch()
         self._ranges: BatchRanges | PlannedRanges
         if isinstance(start.sampled, BatchLists):
             self._ranges = PlannedRanges(stream.schedule, start)
@@ -106,13 +107,17 @@ class _EpochWindows:
 
     def next_range(self, windows: Windows) -> BatchRange | None:
         """Return the batches of the next window; ``None`` at the end of the epoch."""
-        first = 0
+        first = self.start.first_batch
         if self.made:
             # Ctrl-C may have come before they were queued: on the host, those that were not taken are made again.
             last = self.made[-1]
             done = windows.ahead or last.batch is None
             first = last.number + last.followers + 1 if done else self.made[0].number
-        return self._ranges.at(first, windows.max_batches)
+        found = self._ranges.at(first, windows.max_batches)
+        if found is None or not self.stream.is_cut:
+            return found
+        self.end = EndOfEpoch(found.numbers[0])
+        return None
 
     def next_epoch(self) -> _EpochWindows | None:
         """Return the next epoch of the stream; ``None`` if the stream ends."""
@@ -126,6 +131,7 @@ class _EpochWindows:
         seconds, stats = time.perf_counter() - began, self.start.counters
         setattr(stats, windows.statistic, getattr(stats, windows.statistic) + seconds)
         numbers, samples, size = batch_range.numbers, len(batch_range.indices), batch_range.batch_size
+        stats.samples_decoded += samples if stats.samples_decoded else 0  # threads have made the batches before
         if log.isEnabledFor(logging.DEBUG):
             log.debug("batches %d to %d: window made in %.1f ms", numbers[0], numbers[-1], seconds * 1e3)
         followers = 0
@@ -234,7 +240,7 @@ class WindowQueue(BatchQueue[QueueItem]):
                     self._ahead.append([*epoch.made])
                 else:
                     self._epoch = following
-                    self._ahead.append([EndOfEpoch()])
+                    self._ahead.append([epoch.end])
                 self._changing = False
             self._changing = True
             items = self._ahead.popleft() if self._ahead else [Stopped()]

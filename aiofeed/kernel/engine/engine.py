@@ -246,7 +246,7 @@ class Engine:
                 if entry.error is not None:
                     self._deliver_failure(entry.error)
                     return
-                self._queue.put(EndOfEpoch())
+                self._queue.put(EndOfEpoch(entry.next_batch))
                 self.assembly.permit()
             else:
                 self.buffer.waiting += 1

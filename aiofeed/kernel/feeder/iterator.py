@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from queue import Empty
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -54,6 +53,10 @@ class EpochObserver:
     def with_keys(self, item: ReadyBatch, batch: Any) -> Any:
         """Return the batch as the user gets it."""
         return batch
+
+    def continued(self, number: int) -> Delivery:
+        """Return the delivery of the rest of the epoch, from batch ``number`` on, which its pipeline does not make."""
+        raise NotImplementedError
 
     def returned(self, item: ReadyBatch) -> None:
         """Count a batch that is returned. Must not call any function, so that no signal handler runs in it."""
@@ -162,12 +165,11 @@ class FeedIterator(Generic[BatchT_co]):
             raise RuntimeError("another task is already waiting for this iterator; only one can")
         self._running = True
         try:
-            taken: Any
             asked = time.perf_counter()
-            peek = partial(self._queue.peek_async, self._log_wait)
-            while (taken := self._take(await peek(), asked, StopAsyncIteration)) is _LEFT_OUT:
-                pass
-            return taken  # type: ignore[no-any-return]
+            while True:
+                item = await self._queue.peek_async(self._log_wait)
+                if (taken := self._take(item, asked, StopAsyncIteration)) is not _LEFT_OUT:
+                    return taken  # type: ignore[no-any-return]
         finally:
             self._running = False
 
@@ -185,6 +187,11 @@ class FeedIterator(Generic[BatchT_co]):
         woken_at = self._queue.woken_at
         # Other tasks may block the event loop after the item has arrived.
         loop_delay_s = time.perf_counter() - woken_at if woken_at > asked else 0.0
+        if type(item) is EndOfEpoch and item.next_batch is not None:
+            # If Ctrl-C comes before the last line, the next call finds the same item, and does this again.
+            self._delivery = self.observer.continued(item.next_batch)
+            self._queue = self._delivery.queue
+            return _LEFT_OUT
         if type(item) is not ReadyBatch:
             try:
                 self._end(item, asked, loop_delay_s)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import takewhile
+from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiofeed import _load_addon as load_addon
@@ -24,11 +27,13 @@ from aiofeed.kernel.engine.fetch.choose import builder_factory, new_fetcher
 from aiofeed.kernel.engine.tuning.threads import GilLimit, gil_message
 from aiofeed.kernel.feeder.arguments import FeederConfig
 from aiofeed.kernel.feeder.delivery import LoopProducer, Producer
+from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.buffers import HostBufferPool
 from aiofeed.kernel.runtime.cancellation import clear_cancellation, ended_by, is_cancelled
 from aiofeed.kernel.runtime.event_loop import MOST_READ_THREADS, EventLoopThread
-from aiofeed.kernel.runtime.queue import BatchQueue, FeedFailure, drop_batches
+from aiofeed.kernel.runtime.queue import BatchQueue, FeedFailure, ReadyBatch, drop_batches
 from aiofeed.kernel.runtime.tensors import as_tensors, unchanged
+from aiofeed.kernel.runtime.thread_pool import gil_wait_s
 from aiofeed.kernel.sampling.epochs import EpochStream
 
 if TYPE_CHECKING:
@@ -36,14 +41,20 @@ if TYPE_CHECKING:
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
-# An epoch with fewer batches says nothing.
-LEAST_BATCHES = 32
+# The first batches with threads, or in the consumer's thread, load modules and fill caches.
+WARM_BATCHES = 16
+# Fewer batches say nothing. Each look is at twice as many as the one before, up to MOST_BATCHES.
+LEAST_BATCHES, MOST_BATCHES = 32, 512
+# Looks in a row in which the consumer's thread was slower, until threads come back.
+SLOWER_LOOKS = 2
+# The thread of a Dataset is probed so often and so many times: it takes the loop 0.1 ms each time.
+GIL_PROBE_PAUSE_S, GIL_PROBES = 0.05, 64
+# Some thread that waits takes a free GIL within this time.
+GIL_FREE_S = 0.001
 # The consumer's thread, which may have an event loop, is not blocked for longer.
 SMALL_S = 0.005
 # The consumer's thread goes on with batches that would be faster with threads by less than this.
 ABOUT_AS_FAST = 1.1
-# Events of an epoch that show how long its steps and batches take; to look at one takes 0.2 us.
-LATEST_EVENTS = 1000
 
 
 class BatchPipeline(Producer, Protocol):
@@ -134,6 +145,8 @@ class StreamingPipeline(LoopProducer):
         loop_thread.at_death(lambda error: queue.put(FeedFailure(error)))
         loop_thread.at_exit(self._memory.close)
         self._engine: Engine | None = None
+        # Of the moments at which the one thread of a Dataset made a batch, those in which it held the GIL.
+        self.gil_probes = self.gil_held = 0
 
     def feed(self, stream: EpochStream) -> None:
         """Start an engine for the epochs of a stream; call it after ``start``."""
@@ -154,6 +167,16 @@ class StreamingPipeline(LoopProducer):
             call=self.loop_thread.call,
         )
         self.loop_thread.start(partial(self._run, self._engine))
+        if config.source.threads == 1 and not config.engines and machine.has_gil():
+            self.loop_thread.start(self._probe_gil)
+
+    async def _probe_gil(self) -> None:
+        """Count how often the one thread of a ``Dataset`` holds the GIL while it makes a batch."""
+        while self.gil_probes < GIL_PROBES:
+            await asyncio.sleep(GIL_PROBE_PAUSE_S)
+            if self.loop_thread.decode_pool.running:
+                self.gil_held += gil_wait_s() > GIL_FREE_S
+                self.gil_probes += 1
 
     def _assembly_of(self, stream: EpochStream) -> Callable[[Admission], Assembly]:
         config = self._config
@@ -307,86 +330,117 @@ class InlineBatches(ABC):
     def new_pipeline(self, config: Any, running: Any) -> Any:
         """Return a ``BatchPipeline`` of the consumer's thread. It shares the data of ``running`` if possible."""
 
-    def ended(self, stats: EpochStats, pipeline: BatchPipeline) -> None:  # noqa: B027 - most have nothing to learn
-        """Learn from the statistics of an epoch that has ended, and from its pipeline."""
+    def changes(self, item: ReadyBatch, stats: EpochStats, pipeline: Any) -> bool:
+        """Learn from a batch that is returned; return whether another pipeline is to make the rest of the epoch."""
+        return False
 
 
 class SmallItems(InlineBatches):
-    """Decides after each epoch of a ``Dataset`` whether the consumer's thread makes the batches of the next one.
+    """Decides while a ``Dataset`` is iterated whether the consumer's thread makes the further batches.
 
-    It does so after two epochs in which a step and a batch, one after the other, took less time than the step alone or
-    than threads are on the processor for a batch. After an epoch in which that is no longer so, threads come back for
-    good. Programs that take the processor do not change that: they lengthen some steps, and not the typical one.
+    Threads make the first ones. The consumer's thread goes on when a step and a batch, one after the other, take less
+    time than the step alone or than threads are on the processor for a batch. Then its own steps and batches are
+    measured: if that is not so in two looks in a row, threads come back for good. Programs that take the processor do
+    not change that: they lengthen some steps, and not the typical one.
 
     Attributes:
-        in_consumer_thread: Whether the consumer's thread makes the batches of the next epoch.
-        short: Whether it would be faster, by the last epoch with threads: the next one decides, and threads then do not
-            begin the one after it.
-        batch_s: Seconds that a batch took in the last epoch with threads.
+        in_consumer_thread: Whether the consumer's thread makes the further batches.
+        batch_s: Seconds that a batch took with threads.
     """
 
     def __init__(self) -> None:
         self.in_consumer_thread: bool = False
-        self.short: bool = False
         self.batch_s: float = 0.0
-        self._slower = False
-        # Seconds for which threads were on the processor: for each batch of the last epoch with threads, and in all.
-        self._threads_s = self._cpu_s = 0.0
+        # Seconds for which threads were on the processor for each batch.
+        self._threads_s = 0.0
+        self._slower = 0
+        self._begin(WARM_BATCHES)
+
+    def _begin(self, batches: float) -> None:
+        """Measure after so many batches."""
+        self._left, self._look = batches, LEAST_BATCHES
+        # When measuring began, the processor time of the threads then, and the totals of the epoch then.
+        self._since: float | None = None
+        self._cpu_s = 0.0
+        self._stats = self._before = EpochStats()
 
     def ready(self, stream: EpochStream) -> bool:
-        """Return whether the consumer's thread makes the batches of the next epoch."""
+        """Return whether the consumer's thread makes the further batches."""
         return self.in_consumer_thread
 
     def may_read_ahead(self, streams: bool | None) -> bool:
-        """Return whether it is decided who makes the batches of the epoch after the next."""
-        if streams is None:
-            return not self.short or self.in_consumer_thread
-        return self.in_consumer_thread is not streams
+        """Return True for threads: their stream can be cut in the next epoch, too."""
+        return streams is not False or self.in_consumer_thread
 
     def new_pipeline(self, config: Any, running: Any) -> Any:
-        """Return a pipeline that calls the ``Dataset`` in the consumer's thread."""
+        """Return a pipeline that calls the ``Dataset`` in the consumer's thread, and measure it."""
+        self._begin(WARM_BATCHES)
         return load_addon("dataset_pipeline", _SMALL)(config, self.batch_s)
 
-    def ended(self, stats: EpochStats, pipeline: BatchPipeline) -> None:
-        """Decide by an epoch that has ended."""
-        before, self._cpu_s = self._cpu_s, pipeline.cpu_s
-        if stats.batches < LEAST_BATCHES:
-            return
-        step_s, batch_s = _typical_s(stats, streams=pipeline.streams)
-        if pipeline.streams:
+    def changes(self, item: ReadyBatch, stats: EpochStats, pipeline: Any) -> bool:
+        """Learn from a batch that is returned; return whether another pipeline is to make the rest of the epoch."""
+        self._left -= 1 + item.followers
+        if self._left > 0:
+            return False
+        if stats is not self._stats:  # of the next epoch
+            self._stats, self._before = stats, EpochStats()
+        cpu_s = pipeline.cpu_s
+        if self._since is not None and cpu_s >= self._cpu_s:
+            found = _typical_s(stats, self._before, self._since, streams=pipeline.streams)
+            if found is None:
+                self._left = LEAST_BATCHES
+                return False
+            if self._decide(*found, cpu_s - self._cpu_s, streams=pipeline.streams):
+                self._begin(inf)
+                return True
+            self._look = min(2 * self._look, MOST_BATCHES)
+        self._since, self._cpu_s, self._before, self._left = time.perf_counter(), cpu_s, replace(stats), self._look
+        return False
+
+    def _decide(self, step_s: float, batch_s: float, made: int, cpu_s: float, *, streams: bool) -> bool:
+        """Decide by a typical step and batch, and the batches that were made; return whether that is a change."""
+        if streams:
             self.batch_s = batch_s
-            # Unknown on some systems; less than before if the threads are new ones.
-            self._threads_s = max(self._cpu_s - before, 0.0) / stats.batches or stats.wall_s / stats.batches
-        most_s = max(step_s, self._threads_s) * (1.0 if pipeline.streams else ABOUT_AS_FAST)
+            self._threads_s = cpu_s / made or step_s + batch_s  # unknown on some systems
+        most_s = max(step_s, self._threads_s) * (1.0 if streams else ABOUT_AS_FAST)
         faster = batch_s < SMALL_S and step_s + batch_s < most_s
-        if pipeline.streams:
-            again, self.short = self.short, faster and not self._slower
-            self.in_consumer_thread = again and self.short and _is_installed()
-        else:
-            self.in_consumer_thread, self._slower = faster, not faster
+        self._slower = 0 if faster else self._slower + 1
+        change = faster and _is_installed() if streams else self._slower == SLOWER_LOOKS
+        self.in_consumer_thread ^= change
         makes = "The training thread makes" if self.in_consumer_thread else "Threads make"
         self.reason: str = (
-            f"{makes} the batches of the next epoch: a step takes {step_s * 1e6:.0f} us, a batch "
-            f"{batch_s * 1e6:.0f} us, and with threads a batch takes {self._threads_s * 1e6:.0f} us of processor time."
+            f"{makes} the batches from now on: a step takes {step_s * 1e6:.0f} us, a batch {batch_s * 1e6:.0f} us, and "
+            f"with threads a batch takes {self._threads_s * 1e6:.0f} us of processor time."
         )
+        return change
 
 
 _SMALL = "a Dataset of small items"
 
 
-def _typical_s(stats: EpochStats, *, streams: bool) -> tuple[float, float]:
-    """Return the seconds of a step and of a batch, by the median of the latest ones; without events by the mean."""
+def _typical_s(
+    stats: EpochStats, before: EpochStats, since: float, *, streams: bool
+) -> tuple[float, float, int] | None:
+    """Return the seconds of a step and of a batch, by the median, and the batches made; ``None`` if they are too few.
+
+    Without events by the mean of the epoch, less the totals ``before``.
+    """
     made = ("decode", "collate") if streams else ("wait",)
     found: dict[str, list[float]] = {kind: [] for kind in ("step", *made)}
-    for kind, _, began, ended, *_ in list(stats.events)[-LATEST_EVENTS:]:
-        if kind in found and began >= stats.asked_at:
+    for kind, _, began, ended, *_ in takewhile(lambda event: event[3] >= since, reversed(list(stats.events))):
+        if kind in found and began >= since:
             found[kind].append(ended - began)
-    if not found["step"]:
-        batch_s = stats.decode_s + stats.collate_s if streams else stats.stall_s
-        return (stats.wall_s - stats.stall_s) / stats.batches, batch_s / stats.batches
-    # A batch may have several chunks, and the consumer waits once for the batches of a window.
+    steps = len(found["step"])
+    if not steps and (steps := stats.batches - before.batches) >= LEAST_BATCHES:
+        wall_s, stall_s = stats.wall_s - before.wall_s, stats.stall_s - before.stall_s
+        decode_s = stats.decode_s + stats.collate_s - before.decode_s - before.collate_s
+        return (wall_s - stall_s) / steps, (decode_s if streams else stall_s) / steps, steps
+    # Threads may have made fewer batches than were returned. The consumer waits once for the batches of a window.
+    batches = len(found["collate"]) if streams else steps
+    if min(steps, batches) < LEAST_BATCHES // 2:
+        return None
     step_s, *parts = (sorted(each)[len(each) // 2] * len(each) if each else 0.0 for each in found.values())
-    return step_s / len(found["step"]), sum(parts) / len(found["step"])
+    return step_s / steps, sum(parts) / batches, batches
 
 
 def _is_installed() -> bool:

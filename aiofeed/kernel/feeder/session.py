@@ -9,7 +9,7 @@ import logging
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
@@ -25,7 +25,7 @@ from aiofeed.kernel.feeder.iterator import EpochObserver, EpochStartLock, FeedIt
 from aiofeed.kernel.feeder.pipeline import BatchPipeline, InlineBatches, SmallItems, StreamingPipeline
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.queue import FeedFailure, ReadyBatch
-from aiofeed.kernel.sampling.epochs import EpochStream
+from aiofeed.kernel.sampling.epochs import EpochStart, EpochStream
 from aiofeed.kernel.sampling.feed_order import FeedOrder
 from aiofeed.kernel.sampling.order import BatchLists
 from aiofeed.kernel.sampling.progress import Checkpoint, EpochProgress, order_digest
@@ -36,9 +36,10 @@ BatchT = TypeVar("BatchT")
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
-# An epoch this long of which the training waited for this share is worth a hint.
-HINT_AFTER_S = 10.0
-HINT_STALL = 0.5
+# A wait this long, for this share of the time and so long for each batch, is worth a hint.
+HINT_AFTER_S, HINT_STALL, HINT_BATCH_S = 3.0, 0.5, 0.001
+# Fewer probes do not show how often the GIL is held.
+HINT_PROBES = 10
 
 
 class ProgressBar(Protocol):
@@ -86,6 +87,7 @@ class FeederSession(Generic[BatchT]):
         self._stream: EpochStream | None = None
         self._iterator: weakref.ref[FeedIterator[BatchT]] | None = None
         self._epoch: EpochProgress | None = None
+        self._first: EpochStart | None = None
         # Epochs completed one after the other, and the last epoch of a running `epochs`.
         self._completed_in_a_row = 0
         self._last_epoch: int | None = None
@@ -258,16 +260,13 @@ class FeederSession(Generic[BatchT]):
         epoch = stream.new_progress(start, self.config.in_order)
         epoch.order_digest = order_digest(schedule, self.config.in_order, self.order.lister.identity())
         delivery = self._start(stream)
-        config, logged = self.config, log.isEnabledFor(logging.DEBUG)
-        alone = logged or config.transform is not None or config.keys
-        delivery.queue.runs = config.in_order is True and not alone
         # In this order, a thread that reads the totals meanwhile counts no epoch twice.
         ended, self.stats = self.stats, stats
         self.earlier_stats.add(ended)
         self._only_looks &= not self.checkpoint.chosen and (self._epoch is None or self._epoch.looked_at)
         self.checkpoint.on_iter(start.epoch)
         self.failures.begin()
-        self._epoch = epoch
+        self._epoch, self._first = epoch, replace(first, counters=stats)
         stats.order_s = order_s
         iterator: FeedIterator[BatchT] = FeedIterator(delivery, stats, _SessionObserver(self, delivery, epoch), asked)
         self._iterator = weakref.ref(iterator)
@@ -287,7 +286,31 @@ class FeederSession(Generic[BatchT]):
         self.delivery.start()
         if stream is not old_stream:
             self.pipeline.feed(stream)
+        config, logged = self.config, log.isEnabledFor(logging.DEBUG)
+        alone = logged or config.keys or config.transform is not None or self.bar is not None
+        self.delivery.queue.runs = config.in_order is True and not alone
         return self.delivery
+
+    def cut(self) -> None:
+        """Let the running pipeline make no more batches, except those of a list, which threads make."""
+        if self._stream is not None and self._first is not None and not isinstance(self._first.sampled, BatchLists):
+            self._stream.cut()
+
+    def go_on(self, delivery: Delivery, number: int) -> Delivery:
+        """Let another pipeline make the rest of the epoch, from batch ``number`` on; return its delivery.
+
+        Returns the same one if it was closed meanwhile.
+        """
+        with self._start_lock.lock():
+            if delivery.closed is not None:
+                return delivery
+            assert self._stream is not None
+            assert self._first is not None
+            rest = self._start(EpochStream(self._stream.schedule, replace(self._first, first_batch=number)))
+            rest.watch(self._live_iterator() or self)
+            if (reason := delivery.closed) is not None:  # by another thread, which did not know the rest
+                rest.stop(reason)
+            return rest
 
     def _can_feed(self, stream: EpochStream, old_stream: EpochStream | None) -> bool:
         """Return whether the running pipeline can feed a new stream, and no other kind of pipeline is faster."""
@@ -347,13 +370,11 @@ class FeederSession(Generic[BatchT]):
         if not epoch.started:  # it had no batch for this rank, or nothing was left of it
             self._on_first_batch(epoch)
         self.failures.summarise(epoch.start.epoch, self.stats)
-        self._hint_at_threads()
+        self.look_for_hint()
         if epoch is self._epoch:  # another thread may have begun a new one
             # Dropping the iterator after its end is not a break.
             self._iterator = None
             self._completed_in_a_row += 1
-            if self.inline is not None and self.pipeline is not None:
-                self.inline.ended(self.stats, self.pipeline)
             if self.delivery is not None:
                 self.delivery.watch(self)
 
@@ -362,24 +383,43 @@ class FeederSession(Generic[BatchT]):
         self.checkpoint.on_first_batch(epoch)
         self.order.on_first_batch()
 
+    def look_for_hint(self) -> None:
+        """Log a hint, if it was not logged and the training has waited for long."""
+        if not self._hinted and self.stats.stall_s + self.earlier_stats.stall_s > HINT_AFTER_S:
+            self._hint_at_threads()
+
     def _hint_at_threads(self) -> None:
-        """Log once, if training mainly waits for a ``Dataset`` that one thread calls, how to use more."""
-        config, stats = self.config, self.stats
-        slow = stats.wall_s > HINT_AFTER_S and stats.stall_s - stats.order_s > HINT_STALL * stats.wall_s
-        source: Any = config.source
-        if not slow or self._hinted or source.threads != 1:
-            return
-        if config.engines or (cores := machine.rank_cpus()) == 1:
+        """Log once, if training mainly waits for a ``Dataset`` that one thread calls, how to use more, and the gain."""
+        config, stats = self.config, EpochStats()
+        stats.add(self.earlier_stats)
+        stats.add(self.stats)
+        order_s = self.earlier_stats.order_s + self.stats.order_s
+        wall_s, waited_s = stats.wall_s - order_s, stats.stall_s - order_s
+        # Processes take some tenths of a millisecond to hand a batch over.
+        slow = waited_s > max(HINT_AFTER_S, HINT_STALL * wall_s, HINT_BATCH_S * stats.batches)
+        if not slow or config.source.threads != 1 or config.engines or (cores := machine.rank_cpus()) == 1:
             return
         self._hinted = True
+        cpu_s = self.earlier_stats.decode_cpu_s + self.stats.decode_cpu_s
+        computes = min(cpu_s / stats.decode_s, 1.0) if stats.decode_s else 1.0
+        pipeline = None if self._streaming is None else self._streaming[0]
+        probes, held = (0, 0) if pipeline is None else (pipeline.gil_probes, pipeline.gil_held)
+        # The step takes as long as before, and several cores do at most so many times as much.
+        gain = min(cores, wall_s / max(wall_s - waited_s, 1e-9))
+        known = probes >= HINT_PROBES or not machine.has_gil()
+        threads_gain = min(gain, probes / held) if held else gain
+        by_threads = f"{threads_gain:.1f}" if known else f"unknown, up to {gain:.1f}"
         log.warning(
-            "the training waited %.0f of %.0f s for %s, which is called by one thread at a time. If several threads "
-            'may call it, pass FromDataset(dataset, threads=%d); otherwise engine="process:%d"',
-            stats.stall_s,
-            stats.wall_s,
-            type(source.dataset).__name__,
-            cores,
-            cores,
+            "the training waited %.0f of %.0f s for %s, which is called by one thread at a time. That thread is on the "
+            "processor for %.0f %% of a call, and waits in the rest: for reads, a lock, the GIL or a core%s. What may "
+            "help, with at most so many times as many samples/s if the %d cores are free:\n"
+            "  FromDataset(dataset, threads=%d), if several threads may call it: %s\n"
+            '  engine="process:%d", which starts processes with a copy each: %.1f\n'
+            "  aiofeed.DataLoader(dataset, batch_size=%d, num_workers=%d), with the order and random numbers of "
+            "torch's: %.1f",
+            *(waited_s, wall_s, type(cast("Any", config.source).dataset).__name__, 100 * computes),
+            f"; it held the GIL in {held} of {probes} probes" if probes >= HINT_PROBES else "",
+            *(cores, cores, by_threads, cores, gain, config.batch_size, cores, gain),
         )
 
     def _read_ahead(self, stream: EpochStream, start: Position) -> None:
@@ -516,6 +556,9 @@ class _SessionObserver(EpochObserver):
 
     def returning(self, item: ReadyBatch) -> None:
         session, epoch = self._session, self._epoch
+        if (inline := session.inline) is not None and inline.changes(item, session.stats, session.pipeline):
+            session.cut()
+        session.look_for_hint()
         if item.failures:
             session.stats.failures += session.failures.add(item.failures, epoch.start.epoch)
         if not epoch.started:
@@ -532,6 +575,10 @@ class _SessionObserver(EpochObserver):
         keys = [config.source.named(int(index)) for index in item.indices]
         grouped = isinstance(config.collate_fn, BuildsBatches) and item.plan is not None
         return batch, config.collate_fn.by_row(item.plan, item.indices, keys) if grouped else keys
+
+    def continued(self, number: int) -> Delivery:
+        self._delivery = self._session.go_on(self._delivery, number)
+        return self._delivery
 
     def returned(self, item: ReadyBatch) -> None:
         self._epoch.record(item.number, item.returned_samples, item.following, item.followers)

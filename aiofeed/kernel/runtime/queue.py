@@ -230,7 +230,9 @@ class FeedFailure:
 
 @dataclass(frozen=True, eq=False)
 class EndOfEpoch:
-    """The epoch has no more batches."""
+    """The epoch has no more batches, or this queue has none from ``next_batch`` on."""
+
+    next_batch: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,12 +23,14 @@ class EpochStart:
         position: Where the epoch starts.
         sampled: The sampler's indices, a computed order, or the batches; ``None`` for the schedule's own order.
         list_next: Gives another epoch's order, of the same length; ``None`` if a sampler has to be listed for it.
+        first_batch: The number of the first batch; those before it were made by another pipeline.
     """
 
     counters: EpochStats
     position: Position = field(default_factory=Position)
     sampled: EpochList | None = None
     list_next: Callable[[int], EpochList | None] | None = None
+    first_batch: int = 0
 
     @property
     def followed(self) -> bool:
@@ -38,13 +40,15 @@ class EpochStart:
 
 @dataclass(frozen=True, eq=False)
 class EpochEnds:
-    """Every batch of the epoch has been planned.
+    """Every batch of the epoch has been planned, or every one that this stream is to plan.
 
     Args:
         error: Raised after these batches instead of the end of the epoch.
+        next_batch: The first batch of the epoch that was not planned, because the stream was cut.
     """
 
     error: Exception | None = None
+    next_batch: int | None = None
 
 
 Step: TypeAlias = BatchPlan | EpochStart | EpochEnds
@@ -66,13 +70,23 @@ class EpochStream:
         # The last epochs that the consumer has taken over, that may be planned, and that are being planned.
         self._taken = self._permitted = self._planned = first.position.epoch
         self._over = False
+        self.is_cut: bool = False
+
+    def cut(self) -> None:
+        """Plan no more batches: another pipeline makes the rest of the epoch."""
+        with self._lock:
+            self.is_cut = True
 
     def __iter__(self) -> Iterator[Step]:
         start: EpochStart | None = self.first
         while start is not None:
             yield start
             try:
-                yield from self.schedule.plans(start.position, start.sampled)
+                for plan in self.schedule.plans(start.position, start.sampled, start.first_batch):
+                    if self.is_cut:
+                        yield EpochEnds(next_batch=plan.number)
+                        return
+                    yield plan
             except Exception as error:  # noqa: BLE001 - raised at its place, if the epoch is used: it may be a later one
                 yield EpochEnds(error)
                 return
@@ -90,7 +104,7 @@ class EpochStream:
         """
         position = Position(start.position.epoch + 1)
         with self._lock:
-            if position.epoch > self._permitted:
+            if position.epoch > self._permitted or self.is_cut:
                 self._over = True
                 return None
             self._planned = max(self._planned, position.epoch)

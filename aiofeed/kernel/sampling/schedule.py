@@ -209,8 +209,10 @@ class Schedule:
             return drawn(self.length, self.seed, epoch)
         return shuffled(self.length, self.seed, epoch) if self.shuffle else sequential
 
-    def plans(self, start: Position, sampled: EpochList | None = None) -> Iterator[BatchPlan]:
+    def plans(self, start: Position, sampled: EpochList | None = None, first_batch: int = 0) -> Iterator[BatchPlan]:
         """Yield the batches from a position to the end of its epoch, computed on demand.
+
+        Those before ``first_batch`` are left out, and the others keep their numbers; not for listed batches.
 
         The first batch computes the permutation, in the engine's thread: shuffling a list of 100 million indices takes
         a second, which the caller of ``iter()`` should not wait.
@@ -225,7 +227,7 @@ class Schedule:
         permutation, seed = self.permutation(start.epoch, sampled), epoch_seed(self.seed, start.epoch)
         order = ComputedEpoch(self.length, permutation)
         several = max(PLAN_BLOCK // size, 1)
-        for first in range(0, batches, several):
+        for first in range(first_batch, batches, several):
             found = self.positions_from(start, first, several)
             indices, positions = permutation(found % self.length).tolist(), found.tolist()
             for number in range(first, min(first + several, batches)):

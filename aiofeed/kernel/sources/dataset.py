@@ -6,7 +6,7 @@ import copy
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 from aiofeed.kernel.core.errors import add_note
 from aiofeed.kernel.core.types import Source, Traits, public
@@ -43,7 +43,8 @@ class FromDataset(IndexedSource):
     Args:
         dataset: Any object with ``__getitem__`` and ``__len__``.
         threads: The maximum number of concurrent calls, shared by all feeders and iterators over the dataset. A call in
-            progress counts after ``break``, too, until it exceeds its time limit.
+            progress counts after ``break``, too, until it exceeds its time limit. ``"auto"``: any number, for a dataset
+            that is thread-safe; each feeder chooses how many threads it uses.
         setup: Called as ``setup(dataset)`` once in each thread that will call the dataset, before its first call. With
             ``engine="process"`` that is a thread of the worker process. It replaces ``worker_init_fn``.
         fingerprint: Identifies the data and settings of the dataset in saved states and in a ``DiskCache``. Default:
@@ -61,7 +62,7 @@ class FromDataset(IndexedSource):
     def __init__(
         self,
         dataset: MapDataset[Any],
-        threads: int = 1,
+        threads: int | Literal["auto"] = 1,
         *,
         setup: Callable[[Any], object] | None = None,
         fingerprint: str | None = None,
@@ -74,7 +75,8 @@ class FromDataset(IndexedSource):
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise TypeError(f"a Dataset needs __getitem__ and __len__, got {type(dataset).__name__}")
         self.dataset = self._whole = dataset
-        self.threads: int = check_positive_int("FromDataset(threads=...)", threads)
+        # 0: any number.
+        self.threads: int = 0 if threads == "auto" else check_positive_int("FromDataset(threads=...)", threads)
         if fingerprint is not None and (not isinstance(fingerprint, str) or not fingerprint):
             raise TypeError(f"FromDataset(fingerprint=...) must be a non-empty str, got {fingerprint!r}")
         self._fingerprint = fingerprint
@@ -98,7 +100,7 @@ class FromDataset(IndexedSource):
         return self.dataset
 
     def __repr__(self) -> str:
-        return f"FromDataset({type(self.dataset).__name__}, threads={self.threads})"
+        return f"FromDataset({type(self.dataset).__name__}, threads={self.threads or 'auto'!r})"
 
     def fingerprint(self) -> str | None:
         """Return the user-specified fingerprint."""

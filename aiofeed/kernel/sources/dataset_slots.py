@@ -163,7 +163,7 @@ class DatasetSlot:
     def _wait(self) -> None:
         """Wait, while holding ``_changed``, until fewer earlier calls than the source's threads share a base."""
         calls, log_at = self.calls, time.monotonic() + LOG_AFTER_S
-        while len(earlier := self._earlier()) >= calls.source.threads:
+        while len(earlier := self._earlier()) >= (calls.source.threads or math.inf):
             if self._control.stop.is_set():
                 raise AbandonedError
             if given_up := [slot for slot in earlier if slot._is_overdue()]:

@@ -7,6 +7,7 @@ import copy
 import itertools
 import os
 import pickle
+import re
 import threading
 import time
 from pathlib import Path
@@ -619,10 +620,14 @@ class SlowItems(Dataset[int]):
 def test_training_that_waits_for_one_thread_gets_a_hint(
     threads: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once per feeder, with both ways to use more cores; not if several threads call the Dataset."""
+    """Once per feeder, within the epoch, with all ways to use more cores; not if several threads call the Dataset."""
     monkeypatch.setattr("aiofeed.kernel.feeder.session.HINT_AFTER_S", 0.05)
     monkeypatch.setattr("aiofeed.kernel.runtime.machine.cpus", lambda: 6)
     with Feeder(FromDataset(SlowItems(), threads=threads), batch_size=2) as feeder:
+        batches = iter(feeder)
+        for _ in range(4):
+            next(batches)
+        assert ("called by one thread" in caplog.text) == (threads == 1)
         for _ in range(2):
             list(feeder)
     hints = [record.getMessage() for record in caplog.records if "called by one thread" in record.getMessage()]
@@ -630,6 +635,82 @@ def test_training_that_waits_for_one_thread_gets_a_hint(
     for hint in hints:
         assert "FromDataset(dataset, threads=6)" in hint
         assert 'engine="process:6"' in hint
+        assert "aiofeed.DataLoader(dataset, batch_size=2, num_workers=6)" in hint
+        assert re.search(r"on the processor for \d+ % of a call", hint)
+
+
+@pytest.mark.parametrize(
+    ("held", "computes", "by_threads"),
+    [(0, 0.02, "6.0"), (32, 0.9, "2.0"), (64, 1.0, "1.0"), (None, 0.5, "unknown, up to 6.0")],
+    ids=["waits", "half with the GIL", "pure Python", "not probed"],
+)
+def test_the_hint_has_the_gain_of_each_way(
+    held: int | None,
+    computes: float,
+    by_threads: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Threads gain at most what the GIL leaves, processes what the cores and the step do."""
+    monkeypatch.setattr("aiofeed.kernel.runtime.machine.cpus", lambda: 6)
+    with Feeder([*range(40)], batch_size=4) as feeder:
+        list(feeder)
+        session = feeder._session
+        session._streaming[0].gil_probes = 0 if held is None else 64  # type: ignore[index]
+        session._streaming[0].gil_held = held or 0  # type: ignore[index]
+        session.stats = EpochStats(wall_s=40.0, stall_s=38.0, decode_s=20.0, decode_cpu_s=20 * computes, batches=100)
+        session.look_for_hint()
+    assert f"processor for {computes:.0%}".replace("%", " %") in caplog.text
+    assert f"may call it: {by_threads}\n" in caplog.text
+    assert "copy each: 6.0\n" in caplog.text
+    assert caplog.text.rstrip().endswith("torch's: 6.0")
+
+
+@pytest.mark.parametrize(
+    "stats",
+    [
+        EpochStats(wall_s=40.0, stall_s=2.9, batches=9),
+        EpochStats(wall_s=40.0, stall_s=19.0, batches=9),
+        EpochStats(wall_s=40.0, stall_s=38.0, batches=90_000),
+    ],
+    ids=["short", "long steps", "tiny batches"],
+)
+def test_no_hint_where_more_threads_would_not_help(
+    stats: EpochStats, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the training waits for a short time, for a small share of it, or for batches that take no time."""
+    monkeypatch.setattr("aiofeed.kernel.runtime.machine.cpus", lambda: 6)
+    with Feeder([*range(40)], batch_size=4) as feeder:
+        feeder._session.stats = stats
+        feeder._session.look_for_hint()
+    assert "called by one thread" not in caplog.text
+
+
+@pytest.mark.parametrize("given", [None, 3])
+def test_the_tuner_chooses_the_threads_of_a_thread_safe_dataset(
+    given: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``threads="auto"``, unless ``Limits`` say how many."""
+    monkeypatch.setattr("aiofeed.kernel.runtime.machine.cpus", lambda: 6)
+    inside, most, lock = [0], [0], threading.Lock()
+
+    class Safe(SlowItems):
+        def __getitem__(self, index: int) -> int:
+            with lock:
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+            item = super().__getitem__(index)
+            with lock:
+                inside[0] -= 1
+            return item
+
+    source = FromDataset(Safe(), threads="auto")
+    assert repr(source) == "FromDataset(Safe, threads='auto')"
+    with Feeder(source, batch_size=2, limits=Limits(decode_threads=given)) as feeder:
+        assert [batch.tolist() for batch in feeder] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        tuner = feeder._session.pipeline.tuner.decoding  # type: ignore[union-attr]
+        assert (tuner.most, tuner.given) == (given or 6, given is not None)
+    assert 1 < most[0] <= (given or 6)
 
 
 @pytest.mark.parametrize(
