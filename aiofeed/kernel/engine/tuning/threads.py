@@ -26,9 +26,8 @@ WORTH_A_TRY = 2
 # which another thread has the GIL does not decide.
 JOBS = 8
 SCORE_S = 0.01
-# A trial that gives less than this part of the best rate ends after so many jobs. It has shown enough, and is costly.
+# A trial that gives less than this part of the best rate ends after a few jobs: it has shown enough, and is costly.
 LEAVE = 0.7
-LEAVE_JOBS = 3
 # Seconds of decoding until other counts are tried again; doubled each time that nothing changed.
 RETRY_S = 1.0
 RETRY_MOST_S = 64.0
@@ -125,19 +124,13 @@ class Score:
         """Seconds of processor time per sample."""
         return self.cpu_s / self.samples
 
-    @property
-    def took_s(self) -> float:
-        """Seconds of the trial: also those of the first jobs, and half of those of jobs of other threads before."""
-        return self.wall_s / self.threads + 1.5 * self.wall_s / self.jobs
-
     def differs(self, before: Score, most: int) -> bool:
         """Whether it is of other work than the score ``before`` of as many threads, so that other counts may suit."""
-        change = self.cpu_per_sample / max(before.cpu_per_sample, 1e-9)
-        # What is worth little of a core is what jobs cost, not what samples cost.
-        worth = abs(self.cpu_per_sample - before.cpu_per_sample) * max(self.rate, before.rate) > ONE_AT_WORK
+        less, more = sorted((self.cpu_per_sample, before.cpu_per_sample))
+        # A change that is worth little of a core is what jobs cost, not what samples cost.
+        other = more > OTHER_WORK * less and (more - less) * max(self.rate, before.rate) > ONE_AT_WORK
         # More threads help those that begin to wait.
-        waits = self.threads < most and self.rate * OTHER_WORK < before.rate
-        return waits or (worth and not 1 / OTHER_WORK < change < OTHER_WORK)
+        return other or (self.threads < most and self.rate * OTHER_WORK < before.rate)
 
 
 @dataclass(frozen=True)
@@ -193,7 +186,7 @@ class ThreadTuner:
 
     It starts with all of them. If they wait for each other, it tries far fewer, as long as that costs nothing, and then
     numbers in between; if they do not, it tries more, as long as that brings more. It repeats the search at growing
-    intervals, and at once when the work per sample changes.
+    intervals, and when the work per sample changes for good; what searches take away stays a small part of the time.
 
     Args:
         most: the largest number of threads.
@@ -269,7 +262,7 @@ class ThreadTuner:
         if self._search is None and enough:
             self._watch(score)
         elif self._search is not None and (enough or self._search.hopeless(score)):
-            self._advance(self._search)
+            self._advance(self._search, score)
 
     def _run(self, threads: int) -> None:
         # The jobs that run now end beside another number of threads.
@@ -277,18 +270,17 @@ class ThreadTuner:
         self.threads = self._first_jobs = threads
         self._score = Score(threads)
 
-    def _advance(self, search: _Search) -> None:
+    def _advance(self, search: _Search, tried: Score) -> None:
         """Try the next count of a search, or choose one if the search has ended."""
-        if (next_count := search.step(self._score)) is not None:
+        if (next_count := search.step(tried)) is not None:
             self._run(next_count)
             return
-        assert search.best is not None and search.first is not None
+        assert search.best is not None
         unchanged = self._chosen is not None and self._chosen.threads == search.best.threads
         self._retry_s = min(self._retry_s * 2, RETRY_MOST_S) if unchanged else RETRY_S
         self._chosen = search.best
         # That fewer threads seemed to do may have been chance, or an engine that was just beginning.
-        likely = search.first.rate > LEAVE * search.best.rate
-        self._check = search.first.threads if likely else 0
+        self._check = search.first.threads if search.first.rate > LEAVE * search.best.rate else 0
         fewer = search.best.threads < self.most
         self.gil = gil_limit(search.best, search.above) if fewer and machine.has_gil() else None
         self._settle(search.best.threads, search.lost_s)
@@ -298,10 +290,8 @@ class ThreadTuner:
         if self._chosen is None:
             self._search = _Search(self.most)
             self._run(self.most)
-            return
-        if self.threads != self._chosen.threads:
-            self._retry_s = min(self._retry_s * 2, RETRY_MOST_S)
-        self._settle(self._chosen.threads, 0.0)
+        else:
+            self._settle(self._chosen.threads, 0.0)
 
     def _settle(self, threads: int, lost_s: float) -> None:
         """End a search that took ``lost_s`` away; the jobs from now on show what is usual."""
@@ -322,14 +312,9 @@ class ThreadTuner:
         may_gain = self.threads < self.most or score.at_work < AT_WORK or score.large
         wanted = self._others >= LASTS or (self._since_s >= self._retry_s and may_gain)
         # Too few threads cost more than a search, so that looking for more waits less.
-        ahead_s = AHEAD_S if self.threads < self.most else 0.0
-        if wanted and self._since_s >= self._paid_s - ahead_s:
+        if wanted and self._since_s >= self._paid_s - AHEAD_S * (self.threads < self.most):
             self._search = _Search(self.most, self._check)
-            if self._others:
-                self._score = score
-                self._advance(self._search)
-            else:
-                self._run(self.threads)
+            self._advance(self._search, score)
 
 
 class _Search:
@@ -353,23 +338,26 @@ class _Search:
         self._check = check
         self._peak = 0.0
         self._tried: list[Score] = []
-        self.first: Score | None = None
+        self.first = Score(most)
         self.best: Score | None = None
         self.above: Score | None = None
 
     @property
     def lost_s(self) -> float:
         """Seconds of decoding that the trials took away."""
-        assert self.first is not None
-        return sum(score.took_s * max(0.0, 1 - score.rate / self.first.rate) for score in self._tried)
+        # A trial lasts as long as its scored jobs, the first of each thread, and half of one that ran before.
+        usual, tried = self.first.rate, self._tried
+        return sum(
+            each.wall_s * (1 / each.threads + 1.5 / each.jobs) * max(0.0, 1 - each.rate / usual) for each in tried
+        )
 
     def hopeless(self, trial: Score) -> bool:
         """Whether a trial is clearly slower than what was tried before."""
-        return trial.jobs >= max(LEAVE_JOBS, trial.threads // 2) and trial.rate < LEAVE * self._peak
+        return trial.jobs >= max(3, trial.threads // 2) and trial.rate < LEAVE * self._peak
 
     def step(self, tried: Score) -> int | None:
         """Return the count to try next; ``None`` if ``best`` is found."""
-        self.first = self.first or tried
+        self.first = self.first if self._tried else tried
         self._peak = max(self._peak, tried.rate)
         counts = self._tried = sorted([*self._tried, tried], key=lambda score: score.threads)
         at = next(at for at, score in enumerate(counts) if score.rate >= self._bar(score))

@@ -1,4 +1,4 @@
-"""Whether the tuner settles on what a given number of threads would decode: machines are simulated, nothing is timed."""
+"""Whether the tuner settles on what a given number of threads would decode, on simulated machines."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_it_is_so_for_other_cores_and_batches(most: int, batch: int, ms: float, 
 @pytest.mark.parametrize(("ms", "seconds"), [(0.3, 12.0), (1.28, 20.0), (10.0, 20.0)])
 @pytest.mark.parametrize("most", [16, 64])
 def test_searches_take_two_per_cent(most: int, ms: float, seconds: float) -> None:
-    """Where all threads are best, the time that fewer run, times what these decode less, is 2 % of the whole at most."""
+    """Where all threads are best, what fewer threads decode less is 2 % of the whole at most."""
     feeding = tuned(sample("sleeping", ms), 64, most)
     feeding.run(seconds)
     changes = [(at, threads) for at, threads in feeding.changes if at > 1.0]
@@ -105,7 +105,7 @@ def test_threads_that_want_the_gil_become_few_and_it_is_named(most: int, ms: flo
     limit = feeding.tuner.gil
     assert feeding.tuner.threads <= most // 2
     assert limit is not None
-    assert work.held_s <= limit.held_s <= 1.4 * work.held_s + 20e-6
+    assert 0.95 * work.held_s <= limit.held_s <= 1.4 * work.held_s + 20e-6
 
 
 @pytest.mark.parametrize("seed", range(2))
