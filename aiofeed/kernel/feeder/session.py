@@ -22,7 +22,7 @@ from aiofeed.kernel.core.validation import counted
 from aiofeed.kernel.feeder.arguments import FeederConfig
 from aiofeed.kernel.feeder.delivery import Delivery
 from aiofeed.kernel.feeder.iterator import EpochObserver, EpochStartLock, FeedIterator, clocks, take_end
-from aiofeed.kernel.feeder.pipeline import BatchPipeline, InlineBatches, SmallItems, StreamingPipeline
+from aiofeed.kernel.feeder.pipeline import BatchPipeline, InlineBatches, StreamingPipeline
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.queue import FeedFailure, ReadyBatch
 from aiofeed.kernel.sampling.epochs import EpochStart, EpochStream
@@ -597,4 +597,8 @@ def _new_memory(config: FeederConfig) -> InlineBatches | None:
     if threads or cache or config.in_order == "samples" or config.user_limits.prefetch_batches is not None:
         return None
     recovers = policy.action != "raise" or policy.retries or policy.read_timeout_s or policy.decode_timeout_s
-    return SmallItems() if source.threads == 1 and not recovers else None
+    if source.threads != 1 or recovers:
+        return None
+    from aiofeed.kernel.feeder.small_items import SmallItems
+
+    return SmallItems()
