@@ -17,8 +17,8 @@ from torch.utils.data import Dataset, Subset
 import aiofeed
 from aiofeed.kernel.core.errors import CollateError, ReadError, notes_of
 from aiofeed.kernel.core.statistics import EpochStats, new_events
-from aiofeed.kernel.feeder import pipeline
-from aiofeed.kernel.feeder.pipeline import LEAST_BATCHES, SMALL_S, WARM_BATCHES, SmallItems
+from aiofeed.kernel.feeder import small_items
+from aiofeed.kernel.feeder.small_items import LEAST_BATCHES, SMALL_S, WARM_BATCHES, SmallItems
 from aiofeed.kernel.runtime.queue import EndOfEpoch, ReadyBatch
 from aiofeed.resident.pipeline import ResidentPipeline
 from tests.support.interrupts import Interrupt
@@ -541,7 +541,7 @@ class Clock:
 @pytest.fixture(params=["quiet", "loaded", "without events"])
 def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, small: SmallItems) -> Clock:
     clock = Clock(load=request.param == "loaded", events=request.param != "without events")
-    monkeypatch.setattr(pipeline, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(small_items, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 
@@ -618,5 +618,5 @@ def test_threads_go_on_without_the_add_on(small: SmallItems, clock: Clock, monke
     def missing(name: str, needed_by: str) -> None:
         raise ImportError(f"{needed_by} needs {name}")
 
-    monkeypatch.setattr(pipeline, "load_addon", missing)
+    monkeypatch.setattr(small_items, "load_addon", missing)
     assert not clock.run(small, batches=2000)

@@ -22,7 +22,7 @@ from aiofeed.kernel.core.validation import counted
 from aiofeed.kernel.feeder.arguments import FeederConfig
 from aiofeed.kernel.feeder.delivery import Delivery
 from aiofeed.kernel.feeder.iterator import EpochObserver, EpochStartLock, FeedIterator, clocks, take_end
-from aiofeed.kernel.feeder.pipeline import BatchPipeline, InlineBatches, SmallItems, StreamingPipeline
+from aiofeed.kernel.feeder.pipeline import BatchPipeline, InlineBatches, StreamingPipeline
 from aiofeed.kernel.runtime import machine
 from aiofeed.kernel.runtime.queue import FeedFailure, ReadyBatch
 from aiofeed.kernel.sampling.epochs import EpochStart, EpochStream
@@ -613,4 +613,8 @@ def _new_memory(config: FeederConfig) -> InlineBatches | None:
     if isinstance(config.collate_fn, BuildsBatches) and source.in_memory:
         plans: InlineBatches = load_addon("InlinePlans", type(source).__name__)()
         return plans
-    return SmallItems() if source.threads == 1 and config.collate_fn is None else None
+    if source.threads != 1 or config.collate_fn is not None:
+        return None
+    from aiofeed.kernel.feeder.small_items import SmallItems
+
+    return SmallItems()
