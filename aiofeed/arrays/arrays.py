@@ -455,9 +455,9 @@ class GatheredArrays(Gathered):
     def __init__(self, fields: Mapping[str, Field], numbers: Any, starts: Starts, memory: BufferLease) -> None:
         super().__init__(len(starts[None]))
         self.errors = {}
-        self.memory = memory
+        self.memory: BufferLease = memory
         self._fields = fields
-        self.states = {name: field.new(starts, memory) for name, field in fields.items()}
+        self.states: dict[str, Any] = {name: field.new(starts, memory) for name, field in fields.items()}
         needs = [each for field in fields.values() for each in field.needs(starts)]
         self.shards = (
             np.concatenate([places for places, _ in needs]),

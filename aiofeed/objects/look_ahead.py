@@ -67,7 +67,8 @@ class LookAhead:
         self._sample_bytes = source.gathered_bytes if self.gathers else max(source.nbytes(0), OBJECT_BYTES)
         # Whether a shard is read whole, however few of its samples are wanted.
         self._whole = source.reads_whole_shards
-        self.per_read: int = source.shards_per_read
+        # Shards that one call of ``gather_several`` reads; 0: there is none, or its samples are wanted one by one.
+        self.several: int = source.shards_per_read if self.gathers and source.gather_several else 0
         self._starts: NDArray[np.int64] = np.asarray(source.shard_starts)
         self._upcoming = _UpcomingSamples(self, asyncio.to_thread, 1)
         self.memory: HostBufferPool = HostBufferPool(SPARE, limit_bytes)
@@ -224,7 +225,8 @@ class _UpcomingSamples:
         """How often a shard was read in the epoch."""
         # Of shards that are read whole, all bytes are in memory until a thread has decoded them.
         self._threads = threads
-        self._turn = asyncio.Semaphore(-(-ahead.at_once(threads) // ahead.per_read) if ahead._whole else GROUPS)
+        at_once = max(2 * threads, ahead.at_once(threads) // max(ahead.several, 1))
+        self._turn = asyncio.Semaphore(at_once if ahead._whole else GROUPS)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:
@@ -261,7 +263,7 @@ class _UpcomingSamples:
         """Read the shards of samples that are not being read."""
         noted = self.noted[plan]
         numbers = [number for number in noted.numbers if number not in noted.reads]
-        together = max(min(self._ahead.per_read, len(numbers) // self._threads), 1)
+        together = max(min(self._ahead.several, len(numbers) // self._threads), 1)
         for at in range(0, len(numbers), together):
             some = numbers[at : at + together]
             groups = {number: self._groups.pop((noted.epoch, number)) for number in some}
@@ -281,7 +283,7 @@ class _UpcomingSamples:
             targets = {number: [(noted.samples, places) for noted, places in group] for number, group in groups.items()}
             [*_, (number, group)] = groups.items()
             try:
-                if self._source.gather_several is not None:
+                if self._ahead.several:
                     await self._source.gather_several(targets, self._run)
                     return
                 indices = np.concatenate([noted.indices[places] for noted, places in group])
