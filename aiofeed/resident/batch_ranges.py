@@ -25,12 +25,14 @@ class BatchRange:
         indices: The indices of all their samples, ``batch_size`` per batch; the last batch of an epoch may have fewer.
         batch_size: Samples per batch.
         run: Whether the indices are consecutive.
+        plan: The plan of a single batch whose batches are listed.
     """
 
     numbers: Sequence[int]
     indices: Int64
     batch_size: int
     run: bool
+    plan: BatchPlan | None = None
 
     def head(self, batches: int) -> BatchRange:
         """Return the first batches, at most so many."""
@@ -82,13 +84,6 @@ class BatchRanges:
         return self._block[at : at + count * schedule.batch_size]
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedRange(BatchRange):
-    """A batch with its plan."""
-
-    plan: BatchPlan
-
-
 class PlannedRanges:
     """The batches of an epoch whose batches are listed, one after the other."""
 
@@ -96,11 +91,11 @@ class PlannedRanges:
         self._plans = schedule.plans(start.position, start.sampled)
         self._plan: BatchPlan | None = None
 
-    def at(self, first: int, most: int) -> PlannedRange | None:
+    def at(self, first: int, most: int) -> BatchRange | None:
         """Return the batch number ``first``, or the next one; ``None`` if none is left."""
         while self._plan is None or self._plan.number < first:
             if (plan := next(self._plans, None)) is None:
                 return None
             self._plan = plan
         plan = self._plan
-        return PlannedRange([plan.number], np.array(plan.indices), len(plan.indices), run=False, plan=plan)
+        return BatchRange([plan.number], np.array(plan.indices), len(plan.indices), run=False, plan=plan)

@@ -32,13 +32,14 @@ class PlannedWindows(HostWindows):
         self._memory = HostBufferPool(SPARE)
         self._control = JobControl(threading.Event())
 
-    def make(self, batch_range: Any) -> tuple[BatchRange, list[Any]]:
+    def make(self, batch_range: BatchRange) -> tuple[BatchRange, list[Any]]:
         """Make a batch.
 
         Raises:
             FeedError: A sample cannot be read, or does not fit.
         """
         plan = batch_range.plan
+        assert plan is not None
         with default_modes("cpu"):
             builder = self._new_builder(plan, self._memory)
             outcome = self._fetcher.decode(plan, 0, [UNREAD] * len(plan.indices), builder, self._control)

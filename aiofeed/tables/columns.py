@@ -217,10 +217,6 @@ class ListColumn(ValueColumn):
         """Return the lengths of rows."""
         return self.bounds(rows)[1]
 
-    def value(self, row: int) -> Any:
-        """Return a row as an array."""
-        return self.values(np.array([row]))[0]
-
     def values(self, rows: NDArray[np.int64]) -> list[Any]:
         """Return rows as arrays."""
         starts, counts = self.bounds(rows)

@@ -232,7 +232,6 @@ def _megatron_layout(name: str, size: int, index: Any, index_name: str) -> Token
     dtype, at = MEGATRON_DTYPES[code], MEGATRON_HEADER.size
     lengths = np.frombuffer(index, "<i4", sequences, at)
     pointers = np.frombuffer(index, "<i8", sequences, at + 4 * sequences)
-    firsts = np.frombuffer(index, "<i8", boundaries, at + 12 * sequences)
     itemsize, last = np.dtype(dtype).itemsize, sequences - 1
     found = int(pointers[last]) + int(lengths[last]) * itemsize if sequences else 0
     if found != size:
@@ -243,17 +242,9 @@ def _megatron_layout(name: str, size: int, index: Any, index_name: str) -> Token
         raise ValueError(f"{name} has no tokens")
     some = np.linspace(0, last, min(sequences, CHECKED_SEQUENCES)).astype(np.int64)
     ends = np.where(some < last, pointers[np.minimum(some + 1, last)], size)
-    if (
-        pointers[0]
-        or (lengths[some] < 0).any()
-        or (pointers[some] + lengths[some].astype(np.int64) * itemsize != ends).any()
-    ):
+    sizes = lengths[some].astype(np.int64) * itemsize
+    if pointers[0] or (sizes < 0).any() or (pointers[some] + sizes != ends).any():
         raise ValueError(f"{index_name} is damaged: its sequences do not lie one after the other in the .bin")
-    begins, closes = boundaries > 0 and firsts[0] == 0, boundaries > 0 and firsts[-1] == sequences
-    if not begins or not closes:
-        log.warning(
-            "%s: its documents do not cover all %d sequences; the others are documents, too", index_name, sequences
-        )
     find = partial(_megatron_documents, index_name, index, sequences, boundaries, size, itemsize)
     return TokenLayout(dtype, 0, size // itemsize, find)
 
@@ -272,6 +263,8 @@ def _megatron_documents(
     if boundaries and (firsts.min() < 0 or firsts.max() > sequences):
         raise ValueError(f"{name} is damaged: it has {sequences} sequences, and documents begin behind them")
     begins, closes = boundaries > 0 and firsts[0] == 0, boundaries > 0 and firsts[-1] == sequences
+    if not begins or not closes:
+        log.warning("%s: its documents do not cover all %d sequences; the others are documents, too", name, sequences)
     found: NDArray[np.int64] = (
         starts[np.r_[[0] * (not begins), firsts, [sequences] * (not closes)].astype(np.int64)] // itemsize
     )

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiofeed.kernel.core.types import Gathered, HostTensor
-from aiofeed.kernel.runtime.buffers import BufferLease
 from aiofeed.kernel.sampling.order import unmix64
 
 if TYPE_CHECKING:
@@ -20,25 +18,6 @@ if TYPE_CHECKING:
 NAMES = ("tokens", "labels", "position_ids")
 
 
-class GatheredDocuments(Gathered):
-    """Windows, by the places of their first tokens, with the documents inside them."""
-
-    def __init__(self, tokens: Any, places: NDArray[np.int64]) -> None:
-        super().__init__(len(places))
-        self._tokens, self._places = tokens, places
-
-    def __iter__(self) -> Iterator[dict[str, NDArray[np.int64]]]:
-        parts = self._tokens.gather_new(self._places)
-        return (dict(zip(names_of(parts), row, strict=True)) for row in zip(*parts, strict=True))
-
-    def batch(self, lease: BufferLease) -> tuple[dict[str, Any], int]:
-        """Return the batch, in memory of a lease, and its bytes."""
-        batch = with_documents(self._tokens.gather_new(self._places, lease))
-        leaves = [value for value in batch.values() if isinstance(value, np.ndarray)]
-        tensors = {name: HostTensor(each, pinned=lease.pinned) for name, each in batch.items() if name != "max_seqlen"}
-        return {**tensors, "max_seqlen": batch["max_seqlen"]}, sum(leaf.nbytes for leaf in leaves)
-
-
 def names_of(parts: Sequence[Any]) -> Sequence[str]:
     """Return the names of the parts of windows: with targets, or without them."""
     return NAMES if len(parts) > 2 else NAMES[::2]
@@ -46,28 +25,21 @@ def names_of(parts: Sequence[Any]) -> Sequence[str]:
 
 def with_documents(parts: Sequence[Any]) -> dict[str, Any]:
     """Return a batch of windows as ``Pack`` would: the number of each token's piece, and where the pieces start."""
+    import torch
+
     positions = np.asarray(parts[-1])
     starts = np.flatnonzero(positions.ravel() == 0)
     edges = np.append(starts, positions.size)
     sizes = np.diff(edges)
-    found = {
-        "document_ids": np.repeat(np.arange(len(starts)), sizes).reshape(positions.shape),
-        "cu_seqlens": edges.astype(np.int32),
-    }
-    return {**dict(zip(names_of(parts), parts, strict=True)), **found, "max_seqlen": int(sizes.max())}
-
-
-def tensors_with_documents(parts: Sequence[Any]) -> dict[str, Any]:
-    """Return a batch of tensors of windows."""
-    import torch
-
-    batch = with_documents(parts)
-    return {name: torch.from_numpy(each) if isinstance(each, np.ndarray) else each for name, each in batch.items()}
+    numbers = np.repeat(np.arange(len(starts)), sizes).reshape(positions.shape)
+    batch = dict(zip(names_of(parts), map(torch.as_tensor, parts), strict=True))
+    batch |= {"document_ids": torch.from_numpy(numbers), "cu_seqlens": torch.from_numpy(edges.astype(np.int32))}
+    return {**batch, "max_seqlen": int(sizes.max())}
 
 
 def collate_windows(windows: Sequence[dict[str, NDArray[np.int64]]]) -> dict[str, Any]:
     """Return a batch of windows, each with its parts."""
-    return tensors_with_documents([np.stack([window[name] for window in windows]) for name in windows[0]])
+    return with_documents([np.stack([window[name] for window in windows]) for name in windows[0]])
 
 
 def write_positions(
