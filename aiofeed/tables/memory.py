@@ -102,7 +102,7 @@ class MemoryTable(Table):
         assert isinstance(column, ValueColumn)
         if column.column.null_count:
             row = arrow("pyarrow.compute").index(column.column.is_null(), True).as_py()
-            return f". The first null is in row {row} (the first is 0), and fill={{{name!r}: ...}} replaces nulls"
+            return f". The first null is in row {row} (the first is 0), and fill= replaces nulls"
         return '. categories="codes" makes numbers of texts' * is_text(column.column.type)
 
     def __getstate__(self) -> dict[str, Any]:

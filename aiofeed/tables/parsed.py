@@ -46,8 +46,8 @@ class ParsedTable(MemoryTable):
         files = [TableFile(name, None, store, options) for name in names]
         tables = [file.read(None, {}) for file in files]
         try:
-            return [], arrow().concat_tables(tables, promote_options="permissive")
-        except arrow().ArrowException as error:
+            return [], tables[0] if len(tables) == 1 else arrow().concat_tables(tables, promote_options="permissive")
+        except (arrow().ArrowException, KeyError) as error:
             raise ValueError(f"{names[0]} and other files differ in their columns: {error}") from None
 
 
