@@ -21,7 +21,7 @@ from aiofeed.shards.parquet import as_list
 from aiofeed.shards.urls import ShardFinder
 from aiofeed.tables.columns import Columns, NumberColumn, ValueColumn, list_lengths, take_rows
 from aiofeed.tables.filled import coded, filled, is_text, values_of
-from aiofeed.tables.table import MEMORY_SHARE, Table, check_columns
+from aiofeed.tables.table import MEMORY_SHARE, GatheredTable, check_columns
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FINGERPRINT_ROWS = 64
 
 
-class MemoryTable(Table):
+class MemoryTable(GatheredTable):
     """Rows of a table in memory, or of a mapped ``.arrow`` file."""
 
     answers_at_once = True

@@ -90,8 +90,6 @@ class Table(GroupedSource):
     """The table in keys and messages."""
     _length: int
     _target_columns: Any = None
-    _held: Columns
-    """The columns that are in memory."""
     target: Callable[[int], Any]
 
     def __new__(cls, table: Any = None, *_: Any, **__: Any) -> Self:
@@ -191,20 +189,6 @@ class Table(GroupedSource):
         name = self.data or unit or next(iter(names), "")
         return None if name not in names or (unit and self.data is not None) else self._list_lengths(name)
 
-    @property
-    def sample_bytes(self) -> int:
-        """Bytes of the columns of numbers in one row."""
-        return sum(column.row_bytes for column in self._held.columns.values() if isinstance(column, NumberColumn))
-
-    def gathered(self, indices: NDArray[np.int64], memory: object) -> list[NDArray[Any]]:
-        """Return rows of each column in memory."""
-        return list(self._held.take(indices).values())
-
-    def form_batch(self, rows: Sequence[torch.Tensor]) -> Any:
-        """Return a batch of rows of each column; with targets ``(batch, targets)``."""
-        batch = dict(zip(self._held.columns, rows, strict=True))
-        return batch if self._target_columns is None else _without_target(self._target_columns, batch)
-
     def in_batches(self) -> Self:
         """Return the table with samples for ``collate_rows``; itself if a sample is one column.
 
@@ -257,6 +241,27 @@ class Table(GroupedSource):
         found = iter(self._samples_of(Columns.of(take_rows(table, np.flatnonzero(valid))), np.arange(valid.sum())))
         null = ValueError(f"{' or '.join(map(repr, nulls))} is null")
         return [next(found) if each else null for each in valid]
+
+
+class GatheredTable(Table):
+    """A table whose batches may be gathered from columns in memory."""
+
+    _held: Columns
+    """The columns."""
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of the columns of numbers in one row."""
+        return sum(column.row_bytes for column in self._held.columns.values() if isinstance(column, NumberColumn))
+
+    def gathered(self, indices: NDArray[np.int64], memory: object) -> list[NDArray[Any]]:
+        """Return rows of each column in memory."""
+        return list(self._held.take(indices).values())
+
+    def form_batch(self, rows: Sequence[torch.Tensor]) -> Any:
+        """Return a batch of rows of each column; with targets ``(batch, targets)``."""
+        batch = dict(zip(self._held.columns, rows, strict=True))
+        return batch if self._target_columns is None else _without_target(self._target_columns, batch)
 
 
 def _without_target(names: Any, batch: dict[str, Any]) -> tuple[dict[str, Any], Any]:
