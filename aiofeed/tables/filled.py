@@ -15,7 +15,8 @@ Categories: TypeAlias = Mapping[str, Sequence[Any]]
 
 def is_text(kind: Any) -> bool:
     """Return whether a column of an Arrow type has texts, or categories that are texts."""
-    return str(getattr(kind, "value_type", kind)) in ("string", "large_string", "string_view")
+    kind = kind.value_type if arrow().types.is_dictionary(kind) else kind
+    return str(kind) in ("string", "large_string", "string_view")
 
 
 def values_of(column: Any) -> list[Any]:

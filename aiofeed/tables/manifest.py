@@ -140,8 +140,8 @@ class TableFile:
         if dates := {each.name: arrow().string() for each in table.schema if arrow().types.is_temporal(each.type)}:
             return self.read(columns, {**types, **dates})
         for at, name in enumerate(table.column_names):
-            if _largest(table.column(name)) >= _EXACT:
-                table = table.set_column(at, name, self._exact(name, table.column(name)))
+            if _largest(table.column(at)) >= _EXACT:
+                table = table.set_column(at, name, self._exact(name, table.column(at)))
         return table
 
     def _read_lines(self, stream: Any, columns: list[str] | None, types: Mapping[str, Any]) -> Any:

@@ -21,7 +21,7 @@ from aiofeed.shards.parquet import as_list
 from aiofeed.shards.urls import ShardFinder
 from aiofeed.tables.columns import Columns, GatheredLists, ListColumn, NumberColumn, ValueColumn, take_rows
 from aiofeed.tables.filled import coded, filled, is_text, values_of
-from aiofeed.tables.table import MEMORY_SHARE, Table, check_columns
+from aiofeed.tables.table import MEMORY_SHARE, GatheredTable, check_columns
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FINGERPRINT_ROWS = 64
 
 
-class MemoryTable(Table):
+class MemoryTable(GatheredTable):
     """Rows of a table in memory, or of a mapped ``.arrow`` file."""
 
     answers_at_once = True
@@ -104,7 +104,7 @@ class MemoryTable(Table):
         assert isinstance(column, ValueColumn)
         if column.column.null_count:
             row = arrow("pyarrow.compute").index(column.column.is_null(), True).as_py()
-            return f". The first null is in row {row} (the first is 0), and fill={{{name!r}: ...}} replaces nulls"
+            return f". The first null is in row {row} (the first is 0), and fill= replaces nulls"
         return '. categories="codes" makes numbers of texts' * is_text(column.column.type)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from aiofeed.common.blocking import run_blocking
@@ -34,7 +35,7 @@ class ParsedTable(MemoryTable):
         names: list[str] = []
         for path in map(os.fspath, paths):
             is_pattern = any(mark in path for mark in "*?[{") and not os.path.exists(path)
-            shards = run_blocking(lambda path=path: ShardFinder(store, options).find(path)) if is_pattern else ()
+            shards = run_blocking(partial(ShardFinder(store, options).find, path)) if is_pattern else ()
             names += [shard.key if shard.local else shard.url for shard in shards] if is_pattern else [path]
         local = [name for name in names if not split_url(name)[0] and os.path.exists(name)]
         nbytes, room = PARSED_SHARE * sum(map(os.path.getsize, local)), machine.rank_memory() // MEMORY_SHARE
@@ -46,8 +47,8 @@ class ParsedTable(MemoryTable):
         files = [TableFile(name, None, store, options) for name in names]
         tables = [file.read(None, {}) for file in files]
         try:
-            return [], arrow().concat_tables(tables, promote_options="permissive")
-        except arrow().ArrowException as error:
+            return [], tables[0] if len(tables) == 1 else arrow().concat_tables(tables, promote_options="permissive")
+        except (arrow().ArrowException, KeyError) as error:
             raise ValueError(f"{names[0]} and other files differ in their columns: {error}") from None
 
 

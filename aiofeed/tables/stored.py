@@ -39,7 +39,7 @@ from aiofeed.tables.columns import (
     list_lengths,
     take_rows,
 )
-from aiofeed.tables.table import MEMORY_SHARE, Table, check_columns
+from aiofeed.tables.table import MEMORY_SHARE, GatheredTable, Table, check_columns
 
 log: logging.Logger = logging.getLogger("aiofeed.sources")
 
@@ -49,7 +49,7 @@ PLACES = 4
 OFFSET_BYTES = 4
 
 
-class ParquetTable(ParquetRows, Table):
+class ParquetTable(ParquetRows, GatheredTable):
     """Rows of Parquet files, read by row groups as ``ParquetRows`` reads them, or whole by the first epoch."""
 
     # The bytes of the columns that may be in memory.

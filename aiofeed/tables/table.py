@@ -53,17 +53,26 @@ class Table(GroupedSource):
         table: A Hugging Face ``Dataset``, whose ``select`` and ``shuffle`` apply; a streaming one, an
             ``IterableDataset``, which is read in its order as a ``Stream`` is; an Arrow table, or any object that
             exports one, as those of polars and DuckDB; a pandas ``DataFrame``; a NumPy structured array; a Lance
-            dataset; the path of an ``.arrow`` file, which is mapped, or of a ``.lance`` dataset; or Parquet files, as
-            for ``ParquetRows``: paths, URLs, globs and braces. It is referenced, not copied: do not change it.
+            dataset; the path of an ``.arrow`` file, which is mapped, or of a ``.lance`` dataset; CSV or JSON Lines
+            files, also compressed ones, which are parsed into memory; or Parquet files, as for ``ParquetRows``: paths,
+            URLs, globs and braces. It is referenced, not copied: do not change it.
         columns: The columns. Default: all.
         data: The column whose value is the sample, or ``decode=`` gets, in place of a row.
-        target: The column of the target, or several for a dict; a sample is then ``(decoded, target)``. Needs ``data``.
-        store: For Parquet, an obstore store that reads the URLs.
-        options: For Parquet, arguments of ``obstore.store.from_url``; for Lance, of ``lance.dataset``.
+        target: The column of the target, or several for a dict; a sample is then ``(decoded, target)``, and without
+            ``data`` a batch ``(columns, target)``, of tables in memory.
+        store: For URLs of files, an obstore store that reads them.
+        options: For URLs of files, arguments of ``obstore.store.from_url``; for Lance, of ``lance.dataset``.
         in_memory: Whether Parquet files, or ``.arrow`` files, are read whole by the first epoch and stay in memory, for
             all feeders of this table. Order and states are the same. Default: Parquet, if the columns take less than
             a quarter of ``Limits.memory_bytes`` in memory, an epoch of this rank needs all row groups, and neither
             worker processes nor a cache are used.
+        categories: "codes" makes numbers, int64, of columns of texts; the attribute ``categories`` of another table
+            makes the same numbers. Of tables in memory.
+        fill: Values in place of nulls and NaN, by column; of a column of categories the number of nulls and of values
+            that ``categories`` lacks. Of tables in memory.
+
+    Attributes:
+        categories: For each column whose values are numbers, the values in the order of these.
 
     Raises:
         ImportError: pyarrow or Lance is not installed.
@@ -81,8 +90,6 @@ class Table(GroupedSource):
     """The table in keys and messages."""
     _length: int
     _target_columns: Any = None
-    _held: Columns
-    """The columns that are in memory."""
     target: Callable[[int], Any]
 
     def __new__(cls, table: Any = None, *_: Any, **__: Any) -> Self:
@@ -182,20 +189,6 @@ class Table(GroupedSource):
         name = self.data or unit or next(iter(names), "")
         return None if name not in names or (unit and self.data is not None) else self._list_lengths(name)
 
-    @property
-    def sample_bytes(self) -> int:
-        """Bytes of the columns of numbers in one row."""
-        return sum(column.row_bytes for column in self._held.columns.values() if isinstance(column, NumberColumn))
-
-    def gathered(self, indices: NDArray[np.int64], memory: object) -> list[NDArray[Any]]:
-        """Return rows of each column in memory."""
-        return list(self._held.take(indices).values())
-
-    def form_batch(self, rows: Sequence[torch.Tensor]) -> Any:
-        """Return a batch of rows of each column; with targets ``(batch, targets)``."""
-        batch = dict(zip(self._held.columns, rows, strict=True))
-        return batch if self._target_columns is None else _without_target(self._target_columns, batch)
-
     def in_batches(self) -> Self:
         """Return the table with samples for ``collate_rows``; itself if a sample is one column.
 
@@ -251,6 +244,27 @@ class Table(GroupedSource):
         found = iter(self._samples_of(Columns.of(take_rows(table, np.flatnonzero(valid))), np.arange(valid.sum())))
         null = ValueError(f"{' or '.join(map(repr, nulls))} is null")
         return [next(found) if each else null for each in valid]
+
+
+class GatheredTable(Table):
+    """A table whose batches may be gathered from columns in memory."""
+
+    _held: Columns
+    """The columns."""
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of the columns of numbers in one row."""
+        return sum(column.row_bytes for column in self._held.columns.values() if isinstance(column, NumberColumn))
+
+    def gathered(self, indices: NDArray[np.int64], memory: object) -> list[NDArray[Any]]:
+        """Return rows of each column in memory."""
+        return list(self._held.take(indices).values())
+
+    def form_batch(self, rows: Sequence[torch.Tensor]) -> Any:
+        """Return a batch of rows of each column; with targets ``(batch, targets)``."""
+        batch = dict(zip(self._held.columns, rows, strict=True))
+        return batch if self._target_columns is None else _without_target(self._target_columns, batch)
 
 
 def _without_target(names: Any, batch: dict[str, Any]) -> tuple[dict[str, Any], Any]:

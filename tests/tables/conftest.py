@@ -24,3 +24,12 @@ def started_lance(tmp_path_factory: pytest.TempPathFactory) -> None:
 def server(object_server: FaultServer) -> FaultServer:
     """A server without objects."""
     return object_server
+
+
+@pytest.fixture(autouse=True, scope="session")
+def started_parsers() -> None:
+    """Arrow's parser has been used once: it opens a pipe for signals, which stays."""
+    if importlib.util.find_spec("pyarrow") is not None:
+        import pyarrow.csv
+
+        pyarrow.csv.read_csv(pyarrow.py_buffer(b"a\n1\n"))

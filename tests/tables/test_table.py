@@ -401,12 +401,12 @@ def test_null_values_in_memory() -> None:
 
 def bad_file(folder: Path, kind: str) -> Any:
     arrow = pytest.importorskip("pyarrow")
-    path = folder / ("t.arrow" if kind.startswith("Arrow") else "t.csv" if kind == "CSV" else "t.parquet")
+    path = folder / ("t.arrow" if kind.startswith("Arrow") else "t.txt" if kind.startswith("CSV") else "t.parquet")
     match kind:
         case "Arrow, truncated":
             path = TABLES["Arrow, file"](folder)
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        case "Arrow, other" | "CSV" | "Parquet, other":
+        case "Arrow, other" | "CSV in a file of another name" | "Parquet, other":
             path.write_text("a,b\n1,2\n")
         case "Arrow, empty file":
             path.touch()
@@ -429,7 +429,7 @@ def bad_file(folder: Path, kind: str) -> Any:
         ("Arrow, no rows", "no rows"),
         ("Parquet, no rows", "without samples"),
         ("Parquet, other", "not a Parquet file"),
-        ("CSV", "not a Parquet file"),
+        ("CSV in a file of another name", "not a Parquet file"),
     ],
 )
 def test_files_that_are_no_tables(kind: str, message: str, tmp_path: Path) -> None:
@@ -523,7 +523,7 @@ def test_datasets_that_are_no_table(tmp_path: Path) -> None:
         ({"columns": "x"}, TypeError, "must be a list of names, got 'x'"),
         ({"columns": []}, TypeError, "must be a list of names"),
         ({"columns": ["x"], "data": "x"}, ValueError, "pass one of them"),
-        ({"target": "y"}, ValueError, "needs data="),
+        ({"target": "z"}, ValueError, "there is no column 'z'"),
         ({"data": 3}, ValueError, "there is no column 3"),
         ({"rows_per_read": 8}, TypeError, "row groups"),
         ({"store": object()}, ValueError, "Parquet"),

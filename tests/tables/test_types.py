@@ -158,7 +158,10 @@ def test_a_table_of_a_file_is_that_of_the_data_in_memory(kind: str, tmp_path: Pa
             (SAMPLES, {"data": "n", "target": "c"}),
             (SAMPLES, {"data": "n", "target": ["c", "n"]}),
         ):
-            assert epoch(path, feeder, **options) == epoch(table, feeder, **options)
+            found, expected = epoch(path, feeder, **options), epoch(table, feeder, **options)
+            if isinstance(found, tuple):  # an error; of a table in memory it says what else is possible
+                expected = expected[0], expected[1][: len(found[1])]
+            assert found == expected
         if path.endswith(".parquet"):
             rows = table.take(pa.array(ORDER)).to_pylist() if "view" not in kind else None
             assert rows is None or epoch(ParquetRows(path), SAMPLES) == plain([rows[:4], rows[4:]])

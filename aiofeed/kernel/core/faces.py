@@ -311,7 +311,7 @@ def passes_on(kind: SourceT) -> SourceT:
 
     ``self._passed(name, member)`` changes a member for the wrapper.
     """
-    for name in (face_members(BaseSource) | face_members(Declares)) - vars(kind).keys() - {"adopted"}:
+    for name in (face_members(BaseSource) | face_members(Declares)) - vars(kind).keys() - {"adopted", "for_memory"}:
         setattr(kind, name, default(partial(_passed, name)))
     return kind
 
