@@ -66,7 +66,8 @@ class LookAhead:
         self._sample_bytes = source.gathered_bytes if self.gathers else max(source.nbytes(0), OBJECT_BYTES)
         # Whether a shard is read whole, however few of its samples are wanted.
         self._whole = source.reads_whole_shards
-        self._starts: NDArray[np.int64] = np.asarray(source.shard_starts)
+        starts = source.shard_starts  # none if what is gathered says which shards its samples need
+        self._starts: NDArray[np.int64] = np.asarray(() if starts is None else starts)
         self._upcoming = _UpcomingSamples(self, asyncio.to_thread, 1)
         self.memory: HostBufferPool = HostBufferPool(SPARE)
         self._told = False
