@@ -17,13 +17,13 @@ from aiofeed.kernel.core.faces import BaseSource, BuildsBatches, Exclusion
 from aiofeed.kernel.core.pytree import leaves
 from aiofeed.kernel.core.statistics import StorageStatistics
 from aiofeed.kernel.core.types import BatchPlan, Gathered, HostTensor, Traits
-from aiofeed.kernel.engine.fetch.collate import BatchBuilder, Positions, SampleList, pick
+from aiofeed.kernel.engine.fetch.collate import BatchBuilder, Positions, SampleList
 from aiofeed.kernel.runtime.cancellation import caught
 from aiofeed.kernel.sampling.progress import digest
 from aiofeed.kernel.sources.dataset import FromDataset, MapDataset
 from aiofeed.kernel.sources.file_io import Content
 from aiofeed.kernel.sources.subset import IndexedSource, kind_of, names_of
-from aiofeed.mixtures.parts import At, Found, Part, check_forms, collated, form_of, may_fit, merged, text_of
+from aiofeed.mixtures.parts import At, Found, Keys, Part, check_forms, collated, form_of, may_fit, merged, text_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -412,16 +412,16 @@ class MixedBatches(BuildsBatches):
         parts, together, singly, forms = self._source.parts, [], [], []
         for number, places in sorted(groups.items()):
             if parts[number].together:
-                batch = parts[number].batch([found[at] for at in places], [keys[at] for at in places], lease)
+                batch = parts[number].batch([found[at] for at in places], Keys(keys, places), lease)
                 together.append((places, batch))
-                forms.append((parts[number].name, form_of(batch, 1), keys[places[0]]))
+                forms.append((parts[number].name, form_of(batch, 1), places[0]))
             else:
                 singly += places
-                forms.append((parts[number].name, form_of(found[places[0]].value), keys[places[0]]))
-        check_forms(forms)
+                forms.append((parts[number].name, form_of(found[places[0]].value), places[0]))
+        check_forms(forms, keys)
         if singly:
             singly.sort()
-            batch = collated([found[at].value for at in singly], [keys[at] for at in singly], lease)
+            batch = collated([found[at].value for at in singly], Keys(keys, singly), lease)
             together.append((singly, batch))
         batch = together[0][1]
         if len(together) > 1:
@@ -439,7 +439,8 @@ class MixedBuilder(SampleList):
         self.nbytes: int = 0
 
     def _build(self, keys: Sequence[str], positions: Positions) -> Any:
-        samples, named = super()._build(keys, positions), pick(keys, positions)
+        samples = super()._build(keys, positions)
+        named = keys if positions is None else Keys(keys, positions)
         self.samples, self.kept = [], None
         assert self._source.collate is not None
         batch = self._source.collate.build(samples, named, self._lease)

@@ -39,6 +39,19 @@ class At(NamedTuple):
     place: int
 
 
+class Keys(Sequence[str]):
+    """The keys of the samples at some places; each is made when it is asked for."""
+
+    def __init__(self, keys: Sequence[str], places: Sequence[int]) -> None:
+        self._keys, self._places = keys, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._keys[self._places[at]]
+
+
 class Part:
     """A source of a mixture.
 
@@ -285,13 +298,13 @@ def form_of(sample: Any, axes: int = 0) -> Any:
     return "text" if isinstance(found, str | bytes) else kind_of(found)
 
 
-def check_forms(forms: Sequence[tuple[str, Any, str]]) -> None:
-    """Raise ``CollateError`` if samples of two parts differ; each is given as part, form and the key of a sample."""
+def check_forms(forms: Sequence[tuple[str, Any, int]], keys: Sequence[str]) -> None:
+    """Raise ``CollateError`` if samples of two parts differ; each is given as part, form and the place of a sample."""
     one = forms[0]
     for other in forms:
         if not may_fit(one[1], other[1]):
             raise CollateError(
                 f"the samples of a batch do not fit together: those of {one[0]!r} are {text_of(one[1])}, those of "
-                f"{other[0]!r} {text_of(other[1])} ({one[2]!r} and {other[2]!r}); make them alike with "
+                f"{other[0]!r} {text_of(other[1])} ({keys[one[2]]!r} and {keys[other[2]]!r}); make them alike with "
                 f"Mixture(decode={{...}}), or pass collate_fn="
             )
