@@ -227,29 +227,47 @@ def test_every_source_names_its_samples(make: Callable[[str], Made], name: str) 
 # --- mixtures ---
 
 
+def form_of(sample: Any) -> Any:
+    """The structure of a plain sample, with dtypes and shapes."""
+    if len(sample) == 3 and isinstance(sample[-1], bytes):
+        return sample[:2]
+    return tuple([each if isinstance(each, str) else form_of(each) for each in sample])
+
+
 def problem_of_mixture(one: Made, other: Made) -> str:
-    """What is wrong with the mixture of two sources; empty: nothing."""
+    """What is wrong with the mixture of two sources, each with its decoder; empty: nothing."""
     kinds = one.case.kinds, other.case.kinds
-    at_once, late = [sentences(rows, *kinds) + sentences(rows, *kinds[::-1]) for rows in (MIXED, MIXED_UNKNOWN_BEFORE)]
-    decode = None if one.case.decode is other.case.decode is None else row_in
+    if form_of(one.samples[0]) != form_of(other.samples[0]):
+        kinds = {*kinds[0], "samples of one structure, shape and dtype"}, {*kinds[1], "samples of another"}
+    said, late = [sentences(rows, *kinds) + sentences(rows, *kinds[::-1]) for rows in (MIXED, MIXED_UNKNOWN_BEFORE)]
+    decode = {name: made.case.decode for name, made in (("one", one), ("other", other)) if made.case.decode}
     try:
-        mixture = aiofeed.Mixture({"one": one.source, "other": other.source})
-        feeder: Feeder[Any] = Feeder(mixture, batch_size=4, decode=decode)
+        mixture = aiofeed.Mixture({"one": one.source, "other": other.source}, decode=decode or None)
+        feeder: Feeder[Any] = Feeder(mixture, batch_size=4)
     except (TypeError, ValueError) as error:
-        return "" if any(text in str(error) for text in at_once) else f"refused, not {at_once}: {error}"
+        return "" if any(text in str(error) for text in said) else f"refused, not {said}: {error}"
     with feeder:
         try:
             found = [plain(sample) for batch in feeder for sample in samples_in(batch)]
         except aiofeed.FeedError as error:
             return "" if any(text in str(error) for text in late) else f"late: {type(error).__name__}: {error}"
+    samples = [*one.samples, *other.samples]
+    if said or late or not Way({}, range(len(samples))).gives(found, samples):
+        return f"gives {found}, not {said or late or samples}"
+    return ""
+
+
+def problem_of_one_decoder(one: Made, other: Made) -> str:
+    """What is wrong with the mixture of two sources of bytes, with one decoder for all; empty: nothing."""
+    mixture = aiofeed.Mixture({"one": one.source, "other": other.source})
+    with Feeder(mixture, batch_size=4, decode=row_in) as feeder:
+        found = [plain(sample) for batch in feeder for sample in samples_in(batch)]
     samples = [
         sample
         for made in (one, other)
-        for sample in (map(plain, X) if decode and "samples with targets" not in made.case.kinds else made.samples)
+        for sample in (made.samples if "samples with targets" in made.case.kinds else map(plain, X))
     ]
-    if at_once or late or not Way({}, range(len(samples))).gives(found, samples):
-        return f"gives {found}, not {at_once or late or samples}"
-    return ""
+    return "" if Way({}, range(len(samples))).gives(found, samples) else f"gives {found}, not {samples}"
 
 
 @pytest.mark.parametrize("name", EVERY_SOURCE)
@@ -260,6 +278,8 @@ def test_every_source_in_a_mixture(make: Callable[[str], Made], name: str) -> No
     others = {other: make(other) for other in (next_one, "Files", "Dataset", "Table of NumPy")} | {name: one}
     found = {other: problem_of_mixture(one, made) for other, made in others.items()}
     assert {other: wrong for other, wrong in found.items() if wrong} == {}
+    if "encoded samples" in one.case.kinds and "samples with targets" not in one.case.kinds:
+        assert problem_of_one_decoder(one, others["Files"]) == ""
 
 
 @pytest.mark.slow

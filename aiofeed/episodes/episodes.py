@@ -223,7 +223,9 @@ class Episodes(GroupedSource):
         }
 
     def in_batches(self) -> Self:
-        """Return moments without cameras, of which a batch is gathered at once."""
+        """Return moments without cameras, of which a batch is gathered at once; itself with cameras."""
+        if not self.traits.rows:
+            return self
         found = copy.copy(self)
         found._whole = True
         found.collate = collate_rows

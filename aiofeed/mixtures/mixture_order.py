@@ -178,6 +178,7 @@ class Interleaving:
         self._lock = threading.RLock()
         self._counts: dict[int, list[int]] = {}
         self._blocks: dict[int, tuple[Int64, Int64]] = {}
+        self._period: Int64 | None = None
 
     def describe(self) -> str:
         """Return how sources are drawn, and by which weights."""
@@ -233,7 +234,8 @@ class Interleaving:
                 self._keep(number + 1, counts)
                 by_source = np.argsort(sources, kind="stable")
                 grouped, numbers = sources[by_source], np.empty_like(sources)
-                numbers[by_source] = first[grouped] + np.arange(len(grouped)) - np.searchsorted(grouped, grouped)
+                of_each = np.bincount(sources, minlength=len(counts))
+                numbers[by_source] = (first - np.cumsum(of_each) + of_each)[grouped] + np.arange(len(grouped))
                 while len(self._blocks) >= KEPT_BLOCKS:
                     del self._blocks[next(iter(self._blocks))]
                 found = self._blocks[number] = sources, numbers
@@ -244,11 +246,22 @@ class Interleaving:
         if self._random_seed is not None:
             cumulative = np.cumsum(self.shares.of_block(block)) / self.shares.unit
             sources = drawn_from(cumulative, self._random_seed)(np.arange(first, stop))
-            counts[:] = [
-                before + more
-                for before, more in zip(counts, np.bincount(sources, minlength=len(counts)).tolist(), strict=True)
-            ]
-            return sources
+        elif isinstance(self.shares, ConstantShares) and self.shares.unit <= BLOCK:
+            # The counts are whole at each multiple of the unit, and the sources begin again.
+            unit, parts = self.shares.unit, self.shares.parts
+            if self._period is None:
+                self._period = self._by_deadline(0, unit, 0, [0] * len(parts))
+            begun = np.bincount(self._period[: first % unit], minlength=len(parts)).tolist()
+            if counts != [part * (first // unit) + more for part, more in zip(parts, begun, strict=True)]:
+                return self._by_deadline(first, stop, block, counts)  # those of a state that was edited
+            sources = self._period[np.arange(first, stop) % unit]
+        else:
+            return self._by_deadline(first, stop, block, counts)
+        drawn = np.bincount(sources, minlength=len(counts)).tolist()
+        counts[:] = [before + more for before, more in zip(counts, drawn, strict=True)]
+        return sources
+
+    def _by_deadline(self, first: int, stop: int, block: int, counts: list[int]) -> Int64:
         place, unit = self.shares.place, self.shares.unit
         # (first place, source) and (deadline, source) of the next sample of each source.
         waiting = [(place(source, count * unit + 1, block) - 1, source) for source, count in enumerate(counts)]
@@ -409,11 +422,16 @@ class MixtureOrder(Lister):
         sources, numbers = self._interleaving.block(self._first_block(epoch) + number)
         courses = [self._course[name] for name in self._names]
         before, shifts = np.array([(course.number, course.shift) for course in courses]).T
-        lengths = self._lengths[sources]
-        passes, local = np.divmod(numbers + (self._start(epoch) + shifts)[sources], lengths)
+        passes, local = np.divmod(numbers + (self._start(epoch) + shifts)[sources], self._lengths[sources])
         if not self._shuffle:
             return self._offsets[sources] + local
-        found = feistel_each(lengths, self._seeds[sources], passes + before[sources], local)
+        # A permutation for each pass of a source.
+        order, which = np.lexsort((passes, sources)), np.empty_like(sources)
+        firsts = np.append(True, (np.diff(sources[order]) | np.diff(passes[order])) != 0)
+        which[order] = np.cumsum(firsts) - 1
+        at = sources[order[firsts]]
+        epochs = passes[order[firsts]] + before[at]
+        found = feistel_each(self._lengths[at], self._seeds[at], epochs, which, local)
         for source in [source for source, course in enumerate(courses) if course.grown]:
             at = np.flatnonzero((sources == source) & (passes == 0))
             found[at] = courses[source].permutation(int(self._seeds[source]), 0)(local[at])

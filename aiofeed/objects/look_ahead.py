@@ -69,7 +69,8 @@ class LookAhead:
         self._whole = source.reads_whole_shards
         # Shards that one call of ``gather_several`` reads; 0: there is none, or its samples are wanted one by one.
         self.several: int = source.shards_per_read if self.gathers and source.gather_several else 0
-        self._starts: NDArray[np.int64] = np.asarray(source.shard_starts)
+        starts = source.shard_starts  # none if what is gathered says which shards its samples need
+        self._starts: NDArray[np.int64] = np.asarray(() if starts is None else starts)
         self._upcoming = _UpcomingSamples(self, asyncio.to_thread, 1)
         self.memory: HostBufferPool = HostBufferPool(SPARE, limit_bytes)
         self._told = False

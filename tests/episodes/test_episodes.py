@@ -338,7 +338,7 @@ def test_mixture_of_different_cameras() -> None:
     assert batches[0]["side"].shape == (8, 2, 3, 50, 70)
     assert batches[0]["side_is_pad"].all()
     assert batches[0]["force"].tolist() == [1.5] * 8
-    with pytest.raises(TypeError, match="differ in whether samples are decoded"):
+    with pytest.raises(TypeError, match=r"\['files'\] are sources of encoded samples"):
         Mixture({"episodes": sources["new"], "files": aiofeed.Files([str(DATA / "README.md")])})
 
 

@@ -470,8 +470,9 @@ def test_a_mixture_of_videos(folder: Path) -> None:
     assert {clip.shape for (clip,) in found} == {(4, 4, 3, 24, 24)}
     parts = {name: Clips(Files([folder / f"{frames}.mp4"] * 4), 4, size=24) for name, frames in (("a", 20), ("b", 60))}
     assert_equal(batches_of(Mixture(parts, weights=[1, 3]), batch_size=4, shuffle=True), found)
-    with pytest.raises(TypeError, match="decode samples in different ways"):
-        Mixture(parts | {"c": Clips(Files([folder / "60.mp4"]), 5, size=24)})
+    longer = Mixture(parts | {"c": Clips(Files([folder / "60.mp4"]), 5, size=24)})
+    with pytest.raises(TypeError, match=r"'a' with samples uint8 \[4, 3, 24, 24\] and 'c' with uint8 \[5, 3, 24, 24\]"):
+        Feeder(longer, batch_size=8)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -290,7 +290,7 @@ def test_sources_are_permuted_once_for_all_batches_of_a_block(monkeypatch: pytes
     calls: list[int] = []
     each = mixture_order.feistel_each
     monkeypatch.setattr(
-        mixture_order, "feistel_each", lambda *arguments: calls.append(len(arguments[3])) or each(*arguments)
+        mixture_order, "feistel_each", lambda *arguments: calls.append(len(arguments[-1])) or each(*arguments)
     )
     order = Mixture({f"{k}": range(100) for k in range(50)}, [1] * 50, until=10 * BLOCK).order(0, shuffle=True)
     epoch = order.list_epoch(0, resumed=False)

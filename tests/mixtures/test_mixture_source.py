@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiofeed import Feeder, Files, FromDataset, Mixture, Source, Stream, Tensors
+from aiofeed import Feeder, Files, FromDataset, Mixture, Source, Stream
 from aiofeed.mixtures.mixture import CombinedDatasets
 
 
@@ -222,13 +222,16 @@ SOURCES = {"a": [1, 2, 3], "b": [4, 5]}
         ({"sources": {1: [1]}}, "names of sources"),
         ({"sources": {"a": [1], "b": []}}, "'b' is empty"),
         ({"sources": {"a": 5}}, "'a' must be a source"),
-        ({"sources": {"a": Tensors(torch.zeros(3))}}, "'a' is Tensors"),
-        ({"sources": {"a": [1], "b": Letters("b", 1)}}, r"\['a'\] are Datasets of samples, \['b'\] sources of bytes"),
+        ({"sources": {"a": [1], "b": Letters("b", 1)}}, r"\['b'\] are sources of encoded samples beside others"),
+        ({"sources": {"a": [1], "b": Letters("b", 1)}, "decode": {"a": str}}, r"pass Mixture\(decode=\{'b': "),
+        ({"decode": {"c": str}}, r"dict of functions by source, of \['a', 'b'\]"),
+        ({"decode": str}, "dict of functions by source"),
+        ({"decode": {"a": 5}}, "decode"),
+        ({"sources": {"a": Mixture({"b": Letters("b", 1)}, decode={"b": str})}, "decode": {"a": str}}, "of its own"),
         ({"sources": {"a": Letters("a", 1), "b": Grouped("b", 1)}}, r"\['a'\] have no targets"),
         ({"sources": {"a": Stream([b"1"])}}, r"'a' is Stream\(list.*no indices"),
         ({"sources": {"a": Stream(lambda: [1])}}, r"'a' is Stream\(<lambda>.*no indices"),
         ({"sources": {"a": Unindexed()}}, "'a' is .*Unindexed.*no indices"),
-        ({"sources": {"a": Mixture(SOURCES)}}, "'a' must be a source"),
         ({"weights": {"a": 1}}, r"is for \['a'\], but the sources are \['a', 'b'\]"),
         ({"weights": [1]}, "1 weight for 2 sources"),
         ({"weights": "ab"}, "a dict, a list or a function"),

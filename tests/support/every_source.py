@@ -60,6 +60,11 @@ def row_of(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.int64)
 
 
+def dict_of(data: bytes) -> dict[str, torch.Tensor]:
+    """Decode the bytes of a row as a row of a table."""
+    return {"x": row_of(data)}
+
+
 def pixels_of(data: bytes) -> torch.Tensor:
     """Decode a picture of one line, int64 [WIDTH]."""
     return torch.from_numpy(np.array(Image.open(io.BytesIO(data)), np.int64)[0])
@@ -161,6 +166,7 @@ class EverySource:
         others |= {"Tokens with targets": "Tokens without targets"}
         known = {
             "Table",
+            "Mixture of rows",
             "Arrays",
             "Tokens",
             "Documents",
@@ -201,6 +207,11 @@ def _manifest(folder: Path, _: Any) -> aiofeed.Manifest:
     lines = [json.dumps({"path": f"{number:02}.bin", "label": number}) for number in range(N)]
     (folder / "rows.jsonl").write_text("\n".join(lines))
     return aiofeed.Manifest(folder / "rows.jsonl", "path", "label")
+
+
+def halves(source: Any) -> tuple[Any, Any]:
+    """The first and the last six samples of a source."""
+    return source[:6], source[6:]
 
 
 def _members(name: str = "bin") -> list[tuple[str, bytes]]:
@@ -422,6 +433,37 @@ EVERY_SOURCE: dict[str, EverySource] = {
         "Mixture, encoded samples",
         row_of,
         order=ALTERNATING,
+    ),
+    "Mixture of Tokens and a Dataset": S(
+        lambda folder, _: aiofeed.Mixture(
+            {"a": aiofeed.Tokens(write_raw(folder / "x.bin", X[:6]), WIDTH), "b": list(map(torch.from_numpy, X[6:]))}
+        ),
+        "Mixture of any sources, decoded samples",
+        order=ALTERNATING,
+    ),
+    "Mixture of Parquet and Files": S(
+        lambda folder, _: aiofeed.Mixture(
+            {"a": aiofeed.Table(_parquet(folder))[:6], "b": _files(folder)[6:]},
+            decode={"b": dict_of},
+        ),
+        "Mixture of any sources, decoded samples, decoded dicts",
+        None,
+        _as_dicts,
+        ("pyarrow",),
+        order=ALTERNATING,
+    ),
+    "Mixture of Arrays": S(
+        lambda *given: aiofeed.Mixture(dict(zip("ab", halves(_hdf5(*given)), strict=True))),
+        "Mixture of rows, shards",
+        None,
+        _as_dicts,
+        ("h5py",),
+        order=ALTERNATING,
+    ),
+    "a part of a Mixture": S(
+        lambda *given: aiofeed.Mixture({"a": _files(*given)[::2], "b": _files(*given)[1::2]}, [1, 1])[:],
+        "encoded samples",
+        row_of,
     ),
     "Mixture with weights": S(
         lambda *_: aiofeed.Mixture({"a": list(X[:6]), "b": list(X[6:])}, [1, 1]),

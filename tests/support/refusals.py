@@ -38,8 +38,10 @@ REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("Documents", ('cache="device"',), "rows are decoded already: leave it out"),
     ("Arrays", ('cache="device"',), "rows are decoded already: leave it out"),
     ("Episodes", ('cache="device"',), "rows are decoded already: leave it out"),
+    ("decoded dicts", ('cache="device"',), "it keeps one array of each sample"),
     ("Episodes with a camera", ('cache="device"',), "it keeps one array of each sample"),
     ("Episodes with a camera", ("EncodedCache",), "those of a window are parts of videos that others need"),
+    ("Mixture of any sources", ("EncodedCache",), "give the sources that are far away a cache of their own"),
     ("Dataset", ("EncodedCache",), "it keeps the bytes that a source reads, and the items of a Dataset are decoded"),
     ("encoded samples", ("no decode=",), "it returns samples as they are stored: pass aiofeed.DecodeImage(size=224)"),
     *[(source, ("decode=",), "its samples are decoded already; transform= gets each batch")
@@ -55,29 +57,14 @@ UNKNOWN_BEFORE: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 MIXED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("a stream", ("anything",), "which has no indices to draw: mix the iterables"),
-    ("Mixture", ("anything",), "must be a source with __len__, key and read, or a Dataset"),
-    ("a Mixture with weights", ("anything",), "must be a source with __len__, key and read, or a Dataset"),
-    ("Tensors", ("anything",), "is Tensors, which give whole batches: pass a TensorDataset instead"),
-    ("a part of Tokens", ("anything",), "are Tokens, which mix with Tokens only, whole"),
-    ("Tokens", ("encoded samples", "Dataset", "decoded samples", *ROWS),
-     "are Tokens, which mix with Tokens only, whole"),
-    ("Tokens with targets", ("Tokens without targets",),
-     "differ in block or targets, so they do not fit into one batch"),
-    ("Dataset", ("encoded samples", "decoded samples", *ROWS), "make them of one kind"),
-    ("encoded samples", ("decoded samples", *ROWS), "differ in whether samples are decoded by decode="),
-    ("decoded samples", ROWS, "differ in whether samples are decoded by decode="),
-    ("Episodes with a camera", ("an object of decoded samples", "Clips"), "decode samples in different ways"),
-    ("Clips", ("an object of decoded samples",), "decode samples in different ways; give them the same arguments"),
-    ("Episodes", ("Table", "Arrays"),
-     "do not fit into one batch: choose equal columns, or pass decode= or collate_fn="),
-    ("samples with targets", ("samples without targets",), "have no targets, and the others have: give all of them"),
+    ("samples of one structure, shape and dtype", ("samples of another",),
+     "their samples do not fit into one batch: choose equal columns, make them alike"),
 )
-"""Each row: a source, others, and what the constructor of ``Mixture`` says of both."""
+"""Each row: a source, others, and what the constructor of ``Mixture``, or of its ``Feeder``, says of both."""
 
 MIXED_UNKNOWN_BEFORE: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("Episodes", ("a Table with decode=",), "cannot decode"),
-    ("Documents", ("Table", "Arrays", "Episodes"), "the samples of a batch do not fit together"),
-    ("a Dataset of tuples", ("a Dataset of tensors",), "the samples of a batch do not fit together"),
+    ("samples of one structure, shape and dtype", ("samples of another",),
+     "the samples of a batch do not fit together"),
 )
 """The same of what only decoded samples tell: the first batch that has both says it."""
 # fmt: on

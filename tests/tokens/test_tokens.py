@@ -281,15 +281,15 @@ def test_windows_of_a_mixture_are_alike(
         Mixture({"a": Tokens(path, BLOCK), "b": Tokens(**{"paths": path, "block": BLOCK} | others)})
 
 
-def test_tokens_mix_with_tokens_only(path: Path) -> None:
-    """A mixture with another source, or with names, is refused."""
-    with pytest.raises(TypeError, match="mix with Tokens only"):
-        Mixture({"a": Tokens(path, BLOCK), "b": [1, 2, 3]})
-    with pytest.raises(TypeError, match="without names=True"):
-        Mixture({"a": Tokens(path, BLOCK)}, names=True)
-
-
-# --- errors -----------------------------------------------------------------------------------------------------------
+def test_tokens_mix_with_other_sources_and_names(path: Path) -> None:
+    """Windows, parts of Tokens and other tokens come in one batch, each with the name of its source."""
+    tokens, own = Tokens(path, BLOCK), [torch.arange(BLOCK)] * 10
+    mixture = Mixture({"all": tokens, "part": tokens[:5], "own": own}, [2, 1, 1], until=80, names=True)
+    feeder: Feeder[Any] = Feeder(mixture, batch_size=8, shuffle=True)
+    known = {"all": windows(), "part": windows()[:5], "own": [list(range(BLOCK))]}
+    for x, names in feeder:
+        assert sorted(names) == ["all"] * 4 + ["own"] * 2 + ["part"] * 2
+        assert all(row in known[name] for row, name in zip(x.tolist(), names, strict=True))
 
 
 def damaged(folder: Path, kind: str) -> Path:

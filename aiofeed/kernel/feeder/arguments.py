@@ -418,7 +418,7 @@ def new_config(a: Arguments) -> tuple[FeedOrder, FeederConfig]:
     if a.plan is not None and (packs := a.plan.new_collate()) is not None:
         collate_fn = packs
         source = source if a.decode else source.in_pieces()
-    elif collate_fn is None and source.traits.rows and a.decode is None:
+    elif collate_fn is a.cache is a.decode is None and not source.traits.in_memory:
         source = source.in_batches()
         collate_fn = source.collate
     kept_on_device = a.cache == "device" and source.gathers_on_device

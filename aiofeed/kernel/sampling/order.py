@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -192,26 +192,30 @@ def feistel(n: int, seed: int, epoch: int, *, inverse: bool = False) -> Permutat
     return permutation
 
 
-def feistel_each(n: Int64, seeds: UInt64, epochs: Int64, positions: Int64) -> Int64:
-    """Return at each position what ``feistel`` of that length, seed and epoch gives: many permutations at once."""
+def feistel_each(n: Int64, seeds: UInt64, epochs: Int64, which: Int64, positions: Int64) -> Int64:
+    """Return at each position what one of several ``feistel`` gives, each of a length, a seed and an epoch.
+
+    ``which`` is the number of the permutation of each position.
+    """
     increment, one = np.uint64(INCREMENT), np.uint64(1)
     # The bits of a float64 are exact up to 2**53 samples.
-    half = ((np.frexp(np.maximum(n - 1, 1))[1] + 1) // 2).astype(np.uint64)
+    half, size = ((np.frexp(np.maximum(n - 1, 1))[1] + 1) // 2).astype(np.uint64), n.astype(np.uint64)
+    mask = (one << half) - one
     epoch_keys = _mix_array((_mix_array(seeds + increment) ^ epochs.astype(np.uint64)) + increment)
+    keys = [_mix_array(epoch_keys + np.uint64(number) + increment) for number in range(1, _FEISTEL_ROUNDS + 1)]
 
-    def encrypt(value: UInt64, at: Any) -> UInt64:
-        bits, first = half[at], epoch_keys[at] + increment
-        mask = (one << bits) - one
-        left, right = value >> bits, value & mask
-        for number in range(1, _FEISTEL_ROUNDS + 1):
-            left, right = right, left ^ (_mix_array(right ^ _mix_array(first + np.uint64(number))) & mask)
+    def encrypt(value: UInt64, which: Int64) -> UInt64:
+        bits, low = half[which], mask[which]
+        left, right = value >> bits, value & low
+        for key in keys:
+            left, right = right, left ^ (_mix_array(right ^ key[which]) & low)
         return (left << bits) | right
 
-    found, walking = encrypt(positions.astype(np.uint64), slice(None)), n.astype(np.uint64)
-    outside = np.flatnonzero(found >= walking)
+    found = encrypt(positions.astype(np.uint64), which)
+    outside = np.flatnonzero(found >= size[which])
     while outside.size:
-        found[outside] = encrypt(found[outside], outside)
-        outside = outside[found[outside] >= walking[outside]]
+        found[outside] = encrypt(found[outside], which[outside])
+        outside = outside[found[outside] >= size[which[outside]]]
     return found.astype(np.int64)
 
 

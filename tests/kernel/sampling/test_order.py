@@ -132,13 +132,14 @@ def test_blocks_of_plans_do_not_change_the_batches() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.integers(0, 2**64 - 1), st.integers(0, 2**40)), min_size=1))
 def test_many_permutations_at_once_are_those_of_each(drawn: list[tuple[int, int, int]]) -> None:
-    """Each place has another length, seed and epoch."""
+    """Each position is of a permutation with a length, a seed and an epoch of its own."""
     positions = [n * 7 // 10 for n, _, _ in drawn]
     found = feistel_each(
         np.array([n for n, _, _ in drawn]),
         np.array([seed for _, seed, _ in drawn], np.uint64),
         np.array([epoch for _, _, epoch in drawn]),
-        np.array(positions),
-    )
+        np.arange(len(drawn))[::-1],
+        np.array(positions)[::-1],
+    )[::-1]
     one_by_one = [feistel(*each)(np.array([at]))[0] for each, at in zip(drawn, positions, strict=True)]
     assert found.tolist() == one_by_one

@@ -342,11 +342,13 @@ def test_parts_at_urls(indices: list[int], object_server: FaultServer) -> None:
 
 
 def test_parts_in_a_mixture(tmp_path: Path) -> None:
-    """Parts mix as sources do; parts of Tokens do not, because windows of a mixture are read as those of one file."""
+    """Parts mix as sources do."""
     source = files(tmp_path)
     with Feeder(Mixture({"a": source[:3], "b": source[50:52]}), decode=first_byte, batch_size=5) as feeder:
         [(values, _)] = list(feeder)
     assert sorted(values[:, 0].tolist()) == [0, 1, 2, 50, 51]
-    part = SOURCES["tokens"][0](tmp_path)[:5]
-    with pytest.raises(TypeError, match="mix with Tokens only, whole"):
-        Mixture({"a": part, "b": part})
+    whole = SOURCES["tokens"][0](tmp_path)
+    with Feeder(Mixture({"a": whole[:5], "b": whole, "c": whole[[7]]}), batch_size=6 + len(whole)) as feeder:
+        [windows] = list(feeder)
+    chosen = [*range(5), *range(len(whole)), 7]
+    assert sorted(windows.tolist()) == sorted(whole[index].tolist() for index in chosen)
