@@ -301,8 +301,8 @@ BY_INDICES: frozenset[str] = frozenset({"read_planned", "new_gathered", "gather_
 # fmt: off
 _INTERNAL = frozenset({
     "traits", "given", "rows", "threads", "decoder", "collate", "in_memory", "gathered", "first_tokens", "sample_bytes",
-    "form_batch", "lengths", "structure", "dtypes", "adopted", "as_samples", "in_batches", "for_neighbours", "in_pieces",
-    "order", "draws", "new_order", "gathers_on_device", "check_room", "for_memory", "load",
+    "form_batch", "lengths", "structure", "dtypes", "adopted", "as_samples", "in_batches", "for_neighbours",
+    "in_pieces", "order", "draws", "new_order", "gathers_on_device", "check_room", "for_memory", "load",
 })
 # fmt: on
 
