@@ -246,8 +246,8 @@ class BaseSource(Declares):
         """Return the source for an order in which neighbours come together."""
         return self
 
-    def order(self, seed: int, *, shuffle: bool) -> Any:
-        """Return the ``Lister`` of a source that is ``ordered``."""
+    def order(self, seed: int, *, shuffle: bool, excluded: NDArray[np.int64] | None = None) -> Any:
+        """Return the ``Lister`` of a source that is ``ordered``, without samples that are excluded."""
         raise NotImplementedError
 
     draws: bool = True
