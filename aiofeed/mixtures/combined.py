@@ -75,7 +75,7 @@ class CombinedSource(_Combined, IndexedSource):
             )
         self._has_targets = not without
         if self._has_targets or names:
-            self.target: Callable[[int], Any] = self._target
+            self.target: Callable[[int], Any] | None = self._target
         self._set_members()
 
     def _set_members(self) -> None:
@@ -217,8 +217,7 @@ class MixedSource(CombinedSource):
         (("EncodedCache",), ("sources with decoders of their own",), TypeError,
          "it keeps the bytes that a source reads: give the sources that are far away a cache of their own"),
     )  # fmt: skip
-    target = None
-    collate: MixedBatches | None = None
+    collate: Any = None
 
     def __init__(self, parts: Sequence[Part], names: bool) -> None:
         _Combined.__init__(self, {part.name: part.source for part in parts}, names)

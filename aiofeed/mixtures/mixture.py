@@ -108,7 +108,7 @@ class Mixture(IndexedSource):
         self._given: dict[str, Any] = dict(sources)
         inner = [each for each in sources.values() if isinstance(each, Mixture)]
         self._random = check_bool("Mixture(random=)", random)
-        self._names = check_bool("names", names) or any(each._names for each in inner)
+        self._names: bool = check_bool("names", names) or any(each._names for each in inner)
         self.parts: list[Part] = _parts_of(sources, decode)
         self.names: list[str] = [part.name for part in self.parts]
         self.whole: BaseSource = _combined(self.parts, self._names)
@@ -366,7 +366,7 @@ def _combined(parts: Sequence[Part], names: bool) -> BaseSource:
     if any(part.decode for part in parts) or any(items) > all(items):
         return _mixed_source(parts, names)
     if all(items):
-        return CombinedDatasets({part.name: part.source for part in parts}, names)
+        return CombinedDatasets(dict(zip([part.name for part in parts], sources, strict=True)), names)
     # Their texts have all arguments that change a sample. What decodes rows of a batch together belongs to one source.
     alike = len({repr(source.decoder) for source in sources}) == 1 and not any(source.traits.rows for source in sources)
     if "none" in kinds and not (len(kinds) == 1 and alike):

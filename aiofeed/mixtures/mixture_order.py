@@ -552,7 +552,8 @@ class MixtureOrder(Lister):
         # An epoch that draws each sample, or none twice, does not begin or end in the middle of two permutations: it
         # takes whole passes, the last one cut, or a pass serves as many epochs as it has samples for.
         passes, epochs = -(-drawn // lengths), np.maximum(lengths // np.maximum(drawn, 1), 1)
-        return epoch // epochs * passes * lengths + epoch % epochs * drawn
+        found: Int64 = epoch // epochs * passes * lengths + epoch % epochs * drawn
+        return found
 
     def count(self, indices: Int64) -> dict[str, int]:
         """Return how many of some indices are of each source."""

@@ -57,13 +57,13 @@ MIXED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("a stream", ("anything",), "which has no indices to draw: mix the iterables"),
     ("Tokens with targets", ("Tokens without targets",),
      "differ in block or targets, so they do not fit into one batch"),
-    ("samples of one structure, shape and dtype", ("samples of another",),
+    ("samples of one structure and shape", ("samples of another",),
      "their samples do not fit into one batch: choose equal columns, make them alike"),
 )
 """Each row: a source, others, and what the constructor of ``Mixture``, or of its ``Feeder``, says of both."""
 
 MIXED_UNKNOWN_BEFORE: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("samples of one structure, shape and dtype", ("samples of another",),
+    ("samples of one structure and shape", ("samples of another",),
      "the samples of a batch do not fit together"),
 )
 """The same of what only decoded samples tell: the first batch that has both says it."""

@@ -224,10 +224,6 @@ class BaseSource(Declares):
         """
         return None
 
-    def dtypes(self) -> Mapping[Any, str] | None:
-        """Return the names of the dtypes of what ``structure()`` has, as far as they are known."""
-        return None
-
     # --- how a feeder takes it ---
 
     def adopted(self) -> BaseSource:
@@ -273,7 +269,7 @@ BY_INDICES: frozenset[str] = frozenset({"read_planned", "new_gathered", "gather_
 # fmt: off
 _INTERNAL = frozenset({
     "traits", "given", "rows", "threads", "decoder", "collate", "in_memory", "gathered", "first_tokens", "sample_bytes",
-    "form_batch", "lengths", "structure", "dtypes", "adopted", "as_samples", "in_batches", "for_neighbours", "order",
+    "form_batch", "lengths", "structure", "adopted", "as_samples", "in_batches", "for_neighbours", "order",
     "draws", "new_order", "gathers_on_device", "check_room",
 })
 # fmt: on
