@@ -66,7 +66,10 @@ class Part:
     def __init__(
         self, name: str, source: BaseSource, decode: Callable[..., Any] | None = None, *, together: bool = False
     ) -> None:
-        self.name, self.source, self.decode, self.together = name, source, decode, together
+        self.name: str = name
+        self.source: BaseSource = source
+        self.decode: Callable[..., Any] | None = decode
+        self.together: bool = together
         own = source.decoder if source.traits.decode == "none" else None
         self.decoders: list[BoundDecoder] = [bind_decoder(each) for each in (own, decode) if each is not None]
         self.takes_rng: bool = any(decoder.takes_rng for decoder in self.decoders)
