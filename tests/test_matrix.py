@@ -139,6 +139,8 @@ def test_every_source_with_every_option(
         ways = ways_of(len(made.samples), made.case.order) if group == "orders" else more_ways(made, tmp_path)
     elif "obstore" not in made.case.needs:  # whose threads a fork lacks
         request.getfixturevalue("forked_workers")
+    if "a Mixture with weights" in made.case.kinds:  # whose epochs stay as long, see test_mixture_tokens.py
+        ways.pop("exclude=", None)
     if made.case.decode and "encoded samples" not in made.case.kinds:  # a table needs none
         ways.pop("no decode=", None)
     found = {name: problem(made, name, way) for name, way in ways.items()}
@@ -228,9 +230,9 @@ def test_every_source_names_its_samples(make: Callable[[str], Made], name: str) 
 
 
 def form_of(sample: Any) -> Any:
-    """The structure of a plain sample, with dtypes and shapes."""
+    """The structure of a plain sample, with shapes."""
     if len(sample) == 3 and isinstance(sample[-1], bytes):
-        return sample[:2]
+        return sample[1]
     return tuple([each if isinstance(each, str) else form_of(each) for each in sample])
 
 
@@ -238,7 +240,7 @@ def problem_of_mixture(one: Made, other: Made) -> str:
     """What is wrong with the mixture of two sources, each with its decoder; empty: nothing."""
     kinds = one.case.kinds, other.case.kinds
     if form_of(one.samples[0]) != form_of(other.samples[0]):
-        kinds = {*kinds[0], "samples of one structure, shape and dtype"}, {*kinds[1], "samples of another"}
+        kinds = {*kinds[0], "samples of one structure and shape"}, {*kinds[1], "samples of another"}
     said, late = [sentences(rows, *kinds) + sentences(rows, *kinds[::-1]) for rows in (MIXED, MIXED_UNKNOWN_BEFORE)]
     decode = {name: made.case.decode for name, made in (("one", one), ("other", other)) if made.case.decode}
     try:

@@ -75,7 +75,7 @@ class CombinedSource(_Combined, IndexedSource):
             )
         self._has_targets = not without
         if self._has_targets or names:
-            self.target: Callable[[int], Any] = self._target
+            self.target: Callable[[int], Any] | None = self._target
         self._set_members()
 
     def _set_members(self) -> None:
@@ -217,8 +217,7 @@ class MixedSource(CombinedSource):
         (("EncodedCache",), ("sources with decoders of their own",), TypeError,
          "it keeps the bytes that a source reads: give the sources that are far away a cache of their own"),
     )  # fmt: skip
-    target = None
-    collate: MixedBatches | None = None
+    collate: Any = None
 
     def __init__(self, parts: Sequence[Part], names: bool) -> None:
         _Combined.__init__(self, {part.name: part.source for part in parts}, names)
@@ -344,7 +343,11 @@ class MixedGathered(Gathered):
 
     def __init__(self, source: MixedSource, indices: Any, memory: Any, plan: BatchPlan) -> None:
         super().__init__(len(indices))
-        self.plan, self._source = plan, source
+        self.nbytes: int = 0
+        self.seconds: float = 0.0
+        self.cpu_seconds: float = 0.0
+        self.plan: BatchPlan = plan
+        self._source = source
         self._values: list[Any] = [None] * len(indices)
         self._own: dict[int, tuple[NDArray[np.int64], Sequence[int], Gathered]] = {}
         needs = []
@@ -360,7 +363,8 @@ class MixedGathered(Gathered):
                     if gathered.shards is not None:
                         at, shards = at[gathered.shards[0]], gathered.shards[1]
             needs.append((at, shards * len(source.parts) + number))
-        self.shards = np.concatenate([at for at, _ in needs]), np.concatenate([shards for _, shards in needs])
+        at, shards = (np.concatenate(each) for each in zip(*needs, strict=True))
+        self.shards: tuple[NDArray[np.int64], NDArray[np.int64]] | None = (at, shards)
 
     @property
     def errors(self) -> Mapping[int, Exception]:  # type: ignore[override]
@@ -446,7 +450,8 @@ class MixedBuilder(SampleList):
     def _build(self, keys: Sequence[str], positions: Positions) -> Any:
         samples = super()._build(keys, positions)
         named = keys if positions is None else Keys(keys, positions)
-        self.samples, self.kept = [], None
+        self.samples: list[Any] = []
+        self.kept: list[Any] | None = None
         assert self._source.collate is not None
         batch = self._source.collate.build(samples, named, self._lease)
         self.nbytes = sum(leaf.memory.nbytes for leaf in leaves(batch) if type(leaf) is HostTensor)

@@ -18,7 +18,14 @@ from aiofeed.kernel.feeder.arguments import check_decoder
 from aiofeed.kernel.sources.dataset import FromDataset, MapDataset, is_iterable_dataset, is_map_dataset
 from aiofeed.kernel.sources.subset import IndexedSource, Subset
 from aiofeed.mixtures.combined import CombinedDatasets, CombinedSource, MixedSource
-from aiofeed.mixtures.mixture_order import ChangingShares, ConstantShares, Interleaving, MixtureOrder, ShareBlocks
+from aiofeed.mixtures.mixture_order import (
+    ChangingShares,
+    ConstantShares,
+    Interleaving,
+    MixtureOrder,
+    ShareBlocks,
+    TokenCounts,
+)
 from aiofeed.mixtures.parts import Part
 
 if TYPE_CHECKING:
@@ -60,6 +67,12 @@ class Mixture(IndexedSource):
             ``(sample, name)`` or ``(sample, (target, name))``.
         decode: By source, the function that decodes what it reads, or changes samples that it has decoded, so that the
             samples of all sources are alike. Sources without one need none.
+        unit: What shares count: "samples", or "tokens", the lengths of samples. Then after any number of samples the
+            tokens of a source differ from its share by at most the longest sample. Needs a number as ``until=`` and
+            weights that do not change.
+        lengths: By source, the tokens of each sample, for ``unit="tokens"``. Default: those that the source knows.
+        max_repeats: How often a source may be passed through, for all or by source. The feeder raises an error before a
+            sample comes more often.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type, a source is empty, a weight is not above 0, or with
@@ -71,8 +84,6 @@ class Mixture(IndexedSource):
     excluded: ClassVar[Sequence[Exclusion]] = (
         (("weights=", "sampler=", "batch_sampler=", 'shuffle="replacement" or "window"'), ("a Mixture with weights",),
          ValueError, "a Mixture decides which samples come: leave out {option}"),
-        (("exclude=",), ("a Mixture with weights",), ValueError,
-         "it leaves out samples of shuffle=True, False or 'keyed' only: take them out of the source"),
     )
     # fmt: on
 
@@ -85,6 +96,9 @@ class Mixture(IndexedSource):
         random: bool = False,
         names: bool = False,
         decode: Mapping[str, Callable[..., Any]] | None = None,
+        unit: Literal["samples", "tokens"] = "samples",
+        lengths: Mapping[str, Any] | None = None,
+        max_repeats: int | Mapping[str, int] | None = None,
     ) -> None:
         if not isinstance(sources, Mapping) or not sources:
             raise TypeError(f"Mixture takes a dict of sources by name, got {sources!r}")
@@ -94,7 +108,7 @@ class Mixture(IndexedSource):
         self._given: dict[str, Any] = dict(sources)
         inner = [each for each in sources.values() if isinstance(each, Mixture)]
         self._random = check_bool("Mixture(random=)", random)
-        self._names = check_bool("names", names) or any(each._names for each in inner)
+        self._names: bool = check_bool("names", names) or any(each._names for each in inner)
         self.parts: list[Part] = _parts_of(sources, decode)
         self.names: list[str] = [part.name for part in self.parts]
         self.whole: BaseSource = _combined(self.parts, self._names)
@@ -114,8 +128,16 @@ class Mixture(IndexedSource):
             self._changing_weights(0)
         else:
             self._weights = self._of_parts(self._own, 0)
+        self._tokens: list[NDArray[np.int64]] | None = self._token_lengths(unit, lengths)
+        most = dict.fromkeys(self.names, max_repeats) if not isinstance(max_repeats, Mapping) else max_repeats
+        if not {*most} <= {*self.names}:
+            raise ValueError(f"Mixture(max_repeats=) is for {sorted(most)}, but the sources are {self.names}")
+        for each in most.values():
+            if each is not None:
+                check_positive_int("Mixture(max_repeats=)", each)
+        self._most: list[int | None] = [most.get(name) for name in self.names]
         self._until = until
-        self._length = self._epoch_length(until)
+        self._length = self._epoch_length(until, self._lengths)
         self._restarts = until in ("all", "first")
         # Without own weights, the samples may also be drawn in another way.
         self.draws: bool = weights is not None or until != "all" or self._random or any(each.draws for each in inner)
@@ -138,13 +160,61 @@ class Mixture(IndexedSource):
     def _passed(self, name: str, value: Any) -> Any:
         return value
 
-    def order(self, seed: int, *, shuffle: bool) -> MixtureOrder:
-        """Return the order of a feeder's epochs."""
-        blocks = ShareBlocks(self._length)
-        shares: ConstantShares | ChangingShares
+    def order(self, seed: int, *, shuffle: bool, excluded: NDArray[np.int64] | None = None) -> MixtureOrder:
+        """Return the order of a feeder's epochs, without samples that are excluded.
+
+        Raises:
+            ValueError: All samples of a source are excluded.
+        """
+        lengths, tokens, options = self._lengths, self._tokens, {}
+        if excluded is not None:
+            bounds = np.cumsum([0, *lengths.values()])
+            kept = np.setdiff1d(np.arange(bounds[-1]), excluded)
+            edges = np.searchsorted(kept, bounds)
+            lengths = dict(zip(lengths, np.diff(edges).tolist(), strict=True))
+            if empty := [name for name, length in lengths.items() if not length]:
+                raise ValueError(f"exclude= has all samples of the source {empty[0]!r}: leave the source out")
+            tokens = None if tokens is None else np.split(np.concatenate(tokens)[kept], edges[1:-1])
+            options = {"kept": kept, "bounds": bounds}
+        blocks = ShareBlocks(self._epoch_length(self._until, lengths))
         shares = ChangingShares(self._changing_weights, blocks) if self._changes else ConstantShares(self._weights)
-        interleaving = Interleaving(shares, blocks, seed if self._random else None)
-        return MixtureOrder(self._lengths, interleaving, seed, shuffle=shuffle, restarts=self._restarts)
+        sizes = None if tokens is None else TokenCounts(tokens)
+        return MixtureOrder(
+            lengths,
+            Interleaving(shares, blocks, seed if self._random else None, sizes),
+            seed,
+            shuffle=shuffle,
+            restarts=self._restarts,
+            max_repeats=self._most,
+            **options,
+        )
+
+    def _token_lengths(self, unit: str, lengths: Any) -> list[NDArray[np.int64]] | None:
+        """Return the tokens of the samples of each source, if shares are of tokens."""
+        if unit not in ("samples", "tokens"):
+            raise ValueError(f'Mixture(unit=) must be "samples" or "tokens", got {unit!r}')
+        if unit == "samples":
+            return None
+        if self._changes or self._random:
+            raise ValueError('Mixture(unit="tokens") needs weights that do not change, and no random=True')
+        given, found = lengths or {}, []
+        for part in self.parts:
+            known = given.get(part.name)
+            if known is None:
+                known = None if part.decode else part.source.lengths("")
+            if known is None:
+                raise ValueError(
+                    f"Mixture: the lengths of the samples of {part.name!r} are not known before they are decoded: pass "
+                    f"Mixture(lengths={{{part.name!r}: [...]}})"
+                )
+            each = np.asarray(known, np.int64)
+            if each.shape != (len(part.source),) or each.min(initial=1) < 1:
+                raise ValueError(
+                    f"Mixture: the lengths of {part.name!r} must be at least 1, one for each of "
+                    f"{counted(len(part.source), 'sample')}"
+                )
+            found.append(each)
+        return found
 
     @property
     def _changes(self) -> bool:
@@ -204,16 +274,16 @@ class Mixture(IndexedSource):
             found += [weight * each / total if total != each else weight for each in inner]
         return found
 
-    def _epoch_length(self, until: Any) -> int:
+    def _epoch_length(self, until: Any, lengths: Mapping[str, int]) -> int:
         if until not in ("all", "first"):
             if isinstance(until, str):
                 raise ValueError(f'Mixture(until=) must be "all", "first" or a number of samples, got {until!r}')
             return check_positive_int("Mixture(until=)", until)
-        if self._changes or self._random:
-            kind = "random=True" if self._random else "weights that change"
+        if self._changes or self._random or self._tokens is not None:
+            kind = "random=True" if self._random else "weights that change" if self._changes else 'unit="tokens"'
             raise ValueError(f"Mixture(until={until!r}): with {kind} it is not known when that is; pass a number")
         total = sum(self._weights)
-        ends = [length * total / each for length, each in zip(self._lengths.values(), self._weights, strict=True)]
+        ends = [length * total / each for length, each in zip(lengths.values(), self._weights, strict=True)]
         if until == "all":
             return math.ceil(max(ends))
         length = math.floor(min(ends))
@@ -296,7 +366,7 @@ def _combined(parts: Sequence[Part], names: bool) -> BaseSource:
     if any(part.decode for part in parts) or any(items) > all(items):
         return _mixed_source(parts, names)
     if all(items):
-        return CombinedDatasets({part.name: part.source for part in parts}, names)
+        return CombinedDatasets(dict(zip([part.name for part in parts], sources, strict=True)), names)
     # Their texts have all arguments that change a sample. What decodes rows of a batch together belongs to one source.
     alike = len({repr(source.decoder) for source in sources}) == 1 and not any(source.traits.rows for source in sources)
     if "none" in kinds and not (len(kinds) == 1 and alike):

@@ -39,6 +39,7 @@ from aiofeed.kernel.sampling.order import (
     feistel_each,
     mix64,
 )
+from aiofeed.kernel.sampling.progress import digest
 from aiofeed.kernel.sampling.schedule import Position
 from aiofeed.kernel.sampling.state import unreadable
 
@@ -53,6 +54,9 @@ LOOK_AHEAD = 64
 KEPT_BLOCKS = 16
 KEPT_COUNTS = 4096
 NEVER = 1 << 62
+# Samples of a source whose lengths are looked up at once, and those that are summed.
+TOKENS_AHEAD = 64
+SUMMED = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -168,10 +172,18 @@ class Interleaving:
         shares: The shares of the sources.
         blocks: The blocks of an epoch.
         random_seed: Draws sources independently, with this seed, instead of evenly.
+        tokens: The lengths of samples, if shares are of tokens and not of samples.
     """
 
-    def __init__(self, shares: Shares, blocks: ShareBlocks, random_seed: int | None = None) -> None:
+    def __init__(
+        self,
+        shares: Shares,
+        blocks: ShareBlocks,
+        random_seed: int | None = None,
+        tokens: TokenCounts | None = None,
+    ) -> None:
         self.shares = shares
+        self.tokens: TokenCounts | None = tokens
         self.blocks = blocks
         self._random_seed = random_seed
         # The planner and the consumer ask. Counts before blocks; the sources of blocks, and the samples' numbers.
@@ -182,7 +194,8 @@ class Interleaving:
 
     def describe(self) -> str:
         """Return how sources are drawn, and by which weights."""
-        return f"{'even' if self._random_seed is None else 'random'}, weights {self.shares.describe()}"
+        kind = "even" if self._random_seed is None else "random"
+        return f"{kind if self.tokens is None else 'tokens'}, weights {self.shares.describe()}"
 
     def counts(self, block: int, samples: int = 0) -> list[int]:
         """Return the samples of each source before a place: that of the block, or ``samples`` further."""
@@ -202,7 +215,7 @@ class Interleaving:
 
     def _count_up_to(self, block: int) -> list[int]:
         start, place, counts = self.blocks.start, 0, [0] * len(self.shares.of_block(0))
-        if self._random_seed is None:
+        if self._random_seed is None and self.tokens is None:
             place, counts = self.shares.known_before(start(block))
         nearest = max((known for known in self._counts if known < block), default=None)
         if nearest is not None and start(nearest) > place:
@@ -246,7 +259,7 @@ class Interleaving:
         if self._random_seed is not None:
             cumulative = np.cumsum(self.shares.of_block(block)) / self.shares.unit
             sources = drawn_from(cumulative, self._random_seed)(np.arange(first, stop))
-        elif isinstance(self.shares, ConstantShares) and self.shares.unit <= BLOCK:
+        elif isinstance(self.shares, ConstantShares) and self.shares.unit <= BLOCK and self.tokens is None:
             # The counts are whole at each multiple of the unit, and the sources begin again.
             unit, parts = self.shares.unit, self.shares.parts
             if self._period is None:
@@ -262,21 +275,74 @@ class Interleaving:
         return sources
 
     def _by_deadline(self, first: int, stop: int, block: int, counts: list[int]) -> Int64:
-        place, unit = self.shares.place, self.shares.unit
+        place, unit, tokens = self.shares.place, self.shares.unit, self.tokens
+        # What was drawn of each source, in samples or tokens, and of all: the place, of which shares are taken.
+        drawn = counts if tokens is None else [tokens.before(source, count) for source, count in enumerate(counts)]
+        at, size = first if tokens is None else sum(drawn), 1
         # (first place, source) and (deadline, source) of the next sample of each source.
-        waiting = [(place(source, count * unit + 1, block) - 1, source) for source, count in enumerate(counts)]
+        waiting = [(place(source, amount * unit + 1, block) - 1, source) for source, amount in enumerate(drawn)]
         ready: list[tuple[int, int]] = []
         heapq.heapify(waiting)
         chosen = []
-        for at in range(first, stop):
+        for _ in range(first, stop):
             while waiting and waiting[0][0] <= at:
                 source = heapq.heappop(waiting)[1]
-                heapq.heappush(ready, (place(source, (counts[source] + 1) * unit, block), source))
+                size = 1 if tokens is None else tokens.size(source, counts[source])
+                heapq.heappush(ready, (place(source, (drawn[source] + size) * unit, block), source))
             source = heapq.heappop(ready)[1]
             chosen.append(source)
-            counts[source] += 1
-            heapq.heappush(waiting, (place(source, counts[source] * unit + 1, block) - 1, source))
+            if tokens is not None:
+                size = tokens.size(source, counts[source])
+                counts[source] += 1
+            drawn[source] += size
+            at += size
+            heapq.heappush(waiting, (place(source, drawn[source] * unit + 1, block) - 1, source))
         return np.array(chosen, np.int64)
+
+
+class TokenCounts:
+    """The tokens of each source, in the order in which its samples are drawn.
+
+    Args:
+        lengths: The tokens of each sample, by source; at least 1.
+    """
+
+    def __init__(self, lengths: Sequence[Int64]) -> None:
+        self.lengths: Sequence[Int64] = lengths
+        # For each source the number of a sample, and the lengths of those from there on; and the last sum.
+        self._next: dict[int, tuple[int, list[int]]] = {}
+        self._sums: dict[int, tuple[int, int]] = {}
+        self.drawn: Callable[[int, Int64], Int64] = lambda source, numbers: numbers % len(self.lengths[source])
+        """Returns the indices in a source of samples by their numbers among all that are drawn of it."""
+
+    def size(self, source: int, number: int) -> int:
+        """Return the tokens of a sample that is drawn."""
+        first, found = self._next.get(source, (0, []))
+        if not first <= number < first + len(found):
+            numbers = np.arange(number, number + TOKENS_AHEAD)
+            first, found = number, self.lengths[source][self.drawn(source, numbers)].tolist()
+            self._next[source] = first, found
+        return found[number - first]
+
+    def before(self, source: int, number: int) -> int:
+        """Return the tokens of all samples of a source before one."""
+        known, tokens = self._sums.get(source, (0, 0))
+        if known > number:
+            known, tokens = 0, 0
+        for first in range(known, number, SUMMED):
+            numbers = np.arange(first, min(first + SUMMED, number))
+            tokens += int(self.lengths[source][self.drawn(source, numbers)].sum())
+        self._sums[source] = number, tokens
+        return tokens
+
+    def forget(self) -> None:
+        """Forget sums, as the order of samples changes."""
+        self._next.clear()
+        self._sums.clear()
+
+    def digest(self) -> str:
+        """Identifies the lengths."""
+        return digest(*[f"{len(each)} {each.sum()} {each[:: -(-len(each) // 64)].tolist()}" for each in self.lengths])
 
 
 @dataclass(frozen=True)
@@ -337,6 +403,9 @@ class MixtureOrder(Lister):
         shuffle: Permute each source, anew each time that it starts again.
         restarts: Begin the interleaving again in each epoch, in which a source is either passed through completely or
             repeats no sample. Otherwise an epoch goes on where the one before has ended.
+        max_repeats: For each source how often it may be passed through; ``None``: as often as its share needs.
+        kept: The indices that are drawn, ascending, if some are left out; ``lengths`` are the numbers of these.
+        bounds: The first index of each source, and the number of samples, if some are left out.
     """
 
     def __init__(
@@ -347,13 +416,24 @@ class MixtureOrder(Lister):
         *,
         shuffle: bool,
         restarts: bool = False,
+        max_repeats: Sequence[int | None] = (),
+        kept: Int64 | None = None,
+        bounds: Int64 | None = None,
     ) -> None:
         super().__init__(interleaving.blocks.length)
         self._interleaving = interleaving
+        self._most = max_repeats
+        self._kept = kept
+        self._left_out = (
+            "" if kept is None else f", {len(kept)} left of {hashlib.sha256(kept.tobytes()).hexdigest()[:32]}"
+        )
+        if interleaving.tokens is not None:
+            interleaving.tokens.drawn = self._drawn
         self._restarts = restarts
         self._names = list(lengths)
         self._lengths: Int64 = np.array([*lengths.values()], np.int64)
         self._offsets: Int64 = np.cumsum([0, *self._lengths])
+        self._bounds: Int64 = self._offsets if bounds is None else bounds
         seeds = [mix64(seed ^ int(hashlib.sha256(name.encode()).hexdigest()[:16], 16)) for name in lengths]
         self._seeds: UInt64 = np.array(seeds, np.uint64)
         self._shuffle = shuffle
@@ -363,7 +443,8 @@ class MixtureOrder(Lister):
         # In the epoch of the last change the interleaving begins. The sources, also those taken out, are in the course.
         self.changed_at: Position = Position()
         self._course = self._fresh()
-        self.may_change: bool = not restarts
+        # Of tokens, counts depend on the samples before a change, too.
+        self.may_change: bool = not restarts and interleaving.tokens is None
 
     @classmethod
     def of_state(cls, text: str, seed: int, *, shuffle: bool) -> MixtureOrder:
@@ -375,7 +456,7 @@ class MixtureOrder(Lister):
         try:
             state = json.loads(text)
             known = re.fullmatch(r"(?s).*; (\w+), weights \[(.*)\], (\d+) samples(.*)\)", state["mixture"])
-            if known is None or "exclude" in state:
+            if known is None or "exclude" in state or known[1] == "tokens" or " left of " in known[4]:
                 raise StateError(
                     "the state does not have the whole order: weights= is a function, or there is exclude="
                 )
@@ -420,11 +501,28 @@ class MixtureOrder(Lister):
 
     def _permuted(self, epoch: int, number: int) -> Int64:
         sources, numbers = self._interleaving.block(self._first_block(epoch) + number)
+        numbers = numbers + self._start(epoch)[sources]
+        for source, most in enumerate(self._most):
+            course, drawn = self._course[self._names[source]], numbers[sources == source]
+            if most is not None and len(drawn) and drawn[-1] + course.shift >= (most - course.number) * course.length:
+                raise ValueError(
+                    f"the source {self._names[source]!r} would be passed through more often than max_repeats={most}: "
+                    f"give it a smaller weight, or train for fewer samples"
+                )
+        found = self._offsets[sources] + self._local(sources, numbers)
+        return found if self._kept is None else self._kept[found]
+
+    def _drawn(self, source: int, numbers: Int64) -> Int64:
+        """Return the indices in a source of samples by their numbers."""
+        return self._local(np.full(len(numbers), source), numbers)
+
+    def _local(self, sources: Int64, numbers: Int64) -> Int64:
+        """Return the indices in their sources of samples by their numbers in the endless list of passes."""
         courses = [self._course[name] for name in self._names]
         before, shifts = np.array([(course.number, course.shift) for course in courses]).T
-        passes, local = np.divmod(numbers + (self._start(epoch) + shifts)[sources], self._lengths[sources])
+        passes, local = np.divmod(numbers + shifts[sources], self._lengths[sources])
         if not self._shuffle:
-            return self._offsets[sources] + local
+            return local
         # A permutation for each pass of a source.
         order, which = np.lexsort((passes, sources)), np.empty_like(sources)
         firsts = np.append(True, (np.diff(sources[order]) | np.diff(passes[order])) != 0)
@@ -433,9 +531,9 @@ class MixtureOrder(Lister):
         epochs = passes[order[firsts]] + before[at]
         found = feistel_each(self._lengths[at], self._seeds[at], epochs, which, local)
         for source in [source for source, course in enumerate(courses) if course.grown]:
-            at = np.flatnonzero((sources == source) & (passes == 0))
-            found[at] = courses[source].permutation(int(self._seeds[source]), 0)(local[at])
-        return self._offsets[sources] + found
+            here = np.flatnonzero((sources == source) & (passes == 0))
+            found[here] = courses[source].permutation(int(self._seeds[source]), 0)(local[here])
+        return found
 
     def _first_block(self, epoch: int) -> int:
         return 0 if self._restarts else (epoch - self.changed_at.epoch) * self._interleaving.blocks.per_epoch
@@ -454,11 +552,12 @@ class MixtureOrder(Lister):
         # An epoch that draws each sample, or none twice, does not begin or end in the middle of two permutations: it
         # takes whole passes, the last one cut, or a pass serves as many epochs as it has samples for.
         passes, epochs = -(-drawn // lengths), np.maximum(lengths // np.maximum(drawn, 1), 1)
-        return epoch // epochs * passes * lengths + epoch % epochs * drawn
+        found: Int64 = epoch // epochs * passes * lengths + epoch % epochs * drawn
+        return found
 
     def count(self, indices: Int64) -> dict[str, int]:
         """Return how many of some indices are of each source."""
-        sources = np.searchsorted(self._offsets, indices, side="right") - 1
+        sources = np.searchsorted(self._bounds, indices, side="right") - 1
         return dict(zip(self._names, np.bincount(sources, minlength=len(self._names)).tolist(), strict=True))
 
     def counts(self, position: Position) -> dict[str, int]:
@@ -481,7 +580,7 @@ class MixtureOrder(Lister):
 
     def name_of(self, index: int) -> str:
         """Return the name of the source of an index."""
-        return self._names[int(np.searchsorted(self._offsets, index, side="right")) - 1]
+        return self._names[int(np.searchsorted(self._bounds, index, side="right")) - 1]
 
     def state(self, position: Position) -> str:
         """Return the counts at a position, at the start of its block, and after the epoch before, as JSON."""
@@ -516,10 +615,12 @@ class MixtureOrder(Lister):
                 name: replace(SourceCourse(*each), grown=tuple(map(tuple, each[4]))) for name, each in saved.items()
             }
             if mixture != own:
-                if not self.may_change or not course or "weights a function" in mixture + own:
+                left_out = self._left_out in mixture and (" left of " in mixture) == bool(self._left_out)
+                if not self.may_change or not course or "weights a function" in mixture + own or not left_out:
                     raise StateError(
                         f"the state is of another order: {mixture} in the state, {own} here (a mixture may change with "
-                        f"until=, a number, and without a plan and a function as weights)"
+                        f"until=, a number, and without a plan, a function as weights, shares of tokens and another "
+                        f"exclude=)"
                     )
                 self._change(course, state["samples"], Position(epoch, position))
                 return
@@ -553,6 +654,8 @@ class MixtureOrder(Lister):
     def _forget(self) -> None:
         with self._lock:
             self._found.clear()
+            if self._interleaving.tokens is not None:
+                self._interleaving.tokens.forget()
 
     def _checked(self, block: object, counts: list[object]) -> list[int]:
         """Return the counts before a block, if they can be those."""
@@ -572,4 +675,6 @@ class MixtureOrder(Lister):
             f"{name}: {length}" for name, length in zip(self._names, self._lengths.tolist(), strict=True)
         )
         epochs = " in each epoch" if self._restarts else ""
+        epochs += self._left_out
+        epochs += "" if self._interleaving.tokens is None else f", lengths {self._interleaving.tokens.digest()}"
         return f"Mixture({lengths}; {self._interleaving.describe()}, {len(self)} samples{epochs})"

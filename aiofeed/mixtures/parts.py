@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ class Found(NamedTuple):
     """A sample of a mixture: the number of its part, the index in it, and what was read."""
 
     part: int
-    index: int
+    at: int
     value: Any
 
 
@@ -65,7 +66,10 @@ class Part:
     def __init__(
         self, name: str, source: BaseSource, decode: Callable[..., Any] | None = None, *, together: bool = False
     ) -> None:
-        self.name, self.source, self.decode, self.together = name, source, decode, together
+        self.name: str = name
+        self.source: BaseSource = source
+        self.decode: Callable[..., Any] | None = decode
+        self.together: bool = together
         own = source.decoder if source.traits.decode == "none" else None
         self.decoders: list[BoundDecoder] = [bind_decoder(each) for each in (own, decode) if each is not None]
         self.takes_rng: bool = any(decoder.takes_rng for decoder in self.decoders)
@@ -150,10 +154,10 @@ class Part:
         for decoder in self.decoders:
             options = {"rng": rng} if decoder.takes_rng else {}
             if decoder.takes_target and target is not None:
-                options["target"], target = target(found.index), None
+                options["target"], target = target(found.at), None
             value = decoder.call(value, **options)
         sample = value if is_tensor(value) else map_leaves(_tensor, value)
-        return sample if target is None else (sample, target(found.index))
+        return sample if target is None else (sample, target(found.at))
 
     def batch(self, found: Sequence[Found], keys: Sequence[str], lease: BufferLease) -> Any:
         """Return a batch of samples that are gathered together."""
@@ -176,7 +180,7 @@ class Part:
             batch = self.source.collate(values)
         if (target := self.source.target) is None:
             return batch
-        return [batch, collated([target(each.index) for each in found], keys, lease)]
+        return [batch, collated([target(each.at) for each in found], keys, lease)]
 
     def described(self) -> Any:
         """Return what is known of its samples: a dict, a list of parts or a leaf; ``None``: only decoding tells."""
@@ -184,11 +188,10 @@ class Part:
         found: Any = None
         if row is not None:
             axes = row.axes or range(len(row.shape))
-            leaf = Leaf(row.dtype, tuple(row.shape[axis] for axis in axes))
-            found = [leaf._replace(shape=leaf.shape[1:])] * row.shape[0] if row.parts else leaf
+            shape = tuple(row.shape[axis] for axis in axes)
+            found = [Leaf(row.dtype, shape[1:])] * shape[0] if row.parts else Leaf(row.dtype, shape)
         elif shapes:
-            dtypes = self.source.dtypes() or {}
-            leaves = {name: Leaf(dtypes.get(name), shape) for name, shape in shapes.items()}
+            leaves = {name: Leaf(None, shape) for name, shape in shapes.items()}
             found = list(leaves.values()) if all(type(name) is int for name in leaves) else leaves
         takes = any(decoder.takes_target for decoder in self.decoders)
         return found if self.source.target is None or takes else [found, None]
@@ -222,7 +225,7 @@ class Leaf(NamedTuple):
     """An array of a sample: the name of its dtype and its shape, as far as they are known."""
 
     dtype: str | None
-    shape: tuple[int, ...] | None
+    shape: Sequence[int] | None
 
     def __str__(self) -> str:
         return f"{self.dtype or 'numbers'} {'' if self.shape is None else list(self.shape)}".rstrip()
@@ -241,11 +244,10 @@ def may_fit(one: Any, other: Any) -> bool:
     """Return whether samples may fit into one batch, by what is known of them."""
     if one is None or other is None:
         return True
+    if isinstance(one, Leaf) and isinstance(other, Leaf):
+        return one.shape is None or other.shape is None or tuple(one.shape) == tuple(other.shape)
     if isinstance(one, Leaf | str) or isinstance(other, Leaf | str):
-        if not (isinstance(one, Leaf) and isinstance(other, Leaf)):
-            return bool(one == other)
-        pairs = zip(one, other, strict=True)
-        return all(mine is None or yours is None or mine == yours for mine, yours in pairs)
+        return bool(one == other)
     if type(one) is not type(other) or len(one) != len(other):
         return False
     if isinstance(one, dict):
@@ -263,14 +265,20 @@ def merged(batches: Sequence[Any], places: Sequence[Sequence[int]], lease: Buffe
     count = sum(map(len, places))
     if isinstance(first, list | tuple):
         return type(first)(in_order(count, zip(places, batches, strict=True)))
-    out, torch_dtype = None, None
-    for batch, at in zip(batches, places, strict=True):
-        memory, torch_dtype = as_array(as_tensor(batch) if type(batch) is HostTensor else batch)
-        assert memory is not None
-        if out is None:
-            out = array(lease, (count, *memory.shape[1:]), memory.dtype)
-        out[np.asarray(at)] = memory
-    assert out is not None
+    arrays = [as_array(as_tensor(batch) if type(batch) is HostTensor else batch) for batch in batches]
+    (memory, torch_dtype), kinds = arrays[0], {(each.dtype, name) for each, name in arrays if each is not None}
+    if len(kinds) > 1 or memory is None:
+        import torch
+
+        tensors = [as_tensor(batch) if type(batch) is HostTensor else batch for batch in batches]
+        dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])  # as torch.stack does
+        found = torch.empty((count, *tensors[0].shape[1:]), dtype=dtype)
+        for tensor, at in zip(tensors, places, strict=True):
+            found[torch.as_tensor(at)] = tensor.to(dtype)
+        return found
+    out = array(lease, (count, *memory.shape[1:]), memory.dtype)
+    for (part, _), at in zip(arrays, places, strict=True):
+        out[np.asarray(at)] = part
     return HostTensor(out, torch_dtype=torch_dtype, pinned=lease.pinned)
 
 

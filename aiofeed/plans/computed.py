@@ -204,17 +204,17 @@ class ExcludingOrder(ComputedOrder):
         self._base = base
         self.excluded: str | None = self.digest
         self.mixture: Lister | None = mixture
-        self._excluded = excluded
+        self.indices: Int64 = excluded
         self._last = -1, excluded
 
     def __str__(self) -> str:
-        return f"{len(self._excluded)} sample{'s' * (len(self._excluded) != 1)}"
+        return f"{len(self.indices)} sample{'s' * (len(self.indices) != 1)}"
 
     def _gaps(self, epoch: int) -> Int64:
         """Return the positions of the excluded samples among all, each less the number of gaps before it."""
         last = self._last
         if last[0] != epoch:
-            base, found = self._base, self._excluded
+            base, found = self._base, self.indices
             if base.shuffle == "keyed" and self.mixture is None:
                 found = feistel(base.length, base.seed, epoch, inverse=True)(found)
             elif base.shuffle or self.mixture is not None:

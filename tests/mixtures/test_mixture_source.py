@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import aiofeed
 from aiofeed import Feeder, Files, FromDataset, Mixture, Source, Stream
 from aiofeed.mixtures.mixture import CombinedDatasets
 
@@ -258,3 +260,16 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> N
     """Before anything is read."""
     with pytest.raises((TypeError, ValueError), match=message):
         Mixture(**{"sources": SOURCES, **arguments})
+
+
+@pytest.mark.parametrize("shape", [(), (4,)])
+@pytest.mark.parametrize("dtypes", [("i4", "i8"), ("i8", "i4"), ("i4", "f4")])
+def test_rows_of_other_dtypes_get_the_dtype_that_torch_chooses(shape: tuple[int, ...], dtypes: tuple[str, str]) -> None:
+    """As ``torch.stack`` does for samples of two dtypes."""
+    tables = [np.ones(6, [("x", dtype, shape)]) for dtype in dtypes]
+    mixture = Mixture({name: aiofeed.Table(table) for name, table in zip("ab", tables, strict=True)})
+    with Feeder(mixture, batch_size=6) as feeder:
+        found = [batch["x"] for batch in feeder]
+    expected = torch.promote_types(*[torch.from_numpy(np.ones(1, dtype)).dtype for dtype in dtypes])
+    assert {batch.dtype for batch in found} == {expected}
+    assert all((batch == 1).all() for batch in found)

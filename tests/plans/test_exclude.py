@@ -153,9 +153,8 @@ def test_every_kind_of_feeder_leaves_them_out(source: Any, options: dict[str, An
         (ITEMS, {"batch_sampler": [[1]], "batch_size": None}),
         (ITEMS, {"weights": [1.0] * N}),
         (ITEMS, {"shuffle": "replacement"}),
-        (Mixture({"a": ITEMS}, [1]), {}),
     ],
-    ids=["Stream", "sampler", "batch sampler", "weights", "replacement", "Mixture"],
+    ids=["Stream", "sampler", "batch sampler", "weights", "replacement"],
 )
 def test_other_orders_refuse_it(source: Any, options: dict[str, Any]) -> None:
     """The error says where to leave samples out instead."""

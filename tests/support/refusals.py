@@ -21,7 +21,6 @@ REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("a stream", ("retries",), "a stream gives each item once, so that a read cannot be timed or repeated"),
     ("a stream", ('engine="process"',), 'a stream is read in this process: pass engine="thread"'),
     ("a stream", ("exclude=",), "it leaves out samples of shuffle=True, False or 'keyed' only"),
-    ("a Mixture with weights", ("exclude=",), "it leaves out samples of shuffle=True, False or 'keyed' only"),
     ("a Mixture with weights", ("sampler=", "weights=", "batch_sampler=", *SHUFFLES[2:]),
      "a Mixture decides which samples come"),
     ("samples in no shards", ('shuffle="window"',), "it mixes the samples of shards: pass shuffle=True"),
@@ -57,13 +56,15 @@ UNKNOWN_BEFORE: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 MIXED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("a stream", ("anything",), "which has no indices to draw: mix the iterables"),
-    ("samples of one structure, shape and dtype", ("samples of another",),
+    ("Tokens with targets", ("Tokens without targets",),
+     "differ in block or targets, so they do not fit into one batch"),
+    ("samples of one structure and shape", ("samples of another",),
      "their samples do not fit into one batch: choose equal columns, make them alike"),
 )
 """Each row: a source, others, and what the constructor of ``Mixture``, or of its ``Feeder``, says of both."""
 
 MIXED_UNKNOWN_BEFORE: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("samples of one structure, shape and dtype", ("samples of another",),
+    ("samples of one structure and shape", ("samples of another",),
      "the samples of a batch do not fit together"),
 )
 """The same of what only decoded samples tell: the first batch that has both says it."""

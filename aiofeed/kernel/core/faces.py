@@ -234,10 +234,6 @@ class BaseSource(Declares):
         """
         return None
 
-    def dtypes(self) -> Mapping[Any, str] | None:
-        """Return the names of the dtypes of what ``structure()`` has, as far as they are known."""
-        return None
-
     # --- how a feeder takes it ---
 
     def adopted(self) -> BaseSource:
@@ -274,8 +270,8 @@ class BaseSource(Declares):
         """
         return self
 
-    def order(self, seed: int, *, shuffle: bool) -> Any:
-        """Return the ``Lister`` of a source that is ``ordered``."""
+    def order(self, seed: int, *, shuffle: bool, excluded: NDArray[np.int64] | None = None) -> Any:
+        """Return the ``Lister`` of a source that is ``ordered``, without samples that are excluded."""
         raise NotImplementedError
 
     draws: bool = True
@@ -301,7 +297,7 @@ BY_INDICES: frozenset[str] = frozenset({"read_planned", "new_gathered", "gather_
 # fmt: off
 _INTERNAL = frozenset({
     "traits", "given", "rows", "threads", "decoder", "collate", "in_memory", "gathered", "first_tokens", "sample_bytes",
-    "form_batch", "lengths", "structure", "dtypes", "adopted", "as_samples", "in_batches", "for_neighbours",
+    "form_batch", "lengths", "structure", "adopted", "as_samples", "in_batches", "for_neighbours",
     "in_pieces", "order", "draws", "new_order", "gathers_on_device", "check_room", "for_memory", "load",
 })
 # fmt: on

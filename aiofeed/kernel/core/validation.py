@@ -208,9 +208,10 @@ def explain_arguments(
                     way, given = others[near], f"{near}={brief(value)}"
                     message += f" ({given}): " if near == unknown else f"; did you mean {given}? "
                     message += way if isinstance(way, str) else way(value)
-                else:
-                    message += f"; did you mean {near}=?" if near else f": it has {', '.join(sorted(known))}"
-                raise TypeError(message)
+                elif near:
+                    message += f"; did you mean {near}=?"
+                if near:
+                    raise TypeError(message)
             return function(*args, **arguments)
 
         if isinstance(target, type):

@@ -352,6 +352,8 @@ def _new_lister(a: Arguments, order: Schedule) -> Lister | None:
         lister = load_addon("SamplerAdapter", "sampler=")(a.sampler, a.length)
     elif a.exclude is not None:
         lister = load_addon("ExcludingOrder", "exclude=")(order, a.exclude, a.adopted.key, mixture)
+        if a.traits.ordered:
+            lister = a.source.order(a.seed, shuffle=bool(a.shuffle), excluded=lister.indices)
     elif a.weights is not None:
         lister = load_addon("WeightedOrder", "weights=")(a.weights, a.length, a.seed)
     elif (shards := window_shards(a.shuffle)) is not None:

@@ -611,7 +611,7 @@ def _new_memory(config: FeederConfig) -> InlineBatches | None:
     if threads or cache or recovers or config.in_order == "samples" or config.user_limits.prefetch_batches is not None:
         return None
     if isinstance(config.collate_fn, BuildsBatches) and source.in_memory:
-        plans: InlineBatches = load_addon("InlinePlans", type(source).__name__)()
+        plans: InlineBatches = load_addon("InlinePlans", type(source).__name__)(source, config.length)
         return plans
     if source.threads != 1 or config.collate_fn is not None:
         return None
