@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiofeed.kernel.core.types import Gathered, HostTensor
+from aiofeed.kernel.runtime.buffers import BufferLease
+from aiofeed.kernel.runtime.tensors import stage
 from aiofeed.kernel.sampling.order import unmix64
 
 if TYPE_CHECKING:
@@ -16,6 +19,28 @@ if TYPE_CHECKING:
 
 # Of the windows, and with targets, of their labels and positions.
 NAMES = ("tokens", "labels", "position_ids")
+
+
+class GatheredDocuments(Gathered):
+    """Windows, by the places of their first tokens, with the documents inside them."""
+
+    def __init__(self, tokens: Any, places: NDArray[np.int64]) -> None:
+        super().__init__(len(places))
+        self._tokens, self._places = tokens, places
+
+    def __iter__(self) -> Iterator[dict[str, NDArray[np.int64]]]:
+        parts = self._tokens.gather_new(self._places)
+        return (dict(zip(names_of(parts), row, strict=True)) for row in zip(*parts, strict=True))
+
+    def batch(self, lease: BufferLease) -> tuple[dict[str, Any], int]:
+        """Return the batch, in memory of a lease, and its bytes."""
+        parts = self._tokens.gather_new(self._places, lease)
+        batch = with_documents(parts)
+        batch |= {
+            name: HostTensor(part, pinned=lease.pinned) for name, part in zip(names_of(parts), parts, strict=True)
+        }
+        others, nbytes = stage({name: batch[name] for name in ("document_ids", "cu_seqlens")}, lease)
+        return batch | others, nbytes + sum(part.nbytes for part in parts)
 
 
 def names_of(parts: Sequence[Any]) -> Sequence[str]:

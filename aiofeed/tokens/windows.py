@@ -24,14 +24,14 @@ from aiofeed.kernel.core.faces import Exclusion
 from aiofeed.kernel.core.formatting import format_bytes, redacted
 from aiofeed.kernel.core.types import BatchPlan, Row, Traits, public
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, explain_arguments
-from aiofeed.kernel.runtime.buffers import HostBufferPool, array
+from aiofeed.kernel.runtime.buffers import BufferLease, HostBufferPool, array
 from aiofeed.kernel.runtime.machine import free_memory
 from aiofeed.kernel.sampling.schedule import fingerprint
 from aiofeed.kernel.sources.file_io import Content, check_path
 from aiofeed.kernel.sources.subset import IndexedSource, Indices
 from aiofeed.objects.urls import is_remote, split_url
 from aiofeed.tokens.formats import CHECKED_BYTES, DTYPES, DefaultDtype, TokenLayout, check_vocab, layout_of
-from aiofeed.tokens.positions import collate_windows, epoch_offset, names_of, with_documents, write_positions
+from aiofeed.tokens.positions import GatheredDocuments, collate_windows, epoch_offset, with_documents, write_positions
 
 if TYPE_CHECKING:
     import torch
@@ -305,10 +305,7 @@ class Tokens(IndexedSource):
     def _found(self, indices: Sequence[int], epoch_seed: int | None = None) -> Any:
         self.mapped.check(indices)
         places = self.first_tokens(np.asarray(indices, np.int64), epoch_seed)
-        if not self._extras[0]:
-            return places.tolist()
-        parts = self.gather_new(places)
-        return [dict(zip(names_of(parts), window, strict=True)) for window in zip(*parts, strict=True)]
+        return GatheredDocuments(self, places) if self._extras[0] else places.tolist()
 
     def lengths(self, unit: str, /) -> NDArray[np.int64] | None:
         """Return ``block`` for each window."""
@@ -329,7 +326,7 @@ class Tokens(IndexedSource):
         self.mapped.check(indices)
         return self.gather_new(self.first_tokens(indices), memory)
 
-    def gather_new(self, places: NDArray[np.int64], memory: HostBufferPool | None = None) -> list[NDArray[Any]]:
+    def gather_new(self, places: NDArray[np.int64], memory: BufferLease | None = None) -> list[NDArray[Any]]:
         """Return windows in new memory."""
         count = self.sample_bytes // (8 * self.block)
         parts = list(array(memory or HostBufferPool(0), (count, len(places), self.block), np.dtype(np.int64)))
