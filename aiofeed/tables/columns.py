@@ -201,6 +201,7 @@ class ListColumn(ValueColumn):
         self._chunk_ends = np.cumsum(list(map(len, chunks)))
         # Where each chunk's numbers begin.
         starts = np.cumsum([0, *map(len, numbers[:-1])])
+        self.flat: NDArray[Any]
         self.flat, starts = joined_memory(numbers) or (np.concatenate(numbers), starts)
         self.dtype: np.dtype[Any] = self.flat.dtype
         self._owners = numbers
@@ -260,7 +261,7 @@ class Columns:
             name: _column(column) for name, column in columns.items()
         }
 
-        self.has_values = any(isinstance(column, ValueColumn) for column in self.columns.values())
+        self.has_values: bool = any(isinstance(column, ValueColumn) for column in self.columns.values())
 
     @classmethod
     def of(cls, table: Any) -> Columns:

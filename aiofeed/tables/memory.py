@@ -88,7 +88,7 @@ class MemoryTable(GatheredTable):
             values = values_of(column) if listed else given.get(name) if isinstance(given, Mapping) else None
             try:
                 if values is not None:
-                    self.categories = {**self.categories, name: list(values)}
+                    self.categories: dict[str, list[Any]] = {**self.categories, name: list(values)}
                     column = coded(name, arrow().chunked_array([column]) if kind is None else column, values, fill)
                 elif fill is not None:
                     column = filled(name, column, fill)

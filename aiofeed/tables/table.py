@@ -129,7 +129,8 @@ class Table(GroupedSource):
             )
         if in_memory is not None:
             check_bool("Table(in_memory=)", in_memory)
-        self.data, self._asked = data, in_memory
+        self.data: str | None = data
+        self._asked = in_memory
         paths = table if isinstance(table, list | tuple) else ()
         self._open(paths[0] if len(paths) == 1 else table, columns, target, store=store, options=options)
 

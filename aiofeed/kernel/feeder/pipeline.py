@@ -133,7 +133,8 @@ class StreamingPipeline(LoopProducer):
         loop_thread.at_exit(self._memory.close)
         self._engine: Engine | None = None
         # Of the moments at which the one thread of a Dataset made a batch, those in which it held the GIL.
-        self.gil_probes = self.gil_held = 0
+        self.gil_probes: int = 0
+        self.gil_held: int = 0
 
     def feed(self, stream: EpochStream) -> None:
         """Start an engine for the epochs of a stream; call it after ``start``."""
