@@ -123,6 +123,8 @@ class Subset(IndexedSource):
         """Return a member of the whole source for the part."""
         if value is None:
             return None
+        if name in ("in_batches", "as_samples", "for_neighbours"):
+            return lambda: type(self)(value(), self.rows)
         if name in BY_INDEX:
             return lambda indices: value(self.rows.take(indices).tolist())
         if name in BY_INDICES:
@@ -138,11 +140,6 @@ class Subset(IndexedSource):
         """Identifies the whole source and the indices."""
         return part_fingerprint(names_of(self.whole, len(self.whole)), self.rows)
 
-    def key(self, index: int, /) -> str:
-        """Return the name of a sample in the whole source."""
-        key: str = self.whole.key(self.rows[index].tolist())
-        return key
-
     async def read(self, index: int, /) -> Any:
         """Read a sample."""
         return await self.whole.read(self.rows[index].tolist())
@@ -156,18 +153,6 @@ class Subset(IndexedSource):
         """Return the lengths of the samples, if the whole source knows them."""
         found = self.whole.lengths(unit)
         return None if found is None else found[self.rows]
-
-    def in_batches(self) -> Self:
-        """Return the same rows of a source of which batches are gathered."""
-        return type(self)(self.whole.in_batches(), self.rows)
-
-    def as_samples(self) -> Self:
-        """Return the same samples of a source that has them one by one."""
-        return type(self)(self.whole.as_samples(), self.rows)
-
-    def for_neighbours(self) -> Self:
-        """Return the same samples of a source for orders in which neighbours come together."""
-        return type(self)(self.whole.for_neighbours(), self.rows)
 
 
 def fingerprint_of(source: BaseSource, length: int) -> str:
