@@ -22,6 +22,8 @@ from aiofeed.kernel.core.types import Uncopied
 log: logging.Logger = logging.getLogger("aiofeed.cache")
 
 _MISSING: Any = object()
+# The ways of reading that do not ask the cache, and what belongs to them.
+_WITHOUT = {"read_now", "answers_at_once", "in_memory", "read_planned", "new_gathered", "gather_ahead", "version"}
 
 
 @passes_on
@@ -36,9 +38,6 @@ class CachedSource(BaseSource):
         path: Path of the store's file.
     """
 
-    answers_at_once: bool = False
-    in_memory: bool = False
-
     def __init__(self, source: BaseSource, store: SampleStore, path: str) -> None:
         self.whole: BaseSource = source
         self._store = store
@@ -52,8 +51,7 @@ class CachedSource(BaseSource):
         self._store.open(RECORDS)
 
     def _passed(self, name: str, value: Any) -> Any:
-        # Without the ways of reading that do not ask the cache.
-        return None if name in ("read_now", "read_planned", "new_gathered", "gather_ahead", "version") else value
+        return None if name in _WITHOUT else value
 
     def uncopied_reader(self) -> None:
         """Return ``None``: the cache keeps bytes."""

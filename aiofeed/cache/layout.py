@@ -193,7 +193,9 @@ def _node(value: Any, path: str) -> Any:
 
         plain = kind is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided
         if plain and not value.requires_grad and not value.is_quantized:
-            data = value.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            data = value.resolve_conj().resolve_neg().contiguous()
+            # Not reshape(-1), which leaves the stride 0 of a single element.
+            data = data.as_strided((data.numel(),), (1,)).view(torch.uint8).numpy().data
             return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape), msgspec.msgpack.Ext(0, data)]
     raise NotCacheableError(
         f"item{path} is {describe(value)}; a cache stores plain CPU tensors and arrays, numbers of 64 bits, strings, "

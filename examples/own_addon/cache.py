@@ -34,9 +34,6 @@ class CachedReads(BaseSource):
         self.whole = source
         self.samples: dict[int, Any] = {}
 
-    def _passed(self, name: str, value: Any) -> Any:
-        return value
-
     def uncopied_reader(self) -> None:
         """Return `None`: bytes are kept."""
 

@@ -309,7 +309,7 @@ SourceT = TypeVar("SourceT", bound=type[BaseSource])
 def passes_on(kind: SourceT) -> SourceT:
     """Decorate the class of a wrapper: members that it does not define are those of the source ``self.whole``.
 
-    ``self._passed(name, member)`` changes a member for the wrapper.
+    A method ``_passed(self, name, member)`` changes a member for the wrapper; a class may do without.
     """
     for name in (face_members(BaseSource) | face_members(Declares)) - vars(kind).keys() - {"adopted", "for_memory"}:
         setattr(kind, name, default(partial(_passed, name)))
@@ -317,7 +317,8 @@ def passes_on(kind: SourceT) -> SourceT:
 
 
 def _passed(name: str, wrapper: Any) -> Any:
-    return wrapper._passed(name, getattr(wrapper.whole, name))
+    member = getattr(wrapper.whole, name)
+    return wrapper._passed(name, member) if hasattr(type(wrapper), "_passed") else member
 
 
 class AdaptedSource(BaseSource):
@@ -333,6 +334,9 @@ class AdaptedSource(BaseSource):
         if isinstance(traits := getattr(type(given), "traits", None), Traits):
             self.traits: Traits = traits
         _bind(self, given, face_members(BaseSource) - _INTERNAL - {"answers_at_once"})
+        for name in ("target", "fingerprint", "open", "aclose"):
+            if not callable(member := getattr(self, name)) and member is not None:
+                raise TypeError(f"{type(given).__name__}.{name} must be a method, got {member!r}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return AdaptedSource, (self.given,)
@@ -353,6 +357,11 @@ def adapt_shards(source: BaseSource, given: object) -> BaseSource:
     """Return the source of a Dataset with the shards that the Dataset has."""
     _bind(source, given, ("shard_starts", "reads_whole_shards"))
     return source
+
+
+def knows_content(source: BaseSource) -> bool:
+    """Return whether a source, or the one that it wraps, has ``content_parts`` of its own."""
+    return getattr(source.content_parts, "__func__", None) is not BaseSource.content_parts
 
 
 def adapt_source(given: Any) -> BaseSource | None:

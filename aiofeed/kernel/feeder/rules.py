@@ -16,7 +16,6 @@ from aiofeed.kernel.sampling.schedule import window_shards
 
 _ONE = "leave out {option}"
 _DECODED = "its samples are decoded already; transform= gets each batch"
-_DEVICES = "create one feeder for each device, with shard=(rank, world_size)"
 _FIXED = "it needs batches of one size"
 
 # The first row that applies makes the message. docs/options.md is printed from this table and those of the add-ons.
@@ -86,7 +85,8 @@ def facts_of(a: Any) -> tuple[Facts, list[Exclusion]]:
     unknown = a.exclude is not None or a.sampler is not None or traits.ordered or listed or not traits.indexed
     row = None if a.decode is None else bind_decoder(a.decode).row
     cache = None if not cached or (on_device and a.adopted.gathers_on_device) else cache_of(a.cache)
-    declared = [each for each in dict.fromkeys((a.source, a.adopted, a.plan, cache)) if each is not None]
+    # By identity: a dataclass with ``__eq__`` has no hash.
+    declared = {id(each): each for each in (a.source, a.adopted, a.plan, cache) if each is not None}.values()
     kept = {name: words for each in declared for name, words in each.facts(a).items()}
     # Encoded windows of tokens at URLs can be kept on the disk.
     encoded = "EncodedCache" in kept and tokens and a.adopted.read_now is None

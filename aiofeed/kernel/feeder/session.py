@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from aiofeed import _load_addon as load_addon
 from aiofeed.kernel.core.errors import FeedError
-from aiofeed.kernel.core.faces import BaseSource, BuildsBatches
+from aiofeed.kernel.core.faces import BaseSource, BuildsBatches, knows_content
 from aiofeed.kernel.core.failures import LOGGED_MOST, FailureLog
 from aiofeed.kernel.core.statistics import EpochStats, FeedStatistics
 from aiofeed.kernel.core.validation import counted
@@ -229,7 +229,7 @@ class FeederSession(Generic[BatchT]):
             from aiofeed.kernel.sources.dataset_slots import check_iteration
 
             check_iteration(cast("Any", self.config.source))
-        if type(self.source).content_parts is not BaseSource.content_parts:
+        if knows_content(self.source):
             with contextlib.suppress(Exception):  # of damaged data: their samples have the error
                 _ = self.fingerprint  # of the data that are read now: later there may be others
         completed = self._finish_complete_epoch()

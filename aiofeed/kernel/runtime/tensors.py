@@ -28,8 +28,8 @@ NUMBER_DTYPES: dict[type, np.dtype[Any]] = {
 """The dtypes of the tensors that ``default_collate`` makes of Python numbers."""
 
 
-# Numbers of numpy that torch has, too; it lacks the long double.
-_TORCH_CHARS = "?bhilqBHILQefdFD"
+# Numbers of numpy that torch has, too; it lacks the long double, and a second type of 64 bits without a sign.
+_TORCH_CHARS = "?bhilqBHILefdFD" + np.dtype("u8").char
 
 
 def view_as_integers(tensor: torch.Tensor) -> torch.Tensor:

@@ -140,11 +140,6 @@ class Subset(IndexedSource):
         """Identifies the whole source and the indices."""
         return part_fingerprint(names_of(self.whole, len(self.whole)), self.rows)
 
-    def key(self, index: int, /) -> str:
-        """Return the name of a sample in the whole source."""
-        key: str = self.whole.key(self.rows[index].tolist())
-        return key
-
     async def read(self, index: int, /) -> Any:
         """Read a sample."""
         return await self.whole.read(self.rows[index].tolist())

@@ -1,0 +1,125 @@
+"""Tests of the faces: what a user passes is adapted once, with each member that it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import aiofeed
+from aiofeed.cache.layout import pack_record, unpack_record
+from aiofeed.kernel.core.faces import BaseCache, BaseSource, adapt_source, passes_on
+from aiofeed.kernel.runtime.tensors import is_plain
+from aiofeed.kernel.sources.file_io import Content
+from aiofeed.kernel.sources.subset import IndexedSource
+
+
+class Letters:
+    """A source with three methods."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def key(self, index: int) -> str:
+        return f"letter {index}"
+
+    async def read(self, index: int) -> bytes:
+        return b"abc"[index : index + 1]
+
+
+def batches(source: Any, **options: Any) -> list[int]:
+    with aiofeed.Feeder(source, decode=ord, batch_size=3, **options) as feeder:
+        return [sample for batch in feeder for sample in batch.tolist()]
+
+
+@pytest.mark.parametrize("name", ["target", "fingerprint", "open", "aclose"])
+def test_a_member_that_is_no_method_is_refused_by_name(name: str) -> None:
+    """A feeder refuses a source whose attribute has the name of a method that it calls, before the first batch."""
+    source = type("Labelled", (Letters,), {name: "label"})()
+    with pytest.raises(TypeError, match=f"Labelled.{name} must be a method, got 'label'"):
+        aiofeed.Feeder(source, decode=ord, batch_size=3)
+
+
+@pytest.mark.parametrize("base", [BaseSource, IndexedSource, object])
+@pytest.mark.parametrize("options", [{}, {"frozen": True}, {"slots": True}])
+def test_a_dataclass_without_a_hash_is_a_source(base: type, options: dict[str, bool]) -> None:
+    """A source may be a dataclass that has no hash, and so may its cache."""
+    members = {name: vars(Letters)[name] for name in ("__len__", "key", "read")}
+    kind = dataclass(**options)(type("Kept", (base,), {**members, "__annotations__": {"data": list}}))
+
+    @dataclass
+    class Cache(BaseCache):
+        data: dict[int, bytes]
+
+        def wrap(self, source: BaseSource) -> BaseSource:
+            return source
+
+    assert batches(kind([1]), cache=Cache({})) == [*b"abc"]
+
+
+def test_a_wrapper_passes_members_on_without_a_method_for_it() -> None:
+    """``passes_on`` needs no ``_passed``: members are then those of the whole source."""
+
+    @passes_on
+    class Wrapper(BaseSource):
+        def __init__(self, whole: BaseSource) -> None:
+            self.whole = whole
+
+        def __len__(self) -> int:
+            return len(self.whole)
+
+    class Named(Letters, BaseSource):
+        def fingerprint(self) -> str:
+            return "letters"
+
+    assert batches(Wrapper(Named())) == [*b"abc"]
+    assert Wrapper(Named()).fingerprint() == "letters"
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_contents_of_any_source_are_compared_from_the_first_epoch_on(tmp_path: Path, wrapped: bool) -> None:
+    """A state identifies the files of a source with ``content_parts`` as they were when its epoch began."""
+    path = tmp_path / "data"
+    path.write_bytes(b"before")
+
+    class Filed(Letters):
+        def content_parts(self) -> list[Content]:
+            return [Content(str(path))]
+
+    def states() -> tuple[Any, Any]:
+        source: Any = Filed()
+        if wrapped:
+            source = passes_on(type("Wrapper", (BaseSource,), {"__len__": lambda self: 3}))()
+            source.whole = adapt_source(Filed())
+        with aiofeed.Feeder(source, decode=ord, batch_size=3) as feeder:
+            iterator = iter(feeder)
+            begun = vars(feeder._session).get("fingerprint")
+            next(iterator)
+            return begun, feeder._session.fingerprint
+
+    begun, later = states()
+    assert begun is not None
+    assert begun == later
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.uint8, torch.bfloat16])
+def test_a_sample_of_one_element_without_strides_is_packed(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """A record keeps a tensor of one element, whatever its strides are."""
+    tensor = torch.ones(3, dtype=dtype).as_strided(shape, (0,) * len(shape), 1)
+    assert torch.equal(unpack_record(pack_record(("name", tensor)))[1], tensor)
+
+
+@pytest.mark.parametrize("char", "?bBhHiIlLqQefdgFDGOSUMm")
+def test_a_plain_dtype_is_one_that_torch_has(char: str) -> None:
+    """``is_plain`` is true for the dtypes of which torch makes tensors."""
+    try:
+        torch.from_numpy(np.zeros(1, np.dtype(char)))
+        found = True
+    except TypeError:
+        found = False
+    assert is_plain(np.dtype(char)) == found
