@@ -284,12 +284,11 @@ TFRecordShards("text.png") #: text.png
 MDSShards("train") #: train
 Table(frame, columns="x") #: list of names
 Table(frame, columns=["z"]) #: ['x']
-Table(frame, target="x") #: needs data=
+Table(frame, target="x") #: no column is left beside target=
 Table(frame, data="x", columns=["x"]) #: pass one of them
 Table(np.zeros((3, 2))) #: aiofeed.Tensors(array)
 Table("missing.parquet") #: missing.parquet
 Table({"x": [1]}) #: Table
-Table("list.csv") #: for a list of paths pass aiofeed.Manifest(path); for rows, Table(pyarrow.csv.read_csv(path))
 Table("s3://bucket/a.arrow") #: Arrow files are read from disk only
 Tokens("missing.bin", 8) #: missing.bin does not exist
 Tokens("~/train.bin", 8) #: os.path.expanduser('~/train.bin')
@@ -315,8 +314,7 @@ FromDataset(numbers, fingerprint=3) #: non-empty str
 Mixture([folder]) #: dict of sources by name
 Mixture({"a": folder}, {"b": 1.0}) #: ['a']
 Mixture({"a": folder}, {"a": 0}) #: above 0
-Mixture({"a": Tensors(torch.arange(3))}) #: TensorDataset
-Mixture({"a": folder, "b": numbers}) #: one kind
+Mixture({"a": folder, "b": numbers}) #: pass Mixture(decode={'a':
 Stream(3) #: iter
 Stream(numbers, shuffle_buffer=-1) #: shuffle_buffer
 Feeder(Stream(numbers), batch_size=2, shuffle=True) #: shuffle_buffer=N

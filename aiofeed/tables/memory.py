@@ -59,6 +59,8 @@ class MemoryTable(GatheredTable):
         known, targets = [name for name, _ in columns], as_list(self._target_columns)
         features = [name for name in known if name not in targets]
         chosen = self._chosen or (features if self.data is None else [self.data])
+        if not chosen:
+            raise ValueError(f"{self.name}: no column is left beside target={targets}; it has {known}")
         options = [*self._fill, *([] if self._coded == "codes" else self._coded or ())]
         check_columns(self.name, known, [*chosen, *targets, *options])
         found = self._prepared({name: column for name, column in columns if name in {*chosen, *targets}})

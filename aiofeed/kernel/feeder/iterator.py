@@ -50,9 +50,9 @@ class EpochObserver:
     def returning(self, item: ReadyBatch) -> None:
         """Act before a batch is returned; twice for the same batch if ``next`` is interrupted and repeated."""
 
-    def with_keys(self, item: ReadyBatch, batch: Any) -> Any:
-        """Return the batch as the user gets it."""
-        return batch
+    def keys(self, item: ReadyBatch) -> list[Any] | None:
+        """Return the keys of the samples of a batch, if the user wants them with it."""
+        return None
 
     def continued(self, number: int) -> Delivery:
         """Return the delivery of the rest of the epoch, from batch ``number`` on, which its pipeline does not make."""
@@ -240,7 +240,8 @@ class FeedIterator(Generic[BatchT_co]):
             self.observer.failed(FeedFailure(error, item.number))
             self._fail(error)
         self.observer.returning(item)
-        batch = self.observer.with_keys(item, batch)
+        if (keys := self.observer.keys(item)) is not None:
+            batch = batch, keys
         now = time.perf_counter()
         waited = now - loop_delay_s
         stall_s = waited - asked - (_overlap_s(*backlog, asked, waited) if (backlog := item.device_backlog) else 0.0)

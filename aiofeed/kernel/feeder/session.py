@@ -567,14 +567,14 @@ class _SessionObserver(EpochObserver):
             # Dropping the iterator after its last batch is not a break.
             self._delivery.watch(session)
 
-    def with_keys(self, item: ReadyBatch, batch: Any) -> Any:
+    def keys(self, item: ReadyBatch) -> list[Any] | None:
         config = self._session.config
         if not config.keys:
-            return batch
+            return None
         assert item.indices is not None
         keys = [config.source.named(int(index)) for index in item.indices]
         grouped = isinstance(config.collate_fn, BuildsBatches) and item.plan is not None
-        return batch, config.collate_fn.by_row(item.plan, item.indices, keys) if grouped else keys
+        return config.collate_fn.by_row(item.plan, item.indices, keys) if grouped else keys
 
     def continued(self, number: int) -> Delivery:
         self._delivery = self._session.go_on(self._delivery, number)
