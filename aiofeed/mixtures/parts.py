@@ -163,12 +163,14 @@ class Part:
         """Return a batch of samples that are gathered together."""
         values: Any = [each.value for each in found]
         if type(values[0]) is At:
+            # With in_order="samples" those of several chunks come together.
+            every = {id(value.gathered): value.gathered for value in values}
             gathered = values[0].gathered
-            if [value.place for value in values] == list(range(len(gathered))):
+            if len(every) == 1 and [value.place for value in values] == list(range(len(gathered))):
                 values = gathered
             else:
-                samples = list(gathered)
-                values = [samples[value.place] for value in values]
+                samples = {number: list(each) for number, each in every.items()}
+                values = [samples[id(value.gathered)][value.place] for value in values]
         if self._row is not None:
             builder = RowBatchBuilder(self._row, len(found), lease, targets=False)
             self.decoders[-1].decode_many_into(values, builder.rows, None)  # type: ignore[misc]
