@@ -1,4 +1,4 @@
-"""Sources of one kind as one source, whose indices count through them in order."""
+"""Several sources as one, whose indices count through them in order: of one kind, of any kinds, or all Datasets."""
 
 from __future__ import annotations
 

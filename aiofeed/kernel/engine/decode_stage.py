@@ -286,7 +286,7 @@ async def replace_failed(
 async def _replace_one(
     plan: BatchPlan, position: int, indices: list[int], failure_counter: FailureCounter, attempt: Attempt
 ) -> tuple[list[SampleError], FeedError | None]:
-    """Fill one place of ``indices``; returns the errors of candidates that failed, and one if none was found."""
+    """Fill one place of ``indices``; returns the errors of candidates that failed, and an error if all of them did."""
     replacements = plan.replacements
     assert replacements is not None
     failed: dict[int, SampleError] = {}
