@@ -4,11 +4,12 @@ A decoder that sleeps 1.28 ms an image takes the place of one in C; so two cores
 framework is concerned (``benchmarks.simulated``); but not memory bandwidth, caches and threads of one core. aiofeed,
 also with default limits on a machine that seems to have N cores, is beside a pool of whole batches. "chunks" are
 decoded in one call, "items" one by one to tensors; "Pillow-like" holds the GIL for 0.3 ms of 1 ms, "pure Python" for
-all of it; "slow reads" wait 20 ms for each sample. Then what else works in one thread. Last, whether the simulation
-tells the truth: the framework's CPU time for JPEGs of 64x64, and for a decoder that sleeps for as long.
+all of it; "slow reads" wait 20 ms for each sample. Then what else works in one thread; and what default limits reach
+from the second second on, beside the right number of threads. Last, whether the simulation tells the truth: the
+framework's CPU time for JPEGs of 64x64, and for a decoder that sleeps for as long.
 
-Targets: 0.97 of the bare pool with 16 and 64 threads, 0.9 with 128, at most 8 us of CPU time per image; the framework's
-time of sleeping decoders at least 0.8 of that of real ones.
+Targets: 0.97 of the bare pool with 16 and 64 threads, 0.9 with 128, at most 8 us of CPU time per image; default limits
+0.9 of given threads; the framework's time of sleeping decoders at least 0.8 of that of real ones.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from benchmarks.contenders import as_array, fed, single_epochs
 from benchmarks.data import files_below, jpeg_folder, tiny_folder
 from benchmarks.figures import Figure, at_least, at_most, per
 from benchmarks.harness import Contender, Measure, Settings, interleave
-from benchmarks.simulated import BARE, DEFAULT, OURS, ideal
+from benchmarks.simulated import BARE, DEFAULT, LONG, OURS, SHORT, ideal
 
 TITLE = "More cores than there are: a decoder that sleeps 1.28 ms an image, images per second"
 
@@ -48,6 +49,15 @@ PARTS = {
 """What is measured with 64 threads only, with the words of the page."""
 WORK = (("items", 64, 64), ("Pillow-like", 16, 64), ("pure Python", 16, 16), ("slow reads", 64, 64))
 """Kinds of samples besides "chunks", with batch size and threads."""
+SECONDS = (
+    ("chunks", 64, (16, 64, 128)),
+    ("chunks", 256, (64, 128)),
+    (SHORT, 64, (16, 64)),
+    (LONG, 64, (16, 64)),
+    ("Pillow-like", 64, (16, 64)),
+    ("pure Python", 64, (16,)),
+)
+"""What default limits are measured with from the second second on: kind, batch size, threads."""
 REAL, SLEEPING = "JPEGs of 64x64, real", "JPEGs of 64x64, sleeping"
 
 
@@ -61,6 +71,9 @@ def run(settings: Settings) -> list[Figure]:
             more = PROCESSES if kind == "Pillow-like" else ()
             figures += row(few, threads, kind, batch, (*WAYS, *more)) if at == threads else ()
         figures += row(few, threads, "chunks", 64, (*PROCESSES, *PARTS.values())) if threads == READING else ()
+    for kind, batch, counts in SECONDS if not settings.quick else SECONDS[:1]:
+        for threads in counts if not settings.quick else (2,):
+            figures += settled(settings, kind, batch, threads)
     return [*figures, *reading(few), *truth(settings)]
 
 
@@ -76,6 +89,16 @@ def row(settings: Settings, threads: int, kind: str, batch: int, loaders: Sequen
             target = at_least(0.97 if threads < 128 else 0.9) if ours else None
             yield Figure(f"{name}: {each} / {BARE}", per(race.rate(each), race.rate(BARE)), target=target)
         yield Figure(f"{name}: CPU, {each}", race.cpu_us(each), "us", at_most(8) if ours else None)
+
+
+def settled(settings: Settings, kind: str, batch: int, threads: int) -> list[Figure]:
+    """Default limits beside as many threads as there are cores, from the second second on."""
+    options = {"kind": kind, "threads": threads, "batch": batch, "seconds": 0.02 if settings.quick else 2.0}
+    race = interleave(
+        [Contender(each, simulated.from_second, {"loader": each, **options}) for each in (DEFAULT, OURS)], settings
+    )
+    name = f"from the second second on, {kind}, batch {batch}, {threads} threads"
+    return [race.speed(DEFAULT, OURS, 0.9, name), *race.rates("samples", name)]
 
 
 def reading(settings: Settings) -> list[Figure]:

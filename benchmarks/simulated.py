@@ -61,12 +61,14 @@ def loops_per_us() -> int:
     return round(20_000 / fastest * 1e-6)
 
 
+SHORT, LONG = "chunks of 0.3 ms", "chunks of 10 ms"
+CHUNKS = {"chunks": SLEEP_US, "slow reads": SLEEP_US, SHORT: 300, LONG: 10_000}
+"""Kinds that are decoded a chunk at a time, with the microseconds of a sample."""
 KINDS: dict[str, tuple[int, int]] = {
-    "chunks": (SLEEP_US, 0),
+    **{kind: (us, 0) for kind, us in CHUNKS.items()},
     "items": (SLEEP_US, 0),
     "Pillow-like": (1000, 300),
     "pure Python": (1000, 1000),
-    "slow reads": (SLEEP_US, 0),
 }
 """The microseconds of one sample, and those of them that hold the GIL."""
 
@@ -110,7 +112,7 @@ class Chunks(Rows):
     """Decodes a chunk in one call, as ``DecodeImage`` with the native library does."""
 
     def decode_many_into(self, data: Sequence[object], out: object, seeds: object = None) -> list[None]:
-        usleep(SLEEP_US * len(data))
+        usleep(CHUNKS[self._kind] * len(data))
         return [None] * len(data)
 
 
@@ -151,8 +153,8 @@ def whole(kind: str, batch: int) -> torch.Tensor:
     if kind == "slow reads":
         with _reading:
             usleep(READ_US)
-    if kind in ("chunks", "slow reads"):
-        usleep(SLEEP_US * batch)
+    if kind in CHUNKS:
+        usleep(CHUNKS[kind] * batch)
     else:
         for _ in range(batch):
             decode_one(kind)
@@ -168,7 +170,7 @@ def orders(batch: int) -> Iterator[np.ndarray[Any, Any]]:
 @contextmanager
 def feeder(kind: str, threads: int, batch: int, default: bool = False, **options: Any) -> Iterator[Any]:
     """A feeder with as many decode threads, or with default limits on a machine that seems to have as many cores."""
-    decode = Chunks(kind) if kind in ("chunks", "slow reads") else Item(kind) if kind == "items" else Rows(kind)
+    decode = Chunks(kind) if kind in CHUNKS else Item(kind) if kind == "items" else Rows(kind)
     options = {"source": Slow() if kind == "slow reads" else Ready(), **options}
     limits = aiofeed.Limits(decode_threads=None if default else threads)
     with (
@@ -300,6 +302,22 @@ def simulated(loader: str, kind: str, threads: int, batch: int, least_s: float) 
     with closing(make(kind, threads, batch, **options)) as batches:
         run(batches, math.inf, 2 * least_s)
         yield measure
+
+
+@contextmanager
+def from_second(loader: str, kind: str, threads: int, batch: int, seconds: float) -> Iterator[Measure]:
+    """Measures what a training gets from the second second on: each round has a new feeder, without a pause."""
+    make, options = LOADERS[loader]
+    loops_per_us()
+
+    def measure() -> Mapping[str, float]:
+        with closing(make(kind, threads, batch, **options)) as batches:
+            run(batches, math.inf, seconds / 2)
+            cpu_s, started = tree_cpu_s(), time.perf_counter()
+            items = run(batches, math.inf, seconds)
+            return {"items": items, "wall_s": time.perf_counter() - started, "cpu_s": tree_cpu_s() - cpu_s}
+
+    yield measure
 
 
 def run(batches: Iterator[Any], wanted: float, limit_s: float, least_s: float = 0) -> int:

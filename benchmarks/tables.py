@@ -5,17 +5,21 @@
 "bytes" are rows of 20 KB of bytes and an integer, without decoding, in batches of 64. JSON Lines: ``Stream`` of a
 generator that parses 100,000 lines of 12 fields, batches of 256 dicts, beside a bare loop that only parses them. Token
 lists: ``Pack`` over a table of 20,000 lists, rows of 2,048, batch 8, beside a ``DataLoader`` of rows packed before.
+"narrow": Parquet of 24 MB, rows of 8 bytes, batches of 64, first in memory, as by default, then by row groups.
 
 Targets: 10 times ``DataLoader``, also by threads; for bytes the speed of ``DataLoader`` without workers; for JSON Lines
-0.6 of parsing; for token lists at most 5 times the processor time of ``DataLoader``, some 10 ns a token.
+0.6 of parsing; for token lists at most 5 times the processor time of ``DataLoader``, some 10 ns a token; for narrow
+rows the first batch after 0.5 s, then 40 us for each.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,17 +31,16 @@ import aiofeed
 from aiofeed.tables.memory import MemoryTable
 from benchmarks.contenders import epochs, fed, loaded
 from benchmarks.data import generate
-from benchmarks.figures import Figure
+from benchmarks.figures import Figure, at_most
 from benchmarks.harness import Contender, Measure, Settings, interleave
 
-TITLE = (
-    "Rows of a Hugging Face dataset, shuffled: 3 columns of numbers, batch 256; 20 KB of bytes, batch 64; JSON Lines"
-)
+TITLE = "Rows of tables, shuffled: numbers, bytes of 20 KB, JSON Lines, token lists, narrow Parquet"
 
 BATCH = 256
 BYTES_BATCH = 64
 LOADER, BYTES_LOADER = "DataLoader, 2 workers", "DataLoader, no workers"
 PACKED_LOADER = "DataLoader of packed rows"
+WHOLE, GROUPS = "Table", "Table, row groups"
 
 
 def run(settings: Settings) -> list[Figure]:
@@ -61,6 +64,11 @@ def run(settings: Settings) -> list[Figure]:
     of_lists = interleave(
         [Contender(each, packed, {"documents": documents, "kind": each}) for each in ("Pack", PACKED_LOADER)], settings
     )
+    options = {"path": str(narrow(settings))}
+    of_narrow = interleave(
+        [Contender(each, narrow_rows, {**options, "whole": each == WHOLE}) for each in (WHOLE, GROUPS)], settings
+    )
+    batch_us = tuple(1e6 * 64 / rate for rate in of_narrow.rate(WHOLE))
     return [
         race.speed("Table", LOADER, 10),
         race.speed("Table, threads", LOADER, 10, "threads"),
@@ -72,6 +80,10 @@ def run(settings: Settings) -> list[Figure]:
         *of_lines.rates("lines", "JSON Lines"),
         of_lists.cpu("Pack", PACKED_LOADER, 5, "token lists"),
         *of_lists.rates("tokens", "token lists"),
+        Figure("narrow: first batch", of_narrow.column(WHOLE, "first_s", 1000), "ms", at_most(500)),
+        Figure("narrow: a batch", batch_us, "us", at_most(40)),
+        of_narrow.speed(WHOLE, GROUPS, None, "narrow"),
+        *of_narrow.rates("rows", "narrow"),
     ]
 
 
@@ -96,6 +108,38 @@ def rows_of_bytes(settings: Settings) -> Path:
         return {"image": [random.bytes(20_000) for _ in range(rows)], "y": list(range(rows))}
 
     return written(settings.data / f"table-bytes-{rows}", columns, {"image": "binary", "y": "int64"})
+
+
+def narrow(settings: Settings) -> Path:
+    """A Parquet file of an integer and a float in each row."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = settings.size(3_000_000, 30_000)
+
+    def write(folder: Path) -> None:
+        columns = {"row": np.arange(rows, dtype=np.int32), "y": np.zeros(rows, np.float32)}
+        pq.write_table(pa.table(columns), folder / "rows.parquet")
+
+    return generate(settings.data / f"narrow-{rows}", write) / "rows.parquet"
+
+
+@contextmanager
+def narrow_rows(path: str, whole: bool) -> Iterator[Measure]:
+    """Measures batches of the first epoch, without the first one."""
+    batches = 4_000 if whole else 400
+
+    def measure() -> Mapping[str, float]:
+        started = time.perf_counter()
+        source = aiofeed.Table(path, in_memory=whole)
+        with aiofeed.Feeder(source, batch_size=64, shuffle=True) as feeder:
+            iterator = iter(feeder)
+            next(iterator)
+            first = time.perf_counter()
+            items = sum(len(batch["row"]) for batch in islice(iterator, batches))
+            return {"items": items, "wall_s": time.perf_counter() - first, "first_s": first - started}
+
+    yield measure
 
 
 def written(folder: Path, columns: Any, kinds: dict[str, str], **vectors: int) -> Path:
