@@ -119,7 +119,7 @@ def check_source(source: Any, *, decode: Callable[..., Any] | None = None, sampl
     with Feeder(part, **given, limits=Limits(read_concurrency=1, decode_threads=1)) as feeder:
         expected = [_digest(sample) for batch in feeder for sample in batch]
     reads: list[tuple[str, Any, Way]] = [(name, part, way) for name, way in ways_of(count).items()]
-    reads.append(("of a pickled copy", pickle.loads(pickle.dumps(part)), Way({}, range(count), True)))
+    reads.append(("of a pickled copy", _pickled(part), Way({}, range(count), True)))
     reads.append(("of a part", part[::-1], Way({}, range(count)[::-1], True)))
     with contextlib.suppress(TypeError, ValueError):
         mixture = load_addon("Mixture", "check_source")({"a": part, "b": part})
@@ -138,6 +138,13 @@ def check_source(source: Any, *, decode: Callable[..., Any] | None = None, sampl
     rest = resumed(part, lambda batch: list(map(_digest, batch)), **given, shuffle=True)
     if {*rest} != {*expected}:
         raise WrongSampleError("the samples that other ranks read after a resume differ from the first read")
+
+
+def _pickled(source: Any) -> Any:
+    try:
+        return pickle.loads(pickle.dumps(source))
+    except Exception as error:
+        raise TypeError(f"{type(source).__name__} cannot be pickled, as worker processes need it: {error}") from error
 
 
 def _unchanged(sample: Any) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from aiofeed.kernel.core.types import BatchPlan, Gathered, Row, Traits, takes_keyword
@@ -75,11 +76,11 @@ class BaseSource(Declares):
 
     def __len__(self) -> int:
         """Return the number of samples."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} needs a method __len__()")
 
     def key(self, index: int, /) -> str:
         """Return the name of a sample in errors."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} needs a method key(index)")
 
     def named(self, index: int, /) -> str | int:
         """Return what ``keys=True`` gives for a sample: its key, or its index if samples have no names."""
@@ -87,7 +88,7 @@ class BaseSource(Declares):
 
     async def read(self, index: int, /) -> Any:
         """Read an encoded sample."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} needs a method async read(index)")
 
     # --- what it is ---
 
@@ -333,10 +334,12 @@ class AdaptedSource(BaseSource):
         # On the type: an object may delegate unknown attributes to another one.
         if isinstance(traits := getattr(type(given), "traits", None), Traits):
             self.traits: Traits = traits
-        _bind(self, given, face_members(BaseSource) - _INTERNAL - {"answers_at_once"})
+        _bind(self, given, face_members(BaseSource) - _INTERNAL - {"answers_at_once", "open", "aclose"})
         for name in ("target", "fingerprint", "open", "aclose"):
-            if not callable(member := getattr(self, name)) and member is not None:
+            if not callable(member := getattr(given, name, None)) and member is not None:
                 raise TypeError(f"{type(given).__name__}.{name} must be a method, got {member!r}")
+        if self.looks_ahead and (self.nbytes is None or self.shard_starts is None):
+            raise TypeError(f"{type(given).__name__}.looks_ahead needs nbytes(index) and shard_starts beside it")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return AdaptedSource, (self.given,)
@@ -346,6 +349,20 @@ class AdaptedSource(BaseSource):
 
     def __repr__(self) -> str:
         return repr(self.given)
+
+    async def open(self) -> None:
+        """Call the object's ``open``, if it has one."""
+        await self._called("open")
+
+    async def aclose(self) -> None:
+        """Call the object's ``aclose``, if it has one."""
+        await self._called("aclose")
+
+    async def _called(self, name: str) -> None:
+        if (method := getattr(self.given, name, None)) is not None:
+            if not isawaitable(result := method()):
+                raise TypeError(f"{type(self.given).__name__}.{name} must be an async method")
+            await result
 
     @property
     def answers_at_once(self) -> bool:

@@ -181,7 +181,9 @@ def names_of(source: BaseSource, length: int) -> str:
     own = source.fingerprint()
     kind = type(source.given).__qualname__
     if own is not None:
-        return str(own)
+        if not isinstance(own, str):
+            raise TypeError(f"{kind}.fingerprint() must return a str, got {own!r}")
+        return own
     named = fingerprint(kind, length, lambda index: str(source.key(index)))
     return named if source.rows is None else part_fingerprint(named, source.rows)
 

@@ -44,6 +44,31 @@ def test_a_member_that_is_no_method_is_refused_by_name(name: str) -> None:
         aiofeed.Feeder(source, decode=ord, batch_size=3)
 
 
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        ({"looks_ahead": True}, "Odd.looks_ahead needs nbytes"),
+        ({"looks_ahead": True, "nbytes": lambda self, index: 1}, "Odd.looks_ahead needs nbytes"),
+        ({"open": lambda self: None}, "Odd.open must be an async method"),
+        ({"fingerprint": lambda self: 3}, "Odd.fingerprint.* must return a str, got 3"),
+    ],
+)
+def test_a_member_that_cannot_work_is_refused_by_name(members: dict[str, Any], words: str) -> None:
+    """A source whose optional member lacks another one, or returns something else, is refused with its name."""
+    source = type("Odd", (Letters,), members)()
+    with pytest.raises(TypeError, match=words), aiofeed.Feeder(source, decode=ord, batch_size=3) as feeder:
+        next(iter(feeder))
+        feeder.state_dict()
+
+
+@pytest.mark.parametrize("name", ["__len__", "key", "read"])
+def test_a_source_of_the_base_class_lacks_a_method(name: str) -> None:
+    """The error of a method that is missing says which one."""
+    members = {each: vars(Letters)[each] for each in {"__len__", "key", "read"} - {name}}
+    with pytest.raises((NotImplementedError, aiofeed.errors.ReadError), match=f"Short needs a method .*{name}"):
+        batches(type("Short", (BaseSource,), members)(), keys=True)
+
+
 @pytest.mark.parametrize("base", [BaseSource, IndexedSource, object])
 @pytest.mark.parametrize("options", [{}, {"frozen": True}, {"slots": True}])
 def test_a_dataclass_without_a_hash_is_a_source(base: type, options: dict[str, bool]) -> None:
