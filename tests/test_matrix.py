@@ -243,8 +243,9 @@ def problem_of_mixture(one: Made, other: Made) -> str:
         kinds = {*kinds[0], "samples of one structure and shape"}, {*kinds[1], "samples of another"}
     said, late = [sentences(rows, *kinds) + sentences(rows, *kinds[::-1]) for rows in (MIXED, MIXED_UNKNOWN_BEFORE)]
     decode = {name: made.case.decode for name, made in (("one", one), ("other", other)) if made.case.decode}
+    streams: Any = {} if "a stream" not in {*kinds[0], *kinds[1]} else {"weights": [1, 1], "at_end": "leave out"}
     try:
-        mixture = aiofeed.Mixture({"one": one.source, "other": other.source}, decode=decode or None)
+        mixture = aiofeed.Mixture({"one": one.source, "other": other.source}, decode=decode or None, **streams)
         feeder: Feeder[Any] = Feeder(mixture, batch_size=4)
     except (TypeError, ValueError) as error:
         return "" if any(text in str(error) for text in said) else f"refused, not {said}: {error}"

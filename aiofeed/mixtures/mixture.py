@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
+from aiofeed import _load_addon as load_addon
 from aiofeed.kernel.core.faces import BaseSource, Exclusion, adapt_source, passes_on
 from aiofeed.kernel.core.types import Source, Traits, hides_secrets, public
 from aiofeed.kernel.core.validation import check_bool, check_positive_int, counted, explain_arguments
@@ -73,6 +74,10 @@ class Mixture(IndexedSource):
         lengths: By source, the tokens of each sample, for ``unit="tokens"``. Default: those that the source knows.
         max_repeats: How often a source may be passed through, for all or by source. The feeder raises an error before a
             sample comes more often.
+        at_end: With streams, what happens when a source ends: "restart" it (the default; the epoch ends when each
+            source has ended once, or after ``until`` samples), "stop" the epoch, as with ``until="first"``, or "leave
+            out" the source and share by the other weights. With streams ``weights=`` is needed, each epoch begins anew,
+            and items are shuffled in groups of the largest ``shuffle_buffer``.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type, a source is empty, a weight is not above 0, or with
@@ -80,6 +85,7 @@ class Mixture(IndexedSource):
     """
 
     traits: Traits = Traits(ordered=True)
+    whole: BaseSource
     # fmt: off
     excluded: ClassVar[Sequence[Exclusion]] = (
         (("weights=", "sampler=", "batch_sampler=", 'shuffle="replacement" or "window"'), ("a Mixture with weights",),
@@ -99,6 +105,7 @@ class Mixture(IndexedSource):
         unit: Literal["samples", "tokens"] = "samples",
         lengths: Mapping[str, Any] | None = None,
         max_repeats: int | Mapping[str, int] | None = None,
+        at_end: Literal["restart", "stop", "leave out"] | None = None,
     ) -> None:
         if not isinstance(sources, Mapping) or not sources:
             raise TypeError(f"Mixture takes a dict of sources by name, got {sources!r}")
@@ -111,8 +118,9 @@ class Mixture(IndexedSource):
         self._names: bool = check_bool("names", names) or any(each._names for each in inner)
         self.parts: list[Part] = _parts_of(sources, decode)
         self.names: list[str] = [part.name for part in self.parts]
-        self.whole: BaseSource = _combined(self.parts, self._names)
-        self._lengths: dict[str, int] = {part.name: len(part.source) for part in self.parts}
+        self._most: list[int | None] = self._checked_repeats(max_repeats)
+        self._streams = any(not part.source.traits.indexed for part in self.parts)
+        self._lengths: dict[str, int] = {part.name: len(part.source) for part in self.parts if not self._streams}
         for name, length in self._lengths.items():
             if not length:
                 raise ValueError(f"Mixture: the source {name!r} is empty")
@@ -122,29 +130,55 @@ class Mixture(IndexedSource):
         if callable(weights):
             self._function = weights
         else:
+            if weights is None and self._streams:
+                raise ValueError("Mixture: streams have no length by which to weigh them: pass weights=")
             given = [*map(len, sources.values())] if weights is None else self._in_order(weights)
             self._own = [_checked_weight(name, each) for name, each in zip(sources, given, strict=True)]
+        if at_end is not None and not self._streams:
+            raise ValueError("Mixture(at_end=) is for streams; without them, until= decides when an epoch ends")
+        if self._streams:
+            self._set_streams(until, unit, at_end or "restart")
+            return
+        self.whole = _combined(self.parts, self._names)
         if self._changes:
             self._changing_weights(0)
         else:
             self._weights = self._of_parts(self._own, 0)
         self._tokens: list[NDArray[np.int64]] | None = self._token_lengths(unit, lengths)
+        self._until = until
+        self._length = self._epoch_length(until, self._lengths)
+        self._restarts = until in ("all", "first")
+        # Without own weights, the samples may also be drawn in another way.
+        self.draws = weights is not None or until != "all" or self._random or any(each.draws for each in inner)
+
+    def _checked_repeats(self, max_repeats: Any) -> list[int | None]:
         most = dict.fromkeys(self.names, max_repeats) if not isinstance(max_repeats, Mapping) else max_repeats
         if not {*most} <= {*self.names}:
             raise ValueError(f"Mixture(max_repeats=) is for {sorted(most)}, but the sources are {self.names}")
         for each in most.values():
             if each is not None:
                 check_positive_int("Mixture(max_repeats=)", each)
-        self._most: list[int | None] = [most.get(name) for name in self.names]
-        self._until = until
-        self._length = self._epoch_length(until, self._lengths)
-        self._restarts = until in ("all", "first")
-        # Without own weights, the samples may also be drawn in another way.
-        self.draws: bool = weights is not None or until != "all" or self._random or any(each.draws for each in inner)
+        return [most.get(name) for name in self.names]
+
+    def _set_streams(self, until: Any, unit: str, at_end: str) -> None:
+        """Make one stream of the sources."""
+        from aiofeed.mixtures.streamed import Drawing, StreamedMixture
+
+        if at_end not in ("restart", "stop", "leave out"):
+            raise ValueError(f'Mixture(at_end=) must be "restart", "stop" or "leave out", got {at_end!r}')
+        if self._changes or self._random or unit != "samples":
+            kind = "random=True" if self._random else 'unit="tokens"' if unit != "samples" else "weights that change"
+            raise ValueError(f"Mixture: {kind} is not possible with streams in it, whose samples come in their order")
+        samples = None if until in ("all", "first") else check_positive_int("Mixture(until=)", until)
+        at_end = "stop" if until == "first" else at_end
+        drawing = Drawing(self._of_parts(self._own, 0), at_end, samples, self._most)
+        self.whole = StreamedMixture(self.parts, self._names, drawing)
+        self.traits: Traits = self.whole.traits
+        self.draws: bool = False
 
     def __len__(self) -> int:
         """Return the number of samples of an epoch, on all ranks together."""
-        return self._length
+        return len(self.whole) if self._streams else self._length
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.names)})"
@@ -309,20 +343,14 @@ def _adapted(name: str, given: Any) -> BaseSource:
     """Return the source of a mixture that an object is.
 
     Raises:
-        TypeError: It has no samples with indices.
+        TypeError: It is no source.
     """
-    found = None if is_iterable_dataset(given) else adapt_source(given)
-    if is_iterable_dataset(given) or (found is not None and not found.traits.indexed):
-        raise TypeError(
-            f"Mixture: {name!r} is {given!r}, which has no indices to draw: mix the iterables, for example with "
-            f"interleave_datasets of Hugging Face, and pass the result to Feeder as a Stream"
-        )
+    found = load_addon("Stream", "an IterableDataset")(given) if is_iterable_dataset(given) else adapt_source(given)
     if found is None and is_map_dataset(given):
         found = FromDataset(given)
     if found is None:
         raise TypeError(
-            f"Mixture: {name!r} must be a source with __len__, key and read, or a Dataset with __len__ and "
-            f"__getitem__, got {given!r}"
+            f"Mixture: {name!r} must be a source with __len__, key and read, a Dataset or a Stream, got {given!r}"
         )
     found = found.adopted()
     if found.traits.in_memory and (found := found.as_samples()).traits.in_memory:

@@ -55,7 +55,6 @@ UNKNOWN_BEFORE: tuple[tuple[str, tuple[str, ...], str], ...] = (
 """The same of what only a decoded sample tells: the first batch says it."""
 
 MIXED: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("a stream", ("anything",), "which has no indices to draw: mix the iterables"),
     ("Tokens with targets", ("Tokens without targets",),
      "differ in block or targets, so they do not fit into one batch"),
     ("samples of one structure and shape", ("samples of another",),
