@@ -15,6 +15,7 @@ MODULES = (
     "datasets",
     "memory",
     "tables",
+    "mixtures",
     "parquet",
     "arrays",
     "media",
