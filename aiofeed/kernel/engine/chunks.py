@@ -37,7 +37,7 @@ class ChunkAssembly(Assembly):
     """Reads and decodes the chunks of batches in this process.
 
     Args:
-        may_group: whether one job may make several small batches; the fetcher's ``read`` must leave all to the job.
+        may_group: whether one job may make several small batches, while the fetcher reads in jobs.
     """
 
     stage: type[DecodeStage] = DecodeStage
@@ -208,7 +208,7 @@ class ChunkAssembly(Assembly):
         seconds = outcome.read_s + outcome.decode_s + outcome.collate_s
         self._batch_s += (seconds - self._batch_s) * (0.2 if self._batch_s else 1.0)
         most = min(int(GROUP_S / self._batch_s), self._budget.limit_bytes // (4 * max(batch.nbytes, 1)))
-        self.together: int = max(1, min(TOGETHER_MOST, 2 * self.together, most))
+        self.together: int = max(1, min(TOGETHER_MOST, 2 * self.together, most)) if self._fetcher.reads_in_jobs else 1
 
     def _observe(self, batch: Batch, outcome: ChunkOutcome) -> None:
         """Add a decode job to the statistics, and pass its timing to the tuner."""

@@ -98,8 +98,6 @@ class SourceFetcher(Fetcher):
         self._blocking_reader: BlockingReader | None = None
         if source.read_now is not None and self.policy.read_timeout_s is None:
             self._blocking_reader = BlockingReader(source.read_now, self.policy)
-            # Rows of a table, and windows of tokens, cost less than a change of threads.
-            self.reads_in_jobs: bool = source.traits.rows and source.answers_at_once
         self._decode_many = bound.decode_many_into if in_place else None
         # What is gathered is the batch, unless a decoder makes its samples.
         self._gets_batches = decoder is None
@@ -168,6 +166,13 @@ class SourceFetcher(Fetcher):
         if isinstance(sample, BaseException):
             raise sample
         return sample
+
+    @property
+    def reads_in_jobs(self) -> bool:
+        """Whether decode jobs read all samples now, so that one job may make several batches."""
+        # Rows of a table, and windows of tokens, cost less than a change of threads.
+        rows = self._blocking_reader is not None and self._source.traits.rows and self._source.answers_at_once
+        return rows or self._reads_inline()
 
     def _reads_inline(self) -> bool:
         """Return whether the decode job should read.
