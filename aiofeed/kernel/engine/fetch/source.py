@@ -226,11 +226,13 @@ class SourceFetcher(Fetcher):
         assert self._blocking_reader is not None
         indices, first = [chunk.plan.indices[position] for position in positions], chunk.positions[0]
         encoded = self._blocking_reader.read(indices, chunk.outcome, chunk.control.stop)
-        if isinstance(encoded, Gathered) and len(positions) == len(chunk.values):
+        if len(positions) < len(chunk.values):
+            for position, value in zip(positions, encoded, strict=True):
+                chunk.values[position - first] = value
+        elif isinstance(encoded, Gathered):
             chunk.values = encoded
-            return
-        for position, value in zip(positions, encoded, strict=True):
-            chunk.values[position - first] = value
+        else:
+            chunk.values[:] = encoded
 
     def _decode_all(self, chunk: Chunk) -> Sequence[Exception | None] | None:
         """Decode a chunk into its rows in one call; returns the error of each sample, ``None`` where there is none.
@@ -243,9 +245,10 @@ class SourceFetcher(Fetcher):
             return None
         values: Any = chunk.values
         if not isinstance(values, Gathered):
-            if any(isinstance(value, BaseException) for value in values):
+            kinds = set(map(type, values))
+            if any(issubclass(kind, BaseException) for kind in kinds):
                 return None
-            values = [bytes(value.data) if type(value) is Uncopied else value for value in values]
+            values = [bytes(each.data) if type(each) is Uncopied else each for each in values] if Uncopied in kinds else [*values]
         assert isinstance(builder, RowBatchBuilder)
         plan, first, count = chunk.plan, chunk.positions[0], len(chunk.positions)
         seeds = [seed_of(plan, position) for position in chunk.positions] if self._takes_seed else None
