@@ -19,7 +19,7 @@ from aiofeed.kernel.engine.batch import Batch, BatchKeys
 from aiofeed.kernel.engine.decode_stage import DecodeStage
 from aiofeed.kernel.engine.fetch.async_reader import ReadResult
 from aiofeed.kernel.engine.fetch.fetcher import ChunkOutcome
-from aiofeed.kernel.engine.tuning.jobs import samples_per_job
+from aiofeed.kernel.engine.tuning.jobs import samples_per_job, work_s
 
 # Batches are made together until a job takes this long: a job costs the loop and three changes of threads, some hundred
 # microseconds, however little it does.
@@ -205,7 +205,8 @@ class ChunkAssembly(Assembly):
 
     def _choose_group(self, batch: Batch, outcome: ChunkOutcome) -> None:
         """Choose how many batches the next job makes, by the time that one takes and its share of the memory limit."""
-        seconds = outcome.read_s + outcome.decode_s + outcome.collate_s
+        seconds, cpu_s = outcome.decode_s + outcome.collate_s, outcome.decode_cpu_s + outcome.collate_cpu_s
+        seconds = outcome.read_s + work_s(seconds, cpu_s, self._admission.limits.decode_threads)
         self._batch_s += (seconds - self._batch_s) * (0.2 if self._batch_s else 1.0)
         most = min(int(GROUP_S / self._batch_s), self._budget.limit_bytes // (4 * max(batch.nbytes, 1)))
         self.together: int = max(1, min(TOGETHER_MOST, 2 * self.together, most)) if self._fetcher.reads_in_jobs else 1
