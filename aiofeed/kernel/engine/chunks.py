@@ -135,7 +135,7 @@ class ChunkAssembly(Assembly):
             read = await self._fetcher.read(batch.plan.indices[start:stop], batch.plan, start)
             # The chunk may have waited for others in the fetcher.
             mean_s = read.reading_s / (stop - start) or time.perf_counter() - started
-            if self._tuner is not None and not read.retries:
+            if self._tuner is not None and read.waited and not read.retries:
                 self._concurrency.observe_read(self._tuner, mean_s, stop - start, read.nbytes, concurrency)
         finally:
             batch.under_way.pop(start, None)
@@ -175,11 +175,18 @@ class ChunkAssembly(Assembly):
         self._count(batch, await decoding)
 
     async def _make_together(self, first: Batch) -> None:
-        """Make a batch and those grouped with it in one job; in another one those behind a batch with an error."""
+        """Make a batch and those grouped with it in one job; in another one those behind a batch with an error.
+
+        If reads have become slow, the others are read one by one.
+        """
         rest: Batch | None = first
         if not first.decode_permit.is_set():
             await first.decode_permit.wait()
         while rest is not None and not self._admission.closed:
+            if not self._fetcher.reads_in_jobs:
+                alone, rest = rest, self.engine.split(rest, 1) if rest.grouped else None
+                await self.begin(alone)
+                continue
             made: list[ChunkOutcome] = []
             batches = [rest, *rest.grouped]
             job = asyncio.wrap_future(self._executor.submit(self._decode_stage.decode_together, batches, made))

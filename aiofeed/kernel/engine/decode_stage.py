@@ -79,14 +79,14 @@ class DecodeStage:
         return await job
 
     def decode_together(self, batches: Sequence[Batch], made: list[ChunkOutcome]) -> None:
-        """Decode whole batches whose samples the job requests, up to the first with an error; runs in a decode thread.
+        """Decode whole batches whose samples the job requests; runs in a decode thread. Adds their outcomes to ``made``.
 
-        Adds their outcomes to ``made``.
+        Ends early after one with an error, or if the fetcher no longer reads in jobs.
         """
         for batch in batches:
             batch.undecoded = 1
             outcome = self._decode(batch, 0, [UNREAD] * len(batch.plan.indices))
-            ended = bool(batch.errors) or self.stop.is_set()
+            ended = bool(batch.errors) or self.stop.is_set() or not self.fetcher.reads_in_jobs
             made.append(outcome)
             if ended:
                 return
