@@ -18,6 +18,8 @@ Leaf = Callable[[Any], Any]
 _MAIN_MODULES = ("__main__", "__mp_main__")
 _BUILT_IN = (tuple, list, dict)
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
+# Modules whose objects are leaves, as far as trees are concerned; the tests for all kinds of nodes take a microsecond.
+_OF_LEAVES = ("numpy", "torch")
 # Usual leaves, which need not be tested for all kinds of nodes.
 _LEAVES = _PLAIN | {HostTensor}
 
@@ -55,7 +57,7 @@ def map_leaves(function: Leaf, tree: Any, is_leaf: Callable[[Any], bool] | None 
         is_leaf: Containers for which it returns True are leaves.
     """
     kind = type(tree)
-    if kind in _LEAVES or (is_leaf is not None and is_leaf(tree)):
+    if kind in _LEAVES or kind.__module__ in _OF_LEAVES or (is_leaf is not None and is_leaf(tree)):
         return function(tree)
     if kind is tuple:
         return tuple([map_leaves(function, item, is_leaf) for item in tree])
@@ -129,7 +131,8 @@ def total_nbytes(tree: Any) -> int:
         if {*map(type, parts)} == {dict}:
             parts = [leaf for part in parts for leaf in part.values()]
         return 0 if is_flat_plain(parts) else sum(map(total_nbytes, parts))
-    if isinstance(tree, tuple | list | Mapping) or is_dataclass_instance(tree):
+    is_leaf = type(tree).__module__ in _OF_LEAVES
+    if not is_leaf and (isinstance(tree, tuple | list | Mapping) or is_dataclass_instance(tree)):
         return sum(map(total_nbytes, leaves(tree)))
     try:
         return int(getattr(tree, "nbytes", 0))

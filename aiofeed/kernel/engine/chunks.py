@@ -19,7 +19,7 @@ from aiofeed.kernel.engine.batch import Batch, BatchKeys
 from aiofeed.kernel.engine.decode_stage import DecodeStage
 from aiofeed.kernel.engine.fetch.async_reader import ReadResult
 from aiofeed.kernel.engine.fetch.fetcher import ChunkOutcome
-from aiofeed.kernel.engine.tuning.jobs import samples_per_job
+from aiofeed.kernel.engine.tuning.jobs import samples_per_job, work_s
 
 # Batches are made together until a job takes this long: a job costs the loop and three changes of threads, some hundred
 # microseconds, however little it does.
@@ -37,7 +37,7 @@ class ChunkAssembly(Assembly):
     """Reads and decodes the chunks of batches in this process.
 
     Args:
-        may_group: whether one job may make several small batches; the fetcher's ``read`` must leave all to the job.
+        may_group: whether one job may make several small batches, while the fetcher reads in jobs.
     """
 
     stage: type[DecodeStage] = DecodeStage
@@ -135,7 +135,7 @@ class ChunkAssembly(Assembly):
             read = await self._fetcher.read(batch.plan.indices[start:stop], batch.plan, start)
             # The chunk may have waited for others in the fetcher.
             mean_s = read.reading_s / (stop - start) or time.perf_counter() - started
-            if self._tuner is not None and not read.retries:
+            if self._tuner is not None and read.waited and not read.retries:
                 self._concurrency.observe_read(self._tuner, mean_s, stop - start, read.nbytes, concurrency)
         finally:
             batch.under_way.pop(start, None)
@@ -175,11 +175,18 @@ class ChunkAssembly(Assembly):
         self._count(batch, await decoding)
 
     async def _make_together(self, first: Batch) -> None:
-        """Make a batch and those grouped with it in one job; in another one those behind a batch with an error."""
+        """Make a batch and those grouped with it in one job; in another one those behind a batch with an error.
+
+        If reads have become slow, the others are read one by one.
+        """
         rest: Batch | None = first
         if not first.decode_permit.is_set():
             await first.decode_permit.wait()
         while rest is not None and not self._admission.closed:
+            if not self._fetcher.reads_in_jobs:
+                alone, rest = rest, self.engine.split(rest, 1) if rest.grouped else None
+                await self.begin(alone)
+                continue
             made: list[ChunkOutcome] = []
             batches = [rest, *rest.grouped]
             job = asyncio.wrap_future(self._executor.submit(self._decode_stage.decode_together, batches, made))
@@ -205,10 +212,11 @@ class ChunkAssembly(Assembly):
 
     def _choose_group(self, batch: Batch, outcome: ChunkOutcome) -> None:
         """Choose how many batches the next job makes, by the time that one takes and its share of the memory limit."""
-        seconds = outcome.read_s + outcome.decode_s + outcome.collate_s
+        seconds, cpu_s = outcome.decode_s + outcome.collate_s, outcome.decode_cpu_s + outcome.collate_cpu_s
+        seconds = outcome.read_s + work_s(seconds, cpu_s, self._admission.limits.decode_threads)
         self._batch_s += (seconds - self._batch_s) * (0.2 if self._batch_s else 1.0)
         most = min(int(GROUP_S / self._batch_s), self._budget.limit_bytes // (4 * max(batch.nbytes, 1)))
-        self.together: int = max(1, min(TOGETHER_MOST, 2 * self.together, most))
+        self.together: int = max(1, min(TOGETHER_MOST, 2 * self.together, most)) if self._fetcher.reads_in_jobs else 1
 
     def _observe(self, batch: Batch, outcome: ChunkOutcome) -> None:
         """Add a decode job to the statistics, and pass its timing to the tuner."""

@@ -79,14 +79,14 @@ class DecodeStage:
         return await job
 
     def decode_together(self, batches: Sequence[Batch], made: list[ChunkOutcome]) -> None:
-        """Decode whole batches whose samples the job requests, up to the first with an error; runs in a decode thread.
+        """Decode whole batches whose samples the job requests; runs in a decode thread. Adds their outcomes to ``made``.
 
-        Adds their outcomes to ``made``.
+        Ends early after one with an error, or if the fetcher no longer reads in jobs.
         """
         for batch in batches:
             batch.undecoded = 1
             outcome = self._decode(batch, 0, [UNREAD] * len(batch.plan.indices))
-            ended = bool(batch.errors) or self.stop.is_set()
+            ended = bool(batch.errors) or self.stop.is_set() or not self.fetcher.reads_in_jobs
             made.append(outcome)
             if ended:
                 return
@@ -120,8 +120,10 @@ class DecodeStage:
     ) -> ChunkOutcome:
         """Decode a chunk, and finish the batch if it is the last one; runs in a decode thread."""
         # The work for a batch that is gathered was done, and timed, in other jobs.
-        timed = self.tuner is not None and not isinstance(encoded, Gathered) and self.tuner.listening
-        timer = JobTimer(self.executor) if timed else None
+        tuner, timer = self.tuner, None
+        # It compares jobs beside as many threads as it has chosen: of tiny samples, one thread decodes.
+        if tuner is not None and tuner.threads == self.executor.max_running and not isinstance(encoded, Gathered):
+            timer = JobTimer(self.executor) if tuner.listening else None
         samples, began, alone = len(encoded), time.perf_counter(), self.executor.alone
         core_wait_s = machine.core_wait_s(threading.get_native_id()) if alone else 0.0
         batch.under_way[start] = "decoding", began, start + samples, encoded

@@ -222,6 +222,9 @@ class Engine:
         del batch.grouped[size - 1 :]
         first.grouped = others
         first.reserved = self.budget.reserve(sum(len(each.plan.indices) for each in (first, *others)))
+        moved = min(first.reserved, batch.reserved)
+        batch.reserved -= moved
+        self.budget.reserved_bytes -= moved
         first.unread = 0
         first.decode_permit.set()
         self.buffer.entries.insert(self.buffer.entries.index(batch) + 1, first)

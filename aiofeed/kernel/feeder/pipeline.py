@@ -187,7 +187,7 @@ class StreamingPipeline(LoopProducer):
             kind = load_addon("SampleAssembly", 'in_order="samples"')
             return partial(kind, options=options, schedule=stream.schedule, batch_size=config.batch_size)
         # A limit on finished batches that the user has chosen counts batches, not jobs.
-        may_group = self._fetcher.reads_in_jobs and self._fetcher.limit_s is None and not config.limits.prefetch_given
+        may_group = self._fetcher.limit_s is None and not config.limits.prefetch_given
         return partial(ChunkAssembly, options=options, may_group=may_group)
 
     async def _run(self, engine: Engine) -> None:

@@ -203,3 +203,98 @@ def test_batches_of_a_table_made_together_are_those_made_alone(
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert max(sizes) > 1
+
+
+class Stored:
+    """A source whose samples decode threads read; ``calls`` has what was requested, those of ``broken`` fail.
+
+    From sample ``slow`` on it is no longer as fast as memory, and its ``read`` and ``read_many`` are called.
+    """
+
+    def __init__(self, broken: frozenset[int] = frozenset(), slow: int = LENGTH) -> None:
+        self.broken, self.slow = broken, slow
+        self.calls: Counter[int] = Counter()
+        self.answers_at_once = True
+        self.now = 0
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def key(self, index: int) -> str:
+        return f"sample-{index}.bin"
+
+    def read_now(self, indices: Any) -> list[Any]:
+        self.answers_at_once = self.answers_at_once and max(indices) < self.slow
+        self.now += len(indices)
+        return [self._sample(index) for index in indices]
+
+    async def read(self, index: int) -> bytes:
+        if isinstance(sample := self._sample(index), OSError):
+            raise sample
+        return sample
+
+    def _sample(self, index: int) -> Any:
+        self.calls[index] += 1
+        return OSError(f"no {index}") if index in self.broken else index.to_bytes(4, "little")
+
+
+def in_rows(data: bytes) -> Any:
+    return np.frombuffer(data, "i4")
+
+
+def numbers(batches: Any) -> list[list[int]]:
+    return [batch[:, 0].tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True, "seed": 3}, {"drop_last": True}, {"in_order": False}])
+@pytest.mark.parametrize("slow", [LENGTH, 1_000])
+def test_samples_that_jobs_read_are_those_of_batches_alone(
+    options: dict[str, Any], slow: int, sizes: list[int]
+) -> None:
+    """Batches of a source that decode jobs read are the same in groups, also if its reads become slow meanwhile; each
+    sample is read once an epoch.
+    """
+    source, options = Stored(slow=slow), {"decode": in_rows, "batch_size": SIZE, **options}
+    with Feeder(source, **options) as feeder:
+        found = [numbers(feeder) for _ in feeder.epochs(2)]
+    with Feeder(Stored(), limits=Limits(prefetch_batches=2), **options) as single:
+        expected = [numbers(single) for _ in range(2)]
+    assert found == expected if options.get("in_order", True) else [*map(sorted, found)] == [*map(sorted, expected)]
+    assert set(source.calls.values()) == {2}
+    assert max(sizes) > 1
+    assert source.answers_at_once == (slow == LENGTH)
+    if slow < LENGTH and not options.get("shuffle"):
+        # At most the jobs that were running when reads became slow have read on.
+        assert source.now < LENGTH
+
+
+def test_a_failed_read_in_a_group_names_the_sample(sizes: list[int]) -> None:
+    """The batches before it come, then the error of the first broken sample by its key; nothing after it is read."""
+    source, got = Stored(frozenset({1_001, 1_002})), []
+    with Feeder(source, decode=in_rows, batch_size=SIZE) as feeder, pytest.raises(ReadError, match=r"sample-1001\.bin"):
+        got += feeder
+    assert [number for batch in numbers(got) for number in batch] == list(range(1_000))
+    assert max(sizes) > 1
+
+
+@pytest.mark.parametrize("slow", [LENGTH, 1_000])
+def test_failed_reads_in_groups_are_skipped_and_replaced_as_alone(slow: int) -> None:
+    """Batches, failures and their order are the same in groups, also if reads become slow."""
+    broken = frozenset({0, 5, 801, 802, 803, 804, 1_999})
+    for on_error in ("skip", "replace"):
+        options: dict[str, Any] = {"on_error": FailurePolicy(on_error, max_failures=100), "shuffle": True, "seed": 1}
+        options |= {"decode": in_rows, "batch_size": SIZE}
+        with (
+            Feeder(Stored(broken, slow), **options) as feeder,
+            Feeder(Stored(broken), limits=Limits(prefetch_batches=2), **options) as single,
+        ):
+            assert numbers(feeder) == numbers(single)
+            assert [each.key for each in feeder.failures] == [each.key for each in single.failures]
+
+
+def test_a_limit_on_memory_holds_where_groups_are_split() -> None:
+    """Batches whose reads become slow in a group neither wait for each other's memory nor for that of the group."""
+    nbytes = SIZE * (4 + 4)
+    limits = Limits(memory_bytes=24 * nbytes)
+    with Feeder(Stored(slow=400), decode=in_rows, batch_size=SIZE, limits=limits) as feeder:
+        assert [number for batch in numbers(feeder) for number in batch] == list(range(LENGTH))

@@ -193,12 +193,9 @@ def collate_plain(samples: list[Any]) -> Any:
 
 
 def _has_small_tensor(sample: Any) -> bool:
-    """Whether a sample, or a part of one that is a tuple, list or dict, is a plain tensor, and all of it is small."""
+    """Whether a sample, or a part of one that is a tuple, list or dict, is a tensor, and all of it is small."""
     parts = sample if type(sample) in (tuple, list) else sample.values() if type(sample) is dict else (sample,)
-    for part in parts:
-        if is_tensor(part) and as_array(part)[0] is not None:
-            return total_nbytes(sample) <= TOGETHER_BYTES
-    return False
+    return any(map(is_tensor, parts)) and total_nbytes(sample) <= TOGETHER_BYTES
 
 
 _NONE = "one is None"

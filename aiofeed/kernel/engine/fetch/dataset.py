@@ -40,8 +40,6 @@ class DatasetFetcher(Fetcher):
             those of the dataset. A call of ``__getitems__`` gets the seed of its first sample.
     """
 
-    reads_in_jobs = True
-
     def __init__(self, source: FromDataset, policy: FailurePolicy | None = None, *, own_process: bool = False) -> None:
         super().__init__(policy or FailurePolicy())
         self._source = source
@@ -55,6 +53,11 @@ class DatasetFetcher(Fetcher):
         self._warned = False
         limits = (self.policy.read_timeout_s, self.policy.decode_timeout_s)
         self.limit_s: float | None = sum(limit or 0.0 for limit in limits) or None
+
+    @property
+    def reads_in_jobs(self) -> bool:
+        """Always: the decode job requests the items."""
+        return True
 
     def new_builder(self, samples: int, lease: BufferLease) -> BatchBuilder:
         """Return a builder that may keep items until the batch is complete, as a ``DataLoader`` does."""

@@ -146,8 +146,6 @@ class Fetcher(ABC):
         policy: Retries, time limits, and whether the first failure ends a chunk.
     """
 
-    reads_in_jobs = False
-    """Whether decode jobs read all samples, so that one job may make several batches."""
     limit_s: float | None = None
     """Most seconds that ``decode`` may spend on one sample."""
     thread: ThreadHost | None = None
@@ -159,6 +157,11 @@ class Fetcher(ABC):
         self.policy = policy
         self.stop_at_error: bool = policy.action == "raise"
         self._sizer = JobSizer()
+
+    @property
+    def reads_in_jobs(self) -> bool:
+        """Whether decode jobs read all samples now, so that one job may make several batches."""
+        return False
 
     async def prepare(self, decode_pool: ThreadPool) -> None:
         """Do what the first batch depends on; called before each run.

@@ -98,8 +98,6 @@ class SourceFetcher(Fetcher):
         self._blocking_reader: BlockingReader | None = None
         if source.read_now is not None and self.policy.read_timeout_s is None:
             self._blocking_reader = BlockingReader(source.read_now, self.policy)
-            # Rows of a table, and windows of tokens, cost less than a change of threads.
-            self.reads_in_jobs: bool = source.traits.rows and source.answers_at_once
         self._decode_many = bound.decode_many_into if in_place else None
         # What is gathered is the batch, unless a decoder makes its samples.
         self._gets_batches = decoder is None
@@ -169,6 +167,13 @@ class SourceFetcher(Fetcher):
             raise sample
         return sample
 
+    @property
+    def reads_in_jobs(self) -> bool:
+        """Whether decode jobs read all samples now, so that one job may make several batches."""
+        # Rows of a table, and windows of tokens, cost less than a change of threads.
+        rows = self._blocking_reader is not None and self._source.traits.rows and self._source.answers_at_once
+        return rows or self._reads_inline()
+
     def _reads_inline(self) -> bool:
         """Return whether the decode job should read.
 
@@ -221,11 +226,13 @@ class SourceFetcher(Fetcher):
         assert self._blocking_reader is not None
         indices, first = [chunk.plan.indices[position] for position in positions], chunk.positions[0]
         encoded = self._blocking_reader.read(indices, chunk.outcome, chunk.control.stop)
-        if isinstance(encoded, Gathered) and len(positions) == len(chunk.values):
+        if len(positions) < len(chunk.values):
+            for position, value in zip(positions, encoded, strict=True):
+                chunk.values[position - first] = value
+        elif isinstance(encoded, Gathered):
             chunk.values = encoded
-            return
-        for position, value in zip(positions, encoded, strict=True):
-            chunk.values[position - first] = value
+        else:
+            chunk.values[:] = encoded
 
     def _decode_all(self, chunk: Chunk) -> Sequence[Exception | None] | None:
         """Decode a chunk into its rows in one call; returns the error of each sample, ``None`` where there is none.
@@ -238,9 +245,10 @@ class SourceFetcher(Fetcher):
             return None
         values: Any = chunk.values
         if not isinstance(values, Gathered):
-            if any(isinstance(value, BaseException) for value in values):
+            kinds = set(map(type, values))
+            if any(issubclass(kind, BaseException) for kind in kinds):
                 return None
-            values = [bytes(value.data) if type(value) is Uncopied else value for value in values]
+            values = [bytes(each.data) if type(each) is Uncopied else each for each in values] if Uncopied in kinds else [*values]
         assert isinstance(builder, RowBatchBuilder)
         plan, first, count = chunk.plan, chunk.positions[0], len(chunk.positions)
         seeds = [seed_of(plan, position) for position in chunk.positions] if self._takes_seed else None

@@ -45,17 +45,8 @@ class JobSizer:
         self._bytes += (per_sample - self._bytes) * (0.2 if self._bytes else 1.0)
 
     def observe(self, seconds: float, samples: int, cpu_s: float = 0.0) -> None:
-        """Update the average with the seconds that some samples took together, ``cpu_s`` of them on the processor.
-
-        If the samples are CPU-bound, only ``cpu_s`` counts. The rest is waiting for the GIL or for a core: counted as
-        work, it would make jobs smaller, which makes threads wait for each other even more.
-        """
-        # Waiting for the GIL or a core, counted as work, would make jobs smaller, and threads then wait even more.
-        if cpu_s > seconds * CPU_BOUND:
-            seconds = cpu_s
-        elif cpu_s > seconds * GIL_BOUND / self._threads:
-            seconds = max(cpu_s, GIL_COUNTS * seconds)
-        per_sample = seconds / max(samples, 1)
+        """Update the average with the seconds that some samples took together, ``cpu_s`` of them on the processor."""
+        per_sample = work_s(seconds, cpu_s, self._threads) / max(samples, 1)
         self.seconds += (per_sample - self.seconds) * (0.2 if self.seconds else 1.0)
 
     def job_sizes(self, threads: int) -> tuple[int, int]:
@@ -65,6 +56,17 @@ class JobSizer:
             return 1, FIRST_SAMPLES
         most_s = min(max(JOB_S, threads * JOB_THREAD_S), self.seconds * JOB_BYTES / max(self._bytes, 1.0))
         return max(1, int(min(LEAST_S, most_s) / self.seconds)), max(1, int(most_s / self.seconds))
+
+
+def work_s(seconds: float, cpu_s: float, threads: int) -> float:
+    """Return the seconds of a job that are work, if ``cpu_s`` of them were on the processor, beside so many threads.
+
+    If the samples are CPU-bound, only ``cpu_s`` counts. The rest is waiting for the GIL or for a core: counted as
+    work, it would make jobs smaller, which makes threads wait for each other even more.
+    """
+    if cpu_s > seconds * CPU_BOUND:
+        return cpu_s
+    return max(cpu_s, GIL_COUNTS * seconds) if cpu_s > seconds * GIL_BOUND / threads else seconds
 
 
 def batches_at_once(job_size: int, threads: int, batch_size: int, most_samples: float) -> int:
