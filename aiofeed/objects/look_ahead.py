@@ -23,6 +23,7 @@ from aiofeed.kernel.core.types import BatchPlan, Gathered
 from aiofeed.kernel.engine.fetch.fetcher import RunJob
 from aiofeed.kernel.runtime.buffers import HostBufferPool
 from aiofeed.kernel.sampling.epochs import EpochStart, Step
+from aiofeed.objects.reader import GAP_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -95,7 +96,7 @@ class LookAhead:
         soon_bytes = later_bytes = given_bytes = given = 0
         step: Step | None
         while True:
-            near, limit = self._reach(upcoming.mixed, threads, given_bytes)
+            near, limit = self._reach(upcoming, threads, given_bytes)
             most = BATCHES + min(GROWTH * given, self._limit_bytes // BATCH_BYTES)
             while not later or (soon_bytes + later_bytes < limit and len(soon) + len(later) < most):
                 if (step := next(steps, None)) is None:
@@ -103,7 +104,7 @@ class LookAhead:
                 upcoming.epoch += isinstance(step, EpochStart)
                 later.append((step, upcoming.note(step) if isinstance(step, BatchPlan) else 0))
                 later_bytes += later[-1][1]
-                near, limit = self._reach(upcoming.mixed, threads, given_bytes)
+                near, limit = self._reach(upcoming, threads, given_bytes)
             upcoming.is_full = soon_bytes + later_bytes >= limit
             while later and (not soon or (soon_bytes < near and len(soon) < most / SOON)):
                 step, nbytes = later.popleft()
@@ -122,18 +123,20 @@ class LookAhead:
             given += 1
             yield step
 
-    def _reach(self, mixed: int, threads: int, given_bytes: int) -> tuple[float, float]:
+    def _reach(self, upcoming: _UpcomingSamples, threads: int, given_bytes: int) -> tuple[float, float]:
         """Return the bytes of samples that are needed soon, and of all that are noted."""
+        shard_bytes = self._sample_bytes * len(self._source) / max(len(self._starts) - 1, 1)
         if not self._whole:
-            # It grows with the bytes read, so that the first batch does not wait for all of it.
-            limit = min(self._limit_bytes, GROWTH * given_bytes)
-            return limit / SOON, limit
+            # It grows with the bytes read, so that the first batch does not wait for all of it. If the samples of the
+            # noted shards are so near that reads join them, all of these are noted: what is between is read anyway.
+            limit, noted_bytes = min(self._limit_bytes, GROWTH * given_bytes), len(upcoming._groups) * shard_bytes
+            joins = limit * GAP_BYTES >= self._sample_bytes * noted_bytes
+            return limit / SOON, min(self._limit_bytes, max(limit, noted_bytes)) if joins else limit
         # Of shards that are read whole, those that the threads decode now and next, and all samples of these. The last
         # ones come when as many shards are read as one plan has samples of. Large shards are read one ahead, whatever
         # the limit: otherwise they would be read again and again.
-        shard_bytes = self._sample_bytes * len(self._source) / max(len(self._starts) - 1, 1)
         near = self.at_once(threads) * shard_bytes
-        limit = min(self._limit_bytes + 2 * shard_bytes, near + 2 * mixed * shard_bytes)
+        limit = min(self._limit_bytes + 2 * shard_bytes, near + 2 * upcoming.mixed * shard_bytes)
         return min(near, max(self._limit_bytes / 2, shard_bytes)), limit
 
     def at_once(self, threads: int) -> int:
