@@ -54,8 +54,8 @@ PART_BYTES = 8 << 20
 WHOLE_BYTES = 16 << 20
 # The parts of one object that are read at the same time.
 PARTS = 8
-# A body of so many bytes is memory of its own: obstore's HTTP client receives into buffers of at most 408 KB, and a view
-# of a smaller body would keep one of these.
+# A body of so many bytes is memory of its own: obstore's HTTP client receives into buffers of at most 408 KB, and a
+# view of a smaller body would keep one of these.
 OWN_BYTES = 512 << 10
 # How long a request is sent again after transient faults; the second, if no server has answered yet, because a wrong
 # host name and a network that is down look the same.

@@ -71,7 +71,7 @@ class GatheredWindows(Gathered):
 
     def __init__(self, tokens: int, dtype: np.dtype[Any], indices: Sequence[int], *_: object) -> None:
         super().__init__(len(indices))
-        self.nbytes: int = 0
+        self.nbytes: int = len(indices) * tokens * dtype.itemsize
         self._tokens = tokens
         self._dtype = dtype
         self._addresses = np.zeros(len(indices), np.int64)
@@ -84,7 +84,6 @@ class GatheredWindows(Gathered):
         """Add windows at their places, by their addresses in the memory of ranges."""
         self._addresses[places] = addresses
         self._ranges.append(ranges)
-        self.nbytes += len(places) * self._tokens * self._dtype.itemsize
 
     def windows(self, chosen: Any = slice(None)) -> NDArray[Any]:
         """Return windows, [n, tokens], by one gather from all ranges; what is between them is not read."""
