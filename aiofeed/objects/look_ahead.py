@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from aiofeed.kernel.core.types import BatchPlan, Gathered
 from aiofeed.kernel.engine.fetch.fetcher import RunJob
 from aiofeed.kernel.runtime.buffers import HostBufferPool
 from aiofeed.kernel.sampling.epochs import EpochStart, Step
+from aiofeed.objects.reader import GAP_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,6 +72,7 @@ class LookAhead:
         self.several: int = source.shards_per_read if self.gathers and source.gather_several else 0
         starts = source.shard_starts  # none if what is gathered says which shards its samples need
         self._starts: NDArray[np.int64] = np.asarray(() if starts is None else starts)
+        self._shard_bytes = self._sample_bytes * len(source) / max(len(self._starts) - 1, 1)
         self._upcoming = _UpcomingSamples(self, asyncio.to_thread, 1)
         self.memory: HostBufferPool = HostBufferPool(SPARE, limit_bytes)
         self._told = False
@@ -95,7 +97,7 @@ class LookAhead:
         soon_bytes = later_bytes = given_bytes = given = 0
         step: Step | None
         while True:
-            near, limit = self._reach(upcoming.mixed, threads, given_bytes)
+            near, limit = self._reach(upcoming, threads, given_bytes)
             most = BATCHES + min(GROWTH * given, self._limit_bytes // BATCH_BYTES)
             while not later or (soon_bytes + later_bytes < limit and len(soon) + len(later) < most):
                 if (step := next(steps, None)) is None:
@@ -103,7 +105,7 @@ class LookAhead:
                 upcoming.epoch += isinstance(step, EpochStart)
                 later.append((step, upcoming.note(step) if isinstance(step, BatchPlan) else 0))
                 later_bytes += later[-1][1]
-                near, limit = self._reach(upcoming.mixed, threads, given_bytes)
+                near, limit = self._reach(upcoming, threads, given_bytes)
             upcoming.is_full = soon_bytes + later_bytes >= limit
             while later and (not soon or (soon_bytes < near and len(soon) < most / SOON)):
                 step, nbytes = later.popleft()
@@ -122,18 +124,20 @@ class LookAhead:
             given += 1
             yield step
 
-    def _reach(self, mixed: int, threads: int, given_bytes: int) -> tuple[float, float]:
+    def _reach(self, upcoming: _UpcomingSamples, threads: int, given_bytes: int) -> tuple[float, float]:
         """Return the bytes of samples that are needed soon, and of all that are noted."""
+        shard_bytes = self._shard_bytes
         if not self._whole:
-            # It grows with the bytes read, so that the first batch does not wait for all of it.
-            limit = min(self._limit_bytes, GROWTH * given_bytes)
-            return limit / SOON, limit
+            # It grows with the bytes read, so that the first batch does not wait for all of it. If the samples of the
+            # noted shards are so near that reads join them, all of these are noted: what is between is read anyway.
+            limit, noted_bytes = min(self._limit_bytes, GROWTH * given_bytes), len(upcoming._groups) * shard_bytes
+            joins = limit * GAP_BYTES >= self._sample_bytes * noted_bytes
+            return limit / SOON, min(self._limit_bytes, max(limit, noted_bytes)) if joins else limit
         # Of shards that are read whole, those that the threads decode now and next, and all samples of these. The last
         # ones come when as many shards are read as one plan has samples of. Large shards are read one ahead, whatever
         # the limit: otherwise they would be read again and again.
-        shard_bytes = self._sample_bytes * len(self._source) / max(len(self._starts) - 1, 1)
         near = self.at_once(threads) * shard_bytes
-        limit = min(self._limit_bytes + 2 * shard_bytes, near + 2 * mixed * shard_bytes)
+        limit = min(self._limit_bytes + 2 * shard_bytes, near + 2 * upcoming.mixed * shard_bytes)
         return min(near, max(self._limit_bytes / 2, shard_bytes)), limit
 
     def at_once(self, threads: int) -> int:
@@ -214,8 +218,8 @@ class _UpcomingSamples:
         self._run = run
         self._source = ahead._source
         self.noted: dict[BatchPlan, _Noted] = {}
-        # For each epoch and shard the samples that will be read together: those at some positions of plans.
-        self._groups: dict[tuple[int, int], list[tuple[_Noted, NDArray[np.int64]]]] = {}
+        # For each epoch and shard the samples that will be read together.
+        self._groups: dict[tuple[int, int], list[_Group]] = defaultdict(list)
         self.epoch = 0
         """How many epochs have begun."""
         self.mixed = 0
@@ -250,11 +254,12 @@ class _UpcomingSamples:
         found = shards[order]
         if places is not None:
             order = places[order]
-        firsts = np.flatnonzero(np.diff(found, prepend=-1)).tolist()
+        ordered = indices[order]
+        firsts = [0, *((found[1:] != found[:-1]).nonzero()[0] + 1).tolist()][: len(found)]
         noted.numbers = found[firsts].tolist()
         self.mixed = max(self.mixed, len(firsts))
         for number, (first, end) in zip(noted.numbers, pairwise([*firsts, len(order)]), strict=True):
-            self._groups.setdefault((self.epoch, number), []).append((noted, order[first:end]))
+            self._groups[self.epoch, number].append((noted, order[first:end], ordered[first:end]))
         if new_gathered:
             return int(self._ahead._sample_bytes * len(indices))
         nbytes: int = sum(map(source.nbytes, indices.tolist()))
@@ -270,7 +275,7 @@ class _UpcomingSamples:
             groups = {number: self._groups.pop((noted.epoch, number)) for number in some}
             task = asyncio.get_running_loop().create_task(self._read_groups(groups))
             for number, group in groups.items():
-                for each, _ in group:
+                for each, *_ in group:
                     each.reads[number] = task
                 self.times[number] += 1
                 if self._ahead._whole and self.times[number] == OFTEN and self.mixed > 2 and self.is_full:
@@ -278,16 +283,18 @@ class _UpcomingSamples:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _read_groups(self, groups: Mapping[int, Sequence[tuple[_Noted, NDArray[np.int64]]]]) -> None:
+    async def _read_groups(self, groups: Mapping[int, list[_Group]]) -> None:
         """Read samples of a shard, or of several. If the source raises, the engine reads them when a batch begins."""
         async with self._turn:
-            targets = {number: [(noted.samples, places) for noted, places in group] for number, group in groups.items()}
+            targets = {
+                number: [(noted.samples, places) for noted, places, _ in group] for number, group in groups.items()
+            }
             [*_, (number, group)] = groups.items()
             try:
                 if self._ahead.several:
                     await self._source.gather_several(targets, self._run)
                     return
-                indices = np.concatenate([noted.indices[places] for noted, places in group])
+                indices = np.concatenate([some for *_, some in group])
                 if self._ahead.gathers:
                     await self._source.gather_ahead(indices, targets[number], self._run, number)
                     return
@@ -295,14 +302,16 @@ class _UpcomingSamples:
             except asyncio.CancelledError:
                 raise
             except BaseException:  # noqa: BLE001 - the user's source; SystemExit in a task would end the loop
-                for noted, _ in chain.from_iterable(groups.values()):
+                for noted, *_ in chain.from_iterable(groups.values()):
                     noted.failed = True
                 return
         if len(values) == len(indices):
             left = iter(values)
-            for noted, places in group:
+            for noted, places, _ in group:
                 for place in places.tolist():
                     noted.samples[place] = next(left)
 
 
 _UNREAD: Any = object()
+# Positions in a plan that is noted, and the indices of the samples there.
+_Group: TypeAlias = tuple[_Noted, "NDArray[np.int64]", "NDArray[np.int64]"]

@@ -54,6 +54,9 @@ PART_BYTES = 8 << 20
 WHOLE_BYTES = 16 << 20
 # The parts of one object that are read at the same time.
 PARTS = 8
+# A body of so many bytes is memory of its own: obstore's HTTP client receives into buffers of at most 408 KB, and a
+# view of a smaller body would keep one of these.
+OWN_BYTES = 512 << 10
 # How long a request is sent again after transient faults; the second, if no server has answered yet, because a wrong
 # host name and a network that is down look the same.
 RETRY_S = 60.0
@@ -201,8 +204,14 @@ class ObjectReader:
         return body
 
     async def read_ranges(
-        self, key: str, starts: Sequence[int], ends: Sequence[int], *, info: ObjectInfo | None = None
-    ) -> list[bytes]:
+        self,
+        key: str,
+        starts: Sequence[int],
+        ends: Sequence[int],
+        *,
+        info: ObjectInfo | None = None,
+        views: bool = False,
+    ) -> list[Any]:
         """Return the bytes from each start up to its end. Ranges that are close together are read by one request.
 
         Args:
@@ -210,6 +219,7 @@ class ObjectReader:
             starts: The first byte of each range.
             ends: The byte after the last one of each range.
             info: What ``head`` returned for the object.
+            views: Whether large ranges may be memoryviews of what was received, and of what lies between them.
 
         Raises:
             ValueError: A range ends before it starts.
@@ -225,14 +235,15 @@ class ObjectReader:
             buffers: Sequence[Any] = [await self._read_part(key, joined[0].start, joined[0].end, expected)]
         else:
             buffers = await self._read_parts(key, joined, expected)
-        data = [b""] * len(starts)
+        data: list[Any] = [b""] * len(starts)
         for part, buffer in zip(joined, buffers, strict=True):
-            if len(part.members) == 1:
+            view, first, copied = memoryview(buffer), part.start, not views or len(buffer) < OWN_BYTES
+            if copied and len(part.members) == 1:
                 data[part.members[0]] = bytes(buffer)
                 continue
-            view, first = memoryview(buffer), part.start
             for at in part.members:
-                data[at] = bytes(view[starts[at] - first : ends[at] - first])
+                found = view[starts[at] - first : ends[at] - first]
+                data[at] = bytes(found) if copied else found
         return data
 
     async def list(self, prefix: str = "") -> AsyncIterator[Page]:
@@ -306,7 +317,7 @@ class ObjectReader:
 
         bounds = [list(pairwise([*range(each.start, each.end, PART_BYTES), each.end])) for each in ranges]
         parts = iter(await run_all([read_part(start, end) for pairs in bounds for start, end in pairs]))
-        return [b"".join(islice(parts, len(pairs))) for pairs in bounds]
+        return [next(parts) if len(pairs) == 1 else b"".join(islice(parts, len(pairs))) for pairs in bounds]
 
     async def _read_part(self, key: str, start: int, end: int, expected: Expected) -> Any:
         options: dict[str, Any] = {"range": (start, end)}

@@ -285,7 +285,7 @@ class ParquetRows(Shards):
 
     async def _parts_of(self, shard: Shard, group: int, chosen: Sequence[int]) -> _PartsOfFile:
         ranges = self._chunks_of(shard, group, chosen)
-        parts = await shard.read(ranges)
+        parts = await shard.read(ranges, views=True)
         return _PartsOfFile(shard.size, {start: part for (start, _), part in zip(ranges, parts, strict=True)})
 
     def _chunks_of(self, shard: Shard, group: int, chosen: Sequence[int]) -> list[tuple[int, int]]:
@@ -407,9 +407,13 @@ class _PartsOfFile(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> bytes:
+        return bytes(self.read_buffer(size))
+
+    def read_buffer(self, size: int) -> memoryview:
+        """Return bytes without a copy, as pyarrow asks for them."""
         for start, part in self._parts.items():
             if start <= self._at and self._at + size <= start + len(part):
-                data = part[self._at - start : self._at - start + size]
+                data = memoryview(part)[self._at - start : self._at - start + size]
                 self._at += size
                 return data
         raise ValueError(f"bytes {self._at} to {self._at + size} belong to no column that is read")

@@ -88,14 +88,14 @@ class Shard:
         self.info = info = await self.reader.head(self.key)
         self.size, self.version = info.size, info.etag or str(info.modified)
 
-    async def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the bytes of ranges.
+    async def read(self, ranges: Sequence[tuple[int, int]], *, views: bool = False) -> list[Any]:
+        """Return the bytes of ranges; with ``views`` large ones may be memoryviews.
 
         Raises:
             OSError: The shard cannot be read, or has changed since it was opened.
         """
         starts, ends = zip(*ranges, strict=True)
-        return await self.reader.read_ranges(self.key, starts, ends, info=self.info)
+        return await self.reader.read_ranges(self.key, starts, ends, info=self.info, views=views)
 
     def read_now(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return the bytes of ranges of a file."""

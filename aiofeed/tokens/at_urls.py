@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import posixpath
+import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 # The ranges of a file whose windows shuffle="window" mixes, 16 of them by default, and of which the windows in the
 # look-ahead are read together.
 RANGE_BYTES = 4 << 20
+# What begins at an address.
+MEMORY = ctypes.c_byte * sys.maxsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +71,7 @@ class GatheredWindows(Gathered):
 
     def __init__(self, tokens: int, dtype: np.dtype[Any], indices: Sequence[int], *_: object) -> None:
         super().__init__(len(indices))
-        self.nbytes: int = 0
+        self.nbytes: int = len(indices) * tokens * dtype.itemsize
         self._tokens = tokens
         self._dtype = dtype
         self._addresses = np.zeros(len(indices), np.int64)
@@ -81,22 +84,15 @@ class GatheredWindows(Gathered):
         """Add windows at their places, by their addresses in the memory of ranges."""
         self._addresses[places] = addresses
         self._ranges.append(ranges)
-        self.nbytes += len(places) * self._tokens * self._dtype.itemsize
 
     def windows(self, chosen: Any = slice(None)) -> NDArray[Any]:
         """Return windows, [n, tokens], by one gather from all ranges; what is between them is not read."""
-        addresses, size = self._addresses[chosen], self._dtype.itemsize
-        low = int(addresses.min(initial=np.iinfo(np.int64).max))
-        places, unaligned = np.divmod(addresses - low, size)
-        if unaligned.any() or not len(places):
-            found = [self._memory(address, self._tokens) for address in addresses.tolist()]
-            return np.array(found).reshape(-1, self._tokens)
-        memory = self._memory(low, int(places.max()) + self._tokens)
-        return np.lib.stride_tricks.sliding_window_view(memory, self._tokens)[places]
-
-    def _memory(self, address: int, tokens: int) -> NDArray[Any]:
-        memory = (ctypes.c_byte * (tokens * self._dtype.itemsize)).from_address(address)
-        return np.frombuffer(memoryview(memory), self._dtype)
+        addresses = self._addresses[chosen]
+        low = int(addresses.min(initial=sys.maxsize))
+        places = addresses - low
+        # Rows that begin at each byte.
+        shape, memory = (int(places.max(initial=0)) + 1, self._tokens), MEMORY.from_address(low)
+        return np.ndarray(shape, self._dtype, memory, strides=(1, self._dtype.itemsize))[places]
 
 
 class RemoteTokens(Tokens, ParquetRows):
@@ -253,7 +249,7 @@ class RemoteTokens(Tokens, ParquetRows):
         if shard.extra.column is not None:
             return await run_all([self._join_batches(shard, *each) for each in zip(firsts, lasts, strict=True)])
         bounds = [(layout.offset + each * np.dtype(layout.dtype).itemsize).tolist() for each in (firsts, lasts)]
-        return await shard.reader.read_ranges(shard.key, *bounds, info=shard.info)
+        return await shard.reader.read_ranges(shard.key, *bounds, info=shard.info, views=True)
 
     async def _join_batches(self, shard: Shard, first: int, last: int) -> bytes:
         starts, parts = shard.extra.starts, []

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from itertools import chain
 from typing import Any
 
 from aiofeed.kernel.core.types import HostTensor
@@ -129,7 +130,7 @@ def total_nbytes(tree: Any) -> int:
     if type(tree) in _BUILT_IN:  # several times as fast as ``leaves``
         parts = [*tree.values()] if type(tree) is dict else tree
         if {*map(type, parts)} == {dict}:
-            parts = [leaf for part in parts for leaf in part.values()]
+            parts = [*chain.from_iterable(map(dict.values, parts))]
         return 0 if is_flat_plain(parts) else sum(map(total_nbytes, parts))
     is_leaf = type(tree).__module__ in _OF_LEAVES
     if not is_leaf and (isinstance(tree, tuple | list | Mapping) or is_dataclass_instance(tree)):

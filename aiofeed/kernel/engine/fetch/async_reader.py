@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 from aiofeed.kernel.core.faces import BaseSource
@@ -259,7 +260,7 @@ def total_bytes(samples: Sequence[Any]) -> int:
     if kinds == {tuple} and len(set(map(len, samples))) == 1:
         return sum(map(total_bytes, zip(*samples, strict=True)))  # 256 rows of a table: in a tenth of the time
     if kinds == {dict}:
-        return total_bytes([value for sample in samples for value in sample.values()])
+        return total_bytes([*chain.from_iterable(map(dict.values, samples))])
     return sum(map(nbytes, samples))
 
 
