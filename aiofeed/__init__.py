@@ -71,6 +71,8 @@ _HOMES: dict[str, dict[str, str]] = {
         "ZipShards": "aiofeed.shards.zip",
         "MDSShards": "aiofeed.shards.mds",
         "TFRecordShards": "aiofeed.shards.tfrecord",
+        "ArrayRecordShards": "aiofeed.shards.foreign.array_record",
+        "LitDataShards": "aiofeed.shards.foreign.litdata",
         "ParquetRows": "aiofeed.shards.parquet",
     },
     "Decode samples": {
@@ -208,13 +210,11 @@ def __getattr__(name: str) -> object:
         warnings.warn(f"aiofeed.{name} is now aiofeed.{moved}", DeprecationWarning, stacklevel=2)
         return getattr(import_module(f"aiofeed.{moved.partition('.')[0]}"), name)  # type: ignore[no-any-return]
     try:
-        module = import_module(_MODULES[name])
+        value: object = getattr(import_module(_MODULES[name]), name)
     except ModuleNotFoundError as error:
         if error.name != "PIL":
             raise
-        value: object = _without_pillow(name)
-    else:
-        value = getattr(module, name)
+        value = _without_pillow(name)
     globals()[name] = value
     return value
 

@@ -43,6 +43,8 @@ from aiofeed.reports.machine import device_report as device_report
 from aiofeed.resident.tensors import Tensors as Tensors
 from aiofeed.serving.attach import attach as attach
 from aiofeed.serving.serve import serve as serve
+from aiofeed.shards.foreign.array_record import ArrayRecordShards as ArrayRecordShards
+from aiofeed.shards.foreign.litdata import LitDataShards as LitDataShards
 from aiofeed.shards.mds import MDSShards as MDSShards
 from aiofeed.shards.parquet import ParquetRows as ParquetRows
 from aiofeed.shards.tar import TarShards as TarShards

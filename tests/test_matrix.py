@@ -137,7 +137,7 @@ def test_every_source_with_every_option(
     ways = {'engine="process"': Way({"engine": "process:1"}, order, True)}
     if group != "processes":
         ways = ways_of(len(made.samples), made.case.order) if group == "orders" else more_ways(made, tmp_path)
-    elif "obstore" not in made.case.needs:  # whose threads a fork lacks
+    elif {"obstore", "array_record"}.isdisjoint(made.case.needs):  # whose threads a fork lacks
         request.getfixturevalue("forked_workers")
     if "a Mixture with weights" in made.case.kinds:  # whose epochs stay as long, see test_mixture_tokens.py
         ways.pop("exclude=", None)

@@ -98,7 +98,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "TensorDataset from_numpy": "aiofeed.Tensors takes tensors",
         "DistributedSampler WeightedRandomSampler": "pass shard= or weights= to Feeder",
         "StatefulDataLoader": "aiofeed.DataLoader has state_dict() and load_state_dict()",
-        "StreamingDataset TFRecordDataset": "aiofeed.MDSShards and aiofeed.TFRecordShards read shards",
+        "StreamingDataset TFRecordDataset": "aiofeed.MDSShards, LitDataShards and TFRecordShards read shards",
     },
 }
 # Sources of paths, by their ends.

@@ -60,6 +60,7 @@ class ShardIndex:
         sizes: The bytes of each member's data in a zip file.
         crcs: The CRC-32 of each member's contents in a zip file.
         inflated: The bytes of each member's contents in a zip file.
+        read: Returns a sample, in place of its bytes, which are none.
     """
 
     starts: Unsigned
@@ -73,6 +74,7 @@ class ShardIndex:
     sizes: Unsigned | None = None
     crcs: Unsigned | None = None
     inflated: Unsigned | None = None
+    read: Any = None
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -262,3 +264,8 @@ def narrow(values: Any) -> Unsigned:
 def ranges_of(starts: Iterable[int], ends: Iterable[int]) -> ShardIndex:
     """Return the index of samples that have one range and no key."""
     return ShardIndex(narrow(np.array(starts, np.uint64)), narrow(np.array(ends, np.uint64)))
+
+
+def read_by(read: Any, count: int) -> ShardIndex:
+    """Return the index of samples that a function reads by their numbers."""
+    return ShardIndex(none := np.zeros(count, np.uint8), none, read=read)

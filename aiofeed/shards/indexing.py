@@ -99,8 +99,7 @@ async def beside(
         except (FileNotFoundError, PermissionError):  # S3 denies access to a key that does not exist
             continue
         try:
-            index = read(data, shard.size)
-            if index is None:
+            if (index := read(data, shard.size)) is None:
                 continue
             if len(index.ends) and int(index.ends.max()) > shard.size:
                 raise ValueError(f"it ends at byte {int(index.ends.max())}, the shard at byte {shard.size}")

@@ -7,11 +7,14 @@ and the samples; a sample is the sizes of its columns of variable size (uint32) 
 from __future__ import annotations
 
 import asyncio
+import bz2
 import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,8 +35,8 @@ _DTYPES = {
     **{8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32"},
     **{33: "int32", 34: "float32", 64: "uint64", 65: "int64", 66: "float64"},
 }
-# The names of compressions in pyarrow. It does not decompress bz2 in one call.
-_CODECS = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "snappy": "snappy"}
+# The names of compressions in pyarrow; Python decompresses bz2.
+_CODECS = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "snappy": "snappy", "bz2": "bz2"}
 # The offsets in a shard are uint32.
 _MOST_BYTES = 1 << 32
 
@@ -56,6 +59,24 @@ def _array(dtype: str, shape: str, data: bytes) -> Any:
     return np.frombuffer(data[at:], dtype).reshape(sizes).copy()  # torch warns of arrays that cannot be written
 
 
+def _image(data: bytes) -> Any:
+    """Return an image of Pillow, of its raw pixels after width, height, length of the mode and mode."""
+    from PIL import Image
+
+    width, height, length = np.frombuffer(data, "<u4", 3).tolist()
+    check_expanded("an image", width * height, len(data))
+    return Image.frombytes(data[12 : 12 + length].decode(), (width, height), data[12 + length :])
+
+
+def _list(decode: Callable[[bytes], Any], at: int, data: bytes) -> list[Any]:
+    """Return the items; ``at`` is where their number stands, before their sizes and themselves."""
+    count = int.from_bytes(data[at : at + 4], "little")
+    ends = [*accumulate(np.frombuffer(data, "<u4", count, at + 4).tolist(), initial=at + 4 + 4 * count)]
+    if ends[-1] != len(data):
+        raise ValueError(f"a list has {len(data)} bytes, by the sizes of its {count} items {ends[-1]}")
+    return [decode(data[start:end]) for start, end in pairwise(ends)]
+
+
 _DECODERS: dict[str, Callable[[bytes], Any]] = {
     "bytes": bytes,
     "jpeg": bytes,
@@ -64,7 +85,12 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
     "int": partial(int.from_bytes, byteorder="little", signed=True),
     "str_int": int,
     "str_float": float,
+    "str_decimal": lambda data: Decimal(data.decode()),
     "json": json.loads,
+    "pil": _image,
+    "list[pil]": partial(_list, _image, 4),
+    **dict.fromkeys(("list[jpeg]", "list[png]"), partial(_list, bytes, 4)),
+    **dict.fromkeys(("jpeg_array", "jpegarray"), partial(_list, bytes, 0)),
     **{dtype: partial(_scalar, dtype) for dtype in _DTYPES.values()},
 }
 
@@ -134,10 +160,11 @@ class CompressedShard(Shard):
 
     async def _decompressed(self) -> memoryview:
         [data] = await self.packed.read([(0, self.packed.size)])
-        decompress, codec = arrow().decompress, _CODECS[self.codec]
+        codec = _CODECS[self.codec]
+        unpack = bz2.BZ2Decompressor().decompress if codec == "bz2" else partial(arrow().decompress, codec=codec)
         try:
-            return memoryview(await asyncio.to_thread(decompress, data, self.unpacked_bytes, codec))
-        except (OSError, arrow().ArrowException) as error:
+            return memoryview(await asyncio.to_thread(unpack, data, self.unpacked_bytes))
+        except (OSError, ValueError, NotImplementedError) as error:  # those of pyarrow are subclasses
             raise ValueError(f"{self.packed.url}: its {self.codec} data are truncated or damaged: {error}") from None
 
 
@@ -146,12 +173,12 @@ class CompressedShard(Shard):
 class MDSShards(FieldShards):
     """Samples that MosaicML Streaming has written; the fields are the columns.
 
-    Columns of the encodings bytes, str, int, str_int, str_float, json, ndarray and of scalars have their values;
-    jpeg and png have the encoded bytes, for ``decode=``. Other encodings (pil, pickle, lists) are an error, unless
-    ``data`` leaves them out.
+    Columns of the encodings bytes, str, int, str_int, str_float, str_decimal, json, ndarray and of scalars have their
+    values, pil an image of Pillow; jpeg and png have the encoded bytes, for ``decode=``. list[pil], list[jpeg],
+    list[png] and jpeg_array are lists of these. pkl is an error, unless ``data`` leaves it out: it may run any code.
 
-    Shards compressed with zstd, gz, br or snappy are decompressed as a whole, and up to 256 MiB of them are kept:
-    ``shuffle="window"`` suits them, and an ``EncodedCache``. Needs ``pip install "aiofeed[parquet]"``.
+    Shards compressed with zstd, gz, br, snappy or bz2 are decompressed as a whole, and up to 256 MiB of them are kept:
+    ``shuffle="window"`` suits them, and an ``EncodedCache``. All but bz2 need ``pip install "aiofeed[parquet]"``.
 
     Args:
         urls: Folders with an ``index.json``, or these files: URLs or paths, one or a list.
@@ -165,8 +192,8 @@ class MDSShards(FieldShards):
     Raises:
         FileNotFoundError: There is no ``index.json``, or a shard is missing.
         ImportError: A shard is compressed, and pyarrow is not installed.
-        ValueError: A shard is compressed with bz2, truncated or damaged, a column does not exist or has another
-            encoding, or a URL cannot be read.
+        ValueError: A shard is truncated or damaged, a column does not exist or has another encoding, or a URL cannot be
+            read.
         OSError: A shard cannot be read.
     """
 
@@ -251,7 +278,5 @@ class MDSShards(FieldShards):
             return partial(_array, dtype, shape)
         if name not in (self._data or self._fields or self._encodings) and name not in self._target_fields:
             return bytes
-        raise ValueError(
-            f"MDSShards: the column {name!r} has the encoding {kind!r}, which is not read; choose other columns with "
-            f"data=[...]; there are {self._encodings}"
-        )
+        ways = f"choose other columns with data=[...]; there are {self._encodings}"
+        raise ValueError(f"MDSShards: the column {name!r} has the encoding {kind!r}, which is not read; {ways}")

@@ -32,8 +32,7 @@ def scan_tfrecord(size: int, target: Sequence[str] = ()) -> Scan:
     starts, at = array("Q"), 0
     while at < size:
         head = yield at, at + _HEAD.size
-        length = _length(head)
-        if length is None:
+        if (length := _length(head)) is None:
             if at:
                 raise ValueError(f"the TFRecord file is damaged or truncated: there is no record at byte {at}")
             raise ValueError("this is not a TFRecord file, or it is compressed and has no random access")

@@ -66,6 +66,13 @@ class Shard:
         return self.reader.is_local
 
     @property
+    def path(self) -> str:
+        """Its path; ``ValueError``: it is an object at a URL."""
+        if not self.local:
+            raise ValueError(f"only files are read in this format, not {self.url}: copy it, or mount the bucket")
+        return self.key
+
+    @property
     def url(self) -> str:
         """Its URL without credentials, or its path."""
         return self.reader.url(self.key)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import bz2
 import contextlib
 import gzip
 import importlib.util
+import io
 import json
 import pickle
 import sys
 import types
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from aiofeed import Feeder, MDSShards
 from aiofeed.shards import base
@@ -23,6 +27,8 @@ from aiofeed.shards.arrow import arrow
 from aiofeed.shards.mds import CompressedShard
 from tests.support.shard_files import write_mds
 
+# Written by MosaicML Streaming 0.13 with `make.py` beside it.
+DATA = Path(__file__).parents[1] / "data" / "mds" / "bz2"
 COLUMNS: dict[str, tuple[str, int | None]] = {"image": ("jpeg", None), "label": ("int", 8), "text": ("str", None)}
 
 
@@ -136,16 +142,15 @@ def compress(folder: Path, compression: str) -> None:
     for entry in index["shards"]:
         path = folder / entry["raw_data"]["basename"]
         name = "brotli" if codec == "br" else codec
-        data = (
-            gzip.compress(path.read_bytes()) if codec == "gz" else arrow.compress(path.read_bytes(), name).to_pybytes()
-        )
+        own = {"gz": gzip.compress, "bz2": bz2.compress}.get(codec)
+        data = own(path.read_bytes()) if own else arrow.compress(path.read_bytes(), name).to_pybytes()
         path.with_name(f"{path.name}.{codec}").write_bytes(data)
         path.unlink()
         entry |= {"compression": compression, "zip_data": {"basename": f"{path.name}.{codec}", "bytes": len(data)}}
     (folder / "index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("compression", ["zstd", "zstd:7", "gz", "br:11", "snappy"])
+@pytest.mark.parametrize("compression", ["zstd", "zstd:7", "gz", "br:11", "snappy", "bz2:9"])
 def test_compressed_shards(compression: str, folder: Path, read_all: Any) -> None:
     """Compressed shards have the samples, targets and fingerprint of the shards themselves."""
     expected = MDSShards(folder, "image", "label")
@@ -200,7 +205,8 @@ def test_damaged_compressed_shards(folder: Path, monkeypatch: pytest.MonkeyPatch
     for change, message in [
         ({"raw_data": raw | {"bytes": raw["bytes"] - 1}}, "its zstd data are truncated or damaged"),
         ({"raw_data": raw | {"bytes": 1 << 40}}, "reads less than 4 GiB"),
-        ({"compression": "bz2:9"}, "compressed with bz2; .* with zstd, gz, br, snappy"),
+        ({"compression": "bz2:9"}, "its bz2 data are truncated or damaged"),
+        ({"compression": "lz4"}, "compressed with lz4; .* with zstd, gz, br, snappy, bz2"),
         ({"compression": None}, "an entry of a shard: it is damaged"),
     ]:
         (folder / "index.json").write_text(_changed(index, **change))
@@ -226,23 +232,65 @@ def test_few_requests_open_a_folder(server: Any, folder: Path, read_all: Any) ->
     assert read_all(source) == [value(number) for number in range(20)]
 
 
+def test_images_lists_and_decimals(tmp_path: Path, read_all: Any) -> None:
+    """Images of raw pixels, lists of images and decimals have the values that were written; other sizes are errors."""
+    image, jpegs = Image.effect_noise((5, 3), 40), [b"one", b"", b"three"]
+    raw = np.array([5, 3, 1], "<u4").tobytes() + b"L" + image.tobytes()
+    sizes = np.array([3, 0, 5], "<u4").tobytes() + b"".join(jpegs)
+    many = bytes(4) + (2).to_bytes(4, "little") + np.array([len(raw)] * 2, "<u4").tobytes() + raw + raw
+    columns = {"a": "pil", "b": "list[pil]", "c": "list[jpeg]", "d": "list[png]", "e": "jpeg_array", "f": "str_decimal"}
+    number = (3).to_bytes(4, "little")
+    row = [raw, many, bytes(4) + number + sizes, bytes(8), number + sizes, b"-0.10"]
+    huge = np.array([1 << 31, 1 << 31, 1], "<u4").tobytes() + b"L"
+    damaged = [
+        [each if at != wrong else bad for at, each in enumerate(row)]
+        for wrong, bad in ((0, raw[:-1]), (0, huge), (1, many[:-1]), (2, b"\1" * 9), (4, number + sizes + b"x"))
+    ]
+    write_mds(tmp_path, [[row, *damaged]], {name: (kind, None) for name, kind in columns.items()})
+    found, *errors = read_all(MDSShards(tmp_path))
+    assert [each.tobytes() for each in (found["a"], *found["b"])] == [image.tobytes()] * 3
+    assert (found["a"].size, found["a"].mode) == ((5, 3), "L")
+    assert (found["c"], found["d"], found["e"], str(found["f"])) == (jpegs, [], jpegs, "-0.10")
+    assert all(isinstance(error, ValueError) and "shard.00000.mds" in str(error) for error in errors)
+
+
+def test_a_folder_that_mosaic_wrote(read_all: Any) -> None:
+    """A folder that MosaicML Streaming wrote, compressed with bz2, has the images, lists and decimals that it got."""
+    found = read_all(MDSShards(DATA))
+    for number, each in enumerate(found):
+        pixels = np.arange(6 * (number + 1), dtype=np.uint8).reshape(2, -1, 3)
+        assert np.array_equal(np.asarray(each["p"]), pixels)
+        assert [np.asarray(image).tolist() for image in each["lp"]] == [pixels[..., 0].tolist()] * number
+        assert [Image.open(io.BytesIO(data)).size for data in each["lj"]] == [(number + 1, 2)] * number
+        assert each["ja"] == [b"\xff\xd8\xff", b"2"]
+        assert each["sd"] == Decimal(number).scaleb(-2)
+    assert len(found) == 5
+
+
 @pytest.mark.integration
-def test_shards_of_mosaic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_all: Any) -> None:
+@pytest.mark.parametrize("compression", [None, "bz2", "zstd:3"])
+def test_shards_of_mosaic(compression: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_all: Any) -> None:
     """Shards that MosaicML Streaming writes have the values that it reads."""
     writer, reader = _mosaic(monkeypatch)
     arrays = {"fixed": "ndarray:float32:2,2", "typed": "ndarray:int64", "any": "ndarray"}
     columns = {"n": "int", "s": "str", "b": "bytes", "f": "float32", "u": "uint16", "si": "str_int", "j": "json"}
-    random = np.random.default_rng(0)
-    with writer(out=str(tmp_path / "out"), columns=columns | arrays, size_limit=2000) as out:
+    columns |= {"sd": "str_decimal", "p": "pil", "lp": "list[pil]"} | arrays
+    random, plain = np.random.default_rng(0), str(tmp_path / "plain")
+    with (
+        writer(out=plain, columns=columns, size_limit=2000) as out,
+        writer(out=str(tmp_path / "out"), columns=columns, size_limit=2000, compression=compression) as packed,
+    ):
         for number in range(50):
-            array = random.random((2, 2), np.float32)
+            array, picture = random.random((2, 2), np.float32), Image.effect_noise((number + 1, 2), 9)
             values = {"n": -number, "s": "ö" * number, "b": bytes(number), "f": number / 4, "u": number, "si": 1 << 70}
-            shapes = {"fixed": array, "typed": np.arange(number + 1), "any": np.ones((1, number + 1), np.uint8)}
-            out.write(values | {"j": {"a": [number]}} | shapes)
+            values |= {"sd": Decimal(number).scaleb(-1), "p": picture, "lp": [picture.convert("RGB")] * (number % 3)}
+            values |= {"fixed": array, "typed": np.arange(number + 1), "any": np.ones((1, number + 1), np.uint8)}
+            for each in (out, packed):
+                each.write(values | {"j": {"a": [number]}})
     found = read_all(MDSShards(tmp_path / "out"))
-    entries = json.loads((tmp_path / "out" / "index.json").read_text())["shards"]
+    entries = json.loads((tmp_path / "plain" / "index.json").read_text())["shards"]
     assert len(entries) > 3
-    shards = [reader.from_json(str(tmp_path / "out"), None, entry) for entry in entries]
+    shards = [reader.from_json(plain, None, entry) for entry in entries]
     expected = [shard.decode_sample(shard.get_sample_data(at)) for shard in shards for at in range(shard.samples)]
     np.testing.assert_equal(found, expected)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -234,6 +235,28 @@ def _records(folder: Path, _: Any) -> aiofeed.TFRecordShards:
     for at in (0, 6):
         (folder / f"{at}.tfrecord").write_bytes(tfrecord([row.tobytes() for row in X[at : at + 6]]))
     return aiofeed.TFRecordShards(f"{folder}/*.tfrecord")
+
+
+def _array_records(folder: Path, _: Any) -> aiofeed.ArrayRecordShards:
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    for at in (0, 6):
+        writer = ArrayRecordWriter(str(folder / f"{at}.array_record"), "group_size:1")
+        for row in X[at : at + 6]:
+            writer.write(row.tobytes())
+        writer.close()
+    return aiofeed.ArrayRecordShards(f"{folder}/*.array_record")
+
+
+def _litdata(folder: Path, _: Any) -> aiofeed.LitDataShards:
+    from litdata.streaming import Cache
+
+    cache = Cache(str(folder), chunk_size=5)
+    for number, row in enumerate(X):
+        cache[number] = {"x": row}
+    cache.done()
+    cache.merge()
+    return aiofeed.LitDataShards(folder)
 
 
 def _arrow(fixed: bool = True) -> Any:
@@ -477,3 +500,9 @@ EVERY_SOURCE: dict[str, EverySource] = {
     ),
 }
 """A new source is one line."""
+
+# Few machines have these packages, and a test of all pairs is skipped without one that a source needs.
+if importlib.util.find_spec("array_record"):
+    EVERY_SOURCE["ArrayRecordShards"] = S(_array_records, "encoded samples, shards", row_of, needs=("array_record",))
+if importlib.util.find_spec("litdata"):
+    EVERY_SOURCE["LitDataShards"] = S(_litdata, "samples of LitData, shards", None, _as_dicts, ("litdata",))

@@ -1,0 +1,1 @@
+"""Formats that the packages of others read."""

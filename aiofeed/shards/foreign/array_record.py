@@ -1,0 +1,43 @@
+"""``ArrayRecordShards``: ArrayRecord files, which Grain and TensorFlow Datasets use."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiofeed.kernel.core.types import public
+from aiofeed.kernel.core.validation import explain_arguments
+from aiofeed.shards.base import Shards
+from aiofeed.shards.index import read_by
+from aiofeed.shards.urls import Shard, Urls
+
+
+@public
+@explain_arguments()
+class ArrayRecordShards(Shards):
+    """Records in ArrayRecord files, as Grain reads them; a sample is the bytes of one record.
+
+    Read by ``pip install "aiofeed[array-record]"``, from several threads. Files written with ``group_size:1`` are read
+    record by record; of others, each record costs reading its group.
+
+    Args:
+        paths: Paths of files: a list, or one with braces or a glob, such as ``"train-*.array_record"``.
+
+    Raises:
+        ImportError: array-record is not installed.
+        FileNotFoundError: A file does not exist.
+        ValueError: A file is truncated, damaged or no ArrayRecord file, or is a URL.
+    """
+
+    def __init__(self, paths: Urls) -> None:
+        super().__init__(paths)
+
+    async def _index(self, shard: Shard) -> None:
+        try:
+            from array_record.python.array_record_data_source import ArrayRecordDataSource
+
+            records = await asyncio.to_thread(ArrayRecordDataSource, shard.path)
+        except ImportError as error:
+            raise ImportError('ArrayRecordShards needs array-record: pip install "aiofeed[array-record]"') from error
+        except RuntimeError as error:
+            raise ValueError(f"it is truncated, damaged or no ArrayRecord file: {error}") from error
+        shard.index = read_by(records.__getitem__, len(records))
