@@ -57,7 +57,7 @@ class ProgressFeed(Generic[BatchT]):
         except TypeError:  # a stream without a length
             batches = None
         if last is not None and batches is not None:
-            before += (epoch - first) * batches
+            before += max(epoch - first, 0) * batches
             batches *= last + 1 - first
         bar = session.bar
         if not isinstance(bar, EpochBar) or bar.name != self._name:

@@ -20,6 +20,13 @@ from typing import Any
 
 import pytest
 
+# The arrow keys, for `type`.
+LEFT, RIGHT = "\ue012", "\ue014"
+
+
+class BrowserError(Exception):
+    """What the driver says about a command."""
+
 
 class Browser:
     """One window. Scripts are bodies of functions: ``return`` gives their result."""
@@ -31,8 +38,11 @@ class Browser:
         data = json.dumps(body).encode()
         headers, method = {"Content-Type": "application/json"}, "POST" if command else "DELETE"
         request = urllib.request.Request(self.address + command, data, headers, method=method)
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return json.load(response)["value"]
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return json.load(response)["value"]
+        except urllib.error.HTTPError as error:
+            raise BrowserError(json.load(error)["value"]["message"]) from None
 
     def open(self, url: str, *, width: int, height: int = 900, dark: bool = False) -> None:
         """Load a page in a window of ``width`` x ``height`` pixels, for a user who prefers light or dark pages."""
@@ -100,8 +110,8 @@ def new_browser() -> Iterator[Browser]:
                 browser = Browser(f"http://127.0.0.1:{port}")
                 try:
                     started = browser._send("/session", capabilities={"alwaysMatch": options})
-                except urllib.error.HTTPError as error:  # for example without the libraries that it needs
-                    pytest.skip(f"the browser does not start: {error.read().decode()[:500]}")
+                except BrowserError as error:  # for example without the libraries that it needs
+                    pytest.skip(f"the browser does not start: {error}")
                 browser.address += f"/session/{started['sessionId']}"
                 try:
                     yield browser

@@ -171,12 +171,11 @@ class FeederSession(Generic[BatchT]):
             self.close_bar()
 
     def running_epoch(self) -> tuple[int, int, int, int | None]:
-        """Return the running epoch, its batches before this iterator, and the first and last epoch of ``epochs``."""
+        """Return the running epoch, its batches before this iterator, and the first and last epoch of a bar."""
         assert self._epoch is not None
         assert self._stream is not None
         start, schedule = self._epoch.start, self._stream.schedule
-        done = max(schedule.batches() - schedule.batches_left(start), 0)
-        return start.epoch, done, min(self._bar_from, start.epoch), self._last_epoch
+        return start.epoch, max(schedule.batches() - schedule.batches_left(start), 0), self._bar_from, self._last_epoch
 
     @property
     def rank(self) -> int:
