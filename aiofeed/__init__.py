@@ -46,6 +46,7 @@ _HOMES: dict[str, dict[str, str]] = {
         "reports.StepSample": "aiofeed.reports.step_samples",
         "reports.Explanation": "aiofeed.reports.explanation",
         "reports.Headroom": "aiofeed.reports.headroom",
+        "reports.Timeline": "aiofeed.reports.timeline",
         "exporters.PrometheusCollector": "aiofeed.exporters",
         "exporters.OpenTelemetryMetrics": "aiofeed.exporters",
         "device_report": "aiofeed.reports.machine",

@@ -7,3 +7,4 @@ from aiofeed.reports.explanation import Explanation as Explanation
 from aiofeed.reports.headroom import Headroom as Headroom
 from aiofeed.reports.machine import DeviceReport as DeviceReport
 from aiofeed.reports.step_samples import StepSample as StepSample
+from aiofeed.reports.timeline import Timeline as Timeline

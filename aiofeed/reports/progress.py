@@ -51,14 +51,14 @@ class ProgressFeed(Generic[BatchT]):
         iterator: Any = session.begin()
         if session.rank or not shows_progress():
             return iterator  # type: ignore[no-any-return]
-        epoch, before, last = session.running_epoch()
+        epoch, before, first, last = session.running_epoch()
         try:
             batches: int | None = self._batches()
         except TypeError:  # a stream without a length
             batches = None
         if last is not None and batches is not None:
-            before += epoch * batches
-            batches *= last + 1
+            before += max(epoch - first, 0) * batches
+            batches *= last + 1 - first
         bar = session.bar
         if not isinstance(bar, EpochBar) or bar.name != self._name:
             session.close_bar()
@@ -86,7 +86,7 @@ class _ShownEpoch:
         self._bar = bar
         self._before = before
         self._due = time.perf_counter() + BAR_EVERY_S
-        epoch, _, self._last = session.running_epoch()
+        epoch, _, _, self._last = session.running_epoch()
         self._epoch = "" if self._last is None else f"epoch {epoch + 1} of {self._last + 1}, "
         self._ends = self._last in (None, epoch)
         self._slots: Any = getattr(session.config.cache, "slots", None)

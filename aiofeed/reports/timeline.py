@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from aiofeed.kernel.core.statistics import Event
+from aiofeed.kernel.core.types import public_in
+from aiofeed.kernel.core.validation import counted
+from aiofeed.reports.explanation import format_seconds
 
-# The colours of what is in the lanes, from top to bottom.
+# The colours of what is in the lanes, from top to bottom, and their meaning.
 COLOURS = {
     "read": "#4c78a8",
     "decode": "#f58518",
@@ -24,11 +28,19 @@ COLOURS = {
     "wait": "#e45756",
     "step": "#bab0ac",
 }
+MEANINGS = {
+    "read": "reads from storage",
+    "decode": "samples are decoded, or a Dataset is called",
+    "collate": "samples become a batch",
+    "copy": "a batch goes to the device",
+    "wait": "the training waits for a batch",
+    "step": "the training uses a batch",
+}
 # Added to the number of this process, which torch's profiler uses for its lanes.
 PROCESSES = 1_000_000_000
 PICTURE_WIDTH = 1800
 LANE_HEIGHT = 18
-MARGIN = 190
+MARGIN, TOP = 190, 40
 
 
 @dataclass(frozen=True)
@@ -39,18 +51,35 @@ class Lane:
     events: Sequence[Event]
 
 
+@public_in("aiofeed.reports")
+class Timeline:
+    """What a feeder did in the last seconds, of ``Feeder.timeline``. A notebook shows it as a picture that zooms."""
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self._lanes = lanes
+
+    def __repr__(self) -> str:
+        return f"<Timeline: {title_of(self._lanes)}>"
+
+    def _repr_html_(self) -> str:
+        """Return a frame with the page, so that its styles and scripts are its own."""
+        page = as_html(self._lanes).replace("&", "&amp;").replace('"', "&quot;")
+        height = min(170 + len(self._lanes) * LANE_HEIGHT, 700)
+        return f'<iframe title="aiofeed" style="width: 100%; height: {height}px; border: 0" srcdoc="{page}"></iframe>'
+
+
 def write_timeline(
     events: deque[Event],
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None,
     *,
     seconds: float,
     merge: str | os.PathLike[str] | None = None,
-) -> None:
-    """Write the events of the last seconds.
+) -> Timeline:
+    """Write the events of the last seconds, and return them.
 
     Args:
         events: All events.
-        path: ``.json`` for a trace, ``.html`` or ``.png`` for a picture.
+        path: ``.json`` for a trace, ``.html`` or ``.png`` for a picture; ``None`` writes nothing.
         seconds: How far it goes back from the last event.
         merge: A trace of ``torch.profiler`` that the events are added to.
 
@@ -58,23 +87,27 @@ def write_timeline(
         ValueError: ``path`` has another suffix, ``merge`` is no trace, or there are no events.
         ImportError: A ``.png`` needs Pillow.
     """
-    path, merge = Path(path), None if merge is None else Path(merge)
+    path, merge = None if path is None else Path(path), None if merge is None else Path(merge)
     latest = sorted(events.copy(), key=lambda event: event[2])
     if not latest:
         raise ValueError("there is nothing to show: no batch was read, or the feeder was made with timeline=False")
     since = max(event[3] for event in latest) - seconds
     lanes = lanes_of([event for event in latest if event[3] >= since])
-    if path.suffix == ".json":
+    if path is not None and path.suffix == ".json":
         trace = new_trace(lanes) if merge is None else merged(json.loads(merge.read_text()), lanes, merge)
         path.write_text(json.dumps(trace))
     elif merge is not None:
-        raise ValueError(f"merge= makes a trace for Perfetto, so the path must end in .json, got {str(path)!r}")
+        got = "no path" if path is None else repr(str(path))
+        raise ValueError(f"merge= makes a trace for Perfetto, so the path must end in .json, got {got}")
+    elif path is None:
+        pass
     elif path.suffix == ".html":
         path.write_text(as_html(lanes), encoding="utf-8")
     elif path.suffix == ".png":
         draw_png(lanes, path)
     else:
         raise ValueError(f"a timeline is .json for Perfetto, .html or .png for a picture, got {str(path)!r}")
+    return Timeline(lanes)
 
 
 def lanes_of(events: Sequence[Event]) -> list[Lane]:
@@ -178,58 +211,70 @@ class Box:
     top: float
     width: float
     height: float
-    colour: str
+    what: str
     text: str
+
+
+def span_of(lanes: Sequence[Lane]) -> tuple[float, float]:
+    """Return the begin of the first event, and the seconds to the end of the last one."""
+    first = min(lane.events[0][2] for lane in lanes)
+    return first, max(max(event[3] for lane in lanes for event in lane.events) - first, 1e-9)
 
 
 def boxes_of(lanes: Sequence[Lane]) -> list[Box]:
     """Return the rectangles of all events."""
-    first = min(lane.events[0][2] for lane in lanes)
-    last = max(event[3] for lane in lanes for event in lane.events)
-    scale = (PICTURE_WIDTH - MARGIN - 10) / max(last - first, 1e-9)
+    first, seconds = span_of(lanes)
+    scale = (PICTURE_WIDTH - MARGIN - 10) / seconds
     boxes = []
     for number, lane in enumerate(lanes):
         for what, _, began, ended, batch, samples, nbytes in lane.events:
             text = f"{what} of batch {batch}: {(ended - began) * 1e3:.2f} ms, {samples} samples"
             text += f", {nbytes / 1e6:.2f} MB" if nbytes else ""
-            left, width = MARGIN + (began - first) * scale, max((ended - began) * scale, 0.5)
-            boxes.append(Box(left, 40 + number * LANE_HEIGHT, width, LANE_HEIGHT - 3, COLOURS[what], text))
+            left, width = MARGIN + (began - first) * scale, (ended - began) * scale
+            boxes.append(Box(left, TOP + number * LANE_HEIGHT, width, LANE_HEIGHT - 3, what, text))
     return boxes
 
 
 def ticks_of(lanes: Sequence[Lane]) -> list[tuple[float, str]]:
     """Return the positions and texts of the time axis: five to ten of a round number of seconds."""
-    first = min(lane.events[0][2] for lane in lanes)
-    seconds = max(event[3] for lane in lanes for event in lane.events) - first
+    seconds = span_of(lanes)[1]
     step = 10.0 ** len(str(int(seconds))) if seconds >= 1 else 1.0
     while seconds / step < 5:
         step /= 2 if str(step).lstrip("0.").startswith(("1", "2")) else 2.5
-    scale = (PICTURE_WIDTH - MARGIN - 10) / max(seconds, 1e-9)
+    scale = (PICTURE_WIDTH - MARGIN - 10) / seconds
     return [(MARGIN + at * step * scale, f"{at * step:g} s") for at in range(int(seconds / step) + 1)]
 
 
+def title_of(lanes: Sequence[Lane]) -> str:
+    """Return the batches that a training took, the time of all events, and the share that the training waited."""
+    took: dict[str, list[float]] = {what: [] for what in COLOURS}
+    for lane in lanes:
+        for what, _, began, ended, *_ in lane.events:
+            took[what].append(ended - began)
+    waiting = sum(took["wait"]) / max(sum(took["wait"]) + sum(took["step"]), 1e-9)
+    return f"{counted(len(took['wait']), 'batch')} in {format_seconds(span_of(lanes)[1])}, waiting {waiting:.0%}"
+
+
 def as_html(lanes: Sequence[Lane]) -> str:
-    """Return a page with the picture as SVG; the pointer shows the figures of an event."""
-    height = 50 + len(lanes) * LANE_HEIGHT
-    parts = [
-        f'<text x="{MARGIN - 8}" y="{40 + number * LANE_HEIGHT + 12}" text-anchor="end">{escape(lane.name)}</text>'
-        for number, lane in enumerate(lanes)
+    """Return the page: timeline.html with the picture as SVG, the same pixels as of the image, without the margins."""
+    events = [
+        f"<rect class={box.what} x={box.left:.4f} y={box.top - TOP:g} width={box.width:.4f} height={box.height:g}>"
+        f"<title>{escape(box.text)}</title></rect>"
+        for box in boxes_of(lanes)
     ]
-    for left, text in ticks_of(lanes):
-        parts.append(f'<line x1="{left:.1f}" x2="{left:.1f}" y1="34" y2="{height}" stroke="#8884"/>')
-        parts.append(f'<text x="{left:.1f}" y="30">{text}</text>')
-    for box in boxes_of(lanes):
-        shape = f'x="{box.left:.2f}" y="{box.top}" width="{box.width:.2f}" height="{box.height}" fill="{box.colour}"'
-        parts.append(f"<rect {shape}><title>{escape(box.text)}</title></rect>")
-    legend = " ".join(f'<span style="color:{colour}">&#9632;</span> {what}' for what, colour in COLOURS.items())
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>aiofeed</title>
-<style>:root {{ color-scheme: light dark; }} body {{ font: 13px sans-serif; }}
-text {{ font: 12px sans-serif; fill: currentColor; }} div {{ overflow-x: auto; }}</style></head>
-<body><h1>aiofeed</h1><p>{legend}</p>
-<div><svg width="{PICTURE_WIDTH}" height="{height}" viewBox="0 0 {PICTURE_WIDTH} {height}">{"".join(parts)}</svg></div>
-</body></html>
-"""
+    parts = {
+        "title": title_of(lanes),
+        "colours": "\n".join(f".{what} {{ --colour: {colour}; }}" for what, colour in COLOURS.items()),
+        "legend": "".join(f"<li class={what}>{what}: {MEANINGS[what]}" for what in COLOURS),
+        "names": "".join(f"<div>{escape(lane.name)}</div>" for lane in lanes),
+        "left": MARGIN,
+        "width": PICTURE_WIDTH - MARGIN - 10,
+        "height": len(lanes) * LANE_HEIGHT,
+        "seconds": span_of(lanes)[1],
+        "events": "".join(events),
+    }
+    page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    return re.sub(r"\[(\w+)\]", lambda part: str(parts.get(part[1], part[0])), page)
 
 
 def draw_png(lanes: Sequence[Lane], path: Path) -> None:
@@ -249,7 +294,7 @@ def draw_png(lanes: Sequence[Lane], path: Path) -> None:
         draw.line((at, 34, at, image.height), fill="#dddddd")
         draw.text((at, 22), text, fill="black")
     for number, lane in enumerate(lanes):
-        draw.text((8, 40 + number * LANE_HEIGHT + 2), lane.name, fill="black")
+        draw.text((8, TOP + number * LANE_HEIGHT + 2), lane.name, fill="black")
     for box in boxes_of(lanes):
-        draw.rectangle((box.left, box.top, box.left + box.width, box.top + box.height), fill=box.colour)
+        draw.rectangle((box.left, box.top, box.left + box.width, box.top + box.height), fill=COLOURS[box.what])
     image.save(path)

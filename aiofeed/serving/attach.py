@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from aiofeed.kernel.core.faces import BaseDevice
     from aiofeed.reports.explanation import Explanation
+    from aiofeed.reports.timeline import Timeline
 
 log: logging.Logger = logging.getLogger("aiofeed.feeder")
 
@@ -188,13 +189,18 @@ class AttachedFeed:
         return explanation
 
     def timeline(
-        self, path: str | os.PathLike[str], *, seconds: float = 10.0, merge: str | os.PathLike[str] | None = None
-    ) -> None:
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        seconds: float = 10.0,
+        merge: str | os.PathLike[str] | None = None,
+    ) -> Timeline:
         """Write when copies, waits and steps of this process took place; arguments and errors of ``Feeder.timeline``.
 
         The server's feeder has the reads and decode jobs; ``merge`` its timeline to see both.
         """
-        load_addon("write_timeline", "timeline()")(self._events, path, seconds=seconds, merge=merge)
+        write_timeline = load_addon("write_timeline", "timeline()")
+        return write_timeline(self._events, path, seconds=seconds, merge=merge)  # type: ignore[no-any-return]
 
     def state_dict(self) -> dict[str, Any]:
         """Not supported.

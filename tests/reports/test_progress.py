@@ -208,6 +208,28 @@ class TestBar:
         assert "| 9/18" in terminal.lines[0]
         assert "| 18/18" in terminal.lines[-1]
 
+    @pytest.mark.parametrize("left", [False, True])
+    def test_another_run(self, terminal: Terminal, left: bool) -> None:
+        """A run after another one in the same process has a bar of its own epochs; the text has their numbers."""
+        feeder = new_feeder()
+        for epoch in feeder.epochs(2):
+            for _ in feeder.progress():
+                if left and epoch == 1:
+                    break
+        terminal.clear()
+        for _ in feeder.epochs(4):
+            for _ in feeder.progress():
+                pass
+        assert "| 0/12 [" in terminal.lines[0]
+        assert re.search(r"100%\|.*\| 12/12 \[.*epoch 4 of 4, ", terminal.lines[-1])
+        assert any(re.search(r"\| 1/12 \[.*epoch 3 of 4, ", line) for line in terminal.lines)
+        terminal.clear()
+        feeder.set_epoch(0)
+        for _ in feeder.epochs(1):
+            for _ in feeder.progress():
+                pass
+        assert ("| 0/6 [" in terminal.lines[0], "| 6/6 [" in terminal.lines[-1]) == (True, True)
+
     def test_epochs_that_are_left(self, terminal: Terminal) -> None:
         """A `break` out of the loop of epochs closes the bar."""
         feeder = new_feeder()

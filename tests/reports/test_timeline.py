@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import time
 from collections import deque
+from collections.abc import Iterator
+from html import unescape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,8 @@ from PIL import Image
 
 import aiofeed
 from aiofeed.kernel.core.statistics import EVENTS, Event
-from aiofeed.reports.timeline import lanes_of, ticks_of, write_timeline
+from aiofeed.reports.timeline import MEANINGS, lanes_of, ticks_of, write_timeline
+from tests.support.browser import LEFT, RIGHT, Browser, new_browser
 from tests.support.number_decoders import scalar
 from tests.support.simulated_device import SimulatedDevice
 
@@ -138,7 +142,8 @@ def test_an_attached_process_has_its_own_steps(files: aiofeed.Files, tmp_path: P
         for _ in attached:
             pass
         server = trace_of(feeder, tmp_path / "server.json")
-        attached.timeline(tmp_path / "both.json", merge=tmp_path / "server.json")
+        shown = attached.timeline(tmp_path / "both.json", merge=tmp_path / "server.json")
+        assert "12 batches in " in shown._repr_html_()
         attached.close()
     both = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     added = both[len(server) :]
@@ -178,14 +183,117 @@ def test_pictures(files: aiofeed.Files, tmp_path: Path) -> None:
             pass
         feeder.timeline(tmp_path / "t.html")
         feeder.timeline(str(tmp_path / "t.png"))
-    page = (tmp_path / "t.html").read_text()
+    page = (tmp_path / "t.html").read_text(encoding="utf-8")
     assert page.count("<rect") >= SAMPLES // BATCH * 5
     assert "decode of batch 0:" in page
     assert "src=" not in page
+    assert re.search(r"<title>aiofeed: 12 batches in \d[\d.]* m?s, waiting \d+%</title>", page)
+    for what, meaning in MEANINGS.items():
+        assert f"<li class={what}>{what}: {meaning}" in page
+    assert not re.search(r"\[(title|colours|legend|names|left|width|height|seconds|events)\]", page)
     with Image.open(tmp_path / "t.png") as image:
         colours = image.convert("RGB").getcolors()
     assert colours is not None
     assert len(colours) > 4
+
+
+def test_a_notebook_shows_it(files: aiofeed.Files, tmp_path: Path) -> None:
+    """The result of a call, with a file or without, is the page in a frame; later batches are not in it."""
+    with new_feeder(files) as feeder:
+        for _ in feeder:
+            pass
+        shown, written = feeder.timeline(), feeder.timeline(tmp_path / "t.html")
+        for _ in feeder:
+            pass
+        later = feeder.timeline()
+    [page] = re.findall(r' srcdoc="([^"]*)"></iframe>$', shown._repr_html_())
+    assert unescape(page.replace("&amp;", "&#38;")) == (tmp_path / "t.html").read_text(encoding="utf-8")
+    assert written._repr_html_() == shown._repr_html_()
+    assert re.fullmatch(r"<Timeline: 12 batches in \d[\d.]* m?s, waiting \d+%>", repr(shown))
+    assert repr(later).startswith("<Timeline: 24 batches in ")
+
+
+VIEW = "return document.querySelector('svg').getAttribute('viewBox').split(' ').map(Number)"
+TOLD = "return document.querySelector('output').textContent"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with new_browser() as found:
+        yield found
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> str:
+    """The address of a page with eight events of 100 ms, one after the other, and some of ten other threads."""
+    events: deque[Event] = deque(("step", "training", n / 10, (n + 1) / 10, n, 8, 0) for n in range(8))
+    events += [
+        ("decode", f"aiofeed-a-thread-with-a-long-name-{n}", n / 20, n / 20 + 0.01, n, 8, 100) for n in range(10)
+    ]
+    write_timeline(events, tmp_path / "t.html", seconds=9.0)
+    return (tmp_path / "t.html").as_uri()
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [390, 1400])
+def test_the_page_fits_the_window(browser: Browser, page: str, width: int, dark: bool) -> None:
+    """Nothing is beyond the edge of a telephone or a screen; the events have most of the width, in both modes."""
+    browser.open(page, width=width, dark=dark)
+    assert browser.run("return document.documentElement.scrollWidth") == width
+    assert browser.run("return document.querySelector('svg').clientWidth") > 0.6 * width
+    edges = (
+        "return [...document.querySelectorAll('h1, li, output, .names div')].map(e => e.getBoundingClientRect().right)"
+    )
+    assert max(browser.run(edges)) <= width
+    ticks = browser.run("return [...document.querySelectorAll('.ticks span')].map(tick => tick.textContent)")
+    assert 3 <= len(ticks) <= 20
+    assert (ticks[0], {tick.split()[1] for tick in ticks}) == ("0 ms", {"ms"})
+    ground = browser.run("return getComputedStyle(document.querySelector('output')).backgroundColor")
+    assert (ground == "rgb(255, 255, 255)") != dark
+
+
+def test_wheel_and_keys_zoom(browser: Browser, page: str) -> None:
+    """What is below the pointer stays there; keys zoom in the middle, move, and show all; never beyond the ends."""
+    browser.open(page, width=1400)
+    whole = browser.run(VIEW)
+    left, top = browser.run("const box = document.querySelector('svg').getBoundingClientRect(); return [box.x, box.y]")
+    place = (round(left + 400), round(top + 30))
+    below = "return document.elementFromPoint(arguments[0], arguments[1]).textContent"
+    before = browser.run(below, *place)
+    browser.turn_wheel(*place, -300)
+    assert browser.run(VIEW)[2] == pytest.approx(whole[2] / 2)
+    assert browser.run(below, *place) == before
+    browser.turn_wheel(*place, 3000)
+    assert browser.run(VIEW) == pytest.approx(whole)
+    browser.type("++")
+    assert browser.run(VIEW)[::2] == pytest.approx([whole[0] + whole[2] * 3 / 8, whole[2] / 4])
+    browser.type(LEFT)
+    assert browser.run(VIEW)[::2] == pytest.approx([whole[0] + whole[2] * (3 / 8 - 0.05), whole[2] / 4])
+    browser.type(RIGHT * 30)
+    assert browser.run(VIEW)[::2] == pytest.approx([whole[0] + whole[2] * 3 / 4, whole[2] / 4])
+    browser.type("-0")
+    assert browser.run(VIEW) == pytest.approx(whole)
+    browser.type("+" * 30)
+    assert browser.run(VIEW)[2] == pytest.approx(whole[2] / 1e5)
+
+
+def test_fingers_zoom_move_and_tell(browser: Browser, page: str) -> None:
+    """Two fingers apart zoom in, one moves the picture, and a tap shows the figures of an event."""
+    browser.open(page, width=390)
+    whole = browser.run(VIEW)
+    left, bottom = browser.run(
+        "const box = document.querySelector('svg').getBoundingClientRect(); return [box.x, box.bottom]"
+    )
+    x, y = round(left), round(bottom) - 9
+    browser.touch([(x + 20, y), (x + 20, y)])
+    assert browser.run(TOLD) == "step of batch 0: 100.00 ms, 8 samples"
+    browser.touch([(x + 120, y), (x + 70, y)], [(x + 160, y), (x + 210, y)])
+    zoomed = browser.run(VIEW)
+    assert zoomed[2] < whole[2] / 2
+    browser.touch([(x + 100, y), (x + 150, y)])
+    moved = browser.run(VIEW)
+    assert moved[2] == pytest.approx(zoomed[2])
+    assert moved[0] < zoomed[0]
 
 
 def test_seconds_and_the_size_of_the_buffer(files: aiofeed.Files, tmp_path: Path) -> None:
@@ -205,21 +313,22 @@ def test_seconds_and_the_size_of_the_buffer(files: aiofeed.Files, tmp_path: Path
     ("path", "merge", "error", "message"),
     [
         ("t.txt", None, ValueError, "a timeline is .json for Perfetto, .html or .png"),
-        ("t.html", "t.json", ValueError, "must end in .json"),
+        ("t.html", "t.json", ValueError, "must end in .json, got '.*t.html'"),
+        (None, "t.json", ValueError, "must end in .json, got no path"),
         ("t.json", "list.json", ValueError, "is no trace of torch.profiler"),
         ("t.json", "missing.json", FileNotFoundError, "missing.json"),
         ("no/folder/t.json", None, FileNotFoundError, "no/folder"),
     ],
 )
 def test_errors(
-    files: aiofeed.Files, tmp_path: Path, path: str, merge: str | None, error: type[Exception], message: str
+    files: aiofeed.Files, tmp_path: Path, path: str | None, merge: str | None, error: type[Exception], message: str
 ) -> None:
     """They name the file."""
     (tmp_path / "list.json").write_text("[1]")
     with new_feeder(files) as feeder:
         next(iter(feeder))
         with pytest.raises(error, match=message):
-            feeder.timeline(tmp_path / path, merge=None if merge is None else tmp_path / merge)
+            feeder.timeline(path and tmp_path / path, merge=merge and tmp_path / merge)
 
 
 def test_it_can_be_turned_off(files: aiofeed.Files, tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ def read_reports(feeder: aiofeed.Feeder[Any]) -> Mapping[str, float]:
     assert_type(explanation, aiofeed.reports.Explanation)
     assert_type(explanation.verdict, str)
     assert_type([stage.name for stage in explanation.stages], list[str])
-    feeder.timeline(Path("epoch.json"), seconds=5)
+    assert_type(feeder.timeline(Path("epoch.json"), seconds=5), aiofeed.reports.Timeline)
     aiofeed.exporters.PrometheusCollector({"train": feeder})
     aiofeed.exporters.OpenTelemetryMetrics(feeder)
     FeederMonitor(feeder)
@@ -320,7 +320,7 @@ def make_mistakes() -> None:
     aiofeed.Files(["a"], target=[1])  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     aiofeed.prefetch([rows], devise="cpu")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
     image_batches = aiofeed.Feeder(folder, decode=decode, batch_size=2)
-    image_batches.timeline()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    image_batches.timeline(merge=3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     image_batches.progress(3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     print(next(iter(image_batches)).shape)  # type: ignore[attr-defined]  # pyright: ignore
     aiofeed.Feeder(folder, decode=decode, transform=3)  # type: ignore[call-overload]  # pyright: ignore

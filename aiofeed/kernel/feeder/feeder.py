@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from aiofeed.reports.headroom import Headroom
     from aiofeed.reports.progress import ProgressFeed
     from aiofeed.reports.step_samples import StepSample
+    from aiofeed.reports.timeline import Timeline
     from aiofeed.resident.tensors import Tensors
     from aiofeed.streams.stream import Stream
     from aiofeed.tables.table import Table
@@ -593,13 +594,19 @@ class Feeder(Generic[BatchT]):
         return self._session.statistics(total)
 
     def timeline(
-        self, path: str | os.PathLike[str], *, seconds: float = 10.0, merge: str | os.PathLike[str] | None = None
-    ) -> None:
-        """Write when reads, decode jobs, copies, waits and steps took place in the last seconds.
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        seconds: float = 10.0,
+        merge: str | os.PathLike[str] | None = None,
+    ) -> Timeline:
+        """Write when reads, decode jobs, copies, waits and steps took place in the last seconds, and return it.
+
+        A notebook shows the result as a picture.
 
         Args:
             path: ``.json`` is a trace for https://ui.perfetto.dev or chrome://tracing, with arrows that follow each
-                batch; ``.html`` and ``.png`` are pictures.
+                batch; ``.html`` is a picture that zooms, ``.png`` one that does not. ``None`` writes no file.
             seconds: How far it goes back, at most to the last 20,000 events.
             merge: A trace of ``torch.profiler``, or a timeline of another process, that becomes part of the ``.json``.
 
@@ -608,7 +615,7 @@ class Feeder(Generic[BatchT]):
             OSError: A file cannot be read or written.
         """
         write_timeline = _load_addon("write_timeline", "feeder.timeline()")
-        write_timeline(self._order.events, path, seconds=seconds, merge=merge)
+        return write_timeline(self._order.events, path, seconds=seconds, merge=merge)  # type: ignore[no-any-return]
 
     def explain(self, *, ranks: bool = False) -> Explanation:
         """Explain where the time of the current or last epoch went: ``print(feeder.explain())``.

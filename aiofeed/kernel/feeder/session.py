@@ -88,9 +88,10 @@ class FeederSession(Generic[BatchT]):
         self._iterator: weakref.ref[FeedIterator[BatchT]] | None = None
         self._epoch: EpochProgress | None = None
         self._first: EpochStart | None = None
-        # Epochs completed one after the other, and the last epoch of a running `epochs`.
+        # Epochs completed one after the other, and of a running `epochs` its last epoch and the first one of its bar.
         self._completed_in_a_row = 0
         self._last_epoch: int | None = None
+        self._bar_from = 0
         # Whether no epoch so far was chosen, and of none more than a batch was taken, to look at it.
         self._only_looks = self.checkpoint.next_position() == Position()
         # The batches that running steps will take from the next iterator on.
@@ -156,6 +157,8 @@ class FeederSession(Generic[BatchT]):
                 "more write feeder.epochs(%d); to begin again, call feeder.set_epoch(0) before it",
                 *(n, left, epoch, n, epoch + n),
             )
+        # A bar begins where a state was saved. Another run in the same process begins at 0.
+        self._bar_from = 0 if chosen else epoch
         try:
             while epoch <= last:
                 self._last_epoch = last
@@ -167,12 +170,12 @@ class FeederSession(Generic[BatchT]):
             self._last_epoch = None
             self.close_bar()
 
-    def running_epoch(self) -> tuple[int, int, int | None]:
-        """Return the running epoch, its batches before this iterator, and the last epoch of ``epochs``."""
+    def running_epoch(self) -> tuple[int, int, int, int | None]:
+        """Return the running epoch, its batches before this iterator, and the first and last epoch of a bar."""
         assert self._epoch is not None
         assert self._stream is not None
         start, schedule = self._epoch.start, self._stream.schedule
-        return start.epoch, max(schedule.batches() - schedule.batches_left(start), 0), self._last_epoch
+        return start.epoch, max(schedule.batches() - schedule.batches_left(start), 0), self._bar_from, self._last_epoch
 
     @property
     def rank(self) -> int:
