@@ -146,6 +146,17 @@ class CompressedShard(Shard):
 class MDSShards(FieldShards):
     """Samples that MosaicML Streaming has written; the fields are the columns.
 
+    Example:
+        ```python
+        import aiofeed
+
+        shards = aiofeed.MDSShards("mds", data="image", target="label")
+        decode = aiofeed.DecodeImage(size=224)
+        feeder = aiofeed.Feeder(shards, decode=decode, batch_size=4, shuffle="window")
+        for images, labels in feeder:
+            print(images.shape, labels)
+        ```
+
     Columns of the encodings bytes, str, int, str_int, str_float, json, ndarray and of scalars have their values;
     jpeg and png have the encoded bytes, for ``decode=``. Other encodings (pil, pickle, lists) are an error, unless
     ``data`` leaves them out.
